@@ -1,0 +1,13 @@
+"""jitrope: rotary position embeddings at the speed of memory, compiled on first call.
+
+>>> q, k = jitrope.apply_rope(q, k, cos, sin)
+"""
+
+from .config import set_up_logging as _set_up_logging
+from .errors import CacheError, CompileError, InvalidInput, JitropeError
+from .rope import apply_rope, apply_rope_
+from .version import __version__
+
+__all__ = ["CacheError", "CompileError", "InvalidInput", "JitropeError", "__version__", "apply_rope", "apply_rope_"]
+
+_set_up_logging()

@@ -1,0 +1,60 @@
+"""How `jitrope bench` times: GPU time by CUDA-graph replay, host time by a loop, medians of both."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+COLD_BYTES = 400 << 20
+"""What a round of cold calls touches: several times any L2."""
+
+
+def gpu_time(calls: Sequence[Callable[[], Any]], repeats: int = 30, calls_per_graph: int = 0) -> float:
+    """Microseconds a call: one CUDA graph goes through `calls`, and is replayed.
+
+    Give as many calls as there are copies of the inputs; with one call its inputs stay in L2. What
+    a call returns is kept until the graph is captured, so that no call writes where another did.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    rounds = max(1, -(-calls_per_graph // len(calls)))
+    graph = torch.cuda.CUDAGraph()
+    kept = []
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            kept += [call() for call in calls]
+    times = []
+    for _ in range(3):
+        graph.replay()
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (rounds * len(calls)))
+    del kept
+    return statistics.median(times)
+
+
+def cold_copies(bytes_a_call: int, at_least: int = 2, at_most: int = 64) -> int:
+    """How many copies of a call's inputs make every call find a cold L2."""
+    return max(at_least, min(at_most, -(-COLD_BYTES // max(1, bytes_a_call))))
+
+
+def host_time(call: Callable[[], Any], count: int = 300, repeats: int = 15) -> float:
+    """Microseconds of host time to enqueue one call; the GPU is waited for between rounds."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / count)
+    torch.cuda.synchronize()
+    return statistics.median(times)

@@ -1,0 +1,125 @@
+"""Source -> cubin -> kernel. The only file that knows CuPy.
+
+NVRTC is called one level below CuPy's own compiler, because that needs no GPU and no driver. An
+`ImportError` from here means that CuPy is missing; `runtime` says which extra brings it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .config import cupy_import_environment
+from .errors import CompileError
+from .render import Source
+
+OPTIONS = ("-std=c++17",)
+"""What every kernel is compiled with. No fast-math, no flush to zero; products and sums are
+contracted only where a template says so, with intrinsics."""
+
+_NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+
+
+@lru_cache(maxsize=1)
+def _cupy() -> Any:
+    with cupy_import_environment():
+        import cupy
+
+    return cupy
+
+
+@lru_cache(maxsize=1)
+def _nvrtc() -> Any:
+    _cupy()
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # CuPy raises what its loader raised
+        raise CompileError(
+            f"NVRTC cannot be loaded ({error}); install it: pip install 'jitrope[cuda13]', or 'jitrope[cuda12]'"
+        ) from error
+    return nvrtc
+
+
+@lru_cache(maxsize=1)
+def compiler_version() -> str:
+    """What compiles here, as part of the cache key: CuPy's version and NVRTC's.
+
+    NVRTC's comes from its package where there is one: loading the library only to ask it costs more
+    than the rest of a first call from a warm cache.
+    """
+    cupy_version = _cupy().__version__
+    for package in _NVRTC_PACKAGES[:: 1 if _cuda_major() >= 13 else -1]:
+        try:
+            return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    major, minor = _nvrtc().getVersion()
+    return f"cupy {cupy_version}, nvrtc {major}.{minor}"
+
+
+def _cuda_major() -> int:
+    from cupy_backends.cuda.api import runtime
+
+    return int(runtime.CUDA_VERSION) // 1000
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's own (major, minor)."""
+    major, minor = _nvrtc().getVersion()
+    return int(major), int(minor)
+
+
+def supported_archs() -> list[str]:
+    """The architectures that this NVRTC compiles for, as `sm_90`."""
+    return [f"sm_{number}" for number in _nvrtc().getSupportedArchs()]
+
+
+def options_for(arch: str) -> tuple[str, ...]:
+    """NVRTC's options for an architecture such as `sm_90`."""
+    return (*OPTIONS, f"-arch={arch}")
+
+
+def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """(cubin, compiler's log) of a source for `arch`. Needs neither a GPU nor a driver."""
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options_for(arch) + extra_options)
+        # CuPy's getCUBIN drops the last byte, taking a cubin for a C string.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program).strip()
+        hint = f"; this NVRTC compiles for {', '.join(supported_archs())}" if "OPTION" in str(error) else ""
+        raise CompileError(f"{source.name}, {arch}: {error}{hint}\n{log}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+class Kernel:
+    """A kernel that is loaded on one device.
+
+    `launch(handle, gx, gy, gz, bx, by, bz, shared_bytes, stream, params, 0)` enqueues it; `params`
+    is the address of an array of argument addresses, as for `cuLaunchKernel`.
+    """
+
+    def __init__(self, path: Path, entry: str, device: int) -> None:
+        cupy = _cupy()
+        from cupy_backends.cuda.api import driver
+
+        with cupy.cuda.Device(device):
+            try:
+                self.module = cupy.RawModule(path=str(path))
+                self.function = self.module.get_function(entry)
+            except Exception as error:
+                raise CompileError(f"the driver refuses {path}: {error}") from error
+        self.handle: int = self.function.kernel.ptr if hasattr(self.function, "kernel") else self.function.ptr
+        self.launch = driver.launchKernel
+
+
+def versions() -> dict[str, str]:
+    """CuPy's and NVRTC's versions, for `jitrope doctor`."""
+    return {"cupy": _cupy().__version__, "nvrtc": ".".join(map(str, nvrtc_version()))}

@@ -1,0 +1,282 @@
+"""The user's functions. All checking happens here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import runtime
+from .errors import InvalidInput
+from .ops import InPlace
+from .runtime import DTYPE_NAMES, Options
+from .spec import DTYPES, LAUNCHES, LAYOUT_AXES, MAX_HEAD_DIM, ROUNDINGS
+
+_MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
+
+
+def apply_rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: str = "bshd",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    rounding: str = "fp32",
+    launch: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate q and k by position-dependent angles, in one launch; returns fresh tensors.
+
+    Pair i of a head, (x0, x1), becomes (x0 cos_i - x1 sin_i, x1 cos_i + x0 sin_i); see RoFormer,
+    arXiv:2104.09864, equation 34. The gradient is the rotation back; cos and sin get none.
+
+    >>> q, k = jitrope.apply_rope(q, k, cos, sin)                       # (B, S, H, D), halves
+    >>> q, _ = jitrope.apply_rope(q, None, cos, sin, interleaved=True)  # one tensor alone
+
+    Args:
+        q: (B, S, Hq, D) in the default layout; fp32, fp16 or bf16; any strides, nothing is copied.
+            D is at most 512.
+        k: as q with its own number of heads (GQA, MQA), or None, which comes back in its place.
+        cos, sin: tables over positions, fp32, fp16 or bf16, any strides: (P, W), or a row of tables
+            for each batch entry (B, P, W), or for each head too (B, P, H, W); an axis of size 1 is
+            shared. P is at least the number of positions used. W is rotary_dim / 2 (half width: an
+            angle a pair) or rotary_dim (full width: an angle an element, laid out like the head;
+            the members of a pair may differ).
+        layout: "bshd", "sbhd", "bhsd" or, for packed sequences, "thd": (T, H, D). Without
+            cu_seqlens a packed token t uses row t of the table.
+        interleaved: True: pairs are (0, 1), (2, 3), ...; False: (i, i + rotary_dim / 2).
+        rotary_dim: even; only the first so many elements of a head are rotated. Default: D, for
+            tables of width D or D / 2.
+        cu_seqlens: with "thd": int32 or int64 offsets (N + 1) of N sequences, on q's device, from 0
+            and ascending. Positions restart at 0 in each. Not read on the host. Tokens after the
+            last sequence come out as zeros (`apply_rope_` leaves them alone); tokens past the
+            table's end come out as NaN.
+        max_seqlen: with cu_seqlens: the longest sequence, if the host knows it.
+        rounding: "fp32" rounds each product and their sum to fp32, as eager torch does on real
+            tensors; "complex64" gives the bits of torch's complex64 multiply on the same device.
+            The result is rounded to q's dtype once.
+        launch: "auto", or force "token_linear" or "grid_2d"; all give the same bits.
+
+    Returns:
+        (q, k) rotated, of the shapes, dtype and (where dense) strides of the inputs.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
+        CompileError: the kernel could not be built; the message says what to install.
+    """
+    return _rope(q, k, cos, sin, layout, interleaved, rotary_dim, cu_seqlens, max_seqlen, rounding, launch, False)
+
+
+def apply_rope_(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: str = "bshd",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    rounding: str = "fp32",
+    launch: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """`apply_rope` in place: q and k themselves are rotated, and returned.
+
+    Arguments and errors are those of `apply_rope`. A tensor whose elements overlap in memory (an
+    expanded one) is refused. Under autograd torch's rules for in-place operations hold: q and k may
+    not be leaves that require a gradient.
+    """
+    return _rope(q, k, cos, sin, layout, interleaved, rotary_dim, cu_seqlens, max_seqlen, rounding, launch, True)
+
+
+def _rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    interleaved: bool,
+    rotary_dim: int | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    rounding: str,
+    launch: str,
+    in_place: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if rotary_dim is None:
+        rotary_dim = q.shape[-1]
+    options = Options(layout, interleaved, rotary_dim, max_seqlen or 0, rounding, launch, False, in_place)
+
+    def check() -> None:
+        _check(q, k, cos, sin, cu_seqlens, options)
+
+    if _is_plain(q, k, cos, sin, cu_seqlens):
+        out = runtime.rope(q, k, cos, sin, cu_seqlens, options, check)
+        if in_place:
+            torch.autograd.graph.increment_version(q if k is None else (q, k))
+        return out
+    check()
+    rest = (cos, sin, cu_seqlens, *options[:-1])
+    if not in_place:
+        q_out, k_out = torch.ops.jitrope.rope(q, k, *rest)
+        return q_out, None if k is None else k_out
+    if _wants_grad(q, k):
+        if torch.compiler.is_compiling():  # traced as a copy, which Inductor writes in place
+            q_out, k_out = torch.ops.jitrope.rope(q, k, *rest)
+            return q.copy_(q_out), None if k is None else k.copy_(k_out)
+        out = InPlace.apply(q, k, *rest)
+        return (out, None) if k is None else out
+    torch.ops.jitrope.rope_(q, k, *rest)
+    return q, k
+
+
+def _wants_grad(q: Tensor, k: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
+
+
+def _is_plain(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether nothing watches this call: then it goes straight to the launch, past torch's dispatcher.
+
+    Watchers are autograd, torch.compile, functorch transforms, forward-mode AD, dispatch modes
+    (fake tensors, selective checkpointing) and tensor subclasses.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) is type(cos) is type(sin) is Tensor
+        and (k is None or type(k) is Tensor)
+        and q.is_cuda
+        and not (torch.is_grad_enabled() and (q.requires_grad or cos.requires_grad or (k is not None and k.requires_grad)))
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def _check(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, options: Options
+) -> None:
+    """Refuse what does not fit, naming the argument, what was given and what is allowed."""
+    name = "apply_rope_" if options.in_place else "apply_rope"
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise InvalidInput(f"{name}: {message}")
+
+    _check_words(options, require)
+    rank = 3 if options.layout == "thd" else 4
+    letters = options.layout.upper()
+    for label, x in (("q", q), ("k", k)):
+        if x is None:
+            continue
+        require(
+            x.dim() == rank,
+            f"{label} has shape {tuple(x.shape)}, layout {options.layout!r} needs {rank} axes ({', '.join(letters)})",
+        )
+        require(x.dtype in DTYPE_NAMES and DTYPE_NAMES[x.dtype] in DTYPES, f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
+        require(x.device == q.device and x.dtype == q.dtype, f"k is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
+        if options.in_place:
+            require(
+                all(stride or size < 2 for size, stride in zip(x.shape, x.stride())),
+                f"{label} is expanded (strides {tuple(x.stride())}): its elements overlap and cannot be written in place",
+            )
+    require(q.device.type in ("cuda", "cpu"), f"q is on {q.device}; allowed are CUDA and CPU devices")
+    batch, seqlen, heads, head_dim = _axes(q, options.layout)
+    if k is not None:
+        same = _axes(k, options.layout)
+        require(
+            (same[0], same[1], same[3]) == (batch, seqlen, head_dim),
+            f"q is {_named(q, options.layout)} but k is {_named(k, options.layout)}; only H may differ",
+        )
+    require(batch * seqlen <= _MAX_TOKENS, f"q has {batch * seqlen} tokens, at most {_MAX_TOKENS} are possible")
+    require(head_dim <= MAX_HEAD_DIM, f"q has D={head_dim}, at most {MAX_HEAD_DIM} is possible")
+    rotary = options.rotary_dim
+    require(
+        rotary % 2 == 0 and 0 < rotary <= head_dim,
+        f"rotary_dim is {rotary}; it must be even and from 2 to D={head_dim}",
+    )
+    _check_lengths(q, cu_seqlens, options, require)
+    _check_tables(q, k, cos, sin, cu_seqlens is not None, options, require)
+
+
+def _check_words(options: Options, require: Any) -> None:
+    require(options.layout in LAYOUT_AXES, f"layout is {options.layout!r}; allowed are {', '.join(LAYOUT_AXES)}")
+    require(options.rounding in ROUNDINGS, f"rounding is {options.rounding!r}; allowed are {', '.join(ROUNDINGS)}")
+    require(
+        options.launch == "auto" or options.launch in LAUNCHES,
+        f"launch is {options.launch!r}; allowed are auto, {', '.join(LAUNCHES)}",
+    )
+
+
+def _check_lengths(q: Tensor, cu_seqlens: Tensor | None, options: Options, require: Any) -> None:
+    if cu_seqlens is None:
+        require(options.max_seqlen == 0, "max_seqlen goes with cu_seqlens, which is not given")
+        return
+    require(options.layout == "thd", f"cu_seqlens goes with layout 'thd', not {options.layout!r}")
+    require(options.max_seqlen >= 0, f"max_seqlen is {options.max_seqlen}; it cannot be negative")
+    require(
+        cu_seqlens.dtype in (torch.int32, torch.int64), f"cu_seqlens is {cu_seqlens.dtype}; allowed are int32 and int64"
+    )
+    require(cu_seqlens.device == q.device, f"cu_seqlens is on {cu_seqlens.device} but q is on {q.device}")
+    require(
+        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1,
+        f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it is one axis of N + 1 offsets",
+    )
+    require(cu_seqlens.is_contiguous(), f"cu_seqlens has stride {cu_seqlens.stride()}; it must be contiguous")
+
+
+def _check_tables(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, packed: bool, options: Options, require: Any
+) -> None:
+    batch, seqlen, heads, head_dim = _axes(q, options.layout)
+    where = _named(q, options.layout)
+    rotary = options.rotary_dim
+    for label, table in (("cos", cos), ("sin", sin)):
+        require(2 <= table.dim() <= 4, f"{label} has shape {tuple(table.shape)}; it is (P, W), (B, P, W) or (B, P, H, W)")
+        require(
+            table.dtype in DTYPE_NAMES and DTYPE_NAMES[table.dtype] in DTYPES,
+            f"{label} is {table.dtype}; allowed are fp32, fp16 and bf16",
+        )
+        require(table.device == q.device, f"{label} is on {table.device} but q is on {q.device}")
+        require(
+            not (table.requires_grad and torch.is_grad_enabled()),
+            f"{label} requires a gradient, which jitrope does not compute; pass {label}.detach()",
+        )
+    require(
+        cos.shape == sin.shape and cos.dtype == sin.dtype,
+        f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}; they must match",
+    )
+    width = cos.shape[-1]
+    require(
+        width in (rotary // 2, rotary),
+        f"cos and sin are {width} wide; with rotary_dim {rotary} (D={head_dim}) they are {rotary // 2} (half width) or "
+        f"{rotary} (full width); pass rotary_dim for a partial rotation",
+    )
+    rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
+    needed = options.max_seqlen if packed else seqlen
+    require(rows >= needed, f"q is {where} but cos has {rows} rows; {needed} positions are used")
+    require(not packed or rows > 0 or seqlen == 0, "cos has no rows")
+    if cos.dim() > 2:
+        require(cos.shape[0] in (1, batch), f"q is {where} but cos has {cos.shape[0]} batch rows; allowed are 1 and B={batch}")
+    if cos.dim() == 4 and cos.shape[2] != 1:
+        same = k is None or _axes(k, options.layout)[2] == heads
+        require(
+            cos.shape[2] == heads and same,
+            f"q is {where} but cos has angles for {cos.shape[2]} heads; they go with as many heads in q and in k",
+        )
+
+
+def _axes(x: Tensor, layout: str) -> list[int]:
+    """The sizes (B, S, H, D) of a tensor in `layout`."""
+    return [1 if axis is None else x.shape[axis] for axis in LAYOUT_AXES[layout]]
+
+
+def _named(x: Tensor, layout: str) -> str:
+    """A shape by its letters: `(B=2, S=128, H=32, D=64)`."""
+    return "(" + ", ".join(f"{letter.upper()}={size}" for letter, size in zip(layout, x.shape)) + ")"

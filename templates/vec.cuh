@@ -1,0 +1,111 @@
+// Aligned vector accesses, and conversion between storage types and fp32.
+//
+// No CUDA header is needed: bf16 and fp16 are their 16 bits, and the conversions are single
+// instructions. That keeps the text whole and saves half of the compile time.
+
+struct bf16 { unsigned short bits; };
+struct fp16 { unsigned short bits; };
+
+#if defined(__CUDA_ARCH__)
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+#endif
+
+__device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // to nearest even
+    const unsigned int bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;                  // NaN
+    return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// Two neighbouring elements, the first in the low half: one register, one instruction.
+__device__ __forceinline__ unsigned int pack(float first, float second, fp16) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned int word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
+#else
+    return float_to_half(first) | static_cast<unsigned int>(float_to_half(second)) << 16;
+#endif
+}
+__device__ __forceinline__ unsigned int pack(float first, float second, bf16) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned int word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
+    return word;
+#else
+    return float_to_bfloat(first) | static_cast<unsigned int>(float_to_bfloat(second)) << 16;
+#endif
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(fp16 x) { return half_to_float(x.bits); }
+__device__ __forceinline__ float to_float(bf16 x) {
+    return __uint_as_float(static_cast<unsigned int>(x.bits) << 16);
+}
+
+__device__ __forceinline__ void from_float(float value, float& x) { x = value; }
+__device__ __forceinline__ void from_float(float value, fp16& x) { x.bits = float_to_half(value); }
+__device__ __forceinline__ void from_float(float value, bf16& x) { x.bits = float_to_bfloat(value); }
+
+template <int BYTES> struct Word;                                   // one access of BYTES bytes
+template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<4> { using type = unsigned int; };
+template <> struct Word<8> { using type = uint2; };
+template <> struct Word<16> { using type = uint4; };
+
+template <typename T, int N>
+union Vec {                                                         // N elements, one access
+    typename Word<sizeof(T) * N>::type word;
+    unsigned int pair[N < 2 ? 1 : N / 2];                           // 2-byte elements, two by two
+    T item[N];
+};
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> load(const T* address) {
+    Vec<T, N> v;
+    v.word = *reinterpret_cast<const typename Word<sizeof(T) * N>::type*>(address);
+    return v;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store(T* address, const Vec<T, N>& v) {
+    *reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address) = v.word;
+}
+
+// q and k are touched once: their lines need not stay in L1 or L2, so that the tables can.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> load_once(const T* address) {
+    Vec<T, N> v;
+    v.word = __ldcs(reinterpret_cast<const typename Word<sizeof(T) * N>::type*>(address));
+    return v;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_once(T* address, const Vec<T, N>& v) {
+    __stcs(reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address), v.word);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void unpack(const Vec<T, N>& v, float* out) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = to_float(v.item[i]);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void pack(const float* x, Vec<T, N>& v) {
+    if constexpr (sizeof(T) == 2 && N > 1) {
+        #pragma unroll
+        for (int i = 0; i < N; i += 2) v.pair[i / 2] = pack(x[i], x[i + 1], T{});
+    } else {
+        #pragma unroll
+        for (int i = 0; i < N; ++i) from_float(x[i], v.item[i]);
+    }
+}

@@ -1,0 +1,152 @@
+"""Named rope calls: the inputs of the CPU kernel tests and of the GPU tests, one list for both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jitrope.spec import LAYOUT_AXES
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `apply_rope`; `why` is the reason the case exists."""
+
+    name: str
+    why: str
+    shape: tuple[int, int, int, int, int] = (2, 5, 4, 2, 64)  # B, S, Hq, Hk (0: no k), D
+    dtype: str = "bf16"
+    layout: str = "bshd"
+    interleaved: bool = False
+    rotary_dim: int | None = None
+    table: str = "half"  # half | full (pair members differ) | repeated | complex | matrix | per_head | fused
+    table_dtype: str = "fp32"
+    table_batch: bool = False
+    lengths: tuple[int, ...] | None = None  # of packed sequences; the rest of S is spare
+    index_dtype: torch.dtype = torch.int32
+    table_rows: int = 0  # 0: as many as positions
+    strides: str = "plain"  # plain | qkv (slices of a packed buffer) | offset (unaligned) | transposed | reversed dim
+    rounding: str = "fp32"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Case("halves", "the default"),
+    Case("interleaved", "the other pairing", interleaved=True),
+    Case("fp32", "16-byte accesses of 4 elements", dtype="fp32"),
+    Case("fp16-interleaved", "the third dtype", dtype="fp16", interleaved=True),
+    Case("q-alone", "k=None", shape=(2, 5, 4, 0, 64)),
+    Case("odd-heads", "heads that no tile divides", shape=(1, 3, 7, 3, 128)),
+    Case("one-token", "decode", shape=(1, 1, 8, 2, 128)),
+    Case("many-heads", "more heads than one step of a block", shape=(1, 2, 70, 10, 128)),
+    Case("d80", "FlashInfer is wrong here", shape=(1, 6, 5, 5, 80)),
+    Case("d80-interleaved", "10 lanes a head", shape=(1, 6, 5, 5, 80), interleaved=True),
+    Case("d72", "half a head is not 16 bytes wide", shape=(1, 4, 3, 3, 72)),
+    Case("d96", "6 lanes a head", shape=(1, 4, 3, 1, 96)),
+    Case("d256", "a large head", shape=(1, 3, 4, 1, 256)),
+    Case("d512", "the largest head", shape=(1, 2, 2, 1, 512)),
+    Case("d6", "rotary_dim / 2 is odd: scalar accesses", shape=(1, 4, 3, 2, 6)),
+    Case("d6-interleaved", "the same, pairs of scalars", shape=(1, 4, 3, 2, 6), interleaved=True),
+    Case("d2", "a single pair", shape=(1, 3, 2, 1, 2)),
+    Case("partial", "the rest is copied", shape=(1, 5, 4, 2, 128), rotary_dim=64),
+    Case("partial-interleaved", "vLLM's qk-norm kernel is wrong for partial halves", rotary_dim=32, interleaved=True),
+    Case("partial-odd", "an odd rest: scalar accesses", shape=(1, 4, 3, 1, 45), rotary_dim=20),
+    Case("sbhd", "Megatron's layout", layout="sbhd"),
+    Case("bhsd", "transformers' layout, a transposed view", layout="bhsd", strides="transposed"),
+    Case("bhsd-contiguous", "the same in memory order", layout="bhsd"),
+    Case("thd", "an angle row for each token", shape=(1, 9, 4, 2, 64), layout="thd"),
+    Case("packed", "positions restart, empty sequences and spare rows", shape=(1, 23, 4, 2, 64), layout="thd",
+         lengths=(5, 0, 7, 0, 0, 6)),
+    Case("packed-int64", "int64 offsets, partial", shape=(1, 17, 3, 1, 64), layout="thd", lengths=(0, 9, 8),
+         index_dtype=torch.int64, rotary_dim=32),
+    Case("packed-none", "no sequence at all", shape=(1, 3, 2, 1, 64), layout="thd", lengths=()),
+    Case("packed-too-long", "a sequence longer than the table: NaN, no read past it", shape=(1, 12, 2, 1, 64),
+         layout="thd", lengths=(9, 3), table_rows=6),
+    Case("full", "pair members with angles of their own (ERNIE)", table="full"),
+    Case("full-interleaved", "the same, neighbours", table="full", interleaved=True),
+    Case("full-partial", "full width and partial", table="full", rotary_dim=32, shape=(1, 4, 3, 1, 64)),
+    Case("repeated", "an interleaved-repeated table read as a view (FLUX)", table="repeated", interleaved=True),
+    Case("complex", "a complex64 table read as a view (Qwen-Image)", table="complex", interleaved=True),
+    Case("matrix", "2x2 matrices read as views (HiDream)", table="matrix", interleaved=True),
+    Case("per-head", "learned angles of each head (Mochi)", table="per_head", interleaved=True, shape=(2, 5, 4, 4, 64)),
+    Case("fused-cache", "cos | sin in one tensor, two views (vLLM)", table="fused"),
+    Case("batched-table", "a table for each batch row", table_batch=True),
+    Case("longer-table", "more rows than positions", table_rows=11),
+    Case("bf16-table", "tables in the model's dtype", table_dtype="bf16"),
+    Case("fp16-table", "tables in fp16 beside fp32", table_dtype="fp16", dtype="fp32"),
+    Case("packed-qkv", "slices of packed QKV", strides="qkv"),
+    Case("unaligned", "addresses off by one element", strides="offset"),
+    Case("strided-dim", "the last axis is not contiguous", strides="reversed"),
+    Case("complex64-rounding", "torch's complex contraction", rounding="complex64", interleaved=True),
+]  # fmt: skip
+
+
+def make(case: Case, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor, Tensor, dict[str, Any]]:
+    """(q, k, cos, sin, keywords) of a case."""
+    generator = torch.Generator().manual_seed(seed)
+    b, s, hq, hk, d = case.shape
+    rotary = case.rotary_dim or d
+    q, k = (_activation(case, b, s, h, d, generator, device) if h else None for h in (hq, hk))
+    rows = case.table_rows or s
+    cos, sin = _tables(case, b, rows, hq, rotary, generator)
+    keywords: dict[str, Any] = {
+        "layout": case.layout, "interleaved": case.interleaved, "rounding": case.rounding, **case.options,
+    }  # fmt: skip
+    if case.rotary_dim:
+        keywords["rotary_dim"] = case.rotary_dim
+    if case.lengths is not None:
+        ends = torch.tensor((0, *case.lengths)).cumsum(0)
+        keywords["cu_seqlens"] = ends.to(case.index_dtype).to(device)
+    return q, k, cos.to(device), sin.to(device), keywords
+
+
+def _activation(case: Case, b: int, s: int, h: int, d: int, generator: torch.Generator, device: str) -> Tensor:
+    order = LAYOUT_AXES[case.layout]
+    sizes = {axis: size for axis, size in zip(order, (b, s, h, d)) if axis is not None}
+    shape = [sizes[axis] for axis in range(len(sizes))]
+    dtype = DTYPES[case.dtype]
+    if case.strides == "qkv":  # [..., 3 h, d]: heads in the middle third
+        x = torch.randn(b, s, 3 * h, d, generator=generator).to(dtype).to(device)
+        return x[:, :, h : 2 * h]
+    if case.strides == "transposed":  # (B, H, S, D) over memory in (B, S, H, D)
+        return torch.randn(b, s, h, d, generator=generator).to(dtype).to(device).transpose(1, 2)
+    if case.strides == "offset":
+        x = torch.randn(b * s * h * d + 1, generator=generator).to(dtype).to(device)
+        return x[1:].view(shape)
+    if case.strides == "reversed":
+        return torch.randn(*shape[:-2], d, shape[-2], generator=generator).to(dtype).to(device).transpose(-1, -2)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+def _tables(
+    case: Case, b: int, rows: int, heads: int, rotary: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    lead = (b,) if case.table_batch or case.table == "per_head" else ()
+    angles = torch.rand(*lead, rows, rotary // 2, generator=generator) * 20
+    dtype = DTYPES[case.table_dtype]
+    if case.table == "full":
+        angles = torch.rand(*lead, rows, rotary, generator=generator) * 20
+    if case.table == "per_head":
+        angles = torch.rand(b, rows, heads, rotary // 2, generator=generator) * 20
+    if case.table == "repeated":
+        cos, sin = (f(angles).repeat_interleave(2, -1) for f in (torch.cos, torch.sin))
+        return cos[..., ::2], sin[..., ::2]
+    if case.table == "complex":
+        both = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
+        return both[..., 0], both[..., 1]
+    if case.table == "matrix":
+        c, s = angles.cos(), angles.sin()
+        matrix = torch.stack((c, -s, s, c), -1).unflatten(-1, (2, 2))
+        return matrix[..., 0, 0], matrix[..., 1, 0]
+    if case.table == "fused":
+        cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+        return cache[..., : rotary // 2], cache[..., rotary // 2 :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)

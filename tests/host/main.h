@@ -1,0 +1,53 @@
+// Runs one kernel on memory read from a file, and writes the memory back.
+//
+// argv[1]: int64 words: grid x, y; block; R regions; each region's bytes; W parameter words, each a
+// pair (region or -1, value): the region's address plus value bytes, or the value itself. Then the
+// regions' contents. Each region is an allocation of its own, poisoned from its end on: ASan sees the
+// first byte read or written past it.
+#pragma once
+#include <sanitizer/asan_interface.h>
+
+inline std::int64_t read_word(std::FILE* file) {
+    std::int64_t word;
+    if (std::fread(&word, 8, 1, file) != 1) std::abort();
+    return word;
+}
+
+int main(int, char** argv) {
+    std::FILE* file = std::fopen(argv[1], "rb");
+    if (!file) return 2;
+    const auto gx = read_word(file), gy = read_word(file), block = read_word(file);
+    std::vector<std::int64_t> sizes(read_word(file));
+    for (auto& size : sizes) size = read_word(file);
+    std::vector<std::int64_t> words(read_word(file)), owners(words.size());
+    for (std::size_t i = 0; i < words.size(); ++i) {
+        owners[i] = read_word(file);
+        words[i] = read_word(file);
+    }
+    std::vector<char*> regions;
+    for (const auto size : sizes) {
+        regions.push_back(static_cast<char*>(std::aligned_alloc(256, (size + 255) / 256 * 256)));
+        if (size && std::fread(regions.back(), 1, size, file) != static_cast<std::size_t>(size)) return 3;
+        __asan_poison_memory_region(regions.back() + size, (size + 255) / 256 * 256 - size);
+    }
+    std::fclose(file);
+    for (std::size_t i = 0; i < words.size(); ++i)
+        if (owners[i] >= 0) words[i] += reinterpret_cast<std::int64_t>(regions[owners[i]]);
+    Params params;
+    static_assert(sizeof(Params) % 8 == 0);
+    if (words.size() * 8 != sizeof params) {
+        std::fprintf(stderr, "%zu parameter words, the kernel takes %zu\n", words.size(), sizeof params / 8);
+        return 4;
+    }
+    std::memcpy(static_cast<void*>(&params), words.data(), sizeof params);
+    launch({static_cast<unsigned>(gx), static_cast<unsigned>(gy), 1}, {static_cast<unsigned>(block), 1, 1},
+           [&] { KERNEL(params); });
+    file = std::fopen(argv[1], "wb");
+    for (std::size_t r = 0; r < regions.size(); ++r) {
+        if (sizes[r]) std::fwrite(regions[r], 1, sizes[r], file);
+        __asan_unpoison_memory_region(regions[r], (sizes[r] + 255) / 256 * 256);
+        std::free(regions[r]);
+    }
+    std::fclose(file);
+    return 0;
+}
