@@ -153,10 +153,11 @@ class KernelCache:
         except OSError as error:
             raise CacheError(f"cannot read the kernel cache {self.root}: {error}") from error
         for path in paths:
-            ours = (path / "spec.json").exists() or (path / "kernel.cubin").exists()
-            if path.is_dir() and (path.name.startswith(".tmp-") if not ours else True):
-                if temporary or not path.name.startswith(".tmp-"):
+            if path.name.startswith(".tmp-"):
+                if temporary:
                     yield path
+            elif (path / "spec.json").exists() or (path / "kernel.cubin").exists():
+                yield path
 
     def _trusted(self, path: Path) -> bool:
         """Code is loaded from a folder only if nobody else can have written it."""
@@ -185,7 +186,7 @@ def untrusted(folder: Path) -> str | None:
 
 def read_entry(path: Path) -> dict[str, Any]:
     """An entry's `spec.json`; raises ValueError if the cubin does not match it."""
-    meta = json.loads((path / "spec.json").read_text())
+    meta: dict[str, Any] = json.loads((path / "spec.json").read_text())
     if meta["format"] != FORMAT:
         raise ValueError(f"format {meta['format']}, not {FORMAT}")
     if hashlib.sha256((path / "kernel.cubin").read_bytes()).hexdigest() != meta["sha256"]:

@@ -62,9 +62,9 @@ def compiler_version() -> str:
 
 
 def _cuda_major() -> int:
-    from cupy_backends.cuda.api import runtime
+    from cupy_backends.cuda.api import driver
 
-    return int(runtime.CUDA_VERSION) // 1000
+    return int(driver.get_build_version()) // 1000
 
 
 def nvrtc_version() -> tuple[int, int]:

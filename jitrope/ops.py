@@ -23,9 +23,7 @@ _lib.define(f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ARGUMENTS}) -> ()", tags=_tag
 
 def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, options: Options) -> Any:
     o = options
-    q_out, k_out = reference.rope(
-        q, k, cos, sin, cu_seqlens, o.layout, o.interleaved, o.rotary_dim, o.conjugate
-    )
+    q_out, k_out = reference.rope(q, k, cos, sin, cu_seqlens, o.layout, o.interleaved, o.rotary_dim, o.conjugate)
     if not o.in_place:
         return q_out, k_out
     end = None if cu_seqlens is None else int(cu_seqlens[-1])  # in place, spare rows stay
@@ -37,7 +35,7 @@ def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tens
 
 def _functional(execute: Any) -> Any:
     def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, *options: Any) -> Any:
-        q_out, k_out = execute(q, k, cos, sin, cu_seqlens, Options(*options, in_place=False))
+        q_out, k_out = execute(q, k, cos, sin, cu_seqlens, Options(*(*options, False)))
         return q_out, q.new_empty(0) if k_out is None else k_out
 
     return rope
@@ -45,7 +43,7 @@ def _functional(execute: Any) -> Any:
 
 def _mutating(execute: Any) -> Any:
     def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, *options: Any) -> None:
-        execute(q, k, cos, sin, cu_seqlens, Options(*options, in_place=True))
+        execute(q, k, cos, sin, cu_seqlens, Options(*(*options, True)))
 
     return rope_
 

@@ -45,25 +45,25 @@ def rope(
 
     Products and the sum round apart, as torch's real and (on a CPU) complex multiplies do.
     """
-    outputs = []
+    outputs: list[Tensor | None] = []
     for x in (q, k):
         if x is None:
             outputs.append(None)
             continue
         out = torch.empty_like(x)
         view = canonical(out, layout)
-        tables = [table_view(table).to(compute_dtype) for table in (cos, sin)]
+        c, s = (table_view(table).to(compute_dtype) for table in (cos, sin))
         spare = None
         if cu_seqlens is None:
-            tables = [table[:, : view.shape[1]] for table in tables]
+            c, s = c[:, : view.shape[1]], s[:, : view.shape[1]]
         else:
             position, spare = positions(view.shape[1], cu_seqlens)
-            tables = [_gather(table, position) for table in tables]
-        view.copy_(_rotate(canonical(x, layout).to(compute_dtype), *tables, interleaved, rotary_dim, conjugate))
+            c, s = _gather(c, position), _gather(s, position)
+        view.copy_(_rotate(canonical(x, layout).to(compute_dtype), c, s, interleaved, rotary_dim, conjugate))
         if spare is not None:
             view[:, spare] = 0
         outputs.append(out)
-    return outputs[0], outputs[1]
+    return outputs[0], outputs[1]  # type: ignore[return-value]
 
 
 def _gather(table: Tensor, position: Tensor) -> Tensor:
@@ -72,9 +72,7 @@ def _gather(table: Tensor, position: Tensor) -> Tensor:
     return rows.masked_fill((position >= table.shape[1])[None, :, None, None], float("nan"))
 
 
-def _rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, conjugate: bool
-) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rotary_dim: int, conjugate: bool) -> Tensor:
     """x (batch, seq, head, head_dim), tables broadcastable to it up to the last axis."""
     turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     x0, x1 = _members(turned, interleaved)

@@ -152,16 +152,14 @@ def _is_plain(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens:
         and type(q) is type(cos) is type(sin) is Tensor
         and (k is None or type(k) is Tensor)
         and q.is_cuda
-        and not (torch.is_grad_enabled() and (q.requires_grad or cos.requires_grad or (k is not None and k.requires_grad)))
+        and not (_wants_grad(q, k) or _wants_grad(cos, sin))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
     )
 
 
-def _check(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, options: Options
-) -> None:
+def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, options: Options) -> None:
     """Refuse what does not fit, naming the argument, what was given and what is allowed."""
     name = "apply_rope_" if options.in_place else "apply_rope"
 
@@ -170,6 +168,10 @@ def _check(
             raise InvalidInput(f"{name}: {message}")
 
     _check_words(options, require)
+    forward_mode = forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in (q, k, cos, sin)
+    )
+    require(not forward_mode, "forward-mode derivatives (jvp) are not supported; use the backward")
     rank = 3 if options.layout == "thd" else 4
     letters = options.layout.upper()
     for label, x in (("q", q), ("k", k)):
@@ -179,19 +181,20 @@ def _check(
             x.dim() == rank,
             f"{label} has shape {tuple(x.shape)}, layout {options.layout!r} needs {rank} axes ({', '.join(letters)})",
         )
-        require(x.dtype in DTYPE_NAMES and DTYPE_NAMES[x.dtype] in DTYPES, f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
-        require(x.device == q.device and x.dtype == q.dtype, f"k is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
+        require(_is_float(x), f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
+        same = x.device == q.device and x.dtype == q.dtype
+        require(same, f"k is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
         if options.in_place:
             require(
                 all(stride or size < 2 for size, stride in zip(x.shape, x.stride())),
-                f"{label} is expanded (strides {tuple(x.stride())}): its elements overlap and cannot be written in place",
+                f"{label} is expanded (strides {tuple(x.stride())}): its elements overlap, which in place cannot be",
             )
     require(q.device.type in ("cuda", "cpu"), f"q is on {q.device}; allowed are CUDA and CPU devices")
-    batch, seqlen, heads, head_dim = _axes(q, options.layout)
+    batch, seqlen, _, head_dim = _axes(q, options.layout)
     if k is not None:
-        same = _axes(k, options.layout)
+        k_batch, k_seqlen, _, k_head_dim = _axes(k, options.layout)
         require(
-            (same[0], same[1], same[3]) == (batch, seqlen, head_dim),
+            (k_batch, k_seqlen, k_head_dim) == (batch, seqlen, head_dim),
             f"q is {_named(q, options.layout)} but k is {_named(k, options.layout)}; only H may differ",
         )
     require(batch * seqlen <= _MAX_TOKENS, f"q has {batch * seqlen} tokens, at most {_MAX_TOKENS} are possible")
@@ -238,11 +241,9 @@ def _check_tables(
     where = _named(q, options.layout)
     rotary = options.rotary_dim
     for label, table in (("cos", cos), ("sin", sin)):
-        require(2 <= table.dim() <= 4, f"{label} has shape {tuple(table.shape)}; it is (P, W), (B, P, W) or (B, P, H, W)")
-        require(
-            table.dtype in DTYPE_NAMES and DTYPE_NAMES[table.dtype] in DTYPES,
-            f"{label} is {table.dtype}; allowed are fp32, fp16 and bf16",
-        )
+        shape = tuple(table.shape)
+        require(2 <= table.dim() <= 4, f"{label} has shape {shape}; it is (P, W), (B, P, W) or (B, P, H, W)")
+        require(_is_float(table), f"{label} is {table.dtype}; allowed are fp32, fp16 and bf16")
         require(table.device == q.device, f"{label} is on {table.device} but q is on {q.device}")
         require(
             not (table.requires_grad and torch.is_grad_enabled()),
@@ -263,13 +264,18 @@ def _check_tables(
     require(rows >= needed, f"q is {where} but cos has {rows} rows; {needed} positions are used")
     require(not packed or rows > 0 or seqlen == 0, "cos has no rows")
     if cos.dim() > 2:
-        require(cos.shape[0] in (1, batch), f"q is {where} but cos has {cos.shape[0]} batch rows; allowed are 1 and B={batch}")
+        rows = cos.shape[0]
+        require(rows in (1, batch), f"q is {where} but cos has {rows} batch rows; allowed are 1 and B={batch}")
     if cos.dim() == 4 and cos.shape[2] != 1:
         same = k is None or _axes(k, options.layout)[2] == heads
         require(
             cos.shape[2] == heads and same,
             f"q is {where} but cos has angles for {cos.shape[2]} heads; they go with as many heads in q and in k",
         )
+
+
+def _is_float(x: Tensor) -> bool:
+    return DTYPE_NAMES.get(x.dtype) in DTYPES
 
 
 def _axes(x: Tensor, layout: str) -> list[int]:

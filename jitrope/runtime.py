@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import compiler, heuristics
-from .cache import Key, KernelCache, cubin_file
+from .cache import KernelCache, Key, cubin_file
 from .compiler import Kernel
 from .config import cache_dir, log
 from .errors import CompileError, JitropeError
@@ -102,7 +102,7 @@ def build(spec: RopeSpec, arch: str, rebuild: bool = False) -> tuple[Any, bytes 
 def missing_cupy(error: str) -> str:
     """What to install, from the CUDA version that torch was built for."""
     extra = f"cuda{(torch.version.cuda or '13').split('.')[0]}"
-    return f"jitrope compiles its kernels through CuPy, which cannot be imported ({error}): pip install 'jitrope[{extra}]'"
+    return f"jitrope compiles through CuPy, which cannot be imported ({error}): pip install 'jitrope[{extra}]'"
 
 
 def _load(spec: RopeSpec, device: int) -> Kernel:
@@ -146,7 +146,7 @@ class Launch:
 
     def __call__(self, *addresses: int) -> None:
         """Enqueue on torch's current stream: q, k, q_out, k_out, cos, sin, cu_seqlens."""
-        self.args[:_POINTERS] = addresses
+        self.args[:_POINTERS] = list(addresses)
         if torch._C._cuda_getDevice() == self.device:
             self._enqueue()
         else:
@@ -189,7 +189,7 @@ def rope(
         options, device, (q_at | k_at) & 15, (cos_at | sin_at) & 15, q.shape, q.stride(), q.dtype,
         None if k is None else (k.shape, k.stride(), k.dtype, k.get_device()),
         cos.shape, cos.stride(), cos.dtype, cos.get_device(), sin.shape, sin.stride(), sin.dtype, sin.get_device(),
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.get_device()),
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
     )  # fmt: skip
     launches = _launches()
     try:
@@ -218,11 +218,12 @@ def last_plan() -> heuristics.Plan | None:
 
 
 def _launches() -> dict[tuple[Any, ...], Launch | None]:
+    """What this thread has prepared: an argument block is filled by one thread at a time."""
     try:
-        return _local.launches
+        launches: dict[tuple[Any, ...], Launch | None] = _local.launches
     except AttributeError:
-        _local.launches = {}
-        return _local.launches
+        launches = _local.launches = {}
+    return launches
 
 
 def _prepare(
@@ -303,9 +304,7 @@ def _strides(x: Tensor, layout: str) -> list[int]:
 def _table_strides(table: Tensor, full_width: bool, options: Options) -> list[int]:
     """Strides over (batch, position, head, pair, pair member) in elements; 0 where shared."""
     view = table_view(table)
-    batch, position, head, width = (
-        0 if size == 1 else stride for size, stride in zip(view.shape, view.stride())
-    )
+    batch, position, head, width = (0 if size == 1 else stride for size, stride in zip(view.shape, view.stride()))
     if not full_width:
         return [batch, position, head, width, 0]
     if options.interleaved:

@@ -34,8 +34,9 @@ class RopeSpec:
     angle for each member of a pair. per_head: the table has angles for each head. rounding: "fp32"
     rounds every product and sum, "complex64" contracts as torch's complex multiply does on a GPU.
     index_dtype: of cu_seqlens, None if there are none. vec, table_vec: elements an access of q and
-    k, and of the tables; 1 also serves any element stride. A block has tokens_per_block tokens,
-    rows_per_token of whose heads go in parallel, heads_per_thread one after the other.
+    k, and of the tables; 1 also serves any element stride. chunks: a thread holds one or two runs of
+    neighbouring elements of a head, half the rotary part apart (halves: always two). A block has
+    tokens_per_block tokens and heads_per_block heads of each at a time.
     """
 
     dtype: str
@@ -51,10 +52,10 @@ class RopeSpec:
     index_dtype: str | None
     launch: str
     vec: int
+    chunks: int
     table_vec: int
     tokens_per_block: int
-    rows_per_token: int
-    heads_per_thread: int
+    heads_per_block: int
 
     template = "rope.cu.jinja"
     entry = "jitrope_rope"
@@ -77,12 +78,18 @@ class RopeSpec:
     @property
     def lanes(self) -> int:
         """Threads along one head."""
-        return lanes(self.head_dim, self.rotary_dim, self.interleaved, self.in_place, self.vec)
+        rest = 0 if self.in_place else self.head_dim - self.rotary_dim
+        return self.rotary_dim // (self.chunk * self.chunks) + rest // self.vec
+
+    @property
+    def chunk(self) -> int:
+        """Neighbouring elements that a thread holds: an access, and at least a pair if interleaved."""
+        return max(self.vec, 2) if self.interleaved else self.vec
 
     @property
     def threads(self) -> int:
         """Threads of a block, in whole warps."""
-        return -(-self.tokens_per_block * self.rows_per_token * self.lanes // 32) * 32
+        return -(-self.tokens_per_block * self.heads_per_block * self.lanes // 32) * 32
 
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block."""
@@ -101,10 +108,10 @@ class RopeSpec:
             "packed": self.index_dtype is not None,
             "token_linear": self.launch == "token_linear",
             "vec": self.vec,
+            "chunks": self.chunks,
             "table_vec": self.table_vec,
             "tokens_per_block": self.tokens_per_block,
-            "rows_per_token": self.rows_per_token,
-            "heads_per_thread": self.heads_per_thread,
+            "heads_per_block": self.heads_per_block,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,9 +125,3 @@ class RopeSpec:
         if data.keys() != known:
             raise ValueError(f"RopeSpec: missing {sorted(known - data.keys())}, unknown {sorted(data.keys() - known)}")
         return cls(**data)
-
-
-def lanes(head_dim: int, rotary_dim: int, interleaved: bool, in_place: bool, vec: int) -> int:
-    """Threads along one head: those that rotate, and out of place those that copy the rest."""
-    elements = max(vec, 2) if interleaved else 2 * vec
-    return rotary_dim // elements + (0 if in_place else (head_dim - rotary_dim) // vec)

@@ -80,7 +80,7 @@ __device__ __forceinline__ void store(T* address, const Vec<T, N>& v) {
     *reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address) = v.word;
 }
 
-// q and k are touched once: their lines need not stay in L1 or L2, so that the tables can.
+// The same for what is not needed again: its lines are the first to leave L1 and L2.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_once(const T* address) {
     Vec<T, N> v;

@@ -89,7 +89,10 @@ CASES = [
 ]  # fmt: skip
 
 
-def make(case: Case, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor, Tensor, dict[str, Any]]:
+Call = tuple[Tensor, "Tensor | None", Tensor, Tensor, dict[str, Any]]
+
+
+def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
     """(q, k, cos, sin, keywords) of a case."""
     generator = torch.Generator().manual_seed(seed)
     b, s, hq, hk, d = case.shape

@@ -27,9 +27,7 @@ def run_case(case: Case, launch: str = "auto", conjugate: bool = False, in_place
         launch, conjugate, in_place,
     )  # fmt: skip
     cu_seqlens = keywords.get("cu_seqlens")
-    expected = reference.rope(
-        q, k, cos, sin, cu_seqlens, case.layout, case.interleaved, options.rotary_dim, conjugate
-    )
+    expected = reference.rope(q, k, cos, sin, cu_seqlens, case.layout, case.interleaved, options.rotary_dim, conjugate)
     if in_place and cu_seqlens is not None:  # spare rows stay as they are
         end = int(cu_seqlens[-1])
         for x, out in zip((q, k), expected):
@@ -99,7 +97,7 @@ def test_sanitizer_sees_a_read_past_the_table() -> None:
     options = runtime.Options("bshd", False, 64, 0, "fp32", "auto", False, False)
     plan, words = runtime.plan_call(q, None, cos, sin, None, options, SM_COUNT)
     short = [table[:7].clone() for table in (cos, sin)]
-    with pytest.raises(AssertionError, match="use-after-poison|heap-buffer-overflow"):
+    with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
         harness.run(render(plan.spec), plan.grid, plan.block, arguments(q, None, q.clone(), None, *short, None), words)
 
 
@@ -108,8 +106,9 @@ def test_sanitizer_sees_a_misaligned_access() -> None:
     options = runtime.Options("bshd", False, 64, 0, "fp32", "auto", False, False)
     plan, words = runtime.plan_call(q, None, cos, sin, None, options, SM_COUNT)
     shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
+    tensors = arguments(shifted, None, q.clone(), None, cos, sin, None)
     with pytest.raises(AssertionError, match="misaligned"):
-        harness.run(render(plan.spec), plan.grid, plan.block, arguments(shifted, None, q.clone(), None, cos, sin, None), words)
+        harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
 
 
 COLLECTIVES = """

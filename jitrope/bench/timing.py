@@ -39,7 +39,7 @@ def gpu_time(calls: Sequence[Callable[[], Any]], repeats: int = 30, calls_per_gr
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / (rounds * len(calls)))
     del kept
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def cold_copies(bytes_a_call: int, at_least: int = 2, at_most: int = 64) -> int:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +23,13 @@ FLAGS = (
 )  # fmt: skip
 
 
-@lru_cache(maxsize=1)
+@cache
 def folder() -> Path:
     """Where this process keeps what it built."""
     return Path(tempfile.mkdtemp(prefix="jitrope-host-"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(source: Source) -> Path:
     """The executable of a kernel."""
     digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
