@@ -23,7 +23,8 @@ _NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
 
 @lru_cache(maxsize=1)
-def _cupy() -> Any:
+def import_cupy() -> Any:
+    """CuPy, imported on the first use of a kernel, not with jitrope."""
     with cupy_import_environment():
         import cupy
 
@@ -32,7 +33,7 @@ def _cupy() -> Any:
 
 @lru_cache(maxsize=1)
 def _nvrtc() -> Any:
-    _cupy()
+    import_cupy()
     from cupy_backends.cuda.libs import nvrtc
 
     try:
@@ -51,7 +52,7 @@ def compiler_version() -> str:
     NVRTC's comes from its package where there is one: loading the library only to ask it costs more
     than the rest of a first call from a warm cache.
     """
-    cupy_version = _cupy().__version__
+    cupy_version = import_cupy().__version__
     for package in _NVRTC_PACKAGES[:: 1 if _cuda_major() >= 13 else -1]:
         try:
             return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
@@ -107,7 +108,7 @@ class Kernel:
     """
 
     def __init__(self, path: Path, entry: str, device: int) -> None:
-        cupy = _cupy()
+        cupy = import_cupy()
         from cupy_backends.cuda.api import driver
 
         with cupy.cuda.Device(device):
@@ -122,4 +123,4 @@ class Kernel:
 
 def versions() -> dict[str, str]:
     """CuPy's and NVRTC's versions, for `jitrope doctor`."""
-    return {"cupy": _cupy().__version__, "nvrtc": ".".join(map(str, nvrtc_version()))}
+    return {"cupy": import_cupy().__version__, "nvrtc": ".".join(map(str, nvrtc_version()))}

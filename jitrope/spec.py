@@ -68,8 +68,9 @@ class RopeSpec:
             self.dtype,
             f"d{self.head_dim}" + (f"r{self.rotary_dim}" if self.rotary_dim != self.head_dim else ""),
             "interleaved" if self.interleaved else "halves",
-            f"table_{self.table_dtype}",
+            f"{self.table_dtype}_{'full' if self.full_width else 'half'}_table{'_per_head' if self.per_head else ''}",
             "backward" if self.conjugate else "forward",
+            "in_place" if self.in_place else "",
             "packed" if self.index_dtype else "",
             self.launch,
         ]

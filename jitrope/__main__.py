@@ -1,0 +1,5 @@
+"""`python -m jitrope` is the `jitrope` command."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,106 @@
+"""`jitrope bench rope` and `train`: GPU time of q + k, beside a copy of the same bytes and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import apply_rope, apply_rope_, reference, runtime
+from . import peers as others
+from .timing import cold_copies, gpu_time
+
+# name: (B, S, Hq, Hk, D), interleaved, hot
+CASES = {
+    "qwen-image": ((1, 4352, 24, 24, 128), True, False),
+    "flux": ((1, 4608, 24, 24, 128), False, False),
+    "wan": ((1, 32760, 12, 12, 128), True, False),
+    "prefill": ((1, 8192, 32, 8, 128), False, False),
+    "train": ((1, 4096, 32, 32, 128), False, False),
+    "head80": ((32, 512, 8, 8, 80), False, False),
+    "head256": ((1, 2048, 64, 8, 256), False, False),
+    "decode1": ((1, 1, 32, 8, 128), False, True),
+    "decode64": ((64, 1, 32, 8, 128), False, True),
+    "few4": ((4, 1, 64, 8, 128), False, True),
+}
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(shape: tuple[int, int, int, int, int]) -> Inputs:
+    """bf16 q and k, half-width fp32 tables."""
+    b, s, hq, hk, d = shape
+    q, k = (torch.randn(b, s, h, d, device="cuda", dtype=torch.bfloat16) for h in (hq, hk))
+    angles = torch.outer(torch.arange(s, device="cuda"), 10000 ** (-torch.arange(d // 2, device="cuda") / (d // 2)))
+    return q, k, angles.cos(), angles.sin()
+
+
+def copy_time(bytes_moved: int, copies: int, calls_per_graph: int) -> float:
+    """Microseconds of torch's `y.copy_(x)` that reads and writes so many bytes in all."""
+    count = bytes_moved // 4
+    buffers = [(torch.randn(count, device="cuda").bfloat16(), torch.empty(count, device="cuda").bfloat16())
+               for _ in range(copies)]  # fmt: skip
+    return gpu_time([lambda x=x, y=y: y.copy_(x) for x, y in buffers], calls_per_graph=calls_per_graph)  # type: ignore[misc]
+
+
+def run(only: list[str] | None, peers: bool) -> list[dict[str, Any]]:
+    """A row for each case and implementation. Cold: q, k, cos, sin and outputs rotate past L2."""
+    return [row for name in CASES if not only or name in only for row in _case(name, peers)]
+
+
+def _case(name: str, with_peers: bool) -> list[dict[str, Any]]:
+    shape, interleaved, hot = CASES[name]
+    b, s, hq, hk, d = shape
+    moved = 2 * 2 * b * s * (hq + hk) * d
+    copies, calls = (1, 200) if hot else (cold_copies(moved, at_least=3), 12)
+    sets = [inputs(shape) for _ in range(copies)]
+    copy = copy_time(moved, copies, calls)
+    rows: list[dict[str, Any]] = []
+
+    def time(label: str, call: Callable[..., Any], reason: str = "") -> None:
+        us = gpu_time([lambda s=s: call(*s) for s in sets], calls_per_graph=calls)  # type: ignore[misc]
+        rows.append({"case": name, "by": label, "us": us, "x COPY": us / copy, "TB/s": moved / us / 1e6, "why": reason})
+
+    rows.append({"case": name, "by": "COPY", "us": copy, "x COPY": 1.0, "TB/s": moved / copy / 1e6, "why": str(shape)})
+    check(sets[0], interleaved)
+    for label, function in (("jitrope", apply_rope), ("jitrope in place", apply_rope_)):
+        function(*sets[0], interleaved=interleaved)
+        plan = runtime.last_plan()
+        time(label, lambda *x, f=function: f(*x, interleaved=interleaved), plan.reason if plan else "")
+    if with_peers:
+        for label, call in others.available(interleaved):
+            time(label, call)
+    return rows
+
+
+def check(inputs: Inputs, interleaved: bool) -> None:
+    """The bits that are timed are the reference's."""
+    q, k, cos, sin = inputs
+    got = apply_rope(q, k, cos, sin, interleaved=interleaved)
+    want = reference.rope(q, k, cos, sin, None, "bshd", interleaved, q.shape[-1], False)
+    for a, b in zip(got, want):
+        assert torch.equal(a, b), "jitrope differs from its reference"  # type: ignore[arg-type]
+
+
+def train() -> list[dict[str, Any]]:
+    """Forward + backward of one packed tensor, as `figures` of TransformerEngine's PR 3057 have it."""
+    q = torch.randn(65536, 32, 128, device="cuda", dtype=torch.bfloat16)
+    _, _, cos, sin = inputs((1, 65536, 1, 1, 128))
+    moved = 2 * q.numel() * q.element_size()
+    copy = copy_time(moved, 2, 4)
+    leaf = q.detach().requires_grad_()
+    grad = torch.randn_like(q)
+
+    def step() -> Any:
+        out, _ = apply_rope(leaf, None, cos, sin, layout="thd")
+        return torch.autograd.grad(out, leaf, grad)
+
+    forward = gpu_time([lambda: apply_rope(q, None, cos, sin, layout="thd")], calls_per_graph=2)
+    both = gpu_time([step], calls_per_graph=2)
+    return [
+        {"by": "COPY", "us": copy, "x COPY": 1.0, "TB/s": moved / copy / 1e6},
+        {"by": "jitrope forward", "us": forward, "x COPY": forward / copy, "TB/s": moved / forward / 1e6},
+        {"by": "jitrope fwd+bwd / 2", "us": both / 2, "x COPY": both / 2 / copy, "TB/s": 2 * moved / both / 1e6},
+    ]

@@ -1,0 +1,180 @@
+"""Which kernels a program will ask for, and building them ahead of time. Needs no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import runtime
+from .errors import InvalidInput, JitropeError
+from .heuristics import RopeProblem, plan
+from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, ROUNDINGS, RopeSpec
+
+_MANY, _SM_COUNT = 1 << 20, 132
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kind of `apply_rope` call with aligned, ordinary tensors.
+
+    heads: those of q and k together, since one block takes all of a token's. width: "half" or
+    "full" tables. packed: None or the dtype of cu_seqlens. The kernels of a call are both launches,
+    and with `backward` the gradient's.
+    """
+
+    heads: int
+    head_dim: int = 128
+    dtype: str = "bf16"
+    table_dtype: str = "fp32"
+    interleaved: bool = False
+    rotary_dim: int = 0
+    width: str = "half"
+    rounding: str = "fp32"
+    packed: str | None = None
+    in_place: bool = False
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("dtype", self.dtype, DTYPES),
+            ("table_dtype", self.table_dtype, DTYPES),
+            ("width", self.width, ("half", "full")),
+            ("rounding", self.rounding, ROUNDINGS),
+            ("packed", self.packed, (None, "int32", "int64")),
+        ):
+            if value not in allowed:
+                raise InvalidInput(f"{name} is {value!r}; allowed are {', '.join(map(str, allowed))}")
+        rotary = self.rotary_dim or self.head_dim
+        if rotary % 2 or not 0 < rotary <= self.head_dim <= MAX_HEAD_DIM:
+            raise InvalidInput(f"head_dim {self.head_dim} with rotary_dim {rotary}: even, and at most {MAX_HEAD_DIM}")
+        if self.heads < 1:
+            raise InvalidInput(f"heads is {self.heads}; it is the number of q's and k's heads together")
+
+    def specs(self) -> list[RopeSpec]:
+        """The kernels of this call, each once."""
+        problem = RopeProblem(
+            dtype=self.dtype,
+            table_dtype=self.table_dtype,
+            head_dim=self.head_dim,
+            rotary_dim=self.rotary_dim or self.head_dim,
+            interleaved=self.interleaved,
+            conjugate=False,
+            full_width=self.width == "full",
+            per_head=False,
+            rounding=self.rounding,
+            in_place=self.in_place,
+            index_dtype=self.packed,
+            tokens=_MANY,
+            heads=self.heads,
+            num_sequences=1 if self.packed else 0,
+            max_seqlen=0,
+            vec_limit=_aligned(self.head_dim, self.dtype),
+            table_vec_limit=_table_vec(self),
+            launch="auto",
+            sm_count=_SM_COUNT,
+        )
+        problems = [replace(problem, launch=launch) for launch in ("token_linear", "grid_2d")]
+        if self.backward:  # of a fresh tensor, whichever way the forward went
+            problems += [replace(p, conjugate=True, in_place=False) for p in problems]
+        return list(dict.fromkeys(plan(p).spec for p in problems))
+
+
+def _aligned(elements: int, dtype: str) -> int:
+    """Elements an access where rows of so many elements follow each other."""
+    vec = ACCESS_BYTES // ITEM_SIZES[dtype]
+    while elements % vec:
+        vec //= 2
+    return vec
+
+
+def _table_vec(call: Call) -> int:
+    rotary = call.rotary_dim or call.head_dim
+    if call.width == "half":
+        return _aligned(rotary // 2, call.table_dtype)
+    return 1 if call.interleaved else _aligned(rotary // 2, call.table_dtype)
+
+
+# Popular models. q and k go together, except where an integration's host hands them over one by one.
+DEFAULT_CALLS = (
+    [Call(heads, in_place=in_place) for heads in (40, 64, 72) for in_place in (False, True)]  # Llama, Qwen, Mistral
+    + [Call(40, backward=True), Call(40, packed="int32", backward=True)]
+    + [Call(24, interleaved=True), Call(48, interleaved=True, backward=True)]  # FLUX, HunyuanVideo
+    + [Call(24, interleaved=True, rounding="complex64")]  # Qwen-Image
+    + [Call(heads, interleaved=True) for heads in (12, 40)]  # Wan 1.3B, 14B
+    + [Call(16, head_dim=80), Call(16, head_dim=64), Call(16, head_dim=256)]  # vision towers, Gemma
+)
+
+
+def read_calls(path: Path) -> list[RopeSpec]:
+    """The kernels that a file names.
+
+    TOML or JSON: `call = [...]`, each with `Call`'s fields, a list standing for each of its values;
+    and `spec = [...]`, whole specs, as `jitrope cache ls --json` prints after a real run.
+    """
+    try:
+        text = path.read_text()
+        data = json.loads(text) if path.suffix == ".json" else _toml(text)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"cannot read {path}: {error}") from error
+    if not isinstance(data, dict) or not data.keys() & {"call", "spec"}:
+        raise InvalidInput(f"{path} has neither a `call` nor a `spec` list")
+    specs: list[RopeSpec] = []
+    try:
+        for fields in data.get("call", ()):
+            for call in expand(fields):
+                specs += call.specs()
+        specs += [RopeSpec.from_dict(fields) for fields in data.get("spec", ())]
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{path}: {error}") from error
+    return list(dict.fromkeys(specs))
+
+
+def expand(fields: dict[str, Any]) -> list[Call]:
+    """The calls of a description in which any field may be a list."""
+    axes = [value if isinstance(value, list) else [value] for value in fields.values()]
+    return [Call(**dict(zip(fields, values))) for values in itertools.product(*axes)]
+
+
+def _toml(text: str) -> Any:
+    try:
+        import tomllib
+    except ImportError as error:  # Python 3.10
+        raise InvalidInput("TOML needs Python 3.11; write the same as JSON") from error
+    return tomllib.loads(text)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of one kernel: "compiled", "cached" or the error."""
+
+    spec: RopeSpec
+    arch: str
+    outcome: str
+    failed: bool = False
+
+
+def prewarm(
+    specs: Iterable[RopeSpec], archs: Iterable[str], jobs: int, done: Callable[[Built], None] = lambda built: None
+) -> list[Built]:
+    """Build every spec for every architecture; `done` is called after each, in any order."""
+
+    def one(item: tuple[RopeSpec, str]) -> Built:
+        spec, arch = item
+        try:
+            path, _, compiled = runtime.build(spec, arch)
+            built = Built(spec, arch, "compiled" if compiled else "cached")
+            if path is None:
+                built = Built(spec, arch, "the kernel cache cannot be written", failed=True)
+        except JitropeError as error:
+            built = Built(spec, arch, str(error), failed=True)
+        done(built)
+        return built
+
+    work = list(itertools.product(specs, archs))
+    with ThreadPoolExecutor(max(1, jobs)) as pool:  # NVRTC lets go of the interpreter while it works
+        return list(pool.map(one, work))
