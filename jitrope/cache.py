@@ -1,6 +1,7 @@
 """Kernels on disk: `<name>-<digest>/{kernel.cu, kernel.cubin, spec.json}`.
 
-The digest is the hash of what is compiled: text, options, architecture, compiler, format. An entry
+The digest is the hash of what a kernel is made from: templates, constants, options, architecture,
+compiler, format; so a hit renders nothing. An entry
 is written in a temporary folder and renamed, so it is there whole or not at all, and no lock is
 taken. An entry that cannot be read is a miss: said once, removed, rebuilt.
 """
@@ -17,6 +18,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,15 @@ class Key:
     """What identifies a compiled kernel. `name` is only for the reader."""
 
     name: str
-    text: str
+    ingredients: str
     options: tuple[str, ...]
     arch: str
     compiler: str
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 over everything but the name."""
-        parts = json.dumps([FORMAT, self.text, self.options, self.arch, self.compiler])
+        parts = json.dumps([FORMAT, self.ingredients, self.options, self.arch, self.compiler])
         return hashlib.sha256(parts.encode()).hexdigest()
 
     @property
@@ -82,7 +84,7 @@ class KernelCache:
             shutil.rmtree(path, ignore_errors=True)
             return None
 
-    def store(self, key: Key, cubin: bytes, spec: dict[str, Any]) -> Path | None:
+    def store(self, key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> Path | None:
         """Write an entry; the path of its cubin, or None where the folder cannot be written."""
         final = self.root / key.folder
         temporary = self.root / f".tmp-{uuid.uuid4().hex}"
@@ -101,7 +103,7 @@ class KernelCache:
             if not self._trusted(self.root):
                 return None
             temporary.mkdir(mode=0o700)
-            _write(temporary / "kernel.cu", key.text.encode())
+            _write(temporary / "kernel.cu", text.encode())
             _write(temporary / "kernel.cubin", cubin)
             _write(temporary / "spec.json", json.dumps(meta, indent=1).encode())
             os.rename(temporary, final)

@@ -6,7 +6,6 @@ NVRTC is called one level below CuPy's own compiler, because that needs no GPU a
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,8 @@ def compiler_version() -> str:
     NVRTC's comes from its package where there is one: loading the library only to ask it costs more
     than the rest of a first call from a warm cache.
     """
+    import importlib.metadata  # CuPy has imported it by now
+
     cupy_version = import_cupy().__version__
     for package in _NVRTC_PACKAGES[:: 1 if _cuda_major() >= 13 else -1]:
         try:

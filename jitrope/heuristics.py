@@ -138,10 +138,11 @@ def widest_access(p: RopeProblem) -> tuple[int, int]:
 
 
 def table_access(p: RopeProblem, spec: RopeSpec) -> int:
-    """Elements an access of the tables: a divisor of a thread's run of neighbouring pairs."""
-    run = spec.chunk // 2 if p.interleaved else spec.chunk
+    """Elements an access of the tables: a divisor of a thread's run of neighbouring angles."""
+    run = spec.chunk // 2 if p.interleaved and not p.full_width else spec.chunk
+    step = p.rotary_dim // (2 if p.full_width or not p.interleaved else 4)  # to the thread's second run
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // ITEM_SIZES[p.table_dtype])
-    while run % table_vec or (spec.chunks == 2 and p.interleaved and p.rotary_dim // 4 % table_vec):
+    while run % table_vec or (spec.chunks == 2 and step % table_vec):
         table_vec //= 2
     return table_vec
 

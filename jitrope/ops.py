@@ -1,14 +1,25 @@
-"""The torch.library ops: `torch.ops.jitrope.rope` and `rope_`, their fakes and the backward."""
+"""The way from a checked call to the work: torch.library ops, their backward, and the short cut.
+
+`torch.ops.jitrope.rope` and `rope_` are what torch.compile, checkpointing, vmap and fake tensors see.
+A call that nothing watches does not go through torch's dispatcher, which would cost as much host time
+as the launch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import reference, runtime
 from .runtime import Options
+
+Outputs = tuple[Tensor, "Tensor | None"]
+
+# ---- the library ops -----------------------------------------------------------------------------
 
 _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor? cu_seqlens, str layout, bool interleaved, int rotary_dim, "
@@ -63,9 +74,12 @@ def _rope_inplace_fake(*_: Any) -> None:
     return None
 
 
+# ---- the backward ----------------------------------------------------------------------------------
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.k, cos, sin, cu_seqlens, *ctx.options = inputs
-    ctx.k = ctx.k is not None
+    _, k, cos, sin, cu_seqlens, *ctx.options = inputs
+    ctx.has_k = k is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin, cu_seqlens)  # tables and lengths; never q or k
 
@@ -73,29 +87,89 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
     """The same op with `conjugate` turned round: a rotation's transpose is the rotation back."""
     *options, conjugate = ctx.options
-    tensors = (*ctx.saved_tensors, *options, not conjugate)
-    dk = dk if ctx.k else None
-    nothing = (None,) * (3 + len(ctx.options))
-    if dq is None:
-        return None, None if dk is None else torch.ops.jitrope.rope(dk, None, *tensors)[0], *nothing
-    dq, dk_out = torch.ops.jitrope.rope(dq, dk, *tensors)
-    return dq, None if dk is None else dk_out, *nothing
+    options = (*options, not conjugate, False)
+    cos, sin, cu_seqlens = ctx.saved_tensors
+    dk = dk if ctx.has_k else None
+    if dq is not None:
+        dq, dk = call(dq, dk, cos, sin, cu_seqlens, options)
+    elif dk is not None:
+        dk, _ = call(dk, None, cos, sin, cu_seqlens, options)
+    return dq, dk, *(None,) * (3 + len(ctx.options))
 
 
 torch.library.register_autograd("jitrope::rope", _backward, setup_context=_setup_context, lib=_lib)
 
 
-class InPlace(torch.autograd.Function):
-    """`rope_` under autograd: marks what it writes, and rotates the gradients back."""
+class _Recorded(torch.autograd.Function):
+    """A call under eager autograd: an eighth of the host time of the library's own recording."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor | None, *rest: Any) -> Any:
-        _setup_context(ctx, (q, k, *rest), None)
-        ctx.mark_dirty(*(x for x in (q, k) if x is not None))
-        torch.ops.jitrope.rope_(q, k, *rest)
-        return q if k is None else (q, k)
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *rest: Any) -> Any:
+        cu_seqlens, *options = rest
+        _setup_context(ctx, (q, k, cos, sin, cu_seqlens, *options[:-1]), None)
+        if options[-1]:
+            ctx.mark_dirty(*(x for x in (q, k) if x is not None))
+        q_out, k_out = call(q, k, cos, sin, cu_seqlens, tuple(options))
+        return q_out if k is None else (q_out, k_out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         dq, dk = (*grads, None)[:2]
-        return _backward(ctx, dq, dk)
+        return *_backward(ctx, dq, dk), None
+
+
+# ---- which way ---------------------------------------------------------------------------------------
+
+
+def call(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    options: tuple[Any, ...],
+    check: Callable[[], None] | None = None,
+) -> Outputs:
+    """Rotate, whoever watches. `options` are the values of `Options`; `check` refuses bad input."""
+    in_place = options[-1]
+    plain = is_plain(q, k, cos, sin)
+    grad = torch.is_grad_enabled()
+    if plain and not (
+        grad and (q.requires_grad or cos.requires_grad or sin.requires_grad or (k is not None and k.requires_grad))
+    ):
+        out = runtime.rope(q, k, cos, sin, cu_seqlens, options, check)
+        if in_place:
+            torch._C._increment_version((q,) if k is None else (q, k))
+        return out
+    if check is not None:
+        check()
+    wants_grad = grad and (q.requires_grad or (k is not None and k.requires_grad))
+    if wants_grad and (plain or (in_place and not torch.compiler.is_compiling())):
+        recorded: Any = _Recorded.apply(q, k, cos, sin, cu_seqlens, *options)
+        return (recorded, None) if k is None else recorded
+    if in_place and not wants_grad:
+        torch.ops.jitrope.rope_(q, k, cos, sin, cu_seqlens, *options[:-1])
+        return q, k
+    q_out, k_out = torch.ops.jitrope.rope(q, k, cos, sin, cu_seqlens, *options[:-1])
+    if in_place:  # traced under autograd: a copy, which Inductor writes in place
+        q_out, k_out = q.copy_(q_out), None if k is None else k.copy_(k_out)
+    return q_out, None if k is None else k_out
+
+
+def is_plain(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
+    """Whether only autograd may watch this call: then it goes straight to the launch.
+
+    Other watchers are torch.compile, functorch transforms, forward-mode AD, dispatch modes (fake
+    tensors, selective checkpointing) and tensor subclasses.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) is Tensor
+        and type(cos) is Tensor
+        and type(sin) is Tensor
+        and (k is None or type(k) is Tensor)
+        and q.is_cuda
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )

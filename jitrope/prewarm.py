@@ -57,11 +57,12 @@ class Call:
 
     def specs(self) -> list[RopeSpec]:
         """The kernels of this call, each once."""
+        rotary = self.rotary_dim or self.head_dim
         problem = RopeProblem(
             dtype=self.dtype,
             table_dtype=self.table_dtype,
             head_dim=self.head_dim,
-            rotary_dim=self.rotary_dim or self.head_dim,
+            rotary_dim=rotary,
             interleaved=self.interleaved,
             conjugate=False,
             full_width=self.width == "full",
@@ -74,7 +75,7 @@ class Call:
             num_sequences=1 if self.packed else 0,
             max_seqlen=0,
             vec_limit=_aligned(self.head_dim, self.dtype),
-            table_vec_limit=_table_vec(self),
+            table_vec_limit=_aligned(rotary if self.width == "full" else rotary // 2, self.table_dtype),
             launch="auto",
             sm_count=_SM_COUNT,
         )
@@ -90,13 +91,6 @@ def _aligned(elements: int, dtype: str) -> int:
     while elements % vec:
         vec //= 2
     return vec
-
-
-def _table_vec(call: Call) -> int:
-    rotary = call.rotary_dim or call.head_dim
-    if call.width == "half":
-        return _aligned(rotary // 2, call.table_dtype)
-    return 1 if call.interleaved else _aligned(rotary // 2, call.table_dtype)
 
 
 # Popular models. q and k go together, except where an integration's host hands them over one by one.

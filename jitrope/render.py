@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-import jinja2
-from jinja2.ext import Extension
+from typing import TYPE_CHECKING, Any
 
 from .spec import RopeSpec
+
+if TYPE_CHECKING:
+    import jinja2
 
 _HERE = Path(__file__).resolve().parent
 TEMPLATE_PATHS = [_HERE / "templates", _HERE.parent / "templates"]  # in a wheel; in a checkout
@@ -26,20 +27,40 @@ class Source:
     name: str
 
 
-class LineMarkers(Extension):
-    """`#line` marks, so that a compiler's error names the template's own file and line."""
+def ingredients(spec: RopeSpec) -> str:
+    """All that a spec's text is made from, without making it: its constants and template files."""
+    return json.dumps([_texts(spec.template), spec.constants()])
 
-    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-        lines = [f'#line 1 "{name}"']
-        for number, line in enumerate(source.splitlines(), start=1):
-            lines.append(line)
-            if re.search(r"{%", line):
-                lines.append(f'#line {number + 1} "{name}"')
-        return "\n".join(lines) + "\n"
+
+@cache
+def _texts(name: str) -> dict[str, str]:
+    """A template and, in depth, what it includes."""
+    for folder in TEMPLATE_PATHS:
+        if (path := folder / name).is_file():
+            text = path.read_text()
+            break
+    else:
+        raise FileNotFoundError(f"template {name} is in none of {', '.join(map(str, TEMPLATE_PATHS))}")
+    texts = {name: text}
+    for included in re.findall(r'{%\s*include\s*"([^"]+)"', text):
+        texts.update(_texts(included))
+    return texts
+
+
+def mark_lines(text: str, name: str) -> str:
+    """`#line` marks, so that a compiler's error names the template's own file and line."""
+    lines = [f'#line 1 "{name}"']
+    for number, line in enumerate(text.splitlines(), start=1):
+        lines.append(line)
+        if "{%" in line:
+            lines.append(f'#line {number + 1} "{name}"')
+    return "\n".join(lines) + "\n"
 
 
 def cpp_literal(value: Any) -> Any:
     """A template value as C++: booleans in lower case, integers and names as they are."""
+    import jinja2
+
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, str, jinja2.Undefined)):  # Undefined raises by itself, with its name
@@ -47,12 +68,16 @@ def cpp_literal(value: Any) -> Any:
     raise TypeError(f"a template constant is a bool, an int or a name, not {value!r}")
 
 
-@lru_cache(maxsize=1)
+@cache
 def environment() -> jinja2.Environment:
-    """The Jinja environment; templates are found in a wheel, an editable install and a checkout."""
+    """The Jinja environment; templates are found in a wheel, an editable install and a checkout.
+
+    Jinja is imported here, because a kernel from the cache needs none of it.
+    """
+    import jinja2
+
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATE_PATHS),
-        extensions=[LineMarkers],
+        loader=jinja2.FunctionLoader(lambda name: mark_lines(_texts(name)[name], name)),
         undefined=jinja2.StrictUndefined,
         finalize=cpp_literal,
         keep_trailing_newline=True,

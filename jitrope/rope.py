@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import runtime
+from . import ops
 from .errors import InvalidInput
-from .ops import InPlace
 from .runtime import DTYPE_NAMES, Options
 from .spec import DTYPES, LAUNCHES, LAYOUT_AXES, MAX_HEAD_DIM, ROUNDINGS
 
@@ -112,51 +111,8 @@ def _rope(
 ) -> tuple[Tensor, Tensor | None]:
     if rotary_dim is None:
         rotary_dim = q.shape[-1]
-    options = Options(layout, interleaved, rotary_dim, max_seqlen or 0, rounding, launch, False, in_place)
-
-    def check() -> None:
-        _check(q, k, cos, sin, cu_seqlens, options)
-
-    if _is_plain(q, k, cos, sin, cu_seqlens):
-        out = runtime.rope(q, k, cos, sin, cu_seqlens, options, check)
-        if in_place:
-            torch.autograd.graph.increment_version(q if k is None else (q, k))
-        return out
-    check()
-    rest = (cos, sin, cu_seqlens, *options[:-1])
-    if not in_place:
-        q_out, k_out = torch.ops.jitrope.rope(q, k, *rest)
-        return q_out, None if k is None else k_out
-    if _wants_grad(q, k):
-        if torch.compiler.is_compiling():  # traced as a copy, which Inductor writes in place
-            q_out, k_out = torch.ops.jitrope.rope(q, k, *rest)
-            return q.copy_(q_out), None if k is None else k.copy_(k_out)
-        out = InPlace.apply(q, k, *rest)
-        return (out, None) if k is None else out
-    torch.ops.jitrope.rope_(q, k, *rest)
-    return q, k
-
-
-def _wants_grad(q: Tensor, k: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
-
-
-def _is_plain(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """Whether nothing watches this call: then it goes straight to the launch, past torch's dispatcher.
-
-    Watchers are autograd, torch.compile, functorch transforms, forward-mode AD, dispatch modes
-    (fake tensors, selective checkpointing) and tensor subclasses.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and type(q) is type(cos) is type(sin) is Tensor
-        and (k is None or type(k) is Tensor)
-        and q.is_cuda
-        and not (_wants_grad(q, k) or _wants_grad(cos, sin))
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
+    options = (layout, interleaved, rotary_dim, max_seqlen or 0, rounding, launch, False, in_place)
+    return ops.call(q, k, cos, sin, cu_seqlens, options, lambda: _check(q, k, cos, sin, cu_seqlens, Options(*options)))
 
 
 def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, options: Options) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from .compiler import Kernel
 from .config import cache_dir, log
 from .errors import CompileError, JitropeError
 from .reference import table_view
-from .render import render
+from .render import ingredients, render
 from .spec import ACCESS_BYTES, LAYOUT_AXES, RopeSpec
 
 DTYPE_NAMES = {
@@ -33,6 +34,7 @@ MAX_LAUNCHES = 4096
 """Prepared launches a thread keeps; past it they are forgotten, which costs a few microseconds each."""
 
 _POINTERS = 7
+_PACK = struct.Struct(f"{_POINTERS}q").pack_into
 
 compiled: list[str] = []
 """Names of the kernels that this process compiled, in order."""
@@ -81,22 +83,22 @@ def build(spec: RopeSpec, arch: str, rebuild: bool = False) -> tuple[Any, bytes 
 
     The path is None where the cache cannot be written; the bytes are given whenever it was compiled.
     """
-    source = render(spec)
     cache = kernel_cache()
     try:
         options, version = compiler.options_for(arch), compiler.compiler_version()
-        key = Key(source.name, source.text, options, arch, version)
+        key = Key(spec.name, ingredients(spec), options, arch, version)
         if rebuild:
             cache.discard(key)
         elif path := cache.load(key):
             return path, None, False
         start = time.perf_counter()
+        source = render(spec)
         cubin, _ = compiler.compile_source(source, arch)
     except ImportError as error:
         raise CompileError(missing_cupy(str(error))) from error
-    compiled.append(source.name)
-    log.info("compiled %s for %s in %.0f ms", source.name, arch, 1e3 * (time.perf_counter() - start))
-    return cache.store(key, cubin, spec.to_dict()), cubin, True
+    compiled.append(spec.name)
+    log.info("compiled %s for %s in %.0f ms", spec.name, arch, 1e3 * (time.perf_counter() - start))
+    return cache.store(key, source.text, cubin, spec.to_dict()), cubin, True
 
 
 def missing_cupy(error: str) -> str:
@@ -132,30 +134,28 @@ def _open(path: Any, cubin: bytes | None, spec: RopeSpec, device: int) -> Kernel
 class Launch:
     """A kernel with its grid and its argument block; only the addresses change from call to call."""
 
-    __slots__ = ("args", "block", "device", "grid", "handle", "launch", "params", "params_at", "plan")
+    __slots__ = ("args", "device", "enqueue", "plan", "pointers", "shape")
 
     def __init__(self, plan: heuristics.Plan, device: int, words: list[int]) -> None:
         kernel = get_kernel(plan.spec, device)
         self.plan = plan
         self.device = device
-        self.handle, self.launch = kernel.handle, kernel.launch
-        self.grid, self.block = plan.grid, plan.block
         self.args = (ctypes.c_int64 * (_POINTERS + len(words)))(*[0] * _POINTERS, *words)
-        self.params = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))  # one argument: the block
-        self.params_at = ctypes.addressof(self.params)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))  # one argument: the block
+        self.enqueue = kernel.launch
+        self.shape = (kernel.handle, *plan.grid, 1, plan.block, 1, 1, 0)
 
     def __call__(self, *addresses: int) -> None:
         """Enqueue on torch's current stream: q, k, q_out, k_out, cos, sin, cu_seqlens."""
-        self.args[:_POINTERS] = list(addresses)
-        if torch._C._cuda_getDevice() == self.device:
-            self._enqueue()
+        _PACK(self.args, 0, *addresses)
+        device = self.device
+        if device == torch._C._cuda_getDevice():
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            self.enqueue(*self.shape, stream, ctypes.addressof(self.pointers), 0)
         else:
-            with torch.cuda.device(self.device):
-                self._enqueue()
-
-    def _enqueue(self) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        self.launch(self.handle, *self.grid, 1, self.block, 1, 1, 0, stream, self.params_at, 0)
+            with torch.cuda.device(device):
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                self.enqueue(*self.shape, stream, ctypes.addressof(self.pointers), 0)
 
 
 class Options(NamedTuple):
@@ -177,53 +177,68 @@ def rope(
     cos: Tensor,
     sin: Tensor,
     cu_seqlens: Tensor | None,
-    options: Options,
+    options: tuple[Any, ...],
     check: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate CUDA tensors; `check()` runs once for each kind of call, before anything else."""
+    """Rotate CUDA tensors; `options` are the values of `Options`.
+
+    `check()` runs once for each kind of call, before anything else. The key holds all that it, the
+    plan and the argument block look at.
+    """
     q_at, cos_at, sin_at = q.data_ptr(), cos.data_ptr(), sin.data_ptr()
-    k_at = q_at if k is None else k.data_ptr()  # no heads of it are read then
-    cu_at = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
     device = q.get_device()
+    k_at, k_key, cu_at, cu_key = q_at, None, 0, None  # without k no head of it is read
+    if k is not None:
+        k_at, k_key = k.data_ptr(), (k.shape, k.stride(), k.dtype, k.get_device())
+    if cu_seqlens is not None:
+        cu_at = cu_seqlens.data_ptr()
+        cu_key = (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.get_device())
     key = (
-        options, device, (q_at | k_at) & 15, (cos_at | sin_at) & 15, q.shape, q.stride(), q.dtype,
-        None if k is None else (k.shape, k.stride(), k.dtype, k.get_device()),
+        options, device, (q_at | k_at) & 15, (cos_at | sin_at) & 15, q.shape, q.stride(), q.dtype, k_key,
         cos.shape, cos.stride(), cos.dtype, cos.get_device(), sin.shape, sin.stride(), sin.dtype, sin.get_device(),
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.device),
+        cu_key,
     )  # fmt: skip
-    launches = _launches()
     try:
-        launch = launches[key]
-    except KeyError:
+        launch = _local.launches[key]
+    except (AttributeError, KeyError):
         if check is not None:
             check()
-        if len(launches) >= MAX_LAUNCHES:
-            launches.clear()
-        launch = launches[key] = _prepare(q, k, cos, sin, cu_seqlens, options)
-    if options.in_place:
-        q_out, k_out = q, k
-    else:
-        q_out, k_out = torch.empty_like(q), None if k is None else torch.empty_like(k)
+        launch = _remember(key, _prepare(q, k, cos, sin, cu_seqlens, Options(*options)))
+    if options[-1]:
+        if launch is not None:
+            launch(q_at, k_at, q_at, k_at, cos_at, sin_at, cu_at)
+        return q, k
+    q_out = torch.empty_like(q)
+    q_out_at = k_out_at = q_out.data_ptr()
+    k_out = None
+    if k is not None:
+        k_out = torch.empty_like(k)
+        k_out_at = k_out.data_ptr()
     if launch is not None:
-        q_out_at = q_out.data_ptr()
-        k_out_at = q_out_at if k_out is None else k_out.data_ptr()
         launch(q_at, k_at, q_out_at, k_out_at, cos_at, sin_at, cu_at)
     return q_out, k_out
+
+
+def _launches() -> dict[tuple[Any, ...], Launch | None]:
+    """What this thread has prepared: an argument block is filled by one thread at a time."""
+    if not hasattr(_local, "launches"):
+        _local.launches = {}
+    launches: dict[tuple[Any, ...], Launch | None] = _local.launches
+    return launches
+
+
+def _remember(key: tuple[Any, ...], launch: Launch | None) -> Launch | None:
+    launches = _launches()
+    if len(launches) >= MAX_LAUNCHES:
+        launches.clear()
+    launches[key] = launch
+    return launch
 
 
 def last_plan() -> heuristics.Plan | None:
     """The plan of this thread's newest kind of call, for tests and `jitrope bench`."""
     prepared = [launch for launch in _launches().values() if launch is not None]
     return prepared[-1].plan if prepared else None
-
-
-def _launches() -> dict[tuple[Any, ...], Launch | None]:
-    """What this thread has prepared: an argument block is filled by one thread at a time."""
-    try:
-        launches: dict[tuple[Any, ...], Launch | None] = _local.launches
-    except AttributeError:
-        launches = _local.launches = {}
-    return launches
 
 
 def _prepare(
@@ -262,7 +277,7 @@ def plan_call(
     outputs = xs if options.in_place else [torch.empty_like(x, device="meta") for x in xs]
     strides = [_strides(x, options.layout) for x in (*xs, *outputs)]
     full_width = cos.shape[-1] == options.rotary_dim
-    tables = [_table_strides(table, full_width, options) for table in (cos, sin)]
+    tables = [_table_strides(table) for table in (cos, sin)]
     problem = heuristics.RopeProblem(
         dtype=DTYPE_NAMES[q.dtype],
         table_dtype=DTYPE_NAMES[cos.dtype],
@@ -280,7 +295,7 @@ def plan_call(
         num_sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
         max_seqlen=options.max_seqlen,
         vec_limit=_elements_per_access(xs, strides),
-        table_vec_limit=_elements_per_access([cos, sin], [(*t[:3], t[4], t[3]) for t in tables]),
+        table_vec_limit=_elements_per_access([cos, sin], tables),
         launch=options.launch,
         sm_count=sm_count,
     )
@@ -301,15 +316,11 @@ def _strides(x: Tensor, layout: str) -> list[int]:
     return [0 if size == 1 else stride for size, stride in zip(_pick(x.shape, order, 1), strides)]
 
 
-def _table_strides(table: Tensor, full_width: bool, options: Options) -> list[int]:
-    """Strides over (batch, position, head, pair, pair member) in elements; 0 where shared."""
+def _table_strides(table: Tensor) -> list[int]:
+    """Strides over (batch, position, head, width) in elements; 0 where shared."""
     view = table_view(table)
-    batch, position, head, width = (0 if size == 1 else stride for size, stride in zip(view.shape, view.stride()))
-    if not full_width:
-        return [batch, position, head, width, 0]
-    if options.interleaved:
-        return [batch, position, head, 2 * width, width]
-    return [batch, position, head, width, width * options.rotary_dim // 2]
+    *outer, inner = (0 if size == 1 else stride for size, stride in zip(view.shape, view.stride()))
+    return [*outer, inner or 1]
 
 
 def _elements_per_access(tensors: list[Tensor], strides: Sequence[Sequence[int]]) -> int:
