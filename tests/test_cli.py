@@ -1,0 +1,174 @@
+"""The `jitrope` command: what it prints, where, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jitrope import runtime
+from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def jitrope(tmp_path: Path):
+    """Run the command with a cache of its own."""
+
+    def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": str(ROOT), "COLUMNS": "150",
+            "CUDA_VISIBLE_DEVICES": "", **changes,
+        }  # fmt: skip
+        return subprocess.run(
+            [sys.executable, "-m", "jitrope", *arguments], capture_output=True, text=True, env=environment, cwd=tmp_path
+        )
+
+    return run
+
+
+def test_help_of_every_command(jitrope) -> None:
+    for command in ([], ["prewarm"], ["render"], ["cache"], ["cache", "ls"], ["doctor"], ["bench"], ["bench", "rope"]):
+        done = jitrope(*command, "--help")
+        assert done.returncode == 0
+        assert "Usage" in done.stdout
+
+
+def test_version(jitrope) -> None:
+    import jitrope as package
+
+    assert jitrope("--version").stdout.strip() == package.__version__
+
+
+def test_prewarm_then_everything_is_cached(jitrope) -> None:
+    arguments = ("prewarm", "--heads", "32,8", "--heads", "24", "--arch", "sm_80,sm_90", "--json")
+    first = json.loads(jitrope(*arguments).stdout)
+    assert first["compiled"] == 6  # two token-linear tiles, one grid_2d for both, for two architectures
+    assert first["failed"] == first["cached"] == 0
+    second = json.loads(jitrope(*arguments).stdout)
+    assert second["cached"] == 6
+    assert second["compiled"] == 0
+
+
+def test_prewarm_needs_to_know_for_what(jitrope) -> None:
+    done = jitrope("prewarm")
+    assert done.returncode == 1
+    assert "--arch" in done.stderr
+    assert done.stdout == ""
+
+
+def test_prewarm_reports_failures(jitrope) -> None:
+    done = jitrope("prewarm", "--heads", "8", "--arch", "sm_20")
+    assert done.returncode == 1
+    assert "2 failed" in done.stdout
+    assert "this NVRTC compiles for" in done.stderr
+
+
+@pytest.mark.parametrize("option", [("--head-dim", "7"), ("--dtype", "fp8"), ("--width", "third"), ("--heads", "x")])
+def test_prewarm_refuses_nonsense(jitrope, option: tuple[str, str]) -> None:
+    done = jitrope("prewarm", "--heads", "8", *option, "--arch", "sm_90")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+def test_prewarm_from_a_real_runs_cache(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "40", "--packed", "int32", "--arch", "sm_90")
+    listing = jitrope("cache", "ls", "--json").stdout
+    (tmp_path / "specs.json").write_text(listing)
+    elsewhere = {"JITROPE_CACHE_DIR": str(tmp_path / "elsewhere")}
+    done = jitrope("prewarm", "--from", "specs.json", "--arch", "sm_120", "--json", **elsewhere)
+    assert json.loads(done.stdout)["compiled"] == len(json.loads(listing)["spec"]) == 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="TOML needs Python 3.11")
+def test_prewarm_from_toml(tmp_path: Path) -> None:
+    path = tmp_path / "calls.toml"
+    path.write_text('[[call]]\nheads = [40, 64]\nhead_dim = 128\ndtype = ["bf16", "fp16"]\n')
+    want = {spec for heads in (40, 64) for dtype in ("bf16", "fp16") for spec in Call(heads, dtype=dtype).specs()}
+    assert set(read_calls(path)) == want
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[]", '{"call": [{"heads": 1, "nope": 2}]}', '{"spec": [{"dtype": "bf16"}]}', '{"call": [{}]}']
+)
+def test_prewarm_names_a_bad_file(jitrope, tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    done = jitrope("prewarm", "--from", "bad.json", "--arch", "sm_90")
+    assert done.returncode == 1
+    assert "bad.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_render(jitrope) -> None:
+    text = jitrope("render", "--heads", "24", "--interleaved", "--head-dim", "64", "--backward").stdout
+    assert "constexpr int HEAD_DIM = 64;" in text
+    assert "constexpr bool INTERLEAVED = true;" in text
+    assert "constexpr bool CONJUGATE = true;" in text
+    data = json.loads(jitrope("render", "--json").stdout)
+    assert data["text"].startswith("#line 1")
+    assert data["spec"]["heads_per_block"] == 40
+    assert jitrope("render", "--launch", "3d").returncode == 2
+
+
+def test_cache_commands(jitrope, tmp_path: Path) -> None:
+    assert json.loads(jitrope("cache", "info", "--json").stdout)["kernels"] == 0
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    assert "rope_bf16_d128" in jitrope("cache", "ls").stdout
+    assert jitrope("cache", "verify").returncode == 0
+    victim = next((tmp_path / "kernels").glob("*/kernel.cubin"))
+    victim.write_bytes(b"broken")
+    done = jitrope("cache", "verify", "--json")
+    assert done.returncode == 1
+    assert str(victim.parent) == json.loads(done.stdout)["bad"][0]["path"]
+    assert json.loads(jitrope("cache", "clear", "--json").stdout) == {"removed": 2}
+    assert json.loads(jitrope("cache", "info", "--json").stdout)["kernels"] == 0
+
+
+def test_doctor(jitrope, tmp_path: Path) -> None:
+    done = jitrope("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert {check["what"] for check in report["checks"]} >= {
+        "torch",
+        "GPU",
+        "CuPy and NVRTC",
+        "kernel cache",
+        "self-test",
+    }
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    done = jitrope("doctor")
+    assert done.returncode == 1
+    assert "can be written by other users" in done.stdout
+
+
+def test_bench_says_that_it_needs_a_gpu(jitrope) -> None:
+    done = jitrope("bench", "host")
+    assert done.returncode == 1
+    assert "needs a CUDA device" in done.stderr
+
+
+def test_prewarmed_spec_is_what_a_call_asks_for() -> None:
+    """The kernels that prewarm builds are the ones that a call plans, field for field."""
+    import torch
+
+    for call in DEFAULT_CALLS:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        packed = call.packed is not None
+        shape = (4096, call.heads, call.head_dim) if packed else (1, 4096, call.heads, call.head_dim)
+        q = torch.empty(shape, dtype=dtype[call.dtype], device="meta")
+        rotary = call.rotary_dim or call.head_dim
+        cos = torch.empty(4096, rotary if call.width == "full" else rotary // 2, device="meta")
+        lengths = torch.empty(5, dtype=getattr(torch, call.packed), device="meta") if packed else None
+        specs = set(call.specs())
+        for launch in ("token_linear", "grid_2d"):
+            options = runtime.Options(
+                "thd" if packed else "bshd", call.interleaved, rotary, 0, call.rounding, launch, False, call.in_place
+            )
+            plan, _ = runtime.plan_call(q, None, cos, cos, lengths, options, 132)
+            assert plan.spec in specs

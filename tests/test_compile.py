@@ -1,0 +1,129 @@
+"""NVRTC without a GPU: every prewarm spec for every architecture, and what the machine code holds."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from jitrope import compiler
+from jitrope.errors import CompileError
+from jitrope.prewarm import DEFAULT_CALLS
+from jitrope.render import Source, render
+from jitrope.spec import RopeSpec
+
+from .cases import CASES, make
+
+ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
+PREWARM = list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in call.specs()))
+
+
+@cache
+def compiled(spec: RopeSpec, arch: str) -> tuple[bytes, str]:
+    return compiler.compile_source(render(spec), arch, ("--ptxas-options=-v",))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_prewarm_specs_compile_without_spills(arch: str) -> None:
+    for spec in PREWARM:
+        cubin, log = compiled(spec, arch)
+        assert cubin.startswith(b"\x7fELF"), spec.name
+        assert "warning" not in log, f"{spec.name}: {log}"
+        report = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+        assert report, log
+        assert report.groups() == ("0", "0", "0"), spec.name
+
+
+@pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
+def test_every_case_compiles(arch: str) -> None:
+    """Each case of the numeric tests, for an architecture each in turn, and the oldest one too."""
+    from jitrope import runtime
+
+    number = ["sm_75", *ARCHS].index(arch)
+    for case in CASES[number :: len(ARCHS) + 1]:
+        q, k, cos, sin, keywords = make(case)
+        options = runtime.Options(
+            case.layout, case.interleaved, case.rotary_dim or q.shape[-1], 0, case.rounding, "auto", False, False
+        )
+        plan, _ = runtime.plan_call(q, k, cos, sin, keywords.get("cu_seqlens"), options, 132)
+        assert compiler.compile_source(render(plan.spec), arch)[0].startswith(b"\x7fELF")
+
+
+def tool(name: str) -> str:
+    """A CUDA binary utility: on the path, or from its wheel."""
+    folders = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin")
+    found = shutil.which(name) or next((str(f / name) for f in folders if (f / name).exists()), None)
+    assert found, f"{name} is missing: pip install 'jitrope[test]'"
+    return found
+
+
+DIVISION = re.compile(r"__cuda_sm\d+_(div|rem)_[su]64")  # what a 64-bit division calls; 32 bits are inline
+
+
+def disassemble(cubin: bytes, folder: Path) -> str:
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    return subprocess.run([tool("nvdisasm"), str(path)], capture_output=True, text=True, check=True).stdout
+
+
+def instructions(text: str) -> list[str]:
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE)
+
+
+ALIGNED = [spec for spec in PREWARM if spec.dtype == "bf16" and spec.vec == 8]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_aligned_kernels_move_16_bytes_an_access(arch: str, tmp_path: Path) -> None:
+    assert len(ALIGNED) > 10
+    for spec in ALIGNED:
+        text = disassemble(compiled(spec, arch)[0], tmp_path)
+        found = instructions(text)
+        loads = [name for name in found if name.startswith("LDG")]
+        stores = [name for name in found if name.startswith("STG")]
+        narrow_loads = [name for name in loads if ".128" not in name]
+        assert len(loads) - len(narrow_loads) >= spec.chunks + 2, spec.name
+        # A packed kernel reads cu_seqlens, 4 or 8 bytes each; nothing else is narrow.
+        assert bool(narrow_loads) == (spec.index_dtype is not None), (spec.name, narrow_loads)
+        assert stores, spec.name
+        assert all(".128" in name for name in stores), spec.name
+        assert not [name for name in found if name.startswith(("LDL", "STL"))], spec.name
+        assert not DIVISION.search(text), spec.name
+
+
+def test_the_gate_sees_a_64_bit_division(tmp_path: Path) -> None:
+    source = Source('extern "C" __global__ void f(long long* x) { x[0] = x[1] / x[2]; }', "f", "division")
+    assert DIVISION.search(disassemble(compiler.compile_source(source, "sm_90")[0], tmp_path))
+
+
+def test_the_gate_sees_a_spill() -> None:
+    body = "".join(f"float a{i} = x[{i}];" for i in range(300)) + "__syncthreads();"
+    body += "".join(f"x[{i}] = a{i} * a{(i * 7) % 300};" for i in range(300))
+    text = f'extern "C" __global__ void __launch_bounds__(1024) f(float* x) {{ {body} }}'
+    _, log = compiler.compile_source(Source(text, "f", "spill"), "sm_90", ("--ptxas-options=-v",))
+    assert not re.search(r"\b0 bytes spill stores", log)
+
+
+def test_compiling_is_deterministic() -> None:
+    source = render(PREWARM[0])
+    assert compiler.compile_source(source, "sm_90") == compiler.compile_source(source, "sm_90")
+
+
+def test_cubin_is_whole(tmp_path: Path) -> None:
+    """CuPy's getCUBIN drops the last byte; without it the ELF file is invalid."""
+    cubin = compiled(PREWARM[0], "sm_90")[0]
+    path = tmp_path / "kernel.cubin"
+    for data, good in ((cubin, True), (cubin[:-1], False)):
+        path.write_bytes(data)
+        done = subprocess.run([tool("nvdisasm"), str(path)], capture_output=True, text=True)
+        assert (done.returncode == 0) == good
+
+
+def test_an_unknown_architecture_is_explained() -> None:
+    with pytest.raises(CompileError, match="this NVRTC compiles for sm_75"):
+        compiler.compile_source(render(PREWARM[0]), "sm_20")

@@ -1,0 +1,35 @@
+"""The examples run, on tiny shapes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["quickstart.py"],
+        ["diffusion_pipeline.py", "--model", "flux", "--steps", "2", "--blocks", "1"],
+        ["diffusion_pipeline.py", "--model", "qwen", "--steps", "2", "--blocks", "1"],
+        ["diffusion_pipeline.py", "--model", "wan", "--steps", "2", "--blocks", "1"],
+    ],
+    ids=lambda command: " ".join(command[:3]),
+)
+def test_example(command: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    path = ROOT / "examples" / command[0]
+    done = subprocess.run([sys.executable, str(path), *command[1:]], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    if "diffusion" in command[0]:
+        assert "the same bits" in done.stdout
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"quickstart.py", "diffusion_pipeline.py"}

@@ -1,0 +1,92 @@
+"""Problem -> plan, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jitrope import heuristics
+from jitrope.heuristics import RopeProblem, plan
+
+BASE = RopeProblem(
+    dtype="bf16", table_dtype="fp32", head_dim=128, rotary_dim=128, interleaved=False, conjugate=False,
+    full_width=False, per_head=False, rounding="fp32", in_place=False, index_dtype=None, tokens=4608, heads=48,
+    num_sequences=0, max_seqlen=0, vec_limit=8, table_vec_limit=4, launch="auto", sm_count=132,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "launch", "reason"),
+    [
+        ({}, "token_linear", "4608 token blocks fill 132 SMs"),
+        ({"tokens": 1, "heads": 40}, "grid_2d", "1 tokens leave some of 132 SMs idle"),
+        ({"tokens": 131}, "grid_2d", "131 tokens"),
+        ({"tokens": 132}, "token_linear", "132 token blocks"),
+        ({"tokens": 1, "heads": 1}, "token_linear", "1 token blocks"),
+        ({"launch": "grid_2d"}, "grid_2d", "was asked for"),
+        ({"launch": "token_linear", "tokens": 1}, "token_linear", "was asked for"),
+        ({"index_dtype": "int32", "num_sequences": 2401}, "token_linear", "cost follows the tokens"),
+        ({"index_dtype": "int32", "num_sequences": 4, "max_seqlen": 1200}, "grid_2d", "4 even sequences"),
+        ({"index_dtype": "int32", "num_sequences": 4, "max_seqlen": 4000}, "token_linear", "cost follows"),
+        ({"index_dtype": "int32", "num_sequences": 70000, "launch": "grid_2d"}, "token_linear", "limit of 65535"),
+    ],
+)
+def test_launch_and_its_reason(changes, launch, reason) -> None:
+    found = plan(replace(BASE, **changes))
+    assert found.spec.launch == launch
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "vec", "chunks", "table_vec"),
+    [
+        ({}, 8, 2, 4),
+        ({"dtype": "fp32", "vec_limit": 4}, 4, 2, 4),
+        ({"interleaved": True}, 8, 2, 4),
+        ({"head_dim": 72, "rotary_dim": 72}, 4, 2, 4),
+        ({"head_dim": 72, "rotary_dim": 72, "interleaved": True}, 8, 1, 4),
+        ({"head_dim": 6, "rotary_dim": 6, "vec_limit": 2}, 1, 2, 1),
+        ({"head_dim": 6, "rotary_dim": 6, "vec_limit": 2, "interleaved": True}, 2, 1, 1),
+        ({"rotary_dim": 20, "head_dim": 45}, 1, 2, 1),
+        ({"rotary_dim": 20, "head_dim": 45, "in_place": True, "vec_limit": 1}, 1, 2, 1),
+        ({"vec_limit": 1}, 1, 2, 1),
+        ({"table_vec_limit": 1}, 8, 2, 1),
+        ({"full_width": True, "interleaved": True}, 8, 2, 4),
+        ({"table_dtype": "bf16", "table_vec_limit": 8, "interleaved": True}, 8, 2, 4),
+    ],
+)
+def test_widest_access(changes, vec, chunks, table_vec) -> None:
+    spec = plan(replace(BASE, **changes)).spec
+    assert (spec.vec, spec.chunks, spec.table_vec) == (vec, chunks, table_vec)
+
+
+@pytest.mark.parametrize(
+    ("heads", "lanes", "tokens", "at_once"),
+    [(48, 8, 1, 48), (24, 8, 1, 24), (16, 5, 3, 16), (72, 16, 1, 36), (1, 8, 32, 1), (128, 8, 1, 128), (3, 511, 1, 2)],
+)
+def test_tile(heads, lanes, tokens, at_once) -> None:
+    assert heuristics.tile(heads, lanes) == (tokens, at_once)
+
+
+def test_every_plan_fits_cudas_limits() -> None:
+    for heads in (1, 3, 40, 72, 300):
+        for head_dim in (2, 64, 80, 512):
+            for vec in (1, 2, 8):
+                for tokens in (1, 200, 10**9):
+                    for launch in ("token_linear", "grid_2d"):
+                        found = plan(
+                            replace(BASE, heads=heads, head_dim=head_dim, rotary_dim=head_dim, vec_limit=vec,
+                                    tokens=tokens, launch=launch)
+                        )  # fmt: skip
+                        assert 0 < found.block <= 1024
+                        assert found.block % 32 == 0
+                        assert 0 < found.grid[0] < 2**31
+                        assert 0 < found.grid[1] <= heuristics.MAX_GRID_Y
+                        covered = found.grid[0] * found.spec.tokens_per_block
+                        assert covered >= tokens
+
+
+def test_token_linear_does_not_depend_on_the_number_of_sequences() -> None:
+    problems = [replace(BASE, index_dtype="int32", num_sequences=n, launch="token_linear") for n in (1, 100, 10**6)]
+    assert len({plan(p).grid for p in problems}) == 1
