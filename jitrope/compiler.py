@@ -115,11 +115,17 @@ class Kernel:
         with cupy.cuda.Device(device):
             try:
                 self.module = cupy.RawModule(path=str(path))
-                self.function = self.module.get_function(entry)
+                self.handle: int = self.module.get_function(entry).kernel.ptr
             except Exception as error:
                 raise CompileError(f"the driver refuses {path}: {error}") from error
-        self.handle: int = self.function.kernel.ptr if hasattr(self.function, "kernel") else self.function.ptr
+            self._context = driver.ctxGetCurrent()
+        self._driver = driver
         self.launch = driver.launchKernel
+
+    def bind_thread(self) -> None:
+        """Give a thread that has not used the GPU yet the kernel's context; a launch needs one."""
+        if not self._driver.ctxGetCurrent():
+            self._driver.ctxSetCurrent(self._context)
 
 
 def versions() -> dict[str, str]:

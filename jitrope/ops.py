@@ -18,6 +18,7 @@ from . import reference, runtime
 from .runtime import Options
 
 Outputs = tuple[Tensor, "Tensor | None"]
+Check = Callable[..., None] | None
 
 # ---- the library ops -----------------------------------------------------------------------------
 
@@ -101,21 +102,21 @@ torch.library.register_autograd("jitrope::rope", _backward, setup_context=_setup
 
 
 class _Recorded(torch.autograd.Function):
-    """A call under eager autograd: an eighth of the host time of the library's own recording."""
+    """A call under eager autograd: a fraction of the host time of the library's own recording."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *rest: Any) -> Any:
+    def forward(ctx: Any, check: Check, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *rest: Any) -> Any:
         cu_seqlens, *options = rest
         _setup_context(ctx, (q, k, cos, sin, cu_seqlens, *options[:-1]), None)
         if options[-1]:
             ctx.mark_dirty(*(x for x in (q, k) if x is not None))
-        q_out, k_out = call(q, k, cos, sin, cu_seqlens, tuple(options))
+        q_out, k_out = call(q, k, cos, sin, cu_seqlens, tuple(options), check)
         return q_out if k is None else (q_out, k_out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         dq, dk = (*grads, None)[:2]
-        return *_backward(ctx, dq, dk), None
+        return None, *_backward(ctx, dq, dk), None
 
 
 # ---- which way ---------------------------------------------------------------------------------------
@@ -128,25 +129,38 @@ def call(
     sin: Tensor,
     cu_seqlens: Tensor | None,
     options: tuple[Any, ...],
-    check: Callable[[], None] | None = None,
+    check: Check = None,
 ) -> Outputs:
-    """Rotate, whoever watches. `options` are the values of `Options`; `check` refuses bad input."""
+    """Rotate, whoever watches. `options` are the values of `Options`; `check` refuses bad input.
+
+    A plain call goes straight to the launch, past torch's dispatcher: nothing but autograd may watch
+    it. Other watchers are torch.compile, functorch transforms, forward-mode AD, dispatch modes (fake
+    tensors, selective checkpointing) and tensor subclasses.
+    """
     in_place = options[-1]
-    plain = is_plain(q, k, cos, sin)
+    plain = (
+        not torch.compiler.is_compiling()
+        and type(q) is type(cos) is type(sin) is Tensor
+        and (k is None or type(k) is Tensor)
+        and q.is_cuda
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
     grad = torch.is_grad_enabled()
-    if plain and not (
-        grad and (q.requires_grad or cos.requires_grad or sin.requires_grad or (k is not None and k.requires_grad))
-    ):
+    wants_grad = grad and (q.requires_grad or (k is not None and k.requires_grad))
+    if grad and (cos.requires_grad or sin.requires_grad):
+        plain = False  # refused by `check`
+    if plain and not wants_grad:
         out = runtime.rope(q, k, cos, sin, cu_seqlens, options, check)
         if in_place:
             torch._C._increment_version((q,) if k is None else (q, k))
         return out
-    if check is not None:
-        check()
-    wants_grad = grad and (q.requires_grad or (k is not None and k.requires_grad))
     if wants_grad and (plain or (in_place and not torch.compiler.is_compiling())):
-        recorded: Any = _Recorded.apply(q, k, cos, sin, cu_seqlens, *options)
+        recorded: Any = _Recorded.apply(check, q, k, cos, sin, cu_seqlens, *options)
         return (recorded, None) if k is None else recorded
+    if check is not None:
+        check(q, k, cos, sin, cu_seqlens, options)
     if in_place and not wants_grad:
         torch.ops.jitrope.rope_(q, k, cos, sin, cu_seqlens, *options[:-1])
         return q, k
@@ -154,22 +168,3 @@ def call(
     if in_place:  # traced under autograd: a copy, which Inductor writes in place
         q_out, k_out = q.copy_(q_out), None if k is None else k.copy_(k_out)
     return q_out, None if k is None else k_out
-
-
-def is_plain(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
-    """Whether only autograd may watch this call: then it goes straight to the launch.
-
-    Other watchers are torch.compile, functorch transforms, forward-mode AD, dispatch modes (fake
-    tensors, selective checkpointing) and tensor subclasses.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and type(q) is Tensor
-        and type(cos) is Tensor
-        and type(sin) is Tensor
-        and (k is None or type(k) is Tensor)
-        and q.is_cuda
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )

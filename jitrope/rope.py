@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import ops
 from .errors import InvalidInput
+from .ops import call
 from .runtime import DTYPE_NAMES, Options
 from .spec import DTYPES, LAUNCHES, LAYOUT_AXES, MAX_HEAD_DIM, ROUNDINGS
 
@@ -69,7 +69,9 @@ def apply_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    return _rope(q, k, cos, sin, layout, interleaved, rotary_dim, cu_seqlens, max_seqlen, rounding, launch, False)
+    rotary = q.shape[-1] if rotary_dim is None else rotary_dim
+    options = (layout, interleaved, rotary, max_seqlen or 0, rounding, launch, False, False)
+    return call(q, k, cos, sin, cu_seqlens, options, _check)
 
 
 def apply_rope_(
@@ -92,31 +94,16 @@ def apply_rope_(
     expanded one) is refused. Under autograd torch's rules for in-place operations hold: q and k may
     not be leaves that require a gradient.
     """
-    return _rope(q, k, cos, sin, layout, interleaved, rotary_dim, cu_seqlens, max_seqlen, rounding, launch, True)
+    rotary = q.shape[-1] if rotary_dim is None else rotary_dim
+    options = (layout, interleaved, rotary, max_seqlen or 0, rounding, launch, False, True)
+    return call(q, k, cos, sin, cu_seqlens, options, _check)
 
 
-def _rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    layout: str,
-    interleaved: bool,
-    rotary_dim: int | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    rounding: str,
-    launch: str,
-    in_place: bool,
-) -> tuple[Tensor, Tensor | None]:
-    if rotary_dim is None:
-        rotary_dim = q.shape[-1]
-    options = (layout, interleaved, rotary_dim, max_seqlen or 0, rounding, launch, False, in_place)
-    return ops.call(q, k, cos, sin, cu_seqlens, options, lambda: _check(q, k, cos, sin, cu_seqlens, Options(*options)))
-
-
-def _check(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, options: Options) -> None:
+def _check(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, values: tuple[Any, ...]
+) -> None:
     """Refuse what does not fit, naming the argument, what was given and what is allowed."""
+    options = Options(*values)
     name = "apply_rope_" if options.in_place else "apply_rope"
 
     def require(condition: bool, message: str) -> None:

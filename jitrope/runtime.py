@@ -137,7 +137,9 @@ class Launch:
     __slots__ = ("args", "device", "enqueue", "plan", "pointers", "shape")
 
     def __init__(self, plan: heuristics.Plan, device: int, words: list[int]) -> None:
-        kernel = get_kernel(plan.spec, device)
+        with torch.cuda.device(device):
+            kernel = get_kernel(plan.spec, device)
+            kernel.bind_thread()
         self.plan = plan
         self.device = device
         self.args = (ctypes.c_int64 * (_POINTERS + len(words)))(*[0] * _POINTERS, *words)
@@ -178,11 +180,11 @@ def rope(
     sin: Tensor,
     cu_seqlens: Tensor | None,
     options: tuple[Any, ...],
-    check: Callable[[], None] | None = None,
+    check: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate CUDA tensors; `options` are the values of `Options`.
 
-    `check()` runs once for each kind of call, before anything else. The key holds all that it, the
+    `check` runs once for each kind of call, before anything else. The key holds all that it, the
     plan and the argument block look at.
     """
     q_at, cos_at, sin_at = q.data_ptr(), cos.data_ptr(), sin.data_ptr()
@@ -202,7 +204,7 @@ def rope(
         launch = _local.launches[key]
     except (AttributeError, KeyError):
         if check is not None:
-            check()
+            check(q, k, cos, sin, cu_seqlens, options)
         launch = _remember(key, _prepare(q, k, cos, sin, cu_seqlens, Options(*options)))
     if options[-1]:
         if launch is not None:
