@@ -1,0 +1,25 @@
+"""The wheel and the sdist in a folder hold every template, module and the licence, and nothing of the tests."""
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+root = Path(__file__).parent.parent
+folder = Path(sys.argv[1])
+(wheel,) = folder.glob("*.whl")
+(sdist,) = folder.glob("*.tar.gz")
+
+names = set(zipfile.ZipFile(wheel).namelist())
+templates = {f"jitrope/templates/{path.name}" for path in (root / "templates").iterdir()}
+modules = {str(path.relative_to(root)) for path in (root / "jitrope").rglob("*.py")}
+assert {name for name in names if name.startswith("jitrope/templates/")} == templates, names
+assert modules | {"jitrope/py.typed"} <= names, modules - names
+assert any(name.endswith("licenses/LICENSE") for name in names), names
+assert not [name for name in names if name.startswith(("tests", "examples", "templates"))], names
+
+with tarfile.open(sdist) as archive:
+    inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+assert {f"templates/{path.name}" for path in (root / "templates").iterdir()} <= inside, inside
+assert modules | {"README.md", "LICENSE", "pyproject.toml"} <= inside, inside
+print(f"{wheel.name}: {len(names)} files, {len(templates)} templates; {sdist.name}: whole")
