@@ -289,12 +289,13 @@ def _bench(function: Callable[[], Any], as_json: bool) -> None:
 def bench_rope(
     only: Annotated[str, typer.Option(help="Cases to run, by name, as flux,wan.")] = "",
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Time what else is installed.")] = True,
+    table_dtype: Annotated[str, typer.Option(help="Of cos and sin: fp32, fp16 or bf16.")] = "fp32",
     as_json: JSON = False,
 ) -> None:
     """GPU time of one q + k call, cold and hot, beside a copy of the same bytes and other libraries."""
     from .bench import rope
 
-    _bench(lambda: rope.run(only.split(",") if only else None, peers), as_json)
+    _bench(lambda: rope.run(only.split(",") if only else None, peers, table_dtype), as_json)
 
 
 @bench_app.command("train")

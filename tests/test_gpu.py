@@ -29,7 +29,7 @@ def case_named(name: str) -> Case:
 
 
 def relative_l2(out: torch.Tensor, want: torch.Tensor) -> float:
-    return float((out.double() - want).norm() / want.norm())
+    return float((out.detach().double() - want).norm() / want.norm())
 
 
 # ---- numerics ----------------------------------------------------------------------------------

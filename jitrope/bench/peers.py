@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 """(q, k, cos, sin) with (B, S, H, D) activations and half-width fp32 tables."""
 
 
-def available(interleaved: bool) -> Iterator[tuple[str, Rotate]]:
-    """(name, call) of each peer that does this pairing here."""
+def available(interleaved: bool, sets: Sequence[Inputs]) -> Iterator[tuple[str, Rotate]]:
+    """(name, call) of each peer that does this pairing here, for calls with these `sets` of inputs."""
     yield "torch eager", _eager(interleaved)
     # One compiled function a shape, as a model would have; the bench's shapes are not dynamic.
+    torch._dynamo.reset()
     yield "torch.compile", torch.compile(_eager(interleaved), dynamic=False)
     for make in (_flash_attn, _liger, _torchembed):
         try:
-            peer = make(interleaved)
+            peer = make(interleaved, sets)
         except ImportError:
             continue
         if peer is not None:
@@ -38,7 +40,7 @@ def _eager(interleaved: bool) -> Rotate:
     return lambda q, k, cos, sin: (one(q, cos, sin), one(k, cos, sin))
 
 
-def _flash_attn(interleaved: bool) -> tuple[str, Rotate]:
+def _flash_attn(interleaved: bool, sets: Sequence[Inputs]) -> tuple[str, Rotate]:
     from flash_attn.ops.triton.rotary import apply_rotary
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -47,22 +49,21 @@ def _flash_attn(interleaved: bool) -> tuple[str, Rotate]:
     return "flash-attn", rotate
 
 
-def _liger(interleaved: bool) -> tuple[str, Rotate] | None:
+def _liger(interleaved: bool, sets: Sequence[Inputs]) -> tuple[str, Rotate] | None:
     if interleaved:
         return None
     from liger_kernel.transformers import liger_rotary_pos_emb
 
-    tables: dict[int, tuple[Tensor, Tensor]] = {}
+    # Its own format of the tables, made outside the timing.
+    tables = {id(cos): [torch.cat((t, t), -1)[None] for t in (cos, sin)] for _, _, cos, sin in sets}
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        if id(cos) not in tables:  # its own format, made outside the timing
-            tables[id(cos)] = (torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None])
         return liger_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *tables[id(cos)])
 
     return "Liger (in place)", rotate
 
 
-def _torchembed(interleaved: bool) -> tuple[str, Rotate] | None:
+def _torchembed(interleaved: bool, sets: Sequence[Inputs]) -> tuple[str, Rotate] | None:
     if interleaved:
         return None
     from torchembed._triton import fused_rope_forward

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import apply_rope, apply_rope_, reference, runtime
 from . import peers as others
-from .timing import cold_copies, gpu_time
+from .timing import cold_copies, gpu_time, stream_time
 
 # name: (B, S, Hq, Hk, D), interleaved, hot
 CASES = {
@@ -29,49 +29,58 @@ CASES = {
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def inputs(shape: tuple[int, int, int, int, int]) -> Inputs:
-    """bf16 q and k, half-width fp32 tables."""
+def inputs(shape: tuple[int, int, int, int, int], table_dtype: str = "fp32") -> Inputs:
+    """bf16 q and k, half-width tables."""
     b, s, hq, hk, d = shape
     q, k = (torch.randn(b, s, h, d, device="cuda", dtype=torch.bfloat16) for h in (hq, hk))
     angles = torch.outer(torch.arange(s, device="cuda"), 10000 ** (-torch.arange(d // 2, device="cuda") / (d // 2)))
-    return q, k, angles.cos(), angles.sin()
+    dtype = next(dtype for dtype, name in runtime.DTYPE_NAMES.items() if name == table_dtype)
+    return q, k, angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def copy_time(bytes_moved: int, copies: int, calls_per_graph: int) -> float:
-    """Microseconds of torch's `y.copy_(x)` that reads and writes so many bytes in all."""
+    """Microseconds of torch's `y.copy_(x)` that reads and writes so many bytes in all.
+
+    The faster of a graph's replay and plain launches: in a graph a copy of 512 MiB is a memcpy node,
+    which takes 1.2 x what the same copy takes on a stream.
+    """
     count = bytes_moved // 4
-    buffers = [(torch.randn(count, device="cuda").bfloat16(), torch.empty(count, device="cuda").bfloat16())
-               for _ in range(copies)]  # fmt: skip
-    return gpu_time([lambda x=x, y=y: y.copy_(x) for x, y in buffers], calls_per_graph=calls_per_graph)  # type: ignore[misc]
+    x, y = torch.randn(copies, 2, count, device="cuda", dtype=torch.bfloat16).unbind(1)
+    calls = [lambda i=i: y[i].copy_(x[i]) for i in range(copies)]  # type: ignore[misc]
+    return min(gpu_time(calls, calls_per_graph=calls_per_graph), stream_time(calls))
 
 
-def run(only: list[str] | None, peers: bool) -> list[dict[str, Any]]:
+def run(only: list[str] | None, peers: bool, table_dtype: str) -> list[dict[str, Any]]:
     """A row for each case and implementation. Cold: q, k, cos, sin and outputs rotate past L2."""
-    return [row for name in CASES if not only or name in only for row in _case(name, peers)]
+    return [row for name in CASES if not only or name in only for row in _case(name, peers, table_dtype)]
 
 
-def _case(name: str, with_peers: bool) -> list[dict[str, Any]]:
+def _case(name: str, with_peers: bool, table_dtype: str) -> list[dict[str, Any]]:
     shape, interleaved, hot = CASES[name]
     b, s, hq, hk, d = shape
     moved = 2 * 2 * b * s * (hq + hk) * d
     copies, calls = (1, 200) if hot else (cold_copies(moved, at_least=3), 12)
-    sets = [inputs(shape) for _ in range(copies)]
+    sets = [inputs(shape, table_dtype) for _ in range(copies)]
     copy = copy_time(moved, copies, calls)
     rows: list[dict[str, Any]] = []
 
-    def time(label: str, call: Callable[..., Any], reason: str = "") -> None:
+    def time(label: str, call: Callable[..., Any], sets: list[Inputs] = sets, reason: str = "") -> None:
         us = gpu_time([lambda s=s: call(*s) for s in sets], calls_per_graph=calls)  # type: ignore[misc]
         rows.append({"case": name, "by": label, "us": us, "x COPY": us / copy, "TB/s": moved / us / 1e6, "why": reason})
 
     rows.append({"case": name, "by": "COPY", "us": copy, "x COPY": 1.0, "TB/s": moved / copy / 1e6, "why": str(shape)})
     check(sets[0], interleaved)
+    shared = [(q, k, *sets[0][2:]) for q, k, _, _ in sets]  # one table for all, as a model's layers have
     for label, function in (("jitrope", apply_rope), ("jitrope in place", apply_rope_)):
         function(*sets[0], interleaved=interleaved)
         plan = runtime.last_plan()
-        time(label, lambda *x, f=function: f(*x, interleaved=interleaved), plan.reason if plan else "")
+        call = lambda *x, f=function: f(*x, interleaved=interleaved)  # noqa: E731
+        time(label, call, reason=plan.reason if plan else "")
+        if not hot:
+            time(f"{label}, one table", call, shared)
     if with_peers:
-        for label, call in others.available(interleaved):
-            time(label, call)
+        for label, peer in others.available(interleaved, sets):
+            time(label, peer)
     return rows
 
 

@@ -42,6 +42,20 @@ def gpu_time(calls: Sequence[Callable[[], Any]], repeats: int = 30, calls_per_gr
     return float(statistics.median(times))
 
 
+def stream_time(calls: list[Callable[[], Any]], repeats: int = 10) -> float:
+    """Microseconds a call, launched one after the other; means nothing for calls shorter than a launch."""
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for call in calls * 4:
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (4 * len(calls)))
+    return float(statistics.median(times))
+
+
 def cold_copies(bytes_a_call: int, at_least: int = 2, at_most: int = 64) -> int:
     """How many copies of a call's inputs make every call find a cold L2."""
     return max(at_least, min(at_most, -(-COLD_BYTES // max(1, bytes_a_call))))
