@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,29 @@ CASES = [
     Case("strided-dim", "the last axis is not contiguous", strides="reversed"),
     Case("complex64-rounding", "torch's complex contraction", rounding="complex64", interleaved=True),
 ]  # fmt: skip
+
+
+def random_case(seed: int) -> Case:
+    """A case drawn from all that calls may combine; the same for the same seed."""
+    draw = random.Random(seed)
+    layout = draw.choice(list(LAYOUT_AXES))
+    packed = layout == "thd" and draw.random() < 0.6
+    batch = 1 if layout == "thd" else draw.randint(1, 3)
+    seqlen, head_dim = draw.randint(1, 40), draw.choice((2, 6, 8, 32, 48, 64, 72, 80, 100, 112, 128, 160, 256))
+    heads = draw.randint(1, 9)
+    table = draw.choice(("half", "half", "full", "fused", "per_head"))
+    k_heads = draw.choice((0, heads)) if table == "per_head" else draw.randint(0, heads)
+    rotary = draw.choice((None, 2 * draw.randint(1, head_dim // 2)))
+    lengths = []
+    while packed and sum(lengths) < seqlen and draw.random() < 0.8:
+        lengths.append(draw.randint(0, seqlen - sum(lengths)))
+    return Case(
+        f"seed-{seed}", "the unforeseen", shape=(batch, seqlen, heads, k_heads, head_dim), layout=layout,
+        dtype=draw.choice(("bf16", "fp16", "fp32")), interleaved=draw.random() < 0.5, rotary_dim=rotary, table=table,
+        table_dtype=draw.choice(("fp32", "fp32", "bf16")), table_batch=not packed and draw.random() < 0.3,
+        lengths=tuple(lengths) if packed else None, index_dtype=draw.choice((torch.int32, torch.int64)),
+        table_rows=seqlen + draw.randint(0, 5), strides=draw.choice(("plain", "plain", "offset")),
+    )  # fmt: skip
 
 
 Call = tuple[Tensor, "Tensor | None", Tensor, Tensor, dict[str, Any]]

@@ -208,6 +208,23 @@ def test_enable_twice_and_state() -> None:
     assert next(iter(model.attn_processors.values()))._attention_backend == "native"
 
 
+def test_a_processor_with_weights_keeps_them() -> None:
+    """FLUX's IP adapter is a processor and a module: its parameters stay the model's."""
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    model, *_ = prepared(flux, "cpu")
+    adapter = FluxIPAdapterAttnProcessor(hidden_size=32, cross_attention_dim=16)
+    name = next(iter(model.attn_processors))
+    model.set_attn_processor({**model.attn_processors, name: adapter})
+    before = dict(model.named_parameters())
+    with integration.enable(model) as report:
+        assert report.replaced == {"FluxIPAdapterAttnProcessor": 1, "FluxAttnProcessor": 1}
+        assert isinstance(model.attn_processors[name], FluxIPAdapterAttnProcessor)
+        inside = dict(model.named_parameters())
+        assert inside.keys() == before.keys()
+        assert all(inside[key] is before[key] for key in before)
+
+
 def test_unknown_models_are_refused() -> None:
     model = diffusers.UNet2DModel(
         sample_size=8, in_channels=3, out_channels=3, block_out_channels=(32, 64), norm_num_groups=8,

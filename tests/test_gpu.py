@@ -16,7 +16,7 @@ import torch
 import jitrope
 from jitrope import reference, runtime
 
-from .cases import CASES, DTYPES, Case, make
+from .cases import CASES, DTYPES, Case, make, random_case
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ def relative_l2(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(random_case(seed) for seed in range(40))], ids=str)
 def test_bits_of_the_reference(case: Case, launch: str) -> None:
     """Forward and gradient, out of place and in place, whatever the launch: the CPU path's bits."""
     q, k, cos, sin, keywords = make(case)
@@ -211,6 +211,34 @@ def test_compile_fullgraph(in_place: bool) -> None:
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast path whose guard is never true is a defect: neither direction goes through the dispatcher."""
+    taken = []
+    launch = runtime.rope
+
+    def counted(*arguments):
+        taken.append(arguments[5][-2])  # conjugate
+        return launch(*arguments)
+
+    monkeypatch.setattr(runtime, "rope", counted)  # the library ops hold the function itself
+    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    outputs = jitrope.apply_rope(q.requires_grad_(grad), k.requires_grad_(grad), cos, sin)
+    if grad:
+        torch.autograd.grad(outputs, (q, k), [torch.ones_like(y) for y in outputs])
+    assert taken == ([False, True] if grad else [False])
+
+
+def test_inference_mode() -> None:
+    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    want = jitrope.apply_rope(q, k, cos, sin)
+    with torch.inference_mode():
+        q, k = q.clone(), k.clone()
+        for function in (jitrope.apply_rope, jitrope.apply_rope_):
+            for got, expected in zip(function(q, k, cos, sin), want):
+                assert torch.equal(got, expected)
+
+
 def test_cuda_graph() -> None:
     q, k, cos, sin, keywords = make(case_named("packed"), "cuda")
     jitrope.apply_rope(q, k, cos, sin, **keywords)  # the warm call
@@ -349,6 +377,23 @@ def test_a_cubin_of_another_architecture_is_rebuilt(tmp_path: Path, caplog) -> N
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert len(fresh(tmp_path / "file" / "kernels")) == 3
+
+
+NO_CUPY = """
+import sys, json
+sys.modules["cupy"] = None
+import torch, jitrope
+q = torch.ones(1, 2, 1, 8, device="cuda")
+try:
+    jitrope.apply_rope(q, None, q[0, :, 0, :4], q[0, :, 0, :4])
+except jitrope.CompileError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_a_gpu_without_cupy_names_the_extra(tmp_path: Path) -> None:
+    message = fresh(tmp_path, NO_CUPY)
+    assert f"pip install 'jitrope[cuda{torch.version.cuda.split('.')[0]}]'" in message
 
 
 SANITIZED = """

@@ -8,7 +8,7 @@ import torch
 from jitrope import reference, runtime
 from jitrope.render import Source, render
 
-from .cases import CASES, Case, make
+from .cases import CASES, Case, make, random_case
 from .host import harness
 
 SM_COUNT = 4  # few enough that small cases take token_linear by themselves
@@ -81,6 +81,14 @@ def test_backward_matches_reference(case: Case) -> None:
 @pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
 def test_in_place_matches_reference(case: Case, launch: str) -> None:
     outputs, expected, _ = run_case(case, launch, in_place=True)
+    assert_same(outputs, expected)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_seeded_sweep(seed: int) -> None:
+    case = random_case(seed)
+    launch = ("auto", "token_linear", "grid_2d")[seed % 3]
+    outputs, expected, _ = run_case(case, launch, conjugate=seed % 2 == 1, in_place=seed % 4 == 0)
     assert_same(outputs, expected)
 
 

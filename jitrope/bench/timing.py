@@ -42,13 +42,13 @@ def gpu_time(calls: Sequence[Callable[[], Any]], repeats: int = 30, calls_per_gr
     return float(statistics.median(times))
 
 
-def stream_time(calls: list[Callable[[], Any]], repeats: int = 10) -> float:
+def stream_time(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:
     """Microseconds a call, launched one after the other; means nothing for calls shorter than a launch."""
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for call in calls * 4:
+        for call in [*calls] * 4:
             call()
         end.record()
         end.synchronize()
