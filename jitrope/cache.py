@@ -109,9 +109,10 @@ class KernelCache:
             os.rename(temporary, final)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not final.exists():  # else another process was faster, which is as good
-                self._warn(f"cannot write the kernel cache {self.root} ({error}); kernels stay in memory")
-                return None
+            if path := self.load(key):  # another process was faster, which is as good
+                return path
+            self._warn(f"cannot write the kernel cache {self.root} ({error}); kernels stay in memory")
+            return None
         return final / "kernel.cubin"
 
     def discard(self, key: Key) -> None:

@@ -97,7 +97,8 @@ def _aligned(elements: int, dtype: str) -> int:
 DEFAULT_CALLS = (
     [Call(heads, in_place=in_place) for heads in (40, 64, 72) for in_place in (False, True)]  # Llama, Qwen, Mistral
     + [Call(40, backward=True), Call(40, packed="int32", backward=True)]
-    + [Call(24, interleaved=True), Call(48, interleaved=True, backward=True)]  # FLUX, HunyuanVideo
+    + [Call(24, interleaved=True, width=width) for width in ("full", "half")]  # FLUX, HunyuanVideo
+    + [Call(48, interleaved=True, backward=True)]
     + [Call(24, interleaved=True, rounding="complex64")]  # Qwen-Image
     + [Call(heads, interleaved=True) for heads in (12, 40)]  # Wan 1.3B, 14B
     + [Call(16, head_dim=80), Call(16, head_dim=64), Call(16, head_dim=256)]  # vision towers, Gemma

@@ -321,8 +321,8 @@ def _strides(x: Tensor, layout: str) -> list[int]:
 def _table_strides(table: Tensor) -> list[int]:
     """Strides over (batch, position, head, width) in elements; 0 where shared."""
     view = table_view(table)
-    *outer, inner = (0 if size == 1 else stride for size, stride in zip(view.shape, view.stride()))
-    return [*outer, inner or 1]
+    strides = [0 if size == 1 else stride for size, stride in zip(view.shape, view.stride())]
+    return [*strides[:3], 1 if view.shape[3] == 1 else strides[3]]
 
 
 def _elements_per_access(tensors: list[Tensor], strides: Sequence[Sequence[int]]) -> int:

@@ -25,7 +25,7 @@ class Case:
     layout: str = "bshd"
     interleaved: bool = False
     rotary_dim: int | None = None
-    table: str = "half"  # half | full (pair members differ) | repeated | complex | matrix | per_head | fused
+    table: str = "half"  # half | full (pair members differ) | repeated | complex | matrix | per_head | fused | expanded
     table_dtype: str = "fp32"
     table_batch: bool = False
     lengths: tuple[int, ...] | None = None  # of packed sequences; the rest of S is spare
@@ -83,6 +83,7 @@ CASES = [
     Case("longer-table", "more rows than positions", table_rows=11),
     Case("bf16-table", "tables in the model's dtype", table_dtype="bf16"),
     Case("fp16-table", "tables in fp16 beside fp32", table_dtype="fp16", dtype="fp32"),
+    Case("expanded-table", "one angle for all: strides of 0", table="expanded"),
     Case("packed-qkv", "slices of packed QKV", strides="qkv"),
     Case("unaligned", "addresses off by one element", strides="offset"),
     Case("strided-dim", "the last axis is not contiguous", strides="reversed"),
@@ -173,6 +174,9 @@ def _tables(
         c, s = angles.cos(), angles.sin()
         matrix = torch.stack((c, -s, s, c), -1).unflatten(-1, (2, 2))
         return matrix[..., 0, 0], matrix[..., 1, 0]
+    if case.table == "expanded":
+        one = angles[:1, :1].cos()
+        return one.expand(rows, rotary // 2), one.expand(rows, rotary // 2)
     if case.table == "fused":
         cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
         return cache[..., : rotary // 2], cache[..., rotary // 2 :]

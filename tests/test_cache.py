@@ -133,6 +133,14 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, caplog) -> None:
     assert len([r for r in caplog.records if "stay in memory" in r.message]) == 1
 
 
+def test_a_bad_entry_that_cannot_be_replaced_is_not_loaded(cache: KernelCache, monkeypatch) -> None:
+    """Losing the rename to a damaged entry must not hand that entry out."""
+    folder = filled(cache).parent
+    DAMAGE["flipped bit"](folder)
+    monkeypatch.setattr("jitrope.cache.shutil.rmtree", lambda *_, **__: None)  # a folder that will not go
+    assert cache.store(KEY, "text", b"\x7fELF cubin", {}) is None
+
+
 def test_clear_and_leftovers(cache: KernelCache) -> None:
     filled(cache)
     (cache.root / ".tmp-dead").mkdir()

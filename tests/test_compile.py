@@ -13,14 +13,16 @@ import pytest
 
 from jitrope import compiler
 from jitrope.errors import CompileError
-from jitrope.prewarm import DEFAULT_CALLS
+from jitrope.prewarm import DEFAULT_CALLS, Call
 from jitrope.render import Source, render
 from jitrope.spec import RopeSpec
 
 from .cases import CASES, make
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
-PREWARM = list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in call.specs()))
+# Beside them the largest block, in which a thread has the fewest registers, with the widest tables.
+LARGEST = [Call(128, width="full"), Call(128, width="full", interleaved=True), Call(128, width="full", packed="int64")]
+PREWARM = list(dict.fromkeys(spec for call in [*DEFAULT_CALLS, *LARGEST] for spec in call.specs()))
 
 
 @cache

@@ -99,6 +99,19 @@ def test_max_seqlen_bounds_the_grid_not_the_result() -> None:
     assert_same(outputs, expected)
 
 
+@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+@pytest.mark.parametrize("offsets", [[0, 5, 3, 12], [0, 4, 40], [3, 12], [-7, 4, 12], [0, 90, -3, 12]], ids=str)
+def test_malformed_lengths_stay_in_bounds(offsets: list[int], launch: str) -> None:
+    """The host does not read cu_seqlens, so the kernel may not trust it: no access outside q or the table."""
+    q, _, cos, sin, _ = make(Case("", "", shape=(1, 12, 2, 0, 64), layout="thd"))
+    options = runtime.Options("thd", False, 64, 0, "fp32", launch, False, False)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+    plan, words = runtime.plan_call(q, None, cos, sin, cu_seqlens, options, SM_COUNT)
+    harness.run(
+        render(plan.spec), plan.grid, plan.block, arguments(q, None, q.clone(), None, cos, sin, cu_seqlens), words
+    )
+
+
 def test_sanitizer_sees_a_read_past_the_table() -> None:
     """The harness can fail: a table with a row too few is caught, not read over."""
     q, _, cos, sin, _ = make(Case("", "", shape=(1, 8, 2, 0, 64)))
