@@ -13,10 +13,11 @@ MAX_GRID_Y = 65_535
 BLOCK_THREADS = 256
 """Threads a block aims at by taking several tokens, where one token's heads are fewer."""
 
-MAX_BLOCK_THREADS = 1024
-"""CUDA's limit. All heads of a token at once in one block, one access each, is what moves memory
-best: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block of all 48 heads takes 1.036 x the copy,
-24 heads twice in flight 1.049 x, 16 heads three times 1.051 x."""
+MAX_BLOCK_THREADS = 768
+"""Threads a block may have. All heads of a token at once in one block, one access each, is what moves
+memory best: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block of all 48 heads (384 threads) takes
+1.036 x the copy, 24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads the
+80 registers a thread that full-width tables and packed input need are not there, and they spill."""
 
 FEW_BLOCKS_PER_SM = 1
 """Blocks an SM: below it one token a block leaves the chip idle, and heads are tiled too."""
@@ -150,6 +151,6 @@ def table_access(p: RopeProblem, spec: RopeSpec) -> int:
 @lru_cache(maxsize=1024)
 def tile(heads: int, lanes: int) -> tuple[int, int]:
     """(tokens a block, heads of each at a time): whole tokens, their heads in the fewest even steps."""
-    steps = -(-heads * lanes // MAX_BLOCK_THREADS)
+    steps = -(-heads // max(1, MAX_BLOCK_THREADS // lanes))
     at_once = -(-heads // steps)
     return max(1, BLOCK_THREADS // (at_once * lanes)), at_once

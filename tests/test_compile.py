@@ -21,7 +21,12 @@ from .cases import CASES, make
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Beside them the largest block, in which a thread has the fewest registers, with the widest tables.
-LARGEST = [Call(128, width="full"), Call(128, width="full", interleaved=True), Call(128, width="full", packed="int64")]
+LARGEST = [
+    Call(96, width="full"),
+    Call(96, width="full", interleaved=True, backward=True),
+    Call(96, width="full", packed="int64", backward=True),
+    Call(48, width="full", dtype="fp32", packed="int32"),
+]
 PREWARM = list(dict.fromkeys(spec for call in [*DEFAULT_CALLS, *LARGEST] for spec in call.specs()))
 
 

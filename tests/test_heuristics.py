@@ -63,7 +63,7 @@ def test_widest_access(changes, vec, chunks, table_vec) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "lanes", "tokens", "at_once"),
-    [(48, 8, 1, 48), (24, 8, 1, 24), (16, 5, 3, 16), (72, 16, 1, 36), (1, 8, 32, 1), (128, 8, 1, 128), (3, 511, 1, 2)],
+    [(48, 8, 1, 48), (24, 8, 1, 24), (16, 5, 3, 16), (72, 16, 1, 36), (1, 8, 32, 1), (128, 8, 1, 64), (3, 511, 1, 1)],
 )
 def test_tile(heads, lanes, tokens, at_once) -> None:
     assert heuristics.tile(heads, lanes) == (tokens, at_once)
