@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
@@ -46,8 +47,13 @@ def main() -> None:
     try:
         app()
     except JitropeError as error:
-        err.print(f"[red]error:[/red] {error}", highlight=False)
+        say("error:", error)
         sys.exit(1)
+
+
+def say(word: str, text: object) -> None:
+    """A line on stderr. The text is not markup: the extra's brackets in `jitrope[cuda13]` stay."""
+    err.print(f"[red]{word}[/red] {escape(str(text))}", highlight=False, soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
@@ -129,7 +135,7 @@ def prewarm(
     else:
         out.print(f"{counts['compiled']} compiled, {counts['cached']} cached, {len(failed)} failed", highlight=False)
     for item in failed:
-        err.print(f"[red]failed[/red] {item.spec.name} {item.arch}: {item.outcome}", highlight=False)
+        say("failed", f"{item.spec.name} {item.arch}: {item.outcome}")
     if failed or not built:
         raise typer.Exit(1)
 
@@ -221,7 +227,7 @@ def cache_verify(as_json: JSON = False) -> None:
     else:
         out.print(f"{good} good, {len(bad)} damaged", highlight=False)
         for path, reason in bad:
-            err.print(f"[red]damaged[/red] {path}: {reason}", highlight=False, soft_wrap=True)
+            say("damaged", f"{path}: {reason}")
     if bad:
         raise typer.Exit(1)
 
@@ -240,7 +246,7 @@ def _print_facts(facts: dict[str, Any], as_json: bool) -> None:
         print_json(facts)
         return
     for name, value in facts.items():
-        out.print(f"{name}: {value}", highlight=False, soft_wrap=True)
+        out.print(f"{name}: {escape(str(value))}", highlight=False, soft_wrap=True)
 
 
 # ---- doctor ------------------------------------------------------------------------------------
@@ -257,7 +263,7 @@ def doctor(as_json: JSON = False) -> None:
     else:
         table = Table("", "what", "found", box=None)
         for result in results:
-            table.add_row("[green]ok[/green]" if result.ok else "[red]no[/red]", result.what, result.found)
+            table.add_row("[green]ok[/green]" if result.ok else "[red]no[/red]", result.what, escape(result.found))
         out.print(table)
     if not all(result.ok for result in results):
         raise typer.Exit(1)

@@ -103,7 +103,7 @@ def build(spec: RopeSpec, arch: str, rebuild: bool = False) -> tuple[Any, bytes 
 
 def missing_cupy(error: str) -> str:
     """What to install, from the CUDA version that torch was built for."""
-    extra = f"cuda{(torch.version.cuda or '13').split('.')[0]}"
+    extra = f"cuda{max(12, int((torch.version.cuda or '13').split('.')[0]))}"
     return f"jitrope compiles through CuPy, which cannot be imported ({error}): pip install 'jitrope[{extra}]'"
 
 

@@ -147,6 +147,17 @@ def test_doctor(jitrope, tmp_path: Path) -> None:
     assert "can be written by other users" in done.stdout
 
 
+def test_without_cupy_the_extra_is_named_whole(jitrope, tmp_path: Path) -> None:
+    """A terminal's markup must not swallow the brackets of `jitrope[cuda13]`."""
+    code = "import sys; sys.modules['cupy'] = None; from jitrope.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JITROPE_CACHE_DIR": str(tmp_path / "k"), "COLUMNS": "200"}
+    for arguments in (["prewarm", "--heads", "8", "--arch", "sm_90"], ["doctor"]):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 1
+        assert "pip install 'jitrope[cuda13]'" in done.stdout + done.stderr
+
+
 def test_bench_says_that_it_needs_a_gpu(jitrope) -> None:
     done = jitrope("bench", "host")
     assert done.returncode == 1
