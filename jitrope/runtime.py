@@ -134,13 +134,12 @@ def _open(path: Any, cubin: bytes | None, spec: RopeSpec, device: int) -> Kernel
 class Launch:
     """A kernel with its grid and its argument block; only the addresses change from call to call."""
 
-    __slots__ = ("args", "device", "enqueue", "plan", "pointers", "shape")
+    __slots__ = ("args", "device", "enqueue", "pointers", "shape")
 
     def __init__(self, plan: heuristics.Plan, device: int, words: list[int]) -> None:
         with torch.cuda.device(device):
             kernel = get_kernel(plan.spec, device)
             kernel.bind_thread()
-        self.plan = plan
         self.device = device
         self.args = (ctypes.c_int64 * (_POINTERS + len(words)))(*[0] * _POINTERS, *words)
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))  # one argument: the block
@@ -235,12 +234,6 @@ def _remember(key: tuple[Any, ...], launch: Launch | None) -> Launch | None:
         launches.clear()
     launches[key] = launch
     return launch
-
-
-def last_plan() -> heuristics.Plan | None:
-    """The plan of this thread's newest kind of call, for tests and `jitrope bench`."""
-    prepared = [launch for launch in _launches().values() if launch is not None]
-    return prepared[-1].plan if prepared else None
 
 
 def _prepare(

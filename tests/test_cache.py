@@ -160,6 +160,15 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert config.cache_dir() == Path("/home/me/.cache/jitrope")
 
 
+@pytest.mark.parametrize(("level", "said"), [("info", "compiled rope_"), ("loud", "is not a logging level"), ("", "")])
+def test_jitrope_log(tmp_path: Path, level: str, said: str) -> None:
+    code = "from jitrope import runtime; from jitrope.prewarm import Call; runtime.build(Call(40).specs()[0], 'sm_90')"
+    environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path), "JITROPE_LOG": level, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said in done.stderr
+    assert bool(said) == ("jitrope" in done.stderr or "JITROPE" in done.stderr)
+
+
 # ---- with the compiler ---------------------------------------------------------------------------
 
 

@@ -15,8 +15,6 @@ from jitrope import reference
 
 from .cases import CASES, Case, make
 
-LEAD = ("jitrope::rope", "jitrope::rope_")
-
 
 def by_name(*names: str) -> list[Case]:
     found = [case for case in CASES if case.name in names]
