@@ -38,11 +38,18 @@ def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tens
     q_out, k_out = reference.rope(q, k, cos, sin, cu_seqlens, o.layout, o.interleaved, o.rotary_dim, o.conjugate)
     if not o.in_place:
         return q_out, k_out
-    end = None if cu_seqlens is None else int(cu_seqlens[-1])  # in place, spare rows stay
     for x, out in ((q, q_out), (k, k_out)):
         if x is not None and out is not None:
-            x[:end].copy_(out[:end])
+            x.copy_(_spare_stays(x, out, cu_seqlens))
     return q, k
+
+
+def _spare_stays(x: Tensor, rotated: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """What an in-place call makes of x: the tokens after the last sequence are not touched."""
+    if cu_seqlens is None:
+        return rotated
+    spare = torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1]
+    return torch.where(spare[:, None, None], x, rotated)
 
 
 def _functional(execute: Any) -> Any:
@@ -108,7 +115,8 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, check: Check, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *rest: Any) -> Any:
         cu_seqlens, *options = rest
         _setup_context(ctx, (q, k, cos, sin, cu_seqlens, *options[:-1]), None)
-        if options[-1]:
+        ctx.in_place = options[-1]
+        if ctx.in_place:
             ctx.mark_dirty(*(x for x in (q, k) if x is not None))
         q_out, k_out = call(q, k, cos, sin, cu_seqlens, tuple(options), check)
         return q_out if k is None else (q_out, k_out)
@@ -116,7 +124,14 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         dq, dk = (*grads, None)[:2]
-        return None, *_backward(ctx, dq, dk), None
+        rotated = _backward(ctx, dq, dk)
+        if ctx.in_place:  # what stayed passes its gradient on
+            cu_seqlens = ctx.saved_tensors[2]
+            rotated = (
+                *(y if g is None else _spare_stays(g, y, cu_seqlens) for g, y in zip((dq, dk), rotated)),
+                *rotated[2:],
+            )
+        return None, *rotated, None
 
 
 # ---- which way ---------------------------------------------------------------------------------------
@@ -166,5 +181,6 @@ def call(
         return q, k
     q_out, k_out = torch.ops.jitrope.rope(q, k, cos, sin, cu_seqlens, *options[:-1])
     if in_place:  # traced under autograd: a copy, which Inductor writes in place
-        q_out, k_out = q.copy_(q_out), None if k is None else k.copy_(k_out)
+        q_out = q.copy_(_spare_stays(q, q_out, cu_seqlens))
+        k_out = None if k is None else k.copy_(_spare_stays(k, k_out, cu_seqlens))
     return q_out, None if k is None else k_out

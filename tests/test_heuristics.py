@@ -19,16 +19,16 @@ BASE = RopeProblem(
 @pytest.mark.parametrize(
     ("changes", "launch", "reason"),
     [
-        ({}, "token_linear", "4608 token blocks fill 132 SMs"),
-        ({"tokens": 1, "heads": 40}, "grid_2d", "1 tokens leave some of 132 SMs idle"),
-        ({"tokens": 131}, "grid_2d", "131 tokens"),
-        ({"tokens": 132}, "token_linear", "132 token blocks"),
-        ({"tokens": 1, "heads": 1}, "token_linear", "1 token blocks"),
+        ({}, "token_linear", "4608 tokens fill 132 SMs"),
+        ({"tokens": 1, "heads": 40}, "grid_2d", "1 tokens leave 132 SMs room"),
+        ({"tokens": 527}, "grid_2d", "527 tokens"),
+        ({"tokens": 528}, "token_linear", "528 tokens fill"),
+        ({"tokens": 1, "heads": 1}, "token_linear", "1 tokens fill"),
         ({"launch": "grid_2d"}, "grid_2d", "was asked for"),
         ({"launch": "token_linear", "tokens": 1}, "token_linear", "was asked for"),
         ({"index_dtype": "int32", "num_sequences": 2401}, "token_linear", "cost follows the tokens"),
-        ({"index_dtype": "int32", "num_sequences": 4, "max_seqlen": 1200}, "grid_2d", "4 even sequences"),
-        ({"index_dtype": "int32", "num_sequences": 4, "max_seqlen": 4000}, "token_linear", "cost follows"),
+        ({"index_dtype": "int32", "num_sequences": 4, "max_seqlen": 1200}, "token_linear", "cost follows"),
+        ({"index_dtype": "int32", "num_sequences": 4, "launch": "grid_2d"}, "grid_2d", "was asked for"),
         ({"index_dtype": "int32", "num_sequences": 70000, "launch": "grid_2d"}, "token_linear", "limit of 65535"),
     ],
 )
