@@ -5,9 +5,19 @@
 
 from .config import set_up_logging as _set_up_logging
 from .errors import CacheError, CompileError, InvalidInput, JitropeError
-from .rope import apply_rope, apply_rope_
+from .rope import apply_rope, apply_rope_, apply_rope_qkv, apply_rope_qkv_
 from .version import __version__
 
-__all__ = ["CacheError", "CompileError", "InvalidInput", "JitropeError", "__version__", "apply_rope", "apply_rope_"]
+__all__ = [
+    "CacheError",
+    "CompileError",
+    "InvalidInput",
+    "JitropeError",
+    "__version__",
+    "apply_rope",
+    "apply_rope_",
+    "apply_rope_qkv",
+    "apply_rope_qkv_",
+]
 
 _set_up_logging()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from .spec import ACCESS_BYTES, ITEM_SIZES, RopeSpec
@@ -31,24 +31,34 @@ SMALL_BLOCK_THREADS = 64
 
 @dataclass(frozen=True)
 class RopeProblem:
-    """One call in integers and words.
+    """One call in integers and words; the fields that `RopeSpec` has too mean the same.
 
-    vec_limit, table_vec_limit: elements an access that the addresses and strides of q and k, and of
-    the tables, allow (1: no alignment, or strided elements). num_sequences is 0 without cu_seqlens;
-    max_seqlen is 0 where the caller did not say.
+    heads: of q and k, and of v where it is copied. vec_limit, table_vec_limit: elements an access
+    that the addresses and strides of q and k, and of the tables, allow (1: no alignment, or strided
+    elements). num_sequences is 0 without cu_seqlens; max_seqlen, of the whole sequence also under
+    context parallelism, is 0 where the caller did not say.
     """
 
     dtype: str
     table_dtype: str
     head_dim: int
     rotary_dim: int
+    rotary_offset: int
     interleaved: bool
+    interleaved_out: bool
     conjugate: bool
+    angles: bool
     full_width: bool
     per_head: bool
+    packed_table: bool
     rounding: str
     in_place: bool
     index_dtype: str | None
+    start_dtype: str | None
+    cp_size: int
+    q_per_group: int
+    values: bool
+    batch_inner: bool
     tokens: int
     heads: int
     num_sequences: int
@@ -69,29 +79,23 @@ class Plan:
     reason: str
 
 
+_SHARED_FIELDS = [f.name for f in fields(RopeSpec) if f.name in RopeProblem.__dataclass_fields__ and f.name != "launch"]
+
+
 @lru_cache(maxsize=4096)
 def plan(problem: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
     p = problem
     vec, chunks = widest_access(p)
     spec = RopeSpec(
-        dtype=p.dtype,
-        table_dtype=p.table_dtype,
-        head_dim=p.head_dim,
-        rotary_dim=p.rotary_dim,
-        interleaved=p.interleaved,
-        conjugate=p.conjugate,
-        full_width=p.full_width,
-        per_head=p.per_head,
-        rounding=p.rounding,
-        in_place=p.in_place,
-        index_dtype=p.index_dtype,
+        **{name: getattr(p, name) for name in _SHARED_FIELDS},
         launch="token_linear",
         vec=vec,
         chunks=chunks,
         table_vec=1,
         tokens_per_block=1,
         heads_per_block=1,
+        one_step=False,
     )
     spec = replace(spec, table_vec=table_access(p, spec))
     tokens, heads = tile(p.heads, spec.lanes)
@@ -100,10 +104,13 @@ def plan(problem: RopeProblem) -> Plan:
         tokens, heads = 1, min(p.heads, max(1, SMALL_BLOCK_THREADS // spec.lanes))
         grid = (p.tokens, -(-p.heads // heads))
     elif launch == "grid_2d":
-        grid = (-(-min(p.tokens, p.max_seqlen or p.tokens) // tokens), p.num_sequences + 1)
+        # A longer sequence than this is walked in several steps.
+        length = -(-p.max_seqlen // p.cp_size) or -(-p.tokens // max(1, p.num_sequences))
+        grid = (-(-min(p.tokens, length) // tokens), p.num_sequences + 1)
     else:
         grid = (-(-p.tokens // tokens), 1)
-    spec = replace(spec, launch=launch, tokens_per_block=tokens, heads_per_block=heads)
+    one_step = heads >= p.heads or (launch == "grid_2d" and not p.index_dtype)
+    spec = replace(spec, launch=launch, tokens_per_block=tokens, heads_per_block=heads, one_step=one_step)
     return Plan(spec, grid, spec.threads, reason)
 
 
@@ -130,17 +137,19 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
 def widest_access(p: RopeProblem) -> tuple[int, int]:
     """(elements an access, runs of them in a thread): the widest that addresses and head allow."""
     rest = 0 if p.in_place else p.head_dim - p.rotary_dim
+    interleaved = p.interleaved and p.interleaved_out
     vec = min(p.vec_limit, ACCESS_BYTES // ITEM_SIZES[p.dtype])
-    while vec > 1 and (rest % vec or p.rotary_dim % (vec if p.interleaved else 2 * vec)):
+    while vec > 1 and (rest % vec or p.rotary_offset % vec or p.rotary_dim % (vec if interleaved else 2 * vec)):
         vec //= 2
-    chunk = max(vec, 2) if p.interleaved else vec
+    chunk = max(vec, 2) if interleaved else vec
     return vec, 2 if p.rotary_dim % (2 * chunk) == 0 else 1
 
 
 def table_access(p: RopeProblem, spec: RopeSpec) -> int:
     """Elements an access of the tables: a divisor of a thread's run of neighbouring angles."""
-    run = spec.chunk // 2 if p.interleaved and not p.full_width else spec.chunk
-    step = p.rotary_dim // (2 if p.full_width or not p.interleaved else 4)  # to the thread's second run
+    interleaved = p.interleaved and p.interleaved_out
+    run = spec.chunk // 2 if interleaved and not p.full_width else spec.chunk
+    step = p.rotary_dim // (2 if p.full_width or not interleaved else 4)  # to the thread's second run
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // ITEM_SIZES[p.table_dtype])
     while run % table_vec or (spec.chunks == 2 and step % table_vec):
         table_vec //= 2

@@ -1,8 +1,8 @@
 """The way from a checked call to the work: torch.library ops, their backward, and the short cut.
 
-`torch.ops.jitrope.rope` and `rope_` are what torch.compile, checkpointing, vmap and fake tensors see.
-A call that nothing watches does not go through torch's dispatcher, which would cost as much host time
-as the launch.
+`torch.ops.jitrope.rope`, `rope_`, `rope_qkv` and `rope_qkv_` are what torch.compile, checkpointing, vmap
+and fake tensors see. A call that nothing watches does not go through torch's dispatcher, which would cost
+as much host time as the launch.
 """
 
 from __future__ import annotations
@@ -15,61 +15,102 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import reference, runtime
-from .runtime import Options
+from .problem import value_view
+from .spec import Options
 
 Outputs = tuple[Tensor, "Tensor | None"]
+Parts = tuple[Tensor, Tensor, Tensor]
 Check = Callable[..., None] | None
+Tables = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None"]
+"""cos, sin, cu_seqlens and start_positions."""
+
+_IN_PLACE = Options._fields.index("in_place")
+assert Options._fields[-1] == "in_place"
+_Q_PER_GROUP = Options._fields.index("q_per_group")
+_VALUES = Options._fields.index("values")
 
 # ---- the library ops -----------------------------------------------------------------------------
 
-_ARGUMENTS = (
-    "Tensor cos, Tensor sin, Tensor? cu_seqlens, str layout, bool interleaved, int rotary_dim, "
-    "int max_seqlen, str rounding, str launch, bool conjugate"
-)
+_TYPES = {bool: "bool", int: "int", float: "float", str: "str"}
+_OPTIONS = ", ".join(f"{_TYPES[type(default)]} {name}" for name, default in Options._field_defaults.items())
+_ARGUMENTS = "Tensor cos, Tensor sin, Tensor? cu_seqlens, Tensor? start_positions, " + _OPTIONS.rsplit(", ", 1)[0]
 _lib = torch.library.Library("jitrope", "DEF")
-_tags = (torch.Tag.pt2_compliant_tag,)
-# `k` is optional and an op returns tensors only: without it the second one is empty.
-_lib.define(f"rope(Tensor q, Tensor? k, {_ARGUMENTS}) -> (Tensor, Tensor)", tags=_tags)
-_lib.define(f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ARGUMENTS}) -> ()", tags=_tags)
+for _schema in (
+    # `k` is optional and an op returns tensors only: without it the second one is empty.
+    f"rope(Tensor q, Tensor? k, {_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ARGUMENTS}) -> ()",
+    f"rope_qkv(Tensor qkv, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"rope_qkv_(Tensor(a!) qkv, {_ARGUMENTS}) -> ()",
+    f"rope_qkv_backward(Tensor dq, Tensor dk, Tensor dv, {_ARGUMENTS}) -> Tensor",
+):
+    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, options: Options) -> Any:
-    o = options
-    q_out, k_out = reference.rope(q, k, cos, sin, cu_seqlens, o.layout, o.interleaved, o.rotary_dim, o.conjugate)
-    if not o.in_place:
+def _split(rest: tuple[Any, ...]) -> tuple[Tables, Options]:
+    return rest[:4], Options(*rest[4])  # type: ignore[return-value]
+
+
+def _cpu(q: Tensor, k: Tensor | None, *rest: Any) -> Any:
+    tables, options = _split(rest)
+    q_out, k_out = reference.rope(q, k, *tables, options)
+    if not options.in_place:
         return q_out, k_out
     for x, out in ((q, q_out), (k, k_out)):
         if x is not None and out is not None:
-            x.copy_(_spare_stays(x, out, cu_seqlens))
+            x.copy_(_spare_stays(x, out, tables[2], options.cp_size))
     return q, k
 
 
-def _spare_stays(x: Tensor, rotated: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _cpu_qkv(qkv: Tensor, *rest: Any) -> Parts:
+    tables, options = _split(rest)
+    parts = reference.rope_qkv(qkv, *tables, options)
+    if options.in_place:
+        rotated = reference.join_qkv(*parts, options.q_per_group)
+        qkv.copy_(_spare_stays(qkv, rotated, tables[2], options.cp_size))
+        return qkv, qkv, qkv
+    return parts if options.values else (*parts[:2], value_view(qkv, options.q_per_group))
+
+
+def _spare_stays(x: Tensor, rotated: Tensor, cu_seqlens: Tensor | None, cp_size: int) -> Tensor:
     """What an in-place call makes of x: the tokens after the last sequence are not touched."""
     if cu_seqlens is None:
         return rotated
-    spare = torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1]
+    spare = torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1] // cp_size
     return torch.where(spare[:, None, None], x, rotated)
 
 
-def _functional(execute: Any) -> Any:
-    def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, *options: Any) -> Any:
-        q_out, k_out = execute(q, k, cos, sin, cu_seqlens, Options(*(*options, False)))
+def _register(key: str, rope: Any, rope_qkv: Any, backward: Any) -> None:
+    def functional(q: Tensor, k: Tensor | None, *rest: Any) -> Any:
+        q_out, k_out = rope(q, k, *rest[:4], (*rest[4:], False))
         return q_out, q.new_empty(0) if k_out is None else k_out
 
-    return rope
+    def mutating(q: Tensor, k: Tensor | None, *rest: Any) -> None:
+        rope(q, k, *rest[:4], (*rest[4:], True))
+
+    def functional_qkv(qkv: Tensor, *rest: Any) -> Any:  # an op's outputs may not be views of its inputs
+        q, k, v = rope_qkv(qkv, *rest[:4], (*rest[4:], False))
+        return q, k, v if rest[4 + _VALUES] else qkv.new_empty(0)
+
+    def mutating_qkv(qkv: Tensor, *rest: Any) -> None:
+        rope_qkv(qkv, *rest[:4], (*rest[4:], True))
+
+    def backward_qkv(dq: Tensor, dk: Tensor, dv: Tensor, *rest: Any) -> Tensor:
+        return backward(dq, dk, dv, *rest[:4], (*rest[4:], False))  # type: ignore[no-any-return]
+
+    for name, implementation in (
+        ("rope", functional), ("rope_", mutating), ("rope_qkv", functional_qkv), ("rope_qkv_", mutating_qkv),
+        ("rope_qkv_backward", backward_qkv),
+    ):  # fmt: skip
+        _lib.impl(name, implementation, key)
 
 
-def _mutating(execute: Any) -> Any:
-    def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, *options: Any) -> None:
-        execute(q, k, cos, sin, cu_seqlens, Options(*(*options, True)))
-
-    return rope_
+def _cpu_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, *rest: Any) -> Tensor:
+    tables, options = _split(rest)
+    return reference.rope_qkv_backward(dq, dk, dv, *tables, options)
 
 
-for _key, _execute in (("CPU", _cpu), ("CUDA", runtime.rope)):
-    _lib.impl("rope", _functional(_execute), _key)
-    _lib.impl("rope_", _mutating(_execute), _key)
+_register("CPU", _cpu, _cpu_qkv, _cpu_qkv_backward)
+_register("CUDA", runtime.rope, runtime.rope_qkv, runtime.rope_qkv_backward)
 
 
 @torch.library.register_fake("jitrope::rope", lib=_lib)
@@ -78,47 +119,110 @@ def _rope_fake(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("jitrope::rope_", lib=_lib)
-def _rope_inplace_fake(*_: Any) -> None:
+@torch.library.register_fake("jitrope::rope_qkv_", lib=_lib)
+def _in_place_fake(*_: Any) -> None:
     return None
+
+
+@torch.library.register_fake("jitrope::rope_qkv", lib=_lib)
+def _qkv_fake(qkv: Tensor, *rest: Any) -> Parts:
+    *lead, groups, width = qkv.shape
+    q_per_group = rest[4 + _Q_PER_GROUP]
+    q = qkv.new_empty((*lead, groups * q_per_group, width // (q_per_group + 2)))
+    k = qkv.new_empty((*lead, groups, width // (q_per_group + 2)))
+    return q, k, torch.empty_like(k) if rest[4 + _VALUES] else qkv.new_empty(0)
+
+
+@torch.library.register_fake("jitrope::rope_qkv_backward", lib=_lib)
+def _qkv_backward_fake(dq: Tensor, dk: Tensor, dv: Tensor, *rest: Any) -> Tensor:
+    return dq.new_empty((*dk.shape[:-1], (rest[4 + _Q_PER_GROUP] + 2) * dk.shape[-1]))
 
 
 # ---- the backward ----------------------------------------------------------------------------------
 
 
+def turned_back(options: tuple[Any, ...], in_place: bool = False) -> tuple[Any, ...]:
+    """The options of the gradient: a rotation's transpose is the rotation back, from output to input."""
+    o = Options(*options)
+    return tuple(
+        o._replace(
+            conjugate=not o.conjugate, interleaved=o.interleaved_out, interleaved_out=o.interleaved, in_place=in_place
+        )
+    )
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, k, cos, sin, cu_seqlens, *ctx.options = inputs
+    _, k, *rest = inputs
+    tables, options = rest[:4], rest[4:]
+    ctx.options = turned_back((*options, False))
     ctx.has_k = k is not None
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(cos, sin, cu_seqlens)  # tables and lengths; never q or k
+    ctx.save_for_backward(*tables)  # tables, lengths and starts; never q or k
 
 
 def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
-    """The same op with `conjugate` turned round: a rotation's transpose is the rotation back."""
-    *options, conjugate = ctx.options
-    options = (*options, not conjugate, False)
-    cos, sin, cu_seqlens = ctx.saved_tensors
+    tables: Tables = ctx.saved_tensors
     dk = dk if ctx.has_k else None
     if dq is not None:
-        dq, dk = call(dq, dk, cos, sin, cu_seqlens, options)
+        dq, dk = call(dq, dk, *tables, ctx.options)
     elif dk is not None:
-        dk, _ = call(dk, None, cos, sin, cu_seqlens, options)
+        dk, _ = call(dk, None, *tables, ctx.options)
     return dq, dk, *(None,) * (3 + len(ctx.options))
 
 
-torch.library.register_autograd("jitrope::rope", _backward, setup_context=_setup_context, lib=_lib)
+def _setup_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tables, options = inputs[1:5], inputs[5:]
+    ctx.options = turned_back((*options, False))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tables)
+    ctx.k_like = (output[1].shape, output[1].dtype, output[1].device)
+
+
+def _backward_qkv(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> tuple[Any, ...]:
+    nothing = (None,) * (3 + len(ctx.options))
+    shape, dtype, device = ctx.k_like
+    if dv is not None and dv.numel() == 0:
+        dv = None
+    if dq is None and dk is None and dv is None:
+        return None, *nothing
+    *lead, groups, dim = shape
+    q_shape = (*lead, groups * ctx.options[_Q_PER_GROUP], dim)
+    dq, dk, dv = (
+        torch.zeros(size, dtype=dtype, device=device) if x is None else x
+        for size, x in ((q_shape, dq), (shape, dk), (shape, dv))
+    )
+    return call_qkv_backward(dq, dk, dv, ctx.saved_tensors, ctx.options), *nothing
+
+
+def _setup_qkv_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[3:7])
+    ctx.options = turned_back((*inputs[7:], False))
+
+
+def _backward_of_qkv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    options = tuple(Options(*ctx.options)._replace(values=True))
+    return *call_qkv(grad, ctx.saved_tensors, options), *(None,) * (3 + len(options))
+
+
+for _name, _rule, _setup in (
+    ("rope", _backward, _setup_context),
+    ("rope_qkv", _backward_qkv, _setup_qkv),
+    ("rope_qkv_backward", _backward_of_qkv_backward, _setup_qkv_backward),
+):
+    torch.library.register_autograd(f"jitrope::{_name}", _rule, setup_context=_setup, lib=_lib)
 
 
 class _Recorded(torch.autograd.Function):
     """A call under eager autograd: a fraction of the host time of the library's own recording."""
 
     @staticmethod
-    def forward(ctx: Any, check: Check, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *rest: Any) -> Any:
-        cu_seqlens, *options = rest
-        _setup_context(ctx, (q, k, cos, sin, cu_seqlens, *options[:-1]), None)
-        ctx.in_place = options[-1]
+    def forward(ctx: Any, check: Check, q: Tensor, k: Tensor | None, *rest: Any) -> Any:
+        _setup_context(ctx, (q, k, *rest[:-1]), None)
+        ctx.in_place = rest[-1]
         if ctx.in_place:
             ctx.mark_dirty(*(x for x in (q, k) if x is not None))
-        q_out, k_out = call(q, k, cos, sin, cu_seqlens, tuple(options), check)
+        cos, sin, cu_seqlens, start_positions, *options = rest
+        q_out, k_out = call(q, k, cos, sin, cu_seqlens, start_positions, tuple(options), check)
         return q_out if k is None else (q_out, k_out)
 
     @staticmethod
@@ -126,15 +230,62 @@ class _Recorded(torch.autograd.Function):
         dq, dk = (*grads, None)[:2]
         rotated = _backward(ctx, dq, dk)
         if ctx.in_place:  # what stayed passes its gradient on
-            cu_seqlens = ctx.saved_tensors[2]
+            cu_seqlens, cp_size = ctx.saved_tensors[2], Options(*ctx.options).cp_size
             rotated = (
-                *(y if g is None else _spare_stays(g, y, cu_seqlens) for g, y in zip((dq, dk), rotated)),
+                *(y if g is None else _spare_stays(g, y, cu_seqlens, cp_size) for g, y in zip((dq, dk), rotated)),
                 *rotated[2:],
             )
         return None, *rotated, None
 
 
+class _RecordedQKV(torch.autograd.Function):
+    """The same for packed QKV; with `values` off the third output is a view of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, check: Check, qkv: Tensor, *rest: Any) -> Any:
+        parts = call_qkv(qkv, rest[:4], rest[4:], check)
+        _setup_qkv(ctx, (qkv, *rest[:-1]), parts)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, *_backward_qkv(ctx, *grads), None
+
+
+class _RecordedQKVInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, check: Check, qkv: Tensor, *rest: Any) -> Any:
+        ctx.save_for_backward(*rest[:4])
+        ctx.options = turned_back(rest[4:], in_place=True)
+        ctx.mark_dirty(qkv)
+        return call_qkv(qkv, rest[:4], rest[4:], check)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rotated = call_qkv(grad.clone(memory_format=torch.contiguous_format), ctx.saved_tensors, ctx.options)[0]
+        return None, rotated, *(None,) * (4 + len(ctx.options))
+
+
 # ---- which way ---------------------------------------------------------------------------------------
+
+
+def _plain(x: Tensor, tables: Tables) -> bool:
+    """Nothing but autograd may watch this call.
+
+    Other watchers are torch.compile, functorch transforms, forward-mode AD, dispatch modes (fake
+    tensors, selective checkpointing) and tensor subclasses. A table that requires a gradient is
+    left to the check, which refuses it.
+    """
+    cos, sin = tables[:2]
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is type(cos) is type(sin) is Tensor
+        and x.is_cuda
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
+    )
 
 
 def call(
@@ -143,44 +294,69 @@ def call(
     cos: Tensor,
     sin: Tensor,
     cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
     options: tuple[Any, ...],
     check: Check = None,
 ) -> Outputs:
     """Rotate, whoever watches. `options` are the values of `Options`; `check` refuses bad input.
 
-    A plain call goes straight to the launch, past torch's dispatcher: nothing but autograd may watch
-    it. Other watchers are torch.compile, functorch transforms, forward-mode AD, dispatch modes (fake
-    tensors, selective checkpointing) and tensor subclasses.
+    A plain call goes straight to the launch, past torch's dispatcher.
     """
-    in_place = options[-1]
-    plain = (
-        not torch.compiler.is_compiling()
-        and type(q) is type(cos) is type(sin) is Tensor
-        and (k is None or type(k) is Tensor)
-        and q.is_cuda
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
-    grad = torch.is_grad_enabled()
-    wants_grad = grad and (q.requires_grad or (k is not None and k.requires_grad))
-    if grad and (cos.requires_grad or sin.requires_grad):
-        plain = False  # refused by `check`
+    in_place = options[_IN_PLACE]
+    tables = (cos, sin, cu_seqlens, start_positions)
+    plain = _plain(q, tables) and (k is None or type(k) is Tensor)
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
     if plain and not wants_grad:
-        out = runtime.rope(q, k, cos, sin, cu_seqlens, options, check)
+        out = runtime.rope(q, k, *tables, options, check)
         if in_place:
             torch._C._increment_version((q,) if k is None else (q, k))
         return out
     if wants_grad and (plain or (in_place and not torch.compiler.is_compiling())):
-        recorded: Any = _Recorded.apply(check, q, k, cos, sin, cu_seqlens, *options)
+        recorded: Any = _Recorded.apply(check, q, k, *tables, *options)
         return (recorded, None) if k is None else recorded
     if check is not None:
-        check(q, k, cos, sin, cu_seqlens, options)
+        check(q, k, *tables, options)
     if in_place and not wants_grad:
-        torch.ops.jitrope.rope_(q, k, cos, sin, cu_seqlens, *options[:-1])
+        torch.ops.jitrope.rope_(q, k, *tables, *options[:-1])
         return q, k
-    q_out, k_out = torch.ops.jitrope.rope(q, k, cos, sin, cu_seqlens, *options[:-1])
+    q_out, k_out = torch.ops.jitrope.rope(q, k, *tables, *options[:-1])
     if in_place:  # traced under autograd: a copy, which Inductor writes in place
-        q_out = q.copy_(_spare_stays(q, q_out, cu_seqlens))
-        k_out = None if k is None else k.copy_(_spare_stays(k, k_out, cu_seqlens))
+        cp_size = Options(*options).cp_size
+        q_out = q.copy_(_spare_stays(q, q_out, cu_seqlens, cp_size))
+        k_out = None if k is None else k.copy_(_spare_stays(k, k_out, cu_seqlens, cp_size))
     return q_out, None if k is None else k_out
+
+
+def call_qkv(qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check = None) -> Parts:
+    """`call` of packed QKV: q, k and v; three times qkv in place."""
+    in_place, values = options[_IN_PLACE], options[_VALUES]
+    plain = _plain(qkv, tables)
+    wants_grad = torch.is_grad_enabled() and qkv.requires_grad
+    if plain and not wants_grad:
+        parts = runtime.rope_qkv(qkv, *tables, options, check)
+        if in_place:
+            torch._C._increment_version((qkv,))
+        return parts
+    if wants_grad and (plain or (in_place and not torch.compiler.is_compiling())):
+        if in_place:
+            return (_RecordedQKVInPlace.apply(check, qkv, *tables, *options),) * 3
+        return _RecordedQKV.apply(check, qkv, *tables, *options)  # type: ignore[no-any-return]
+    if check is not None:
+        check(qkv, *tables, options)
+    if in_place and not wants_grad:
+        torch.ops.jitrope.rope_qkv_(qkv, *tables, *options[:-1])
+        return qkv, qkv, qkv
+    q, k, v = torch.ops.jitrope.rope_qkv(qkv, *tables, *options[:-1])
+    if in_place:
+        value = v if values else value_view(qkv, options[_Q_PER_GROUP])
+        rotated = reference.join_qkv(q, k, value, options[_Q_PER_GROUP])
+        return (qkv.copy_(_spare_stays(qkv, rotated, tables[2], Options(*options).cp_size)),) * 3
+    return q, k, v if values else value_view(qkv, options[_Q_PER_GROUP])
+
+
+def call_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: tuple[Any, ...]) -> Tensor:
+    """q and k rotated, and v, in one packed tensor."""
+    watched = torch.is_grad_enabled() and any(x.requires_grad for x in (dq, dk, dv))
+    if all(type(x) is Tensor for x in (dq, dk, dv)) and _plain(dq, tables) and not watched:
+        return runtime.rope_qkv_backward(dq, dk, dv, *tables, options)
+    return torch.ops.jitrope.rope_qkv_backward(dq, dk, dv, *tables, *options[:-1])  # type: ignore[no-any-return]

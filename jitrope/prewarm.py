@@ -20,11 +20,12 @@ _MANY, _SM_COUNT = 1 << 20, 132
 
 @dataclass(frozen=True)
 class Call:
-    """A kind of `apply_rope` call with aligned, ordinary tensors.
+    """A kind of `apply_rope` or, with q_per_group, `apply_rope_qkv` call with aligned, ordinary tensors.
 
-    heads: those of q and k together, since one block takes all of a token's. width: "half" or
-    "full" tables. packed: None or the dtype of cu_seqlens. The kernels of a call are both launches,
-    and with `backward` the gradient's.
+    heads: those of q and k (and v, if a packed call copies it) together, since one block takes all of
+    a token's. width: "half" or "full" tables; angles: they are `freqs`. packed, start_positions: None
+    or the dtype of cu_seqlens and start_positions. batch_inner: (S, B, H, D) in memory, B > 1. The
+    kernels of a call are both launches, and with `backward` the gradient's.
     """
 
     heads: int
@@ -32,10 +33,19 @@ class Call:
     dtype: str = "bf16"
     table_dtype: str = "fp32"
     interleaved: bool = False
+    interleaved_out: bool | None = None
     rotary_dim: int = 0
+    rotary_offset: int = 0
     width: str = "half"
+    angles: bool = False
     rounding: str = "fp32"
     packed: str | None = None
+    packed_table: bool = False
+    start_positions: str | None = None
+    cp_size: int = 1
+    q_per_group: int = 0
+    copy_v: bool = True
+    batch_inner: bool = False
     in_place: bool = False
     backward: bool = False
 
@@ -46,6 +56,7 @@ class Call:
             ("width", self.width, ("half", "full")),
             ("rounding", self.rounding, ROUNDINGS),
             ("packed", self.packed, (None, "int32", "int64")),
+            ("start_positions", self.start_positions, (None, "int32", "int64")),
         ):
             if value not in allowed:
                 raise InvalidInput(f"{name} is {value!r}; allowed are {', '.join(map(str, allowed))}")
@@ -63,13 +74,22 @@ class Call:
             table_dtype=self.table_dtype,
             head_dim=self.head_dim,
             rotary_dim=rotary,
+            rotary_offset=self.rotary_offset,
             interleaved=self.interleaved,
+            interleaved_out=self.interleaved if self.interleaved_out is None else self.interleaved_out,
             conjugate=False,
+            angles=self.angles,
             full_width=self.width == "full",
             per_head=False,
+            packed_table=self.packed_table,
             rounding=self.rounding,
             in_place=self.in_place,
             index_dtype=self.packed,
+            start_dtype=self.start_positions,
+            cp_size=self.cp_size,
+            q_per_group=max(1, self.q_per_group),
+            values=self.q_per_group > 0 and self.copy_v and not self.in_place,
+            batch_inner=self.batch_inner,
             tokens=_MANY,
             heads=self.heads,
             num_sequences=1 if self.packed else 0,
@@ -81,7 +101,13 @@ class Call:
         )
         problems = [replace(problem, launch=launch) for launch in ("token_linear", "grid_2d")]
         if self.backward:  # of a fresh tensor, whichever way the forward went
-            problems += [replace(p, conjugate=True, in_place=False) for p in problems]
+            problems += [
+                replace(
+                    p, conjugate=True, in_place=False, interleaved=p.interleaved_out, interleaved_out=p.interleaved,
+                    values=self.q_per_group > 0,
+                )
+                for p in problems
+            ]  # fmt: skip
         return list(dict.fromkeys(plan(p).spec for p in problems))
 
 
@@ -101,6 +127,11 @@ DEFAULT_CALLS = (
     + [Call(48, interleaved=True, backward=True)]
     + [Call(24, interleaved=True, rounding="complex64")]  # Qwen-Image
     + [Call(heads, interleaved=True) for heads in (12, 40)]  # Wan 1.3B, 14B
+    + [
+        Call(heads, angles=True, width="full", packed=packed, backward=True)  # Megatron, TransformerEngine: q, then k
+        for heads in (8, 32)
+        for packed in (None, "int32")
+    ]
     + [Call(16, head_dim=80), Call(16, head_dim=64), Call(16, head_dim=256)]  # vision towers, Gemma
 )
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +18,15 @@ from .cache import KernelCache, Key, cubin_file
 from .compiler import Kernel
 from .config import cache_dir, log
 from .errors import CompileError, JitropeError
-from .reference import table_view
+from .problem import Views, empty_parts, head_views, plan_call, qkv_views, separate_views
 from .render import ingredients, render
-from .spec import ACCESS_BYTES, LAYOUT_AXES, RopeSpec
+from .spec import Options, RopeSpec
 
-DTYPE_NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-}
 MAX_LAUNCHES = 4096
 """Prepared launches a thread keeps; past it they are forgotten, which costs a few microseconds each."""
 
-_POINTERS = 7
+_POINTERS = 10
+_Q_PER_GROUP, _VALUES = (Options._fields.index(name) for name in ("q_per_group", "values"))
 _PACK = struct.Struct(f"{_POINTERS}q").pack_into
 
 compiled: list[str] = []
@@ -147,7 +140,7 @@ class Launch:
         self.shape = (kernel.handle, *plan.grid, 1, plan.block, 1, 1, 0)
 
     def __call__(self, *addresses: int) -> None:
-        """Enqueue on torch's current stream: q, k, q_out, k_out, cos, sin, cu_seqlens."""
+        """Enqueue on torch's current stream: q, k, v, their outputs, cos, sin, cu_seqlens, start_positions."""
         _PACK(self.args, 0, *addresses)
         device = self.device
         if device == torch._C._cuda_getDevice():
@@ -159,25 +152,13 @@ class Launch:
                 self.enqueue(*self.shape, stream, ctypes.addressof(self.pointers), 0)
 
 
-class Options(NamedTuple):
-    """What a call asks for, beside its tensors; the words are `apply_rope`'s."""
-
-    layout: str
-    interleaved: bool
-    rotary_dim: int
-    max_seqlen: int
-    rounding: str
-    launch: str
-    conjugate: bool
-    in_place: bool
-
-
 def rope(
     q: Tensor,
     k: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
     options: tuple[Any, ...],
     check: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -188,26 +169,28 @@ def rope(
     """
     q_at, cos_at, sin_at = q.data_ptr(), cos.data_ptr(), sin.data_ptr()
     device = q.get_device()
-    k_at, k_key, cu_at, cu_key = q_at, None, 0, None  # without k no head of it is read
+    k_at, k_key, cu_at, cu_key, start_at, start_key = q_at, None, 0, None, 0, None  # no head of a missing k is read
     if k is not None:
         k_at, k_key = k.data_ptr(), (k.shape, k.stride(), k.dtype, k.get_device())
     if cu_seqlens is not None:
-        cu_at = cu_seqlens.data_ptr()
-        cu_key = (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype, cu_seqlens.get_device())
+        cu_at, cu_key = cu_seqlens.data_ptr(), _key(cu_seqlens)
+    if start_positions is not None:
+        start_at, start_key = start_positions.data_ptr(), _key(start_positions)
     key = (
         options, device, (q_at | k_at) & 15, (cos_at | sin_at) & 15, q.shape, q.stride(), q.dtype, k_key,
         cos.shape, cos.stride(), cos.dtype, cos.get_device(), sin.shape, sin.stride(), sin.dtype, sin.get_device(),
-        cu_key,
+        cu_key, start_key,
     )  # fmt: skip
     try:
         launch = _local.launches[key]
     except (AttributeError, KeyError):
         if check is not None:
-            check(q, k, cos, sin, cu_seqlens, options)
-        launch = _remember(key, _prepare(q, k, cos, sin, cu_seqlens, Options(*options)))
+            check(q, k, cos, sin, cu_seqlens, start_positions, options)
+        inputs, outputs = head_views(q, k, Options(*options))
+        launch = _remember(key, _prepare(inputs, outputs, cos, sin, cu_seqlens, start_positions, Options(*options)))
     if options[-1]:
         if launch is not None:
-            launch(q_at, k_at, q_at, k_at, cos_at, sin_at, cu_at)
+            launch(q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, cu_at, start_at)
         return q, k
     q_out = torch.empty_like(q)
     q_out_at = k_out_at = q_out.data_ptr()
@@ -216,19 +199,102 @@ def rope(
         k_out = torch.empty_like(k)
         k_out_at = k_out.data_ptr()
     if launch is not None:
-        launch(q_at, k_at, q_out_at, k_out_at, cos_at, sin_at, cu_at)
+        launch(q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, cos_at, sin_at, cu_at, start_at)
     return q_out, k_out
 
 
-def _launches() -> dict[tuple[Any, ...], Launch | None]:
+def rope_qkv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
+    options: tuple[Any, ...],
+    check: Callable[..., None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed QKV -> q and k rotated, v copied or a view. In place: q and k where they are; three times qkv."""
+    tables = (cos, sin, cu_seqlens, start_positions)
+    key = (options, _key(qkv), qkv.data_ptr() & 15, *map(_key, tables), (cos.data_ptr() | sin.data_ptr()) & 15)
+    in_place = options[-1]
+    try:
+        prepared = _local.launches[key]
+    except (AttributeError, KeyError):
+        if check is not None:
+            check(qkv, *tables, options)
+        o = Options(*options)
+        views = qkv_views(qkv, o.q_per_group, o.layout)
+        inputs: Views = views
+        outputs: Views = views
+        if not in_place:
+            outputs = separate_views(*empty_parts(qkv, o.q_per_group, "meta", True), o)
+        if in_place or not o.values:
+            inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
+        launch = _prepare(inputs, outputs, *tables, o)
+        prepared = _remember(key, (launch, *_byte_offsets(views)))
+    launch, k_offset, v_offset = prepared
+    parts = (qkv, qkv, qkv) if in_place else empty_parts(qkv, options[_Q_PER_GROUP], qkv.device, options[_VALUES])
+    if launch is not None:
+        at = qkv.data_ptr()
+        inputs_at = (at, at + k_offset, at + v_offset)
+        outputs_at = inputs_at if in_place else [x.data_ptr() for x in parts]
+        launch(*inputs_at, *outputs_at, *(0 if x is None else x.data_ptr() for x in tables))
+    return parts
+
+
+def rope_qkv_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
+    options: tuple[Any, ...],
+) -> Tensor:
+    """The other way: q and k rotated, and v, written into one packed tensor."""
+    tables = (cos, sin, cu_seqlens, start_positions)
+    grads = (dq, dk, dv)
+    key = (
+        "backward", options, *map(_key, grads), (dq.data_ptr() | dk.data_ptr() | dv.data_ptr()) & 15,
+        *map(_key, tables), (cos.data_ptr() | sin.data_ptr()) & 15,
+    )  # fmt: skip
+    dqkv = dq.new_empty((*dk.shape[:-1], (options[_Q_PER_GROUP] + 2) * dk.shape[-1]))
+    try:
+        prepared = _local.launches[key]
+    except (AttributeError, KeyError):
+        o = Options(*options)
+        outputs = qkv_views(dqkv, o.q_per_group, o.layout)
+        launch = _prepare(separate_views(*grads, o), outputs, *tables, o)
+        prepared = _remember(key, (launch, *_byte_offsets(outputs)))
+    launch, k_offset, v_offset = prepared
+    if launch is not None:
+        at = dqkv.data_ptr()
+        addresses = [x.data_ptr() for x in grads]
+        launch(*addresses, at, at + k_offset, at + v_offset, *(0 if x is None else x.data_ptr() for x in tables))
+    return dqkv
+
+
+def _key(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+
+
+def _byte_offsets(views: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int]:
+    """Of k and v from q."""
+    q, k, v = views
+    size = q.element_size()
+    start = int(q.storage_offset())
+    return (int(k.storage_offset()) - start) * size, (int(v.storage_offset()) - start) * size
+
+
+def _launches() -> dict[tuple[Any, ...], Any]:
     """What this thread has prepared: an argument block is filled by one thread at a time."""
     if not hasattr(_local, "launches"):
         _local.launches = {}
-    launches: dict[tuple[Any, ...], Launch | None] = _local.launches
+    launches: dict[tuple[Any, ...], Any] = _local.launches
     return launches
 
 
-def _remember(key: tuple[Any, ...], launch: Launch | None) -> Launch | None:
+def _remember(key: tuple[Any, ...], launch: Any) -> Any:
     launches = _launches()
     if len(launches) >= MAX_LAUNCHES:
         launches.clear()
@@ -237,91 +303,20 @@ def _remember(key: tuple[Any, ...], launch: Launch | None) -> Launch | None:
 
 
 def _prepare(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, options: Options
+    inputs: Views,
+    outputs: Views,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
+    options: Options,
 ) -> Launch | None:
     """Plan a kind of call, get its kernel and fill in all but the addresses; None: nothing to do."""
-    sm_count = torch.cuda.get_device_properties(q.device).multi_processor_count
-    planned = plan_call(q, k, cos, sin, cu_seqlens, options, sm_count)
+    device = inputs[0].device
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    planned = plan_call(inputs, outputs, cos, sin, cu_seqlens, start_positions, options, sm_count)
     if planned is None:
         return None
     plan, words = planned
     log.debug("%s: %s", plan.spec.name, plan.reason)
-    return Launch(plan, q.get_device(), words)
-
-
-def plan_call(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    options: Options,
-    sm_count: int,
-) -> tuple[heuristics.Plan, list[int]] | None:
-    """The plan of a call and its kernel's arguments after the addresses; None: nothing to do.
-
-    Looks at shapes, strides and alignment only, so the tensors may be on any device.
-    """
-    xs = [q, q if k is None else k]
-    order = LAYOUT_AXES[options.layout]
-    batch, seqlen, q_heads, head_dim = _pick(q.shape, order, 1)
-    k_heads = 0 if k is None else _pick(k.shape, order, 1)[2]
-    tokens, heads = batch * seqlen, q_heads + k_heads
-    if tokens * heads == 0:
-        return None
-    outputs = xs if options.in_place else [torch.empty_like(x, device="meta") for x in xs]
-    strides = [_strides(x, options.layout) for x in (*xs, *outputs)]
-    full_width = cos.shape[-1] == options.rotary_dim
-    tables = [_table_strides(table) for table in (cos, sin)]
-    problem = heuristics.RopeProblem(
-        dtype=DTYPE_NAMES[q.dtype],
-        table_dtype=DTYPE_NAMES[cos.dtype],
-        head_dim=head_dim,
-        rotary_dim=options.rotary_dim,
-        interleaved=options.interleaved,
-        conjugate=options.conjugate,
-        full_width=full_width,
-        per_head=any(table[2] for table in tables),
-        rounding=options.rounding,
-        in_place=options.in_place,
-        index_dtype=None if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype],
-        tokens=tokens,
-        heads=heads,
-        num_sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
-        max_seqlen=options.max_seqlen,
-        vec_limit=_elements_per_access(xs, strides),
-        table_vec_limit=_elements_per_access([cos, sin], tables),
-        launch=options.launch,
-        sm_count=sm_count,
-    )
-    table_rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
-    counts = [tokens, seqlen, q_heads, k_heads, problem.num_sequences, table_rows]
-    words = [word for group in (*strides, *tables, counts) for word in group]
-    return heuristics.plan(problem), words
-
-
-def _pick(values: Sequence[int], order: Sequence[int | None], missing: int) -> list[int]:
-    return [missing if axis is None else values[axis] for axis in order]
-
-
-def _strides(x: Tensor, layout: str) -> list[int]:
-    """Strides over (batch, seq, head, dim) in elements; 0 along an axis of size 1."""
-    order = LAYOUT_AXES[layout]
-    strides = _pick(x.stride(), order, 0)
-    return [0 if size == 1 else stride for size, stride in zip(_pick(x.shape, order, 1), strides)]
-
-
-def _table_strides(table: Tensor) -> list[int]:
-    """Strides over (batch, position, head, width) in elements; 0 where shared."""
-    view = table_view(table)
-    strides = [0 if size == 1 else stride for size, stride in zip(view.shape, view.stride())]
-    return [*strides[:3], 1 if view.shape[3] == 1 else strides[3]]
-
-
-def _elements_per_access(tensors: list[Tensor], strides: Sequence[Sequence[int]]) -> int:
-    """Elements that one aligned access may span, from addresses and strides; the last stride is the inner one."""
-    size = tensors[0].element_size()
-    if any(inner != 1 for *_, inner in strides):
-        return 1
-    steps = [stride * size for *outer, _ in strides for stride in outer]
-    return max(1, math.gcd(ACCESS_BYTES, *steps, *(x.data_ptr() for x in tensors)) // size)
+    return Launch(plan, device.index, words)

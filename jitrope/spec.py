@@ -1,4 +1,4 @@
-"""What is compiled into a kernel: frozen dataclasses, every field a constant of a template.
+"""What a call asks for, and what is compiled into a kernel, every field a constant of a template.
 
 Pure Python, no torch: dtypes are the words "fp32", "fp16", "bf16".
 """
@@ -6,7 +6,7 @@ Pure Python, no torch: dtypes are the words "fp32", "fp16", "bf16".
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 C_TYPES = {"fp32": "float", "fp16": "fp16", "bf16": "bf16", "int32": "int", "int64": "long long"}
 ITEM_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -25,37 +25,74 @@ LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
 }
 
 
+class Options(NamedTuple):
+    """What a call asks for, beside its tensors; the words are `apply_rope`'s."""
+
+    layout: str = "bshd"
+    interleaved: bool = False
+    interleaved_out: bool = False
+    rotary_dim: int = 0
+    rotary_offset: int = 0
+    max_seqlen: int = 0
+    cp_size: int = 1
+    cp_rank: int = 0
+    angles: bool = False  # cos holds the angles, and sin is the same tensor
+    mscale: float = 1.0
+    packed_table: bool = False
+    q_per_group: int = 0  # heads of q in a group of packed QKV; 0: q and k are tensors of their own
+    values: bool = True  # of packed QKV: v is copied out, or left as a view
+    rounding: str = "fp32"
+    launch: str = "auto"
+    conjugate: bool = False
+    in_place: bool = False
+
+
 @dataclass(frozen=True)
 class RopeSpec:
     """One `rope.cu.jinja` kernel.
 
-    dtype, table_dtype: of q and k, and of cos and sin. interleaved: pairs are (2i, 2i+1), else
-    (i, i + rotary_dim / 2). conjugate: rotate back (the backward). full_width: the table has an
-    angle for each member of a pair. per_head: the table has angles for each head. rounding: "fp32"
+    dtype, table_dtype: of q and k, and of cos and sin. The rotary_dim elements from rotary_offset on
+    are rotated; their pairs are (2i, 2i+1) if interleaved, else (i, i + rotary_dim / 2), in the
+    output by interleaved_out. conjugate: rotate back (the backward). angles: the table holds angles,
+    not cos and sin. full_width: it has an entry for each member of a pair. per_head: it has entries
+    for each head. packed_table: it has a row for each token of the packed batch. rounding: "fp32"
     rounds every product and sum, "complex64" contracts as torch's complex multiply does on a GPU.
-    index_dtype: of cu_seqlens, None if there are none. vec, table_vec: elements an access of q and
-    k, and of the tables; 1 also serves any element stride. chunks: a thread holds one or two runs of
-    neighbouring elements of a head, half the rotary part apart (halves: always two). A block has
-    tokens_per_block tokens and heads_per_block heads of each at a time.
+    index_dtype, start_dtype: of cu_seqlens and start_positions, None without them. cp_size: ranks
+    that share each sequence. q_per_group: heads of q in a group of packed QKV, 1 elsewhere;
+    values: v's heads are copied along. batch_inner: tokens of neighbouring batch rows are neighbours
+    in memory, and are taken in that order. vec, table_vec: elements an access of q and k, and of the
+    tables; 1 also serves any element stride. chunks: a thread holds one or two runs of neighbouring
+    elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block
+    heads of each at a time; one_step: these are all the heads it has of it.
     """
 
     dtype: str
     table_dtype: str
     head_dim: int
     rotary_dim: int
+    rotary_offset: int
     interleaved: bool
+    interleaved_out: bool
     conjugate: bool
+    angles: bool
     full_width: bool
     per_head: bool
+    packed_table: bool
     rounding: str
     in_place: bool
     index_dtype: str | None
+    start_dtype: str | None
+    cp_size: int
+    q_per_group: int
+    values: bool
+    batch_inner: bool
     launch: str
     vec: int
     chunks: int
     table_vec: int
     tokens_per_block: int
     heads_per_block: int
+    one_step: bool
 
     template = "rope.cu.jinja"
     entry = "jitrope_rope"
@@ -63,15 +100,19 @@ class RopeSpec:
     @property
     def name(self) -> str:
         """A readable name; kernels that differ in a detail only may share it."""
+        pairings = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
         parts = [
             "rope",
             self.dtype,
             f"d{self.head_dim}" + (f"r{self.rotary_dim}" if self.rotary_dim != self.head_dim else ""),
-            "interleaved" if self.interleaved else "halves",
-            f"{self.table_dtype}_{'full' if self.full_width else 'half'}_table{'_per_head' if self.per_head else ''}",
+            "_to_".join(dict.fromkeys(pairings)),
+            f"{self.table_dtype}_{'full' if self.full_width else 'half'}_{'angles' if self.angles else 'table'}"
+            + ("_per_head" if self.per_head else ""),
             "backward" if self.conjugate else "forward",
             "in_place" if self.in_place else "",
             "packed" if self.index_dtype else "",
+            f"cp{self.cp_size}" if self.cp_size > 1 else "",
+            f"qkv{self.q_per_group}" if self.values else "",
             self.launch,
         ]
         return "_".join(part for part in parts if part)
@@ -85,7 +126,7 @@ class RopeSpec:
     @property
     def chunk(self) -> int:
         """Neighbouring elements that a thread holds: an access, and at least a pair if interleaved."""
-        return max(self.vec, 2) if self.interleaved else self.vec
+        return max(self.vec, 2) if self.interleaved and self.interleaved_out else self.vec
 
     @property
     def threads(self) -> int:
@@ -98,21 +139,32 @@ class RopeSpec:
             "c_type": C_TYPES[self.dtype],
             "table_c_type": C_TYPES[self.table_dtype],
             "index_c_type": C_TYPES[self.index_dtype or "int32"],
+            "start_c_type": C_TYPES[self.start_dtype or "int32"],
             "head_dim": self.head_dim,
             "rotary_dim": self.rotary_dim,
+            "rotary_offset": self.rotary_offset,
             "interleaved": self.interleaved,
+            "interleaved_out": self.interleaved_out,
             "conjugate": self.conjugate,
+            "angles": self.angles,
             "full_width": self.full_width,
             "per_head": self.per_head,
+            "packed_table": self.packed_table,
             "fma": self.rounding == "complex64",
             "in_place": self.in_place,
             "packed": self.index_dtype is not None,
+            "starts": self.start_dtype is not None,
+            "cp_size": self.cp_size,
+            "q_per_group": self.q_per_group,
+            "values": self.values,
+            "batch_inner": self.batch_inner,
             "token_linear": self.launch == "token_linear",
             "vec": self.vec,
             "chunks": self.chunks,
             "table_vec": self.table_vec,
             "tokens_per_block": self.tokens_per_block,
             "heads_per_block": self.heads_per_block,
+            "one_step": self.one_step,
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jitrope.spec import LAYOUT_AXES
+from jitrope.spec import LAYOUT_AXES, Options
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -26,10 +26,13 @@ class Case:
     interleaved: bool = False
     rotary_dim: int | None = None
     table: str = "half"  # half | full (pair members differ) | repeated | complex | matrix | per_head | fused | expanded
+    #                      | angles (freqs) | angles_full (members differ) | angles_repeated (they do not)
     table_dtype: str = "fp32"
     table_batch: bool = False
     lengths: tuple[int, ...] | None = None  # of packed sequences; the rest of S is spare
     index_dtype: torch.dtype = torch.int32
+    starts: tuple[int, ...] | None = None  # start_positions
+    cp: tuple[int, int] = (1, 0)  # cp_size, cp_rank; lengths are the whole sequences'
     table_rows: int = 0  # 0: as many as positions
     strides: str = "plain"  # plain | qkv (slices of a packed buffer) | offset (unaligned) | transposed | reversed dim
     rounding: str = "fp32"
@@ -88,6 +91,60 @@ CASES = [
     Case("unaligned", "addresses off by one element", strides="offset"),
     Case("strided-dim", "the last axis is not contiguous", strides="reversed"),
     Case("complex64-rounding", "torch's complex contraction", rounding="complex64", interleaved=True),
+    Case("starts", "a cache's rows begin at positions of their own", starts=(3, 0), table_rows=8),
+    Case("starts-past", "beyond the table on either side: NaN", starts=(7, -2), table_rows=8),
+    Case("starts-sbhd", "the same, sequence first, int64", starts=(2, 4), table_rows=9, layout="sbhd",
+         index_dtype=torch.int64),
+    Case("starts-packed", "one for each sequence, an empty one too", shape=(1, 14, 4, 2, 64), layout="thd",
+         lengths=(5, 0, 7), starts=(2, 9, 1), table_rows=8),
+    Case("cp", "dual chunks of a dense batch", shape=(2, 6, 4, 2, 64), cp=(2, 1), table_rows=12),
+    Case("cp-last", "the last rank of four, starts too", shape=(2, 4, 4, 2, 64), cp=(4, 3), starts=(1, 0),
+         table_rows=17, interleaved=True),
+    Case("cp-packed", "dual chunks of each sequence", shape=(1, 11, 4, 2, 64), layout="thd", lengths=(8, 0, 4, 8),
+         cp=(2, 1), table_rows=9),
+    Case("cp-packed-starts", "starts, spare rows, int64", shape=(1, 9, 2, 1, 64), layout="thd", lengths=(16, 8),
+         cp=(4, 2), starts=(3, 0), table_rows=20, index_dtype=torch.int64),
+    Case("packed-table", "a row for each token of the pack (mRoPE; Megatron-LM 5243)", shape=(1, 12, 4, 2, 64),
+         layout="thd", lengths=(5, 0, 6), table_rows=11, options={"packed_table": True}),
+    Case("packed-table-cp", "the same under context parallelism", shape=(1, 7, 4, 2, 64), layout="thd",
+         lengths=(4, 8), cp=(2, 0), table_rows=12, options={"packed_table": True}),
+    Case("inverse", "rotated back", options={"inverse": True}),
+    Case("offset", "a slice inside the head (MLA)", shape=(1, 5, 3, 1, 192), rotary_dim=64,
+         options={"rotary_offset": 128}),
+    Case("offset-odd", "in the middle, not aligned", shape=(1, 4, 3, 1, 45), rotary_dim=20,
+         options={"rotary_offset": 7}),
+    Case("mla", "interleaved pairs into halves, at an offset", shape=(1, 5, 3, 1, 192), rotary_dim=64,
+         interleaved=True, options={"rotary_offset": 128, "interleaved_out": False}),
+    Case("mla-back", "and halves into pairs: its gradient", interleaved=False, options={"interleaved_out": True}),
+    Case("mixed-scalar", "the same in scalar accesses", shape=(1, 3, 2, 1, 6), interleaved=True,
+         options={"interleaved_out": False}),
+    Case("angles", "sine and cosine in the kernel", table="angles"),
+    Case("angles-interleaved", "pairs of neighbours, several tokens a block", table="angles", interleaved=True,
+         shape=(2, 7, 1, 1, 64)),
+    Case("angles-repeated", "TransformerEngine's table: each angle twice", table="angles_repeated", dtype="fp16"),
+    Case("angles-repeated-interleaved", "the same, neighbours", table="angles_repeated", interleaved=True),
+    Case("angles-full", "members with angles of their own", table="angles_full"),
+    Case("angles-full-interleaved", "the same, neighbours", table="angles_full", interleaved=True, dtype="fp32"),
+    Case("angles-batched", "mRoPE with a batch", table="angles", table_batch=True, layout="sbhd"),
+    Case("angles-packed", "packed, spare rows, positions past the table", table="angles", shape=(1, 15, 3, 1, 64),
+         layout="thd", lengths=(5, 0, 7), table_rows=6, rotary_dim=32),
+    Case("angles-packed-cp", "all at once", table="angles_repeated", shape=(1, 11, 3, 1, 64), layout="thd",
+         lengths=(8, 0, 4, 8), cp=(2, 0), starts=(1, 0, 0, 2), table_rows=12, options={"mscale": 1.25}),
+    Case("angles-mla", "MLA with angles and mscale", table="angles", shape=(1, 5, 3, 1, 96), rotary_dim=32,
+         interleaved=True, options={"rotary_offset": 64, "interleaved_out": False, "mscale": 0.5}),
+]  # fmt: skip
+
+
+# Packed QKV: the shape is B, S, groups, heads of q in a group, D.
+QKV_CASES = [
+    Case("qkv", "each head of q with its k and v", shape=(2, 3, 3, 1, 64)),
+    Case("qkv-grouped", "four heads of q to one of k and v, interleaved", shape=(2, 3, 2, 4, 64), interleaved=True),
+    Case("qkv-sbhd", "partial, fp16", shape=(2, 3, 2, 2, 64), layout="sbhd", dtype="fp16", rotary_dim=32),
+    Case("qkv-starts", "starts and context parallelism together", shape=(2, 4, 2, 2, 64), cp=(2, 1), starts=(1, 4),
+         table_rows=13),
+    Case("qkv-packed", "packed, spare rows, context parallelism", shape=(1, 9, 2, 2, 64), layout="thd",
+         lengths=(8, 0, 4), cp=(2, 0), table_rows=9, table="angles_repeated"),
+    Case("qkv-scalar", "a head that no access divides", shape=(1, 3, 2, 3, 6), dtype="fp32"),
 ]  # fmt: skip
 
 
@@ -95,26 +152,66 @@ def random_case(seed: int) -> Case:
     """A case drawn from all that calls may combine; the same for the same seed."""
     draw = random.Random(seed)
     layout = draw.choice(list(LAYOUT_AXES))
-    packed = layout == "thd" and draw.random() < 0.6
+    packed = layout == "thd" and draw.random() < 0.7
     batch = 1 if layout == "thd" else draw.randint(1, 3)
-    seqlen, head_dim = draw.randint(1, 40), draw.choice((2, 6, 8, 32, 48, 64, 72, 80, 100, 112, 128, 160, 256))
+    cp_size = draw.choice((1, 1, 2, 3))
+    seqlen, head_dim = 2 * draw.randint(1, 20), draw.choice((2, 6, 8, 32, 48, 64, 72, 80, 100, 112, 128, 160, 256))
     heads = draw.randint(1, 9)
-    table = draw.choice(("half", "half", "full", "fused", "per_head"))
+    table = draw.choice(("half", "half", "full", "fused", "per_head", "angles", "angles_full", "angles_repeated"))
     k_heads = draw.choice((0, heads)) if table == "per_head" else draw.randint(0, heads)
     rotary = draw.choice((None, 2 * draw.randint(1, head_dim // 2)))
     lengths = []
     while packed and sum(lengths) < seqlen and draw.random() < 0.8:
-        lengths.append(draw.randint(0, seqlen - sum(lengths)))
+        lengths.append(2 * draw.randint(0, (seqlen - sum(lengths)) // 2))
+    rows = cp_size * seqlen + draw.randint(0, 5)
+    options: dict[str, Any] = {}
+    if rotary is not None and draw.random() < 0.5:
+        options["rotary_offset"] = draw.randint(0, head_dim - rotary)
+    interleaved = draw.random() < 0.5
+    if table in ("half", "fused", "angles") and draw.random() < 0.3:
+        options["interleaved_out"] = not interleaved
+    if draw.random() < 0.3:
+        options["inverse"] = True
+    if packed and draw.random() < 0.2:
+        options["packed_table"] = True
+    if table.startswith("angles") and draw.random() < 0.5:
+        options["mscale"] = 1.5
+    starts = tuple(draw.randint(0, 6) for _ in range(len(lengths) if packed else batch))
     return Case(
         f"seed-{seed}", "the unforeseen", shape=(batch, seqlen, heads, k_heads, head_dim), layout=layout,
-        dtype=draw.choice(("bf16", "fp16", "fp32")), interleaved=draw.random() < 0.5, rotary_dim=rotary, table=table,
+        dtype=draw.choice(("bf16", "fp16", "fp32")), interleaved=interleaved, rotary_dim=rotary, table=table,
         table_dtype=draw.choice(("fp32", "fp32", "bf16")), table_batch=not packed and draw.random() < 0.3,
-        lengths=tuple(lengths) if packed else None, index_dtype=draw.choice((torch.int32, torch.int64)),
-        table_rows=seqlen + draw.randint(0, 5), strides=draw.choice(("plain", "plain", "offset")),
+        lengths=tuple(cp_size * n for n in lengths) if packed else None,
+        index_dtype=draw.choice((torch.int32, torch.int64)), starts=draw.choice((None, starts)),
+        cp=(cp_size, draw.randrange(cp_size)), table_rows=rows, strides=draw.choice(("plain", "plain", "offset")),
+        options=options,
     )  # fmt: skip
 
 
-Call = tuple[Tensor, "Tensor | None", Tensor, Tensor, dict[str, Any]]
+Call = tuple[Tensor, "Tensor | None", "Tensor | None", "Tensor | None", dict[str, Any]]
+Lowered = tuple[Tensor, "Tensor | None", Tensor, Tensor, "Tensor | None", "Tensor | None"]
+
+
+def lower(call: Call, **changes: Any) -> tuple[Lowered, Options]:
+    """What a call becomes: the six tensors that the ops take, and the options, with `changes`."""
+    q, k, cos, sin, keywords = call
+    words = dict(keywords)
+    cu_seqlens, starts, freqs = (words.pop(name, None) for name in ("cu_seqlens", "start_positions", "freqs"))
+    words.setdefault("interleaved_out", words["interleaved"])
+    words["conjugate"] = words.pop("inverse", False)
+    words.setdefault("rotary_dim", q.shape[-1] - words.get("rotary_offset", 0))
+    if freqs is not None:
+        cos = sin = freqs
+    return (q, k, cos, sin, cu_seqlens, starts), Options(**{**words, "angles": freqs is not None, **changes})
+
+
+def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:
+    """([qkv, cos, sin, cu_seqlens, start_positions], options) of a packed case."""
+    b, s, groups, q_per_group, d = case.shape
+    shape = (b, s, groups, 0, d * (q_per_group + 2))
+    call = make(replace(case, shape=shape, rotary_dim=case.rotary_dim or d), device)
+    (qkv, _, *tables), options = lower(call, q_per_group=q_per_group, **changes)
+    return [qkv, *tables], options
 
 
 def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
@@ -133,6 +230,13 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
     if case.lengths is not None:
         ends = torch.tensor((0, *case.lengths)).cumsum(0)
         keywords["cu_seqlens"] = ends.to(case.index_dtype).to(device)
+    if case.starts is not None:
+        keywords["start_positions"] = torch.tensor(case.starts, dtype=case.index_dtype, device=device)
+    if case.cp[0] > 1:
+        keywords["cp_size"], keywords["cp_rank"] = case.cp
+    if case.table.startswith("angles"):
+        keywords["freqs"] = cos.to(device)
+        return q, k, None, None, keywords
     return q, k, cos.to(device), sin.to(device), keywords
 
 
@@ -160,6 +264,14 @@ def _tables(
     lead = (b,) if case.table_batch or case.table == "per_head" else ()
     angles = torch.rand(*lead, rows, rotary // 2, generator=generator) * 20
     dtype = DTYPES[case.table_dtype]
+    if case.table == "angles":
+        return angles, angles
+    if case.table == "angles_repeated":
+        angles = angles.repeat_interleave(2, -1) if case.interleaved else torch.cat((angles, angles), -1)
+        return angles, angles
+    if case.table == "angles_full":
+        angles = torch.rand(*lead, rows, rotary, generator=generator) * 20
+        return angles, angles
     if case.table == "full":
         angles = torch.rand(*lead, rows, rotary, generator=generator) * 20
     if case.table == "per_head":

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jitrope import runtime
 from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
+from jitrope.problem import head_views, plan_call
+from jitrope.spec import Options
 
 ROOT = Path(__file__).parent.parent
 
@@ -178,8 +179,9 @@ def test_prewarmed_spec_is_what_a_call_asks_for() -> None:
         lengths = torch.empty(5, dtype=getattr(torch, call.packed), device="meta") if packed else None
         specs = set(call.specs())
         for launch in ("token_linear", "grid_2d"):
-            options = runtime.Options(
-                "thd" if packed else "bshd", call.interleaved, rotary, 0, call.rounding, launch, False, call.in_place
-            )
-            plan, _ = runtime.plan_call(q, None, cos, cos, lengths, options, 132)
+            options = Options(
+                layout="thd" if packed else "bshd", interleaved=call.interleaved, interleaved_out=call.interleaved,
+                rotary_dim=rotary, angles=call.angles, rounding=call.rounding, launch=launch, in_place=call.in_place,
+            )  # fmt: skip
+            plan, _ = plan_call(*head_views(q, None, options), cos, cos, lengths, None, options, 132)
             assert plan.spec in specs

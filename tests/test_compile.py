@@ -14,10 +14,11 @@ import pytest
 from jitrope import compiler
 from jitrope.errors import CompileError
 from jitrope.prewarm import DEFAULT_CALLS, Call
+from jitrope.problem import head_views, plan_call
 from jitrope.render import Source, render
 from jitrope.spec import RopeSpec
 
-from .cases import CASES, make
+from .cases import CASES, lower, make
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Beside them the largest block, in which a thread has the fewest registers, with the widest tables.
@@ -26,7 +27,17 @@ LARGEST = [
     Call(96, width="full", interleaved=True, backward=True),
     Call(96, width="full", packed="int64", backward=True),
     Call(48, width="full", dtype="fp32", packed="int32"),
-]
+    # What training asks for; kernels whose threads share work are held to 40 registers.
+    *(Call(heads, angles=True, width="full", packed=packed, backward=True) for heads in (8, 24, 32, 64, 128)
+      for packed in (None, "int32")),
+    Call(40, angles=True, packed="int64", cp_size=2, start_positions="int64", backward=True),
+    Call(24, angles=True, width="full", interleaved=True, packed="int32", packed_table=True),
+    Call(64, packed="int32", backward=True), Call(24, packed="int32", width="full", backward=True),
+    Call(48, q_per_group=4, angles=True, width="full", packed="int32", backward=True),
+    Call(48, q_per_group=1, batch_inner=True, backward=True),
+    Call(16, head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True, interleaved_out=False, angles=True,
+         backward=True),
+]  # fmt: skip
 PREWARM = list(dict.fromkeys(spec for call in [*DEFAULT_CALLS, *LARGEST] for spec in call.specs()))
 
 
@@ -43,21 +54,19 @@ def test_prewarm_specs_compile_without_spills(arch: str) -> None:
         assert "warning" not in log, f"{spec.name}: {log}"
         report = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
         assert report, log
-        assert report.groups() == ("0", "0", "0"), spec.name
+        stack, stores, loads = map(int, report.groups())
+        # sincosf keeps 32 bytes for arguments past 105,615. A kernel held to 40 registers may lack one.
+        assert stack <= (40 if spec.angles else 0), spec.name
+        assert max(stores, loads) <= (4 if spec.angles and spec.full_width else 0), spec.name
 
 
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
 def test_every_case_compiles(arch: str) -> None:
     """Each case of the numeric tests, for an architecture each in turn, and the oldest one too."""
-    from jitrope import runtime
-
     number = ["sm_75", *ARCHS].index(arch)
     for case in CASES[number :: len(ARCHS) + 1]:
-        q, k, cos, sin, keywords = make(case)
-        options = runtime.Options(
-            case.layout, case.interleaved, case.rotary_dim or q.shape[-1], 0, case.rounding, "auto", False, False
-        )
-        plan, _ = runtime.plan_call(q, k, cos, sin, keywords.get("cu_seqlens"), options, 132)
+        (q, k, *tables), options = lower(make(case))
+        plan, _ = plan_call(*head_views(q, k, options), *tables, options, 132)
         assert compiler.compile_source(render(plan.spec), arch)[0].startswith(b"\x7fELF")
 
 
@@ -94,12 +103,14 @@ def test_aligned_kernels_move_16_bytes_an_access(arch: str, tmp_path: Path) -> N
         loads = [name for name in found if name.startswith("LDG")]
         stores = [name for name in found if name.startswith("STG")]
         narrow_loads = [name for name in loads if ".128" not in name]
-        assert len(loads) - len(narrow_loads) >= spec.chunks + 2, spec.name
-        # A packed kernel reads cu_seqlens, 4 or 8 bytes each; nothing else is narrow.
-        assert bool(narrow_loads) == (spec.index_dtype is not None), (spec.name, narrow_loads)
+        # The heads, and the tables where every thread has its own part. A block that shares work loads a
+        # table's entries one by one, once; cu_seqlens too are 4 or 8 bytes each. Nothing else is narrow.
+        shares = spec.angles or (spec.index_dtype is not None and spec.launch == "token_linear")
+        assert len(loads) - len(narrow_loads) >= spec.chunks + (0 if shares else 2), spec.name
+        assert bool(narrow_loads) == (shares or spec.index_dtype is not None), (spec.name, narrow_loads)
         assert stores, spec.name
         assert all(".128" in name for name in stores), spec.name
-        assert not [name for name in found if name.startswith(("LDL", "STL"))], spec.name
+        assert spec.angles or not [name for name in found if name.startswith(("LDL", "STL"))], spec.name
         assert not DIVISION.search(text), spec.name
 
 

@@ -15,8 +15,10 @@ import torch
 
 import jitrope
 from jitrope import reference, runtime
+from jitrope.ops import turned_back
+from jitrope.spec import Options
 
-from .cases import CASES, DTYPES, Case, make, random_case
+from .cases import CASES, DTYPES, QKV_CASES, Case, lower, make, make_qkv, random_case
 
 pytestmark = pytest.mark.gpu
 
@@ -36,32 +38,102 @@ def relative_l2(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
-@pytest.mark.parametrize("case", [*CASES, *(random_case(seed) for seed in range(40))], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(random_case(seed) for seed in range(60))], ids=str)
 def test_bits_of_the_reference(case: Case, launch: str) -> None:
-    """Forward and gradient, out of place and in place, whatever the launch: the CPU path's bits."""
-    q, k, cos, sin, keywords = make(case)
+    """Forward and gradient, out of place and in place, whatever the launch: the CPU path's bits.
+
+    Sines and cosines of angles are torch's on the same device, to the bit.
+    """
+    tensors, options = lower(make(case), launch=launch)
     for conjugate in (False, True):
-        want = reference.rope(
-            q, k, cos, sin, keywords.get("cu_seqlens"), case.layout, case.interleaved, case.rotary_dim or q.shape[-1],
-            conjugate,
-        )  # fmt: skip
-        for in_place in (False, True):
-            device = [None if x is None else on_gpu(x) for x in (q, k, cos, sin, keywords.get("cu_seqlens"))]
-            rotary = case.rotary_dim or q.shape[-1]
-            options = (case.layout, case.interleaved, rotary, 0, case.rounding, launch, conjugate, in_place)
-            outputs = runtime.rope(*device, options)
+        options = options._replace(conjugate=conjugate)
+        device = [None if x is None else on_gpu(x) for x in tensors]
+        want = reference.rope(*(device if options.angles else tensors), options)
+        for in_place in (False, True)[: 1 if options.interleaved != options.interleaved_out else 2]:
+            device = [None if x is None else on_gpu(x) for x in tensors]
+            outputs = runtime.rope(*device, tuple(options._replace(in_place=in_place)))
             end = None
             if in_place and case.lengths is not None:
-                end = sum(case.lengths)
-                for x, out in zip((q, k), outputs):
-                    assert torch.equal(out[end:].cpu(), x[end:])
+                end = sum(case.lengths) // case.cp[0]
+                for x, out in zip(tensors, outputs):
+                    assert out is None or torch.equal(out[end:].cpu(), x[end:])
             for out, expected in zip(outputs, want):
                 if expected is None:
                     assert out is None
-                elif case.rounding == "fp32":
-                    torch.testing.assert_close(out.cpu()[:end], expected[:end], rtol=0, atol=0, equal_nan=True)
+                    continue
+                out, expected = out.cpu()[:end], expected.cpu()[:end]
+                if case.rounding == "fp32":
+                    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
                 else:
-                    torch.testing.assert_close(out.cpu()[:end], expected[:end], rtol=2**-7, atol=1e-6)
+                    torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
+@pytest.mark.parametrize("case", QKV_CASES, ids=str)
+def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
+    tensors, options = make_qkv(case, "cuda", launch=launch)
+    want = reference.rope_qkv(*tensors, options)
+    back = turned_back(tuple(options))
+    end = None if case.lengths is None else sum(case.lengths) // case.cp[0]
+    for values in (True, False):
+        parts = runtime.rope_qkv(*tensors, tuple(options._replace(values=values)))
+        for got, expected in zip(parts, want):
+            assert torch.equal(got, expected)
+    qkv = tensors[0].clone()
+    runtime.rope_qkv(qkv, *tensors[1:], tuple(options._replace(in_place=True)))
+    for got, expected in zip(reference.split_qkv(qkv, options.q_per_group), want):
+        assert torch.equal(got[:end], expected[:end])
+    got = runtime.rope_qkv_backward(*want, *tensors[1:], back)
+    assert torch.equal(got, reference.rope_qkv_backward(*want, *tensors[1:], Options(*back)))
+
+
+def packed_offsets(tokens: int, sequences: int, multiple: int, generator: torch.Generator) -> torch.Tensor:
+    """int32 offsets of random lengths that are multiples; some are zero."""
+    cuts = torch.randint(0, tokens // multiple + 1, (sequences - 1,), generator=generator).sort().values * multiple
+    return torch.cat((torch.zeros(1), cuts, torch.full((1,), tokens))).int().cuda()
+
+
+@pytest.mark.parametrize("cp", [(1, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("sequences", [1, 2, 8, 32, 128, 512, 1024, 2401])
+def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: str, cp: tuple[int, int]) -> None:
+    """Packs of 65,536 tokens, forward and gradient, against the reference too."""
+    generator = torch.Generator().manual_seed(sequences)
+    tokens, (size, rank) = 65_536, cp
+    cu_seqlens = packed_offsets(tokens, sequences, 2 * size, generator)
+    q = torch.randn(tokens // size, 4, 128, device="cuda").to(DTYPES[dtype])
+    freqs = torch.rand(tokens, 64, device="cuda") * 100
+    freqs = torch.cat((freqs, freqs), -1)[:, None, None]
+    grad = torch.randn_like(q)
+    results = []
+    for launch in ("token_linear", "grid_2d"):
+        leaf = q.clone().requires_grad_()
+        out, _ = jitrope.apply_rope(
+            leaf, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens, cp_size=size, cp_rank=rank, launch=launch
+        )
+        results.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+    options = Options(layout="thd", rotary_dim=128, angles=True, cp_size=size, cp_rank=rank)
+    table = freqs.transpose(0, 1)
+    for x, conjugate, got in ((q, False, results[0][0]), (grad, True, results[0][1])):
+        want, _ = reference.rope(x, None, table, table, cu_seqlens, None, options._replace(conjugate=conjugate))
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("sequences", [100_000, 1_000_000])
+def test_a_million_sequences(sequences: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = 1_000_000
+    cu_seqlens = packed_offsets(tokens, sequences, 1, generator)
+    starts = torch.randint(0, 9, (sequences,), generator=generator, dtype=torch.int32).cuda()
+    q = torch.randn(tokens, 2, 64, device="cuda", dtype=torch.bfloat16)
+    freqs = torch.rand(512, 32, device="cuda") * 100
+    out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens, start_positions=starts)
+    options = Options(layout="thd", rotary_dim=64, angles=True)
+    want, _ = reference.rope(q, None, freqs, freqs, cu_seqlens, starts, options)
+    assert not want.isnan().any()
+    assert torch.equal(out, want)
 
 
 def on_gpu(x: torch.Tensor) -> torch.Tensor:
@@ -83,10 +155,12 @@ def test_error_against_fp64(dtype: str, rounding: str, interleaved: bool) -> Non
     grads = [torch.randn_like(y) for y in outputs]
     got = [*outputs, *torch.autograd.grad(outputs, (q, k), grads)]
     for inputs, conjugate, results in (((q, k), False, got[:2]), (grads, True, got[2:])):
-        want = reference.rope(
-            *(x.detach().double() for x in inputs), *(t.double() for t in tables), None, "bshd", interleaved, 128,
-            conjugate, compute_dtype=torch.float64,
+        options = Options(
+            interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128, conjugate=conjugate
         )  # fmt: skip
+        want = reference.rope(
+            *(x.detach().double() for x in inputs), *(t.double() for t in tables), None, None, options, torch.float64
+        )
         for out, expected in zip(results, want):
             assert relative_l2(out, expected) <= RELATIVE_L2[dtype]
 
@@ -101,7 +175,7 @@ def test_past_two_to_the_31_elements() -> None:
     assert out.numel() > 2**31
     for start in (0, tokens // 2, tokens - 700):
         part = slice(start, start + 700)
-        want, _ = reference.rope(q[part], None, cos[part], sin[part], None, "thd", False, dim, False)
+        want, _ = reference.rope(q[part], None, cos[part], sin[part], None, None, Options(layout="thd", rotary_dim=dim))
         assert torch.equal(out[part], want)
     expected = out[-700:].clone()
     del out
@@ -118,7 +192,7 @@ def test_more_sequences_than_a_grid_has_rows() -> None:
     for launch in ("token_linear", "grid_2d"):
         arguments = (q, None, angles.cos(), angles.sin())
         out, _ = jitrope.apply_rope(*arguments, layout="thd", cu_seqlens=cu_seqlens, launch=launch)
-        assert torch.equal(out, reference.rope(*arguments, cu_seqlens, "thd", False, 64, False)[0])
+        assert torch.equal(out, reference.rope(*arguments, cu_seqlens, None, Options(layout="thd", rotary_dim=64))[0])
 
 
 def test_video_length_batches() -> None:
@@ -129,23 +203,58 @@ def test_video_length_batches() -> None:
         for launch in ("auto", "grid_2d"):
             out, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), launch=launch)
             assert torch.equal(
-                out, reference.rope(q, None, angles.cos(), angles.sin(), None, "bshd", False, 64, False)[0]
+                out, reference.rope(q, None, angles.cos(), angles.sin(), None, None, Options(rotary_dim=64))[0]
             )
 
 
-def test_results_do_not_change_from_run_to_run() -> None:
-    q, k, cos, sin, keywords = make(case_named("packed"), "cuda")
-    first = jitrope.apply_rope(q, k, cos, sin, **keywords)
-    for _ in range(20):
-        for a, b in zip(first, jitrope.apply_rope(q, k, cos, sin, **keywords)):
-            assert torch.equal(a, b)
+@pytest.mark.parametrize("name", ["packed", "angles-packed-cp", "angles-full", "mla"])
+def test_results_do_not_change_from_run_to_run(name: str) -> None:
+    (*tensors, _, _), options = lower(make(case_named(name), "cuda"))
+    (*_, cu_seqlens, starts), _ = lower(make(case_named(name), "cuda"))
+    for conjugate in (False, True):
+        words = tuple(options._replace(conjugate=conjugate))
+        first = runtime.rope(*tensors, cu_seqlens, starts, words)
+        for _ in range(20):
+            for a, b in zip(first, runtime.rope(*tensors, cu_seqlens, starts, words)):
+                assert torch.equal(a.nan_to_num(9), b.nan_to_num(9))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_there_and_back_is_one_rounding(dtype: str) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(4096, 16, 128, device="cuda").to(DTYPES[dtype])
+    freqs = torch.outer(torch.arange(4096.0), 10000 ** (-torch.arange(64) / 64)).cuda()
+    cu_seqlens = packed_offsets(4096, 9, 1, torch.Generator().manual_seed(1))
+    keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens}
+    there, _ = jitrope.apply_rope(q, None, **keywords)
+    again, _ = jitrope.apply_rope(there, None, **keywords, inverse=True)
+    # Rounding there and back, half a unit each of the pair's length; in fp32 products and sums round too.
+    units = 4 if dtype == "fp32" else 1.01
+    bound = units * torch.finfo(q.dtype).eps * q.float().unflatten(-1, (2, 64)).norm(dim=-2)
+    assert ((again.float() - q.float()).abs().unflatten(-1, (2, 64)) <= bound.unsqueeze(-2)).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_against_fp64(dtype: str, interleaved: bool) -> None:
+    """Angles up to a million radians: the kernel's sines have fp32's accuracy at all of them."""
+    torch.manual_seed(0)
+    q = torch.randn(8192, 8, 128, device="cuda").to(DTYPES[dtype])
+    freqs = torch.rand(8192, 64, device="cuda") ** 4 * 1e6
+    out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", interleaved=interleaved)
+    options = Options(layout="thd", interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128)
+    exact = freqs.double()
+    want, _ = reference.rope(q.double(), None, exact.cos(), exact.sin(), None, None, options, torch.float64)
+    assert relative_l2(out, want) <= RELATIVE_L2[dtype]
 
 
 # ---- torch's machinery -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("name", ["fp32", "full-partial", "packed", "per-head", "bhsd"])
+@pytest.mark.parametrize(
+    "name", ["fp32", "full-partial", "packed", "per-head", "bhsd", "starts-packed", "cp-packed-starts", "offset"]
+)
 def test_gradient_is_the_cpus(name: str, in_place: bool) -> None:
     case = case_named(name)
     rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
@@ -166,7 +275,9 @@ def test_expanded_gradient_and_double_backward() -> None:
     q.requires_grad_()
     out, _ = jitrope.apply_rope(q, None, cos, sin)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)  # a stride-0 gradient
-    want, _ = reference.rope(torch.ones_like(q).cpu(), None, cos.cpu(), sin.cpu(), None, "bshd", False, 64, True)
+    want, _ = reference.rope(
+        torch.ones_like(q).cpu(), None, cos.cpu(), sin.cpu(), None, None, Options(rotary_dim=64, conjugate=True)
+    )
     assert torch.equal(gradient.detach().cpu(), want)
     out, _ = jitrope.apply_rope(q, None, cos, sin)
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
@@ -188,7 +299,7 @@ def test_opcheck(op: str) -> None:
     q, k, cos, sin, _ = make(case_named("halves"), "cuda")
     if op == "rope":
         q.requires_grad_()
-    arguments = (q, k, cos, sin, None, "bshd", False, 64, 0, "fp32", "auto", False)
+    arguments = (q, k, cos, sin, None, None, *Options(rotary_dim=64)[:-1])
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
 
 
@@ -218,7 +329,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     launch = runtime.rope
 
     def counted(*arguments):
-        taken.append(arguments[5][-2])  # conjugate
+        taken.append(arguments[6][-2])  # conjugate
         return launch(*arguments)
 
     monkeypatch.setattr(runtime, "rope", counted)  # the library ops hold the function itself
@@ -252,6 +363,19 @@ def test_cuda_graph() -> None:
         graph.replay()
         for got, want in zip(outputs, jitrope.apply_rope(q, k, cos, sin, **keywords)):
             assert torch.equal(got, want)
+
+
+def test_cuda_graph_of_packed_qkv() -> None:
+    (qkv, freqs, _, cu_seqlens, _), o = make_qkv(next(case for case in QKV_CASES if case.name == "qkv-packed"), "cuda")
+    keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens, "q_per_group": o.q_per_group}
+    jitrope.apply_rope_qkv(qkv, **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = jitrope.apply_rope_qkv(qkv, **keywords)
+    cu_seqlens.copy_(torch.tensor([0, 2, 2, 6]))
+    graph.replay()
+    for got, want in zip(outputs, jitrope.apply_rope_qkv(qkv, **keywords)):
+        assert torch.equal(got, want)
 
 
 def test_cold_capture_says_what_to_do() -> None:
@@ -398,15 +522,21 @@ def test_a_gpu_without_cupy_names_the_extra(tmp_path: Path) -> None:
 
 SANITIZED = """
 import torch
-from jitrope import apply_rope, apply_rope_
-from tests.cases import CASES, make
-names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "packed-qkv", "d72", "full-interleaved")
-for case in CASES:
-    if case.name in names:
-        q, k, cos, sin, keywords = make(case, "cuda")
-        for launch in ("token_linear", "grid_2d"):
+from jitrope import apply_rope, apply_rope_, runtime
+from tests.cases import CASES, QKV_CASES, make, make_qkv
+names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "packed-qkv", "d72", "full-interleaved",
+         "cp-packed-starts", "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla")
+for launch in ("token_linear", "grid_2d"):
+    for case in CASES:
+        if case.name in names:
+            q, k, cos, sin, keywords = make(case, "cuda")
             apply_rope(q, k, cos, sin, launch=launch, **keywords)
-            apply_rope_(q, k, cos, sin, launch=launch, **keywords)
+            if keywords.pop("interleaved_out", None) is None:
+                apply_rope_(q, k, cos, sin, launch=launch, **keywords)
+    for case in QKV_CASES:
+        tensors, options = make_qkv(case, "cuda", launch=launch)
+        parts = runtime.rope_qkv(*tensors, tuple(options))
+        runtime.rope_qkv_backward(*parts, *tensors[1:], tuple(options))
 torch.cuda.synchronize()
 print("done")
 """
@@ -428,10 +558,14 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
     assert "0 errors" in done.stdout or "0 hazards" in done.stdout
 
 
-@pytest.mark.parametrize("bench", ["host", "train"])
+@pytest.mark.parametrize(
+    "bench",
+    ["host", "train", "thd --sequences 1,7 --tokens 2048 --heads 4", "layer --batches 4x64,8x32"],
+    ids=lambda text: text.split()[0],
+)
 def test_bench_runs(bench: str, tmp_path: Path) -> None:
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path), "PYTHONPATH": path_of_imports()}
-    command = [sys.executable, "-m", "jitrope", "bench", bench, "--json"]
+    command = [sys.executable, "-m", "jitrope", "bench", *bench.split(), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"]

@@ -10,10 +10,15 @@ from jitrope import heuristics
 from jitrope.heuristics import RopeProblem, plan
 
 BASE = RopeProblem(
-    dtype="bf16", table_dtype="fp32", head_dim=128, rotary_dim=128, interleaved=False, conjugate=False,
-    full_width=False, per_head=False, rounding="fp32", in_place=False, index_dtype=None, tokens=4608, heads=48,
-    num_sequences=0, max_seqlen=0, vec_limit=8, table_vec_limit=4, launch="auto", sm_count=132,
+    dtype="bf16", table_dtype="fp32", head_dim=128, rotary_dim=128, rotary_offset=0, interleaved=False,
+    interleaved_out=False, conjugate=False, angles=False, full_width=False, per_head=False, packed_table=False,
+    rounding="fp32", in_place=False, index_dtype=None, start_dtype=None, cp_size=1, q_per_group=1, values=False,
+    batch_inner=False, tokens=4608, heads=48, num_sequences=0, max_seqlen=0,
+    vec_limit=8, table_vec_limit=4, launch="auto", sm_count=132,
 )  # fmt: skip
+
+
+PAIRS = {"interleaved": True, "interleaved_out": True}
 
 
 @pytest.mark.parametrize(
@@ -43,17 +48,21 @@ def test_launch_and_its_reason(changes, launch, reason) -> None:
     [
         ({}, 8, 2, 4),
         ({"dtype": "fp32", "vec_limit": 4}, 4, 2, 4),
+        (PAIRS, 8, 2, 4),
         ({"interleaved": True}, 8, 2, 4),
+        ({"rotary_dim": 64, "rotary_offset": 28}, 4, 2, 4),
+        ({"rotary_dim": 64, "rotary_offset": 3}, 1, 2, 1),
+        ({"head_dim": 72, "rotary_dim": 72, "interleaved": True}, 4, 2, 4),
         ({"head_dim": 72, "rotary_dim": 72}, 4, 2, 4),
-        ({"head_dim": 72, "rotary_dim": 72, "interleaved": True}, 8, 1, 4),
+        ({"head_dim": 72, "rotary_dim": 72, **PAIRS}, 8, 1, 4),
         ({"head_dim": 6, "rotary_dim": 6, "vec_limit": 2}, 1, 2, 1),
-        ({"head_dim": 6, "rotary_dim": 6, "vec_limit": 2, "interleaved": True}, 2, 1, 1),
+        ({"head_dim": 6, "rotary_dim": 6, "vec_limit": 2, **PAIRS}, 2, 1, 1),
         ({"rotary_dim": 20, "head_dim": 45}, 1, 2, 1),
         ({"rotary_dim": 20, "head_dim": 45, "in_place": True, "vec_limit": 1}, 1, 2, 1),
         ({"vec_limit": 1}, 1, 2, 1),
         ({"table_vec_limit": 1}, 8, 2, 1),
-        ({"full_width": True, "interleaved": True}, 8, 2, 4),
-        ({"table_dtype": "bf16", "table_vec_limit": 8, "interleaved": True}, 8, 2, 4),
+        ({"full_width": True, **PAIRS}, 8, 2, 4),
+        ({"table_dtype": "bf16", "table_vec_limit": 8, **PAIRS}, 8, 2, 4),
     ],
 )
 def test_widest_access(changes, vec, chunks, table_vec) -> None:
@@ -85,6 +94,16 @@ def test_every_plan_fits_cudas_limits() -> None:
                         assert 0 < found.grid[1] <= heuristics.MAX_GRID_Y
                         covered = found.grid[0] * found.spec.tokens_per_block
                         assert covered >= tokens
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 64])
+def test_no_dead_blocks_under_context_parallelism(sequences) -> None:
+    """TransformerEngine launches a block for each row of the whole sequence, cp_size times too many."""
+    p = replace(BASE, heads=32, index_dtype="int32", num_sequences=sequences, tokens=8192, cp_size=8, max_seqlen=65536)
+    linear, by_sequence = plan(p), plan(replace(p, launch="grid_2d", max_seqlen=65536 // sequences))
+    assert linear.spec.launch == "token_linear"
+    assert linear.grid == (8192, 1)
+    assert by_sequence.grid == (8192 // sequences, sequences + 1)
 
 
 def test_token_linear_does_not_depend_on_the_number_of_sequences() -> None:

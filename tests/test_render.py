@@ -45,7 +45,7 @@ def test_rendered_text_is_readable() -> None:
 def test_text_is_whole_and_deterministic() -> None:
     source = render.render(SPEC)
     assert "#include" not in source.text
-    assert f'extern "C" __global__ void __launch_bounds__(THREADS) {SPEC.entry}' in source.text
+    assert f'extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) {SPEC.entry}' in source.text
     assert render.render(SPEC) == source
 
 
@@ -55,7 +55,9 @@ def test_ingredients_follow_every_field_and_file(monkeypatch: pytest.MonkeyPatch
         "dtype": "fp16", "table_dtype": "bf16", "head_dim": 64, "rotary_dim": 64, "interleaved": True,
         "conjugate": True, "full_width": True, "per_head": True, "rounding": "complex64", "in_place": True,
         "index_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2, "tokens_per_block": 7,
-        "heads_per_block": 7,
+        "heads_per_block": 7, "one_step": False, "rotary_offset": 8, "interleaved_out": True, "angles": True,
+        "packed_table": True, "start_dtype": "int64", "cp_size": 2, "q_per_group": 4, "values": True,
+        "batch_inner": True,
     }  # fmt: skip
     assert changes.keys() == SPEC.to_dict().keys()
     for name, value in changes.items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import (
@@ -13,18 +16,13 @@ from torch.utils.checkpoint import (
 import jitrope
 from jitrope import reference
 
-from .cases import CASES, Case, make
+from .cases import CASES, QKV_CASES, Case, lower, make, make_qkv
 
 
 def by_name(*names: str) -> list[Case]:
     found = [case for case in CASES if case.name in names]
     assert len(found) == len(names)
     return found
-
-
-def options_of(case: Case, q, keywords) -> tuple:
-    """What follows the tensors in a call of the op."""
-    return (case.layout, case.interleaved, case.rotary_dim or q.shape[-1], 0, case.rounding, "auto", False)
 
 
 # ---- values ------------------------------------------------------------------------------------
@@ -55,7 +53,10 @@ def test_positions_are_relative() -> None:
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+SAME_PAIRING = [case for case in CASES if "interleaved_out" not in case.options]
+
+
+@pytest.mark.parametrize("case", SAME_PAIRING, ids=str)
 def test_in_place_gives_the_same_bits(case: Case) -> None:
     q, k, cos, sin, keywords = make(case)
     expected = jitrope.apply_rope(q, k, cos, sin, **keywords)
@@ -63,7 +64,7 @@ def test_in_place_gives_the_same_bits(case: Case) -> None:
     outputs = jitrope.apply_rope_(q, k, cos, sin, **keywords)
     assert outputs[0] is q
     assert outputs[1] is k
-    end = int(keywords["cu_seqlens"][-1]) if "cu_seqlens" in keywords else None
+    end = int(keywords["cu_seqlens"][-1]) // case.cp[0] if "cu_seqlens" in keywords else None
     for out, want, old in zip(outputs, expected, before):
         if want is not None:
             assert torch.equal(out[:end].nan_to_num(9), want[:end].nan_to_num(9))
@@ -94,29 +95,76 @@ def test_module_names() -> None:
 
 
 def autograd_reference(case: Case, q, k, cos, sin, keywords):
-    """The rotation in differentiable torch, fp32."""
-    order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
-    rotary = case.rotary_dim or q.shape[-1]
+    """The rotation in differentiable torch, fp32, written out for one token after the other."""
+    (_, _, cos, sin, cu_seqlens, starts), o = lower((q, k, cos, sin, keywords))
+    sources = [sequence_of(row, cu_seqlens, o) for row in range(q.shape[0] if o.layout == "thd" else 0)]
     outputs = []
     for x in (q, k):
-        view = x.unsqueeze(0) if case.layout == "thd" else x.permute(order[case.layout])
-        c, s = (reference.table_view(t).float() for t in (cos, sin))
-        spare = torch.zeros(view.shape[1], dtype=torch.bool)
-        if "cu_seqlens" in keywords:
-            position, spare = reference.positions(view.shape[1], keywords["cu_seqlens"])
-            c, s = c[:, position], s[:, position]
-        else:
-            c, s = c[:, : view.shape[1]], s[:, : view.shape[1]]
-        y = reference._rotate(view.float(), c, s, case.interleaved, rotary, False)
-        y = torch.where(spare[None, :, None, None], torch.zeros(()), y)
-        y = y.squeeze(0) if case.layout == "thd" else y.permute(order[case.layout])
+        view = reference.canonical(x, o.layout).float()
+        rows = []
+        for b, s in itertools.product(range(view.shape[0]), range(view.shape[1])):
+            sequence, index, length = sources[s] if sources else (b, s, view.shape[1])
+            if sequence is None:
+                rows.append(torch.zeros_like(view[b, s]))
+                continue
+            half, last = length // 2, 2 * o.cp_size - 1 - o.cp_rank
+            row = index if o.cp_size == 1 else index % half + half * (o.cp_rank if index < half else last)
+            row += 0 if starts is None else int(starts[sequence])
+            row += int(cu_seqlens[sequence]) if o.packed_table else 0
+            c, sn = (reference.table_view(t).float() for t in (cos, sin))
+            c, sn = (t[min(b, len(t) - 1), row] for t in (c, sn))
+            c, sn = (c.cos() * o.mscale, sn.sin() * o.mscale) if o.angles else (c, sn)
+            rows.append(turned(view[b, s], c, sn, o))
+        y = torch.stack(rows).view(view.shape)
+        order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
+        y = y.squeeze(0) if o.layout == "thd" else y.permute(order[o.layout])
         outputs.append(y.to(x.dtype))
     return outputs
 
 
+def sequence_of(token: int, cu_seqlens, o):
+    """(sequence or None, index in it, its length on this rank) of a packed token."""
+    if cu_seqlens is None:
+        return 0, token, 0
+    ends = [int(x) // o.cp_size for x in cu_seqlens]
+    found = next((i for i, (a, b) in enumerate(itertools.pairwise(ends)) if a <= token < b), None)
+    return (None, 0, 0) if found is None else (found, token - ends[found], ends[found + 1] - ends[found])
+
+
+def turned(x, cos, sin, o):
+    """One token's heads (H, D) by a row of the tables, pair by pair."""
+    y = list(x.unbind(-1))
+    n = o.rotary_dim // 2
+    for i in range(n):
+        a, b = (2 * i, 2 * i + 1) if o.interleaved else (i, i + n)
+        c, d = (2 * i, 2 * i + 1) if o.interleaved_out else (i, i + n)
+        angle = (a, b) if cos.shape[-1] == o.rotary_dim else (i, i)
+        (c0, c1), (s0, s1) = ([t[..., j] for j in angle] for t in (cos, sin))
+        if o.conjugate:
+            s0, s1 = -s1, -s0
+        x0, x1 = (x[:, o.rotary_offset + j] for j in (a, b))
+        y[o.rotary_offset + c] = x0 * c0 - x1 * s0
+        y[o.rotary_offset + d] = x1 * c1 + x0 * s1
+    return torch.stack(y, -1)
+
+
+# A plain rotation has no notion of a position past the table.
+PAST_THE_TABLE = ("packed-too-long", "starts-past", "angles-packed")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.shape[3] and c.name not in PAST_THE_TABLE], ids=str)
+def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
+    """The vectorised reference against an independent one; the tables' rows are inside."""
+    q, k, cos, sin, keywords = make(case)
+    got = jitrope.apply_rope(q, k, cos, sin, **keywords)
+    for out, want in zip(got, autograd_reference(case, q, k, cos, sin, keywords)):
+        torch.testing.assert_close(out, want, rtol=2**-7, atol=1e-6)
+
+
 GRADIENT_CASES = by_name(
     "halves", "interleaved", "partial", "full", "full-interleaved", "full-partial", "sbhd", "bhsd", "packed",
-    "per-head", "packed-qkv", "fp32", "batched-table",
+    "per-head", "packed-qkv", "fp32", "batched-table", "starts", "starts-packed", "cp", "cp-packed-starts",
+    "packed-table-cp", "inverse", "offset", "mla", "angles", "angles-full", "angles-packed-cp", "angles-mla",
 )  # fmt: skip
 
 
@@ -124,6 +172,7 @@ GRADIENT_CASES = by_name(
 @pytest.mark.parametrize("in_place", [False, True])
 def test_gradient_is_autograds(case: Case, in_place: bool) -> None:
     q, k, cos, sin, keywords = make(case)
+    in_place = in_place and "interleaved_out" not in case.options
     grads = []
     for rotate in (autograd_reference, None):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
@@ -138,7 +187,7 @@ def test_gradient_is_autograds(case: Case, in_place: bool) -> None:
         grads.append(torch.autograd.grad(outputs, leaves, weights))
     for got, want in zip(grads[1], grads[0]):
         if in_place and case.lengths:  # spare tokens stay, so their gradient passes as it is
-            end = sum(case.lengths)
+            end = sum(case.lengths) // case.cp[0]
             weight = weights[0] if got is grads[1][0] else weights[1]
             assert torch.equal(got[end:], weight[end:])
             got, want = got[:end], want[:end]
@@ -204,16 +253,169 @@ def test_in_place_bumps_the_version() -> None:
     assert q._version > version
 
 
+# ---- packed QKV ----------------------------------------------------------------------------------
+
+
+def packed_call(case: Case):
+    """(qkv, keywords of apply_rope_qkv) of a packed case."""
+    (qkv, cos, sin, cu_seqlens, starts), o = make_qkv(case)
+    tables = {"freqs": cos} if o.angles else {"cos": cos, "sin": sin}
+    return qkv, {
+        **tables, "q_per_group": o.q_per_group, "layout": o.layout, "interleaved": o.interleaved,
+        "rotary_dim": o.rotary_dim, "cu_seqlens": cu_seqlens, "start_positions": starts, "cp_size": o.cp_size,
+        "cp_rank": o.cp_rank,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("copy_v", [True, False])
+@pytest.mark.parametrize("case", QKV_CASES, ids=str)
+def test_packed_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
+    """Values and gradients are those of splitting by hand and `apply_rope`; v is a view where it was asked for."""
+    qkv, keywords = packed_call(case)
+    plain = {name: value for name, value in keywords.items() if name != "q_per_group"}
+    results = []
+    for packed in (False, True):
+        leaf = qkv.clone().requires_grad_()
+        if packed:
+            q, k, v = jitrope.apply_rope_qkv(leaf, **keywords, copy_v=copy_v)
+            assert (v.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()) == (not copy_v)
+        else:
+            q, k, v = reference.split_qkv(leaf, keywords["q_per_group"])
+            q, k = jitrope.apply_rope(q, k, **plain)
+        torch.manual_seed(1)
+        weights = [torch.randn(y.shape).to(y.dtype) for y in (q, k, v)]
+        results.append([q, k, v, *torch.autograd.grad((q, k, v), leaf, weights)])
+    for got, want in zip(results[1], results[0]):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", QKV_CASES, ids=str)
+def test_packed_qkv_in_place(case: Case) -> None:
+    qkv, keywords = packed_call(case)
+    want = jitrope.apply_rope_qkv(qkv, **keywords)
+    leaf = qkv.clone().requires_grad_()
+    base = leaf * 1
+    out = jitrope.apply_rope_qkv_(base, **keywords)
+    assert out is base
+    end = None if case.lengths is None else sum(case.lengths) // case.cp[0]
+    for got, expected in zip(reference.split_qkv(out, keywords["q_per_group"]), want):
+        assert torch.equal(got[:end], expected[:end])
+    if end is not None:
+        assert torch.equal(out[end:], qkv[end:])
+    torch.manual_seed(1)
+    weight = torch.randn(out.shape).to(out.dtype)
+    (gradient,) = torch.autograd.grad(out, leaf, weight)
+    back = jitrope.apply_rope_qkv_(weight.clone(), **keywords, inverse=True)
+    assert torch.equal(gradient, back)
+
+
+def test_packed_gradient_of_some() -> None:
+    qkv, keywords = packed_call(QKV_CASES[0])
+    for i in range(3):
+        leaf = qkv.clone().requires_grad_()
+        parts = jitrope.apply_rope_qkv(leaf, **keywords)
+        (gradient,) = torch.autograd.grad(parts[i].float().square().sum(), leaf)
+        expected = torch.zeros_like(qkv)
+        at = slice(64 * i, 64 * (i + 1))
+        expected[..., at] = 2 * qkv[..., at]
+        torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_packed_double_backward() -> None:
+    qkv, keywords = packed_call(QKV_CASES[-1])
+    leaf = qkv.clone().requires_grad_()
+    parts = jitrope.apply_rope_qkv(leaf, **keywords)
+    (first,) = torch.autograd.grad(sum(y.square().sum() for y in parts), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), leaf)
+    torch.testing.assert_close(second, torch.full_like(qkv, 2.0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["rope_qkv", "rope_qkv_", "rope_qkv_backward"])
+def test_packed_opcheck(op: str) -> None:
+    (qkv, *tables), options = make_qkv(QKV_CASES[1])
+    tensors = [qkv]
+    if op == "rope_qkv_backward":
+        tensors = [x.contiguous() for x in reference.split_qkv(qkv, options.q_per_group)]
+    if op != "rope_qkv_":
+        tensors[0].requires_grad_()
+    torch.library.opcheck(getattr(torch.ops.jitrope, op).default, (*tensors, *tables, *options[:-1]))
+
+
+@pytest.mark.parametrize("how", ["copied", "view", "in place"])
+def test_packed_compile_fullgraph(how: str) -> None:
+    qkv, keywords = packed_call(QKV_CASES[1])
+
+    def model(x):
+        if how == "in place":
+            return (jitrope.apply_rope_qkv_(x * 2, **keywords).float() * 3,)
+        q, k, v = jitrope.apply_rope_qkv(x * 2, **keywords, copy_v=how == "copied")
+        return q.float().sum(-1), k * 2, v + 1
+
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        leaf = qkv.clone().requires_grad_()
+        outputs = function(leaf)
+        sum(y.float().square().sum() for y in outputs).backward()
+        results.append((*outputs, leaf.grad))
+    for got, want in zip(results[1], results[0]):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+# ---- numerics --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["halves", "interleaved", "full-interleaved", "mla", "packed"])
+def test_gradcheck_of_the_reference(name: str) -> None:
+    """Numeric derivatives, in fp32 (eps and tolerance are its)."""
+    (q, _, *tables), o = lower(make(*by_name(name)))
+    tables = [t.float() if t is not None and t.is_floating_point() else t for t in tables]
+    keywords = {"interleaved": o.interleaved, "interleaved_out": o.interleaved_out, "rotary_dim": o.rotary_dim,
+                "rotary_offset": o.rotary_offset, "layout": o.layout, "cu_seqlens": tables[2]}  # fmt: skip
+
+    def function(q):
+        return jitrope.apply_rope(q, None, *tables[:2], **keywords)[0]
+
+    small = q.float()[..., :2, :].clone().requires_grad_()
+    assert torch.autograd.gradcheck(function, small, eps=1e-2, atol=1e-2, rtol=1e-2, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", ["halves", "interleaved", "angles-packed-cp", "mla"])
+def test_there_and_back_is_one_rounding(name: str, dtype: str) -> None:
+    """Rotating and rotating back returns the input to within one rounding of the pair to the dtype."""
+    case = replace(by_name(name)[0], dtype=dtype, options={**by_name(name)[0].options})
+    case.options.pop("mscale", None)
+    q, _, cos, sin, keywords = make(case)
+    keywords["freqs" if cos is None else "cos"] = keywords.pop("freqs", cos)
+    if sin is not None:
+        keywords["sin"] = sin
+    there, _ = jitrope.apply_rope(q, None, **keywords)
+    out = keywords.get("interleaved_out", keywords["interleaved"])
+    back = {**keywords, "interleaved": out, "interleaved_out": keywords["interleaved"], "inverse": True}
+    again, _ = jitrope.apply_rope(there, None, **back)
+    end = None if case.lengths is None else sum(case.lengths) // case.cp[0]
+    o, n, w = keywords.get("rotary_offset", 0), case.rotary_dim or q.shape[-1], q.shape[-1]
+    x, y = (t.float()[:end, ..., o : o + n] for t in (q, again))
+    shape = (n // 2, 2) if case.interleaved else (2, n // 2)
+    length = x.unflatten(-1, shape).norm(dim=-1 if case.interleaved else -2)
+    # Rounding there and back, half a unit each of the pair's length; in fp32 products and sums round too.
+    bound = (4 if dtype == "fp32" else 1.01) * torch.finfo(q.dtype).eps * length
+    error = (y - x).abs().unflatten(-1, shape).amax(-1 if case.interleaved else -2)
+    assert (error <= bound).all()
+    rest = [i for i in range(w) if not o <= i < o + n]
+    assert torch.equal(again[:end, ..., rest], q[:end, ..., rest])
+
+
 # ---- torch's machinery -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", by_name("halves", "q-alone", "packed", "full-partial"), ids=str)
+@pytest.mark.parametrize("case", by_name("halves", "q-alone", "packed", "full-partial", "angles-packed-cp"), ids=str)
 @pytest.mark.parametrize("op", ["rope", "rope_"])
 def test_opcheck(case: Case, op: str) -> None:
-    q, k, cos, sin, keywords = make(case)
+    arguments, options = lower(make(case))
     if op == "rope":
-        q.requires_grad_()
-    arguments = (q, k, cos, sin, keywords.get("cu_seqlens"), *options_of(case, q, keywords))
+        arguments[0].requires_grad_()
+    arguments = (*arguments, *options[:-1])
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
 
 
@@ -374,10 +576,32 @@ REFUSALS = {
     "lengths-layout": (call(cu_seqlens=torch.tensor([0, 6])), "cu_seqlens goes with layout 'thd', not 'bshd'"),
     "lengths-dtype": (call(**packed, cu_seqlens=torch.tensor([0.0, 6.0])), "cu_seqlens is torch.float32"),
     "lengths-device": (call(**packed, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")), "on meta but q"),
-    "lengths-rank": (call(**packed, cu_seqlens=torch.zeros(2, 2, dtype=torch.int32)), "one axis of N \\+ 1 offsets"),
+    "lengths-rank": (
+        call(**packed, cu_seqlens=torch.zeros(2, 2, dtype=torch.int32)),
+        "cu_seqlens has shape \\(2, 2\\); it is one axis",
+    ),
     "lengths-strided": (call(**packed, cu_seqlens=torch.zeros(4, dtype=torch.int32)[::2]), "must be contiguous"),
     "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "7 positions are used"),
     "max-alone": (call(**packed, max_seqlen=7), "max_seqlen goes with cu_seqlens"),
+    "cp-size": (call(cp_size=0), "cp_size is 0; it is at least 1"),
+    "cp-rank": (call(cp_size=2, cp_rank=2), "cp_rank is 2, which is not from 0 to cp_size - 1 = 1"),
+    "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "a rank has two equal chunks"),
+    "cp-table": (call(cp_size=2), "cos has 6 rows; 12 positions are used"),
+    "starts-count": (call(start_positions=torch.tensor([0])), "start_positions has 1 entries for 2 batch rows"),
+    "starts-sequences": (
+        call(**packed, cu_seqlens=torch.tensor([0, 6]), start_positions=torch.tensor([0, 1])),
+        "2 entries for 1 sequences",
+    ),
+    "starts-dtype": (call(start_positions=torch.zeros(2)), "start_positions is torch.float32"),
+    "packed-table-alone": (call(**packed, packed_table=True), "packed_table goes with cu_seqlens"),
+    "no-table": (call(cos=None), "cos and sin, or freqs, are to be given"),
+    "freqs-and-cos": (call(freqs=torch.zeros(6, 4)), "freqs goes without cos and sin"),
+    "freqs-dtype": (call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()), "freqs is torch.bfloat16; angles"),
+    "freqs-rows": (call(cos=None, sin=None, freqs=torch.zeros(5, 1, 1, 4)), "freqs has 5 rows"),
+    "freqs-heads": (call(cos=None, sin=None, freqs=torch.zeros(6, 1, 4, 4), k=None), "freqs has angles for 4 heads"),
+    "mscale-alone": (call(mscale=2.0), "mscale goes with freqs"),
+    "offset": (call(rotary_offset=-1), "rotary_offset is -1"),
+    "offset-past": (call(rotary_offset=6, rotary_dim=4), "from 2 to D - rotary_offset=2"),
 }
 
 
@@ -392,6 +616,31 @@ def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> No
     assert isinstance(error.value, ValueError)
     if not before.is_meta:
         assert torch.equal(arguments["q"], before)
+
+
+def test_two_pairings_need_half_width() -> None:
+    with pytest.raises(jitrope.InvalidInput, match="interleaved_out goes with half-width tables, 4 wide"):
+        jitrope.apply_rope(**call(cos=torch.zeros(6, 8), sin=torch.zeros(6, 8)), interleaved_out=True)
+
+
+QKV_REFUSALS = {
+    "groups": ({"q_per_group": 0}, "q_per_group is 0; it is at least 1"),
+    "width": ({"q_per_group": 3}, "qkv is 32 wide, which q_per_group \\+ 2 = 5 does not divide"),
+    "layout": ({"layout": "bhsd"}, "layout is 'bhsd'; allowed are bshd, sbhd, thd"),
+    "heads": ({"cos": torch.zeros(1, 6, 3, 4), "sin": torch.zeros(1, 6, 3, 4)}, "tables for each head"),
+    "rows": ({"cos": torch.zeros(5, 4), "sin": torch.zeros(5, 4)}, "cos has 5 rows"),
+    "dtype": ({"qkv": torch.ones(2, 6, 3, 32).double()}, "torch.float64"),
+}
+
+
+@pytest.mark.parametrize("name", QKV_REFUSALS)
+@pytest.mark.parametrize("function", [jitrope.apply_rope_qkv, jitrope.apply_rope_qkv_])
+def test_packed_refusals_name_the_argument(name: str, function) -> None:
+    changes, message = QKV_REFUSALS[name]
+    arguments = {"qkv": torch.ones(2, 6, 3, 32), "cos": torch.zeros(6, 4), "sin": torch.zeros(6, 4), "q_per_group": 2}
+    with pytest.raises(jitrope.InvalidInput, match=message) as error:
+        function(**{**arguments, **changes})
+    assert str(error.value).startswith(f"{function.__name__}: ")
 
 
 def test_expanded_in_place_is_refused() -> None:

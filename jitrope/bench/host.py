@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import apply_rope, apply_rope_
+from ..spec import Options
 from .rope import inputs
 from .timing import host_time
 
@@ -17,14 +18,14 @@ def run() -> list[dict[str, Any]]:
     q, k, cos, sin = inputs((1, 64, 32, 8, 128))
     x = torch.ones(64, device="cuda")
     leaf = q.detach().requires_grad_()
-    options = ("bshd", False, 128, 0, "fp32", "auto", False)
+    options = Options(rotary_dim=128)[:-1]
     calls: dict[str, Callable[[], Any]] = {
         "x.add_(1)": lambda: x.add_(1),
         "two empty_like": lambda: (torch.empty_like(q), torch.empty_like(k)),
         "apply_rope_": lambda: apply_rope_(q, k, cos, sin),
         "apply_rope": lambda: apply_rope(q, k, cos, sin),
-        "torch.ops.jitrope.rope_": lambda: torch.ops.jitrope.rope_(q, k, cos, sin, None, *options),
-        "torch.ops.jitrope.rope": lambda: torch.ops.jitrope.rope(q, k, cos, sin, None, *options),
+        "torch.ops.jitrope.rope_": lambda: torch.ops.jitrope.rope_(q, k, cos, sin, None, None, *options),
+        "torch.ops.jitrope.rope": lambda: torch.ops.jitrope.rope(q, k, cos, sin, None, None, *options),
         "apply_rope, recorded for backward": lambda: apply_rope(leaf, k, cos, sin),
     }
     with torch.no_grad():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .timing import Step
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
@@ -26,6 +29,76 @@ def available(interleaved: bool, sets: Sequence[Inputs]) -> Iterator[tuple[str, 
             continue
         if peer is not None:
             yield peer
+
+
+def packed(cu_seqlens: Tensor, tokens: int, angles: Tensor) -> dict[str, Step]:
+    """Rotations of one packed (T, H, D) tensor, halves; `angles` are half width, a row a position."""
+    lengths = cu_seqlens.diff().long()
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=tokens)
+    positions = torch.arange(tokens, device=cu_seqlens.device) - starts  # made once, outside the timing
+    longest = int(lengths.max())
+
+    def eager(x: Tensor) -> Tensor:
+        angle = angles[positions, None]
+        cos, sin = angle.cos(), angle.sin()
+        x0, x1 = x.float().chunk(2, -1)
+        return torch.cat((x0 * cos - x1 * sin, x1 * cos + x0 * sin), -1).to(x.dtype)
+
+    torch._dynamo.reset()
+    found: dict[str, Step] = {"torch.compile": torch.compile(eager, dynamic=False), "torch eager": eager}
+    with suppress(ImportError):
+        from flash_attn.layers.rotary import apply_rotary_emb
+
+        cos, sin = angles.cos(), angles.sin()
+        found["flash-attn"] = lambda x: apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, max_seqlen=longest)
+    with suppress(ImportError):
+        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+        freqs = torch.cat((angles, angles), -1)[:, None, None]
+        found["TransformerEngine"] = lambda x: apply_rotary_pos_emb(
+            x, freqs, tensor_format="thd", fused=True, cu_seqlens=cu_seqlens
+        )
+    return found
+
+
+def sbhd(freqs: Tensor) -> dict[str, Step]:
+    """Rotations of one (S, B, H, D) tensor by full-width angles (S, 1, 1, D), halves."""
+
+    def eager(x: Tensor) -> Tensor:
+        cos, sin = freqs.cos(), freqs.sin()
+        x0, x1 = x.float().chunk(2, -1)
+        return (x.float() * cos + torch.cat((-x1, x0), -1) * sin).to(x.dtype)
+
+    torch._dynamo.reset()
+    found: dict[str, Step] = {"torch.compile": torch.compile(eager, dynamic=False), "torch eager": eager}
+    with suppress(ImportError):
+        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+        found["TransformerEngine"] = lambda x: apply_rotary_pos_emb(x, freqs, tensor_format="sbhd", fused=True)
+    return found
+
+
+def deepspeed(cos: Tensor, sin: Tensor) -> dict[str, Step]:
+    """The two paths of DeepSpeed 0.19's apply_rotary_pos_emb for (S, B, H, D) and (S, 1, 1, D) tables, as it
+    defines them: plain torch, and torchembed between two copies."""
+
+    def plain(x: Tensor) -> Tensor:
+        x0, x1 = x.chunk(2, -1)
+        return x * cos + torch.cat((-x1, x0), -1) * sin
+
+    found: dict[str, Step] = {"DeepSpeed's torch path": plain}
+    with suppress(ImportError):
+        from torchembed._triton import fused_rope_forward
+
+        tables = [table.reshape(len(table), -1) for table in (cos, sin)]
+
+        def torchembed(x: Tensor) -> Tensor:
+            moved = x.movedim(0, -2).contiguous()
+            rotated: Tensor = fused_rope_forward(moved, moved, *tables)[0]
+            return rotated.movedim(-2, 0).contiguous()
+
+        found["DeepSpeed's torchembed path"] = torchembed
+    return found
 
 
 def _eager(interleaved: bool) -> Rotate:

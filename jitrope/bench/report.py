@@ -19,3 +19,29 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if value < 10 else f"{value:.1f}"
     return str(value)
+
+
+def figure(
+    rows: list[dict[str, Any]], x: str, y: str, line: str, title: str, x_label: str, y_label: str, path: str
+) -> None:
+    """A line plot of column y over column x, a line for each value of column `line`, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    chart, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
+    ticks = list(dict.fromkeys(str(row[x]) for row in rows))
+    for label in dict.fromkeys(row[line] for row in rows):
+        points = [row for row in rows if row[line] == label]
+        ours = str(label).startswith("jitrope")
+        axes.plot(
+            [ticks.index(str(row[x])) for row in points], [row[y] for row in points], label=label,
+            marker="o", linewidth=2.5 if ours else 1.5, linestyle="--" if label in ("COPY", "none") else "-",
+        )  # fmt: skip
+    axes.set_xticks(range(len(ticks)), ticks)
+    axes.set(title=title, xlabel=x_label, ylabel=y_label, yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    chart.savefig(path, dpi=120)
+    pyplot.close(chart)

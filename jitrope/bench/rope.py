@@ -1,4 +1,4 @@
-"""`jitrope bench rope` and `train`: GPU time of q + k, beside a copy of the same bytes and peers."""
+"""`jitrope bench rope`: GPU time of q + k, beside a copy of the same bytes and peers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import apply_rope, apply_rope_, reference, runtime
+from .. import apply_rope, apply_rope_, reference
+from ..problem import DTYPE_NAMES
+from ..spec import Options
 from . import peers as others
-from .timing import cold_copies, gpu_time, stream_time
+from .timing import cold_copies, copy_calls, copy_time, gpu_time
 
 # name: (B, S, Hq, Hk, D), interleaved, hot
 CASES = {
@@ -36,24 +38,8 @@ def inputs(shape: tuple[int, int, int, int, int], table_dtype: str = "fp32") -> 
     b, s, hq, hk, d = shape
     q, k = (torch.randn(b, s, h, d, device="cuda", dtype=torch.bfloat16) for h in (hq, hk))
     angles = torch.outer(torch.arange(s, device="cuda"), 10000 ** (-torch.arange(d // 2, device="cuda") / (d // 2)))
-    dtype = next(dtype for dtype, name in runtime.DTYPE_NAMES.items() if name == table_dtype)
+    dtype = next(dtype for dtype, name in DTYPE_NAMES.items() if name == table_dtype)
     return q, k, angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def copy_calls(bytes_moved: int, copies: int) -> list[Callable[[], Any]]:
-    """torch's `y.copy_(x)` that reads and writes so many bytes in all, over as many buffers."""
-    count = bytes_moved // 4
-    x, y = torch.randn(copies, 2, count, device="cuda", dtype=torch.bfloat16).unbind(1)
-    return [lambda i=i: y[i].copy_(x[i]) for i in range(copies)]  # type: ignore[misc]
-
-
-def copy_time(calls: list[Callable[[], Any]], calls_per_graph: int) -> float:
-    """Microseconds of a copy: the faster of a graph's replay and plain launches.
-
-    In a graph a copy of 512 MiB is a memcpy node, which takes 1.2 x what the same copy takes on a
-    stream.
-    """
-    return min(gpu_time(calls, calls_per_graph=calls_per_graph), stream_time(calls))
 
 
 def run(only: list[str] | None, peers: bool, table_dtype: str) -> list[dict[str, Any]]:
@@ -101,28 +87,7 @@ def check(inputs: Inputs, interleaved: bool) -> None:
     """The bits that are timed are the reference's."""
     q, k, cos, sin = inputs
     got = apply_rope(q, k, cos, sin, interleaved=interleaved)
-    want = reference.rope(q, k, cos, sin, None, "bshd", interleaved, q.shape[-1], False)
+    options = Options(interleaved=interleaved, interleaved_out=interleaved, rotary_dim=q.shape[-1])
+    want = reference.rope(q, k, cos, sin, None, None, options)
     for a, b in zip(got, want):
         assert torch.equal(a, b), "jitrope differs from its reference"  # type: ignore[arg-type]
-
-
-def train() -> list[dict[str, Any]]:
-    """Forward + backward of one packed tensor, as `figures` of TransformerEngine's PR 3057 have it."""
-    q = torch.randn(65536, 32, 128, device="cuda", dtype=torch.bfloat16)
-    _, _, cos, sin = inputs((1, 65536, 1, 1, 128))
-    moved = 2 * q.numel() * q.element_size()
-    copy = copy_time(copy_calls(moved, 2), 4)
-    leaf = q.detach().requires_grad_()
-    grad = torch.randn_like(q)
-
-    def step() -> Any:
-        out, _ = apply_rope(leaf, None, cos, sin, layout="thd")
-        return torch.autograd.grad(out, leaf, grad)
-
-    forward = gpu_time([lambda: apply_rope(q, None, cos, sin, layout="thd")], calls_per_graph=2)
-    both = gpu_time([step], calls_per_graph=2)
-    return [
-        {"by": "COPY", "us": copy, "x COPY": 1.0, "TB/s": moved / copy / 1e6},
-        {"by": "jitrope forward", "us": forward, "x COPY": forward / copy, "TB/s": moved / forward / 1e6},
-        {"by": "jitrope fwd+bwd / 2", "us": both / 2, "x COPY": both / 2 / copy, "TB/s": 2 * moved / both / 1e6},
-    ]

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+Step = Callable[[Any], Any]
+"""Rotates one tensor."""
+
 COLD_BYTES = 400 << 20
 """What a round of cold calls touches: several times any L2."""
 
@@ -84,3 +87,30 @@ def host_time(call: Callable[[], Any], count: int = 300, repeats: int = 15) -> f
         times.append((time.perf_counter() - start) * 1e6 / count)
     torch.cuda.synchronize()
     return statistics.median(times)
+
+
+def train_step(call: Step, x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(forward alone, forward and backward) of a differentiable call on x, with this gradient of its output."""
+    leaf = x.detach().requires_grad_()
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call(x)
+
+    return forward, lambda: torch.autograd.grad(call(leaf), leaf, grad)
+
+
+def copy_calls(bytes_moved: int, copies: int) -> list[Callable[[], Any]]:
+    """torch's `y.copy_(x)` that reads and writes so many bytes in all, over as many buffers."""
+    count = bytes_moved // 4
+    x, y = torch.randn(copies, 2, count, device="cuda", dtype=torch.bfloat16).unbind(1)
+    return [lambda i=i: y[i].copy_(x[i]) for i in range(copies)]  # type: ignore[misc]
+
+
+def copy_time(calls: list[Callable[[], Any]], calls_per_graph: int) -> float:
+    """Microseconds of a copy: the faster of a graph's replay and plain launches.
+
+    In a graph a copy of 512 MiB is a memcpy node, which takes 1.2 x what the same copy takes on a
+    stream.
+    """
+    return min(gpu_time(calls, calls_per_graph=calls_per_graph), stream_time(calls))

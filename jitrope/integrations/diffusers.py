@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import JitropeError
+from ..problem import DTYPE_NAMES
 from ..rope import apply_rope
-from ..runtime import DTYPE_NAMES
 
 _PREFIX = "diffusers.models.transformers."
 

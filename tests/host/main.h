@@ -40,8 +40,8 @@ int main(int, char** argv) {
         return 4;
     }
     std::memcpy(static_cast<void*>(&params), words.data(), sizeof params);
-    launch({static_cast<unsigned>(gx), static_cast<unsigned>(gy), 1}, {static_cast<unsigned>(block), 1, 1},
-           [&] { KERNEL(params); });
+    launch<JITROPE_COLLECTIVES>({static_cast<unsigned>(gx), static_cast<unsigned>(gy), 1}, {static_cast<unsigned>(block), 1, 1},
+                                [&] { KERNEL(params); });
     file = std::fopen(argv[1], "wb");
     for (std::size_t r = 0; r < regions.size(); ++r) {
         if (sizes[r]) std::fwrite(regions[r], 1, sizes[r], file);

@@ -1,10 +1,11 @@
 // Enough of CUDA to build a rendered kernel with g++ and run it on the CPU, under ASan and UBSan.
 //
-// Kernels without barriers or warp exchanges run thread after thread. A kernel that names one is
-// built with JITROPE_COLLECTIVES: then a block is as many std::threads as it has CUDA threads. A
-// thread that has left the kernel no longer counts at a barrier, as on the device.
+// Kernels without barriers or warp exchanges run thread after thread. Where JITROPE_COLLECTIVES is
+// true a block is as many std::threads as it has CUDA threads. A thread that has left the kernel no
+// longer counts at a barrier, as on the device.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
@@ -54,6 +55,16 @@ inline unsigned int linear_thread() {
     return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
 }
 inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline int __syncthreads_or(int predicate) {
+    static std::atomic<int> any{0};
+    if (predicate) any = 1;
+    __syncthreads();
+    const int result = any;
+    __syncthreads();
+    if (!linear_thread()) any = 0;
+    __syncthreads();
+    return result;
+}
 inline void __syncwarp(unsigned int = ~0u) { warps[linear_thread() / 32].barrier->arrive_and_wait(); }
 
 // Every lane of the warp shows a value; the one of lane `from` comes back.
@@ -76,13 +87,18 @@ template <typename T> T __shfl_down_sync(unsigned int, T value, int by) {
     return exchange(value, lane + by < 32 ? lane + by : lane);
 }
 inline unsigned int __ballot_sync(unsigned int, bool predicate) {
+    Warp& warp = warps[linear_thread() / 32];
+    warp.slots[linear_thread() % 32] = predicate;
+    warp.barrier->arrive_and_wait();
     unsigned int mask = 0;
-    for (unsigned int lane = 0; lane < 32; ++lane) mask |= exchange<unsigned int>(predicate, lane) << lane;
+    for (unsigned int lane = 0; lane < 32; ++lane) mask |= static_cast<unsigned int>(warp.slots[lane] & 1) << lane;
+    warp.barrier->arrive_and_wait();
     return mask;
 }
+inline int __popc(unsigned int x) { return __builtin_popcount(x); }
 
 // ---- launch ------------------------------------------------------------------------------------
-template <typename Kernel>
+template <bool together, typename Kernel>
 void launch(dim3 grid, dim3 block, Kernel kernel) {
     gridDim = grid;
     blockDim = block;
@@ -93,7 +109,10 @@ void launch(dim3 grid, dim3 block, Kernel kernel) {
             threadIdx = {t % block.x, t / block.x % block.y, t / block.x / block.y};
             kernel();
         };
-#ifdef JITROPE_COLLECTIVES
+        if constexpr (!together) {
+            for (unsigned int t = 0; t < threads; ++t) run(t);
+            continue;
+        }
         block_barrier = std::make_unique<std::barrier<>>(threads);
         warps = std::vector<Warp>((threads + 31) / 32);
         for (unsigned int w = 0; w < warps.size(); ++w)
@@ -106,8 +125,5 @@ void launch(dim3 grid, dim3 block, Kernel kernel) {
                 warps[t / 32].barrier->arrive_and_drop();
             });
         for (std::thread& thread : pool) thread.join();
-#else
-        for (unsigned int t = 0; t < threads; ++t) run(t);
-#endif
     }
 }

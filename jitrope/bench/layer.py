@@ -1,0 +1,106 @@
+"""`jitrope bench layer`: a transformer layer's forward and backward on a packed batch, and rope's share."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import apply_rope, apply_rope_qkv
+from . import peers as others
+from .thd import Progress, angles, offsets
+from .timing import gpu_time
+
+SHAPES = ((128, 512), (512, 128), (1024, 64), (2401, 28))
+HEADS, HEAD_DIM, MLP = 16, 128, 4
+Rope = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(T, H, 3 D) -> q, k, v, each (T, H, D)."""
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP, as GPT's: hidden size 2048, 16 heads of 128, bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = HEADS * HEAD_DIM
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, MLP * hidden), nn.Linear(MLP * hidden, hidden)
+
+    def forward(self, x: Tensor, rope: Rope, length: int) -> Tensor:
+        """x (T, hidden), sequences of one length, so that torch's own attention takes them as a batch."""
+        q, k, v = rope(self.qkv(self.norms[0](x)).unflatten(-1, (HEADS, -1)))
+        q, k, v = (y.unflatten(0, (-1, length)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        y = self.down(F.gelu(self.up(self.norms[1](x))))
+        return x + y  # type: ignore[no-any-return]
+
+
+def ropes(cu_seqlens: Tensor, rows: int, with_peers: bool) -> dict[str, Rope]:
+    """The implementations by name; "none" leaves q and k as they are."""
+    half = angles(rows, HEAD_DIM)
+    freqs = torch.cat((half, half), -1)[:, None, None]
+
+    def split(qkv: Tensor) -> Any:
+        return qkv.chunk(3, -1)
+
+    def pair(qkv: Tensor) -> Any:
+        q, k, v = split(qkv)
+        return *apply_rope(q, k, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens), v
+
+    def of(one: Callable[[Tensor], Tensor]) -> Rope:
+        def rope(qkv: Tensor) -> Any:
+            q, k, v = split(qkv)
+            return one(q), one(k), v
+
+        return rope
+
+    found: dict[str, Rope] = {
+        "none": split,
+        "jitrope": pair,
+        "jitrope packed QKV": lambda qkv: apply_rope_qkv(qkv, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens),
+    }
+    if with_peers:
+        found |= {label: of(one) for label, one in others.packed(cu_seqlens, rows, half).items()}
+    return found
+
+
+def run(
+    shapes: list[tuple[int, int]], with_peers: bool, progress: Progress = lambda text: None
+) -> list[dict[str, Any]]:
+    """A row for each batch, as sequences x length, and implementation."""
+    torch.manual_seed(0)
+    layer = Layer().to("cuda", torch.bfloat16)
+    rows = []
+    for count, length in shapes:
+        progress(f"{count} x {length}")
+        tokens = count * length
+        x = torch.randn(tokens, HEADS * HEAD_DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn_like(x)
+        # The table is as long as the pack, as Megatron passes it: what made launches grow with the sequences.
+        candidates = ropes(offsets(tokens, count, False), tokens, with_peers)
+
+        def step(rope: Rope, x: Tensor = x, grad: Tensor = grad, length: int = length) -> Any:
+            return torch.autograd.grad(layer(x, rope, length), (x, *layer.parameters()), grad)
+
+        bound = {label: [lambda rope=rope: step(rope)] for label, rope in candidates.items()}  # type: ignore[misc]
+        rounds = [{label: gpu_time(calls, 5, 1) for label, calls in bound.items()} for _ in range(3)]
+        times = {label: statistics.median(r[label] for r in rounds) for label in bound}
+        for label, us in times.items():
+            share = 100 * (1 - times["none"] / us)
+            rows.append(
+                {"batch": f"{count} x {length}", "rope": label, "fwd+bwd ms": us / 1e3, "rope's share %": share}
+            )
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: str) -> None:
+    """The layer's time over the batches, a line for each implementation."""
+    from .report import figure
+
+    figure(rows, "batch", "fwd+bwd ms", "rope", title, "sequences x length", "layer forward + backward, ms", path)

@@ -1,0 +1,148 @@
+"""Megatron-core: the fused-rope hooks of `megatron.core.models.common.embeddings.rope_utils`.
+
+>>> from jitrope.integrations import megatron as jitrope_megatron
+>>> report = jitrope_megatron.enable()                   # before the model's configuration is made
+>>> config = TransformerConfig(..., apply_rope_fusion=True)
+
+With TransformerEngine or without it, `apply_rope_fusion` then means jitrope. Unlike the hooks alone,
+which do not see the configuration, the patched `apply_rotary_pos_emb` hands on the pairing of packed
+batches, multi-head latent attention's (interleaved pairs into halves), mscale, and mRoPE with a batch.
+Without `apply_rope_fusion` the host's own code runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput
+from ..rope import apply_rope
+from . import transformer_engine
+from ._patch import Patch
+
+_ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
+
+
+def fused_apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
+) -> Tensor:
+    """Rotate t [s, b, h, d] by angles freqs [s, 1 or b, 1, r] in fp32.
+
+    transpose_output_memory is taken and ignored, as by Megatron's own hook; the output is contiguous.
+    """
+    return _rotate(t, freqs, interleaved=interleaved)
+
+
+def fused_apply_rotary_pos_emb_thd(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotate packed t [tokens, h, d], this rank's share, by angles freqs [rows, 1, 1, r].
+
+    cu_seqlens are those of the whole batch. As in Megatron, a table with as many rows as the batch has
+    tokens has a row for each token (mRoPE), and any other a row for each position.
+    """
+    return _rotate(t, freqs, interleaved, cu_seqlens, cp_size, cp_rank)
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    config: Any,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+) -> Tensor:
+    """`rope_utils.apply_rotary_pos_emb` by jitrope, whatever the configuration says about fusion.
+
+    Args:
+        t: [s, b, h, d], or [tokens, h, d] with cu_seqlens.
+        freqs: angles [s, 1 or b, 1, r], without cu_seqlens those of this rank's positions.
+        config: `rotary_interleaved` and `multi_latent_attention` are read.
+        cu_seqlens: offsets of the whole packed batch.
+        mscale: factor of sines and cosines.
+        cp_group: with cu_seqlens: the context parallel group; default: Megatron's own, if it is set up.
+    """
+    cp_size = cp_rank = None
+    if cu_seqlens is not None:
+        if cp_group is None:
+            from megatron.core import parallel_state
+
+            cp_group = parallel_state.get_context_parallel_group()
+        cp_size, cp_rank = cp_group.size(), cp_group.rank()
+    mla = bool(config.multi_latent_attention)
+    if mla and config.rotary_interleaved:
+        raise InvalidInput("apply_rotary_pos_emb: multi_latent_attention with rotary_interleaved is not supported")
+    return _rotate(t, freqs, config.rotary_interleaved, cu_seqlens, cp_size or 1, cp_rank or 0, mscale, mla)
+
+
+def _rotate(
+    t: Tensor,
+    freqs: Tensor,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    mscale: float = 1.0,
+    mla: bool = False,
+) -> Tensor:
+    _patch.count("jitrope")
+    rotary_dim = freqs.shape[-1]
+    if mla:  # the table's halves are the same angles; the input's pairs are neighbours, the output's are not
+        freqs = freqs[..., : rotary_dim // 2]
+    out, _ = apply_rope(
+        t, None, freqs=freqs.float(), mscale=mscale, layout="sbhd" if cu_seqlens is None else "thd",
+        interleaved=interleaved or mla, interleaved_out=interleaved, rotary_dim=rotary_dim, cu_seqlens=cu_seqlens,
+        packed_table=cu_seqlens is not None and freqs.shape[0] == t.shape[0] * cp_size, cp_size=cp_size,
+        cp_rank=cp_rank,
+    )  # fmt: skip
+    return out.contiguous()
+
+
+def _routed(
+    t: Tensor,
+    freqs: Tensor,
+    config: Any,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+) -> Tensor:
+    if config.apply_rope_fusion:
+        return apply_rotary_pos_emb(t, freqs, config, cu_seqlens, mscale, cp_group)
+    _patch.count("host")
+    host = _patch.originals[f"{_ROPE_UTILS}:apply_rotary_pos_emb"]
+    return host(t, freqs, config, cu_seqlens, mscale, cp_group)  # type: ignore[no-any-return]
+
+
+def _fused_qkv(*arguments: Any, **words: Any) -> Any:
+    _patch.count("jitrope")
+    return transformer_engine.apply_fused_qkv_rotary_pos_emb(*arguments, **words)
+
+
+_FUSED_QKV = "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb"
+_patch = Patch(
+    "megatron",
+    {
+        f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
+        f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
+        f"{_ROPE_UTILS}:apply_rotary_pos_emb": _routed,
+        _FUSED_QKV: _fused_qkv,
+    },
+    frozenset({_FUSED_QKV}),
+)
+
+
+def enable() -> Patch:
+    """Replace Megatron's rope in every module that holds it; returns a report, which counts the calls."""
+    return _patch.enable()
+
+
+def disable() -> None:
+    """Undo `enable`."""
+    _patch.disable()

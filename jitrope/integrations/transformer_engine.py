@@ -1,0 +1,183 @@
+"""TransformerEngine: the public functions of `transformer_engine.pytorch.attention.rope`.
+
+>>> from jitrope.integrations.transformer_engine import apply_rotary_pos_emb, RotaryPositionEmbedding
+>>> freqs = RotaryPositionEmbedding(128)(max_seq_len)                    # angles [s, 1, 1, d]
+>>> q = apply_rotary_pos_emb(q, freqs, tensor_format="thd", cu_seqlens=cu_seqlens)
+
+Same signatures and defaults. `fused` is taken and ignored: every call is one launch with fp32 arithmetic.
+Rows after the last packed sequence are zero, and positions past the table NaN, where TransformerEngine
+leaves or reads whatever is there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput
+from ..rope import apply_rope, apply_rope_qkv
+from ._patch import Patch
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Angles of rotary position embeddings (arXiv:2104.09864), fp32 [positions, 1, 1, dim].
+
+    Args:
+        dim: elements of a head that are rotated.
+        rotary_percent: below 1, the part of dim that is.
+        seq_len_interpolation_factor, pretrained_max_position_embeddings: given both, positions are
+            divided by the factor, or, past pretrained * factor, by max_seq_len / pretrained (linear
+            interpolation, arXiv:2306.15595).
+        rotary_base: the base of the inverse frequencies base ** (-2 i / dim).
+        interleaved: each angle twice in a row; else all of them twice.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.rotary_base = rotary_base
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.interleaved = interleaved
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self.register_buffer("inv_freq", self._inverse_frequencies(device))
+
+    def _inverse_frequencies(self, device: torch.device | None) -> Tensor:
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
+        return 1.0 / self.rotary_base**exponents
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Angles of positions offset to offset + max_seq_len - 1; fp32 whatever the model was cast to."""
+        inverse = self.inv_freq
+        assert isinstance(inverse, Tensor)
+        if inverse.dtype != torch.float32:  # a model's `.to(bf16)` rounds the buffer, and would the angles
+            inverse = self._inverse_frequencies(inverse.device)
+        with torch.autocast(inverse.device.type, enabled=False):
+            positions = torch.arange(max_seq_len, device=inverse.device, dtype=torch.float32) + offset
+            pretrained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+            if pretrained is not None and factor is not None:
+                positions *= 1 / max(factor, max_seq_len / pretrained)
+            angles = torch.outer(positions, inverse)
+        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return angles[:, None, None]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Rotate t by angles; the gradient flows to t.
+
+    Args:
+        t: [s, b, h, d], [b, s, h, d] or [t, h, d]; any strides. The output is contiguous.
+        freqs: angles [s2, 1 or b, 1, d2], d2 <= d, of all positions also under context parallelism.
+        tensor_format: "sbhd", "bshd" or "thd".
+        start_positions: (b,) position of the first token of each sequence, int32 or int64.
+        interleaved: pairs of neighbours.
+        fused: ignored.
+        cu_seqlens: (b + 1,) offsets of the whole packed batch; needed by "thd".
+        cp_size, cp_rank: context parallelism, two chunks a rank, in every format.
+    """
+    if tensor_format == "thd" and cu_seqlens is None:
+        raise InvalidInput("apply_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens")
+    _patch.count("jitrope")
+    out, _ = apply_rope(
+        t, None, freqs=freqs.float(), layout=tensor_format, interleaved=interleaved, rotary_dim=freqs.shape[-1],
+        cu_seqlens=cu_seqlens if tensor_format == "thd" else None, start_positions=start_positions, cp_size=cp_size,
+        cp_rank=cp_rank,
+    )  # fmt: skip
+    return out.contiguous()
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split packed QKV [.., groups, sum(split)] and rotate q and k; v is copied.
+
+    Beside TransformerEngine's, "thd" works, and start_positions do with context parallelism and in the
+    gradient. One launch where q and k share their angles and head size; else q and k take one each.
+
+    Args:
+        qkv: [s, b, g, w], [b, s, g, w] or [t, g, w], w = sum(qkv_split_arg_list); any strides.
+        q_freqs, k_freqs: angles [s2, 1, 1, d2].
+        qkv_split_arg_list: elements of q, k and v in a group; the head size is the second.
+        The others are those of `apply_rotary_pos_emb`.
+
+    Returns:
+        q [.., g * split[0] / split[1], split[1]], k [.., g, split[1]], v [.., g, split[2]].
+    """
+    if tensor_format == "thd" and cu_seqlens is None:
+        raise InvalidInput("apply_fused_qkv_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens")
+    q_width, k_width, v_width = qkv_split_arg_list
+    if sum(qkv_split_arg_list) != qkv.shape[-1] or k_width < 1 or q_width % k_width:
+        raise InvalidInput(
+            f"apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list {qkv_split_arg_list} does not split groups of "
+            f"{qkv.shape[-1]} into heads of {k_width}"
+        )
+    _patch.count("jitrope")
+    cu_seqlens = cu_seqlens if tensor_format == "thd" else None
+    if k_width == v_width and _same(q_freqs, k_freqs):
+        return apply_rope_qkv(
+            qkv, q_per_group=q_width // k_width, freqs=q_freqs.float(), layout=tensor_format, interleaved=interleaved,
+            rotary_dim=q_freqs.shape[-1], start_positions=start_positions, cu_seqlens=cu_seqlens, cp_size=cp_size,
+            cp_rank=cp_rank,
+        )  # fmt: skip
+    q, k, v = qkv.split(qkv_split_arg_list, -1)
+    q = q.unflatten(-1, (-1, k_width)).flatten(-3, -2)
+    q, k = (
+        apply_rope(
+            x, None, freqs=freqs.float(), layout=tensor_format, interleaved=interleaved, rotary_dim=freqs.shape[-1],
+            start_positions=start_positions, cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank,
+        )[0]
+        for x, freqs in ((q, q_freqs), (k, k_freqs))
+    )  # fmt: skip
+    return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tables are one."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
+_MODULE = "transformer_engine.pytorch.attention.rope"
+_patch = Patch(
+    "transformer_engine",
+    {
+        f"{_MODULE}:apply_rotary_pos_emb": apply_rotary_pos_emb,
+        f"{_MODULE}:apply_fused_qkv_rotary_pos_emb": apply_fused_qkv_rotary_pos_emb,
+    },
+)
+
+
+def enable() -> Patch:
+    """Replace TransformerEngine's rope in every module that holds it; returns a report, which counts the calls."""
+    return _patch.enable()
+
+
+def disable() -> None:
+    """Undo `enable`."""
+    _patch.disable()

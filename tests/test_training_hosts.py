@@ -1,0 +1,480 @@
+"""TransformerEngine, Megatron-core and DeepSpeed: ours against the hosts' own functions."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope.integrations import deepspeed, megatron, transformer_engine
+
+# TransformerEngine's wheel is only read from here: where it is installed without its compiled part,
+# Megatron-core refuses to be imported.
+HOSTS = Path(__file__).parent.parent / "build" / "hosts"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def gradients(function: Any, t: Tensor, overlapping: bool) -> tuple[Tensor, Tensor]:
+    """(output, gradient) of a loss whose gradient is expanded, or is not."""
+    leaf = t.detach().requires_grad_()
+    out = function(leaf)
+    loss = out.float().sum() * 2 if overlapping else (out.float() * torch.arange(out.shape[-1])).sum()
+    return out.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+def assert_alike(ours: Any, host: Any, t: Tensor, overlapping: bool = False) -> None:
+    """Output and gradient are the host's, computed in fp32 and rounded once."""
+    got = gradients(ours, t, overlapping)
+    want = gradients(host, t.float(), overlapping)
+    for a, b in zip(got, want):
+        assert a.dtype == t.dtype
+        torch.testing.assert_close(a, b.to(t.dtype))
+
+
+def missing(command: str) -> None:
+    """In CI every host is there; elsewhere a test without its host is skipped, and says what it needs."""
+    reason = f"the host library is not installed: {command}"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+# ---- TransformerEngine ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def te() -> Any:
+    """TransformerEngine's own rope.py. Its plain torch path needs no GPU, but its package is only whole
+    with the compiled part, which has no CPU build; the two names from there are not used by that path."""
+    path = HOSTS / "transformer_engine" / "pytorch" / "attention" / "rope.py"
+    if not path.exists():
+        missing("pip install --no-deps --target build/hosts transformer-engine")
+    absent = {
+        "transformer_engine_torch": types.ModuleType("transformer_engine_torch"),
+        "transformer_engine.pytorch.cpp_extensions.fused_attn": types.ModuleType("fused_attn"),
+    }
+    absent["transformer_engine.pytorch.cpp_extensions.fused_attn"].QKVFormat = None
+    parents = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.cpp_extensions")
+    absent |= {name: types.ModuleType(name) for name in parents}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in absent.items():
+            patch.setitem(sys.modules, name, module)
+        spec = importlib.util.spec_from_file_location("te_rope", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb", "RotaryPositionEmbedding"])
+def test_te_signatures(te: Any, name: str) -> None:
+    def words(function: Any) -> list[tuple[str, Any]]:
+        return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert name in te.__all__
+    assert words(getattr(transformer_engine, name)) == words(getattr(te, name))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "words",
+    [{}, {"rotary_percent": 0.5}, {"rotary_base": 5e5},
+     {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8},
+     {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 64}],
+)  # fmt: skip
+def test_te_angles(te: Any, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], interleaved: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    host = te.RotaryPositionEmbedding(64, interleaved=interleaved, **words)
+    ours = transformer_engine.RotaryPositionEmbedding(64, interleaved=interleaved, **words)
+    for length, offset in ((40, 0), (7, 3)):
+        assert torch.equal(ours(length, offset), host(length, offset))
+    ours.load_state_dict(host.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(40), host(40))
+    assert torch.equal(ours.to(torch.bfloat16)(40), host(40))  # where the host's angles would lose precision
+
+
+TE_CASES = [  # tensor_format, dtype, interleaved, rotary part, starts, cp, transposed axes, overlapping gradient
+    ("sbhd", "fp32", False, 1.0, False, 1, None, False),
+    ("sbhd", "bf16", False, 1.0, True, 1, None, True),
+    ("sbhd", "fp16", True, 0.5, False, 2, (0, 1), False),
+    ("sbhd", "fp32", False, 0.5, True, 2, (2, 3), False),
+    ("bshd", "bf16", True, 1.0, True, 2, None, True),
+    ("bshd", "fp32", True, 0.5, False, 1, (0, 1), False),
+    ("bshd", "fp16", False, 1.0, True, 1, (2, 3), True),
+    ("bshd", "fp32", False, 1.0, False, 2, None, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("tensor_format", "dtype", "interleaved", "part", "starts", "cp", "axes", "overlapping"), TE_CASES
+)
+def test_te_padded(
+    te: Any, tensor_format: str, dtype: str, interleaved: bool, part: float, starts: bool, cp: int, axes: Any,
+    overlapping: bool,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    length, batch, heads, dim, margin = 22, 2, 3, 32, 10
+    shape = [length, batch] if tensor_format == "sbhd" else [batch, length]
+    t = torch.rand(*shape, heads, dim).to(DTYPES[dtype])
+    if axes is not None:
+        t = t.transpose(*axes).contiguous().transpose(*axes)
+    freqs = transformer_engine.RotaryPositionEmbedding(dim, part, interleaved=interleaved)((length + margin) * cp)
+    begin = torch.tensor([3, margin - 1], dtype=torch.int32) if starts else None
+    for rank in range(cp):
+        words = {"tensor_format": tensor_format, "start_positions": begin, "interleaved": interleaved, "cp_size": cp,
+                 "cp_rank": rank}  # fmt: skip
+        assert_alike(
+            lambda t, words=words: transformer_engine.apply_rotary_pos_emb(t, freqs, **words, fused=True),
+            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words), t, overlapping,
+        )  # fmt: skip
+        assert transformer_engine.apply_rotary_pos_emb(t, freqs, **words).is_contiguous()
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize(("dtype", "interleaved", "starts"), [
+    ("fp32", False, False), ("bf16", False, True), ("fp16", True, False), ("fp32", True, True),
+])  # fmt: skip
+def test_te_packed(te: Any, dtype: str, interleaved: bool, starts: bool, cp: int) -> None:
+    torch.manual_seed(0)
+    # The host's interleaved path fails on an empty sequence.
+    lengths = torch.tensor([12, 4, 2 * cp if interleaved else 0, 20, 8, 4])
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    t = torch.rand(int(cu_seqlens[-1]) // cp, 3, 32).to(DTYPES[dtype])
+    freqs = transformer_engine.RotaryPositionEmbedding(32, 0.5, interleaved=interleaved)(40)
+    begin = torch.arange(6, dtype=torch.int32) if starts else None
+    for rank in range(cp):
+        words = {"tensor_format": "thd", "start_positions": begin, "interleaved": interleaved, "cu_seqlens": cu_seqlens,
+                 "cp_size": cp, "cp_rank": rank}  # fmt: skip
+        assert_alike(
+            lambda t, words=words: transformer_engine.apply_rotary_pos_emb(t, freqs, **words, fused=True),
+            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words), t,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("tables", ["one", "two"])
+@pytest.mark.parametrize(
+    ("tensor_format", "cp", "interleaved"), [("sbhd", 1, False), ("bshd", 2, True), ("thd", 2, False)]
+)
+def test_te_packed_qkv(te: Any, tensor_format: str, cp: int, interleaved: bool, tables: str) -> None:
+    """Against the host's single op on slices; starts work in the gradient and with context parallelism."""
+    torch.manual_seed(0)
+    groups, dim, split = 3, 16, [64, 16, 16]
+    lead = {"sbhd": (6, 2), "bshd": (2, 6), "thd": (12,)}[tensor_format]
+    qkv = torch.rand(*lead, groups, sum(split))
+    make = transformer_engine.RotaryPositionEmbedding
+    q_freqs = make(dim, interleaved=interleaved)(40)
+    k_freqs = q_freqs if tables == "one" else make(dim, rotary_base=100.0, interleaved=interleaved)(40)
+    words: dict[str, Any] = {
+        "tensor_format": tensor_format, "interleaved": interleaved, "cp_size": cp, "cp_rank": cp - 1,
+        "start_positions": torch.tensor([2, 5], dtype=torch.int32),
+    }  # fmt: skip
+    if tensor_format == "thd":
+        words["cu_seqlens"] = torch.tensor([0, 8, 12 * cp], dtype=torch.int32)
+
+    def host(x: Tensor) -> Tensor:
+        q, k, v = x.split(split, -1)
+        q = q.reshape(*lead, -1, dim)
+        rotated = [te.apply_rotary_pos_emb(y, f, **words) for y, f in ((q, q_freqs), (k, k_freqs))]
+        return torch.cat([y.flatten() for y in (*rotated, v)])
+
+    def ours(x: Tensor) -> Tensor:
+        parts = transformer_engine.apply_fused_qkv_rotary_pos_emb(x, q_freqs, k_freqs, split, **words)
+        assert [y.shape[-2] for y in parts] == [12, 3, 3]
+        assert all(y.is_contiguous() for y in parts)
+        return torch.cat([y.flatten() for y in parts])
+
+    assert_alike(ours, host, qkv)
+
+
+def test_te_refusals() -> None:
+    t, freqs = torch.ones(4, 2, 8), torch.zeros(4, 1, 1, 8)
+    with pytest.raises(jitrope.InvalidInput, match="'thd' needs cu_seqlens"):
+        transformer_engine.apply_rotary_pos_emb(t, freqs, "thd")
+    with pytest.raises(jitrope.InvalidInput, match=r"\[8, 8, 9\] does not split groups of 24"):
+        transformer_engine.apply_fused_qkv_rotary_pos_emb(torch.ones(4, 2, 2, 24), freqs, freqs, [8, 8, 9])
+
+
+def test_te_enable_without_its_compiled_part() -> None:
+    with pytest.raises((ImportError, FileNotFoundError)):
+        transformer_engine.enable()
+    assert not transformer_engine._patch.enabled
+
+
+# ---- Megatron-core -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rope_utils() -> Any:
+    try:
+        from megatron.core.models.common.embeddings import rope_utils
+    except ImportError:
+        missing("pip install megatron-core")
+    return rope_utils
+
+
+@contextmanager
+def group(size: int, rank: int) -> Iterator[Any]:
+    """torch's own process group of a rank, on its backend that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield torch.distributed.group.WORLD
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def config(apply_rope_fusion: bool = True, multi_latent_attention: bool = False, **words: Any) -> Any:
+    """Megatron's own configuration of a small model."""
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    words = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, **words}
+    kind = MLATransformerConfig if multi_latent_attention else TransformerConfig
+    made = kind(**words, apply_rope_fusion=False)
+    made.apply_rope_fusion = apply_rope_fusion  # set late: it asks for TransformerEngine's version, or for MLA's Triton
+    return made
+
+
+def megatron_freqs(rows: int, dim: int, interleaved: bool = False, batch: int = 1) -> Tensor:
+    """Angles as its rotary embeddings make them, other ones for each batch row."""
+    angles = torch.outer(torch.arange(rows).float(), 100 ** (-torch.arange(0, dim, 2) / dim))
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    return torch.stack([angles * (b + 1) for b in range(batch)], 1)[:, :, None]
+
+
+@pytest.fixture
+def enabled(rope_utils: Any) -> Iterator[Any]:
+    with megatron.enable() as report:
+        yield report
+    assert not report.enabled
+
+
+@pytest.mark.parametrize(("words", "dim", "batch", "mscale"), [
+    ({}, 32, 1, 1.0), ({"rotary_interleaved": True}, 16, 1, 1.0), ({}, 32, 1, 1.5), ({}, 32, 2, 1.0),
+    ({"multi_latent_attention": True}, 16, 1, 0.8), ({"mrope_section": [4, 6, 6]}, 32, 2, 1.0),
+])  # fmt: skip
+def test_megatron_padded(rope_utils: Any, enabled: Any, words: Any, dim: int, batch: int, mscale: float) -> None:
+    """Pairings, partial, mscale, mRoPE with a batch and MLA, against Megatron's unfused path."""
+    t = torch.rand(6, 2, 3, 32)
+    freqs = megatron_freqs(6, dim, bool(words.get("rotary_interleaved")), batch)
+    results = []
+    for fused in (True, False):
+        leaf = t.clone().requires_grad_()
+        with group(1, 0) as alone:
+            out = rope_utils.apply_rotary_pos_emb(leaf, freqs, config(fused, **words), mscale=mscale, cp_group=alone)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), leaf)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+    assert enabled.calls == {"jitrope": 1, "host": 1}
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("table", ["position", "token"])
+@pytest.mark.parametrize("words", [{}, {"rotary_interleaved": True}, {"multi_latent_attention": True}], ids=str)
+def test_megatron_packed(rope_utils: Any, enabled: Any, words: Any, table: str, cp: int) -> None:
+    """Packed, context parallel, with a row a position and (mRoPE) a row a token; against the unfused path."""
+    lengths = torch.tensor([8, 16, 0, 8, 24])
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
+    freqs = megatron_freqs(24 if table == "position" else 56, 16, bool(words.get("rotary_interleaved")))
+    if table == "token":
+        freqs = freqs * torch.rand(56, 1, 1, 1)  # any angles, not just rising ones
+    t = torch.rand(56 // cp, 3, 32)
+    for rank in range(cp):
+        results = []
+        for fused in (True, False):
+            leaf = t.clone().requires_grad_()
+            with group(cp, rank) as ranks:
+                out = rope_utils.apply_rotary_pos_emb(leaf, freqs, config(fused, **words), cu_seqlens, cp_group=ranks)
+            results.append((out, *torch.autograd.grad(out.sin().sum(), leaf)))
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b)
+
+
+def test_megatron_hooks(rope_utils: Any) -> None:
+    """The two globals, None without TransformerEngine, become ours where every module holds them."""
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+    from megatron.core.transformer import attention
+
+    before = [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb]
+    with megatron.enable() as report:
+        assert rope_utils.fused_apply_rotary_pos_emb is megatron.fused_apply_rotary_pos_emb
+        assert rope_utils.fused_apply_rotary_pos_emb_thd is megatron.fused_apply_rotary_pos_emb_thd
+        assert attention.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb is not before[1]
+        assert rotary_pos_embedding.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb
+        assert megatron.enable() is report
+        assert "megatron.core.transformer.attention.apply_rotary_pos_emb" in str(report)
+        t, freqs = torch.rand(8, 2, 16), megatron_freqs(8, 16)
+        cu_seqlens = torch.tensor([0, 6, 8], dtype=torch.int32)
+        out = rope_utils.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_size=1, cp_rank=0)
+        with group(1, 0) as alone:
+            host = rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_group=alone)
+        torch.testing.assert_close(out, host)
+        out = rope_utils.fused_apply_rotary_pos_emb(t[:, None], freqs, interleaved=False)
+        torch.testing.assert_close(out, rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs))
+    assert [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb] == before
+    assert attention.apply_rotary_pos_emb is before[1]
+
+
+def test_megatron_configuration_accepts_fusion(rope_utils: Any) -> None:
+    """Without TransformerEngine `apply_rope_fusion` is refused; with ours it is not."""
+    from megatron.core.transformer import TransformerConfig
+
+    words = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "apply_rope_fusion": True}
+    with pytest.raises(ValueError, match="apply_rope_fusion"):
+        TransformerConfig(**words)
+    with megatron.enable():
+        assert TransformerConfig(**words).apply_rope_fusion
+
+
+def test_megatron_mla_of_pairs_is_refused(rope_utils: Any) -> None:
+    """As by Megatron's configuration itself."""
+    made = config(multi_latent_attention=True)
+    made.rotary_interleaved = True
+    with pytest.raises(jitrope.InvalidInput, match="multi_latent_attention with rotary_interleaved"):
+        megatron.apply_rotary_pos_emb(torch.rand(4, 1, 2, 16), megatron_freqs(4, 16, True), made)
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def layer() -> Any:
+    try:
+        from deepspeed.sequence import layer
+    except ImportError:
+        missing("pip install deepspeed")
+    return layer
+
+
+DEEPSPEED_CASES = {  # shape of t, shape of the tables
+    "sbhd": ((6, 2, 3, 16), (6, 1, 1, 16)),
+    "bshd": ((2, 6, 3, 16), (1, 6, 1, 16)),
+    "bshd-batched": ((2, 6, 3, 16), (2, 6, 1, 16)),
+    "sequence-is-batch": ((1, 1, 3, 16), (1, 1, 1, 16)),
+    "partial": ((6, 2, 3, 16), (6, 1, 1, 8)),
+    "shd": ((6, 3, 16), (6, 1, 16)),
+    "sd": ((6, 16), (6, 16)),
+    "five": ((6, 2, 3, 2, 16), (6, 1, 1, 1, 16)),
+    "five-middle": ((2, 3, 6, 2, 16), (1, 1, 6, 1, 16)),
+    "alternating": ((2, 3, 2, 3, 2, 16), (2, 1, 2, 1, 2, 16)),
+    "heads-too": ((6, 2, 3, 16), (6, 1, 3, 16)),
+    "one-angle": ((6, 2, 3, 16), (1, 1, 1, 16)),
+    "fewer-axes": ((2, 6, 3, 16), (6, 1, 16)),
+    "broadcast-up": ((1, 2, 3, 16), (6, 1, 1, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", DEEPSPEED_CASES)
+def test_deepspeed_forward_and_gradient(layer: Any, name: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    shape, table_shape = DEEPSPEED_CASES[name]
+    t = torch.randn(shape).to(DTYPES[dtype])
+    angles = torch.rand(table_shape) * 9
+    cos, sin = (f(angles).to(t.dtype) for f in (torch.cos, torch.sin))
+    got = gradients(lambda t: deepspeed.apply_rotary_pos_emb(t, cos, sin), t, False)
+    want = gradients(lambda t: layer.apply_rotary_pos_emb(t, cos.float(), sin.float()), t.float(), False)
+    for a, b in zip(got, want):
+        assert a.dtype == t.dtype
+        torch.testing.assert_close(
+            a.float(), b, rtol=2**-7 if dtype == "bf16" else 1e-5, atol=0.1 if dtype == "bf16" else 1e-5
+        )
+
+
+@pytest.mark.parametrize("strides", ["transposed", "sliced"])
+def test_deepspeed_copies_nothing_in(layer: Any, strides: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets views of t's own memory."""
+    t = torch.randn(2, 6, 3, 16).transpose(0, 1) if strides == "transposed" else torch.randn(6, 2, 9, 16)[:, :, 3:6]
+    angles = torch.rand(6, 1, 1, 16)
+    seen = []
+    rotate = deepspeed.apply_rope
+
+    def spy(q: Tensor, *arguments: Any, **words: Any) -> Any:
+        seen.append(q.untyped_storage().data_ptr())
+        return rotate(q, *arguments, **words)
+
+    monkeypatch.setattr(deepspeed, "apply_rope", spy)
+    out = deepspeed.apply_rotary_pos_emb(t, angles.cos(), angles.sin())
+    assert seen == [t.untyped_storage().data_ptr()]
+    torch.testing.assert_close(out, layer.apply_rotary_pos_emb(t, angles.cos(), angles.sin()))
+
+
+def test_deepspeed_promotes_and_falls_back_as_the_host(layer: Any) -> None:
+    angles = torch.rand(6, 1, 1, 8)
+    for dtype, table in (
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float64),
+    ):
+        t = torch.randn(6, 2, 3, 16).to(dtype)
+        cos, sin = (f(angles).to(table) for f in (torch.cos, torch.sin))
+        got, want = deepspeed.apply_rotary_pos_emb(t, cos, sin), layer.apply_rotary_pos_emb(t, cos, sin)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)
+
+
+def test_deepspeed_table_gradients_are_the_hosts(layer: Any) -> None:
+    """A table that requires a gradient is computed in torch, which has one."""
+    t = torch.randn(6, 2, 3, 16)
+    gradients = []
+    for function in (deepspeed.apply_rotary_pos_emb, layer.apply_rotary_pos_emb):
+        cos, sin = (
+            torch.rand(6, 1, 1, 16, generator=torch.Generator().manual_seed(i), requires_grad=True) for i in (0, 1)
+        )
+        gradients.append(torch.autograd.grad(function(t, cos, sin).square().sum(), (cos, sin)))
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b)
+
+
+def test_deepspeed_enable(layer: Any) -> None:
+    from deepspeed.sequence import fpdt_layer
+
+    host, host_backward = layer.apply_rotary_pos_emb, fpdt_layer.apply_rotary_pos_emb_backward
+    t, angles = torch.randn(2, 6, 3, 16), torch.rand(1, 6, 1, 16)
+    cos, sin = angles.cos(), angles.sin()
+    with deepspeed.enable() as report:
+        assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is deepspeed.apply_rotary_pos_emb
+        torch.testing.assert_close(layer.apply_rotary_pos_emb(t, cos, sin), host(t, cos, sin))
+        got = fpdt_layer.apply_rotary_pos_emb_backward(t, cos, sin)
+        torch.testing.assert_close(got, host_backward(t, cos, sin))
+        layer.apply_rotary_pos_emb(t.double(), cos.double(), sin.double())
+        assert report.calls == {"jitrope": 2, "host": 1}
+        assert "deepspeed.sequence.layer.apply_rotary_pos_emb" in str(report)
+    assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is host
+    assert fpdt_layer.apply_rotary_pos_emb_backward is host_backward
+
+
+def test_deepspeed_attention_calls_it(layer: Any) -> None:
+    """Its Ulysses layer in a group of one: the patched function takes its calls, the result is the host's."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        from deepspeed import comm
+
+        comm.init_distributed("gloo", auto_mpi_discovery=False)
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 6, 4, 16, requires_grad=True) for _ in range(3))
+        angles = torch.rand(6, 1, 1, 16)
+        attention = layer.DistributedAttention(lambda q, k, v: q * k + v, torch.distributed.group.WORLD)
+        results = []
+        for patched in (False, True):
+            if patched:
+                report = deepspeed.enable()
+            out = attention(q, k, v, 0, rotary_pos_emb=(angles.cos(), angles.sin()))
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k))))
+    finally:
+        deepspeed.disable()
+        torch.distributed.destroy_process_group()
+    assert report.calls == {"jitrope": 2, "host": 0}
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
