@@ -29,6 +29,16 @@ SMALL_BLOCK_THREADS = 64
 1.59 / 1.52 / 1.51 us, 64 1.89 / 1.90 / 1.90, 264 3.15 / 2.57 / 2.67, 528 4.70 / 3.31 / 3.72."""
 
 
+FEW_PACKED_HEADS = 8192
+"""Tokens x heads of a packed batch up to which, if its sequences are known to be even, a second grid axis
+over them beats the search. H100, angles, bf16, head size 128, 4 sequences, token_linear / grid_2d: 64
+tokens of 8 heads 2.71 / 2.50 us, 64 of 32 2.86 / 2.64, 256 of 32 3.95 / 3.56, 1024 of 8 3.88 / 3.61;
+past it 1024 of 32 7.37 / 7.85, 4096 of 8 7.08 / 7.82."""
+
+MAX_UNEVEN = 2
+"""Rows of that grid, sequences x max_seqlen, for each token: what uneven lengths may waste."""
+
+
 @dataclass(frozen=True)
 class RopeProblem:
     """One call in integers and words; the fields that `RopeSpec` has too mean the same.
@@ -117,10 +127,10 @@ def plan(problem: RopeProblem) -> Plan:
 def choose_launch(p: RopeProblem) -> tuple[str, str]:
     """The launch and the rule that chose it.
 
-    A packed batch is token-linear unless asked otherwise: of 65,536 tokens in 1, 2, 4, 8, 16 and 64
-    sequences of one length, token_linear / grid_2d took 369 / 405, 367 / 384, 360 / 366, 358 / 360,
-    357 / 358 and 357 / 358 us on an H100 (32 heads of 128, bf16, in place), and uneven lengths only
-    add to the latter. At 512 it is 363 / 358.
+    A packed batch is token-linear, at any number of sequences: 65,536 tokens of 32 heads of 128, bf16
+    with angles, in 1, 8, 32, 128, 512, 1024 and 2401 sequences of one length took token_linear 371, 359,
+    359, 360, 362, 362 and 362 us on an H100, and grid_2d 482, 405, 401, 404, 405, 406 and 420; uneven
+    lengths add to the latter only. Small packs are the exception (`FEW_PACKED_HEADS`).
     """
     packed = p.index_dtype is not None
     if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:
@@ -128,6 +138,13 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     if p.launch != "auto":
         return p.launch, f"launch={p.launch!r} was asked for"
     if packed:
+        rows = p.num_sequences * -(-p.max_seqlen // p.cp_size)
+        if (
+            0 < rows <= MAX_UNEVEN * p.tokens
+            and p.tokens * p.heads <= FEW_PACKED_HEADS
+            and p.num_sequences < MAX_GRID_Y
+        ):
+            return "grid_2d", f"{p.tokens} packed tokens of {p.num_sequences} even sequences: no search"
         return "token_linear", "packed: cost follows the tokens, not sequences x max_seqlen"
     if p.tokens < FEW_TOKENS_PER_SM * p.sm_count and p.heads > 1:
         return "grid_2d", f"{p.tokens} tokens leave {p.sm_count} SMs room: heads are tiled too"

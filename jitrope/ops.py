@@ -8,6 +8,7 @@ as much host time as the launch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -141,6 +142,7 @@ def _qkv_backward_fake(dq: Tensor, dk: Tensor, dv: Tensor, *rest: Any) -> Tensor
 # ---- the backward ----------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)
 def turned_back(options: tuple[Any, ...], in_place: bool = False) -> tuple[Any, ...]:
     """The options of the gradient: a rotation's transpose is the rotation back, from output to input."""
     o = Options(*options)
@@ -151,47 +153,48 @@ def turned_back(options: tuple[Any, ...], in_place: bool = False) -> tuple[Any, 
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, k, *rest = inputs
-    tables, options = rest[:4], rest[4:]
-    ctx.options = turned_back((*options, False))
-    ctx.has_k = k is not None
+def _keep(ctx: Any, tables: Tables, options: tuple[Any, ...]) -> None:
+    """Tables, lengths and starts; never q or k."""
+    ctx.options = turned_back(options)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tables)  # tables, lengths and starts; never q or k
+    ctx.save_for_backward(*tables)
 
 
-def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
-    tables: Tables = ctx.saved_tensors
-    dk = dk if ctx.has_k else None
+def _rotate_back(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    cos, sin, cu_seqlens, start_positions = ctx.saved_tensors
     if dq is not None:
-        dq, dk = call(dq, dk, *tables, ctx.options)
-    elif dk is not None:
-        dk, _ = call(dk, None, *tables, ctx.options)
-    return dq, dk, *(None,) * (3 + len(ctx.options))
+        return call(dq, dk, cos, sin, cu_seqlens, start_positions, ctx.options)
+    if dk is not None:
+        return None, call(dk, None, cos, sin, cu_seqlens, start_positions, ctx.options)[0]
+    return None, None
+
+
+def _rotate_back_qkv(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+    if all(x is None for x in grads):
+        return None
+    (*lead, groups, dim), dtype, device = ctx.k_like
+    sizes = ((*lead, groups * ctx.options[_Q_PER_GROUP], dim), (*lead, groups, dim), (*lead, groups, dim))
+    dq, dk, dv = (torch.zeros(size, dtype=dtype, device=device) if x is None else x for size, x in zip(sizes, grads))
+    return call_qkv_backward(dq, dk, dv, ctx.saved_tensors, ctx.options)
+
+
+def _setup_rope(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.has_k = inputs[1] is not None
+    _keep(ctx, inputs[2:6], (*inputs[6:], False))
+
+
+def _backward_rope(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
+    return *_rotate_back(ctx, dq, dk if ctx.has_k else None), *(None,) * (3 + len(ctx.options))
 
 
 def _setup_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tables, options = inputs[1:5], inputs[5:]
-    ctx.options = turned_back((*options, False))
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tables)
     ctx.k_like = (output[1].shape, output[1].dtype, output[1].device)
+    _keep(ctx, inputs[1:5], (*inputs[5:], False))
 
 
 def _backward_qkv(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * (3 + len(ctx.options))
-    shape, dtype, device = ctx.k_like
-    if dv is not None and dv.numel() == 0:
-        dv = None
-    if dq is None and dk is None and dv is None:
-        return None, *nothing
-    *lead, groups, dim = shape
-    q_shape = (*lead, groups * ctx.options[_Q_PER_GROUP], dim)
-    dq, dk, dv = (
-        torch.zeros(size, dtype=dtype, device=device) if x is None else x
-        for size, x in ((q_shape, dq), (shape, dk), (shape, dv))
-    )
-    return call_qkv_backward(dq, dk, dv, ctx.saved_tensors, ctx.options), *nothing
+    dv = None if dv is None or dv.numel() == 0 else dv  # no values: v's gradient comes through the view
+    return _rotate_back_qkv(ctx, dq, dk, dv), *(None,) * (3 + len(ctx.options))
 
 
 def _setup_qkv_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -205,7 +208,7 @@ def _backward_of_qkv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 for _name, _rule, _setup in (
-    ("rope", _backward, _setup_context),
+    ("rope", _backward_rope, _setup_rope),
     ("rope_qkv", _backward_qkv, _setup_qkv),
     ("rope_qkv_backward", _backward_of_qkv_backward, _setup_qkv_backward),
 ):
@@ -216,54 +219,57 @@ class _Recorded(torch.autograd.Function):
     """A call under eager autograd: a fraction of the host time of the library's own recording."""
 
     @staticmethod
-    def forward(ctx: Any, check: Check, q: Tensor, k: Tensor | None, *rest: Any) -> Any:
-        _setup_context(ctx, (q, k, *rest[:-1]), None)
-        ctx.in_place = rest[-1]
+    def forward(
+        ctx: Any, check: Check, options: tuple[Any, ...], q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+        cu_seqlens: Tensor | None, start_positions: Tensor | None,
+    ) -> Any:  # fmt: skip
+        _keep(ctx, (cos, sin, cu_seqlens, start_positions), options)
+        ctx.in_place = options[-1]
         if ctx.in_place:
             ctx.mark_dirty(*(x for x in (q, k) if x is not None))
-        cos, sin, cu_seqlens, start_positions, *options = rest
-        q_out, k_out = call(q, k, cos, sin, cu_seqlens, start_positions, tuple(options), check)
+        q_out, k_out = call(q, k, cos, sin, cu_seqlens, start_positions, options, check)
         return q_out if k is None else (q_out, k_out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         dq, dk = (*grads, None)[:2]
-        rotated = _backward(ctx, dq, dk)
+        rotated = _rotate_back(ctx, dq, dk)
         if ctx.in_place:  # what stayed passes its gradient on
             cu_seqlens, cp_size = ctx.saved_tensors[2], Options(*ctx.options).cp_size
-            rotated = (
-                *(y if g is None else _spare_stays(g, y, cu_seqlens, cp_size) for g, y in zip((dq, dk), rotated)),
-                *rotated[2:],
+            rotated = tuple(  # type: ignore[assignment]
+                y if g is None or y is None else _spare_stays(g, y, cu_seqlens, cp_size)
+                for g, y in zip((dq, dk), rotated)
             )
-        return None, *rotated, None
+        return None, None, *rotated, None, None, None, None
 
 
 class _RecordedQKV(torch.autograd.Function):
     """The same for packed QKV; with `values` off the third output is a view of the input."""
 
     @staticmethod
-    def forward(ctx: Any, check: Check, qkv: Tensor, *rest: Any) -> Any:
-        parts = call_qkv(qkv, rest[:4], rest[4:], check)
-        _setup_qkv(ctx, (qkv, *rest[:-1]), parts)
+    def forward(ctx: Any, check: Check, options: tuple[Any, ...], qkv: Tensor, *tables: Any) -> Any:
+        parts = call_qkv(qkv, tables, options, check)  # type: ignore[arg-type]
+        ctx.k_like = (parts[1].shape, parts[1].dtype, parts[1].device)
+        _keep(ctx, tables, options)  # type: ignore[arg-type]
         return parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, *_backward_qkv(ctx, *grads), None
+        return None, None, _rotate_back_qkv(ctx, *grads), None, None, None, None
 
 
 class _RecordedQKVInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, check: Check, qkv: Tensor, *rest: Any) -> Any:
-        ctx.save_for_backward(*rest[:4])
-        ctx.options = turned_back(rest[4:], in_place=True)
+    def forward(ctx: Any, check: Check, options: tuple[Any, ...], qkv: Tensor, *tables: Any) -> Any:
+        ctx.save_for_backward(*tables)
+        ctx.options = turned_back(options, in_place=True)
         ctx.mark_dirty(qkv)
-        return call_qkv(qkv, rest[:4], rest[4:], check)[0]
+        return call_qkv(qkv, tables, options, check)[0]  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rotated = call_qkv(grad.clone(memory_format=torch.contiguous_format), ctx.saved_tensors, ctx.options)[0]
-        return None, rotated, *(None,) * (4 + len(ctx.options))
+        return None, None, rotated, None, None, None, None
 
 
 # ---- which way ---------------------------------------------------------------------------------------
@@ -312,7 +318,7 @@ def call(
             torch._C._increment_version((q,) if k is None else (q, k))
         return out
     if wants_grad and (plain or (in_place and not torch.compiler.is_compiling())):
-        recorded: Any = _Recorded.apply(check, q, k, *tables, *options)
+        recorded: Any = _Recorded.apply(check, options, q, k, *tables)
         return (recorded, None) if k is None else recorded
     if check is not None:
         check(q, k, *tables, options)
@@ -339,8 +345,8 @@ def call_qkv(qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check
         return parts
     if wants_grad and (plain or (in_place and not torch.compiler.is_compiling())):
         if in_place:
-            return (_RecordedQKVInPlace.apply(check, qkv, *tables, *options),) * 3
-        return _RecordedQKV.apply(check, qkv, *tables, *options)  # type: ignore[no-any-return]
+            return (_RecordedQKVInPlace.apply(check, options, qkv, *tables),) * 3
+        return _RecordedQKV.apply(check, options, qkv, *tables)  # type: ignore[no-any-return]
     if check is not None:
         check(qkv, *tables, options)
     if in_place and not wants_grad:

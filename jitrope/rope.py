@@ -88,7 +88,8 @@ def apply_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    cos, sin = _tables("apply_rope", cos, sin, freqs)
+    if freqs is not None or cos is None or sin is None:
+        cos, sin = _tables("apply_rope", cos, sin, freqs)
     options = (
         layout, interleaved, interleaved if interleaved_out is None else interleaved_out,
         q.shape[-1] - rotary_offset if rotary_dim is None else rotary_dim, rotary_offset, max_seqlen or 0, cp_size,
@@ -125,7 +126,8 @@ def apply_rope_(
     whose elements overlap in memory (an expanded one) is refused. Under autograd torch's rules for
     in-place operations hold: q and k may not be leaves that require a gradient.
     """
-    cos, sin = _tables("apply_rope_", cos, sin, freqs)
+    if freqs is not None or cos is None or sin is None:
+        cos, sin = _tables("apply_rope_", cos, sin, freqs)
     options = (
         layout, interleaved, interleaved, q.shape[-1] - rotary_offset if rotary_dim is None else rotary_dim,
         rotary_offset, max_seqlen or 0, cp_size, cp_rank, freqs is not None, mscale, packed_table, 0, True, rounding,
@@ -176,7 +178,8 @@ def apply_rope_qkv(
     Raises:
         InvalidInput, CompileError: as `apply_rope`.
     """
-    cos, sin = _tables("apply_rope_qkv", cos, sin, freqs)
+    if freqs is not None or cos is None or sin is None:
+        cos, sin = _tables("apply_rope_qkv", cos, sin, freqs)
     rotary = qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset if rotary_dim is None else rotary_dim
     options = (
         layout, interleaved, interleaved, rotary, rotary_offset, max_seqlen or 0, cp_size, cp_rank, freqs is not None,
@@ -211,7 +214,8 @@ def apply_rope_qkv_(
 
     For attention that takes packed input or views. Arguments and errors are `apply_rope_qkv`'s.
     """
-    cos, sin = _tables("apply_rope_qkv_", cos, sin, freqs)
+    if freqs is not None or cos is None or sin is None:
+        cos, sin = _tables("apply_rope_qkv_", cos, sin, freqs)
     rotary = qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset if rotary_dim is None else rotary_dim
     options = (
         layout, interleaved, interleaved, rotary, rotary_offset, max_seqlen or 0, cp_size, cp_rank, freqs is not None,

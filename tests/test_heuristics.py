@@ -18,6 +18,7 @@ BASE = RopeProblem(
 )  # fmt: skip
 
 
+FEW = {"index_dtype": "int32", "tokens": 256, "heads": 32}
 PAIRS = {"interleaved": True, "interleaved_out": True}
 
 
@@ -33,6 +34,11 @@ PAIRS = {"interleaved": True, "interleaved_out": True}
         ({"launch": "token_linear", "tokens": 1}, "token_linear", "was asked for"),
         ({"index_dtype": "int32", "num_sequences": 2401}, "token_linear", "cost follows the tokens"),
         ({"index_dtype": "int32", "num_sequences": 4, "max_seqlen": 1200}, "token_linear", "cost follows"),
+        ({**FEW, "num_sequences": 4, "max_seqlen": 64}, "grid_2d", "256 packed tokens of 4 even sequences"),
+        ({**FEW, "num_sequences": 4, "max_seqlen": 129}, "token_linear", "cost follows"),
+        ({**FEW, "num_sequences": 4, "max_seqlen": 256, "cp_size": 2}, "grid_2d", "even sequences"),
+        ({**FEW, "num_sequences": 4}, "token_linear", "cost follows"),
+        ({**FEW, "num_sequences": 4, "max_seqlen": 64, "heads": 33}, "token_linear", "cost follows"),
         ({"index_dtype": "int32", "num_sequences": 4, "launch": "grid_2d"}, "grid_2d", "was asked for"),
         ({"index_dtype": "int32", "num_sequences": 70000, "launch": "grid_2d"}, "token_linear", "limit of 65535"),
     ],

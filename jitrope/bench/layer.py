@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 def ropes(cu_seqlens: Tensor, rows: int, with_peers: bool) -> dict[str, Rope]:
-    """The implementations by name; "none" leaves q and k as they are."""
+    """The implementations by name, each from packed QKV; "none" only splits it."""
     half = angles(rows, HEAD_DIM)
     freqs = torch.cat((half, half), -1)[:, None, None]
 
@@ -73,7 +73,11 @@ def ropes(cu_seqlens: Tensor, rows: int, with_peers: bool) -> dict[str, Rope]:
 def run(
     shapes: list[tuple[int, int]], with_peers: bool, progress: Progress = lambda text: None
 ) -> list[dict[str, Any]]:
-    """A row for each batch, as sequences x length, and implementation."""
+    """A row for each batch, as sequences x length, and implementation.
+
+    "rope ms" is what lies between the projection and attention, forward and backward, on its own:
+    QKV split, q and k rotated.
+    """
     torch.manual_seed(0)
     layer = Layer().to("cuda", torch.bfloat16)
     rows = []
@@ -88,14 +92,25 @@ def run(
         def step(rope: Rope, x: Tensor = x, grad: Tensor = grad, length: int = length) -> Any:
             return torch.autograd.grad(layer(x, rope, length), (x, *layer.parameters()), grad)
 
-        bound = {label: [lambda rope=rope: step(rope)] for label, rope in candidates.items()}  # type: ignore[misc]
-        rounds = [{label: gpu_time(calls, 5, 1) for label, calls in bound.items()} for _ in range(3)]
-        times = {label: statistics.median(r[label] for r in rounds) for label in bound}
-        for label, us in times.items():
-            share = 100 * (1 - times["none"] / us)
-            rows.append(
-                {"batch": f"{count} x {length}", "rope": label, "fwd+bwd ms": us / 1e3, "rope's share %": share}
-            )
+        qkv = torch.randn(tokens, HEADS, 3 * HEAD_DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        parts = tuple(torch.randn(3, tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
+
+        def alone(rope: Rope, qkv: Tensor = qkv, parts: tuple[Tensor, ...] = parts) -> Any:
+            return torch.autograd.grad(rope(qkv), qkv, parts)
+
+        rounds: list[dict[str, tuple[float, float]]] = []
+        for _ in range(3):
+            now = {}
+            for label, rope in candidates.items():
+                whole = gpu_time([lambda rope=rope: step(rope)], 8, 1)  # type: ignore[misc]
+                now[label] = whole, gpu_time([lambda rope=rope: alone(rope)], 8, 2)  # type: ignore[misc]
+            rounds.append(now)
+        for label in candidates:
+            whole, part = (statistics.median(r[label][i] for r in rounds) / 1e3 for i in (0, 1))
+            rows.append({
+                "batch": f"{count} x {length}", "rope": label, "layer ms": whole, "rope ms": part,
+                "rope's share %": 100 * part / whole,
+            })  # fmt: skip
     return rows
 
 
@@ -103,4 +118,4 @@ def plot(rows: list[dict[str, Any]], title: str, path: str) -> None:
     """The layer's time over the batches, a line for each implementation."""
     from .report import figure
 
-    figure(rows, "batch", "fwd+bwd ms", "rope", title, "sequences x length", "layer forward + backward, ms", path)
+    figure(rows, "batch", "layer ms", "rope", title, "sequences x length", "layer forward + backward, ms", path)

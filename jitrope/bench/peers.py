@@ -38,9 +38,10 @@ def packed(cu_seqlens: Tensor, tokens: int, angles: Tensor) -> dict[str, Step]:
     positions = torch.arange(tokens, device=cu_seqlens.device) - starts  # made once, outside the timing
     longest = int(lengths.max())
 
+    cos_table, sin_table = angles.cos(), angles.sin()
+
     def eager(x: Tensor) -> Tensor:
-        angle = angles[positions, None]
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = cos_table[positions, None], sin_table[positions, None]
         x0, x1 = x.float().chunk(2, -1)
         return torch.cat((x0 * cos - x1 * sin, x1 * cos + x0 * sin), -1).to(x.dtype)
 
@@ -49,8 +50,9 @@ def packed(cu_seqlens: Tensor, tokens: int, angles: Tensor) -> dict[str, Step]:
     with suppress(ImportError):
         from flash_attn.layers.rotary import apply_rotary_emb
 
-        cos, sin = angles.cos(), angles.sin()
-        found["flash-attn"] = lambda x: apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, max_seqlen=longest)
+        found["flash-attn"] = lambda x: apply_rotary_emb(
+            x, cos_table, sin_table, cu_seqlens=cu_seqlens, max_seqlen=longest
+        )
     with suppress(ImportError):
         from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
@@ -64,8 +66,9 @@ def packed(cu_seqlens: Tensor, tokens: int, angles: Tensor) -> dict[str, Step]:
 def sbhd(freqs: Tensor) -> dict[str, Step]:
     """Rotations of one (S, B, H, D) tensor by full-width angles (S, 1, 1, D), halves."""
 
+    cos, sin = freqs.cos(), freqs.sin()
+
     def eager(x: Tensor) -> Tensor:
-        cos, sin = freqs.cos(), freqs.sin()
         x0, x1 = x.float().chunk(2, -1)
         return (x.float() * cos + torch.cat((-x1, x0), -1) * sin).to(x.dtype)
 

@@ -40,7 +40,12 @@ def figure(
             marker="o", linewidth=2.5 if ours else 1.5, linestyle="--" if label in ("COPY", "none") else "-",
         )  # fmt: skip
     axes.set_xticks(range(len(ticks)), ticks)
-    axes.set(title=title, xlabel=x_label, ylabel=y_label, yscale="log")
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    values = [row[y] for row in rows]
+    if max(values) > 3 * min(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     chart.savefig(path, dpi=120)
