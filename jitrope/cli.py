@@ -95,6 +95,9 @@ def prewarm(
     rounding: ROUNDING = "fp32",
     packed: PACKED = None,
     in_place: IN_PLACE = False,
+    angles: Annotated[bool, typer.Option("--angles", help="The table is `freqs`.")] = False,
+    cp_size: Annotated[int, typer.Option(help="Context parallel ranks.")] = 1,
+    q_per_group: Annotated[int, typer.Option(help="Of packed QKV, whose --heads are all three's; 0: apart.")] = 0,
     backward: BACKWARD = False,
     file: Annotated[
         Path | None, typer.Option("--from", help="TOML or JSON with calls, or `jitrope cache ls --json` of a real run.")
@@ -105,7 +108,8 @@ def prewarm(
 ) -> None:
     """Compile kernels ahead of time, for this machine or, with --arch, for any; no GPU is needed.
 
-    Without --heads or --from it builds the kernels of popular models.
+    Without --heads or --from it builds the kernels of popular models. A file may set every field of a
+    call, those without a flag here too.
     """
     from .prewarm import DEFAULT_CALLS, read_calls
     from .prewarm import prewarm as build
@@ -119,7 +123,8 @@ def prewarm(
         fields = {
             "head_dim": head_dim, "dtype": dtype, "table_dtype": table_dtype, "interleaved": interleaved,
             "rotary_dim": rotary_dim, "width": width, "rounding": rounding, "packed": packed,
-            "in_place": in_place, "backward": backward,
+            "in_place": in_place, "angles": angles, "cp_size": cp_size, "q_per_group": q_per_group,
+            "backward": backward,
         }  # fmt: skip
         calls = _calls(heads, fields) if heads else DEFAULT_CALLS
         specs = list(dict.fromkeys(spec for call in calls for spec in call.specs()))

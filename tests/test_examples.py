@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
     "command",
     [
         ["quickstart.py"],
+        ["packed_training.py", "--documents", "5", "--tokens", "128", "--steps", "4"],
         ["diffusion_pipeline.py", "--model", "flux", "--steps", "2", "--blocks", "1"],
         ["diffusion_pipeline.py", "--model", "qwen", "--steps", "2", "--blocks", "1"],
         ["diffusion_pipeline.py", "--model", "wan", "--steps", "2", "--blocks", "1"],
@@ -32,4 +33,6 @@ def test_example(command: list[str]) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"quickstart.py", "diffusion_pipeline.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {
+        "quickstart.py", "packed_training.py", "diffusion_pipeline.py",
+    }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 from .. import apply_rope, apply_rope_qkv
 from . import peers as others
 from .thd import Progress, angles, offsets
-from .timing import gpu_time
+from .timing import turn_by_turn
 
 SHAPES = ((128, 512), (512, 128), (1024, 64), (2401, 28))
 HEADS, HEAD_DIM, MLP = 16, 128, 4
@@ -98,18 +97,12 @@ def run(
         def alone(rope: Rope, qkv: Tensor = qkv, parts: tuple[Tensor, ...] = parts) -> Any:
             return torch.autograd.grad(rope(qkv), qkv, parts)
 
-        rounds: list[dict[str, tuple[float, float]]] = []
-        for _ in range(3):
-            now = {}
-            for label, rope in candidates.items():
-                whole = gpu_time([lambda rope=rope: step(rope)], 8, 1)  # type: ignore[misc]
-                now[label] = whole, gpu_time([lambda rope=rope: alone(rope)], 8, 2)  # type: ignore[misc]
-            rounds.append(now)
+        whole = turn_by_turn({label: lambda rope=rope: step(rope) for label, rope in candidates.items()})  # type: ignore[misc]
+        part = turn_by_turn({label: lambda rope=rope: alone(rope) for label, rope in candidates.items()})  # type: ignore[misc]
         for label in candidates:
-            whole, part = (statistics.median(r[label][i] for r in rounds) / 1e3 for i in (0, 1))
             rows.append({
-                "batch": f"{count} x {length}", "rope": label, "layer ms": whole, "rope ms": part,
-                "rope's share %": 100 * part / whole,
+                "batch": f"{count} x {length}", "rope": label, "layer ms": whole[label] / 1e3,
+                "rope ms": part[label] / 1e3, "rope's share %": 100 * part[label] / whole[label],
             })  # fmt: skip
     return rows
 

@@ -1,0 +1,97 @@
+"""A few training steps on packed documents, and the same batch under context parallelism.
+
+python examples/packed_training.py [--documents 64] [--tokens 8192] [--steps 10]
+
+The attention's QKV projection stays packed: one launch splits it and rotates q and k, one more makes the
+gradient. Then the pack is cut as for two ranks, and each rank's rotated tokens are compared with the whole.
+Runs on a GPU, or on the CPU through the torch reference.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import jitrope
+
+HEADS, GROUPS, HEAD_DIM, VOCABULARY = 8, 2, 64, 256
+
+
+def document_lengths(documents: int, tokens: int, multiple: int) -> torch.Tensor:
+    """Random lengths that are multiples (of 2 cp_size, for context parallelism) and fill the pack."""
+    cuts = torch.randint(0, tokens // multiple + 1, (documents - 1,)).sort().values * multiple
+    return torch.cat((cuts, torch.tensor([tokens]))).diff(prepend=torch.tensor([0]))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = HEADS * HEAD_DIM
+        self.qkv, self.out = nn.Linear(hidden, (HEADS + 2 * GROUPS) * HEAD_DIM), nn.Linear(hidden, hidden)
+
+    def forward(self, x, freqs, cu_seqlens, mask):
+        qkv = self.qkv(x).unflatten(-1, (GROUPS, -1))  # (T, G, (q_per_group + 2) D)
+        q, k, v = jitrope.apply_rope_qkv(
+            qkv, freqs=freqs, q_per_group=HEADS // GROUPS, layout="thd", cu_seqlens=cu_seqlens
+        )
+        q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.out(y[0].transpose(0, 1).flatten(1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--documents", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    cp_size = 2
+    lengths = document_lengths(arguments.documents, arguments.tokens, 2 * cp_size)
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int().to(device)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+    index = torch.arange(arguments.tokens, device=device)
+    mask = (document[:, None] == document) & (index[:, None] >= index)  # causal, inside a document
+
+    # Angles, one a pair; the kernel takes their sines and cosines.
+    theta = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
+    freqs = torch.outer(torch.arange(int(lengths.max()), device=device), theta)
+
+    hidden = HEADS * HEAD_DIM
+    model = nn.ModuleList([nn.Embedding(VOCABULARY, hidden), Attention(), nn.Linear(hidden, VOCABULARY)]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Each document counts up from somewhere: the next token is known from the last one.
+    start = torch.randint(VOCABULARY, (len(lengths),), device=device)
+    tokens = (start[document] + index - cu_seqlens[document]) % VOCABULARY
+    target = (tokens + 1) % VOCABULARY
+    losses = []
+    for _ in range(arguments.steps):
+        x = model[0](tokens)
+        x = x + model[1](x, freqs, cu_seqlens, mask)
+        loss = F.cross_entropy(model[2](x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(
+        f"{arguments.tokens} tokens of {len(lengths)} documents on {device}: loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+    )
+    assert losses[-1] < losses[0]
+
+    # Two ranks: each has chunks r and 3 - r of the four chunks of every document.
+    q = torch.randn(arguments.tokens, HEADS, HEAD_DIM, device=device)
+    whole, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens)
+    chunk = ((index - cu_seqlens[document]) * 2 * cp_size) // lengths.to(device)[document]
+    for rank in range(cp_size):
+        mine = (chunk == rank) | (chunk == 2 * cp_size - 1 - rank)
+        words = {"layout": "thd", "cu_seqlens": cu_seqlens, "cp_size": cp_size, "cp_rank": rank}
+        local, _ = jitrope.apply_rope(q[mine], None, freqs=freqs, **words)
+        assert torch.equal(local, whole[mine])
+        print(f"rank {rank} of {cp_size}: its {len(local)} tokens have the whole batch's bits")
+
+
+if __name__ == "__main__":
+    main()
