@@ -26,6 +26,20 @@ __device__ __forceinline__ long long find_sequence(
     return low;
 }
 
+// The same by one thread alone, between the sequences of two tokens around it.
+template <typename Index>
+__device__ __forceinline__ long long find_between(
+    const Index* cu_seqlens, long long low, long long high, long long token, int cp_size
+) {
+    const long long target = (token + 1) * cp_size;
+    while (low < high) {
+        const long long middle = (low + high) >> 1;
+        if (static_cast<long long>(cu_seqlens[middle + 1]) < target) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
 // The position in its sequence of the i-th of the n tokens that rank `cp_rank` has of it. A sequence is
 // cut into 2 cp_size chunks; a rank has chunks cp_rank and 2 cp_size - 1 - cp_rank ("dual chunk").
 __device__ __forceinline__ long long position_of(long long i, long long n, int cp_size, long long cp_rank) {

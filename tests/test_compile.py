@@ -55,9 +55,12 @@ def test_prewarm_specs_compile_without_spills(arch: str) -> None:
         report = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
         assert report, log
         stack, stores, loads = map(int, report.groups())
-        # sincosf keeps 32 bytes for arguments past 105,615. A kernel held to 40 registers may lack one.
+        # sincosf keeps 32 bytes for arguments past 105,615. A kernel held to 40 registers may lack one, which
+        # it stores once and loads twice.
+        tight = spec.angles and spec.full_width
         assert stack <= (40 if spec.angles else 0), spec.name
-        assert max(stores, loads) <= (4 if spec.angles and spec.full_width else 0), spec.name
+        assert stores <= (4 if tight else 0), spec.name
+        assert loads <= (8 if tight else 0), spec.name
 
 
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 calls: Counter[str] = Counter()
-"""Calls that arrived through a patched host so far, by "<host>: jitrope" and "<host>: host"."""
+"""Calls so far of a host's functions while it is patched, by "<host>: jitrope" and "<host>: host"."""
 
 
 @dataclass

@@ -105,19 +105,12 @@ def _rotate(
     return out.contiguous()
 
 
-def _routed(
-    t: Tensor,
-    freqs: Tensor,
-    config: Any,
-    cu_seqlens: Tensor | None = None,
-    mscale: float = 1.0,
-    cp_group: torch.distributed.ProcessGroup | None = None,
-) -> Tensor:
+def _routed(t: Tensor, freqs: Tensor, config: Any, *arguments: Any, **words: Any) -> Tensor:
     if config.apply_rope_fusion:
-        return apply_rotary_pos_emb(t, freqs, config, cu_seqlens, mscale, cp_group)
+        return apply_rotary_pos_emb(t, freqs, config, *arguments, **words)
     _patch.count("host")
     host = _patch.originals[f"{_ROPE_UTILS}:apply_rotary_pos_emb"]
-    return host(t, freqs, config, cu_seqlens, mscale, cp_group)  # type: ignore[no-any-return]
+    return host(t, freqs, config, *arguments, **words)  # type: ignore[no-any-return]
 
 
 def _fused_qkv(*arguments: Any, **words: Any) -> Any:
