@@ -437,13 +437,17 @@ def test_deepspeed_table_gradients_are_the_hosts(layer: Any) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_deepspeed_enable(layer: Any) -> None:
+def test_deepspeed_enable(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.sequence import fpdt_layer
 
     host, host_backward = layer.apply_rotary_pos_emb, fpdt_layer.apply_rotary_pos_emb_backward
     t, angles = torch.randn(2, 6, 3, 16), torch.rand(1, 6, 1, 16)
     cos, sin = angles.cos(), angles.sin()
+    elsewhere = types.ModuleType("elsewhere")  # a user's `from deepspeed.sequence.layer import ...`
+    elsewhere.apply_rotary_pos_emb = host
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
     with deepspeed.enable() as report:
+        assert elsewhere.apply_rotary_pos_emb is deepspeed.apply_rotary_pos_emb
         assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is deepspeed.apply_rotary_pos_emb
         torch.testing.assert_close(layer.apply_rotary_pos_emb(t, cos, sin), host(t, cos, sin))
         got = fpdt_layer.apply_rotary_pos_emb_backward(t, cos, sin)
@@ -451,7 +455,8 @@ def test_deepspeed_enable(layer: Any) -> None:
         layer.apply_rotary_pos_emb(t.double(), cos.double(), sin.double())
         assert report.calls == {"jitrope": 2, "host": 1}
         assert "deepspeed.sequence.layer.apply_rotary_pos_emb" in str(report)
-    assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is host
+    assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is elsewhere.apply_rotary_pos_emb is host
+    assert deepspeed.apply_rotary_pos_emb is not host
     assert fpdt_layer.apply_rotary_pos_emb_backward is host_backward
 
 

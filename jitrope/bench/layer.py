@@ -59,6 +59,13 @@ def ropes(cu_seqlens: Tensor, rows: int, with_peers: bool) -> dict[str, Rope]:
 
         return rope
 
+    def both(pair: others.Pair) -> Rope:
+        def rope(qkv: Tensor) -> Any:
+            q, k, v = split(qkv)
+            return *pair(q, k), v
+
+        return rope
+
     found: dict[str, Rope] = {
         "none": split,
         "jitrope": pair,
@@ -66,6 +73,7 @@ def ropes(cu_seqlens: Tensor, rows: int, with_peers: bool) -> dict[str, Rope]:
     }
     if with_peers:
         found |= {label: of(one) for label, one in others.packed(cu_seqlens, rows, half).items()}
+        found |= {label: both(pair) for label, pair in others.packed_pairs(cu_seqlens, rows, half).items()}
     return found
 
 
@@ -92,6 +100,7 @@ def run(
             return torch.autograd.grad(layer(x, rope, length), (x, *layer.parameters()), grad)
 
         qkv = torch.randn(tokens, HEADS, 3 * HEAD_DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        candidates = others.usable(candidates, qkv.detach())
         parts = tuple(torch.randn(3, tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16))
 
         def alone(rope: Rope, qkv: Tensor = qkv, parts: tuple[Tensor, ...] = parts) -> Any:

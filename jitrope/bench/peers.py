@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..config import log
 from .timing import Step
 
+T = TypeVar("T")
+
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Pair = Callable[[Tensor, Tensor], Any]
+"""Packed q and k (T, H, D) -> the two rotated."""
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 """(q, k, cos, sin) with (B, S, H, D) activations and half-width fp32 tables."""
 
@@ -31,12 +36,30 @@ def available(interleaved: bool, sets: Sequence[Inputs]) -> Iterator[tuple[str, 
             yield peer
 
 
+def usable(calls: dict[str, T], argument: Tensor) -> dict[str, T]:
+    """Those that take this input; the others are named on stderr. torchembed's grid ends at 65,535 tokens."""
+    found = {}
+    for label, call in calls.items():
+        try:
+            call(argument)  # type: ignore[operator]
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            log.warning("%s is left out of this row: %s", label, error)
+        else:
+            found[label] = call
+    return found
+
+
+def _positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Of packed tokens in their sequences; made once, outside the timing."""
+    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), cu_seqlens.diff().long(), output_size=tokens)
+    return torch.arange(tokens, device=cu_seqlens.device) - starts
+
+
 def packed(cu_seqlens: Tensor, tokens: int, angles: Tensor) -> dict[str, Step]:
     """Rotations of one packed (T, H, D) tensor, halves; `angles` are half width, a row a position."""
-    lengths = cu_seqlens.diff().long()
-    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths, output_size=tokens)
-    positions = torch.arange(tokens, device=cu_seqlens.device) - starts  # made once, outside the timing
-    longest = int(lengths.max())
+    positions = _positions(cu_seqlens, tokens)
+    longest = int(cu_seqlens.diff().max())
 
     cos_table, sin_table = angles.cos(), angles.sin()
 
@@ -60,6 +83,32 @@ def packed(cu_seqlens: Tensor, tokens: int, angles: Tensor) -> dict[str, Step]:
         found["TransformerEngine"] = lambda x: apply_rotary_pos_emb(
             x, freqs, tensor_format="thd", fused=True, cu_seqlens=cu_seqlens
         )
+    return found
+
+
+def packed_pairs(cu_seqlens: Tensor, tokens: int, angles: Tensor) -> dict[str, Pair]:
+    """The same of libraries that rotate q and k together and know no cu_seqlens: a table with a row a token."""
+    positions = _positions(cu_seqlens, tokens)
+    cos, sin = angles.cos()[positions], angles.sin()[positions]
+    found: dict[str, Pair] = {}
+    with suppress(ImportError):
+        from liger_kernel.transformers import liger_rotary_pos_emb
+
+        full = [torch.cat((table, table), -1)[None] for table in (cos, sin)]
+
+        def liger(q: Tensor, k: Tensor) -> Any:
+            rotated = liger_rotary_pos_emb(*(x[None].transpose(1, 2) for x in (q, k)), *full)
+            return tuple(x.transpose(1, 2)[0] for x in rotated)
+
+        found["Liger"] = liger
+    with suppress(ImportError):
+        from torchembed._triton import fused_rope_forward
+
+        def torchembed(q: Tensor, k: Tensor) -> Any:
+            rotated = fused_rope_forward(*(x.transpose(0, 1)[None].contiguous() for x in (q, k)), cos, sin)
+            return tuple(x[0].transpose(0, 1) for x in rotated)
+
+        found["torchembed"] = torchembed
     return found
 
 

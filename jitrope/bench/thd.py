@@ -63,7 +63,12 @@ def run(
                 x, None, **table, layout="thd", cu_seqlens=cu_seqlens, launch=launch
             )[0]
         if with_peers:
-            calls.update(others.packed(cu_seqlens, tokens, angles(tokens, head_dim)))
+            half = angles(tokens, head_dim)
+            calls |= others.packed(cu_seqlens, tokens, half)
+            for label, pair in others.packed_pairs(cu_seqlens, tokens, half).items():
+                if heads % 2 == 0:  # the tensor's heads, half of them as q and half as k
+                    calls[label] = lambda x, pair=pair: pair(*x.chunk(2, 1))  # type: ignore[misc]
+        calls = others.usable(calls, x)
         steps = {label: train_step(call, x, grad) for label, call in calls.items()}
         rounds: list[dict[str, tuple[float, float]]] = []
         for _ in range(3):

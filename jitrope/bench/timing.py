@@ -112,14 +112,21 @@ def host_time(call: Callable[[], Any], count: int = 300, repeats: int = 15) -> f
 
 
 def train_step(call: Step, x: torch.Tensor, grad: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """(forward alone, forward and backward) of a differentiable call on x, with this gradient of its output."""
+    """(forward alone, forward and backward) of a differentiable call on x, with this gradient of its output.
+
+    A call that returns x's heads, the second axis from the end, in parts gets its parts of the gradient.
+    """
     leaf = x.detach().requires_grad_()
+    with torch.no_grad():
+        out = call(x)
+    grads = grad if isinstance(out, torch.Tensor) else grad.split([part.shape[-2] for part in out], -2)
+    del out
 
     def forward() -> Any:
         with torch.no_grad():
             return call(x)
 
-    return forward, lambda: torch.autograd.grad(call(leaf), leaf, grad)
+    return forward, lambda: torch.autograd.grad(call(leaf), leaf, grads)
 
 
 def copy_calls(bytes_moved: int, copies: int) -> list[Callable[[], Any]]:

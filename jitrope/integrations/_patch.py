@@ -18,20 +18,26 @@ calls: Counter[str] = Counter()
 class Patch:
     """What `enable` of a host did: which names in which modules are ours. As a context manager it undoes it.
 
-    replacements: "module:name" of the host's functions, and ours. A module that came to hold a function
-    by `from ... import` is found among those that are loaded; what loads later gets ours by itself.
+    replacements: "module:name" of the host's functions, and ours. A module, the host's or another's, that
+    came to hold a function by `from ... import` is found among those that are loaded; what loads later
+    gets ours by itself.
     """
 
     host: str
     replacements: dict[str, Callable[..., Any]]
     optional: frozenset[str] = frozenset()
     originals: dict[str, Any] = field(default_factory=dict)
-    replaced: list[str] = field(default_factory=list)
+    holders: list[tuple[ModuleType, str, Any]] = field(default_factory=list)
     _before: Counter[str] = field(default_factory=Counter)
 
     @property
     def enabled(self) -> bool:
-        return bool(self.replaced)
+        return bool(self.holders)
+
+    @property
+    def replaced(self) -> list[str]:
+        """The names that are ours now."""
+        return [f"{module.__name__}.{name}" for module, name, _ in self.holders]
 
     @property
     def calls(self) -> dict[str, int]:
@@ -61,28 +67,22 @@ class Patch:
         self._before = Counter({who: calls[f"{self.host}: {who}"] for who in ("jitrope", "host")})
         for where, (module, name, original, ours) in found.items():
             self.originals[where] = original
-            holders = [module] if original is None else self._holders(name, original)
-            for holder in holders:
+            for holder in [module] if original is None else _holders(name, original):
                 setattr(holder, name, ours)
-                self.replaced.append(f"{holder.__name__}.{name}")
+                self.holders.append((holder, name, original))
         return self
 
     def disable(self) -> None:
-        """Give the host its own functions back."""
+        """Give the host its own functions back, in its modules that were loaded since too."""
         for where, original in self.originals.items():
             module_name, name = where.split(":")
-            ours = self.replacements[where]
-            holders = [sys.modules[module_name]] if original is None else self._holders(name, ours)
-            for holder in holders:
-                setattr(holder, name, original)
+            prefix = module_name.split(".")[0] + "."
+            later = [m for m in _holders(name, self.replacements[where]) if m.__name__.startswith(prefix)]
+            self.holders += [(module, name, original) for module in later]
+        for holder, name, original in self.holders:
+            setattr(holder, name, original)
         self.originals.clear()
-        self.replaced.clear()
-
-    def _holders(self, name: str, function: Any) -> list[ModuleType]:
-        """The host's loaded modules in which `name` is this function."""
-        prefix = next(iter(self.replacements)).split(".")[0].split(":")[0]
-        modules = [m for n, m in list(sys.modules.items()) if n == prefix or n.startswith(f"{prefix}.")]
-        return [m for m in modules if m is not None and vars(m).get(name) is function]
+        self.holders.clear()
 
     def __enter__(self) -> Patch:
         return self
@@ -92,3 +92,9 @@ class Patch:
 
     def __str__(self) -> str:
         return f"jitrope replaces {', '.join(self.replaced) or 'nothing'}; calls so far: {self.calls}"
+
+
+def _holders(name: str, function: Any) -> list[ModuleType]:
+    """The loaded modules, ours apart, in which `name` is this function."""
+    modules = [m for n, m in list(sys.modules.items()) if isinstance(m, ModuleType) and not n.startswith("jitrope")]
+    return [m for m in modules if vars(m).get(name) is function]
