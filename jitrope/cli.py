@@ -362,12 +362,9 @@ def bench_layer(
     """A transformer layer's forward and backward on packed batches (hidden 2048, 16 heads), and rope's share."""
     from .bench import layer
 
-    shapes = []
-    for text in batches.split(","):
-        count, length, *rest = _numbers("--batches", text.replace("x", ",") + ",0")
-        if len(rest) != 1:
-            raise typer.BadParameter(f"--batches takes sequences x length, as 128x512, not {text!r}")
-        shapes.append((count, length))
+    shapes = [tuple(_numbers("--batches", text.replace("x", ","))) for text in batches.split(",")]
+    if any(len(shape) != 2 for shape in shapes):
+        raise typer.BadParameter(f"--batches takes sequences x length, as 128x512, not {batches!r}")
     _bench(lambda step: layer.run(shapes, peers, step), as_json, len(shapes), layer.plot, plot)
 
 

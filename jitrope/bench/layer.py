@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from . import peers as others
 from .thd import Progress, angles, offsets
 from .timing import turn_by_turn
 
-SHAPES = ((128, 512), (512, 128), (1024, 64), (2401, 28))
 HEADS, HEAD_DIM, MLP = 16, 128, 4
 Rope = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 """(T, H, 3 D) -> q, k, v, each (T, H, D)."""
@@ -78,7 +77,7 @@ def ropes(cu_seqlens: Tensor, rows: int, with_peers: bool) -> dict[str, Rope]:
 
 
 def run(
-    shapes: list[tuple[int, int]], with_peers: bool, progress: Progress = lambda text: None
+    shapes: Sequence[tuple[int, ...]], with_peers: bool, progress: Progress = lambda text: None
 ) -> list[dict[str, Any]]:
     """A row for each batch, as sequences x length, and implementation.
 
@@ -117,7 +116,7 @@ def run(
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: str) -> None:
-    """The layer's time over the batches, a line for each implementation."""
+    """Rope's share of the layer over the batches, a line for each implementation."""
     from .report import figure
 
-    figure(rows, "batch", "layer ms", "rope", title, "sequences x length", "layer forward + backward, ms", path)
+    figure(rows, "batch", "rope's share %", "rope", title, "sequences x length", "rope's share of the layer, %", path)

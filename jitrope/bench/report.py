@@ -30,7 +30,7 @@ def figure(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    chart, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
+    chart, axes = pyplot.subplots(figsize=(9, 4.5), constrained_layout=True)
     ticks = list(dict.fromkeys(str(row[x]) for row in rows))
     for label in dict.fromkeys(row[line] for row in rows):
         points = [row for row in rows if row[line] == label]
@@ -44,9 +44,11 @@ def figure(
     values = [row[y] for row in rows]
     if max(values) > 3 * min(values):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
     else:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     chart.savefig(path, dpi=120)
     pyplot.close(chart)

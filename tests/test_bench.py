@@ -1,0 +1,57 @@
+"""What `jitrope bench` does without a GPU: options, tables, plots of the kept results."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from jitrope.bench import report, thd
+from jitrope.cli import app
+
+RESULTS = Path(__file__).parent.parent / "examples" / "results"
+
+
+@pytest.mark.parametrize("name", ["thd", "layer"])
+def test_a_plot_of_the_kept_results(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need it: pip install 'jitrope[bench]'")
+    rows = json.loads((RESULTS / f"{name}_h100.json").read_text())["rows"]
+    path = tmp_path / "plot.png"
+    importlib.import_module(f"jitrope.bench.{name}").plot(rows, "a title", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert len(report.table(rows).rows) == len(rows)
+
+
+def test_kept_results_hold_the_sweeps_of_the_commands() -> None:
+    rows = {name: json.loads((RESULTS / f"{name}_h100.json").read_text())["rows"] for name in ("thd", "layer")}
+    assert tuple(dict.fromkeys(row["sequences"] for row in rows["thd"])) == thd.SEQUENCES
+    assert list(dict.fromkeys(row["batch"] for row in rows["layer"])) == [
+        "128 x 512", "512 x 128", "1024 x 64", "2401 x 28",
+    ]  # fmt: skip
+    ours = [row["x 2 COPY"] for row in rows["thd"] if row["by"] == "jitrope"]
+    assert max(ours) < 1.04  # the README's claim is this file's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["thd", "--sequences", "1,x"], "--sequences takes numbers"),
+        (["thd", "--table", "sines"], "--table is 'sines'"),
+        (["layer", "--batches", "128"], "not '128'"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to run on")
+@pytest.mark.parametrize("name", ["thd", "layer", "train"])
+def test_a_missing_device_is_said(name: str) -> None:
+    result = CliRunner().invoke(app, ["bench", name])
+    assert "needs a CUDA device" in str(result.exception)
