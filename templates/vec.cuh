@@ -80,6 +80,15 @@ __device__ __forceinline__ void store(T* address, const Vec<T, N>& v) {
     *reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address) = v.word;
 }
 
+// The same from global memory, said so: through a few calls NVRTC 13.2 loses that for sm_100.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> load_global(const T* address) {
+#if defined(__CUDA_ARCH__)
+    __builtin_assume(__isGlobal(address));
+#endif
+    return load<T, N>(address);
+}
+
 // The same for what others will read again, this kernel's blocks and the next launches: the last to
 // leave L2.
 template <typename T, int N>
