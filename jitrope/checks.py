@@ -128,11 +128,11 @@ def _check_lengths(
 ) -> None:
     batch, seqlen, *_ = _axes(q, options.layout)
     size, rank = options.cp_size, options.cp_rank
-    require(isinstance(size, int) and size >= 1, f"cp_size is {size!r}; it is at least 1")
-    require(
-        isinstance(rank, int) and 0 <= rank < size,
-        f"cp_rank is {rank!r}, which is not from 0 to cp_size - 1 = {size - 1}",
-    )
+    # Words only where they are needed: what changes from call to call is symbolic where it is traced.
+    if not (isinstance(size, int) and size >= 1):
+        require(False, f"cp_size is {size!r}; it is at least 1")
+    if not (isinstance(rank, int) and 0 <= rank < size):
+        require(False, f"cp_rank is {rank!r}, which is not from 0 to cp_size - 1 = {size - 1}")
     for label, x in (("cu_seqlens", cu_seqlens), ("start_positions", start_positions)):
         if x is None:
             continue
@@ -148,7 +148,8 @@ def _check_lengths(
         rows = batch
     else:
         require(options.layout == "thd", f"cu_seqlens goes with layout 'thd', not {options.layout!r}")
-        require(options.max_seqlen >= 0, f"max_seqlen is {options.max_seqlen}; it cannot be negative")
+        if options.max_seqlen < 0:
+            require(False, f"max_seqlen is {options.max_seqlen}; it cannot be negative")
         require(len(cu_seqlens) >= 1, "cu_seqlens is empty; it has N + 1 offsets")
         rows = len(cu_seqlens) - 1
     require(
@@ -182,7 +183,7 @@ def _check_tables(
     )
     width = cos.shape[-1]
     require(
-        width in (rotary // 2, rotary),
+        width == rotary // 2 or width == rotary,  # not `in`, which is False of symbolic sizes
         f"{both} {width} wide; with rotary_dim {rotary} (D={head_dim}) they are {rotary // 2} (half width) or "
         f"{rotary} (full width); pass rotary_dim for a partial rotation",
     )
@@ -191,12 +192,14 @@ def _check_tables(
     require(not mixed or width != rotary, f"interleaved_out goes with half-width tables, {rotary // 2} wide")
     rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
     needed = options.max_seqlen if packed else seqlen * options.cp_size
-    if not options.packed_table:
-        require(rows >= needed, f"q is {where} but {first} has {rows} rows; {needed} positions are used")
+    if not options.packed_table and rows < needed:
+        require(False, f"q is {where} but {first} has {rows} rows; {needed} positions are used")
     require(rows > 0 or seqlen == 0, f"{first} has no rows")
     if cos.dim() > 2:
         rows = cos.shape[0]
-        require(rows in (1, batch), f"q is {where} but {first} has {rows} batch rows; allowed are 1 and B={batch}")
+        require(
+            rows == 1 or rows == batch, f"q is {where} but {first} has {rows} batch rows; allowed are 1 and B={batch}"
+        )
     if cos.dim() == 4 and cos.shape[2] != 1:
         require(not options.angles, f"freqs has angles for {cos.shape[2]} heads; they are shared, or use cos and sin")
         same = k is None or _axes(k, options.layout)[2] == heads

@@ -441,6 +441,39 @@ def test_compile_fullgraph(in_place: bool, grad: bool) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("packed_qkv", [False, True])
+def test_compile_with_numbers_that_change(packed_qkv: bool) -> None:
+    """max_seqlen, cp_rank and the number of tokens become symbolic; forward and gradient stay right."""
+    cos = torch.rand(40, 32)
+    cu_seqlens = torch.tensor([0, 8, 16])
+
+    def model(x, longest, rank):
+        words = {"layout": "thd", "cu_seqlens": cu_seqlens, "max_seqlen": longest, "cp_size": 8, "cp_rank": rank}
+        if packed_qkv:
+            return sum(y.square().sum(-1) for y in jitrope.apply_rope_qkv(x * 1, cos, cos, **words))
+        return jitrope.apply_rope(x * 1, None, cos, cos, **words)[0].sin()
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for i in range(4):
+        x = torch.randn(16 + i, 2, 192 if packed_qkv else 64, requires_grad=True)
+        results = []
+        for function in (compiled, model):
+            out = function(x, 8 + i, i)
+            results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+        for got, want in zip(*results):
+            torch.testing.assert_close(got, want)
+
+
+def test_compile_with_head_sizes_that_change() -> None:
+    """One compiled function for a text model's and a vision tower's heads: sizes become symbolic."""
+    compiled = torch.compile(
+        lambda q, cos: jitrope.apply_rope(q * 1, None, cos, cos)[0], fullgraph=True, backend="aot_eager"
+    )
+    for batch, dim in ((1, 64), (2, 192), (3, 32), (2, 80)):
+        q, cos = torch.randn(batch, 6, 2, dim), torch.rand(batch, 6, dim // 2)
+        torch.testing.assert_close(compiled(q, cos), jitrope.apply_rope(q, None, cos, cos)[0])
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_compiled_in_place_leaves_spare_tokens(grad: bool) -> None:
     q, k, cos, sin, keywords = make(*by_name("packed"))

@@ -13,7 +13,6 @@ from .. import apply_rope
 from . import peers as others
 from .timing import Step, copy_calls, copy_time, gpu_time, train_step
 
-SEQUENCES = (1, 8, 32, 128, 512, 1024, 2401)
 TABLES = ("freqs", "freqs-half", "cos-sin")
 Progress = Callable[[str], Any]
 

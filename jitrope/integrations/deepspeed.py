@@ -22,7 +22,8 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
     """Rotate the first W elements of each head, halves, by tables that broadcast to t, as DeepSpeed's own.
 
     Args:
-        t: (..., D): [S, B, H, D], [B, S, H, D] or any other order, any strides; nothing is copied.
+        t: (..., D): [S, B, H, D], [B, S, H, D] or any other order, any strides. Nothing is copied, but of
+            more axes than four those that are merged and lie apart, and t where the tables promote it.
         freqs_cos, freqs_sin: (..., W), W <= D even, broadcastable to t's other axes.
 
     Returns:
