@@ -5,7 +5,15 @@
 
 from .config import set_up_logging as _set_up_logging
 from .errors import CacheError, CompileError, InvalidInput, JitropeError
-from .rope import apply_rope, apply_rope_, apply_rope_qkv, apply_rope_qkv_
+from .rope import (
+    apply_rope,
+    apply_rope_,
+    apply_rope_fp8,
+    apply_rope_kv_cache,
+    apply_rope_kv_cache_,
+    apply_rope_qkv,
+    apply_rope_qkv_,
+)
 from .version import __version__
 
 __all__ = [
@@ -16,6 +24,9 @@ __all__ = [
     "__version__",
     "apply_rope",
     "apply_rope_",
+    "apply_rope_fp8",
+    "apply_rope_kv_cache",
+    "apply_rope_kv_cache_",
     "apply_rope_qkv",
     "apply_rope_qkv_",
 ]

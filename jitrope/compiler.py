@@ -6,6 +6,9 @@ NVRTC is called one level below CuPy's own compiler, because that needs no GPU a
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -101,31 +104,69 @@ def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = (
         nvrtc.destroyProgram(program)
 
 
-class Kernel:
-    """A kernel that is loaded on one device.
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
-    `launch(handle, gx, gy, gz, bx, by, bz, shared_bytes, stream, params, 0)` enqueues it; `params`
-    is the address of an array of argument addresses, as for `cuLaunchKernel`.
-    """
+
+class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+@lru_cache(maxsize=1)
+def _launch_function() -> Any:
+    """The driver's cuLaunchKernelEx: its arguments can be made once, and CuPy does not have it."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    return ctypes.CDLL(name).cuLaunchKernelEx
+
+
+class Kernel:
+    """A kernel that is loaded on one device."""
 
     def __init__(self, path: Path, entry: str, device: int) -> None:
         cupy = import_cupy()
         from cupy_backends.cuda.api import driver
 
-        with cupy.cuda.Device(device):
+        with cupy.cuda.Device(device) as this:
             try:
                 self.module = cupy.RawModule(path=str(path))
                 self.handle: int = self.module.get_function(entry).kernel.ptr
             except Exception as error:
                 raise CompileError(f"the driver refuses {path}: {error}") from error
             self._context = driver.ctxGetCurrent()
+            self._may_overlap = int(this.compute_capability) >= 90
         self._driver = driver
-        self.launch = driver.launchKernel
 
     def bind_thread(self) -> None:
         """Give a thread that has not used the GPU yet the kernel's context; a launch needs one."""
         if not self._driver.ctxGetCurrent():
             self._driver.ctxSetCurrent(self._context)
+
+    def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
+        """What enqueues the kernel on a stream; its one argument, a struct, is read from the address then.
+
+        From sm_90 on by programmatic dependent launch, for which the templates wait (`dependents.cuh`).
+        """
+        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        config = _LaunchConfig(
+            (*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(attribute), 1 if self._may_overlap else 0
+        )  # fmt: skip
+        parameters = (ctypes.c_void_p * 1)(arguments)
+        launch, error = _launch_function(), self._driver.CUDADriverError
+        where = (ctypes.byref(config), ctypes.c_void_p(self.handle), parameters, None)
+
+        def enqueue(stream: int) -> None:
+            config.stream = stream
+            status = launch(*where)
+            if status:
+                raise error(status)
+
+        return enqueue
 
 
 def versions() -> dict[str, str]:

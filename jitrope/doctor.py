@@ -82,7 +82,7 @@ def _self_test() -> str:
     q, k = (torch.randn(1, 9, heads, 64).to(device, torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(9, 32, device=device) * 9
     got = apply_rope(q, k, angles.cos(), angles.sin())
-    want = reference.rope(q, k, angles.cos(), angles.sin(), None, None, Options(rotary_dim=64))
+    want = reference.rope(q, k, angles.cos(), angles.sin(), None, None, None, Options(rotary_dim=64))
     assert all(torch.equal(a, b) for a, b in zip(got, want) if a is not None and b is not None), "wrong numbers"
     if device == "cuda":
         return "a call on the GPU gives the reference's bits"

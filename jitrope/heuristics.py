@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from .spec import ACCESS_BYTES, ITEM_SIZES, RopeSpec
 
@@ -19,14 +20,17 @@ memory best: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block of all 48 
 1.036 x the copy, 24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads the
 80 registers a thread that full-width tables and packed input need are not there, and they spill."""
 
-FEW_TOKENS_PER_SM = 4
-"""Tokens an SM below which heads are tiled too. H100 (132 SMs), 32 + 8 heads of 128, bf16, hot, in place,
-token_linear / grid_2d: 1 token 1.74 / 1.52 us, 64 1.96 / 1.90, 131 2.23 / 2.17, 264 2.66 / 2.57, 528
-3.50 / 3.31."""
+FEW_THREADS_PER_SM = 1280
+"""Threads an SM, with accesses of SMALL_ACCESS_BYTES, below which heads are tiled too. H100 (132 SMs), heads of
+128, bf16, position_ids, hot, in place, token_linear / grid_2d: 32 + 8 heads: 1 token 1.34 / 1.03 us, 64 1.52 /
+1.34, 192 1.97 / 1.84, 256 2.27 / 2.15, 384 2.84 / 2.93; 64 + 8 heads: 4 tokens 1.75 / 1.09, 64 1.85 / 1.55, 132
+2.23 / 2.07, 192 2.67 / 2.70."""
 
-SMALL_BLOCK_THREADS = 64
-"""Threads a block aims at where heads are tiled. The same calls with 32 / 64 / 128 threads: 1 token
-1.59 / 1.52 / 1.51 us, 64 1.89 / 1.90 / 1.90, 264 3.15 / 2.57 / 2.67, 528 4.70 / 3.31 / 3.72."""
+SMALL_BLOCK_THREADS = 128
+SMALL_ACCESS_BYTES = 8
+"""Threads a block aims at, and bytes of an access, where heads are tiled: what takes long is one warp's
+instructions, so more threads do less each. The same calls with 16 bytes: 1 token 1.10 us, 64 1.64, 256 2.81; with
+256 threads 1.05, 1.42, 2.38."""
 
 
 FEW_PACKED_HEADS = 8192
@@ -66,9 +70,19 @@ class RopeProblem:
     index_dtype: str | None
     start_dtype: str | None
     cp_size: int
+    position_dtype: str | None
+    sections: tuple[int, ...]
+    spread: bool
+    slot_dtype: str | None
+    page_size: int
+    k_too: bool
+    q_out: str
+    kv_out: str
     q_per_group: int
     values: bool
     batch_inner: bool
+    wide: bool
+    batch: int
     tokens: int
     heads: int
     num_sequences: int
@@ -96,7 +110,9 @@ _SHARED_FIELDS = [f.name for f in fields(RopeSpec) if f.name in RopeProblem.__da
 def plan(problem: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
     p = problem
-    vec, chunks = widest_access(p)
+    launch, reason = choose_launch(p)
+    tiled = launch == "grid_2d" and not p.index_dtype
+    vec, chunks = widest_access(p, tiled)
     spec = RopeSpec(
         **{name: getattr(p, name) for name in _SHARED_FIELDS},
         launch="token_linear",
@@ -106,11 +122,11 @@ def plan(problem: RopeProblem) -> Plan:
         tokens_per_block=1,
         heads_per_block=1,
         one_step=False,
+        one_row=False,
     )
     spec = replace(spec, table_vec=table_access(p, spec))
     tokens, heads = tile(p.heads, spec.lanes)
-    launch, reason = choose_launch(p)
-    if launch == "grid_2d" and not p.index_dtype:
+    if tiled:
         tokens, heads = 1, min(p.heads, max(1, SMALL_BLOCK_THREADS // spec.lanes))
         grid = (p.tokens, -(-p.heads // heads))
     elif launch == "grid_2d":
@@ -119,8 +135,10 @@ def plan(problem: RopeProblem) -> Plan:
         grid = (-(-min(p.tokens, length) // tokens), p.num_sequences + 1)
     else:
         grid = (-(-p.tokens // tokens), 1)
-    one_step = heads >= p.heads or (launch == "grid_2d" and not p.index_dtype)
-    spec = replace(spec, launch=launch, tokens_per_block=tokens, heads_per_block=heads, one_step=one_step)
+    spec = replace(
+        spec, launch=launch, tokens_per_block=tokens, heads_per_block=heads, one_step=tiled or heads >= p.heads,
+        one_row=tiled and p.batch == 1,  # elsewhere the division is hidden, and would be one more kernel
+    )  # fmt: skip
     return Plan(spec, grid, spec.threads, reason)
 
 
@@ -146,16 +164,17 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
         ):
             return "grid_2d", f"{p.tokens} packed tokens of {p.num_sequences} even sequences: no search"
         return "token_linear", "packed: cost follows the tokens, not sequences x max_seqlen"
-    if p.tokens < FEW_TOKENS_PER_SM * p.sm_count and p.heads > 1:
+    threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
+    if threads < FEW_THREADS_PER_SM * p.sm_count and p.heads > 1:
         return "grid_2d", f"{p.tokens} tokens leave {p.sm_count} SMs room: heads are tiled too"
     return "token_linear", f"{p.tokens} tokens fill {p.sm_count} SMs"
 
 
-def widest_access(p: RopeProblem) -> tuple[int, int]:
+def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
     """(elements an access, runs of them in a thread): the widest that addresses and head allow."""
-    rest = 0 if p.in_place else p.head_dim - p.rotary_dim
+    rest = 0 if p.in_place and not p.slot_dtype else p.head_dim - p.rotary_dim
     interleaved = p.interleaved and p.interleaved_out
-    vec = min(p.vec_limit, ACCESS_BYTES // ITEM_SIZES[p.dtype])
+    vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
     while vec > 1 and (rest % vec or p.rotary_offset % vec or p.rotary_dim % (vec if interleaved else 2 * vec)):
         vec //= 2
     chunk = max(vec, 2) if interleaved else vec
@@ -168,7 +187,11 @@ def table_access(p: RopeProblem, spec: RopeSpec) -> int:
     run = spec.chunk // 2 if interleaved and not p.full_width else spec.chunk
     step = p.rotary_dim // (2 if p.full_width or not interleaved else 4)  # to the thread's second run
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // ITEM_SIZES[p.table_dtype])
-    while run % table_vec or (spec.chunks == 2 and step % table_vec):
+    members = 2 if p.full_width and p.interleaved else 1  # of a pair, side by side
+    ends = [end * members for end in accumulate(p.sections)]
+    if p.spread:
+        table_vec = min(table_vec, members)
+    while run % table_vec or (spec.chunks == 2 and step % table_vec) or any(end % table_vec for end in ends):
         table_vec //= 2
     return table_vec
 

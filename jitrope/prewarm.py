@@ -20,12 +20,15 @@ _MANY, _SM_COUNT = 1 << 20, 132
 
 @dataclass(frozen=True)
 class Call:
-    """A kind of `apply_rope` or, with q_per_group, `apply_rope_qkv` call with aligned, ordinary tensors.
+    """A kind of `apply_rope`, with q_per_group `apply_rope_qkv`, with slots `apply_rope_kv_cache` call with
+    aligned, ordinary tensors.
 
-    heads: those of q and k (and v, if a packed call copies it) together, since one block takes all of
-    a token's. width: "half" or "full" tables; angles: they are `freqs`. packed, start_positions: None
-    or the dtype of cu_seqlens and start_positions. batch_inner: (S, B, H, D) in memory, B > 1. The
-    kernels of a call are both launches, and with `backward` the gradient's.
+    heads: those of q and k (and v, if the call moves it) together, since one block takes all of a
+    token's. width: "half" or "full" tables; angles: they are `freqs`; freqs_cis: complex64. packed,
+    start_positions, position_ids, slots: None or the dtype of cu_seqlens, start_positions, position_ids
+    and slot_mapping. page_size: of a cache whose pages do not follow each other, else 0; kv_dtype: the
+    cache's, if it is "fp8"; fp8: q (and without a cache k) comes out as fp8. batch_inner: (S, B, H, D) in
+    memory, B > 1. The kernels of a call are both launches, and with `backward` the gradient's.
     """
 
     heads: int
@@ -46,6 +49,15 @@ class Call:
     q_per_group: int = 0
     copy_v: bool = True
     batch_inner: bool = False
+    freqs_cis: bool = False
+    position_ids: str | None = None
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
+    slots: str | None = None
+    page_size: int = 0
+    kv_dtype: str | None = None
+    rotate_k: bool = False
+    fp8: bool = False
     in_place: bool = False
     backward: bool = False
 
@@ -57,6 +69,9 @@ class Call:
             ("rounding", self.rounding, ROUNDINGS),
             ("packed", self.packed, (None, "int32", "int64")),
             ("start_positions", self.start_positions, (None, "int32", "int64")),
+            ("position_ids", self.position_ids, (None, "int32", "int64")),
+            ("slots", self.slots, (None, "int32", "int64")),
+            ("kv_dtype", self.kv_dtype, (None, self.dtype, "fp8")),
         ):
             if value not in allowed:
                 raise InvalidInput(f"{name} is {value!r}; allowed are {', '.join(map(str, allowed))}")
@@ -87,15 +102,27 @@ class Call:
             index_dtype=self.packed,
             start_dtype=self.start_positions,
             cp_size=self.cp_size,
+            position_dtype=self.position_ids,
+            sections=tuple(self.mrope_section),
+            spread=self.mrope_interleaved,
+            slot_dtype=self.slots,
+            page_size=self.page_size,
+            k_too=self.rotate_k,
+            q_out="fp8" if self.fp8 else self.dtype,
+            kv_out=self.kv_dtype or ("fp8" if self.fp8 and not self.slots else self.dtype),
             q_per_group=max(1, self.q_per_group),
-            values=self.q_per_group > 0 and self.copy_v and not self.in_place,
+            values=self.slots is not None or (self.q_per_group > 0 and self.copy_v and not self.in_place),
             batch_inner=self.batch_inner,
+            wide=False,
+            batch=2 if self.batch_inner else 1,
             tokens=_MANY,
             heads=self.heads,
             num_sequences=1 if self.packed else 0,
             max_seqlen=0,
             vec_limit=_aligned(self.head_dim, self.dtype),
-            table_vec_limit=_aligned(rotary if self.width == "full" else rotary // 2, self.table_dtype),
+            table_vec_limit=1
+            if self.freqs_cis
+            else _aligned(rotary if self.width == "full" else rotary // 2, self.table_dtype),
             launch="auto",
             sm_count=_SM_COUNT,
         )
@@ -122,6 +149,8 @@ def _aligned(elements: int, dtype: str) -> int:
 # Popular models. q and k go together, except where an integration's host hands them over one by one.
 DEFAULT_CALLS = (
     [Call(heads, in_place=in_place) for heads in (40, 64, 72) for in_place in (False, True)]  # Llama, Qwen, Mistral
+    + [Call(heads, position_ids="int64", in_place=True) for heads in (40, 72)]  # serving: vLLM, SGLang
+    + [Call(48, position_ids="int64", in_place=True, slots="int64", kv_dtype=kv) for kv in (None, "fp8")]
     + [Call(40, backward=True), Call(40, packed="int32", backward=True)]
     + [Call(24, interleaved=True, width=width) for width in ("full", "half")]  # FLUX, HunyuanVideo
     + [Call(48, interleaved=True, backward=True)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import heuristics
-from .reference import canonical, table_view
+from .reference import FP8, Tables, canonical, ids_view, table_pair, table_view
 from .spec import ACCESS_BYTES, Options
 
 DTYPE_NAMES = {
@@ -23,6 +23,7 @@ DTYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.int32: "int32",
     torch.int64: "int64",
+    FP8: "fp8",
 }
 
 
@@ -35,9 +36,20 @@ def head_views(q: Tensor, k: Tensor | None, options: Options) -> tuple[Views, Vi
     """The heads that a call of `rope` reads and those that it writes; a head is a group of its own."""
     outputs = (q, k)
     if not options.in_place:
-        outputs = (torch.empty_like(q, device="meta"), None if k is None else torch.empty_like(k, device="meta"))
+        dtype = FP8 if options.fp8 else q.dtype
+        outputs = (
+            torch.empty_like(q, dtype=dtype, device="meta"),
+            None if k is None else torch.empty_like(k, dtype=dtype, device="meta"),
+        )
     views = [[None if x is None else canonical(x, options.layout).unsqueeze(3) for x in xs] for xs in ((q, k), outputs)]
     return (*views[0], None), (*views[1], None)  # type: ignore[return-value]
+
+
+def cache_view(cache: Tensor) -> Tensor:
+    """A cache (slots, H, D) or (pages, rows, H, D) as heads: pages are the batch axis, if they are needed."""
+    if cache.dim() == 4 and cache.stride(0) == cache.shape[1] * cache.stride(1):
+        cache = cache.flatten(0, 1)
+    return (cache if cache.dim() == 4 else cache.unsqueeze(0)).unsqueeze(3)
 
 
 def qkv_views(qkv: Tensor, q_per_group: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,60 +83,106 @@ def empty_parts(qkv: Tensor, q_per_group: int, device: Any, values: bool) -> tup
 
 
 def plan_call(
-    inputs: Views,
-    outputs: Views,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    start_positions: Tensor | None,
-    options: Options,
-    sm_count: int,
+    inputs: Views, outputs: Views, tables: Tables, slot_mapping: Tensor | None, options: Options, sm_count: int
 ) -> tuple[heuristics.Plan, list[int]] | None:
-    """The plan of a call and its kernel's arguments after the addresses; None: nothing to do."""
-    batch, seqlen, groups, q_per_group, head_dim = inputs[0].shape
+    """The plan of a call and its kernel's arguments after the addresses; None: nothing to do.
+
+    With a slot_mapping the outputs of k and v are caches, pages as the batch axis.
+    """
+    cos, sin, cu_seqlens, start_positions, position_ids = tables
+    page_size = slot_count = 0
+    if slot_mapping is not None:
+        pages, rows = outputs[1].shape[:2]  # type: ignore[union-attr]
+        page_size, slot_count = rows if pages > 1 else 0, pages * rows
+    # No head of a missing k or v is read.
+    views = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
+    table_views = [table_view(table) for table in table_pair(cos, sin, options.table)]
+    ids = None if position_ids is None else ids_view(position_ids, options)
+    views, table_views, ids = _as_one_row(views, table_views, ids, slot_mapping is not None, start_positions)
+    batch, seqlen, groups, q_per_group, head_dim = views[0].shape
     q_heads, k_heads = groups * q_per_group, 0 if inputs[1] is None else inputs[1].shape[2]
     tokens, heads = batch * seqlen, q_heads + k_heads * (2 if inputs[2] is not None else 1)
     if tokens * heads == 0:
         return None
-    # No head of a missing k or v is read.
-    views = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
     strides = [_strides(x) for x in views]
-    tables = [_strides(table_view(table)) for table in (cos, sin)]
+    table_strides = [_strides(table) for table in table_views]
     problem = heuristics.RopeProblem(
-        dtype=DTYPE_NAMES[inputs[0].dtype],
-        table_dtype=DTYPE_NAMES[cos.dtype],
+        dtype=DTYPE_NAMES[views[0].dtype],
+        table_dtype=DTYPE_NAMES[table_views[0].dtype],
         head_dim=head_dim,
         rotary_dim=options.rotary_dim,
         rotary_offset=options.rotary_offset,
         interleaved=options.interleaved,
         interleaved_out=options.interleaved_out,
         conjugate=options.conjugate,
-        angles=options.angles,
-        full_width=cos.shape[-1] == options.rotary_dim,
-        per_head=any(table[2] for table in tables),
+        angles=options.table == "freqs",
+        full_width=table_views[0].shape[-1] == options.rotary_dim,
+        per_head=any(table[2] for table in table_strides),
         packed_table=options.packed_table,
         rounding=options.rounding,
         in_place=options.in_place,
-        index_dtype=None if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype],
-        start_dtype=None if start_positions is None else DTYPE_NAMES[start_positions.dtype],
+        index_dtype=_name(cu_seqlens),
+        start_dtype=_name(start_positions),
         cp_size=options.cp_size,
+        position_dtype=_name(position_ids),
+        sections=tuple(options.mrope_section),
+        spread=options.mrope_interleaved,
+        slot_dtype=_name(slot_mapping),
+        page_size=page_size,
+        k_too=options.k_too,
+        q_out=DTYPE_NAMES[views[3].dtype],
+        kv_out=DTYPE_NAMES[views[4].dtype],
         q_per_group=q_per_group,
         values=inputs[2] is not None,
-        batch_inner=batch > 1 and seqlen > 1 and inputs[0].stride(0) < inputs[0].stride(1),
+        batch_inner=batch > 1 and seqlen > 1 and views[0].stride(0) < views[0].stride(1),
+        wide=max(table_views[0].shape[1], *(step for group in (*strides, *table_strides) for step in group)) >= 1 << 31,
+        batch=batch,
         tokens=tokens,
         heads=heads,
         num_sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
         max_seqlen=options.max_seqlen,
         vec_limit=_elements_per_access(views, strides),
-        table_vec_limit=_elements_per_access([cos, sin], tables),
+        table_vec_limit=_elements_per_access(table_views, table_strides),
         launch=options.launch,
         sm_count=sm_count,
     )
-    table_rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
-    counts = [tokens, batch, seqlen, q_heads, k_heads, problem.num_sequences, table_rows, options.cp_rank]
+    ids_strides = [0, 0, 0] if ids is None else [*_strides(ids)[:2], ids.stride(2)]
+    counts = [tokens, batch, seqlen, q_heads, k_heads, problem.num_sequences, table_views[0].shape[1]]
     (mscale_bits,) = struct.unpack("q", struct.pack("2f", options.mscale, 0))
-    words = [word for group in (*strides, *tables, counts) for word in group]
-    return heuristics.plan(problem), [*words, mscale_bits]
+    words = [word for group in (*strides, *table_strides, ids_strides, counts) for word in group]
+    return heuristics.plan(problem), [*words, options.cp_rank, slot_count, mscale_bits]
+
+
+def _as_one_row(
+    views: list[Tensor], tables: list[Tensor], ids: Tensor | None, caches: bool, starts: Tensor | None
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """The batch axis made one with the sequence's where the kernel then does the same: it saves a division."""
+    batch, seqlen = views[0].shape[:2]
+    shared = len(tables[0]) == 1
+    of_tokens = slice(0, 4 if caches else 6)  # the others are caches
+
+    if batch == 1 or (ids is not None and not shared) or starts is not None:
+        return views, tables, ids
+    if ids is not None:
+        ids = ids.expand(-1, batch, -1)
+    if seqlen == 1:  # a decode step: the batch rows are the tokens
+        views[of_tokens] = [x.transpose(0, 1) for x in views[of_tokens]]
+        if ids is None:
+            tables = [table[:, :1].transpose(0, 1).expand(-1, batch, -1, -1) for table in tables]
+        return views, tables, None if ids is None else ids.transpose(1, 2)
+    if ids is None or not all(_merges(x) for x in (*views[of_tokens], ids[0])):
+        return views, tables, ids
+    views[of_tokens] = [x.flatten(0, 1).unsqueeze(0) for x in views[of_tokens]]
+    return views, tables, ids.flatten(1).unsqueeze(1)
+
+
+def _merges(x: Tensor) -> bool:
+    """Whether the first two axes can be seen as one."""
+    return x.stride(0) == x.shape[1] * x.stride(1)
+
+
+def _name(x: Tensor | None) -> str | None:
+    return None if x is None else DTYPE_NAMES[x.dtype]
 
 
 def _strides(view: Tensor) -> list[int]:
@@ -135,11 +193,13 @@ def _strides(view: Tensor) -> list[int]:
 
 def _elements_per_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> int:
     """Elements that one aligned access may span, from addresses and strides; the last stride is the inner one."""
-    size = views[0].element_size()
     if any(inner != 1 for *_, inner in strides):
         return 1
-    steps = [stride * size for *outer, _ in strides for stride in outer]
-    return max(1, math.gcd(ACCESS_BYTES, *steps, *map(_address, views)) // size)
+    limits = []
+    for view, (*outer, _) in zip(views, strides):
+        size = view.element_size()
+        limits.append(max(1, math.gcd(ACCESS_BYTES, *(stride * size for stride in outer), _address(view)) // size))
+    return min(limits)
 
 
 def _address(x: Tensor) -> int:

@@ -7,6 +7,11 @@ from torch import Tensor
 
 from .spec import LAYOUT_AXES, Options
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+Tables = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
+"""cos, sin, cu_seqlens, start_positions and position_ids."""
+
 
 def canonical(x: Tensor, layout: str) -> Tensor:
     """A (batch, seq, head, dim) view of a tensor in `layout`."""
@@ -19,6 +24,33 @@ def table_view(table: Tensor) -> Tensor:
     if table.dim() == 4:
         return table
     return table[None, :, None] if table.dim() == 2 else table[:, :, None]
+
+
+def table_pair(cos: Tensor, sin: Tensor, table: str) -> tuple[Tensor, Tensor]:
+    """cos and sin as two views; of angles both are the angles. `table` is a word of `spec.TABLES`."""
+    if table == "cos_sin_cache":
+        half = cos.shape[-1] // 2
+        return cos[..., :half], cos[..., half:]
+    if table == "freqs_cis":
+        parts = torch.view_as_real(cos)
+        return parts[..., 0], parts[..., 1]
+    return cos, sin
+
+
+def ids_view(position_ids: Tensor, options: Options) -> Tensor:
+    """An (axes, batch, seq) view of position_ids; batch is 1 where they are shared."""
+    ids = position_ids if options.mrope_section else position_ids[None]
+    return ids if ids.dim() == 3 else ids[:, None]
+
+
+def axis_of_pairs(options: Options, device: torch.device) -> Tensor:
+    """Which axis of position_ids turns a pair: sections one after the other, or every so many-th pair."""
+    pair = torch.arange(options.rotary_dim // 2, device=device)
+    sections = torch.tensor(options.mrope_section, device=device)
+    if options.mrope_interleaved:
+        axis = pair % len(sections)
+        return torch.where(pair < len(sections) * sections[axis], axis, 0)
+    return torch.searchsorted(sections.cumsum(0), pair, right=True)
 
 
 def local_positions(index: Tensor, length: Tensor, cp_size: int, cp_rank: int) -> Tensor:
@@ -34,9 +66,23 @@ def local_positions(index: Tensor, length: Tensor, cp_size: int, cp_rank: int) -
 
 
 def table_rows(
+    tokens: int,
+    device: torch.device,
+    cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
+    position_ids: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor | None]:
+    """(row of the table for each token, (axes, batch or 1, tokens); which tokens are after the last sequence)."""
+    if position_ids is not None:
+        return ids_view(position_ids, options).long(), None
+    rows, spare = _counted_rows(tokens, device, cu_seqlens, start_positions, options)
+    return rows[None], spare
+
+
+def _counted_rows(
     tokens: int, device: torch.device, cu_seqlens: Tensor | None, start_positions: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """(row of the table for each token, (batch or 1, tokens); which tokens are after the last sequence)."""
     index = torch.arange(tokens, device=device)
     if cu_seqlens is None:
         length = torch.tensor(tokens, device=device)
@@ -64,8 +110,10 @@ def rope(
     sin: Tensor,
     cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
+    position_ids: Tensor | None,
     options: Options,
     compute_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Fresh rotated tensors: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, rounded once at the end.
 
@@ -76,18 +124,60 @@ def rope(
         if x is None:
             outputs.append(None)
             continue
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=out_dtype or x.dtype)
         view = canonical(out, options.layout)
-        c, s = (table_view(table).to(compute_dtype) for table in (cos, sin))
-        if options.angles:
+        c, s = (table_view(table).to(compute_dtype) for table in table_pair(cos, sin, options.table))
+        if options.table == "freqs":
             c, s = c.cos() * options.mscale, s.sin() * options.mscale
-        rows, spare = table_rows(view.shape[1], c.device, cu_seqlens, start_positions, options)
-        c, s = _gather(c, rows), _gather(s, rows)
+        rows, spare = table_rows(view.shape[1], c.device, cu_seqlens, start_positions, position_ids, options)
+        c, s = _gather(c, rows, options), _gather(s, rows, options)
         view.copy_(_rotate(canonical(x, options.layout).to(compute_dtype), c, s, options))
         if spare is not None:
             view[:, spare] = 0
         outputs.append(out)
     return outputs[0], outputs[1]  # type: ignore[return-value]
+
+
+def to_fp8(y: Tensor, scale: Tensor) -> Tensor:
+    """y / scale as e4m3, at most 448 in size: fp32 times the fp32 reciprocal, rounded once."""
+    return (y.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def rope_fp8(
+    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """q and k rotated, divided by their scales, as e4m3."""
+    q_out, k_out = rope(q, k, *tables, options, out_dtype=torch.float32)
+    return to_fp8(q_out, q_scale), None if k_out is None else to_fp8(k_out, k_scale)  # type: ignore[arg-type]
+
+
+def rope_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    tables: Tables,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """q and k rotated, q as fp8 if asked; k and v are stored at their slots of caches (slots, heads, dim) or
+    (pages, rows, heads, dim)."""
+    q_out, k_out = rope(q, k, *tables, options)
+    q_exact, k_exact = rope(q, k, *tables, options, out_dtype=torch.float32)
+    slots = slot_mapping.flatten().long()
+    page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
+    kept = (slots >= 0) & (slots < k_cache.shape[0] * page_size)
+    page, row = slots[kept] // page_size, slots[kept] % page_size
+    at = (page, row) if k_cache.dim() == 4 else (page,)
+    for cache, x, exact, scale in ((k_cache, k_out, k_exact, k_scale), (v_cache, v, v, v_scale)):
+        stored: Tensor = to_fp8(exact, scale) if cache.dtype == FP8 else x  # type: ignore[arg-type, assignment]
+        bits = torch.uint8 if cache.dtype == FP8 else cache.dtype  # there is no index_put for fp8
+        cache.view(bits)[at] = canonical(stored.view(bits), options.layout).flatten(0, 1)[kept]
+    return to_fp8(q_exact, q_scale) if options.fp8 else q_out, k_out  # type: ignore[arg-type,return-value]
 
 
 def rope_qkv(
@@ -96,11 +186,12 @@ def rope_qkv(
     sin: Tensor,
     cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
+    position_ids: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packed QKV (..., groups, (q_per_group + 2) head_dim) -> fresh q, k, rotated, and v."""
     q, k, v = split_qkv(qkv, options.q_per_group)
-    q, k = rope(q, k, cos, sin, cu_seqlens, start_positions, options)  # type: ignore[assignment]
+    q, k = rope(q, k, cos, sin, cu_seqlens, start_positions, position_ids, options)  # type: ignore[assignment]
     return q, k, v.clone(memory_format=torch.contiguous_format)
 
 
@@ -112,10 +203,12 @@ def rope_qkv_backward(
     sin: Tensor,
     cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
+    position_ids: Tensor | None,
     options: Options,
 ) -> Tensor:
     """The other way: one packed tensor."""
-    q, k = rope(dq.contiguous(), dk.contiguous(), cos, sin, cu_seqlens, start_positions, options)
+    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
+    q, k = rope(dq.contiguous(), dk.contiguous(), *tables, options)
     return join_qkv(q, k, dv, options.q_per_group)  # type: ignore[arg-type]
 
 
@@ -130,15 +223,24 @@ def join_qkv(q: Tensor, k: Tensor, v: Tensor, q_per_group: int) -> Tensor:
     return torch.cat((q.unflatten(-2, (-1, q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
 
 
-def _gather(table: Tensor, rows: Tensor) -> Tensor:
-    """The table's rows, (batch, token, head, width); NaN outside of it."""
-    outside = (rows < 0) | (rows >= table.shape[1])
-    rows = rows.masked_fill(outside, 0)
+def _gather(table: Tensor, rows: Tensor, options: Options) -> Tensor:
+    """The table's rows, (batch, token, head, width), each pair's of its axis; NaN where one is outside."""
+    outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
+    found = [_rows_of(table, axis.masked_fill(outside, 0)) for axis in rows]
+    gathered = found[0]
+    if len(found) > 1:
+        axis_of = axis_of_pairs(options, table.device)
+        if table.shape[-1] == options.rotary_dim:
+            axis_of = axis_of.repeat_interleave(2) if options.interleaved else axis_of.repeat(2)
+        for axis in range(1, len(found)):
+            gathered = torch.where(axis_of == axis, found[axis], gathered)
+    return gathered.masked_fill(outside[..., None, None], float("nan"))
+
+
+def _rows_of(table: Tensor, rows: Tensor) -> Tensor:
     if len(rows) == 1:
-        found = table[:, rows[0]]
-    else:
-        found = table.expand(len(rows), -1, -1, -1)[torch.arange(len(rows), device=rows.device)[:, None], rows]
-    return found.masked_fill(outside[..., None, None], float("nan"))
+        return table[:, rows[0]]
+    return table.expand(len(rows), -1, -1, -1)[torch.arange(len(rows), device=rows.device)[:, None], rows]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, options: Options) -> Tensor:

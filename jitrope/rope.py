@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
-from .checks import check, check_qkv
+from . import checks
+from .dispatch import call, call_fp8, call_kv_cache, call_qkv
 from .errors import InvalidInput
-from .ops import call, call_qkv
 
 
 def apply_rope(
@@ -15,7 +19,12 @@ def apply_rope(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
+    cos_sin_cache: Tensor | None = None,
     freqs: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    mrope_section: Sequence[int] = (),
+    mrope_interleaved: bool = False,
     mscale: float = 1.0,
     layout: str = "bshd",
     interleaved: bool = False,
@@ -31,6 +40,7 @@ def apply_rope(
     cp_rank: int = 0,
     rounding: str = "fp32",
     launch: str = "auto",
+    check: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by position-dependent angles, in one launch; returns fresh tensors.
 
@@ -50,9 +60,20 @@ def apply_rope(
             shared. P is at least the number of positions used. W is rotary_dim / 2 (half width: an
             angle a pair) or rotary_dim (full width: an angle an element, laid out like the head;
             the members of a pair may differ).
+        cos_sin_cache: in place of cos and sin: both in one table (P, rotary_dim), the cosines of the pairs
+            before the sines, as vLLM and SGLang have it. rotary_dim is its width.
         freqs: in place of cos and sin: fp32 angles in radians, (P, W), (B, P, W) or, as Megatron and
             TransformerEngine have them, (P, 1 or B, 1, W). The kernel takes each sine and cosine
             once a token, with the accuracy of torch's own.
+        freqs_cis: in place of cos and sin: complex64 cos + i sin, (P, rotary_dim / 2) or with the axes of cos.
+        position_ids: int32 or int64, on q's device, any strides: the table's row for each token, (S) or
+            (B, S); (T) with "thd". Default: rows 0, 1, ... Ids outside of the table come out as NaN and are
+            never read; `check` refuses them.
+        mrope_section: position_ids have an axis in front, (A, S) or (A, B, S): as many ids a token as there
+            are sections, and the pairs of each section take theirs (multimodal rope, arXiv:2409.12191; the
+            axial rope of images and video). A is at most 4; the sizes count pairs, rotary_dim / 2 in all.
+        mrope_interleaved: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has, and
+            all others are those of axis 0 (Qwen3-VL); else a section's pairs are neighbours (Qwen2-VL).
         mscale: with freqs: a factor of the cosines and sines (YaRN, arXiv:2309.00071, section 3.4).
         layout: "bshd", "sbhd", "bhsd" or, for packed sequences, "thd": (T, H, D). Without
             cu_seqlens a packed token t uses row t of the table.
@@ -80,6 +101,8 @@ def apply_rope(
             tensors; "complex64" gives the bits of torch's complex64 multiply on the same device.
             The result is rounded to q's dtype once.
         launch: "auto", or force "token_linear" or "grid_2d"; all give the same bits.
+        check: refuse positions outside of the table, however they are given. For finding mistakes: it waits
+            for the device, and so cannot be captured in a CUDA graph or compiled.
 
     Returns:
         (q, k) rotated, of the shapes, dtype and (where dense) strides of the inputs.
@@ -88,14 +111,22 @@ def apply_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    if freqs is not None or cos is None or sin is None:
-        cos, sin = _tables("apply_rope", cos, sin, freqs)
+    kind = "cos_sin"
+    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
+        cos, sin, kind = _tables("apply_rope", cos, sin, cos_sin_cache, freqs, freqs_cis)
+    if rotary_dim is None:
+        rest = q.shape[-1] - rotary_offset
+        rotary_dim = rest if kind == "cos_sin" else _default_rotary_dim(kind, cos, rest)
+    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
         layout, interleaved, interleaved if interleaved_out is None else interleaved_out,
-        q.shape[-1] - rotary_offset if rotary_dim is None else rotary_dim, rotary_offset, max_seqlen or 0, cp_size,
-        cp_rank, freqs is not None, mscale, packed_table, 0, True, rounding, launch, inverse, False,
+        rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind, tuple(mrope_section), mrope_interleaved,
+        mscale, packed_table, 0, True, False, False, rounding, launch, inverse, False,
     )  # fmt: skip
-    return call(q, k, cos, sin, cu_seqlens, start_positions, options, check)
+    if check:
+        checks.check(q, k, tables, options)
+        checks.check_positions(q, tables, options, "apply_rope")
+    return call(q, k, tables, options, checks.check)
 
 
 def apply_rope_(
@@ -104,7 +135,12 @@ def apply_rope_(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
+    cos_sin_cache: Tensor | None = None,
     freqs: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    mrope_section: Sequence[int] = (),
+    mrope_interleaved: bool = False,
     mscale: float = 1.0,
     layout: str = "bshd",
     interleaved: bool = False,
@@ -119,6 +155,7 @@ def apply_rope_(
     cp_rank: int = 0,
     rounding: str = "fp32",
     launch: str = "auto",
+    check: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`apply_rope` in place: q and k themselves are rotated, and returned.
 
@@ -126,14 +163,22 @@ def apply_rope_(
     whose elements overlap in memory (an expanded one) is refused. Under autograd torch's rules for
     in-place operations hold: q and k may not be leaves that require a gradient.
     """
-    if freqs is not None or cos is None or sin is None:
-        cos, sin = _tables("apply_rope_", cos, sin, freqs)
+    kind = "cos_sin"
+    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
+        cos, sin, kind = _tables("apply_rope_", cos, sin, cos_sin_cache, freqs, freqs_cis)
+    if rotary_dim is None:
+        rest = q.shape[-1] - rotary_offset
+        rotary_dim = rest if kind == "cos_sin" else _default_rotary_dim(kind, cos, rest)
+    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, q.shape[-1] - rotary_offset if rotary_dim is None else rotary_dim,
-        rotary_offset, max_seqlen or 0, cp_size, cp_rank, freqs is not None, mscale, packed_table, 0, True, rounding,
-        launch, inverse, True,
+        layout, interleaved, interleaved,
+        rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind, tuple(mrope_section), mrope_interleaved,
+        mscale, packed_table, 0, True, False, False, rounding, launch, inverse, True,
     )  # fmt: skip
-    return call(q, k, cos, sin, cu_seqlens, start_positions, options, check)
+    if check:
+        checks.check(q, k, tables, options)
+        checks.check_positions(q, tables, options, "apply_rope_")
+    return call(q, k, tables, options, checks.check)
 
 
 def apply_rope_qkv(
@@ -143,7 +188,12 @@ def apply_rope_qkv(
     *,
     q_per_group: int = 1,
     copy_v: bool = True,
+    cos_sin_cache: Tensor | None = None,
     freqs: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    mrope_section: Sequence[int] = (),
+    mrope_interleaved: bool = False,
     mscale: float = 1.0,
     layout: str = "bshd",
     interleaved: bool = False,
@@ -158,6 +208,7 @@ def apply_rope_qkv(
     cp_rank: int = 0,
     rounding: str = "fp32",
     launch: str = "auto",
+    check: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split packed QKV and rotate q and k, in one launch; the gradient is one launch too.
 
@@ -178,14 +229,21 @@ def apply_rope_qkv(
     Raises:
         InvalidInput, CompileError: as `apply_rope`.
     """
-    if freqs is not None or cos is None or sin is None:
-        cos, sin = _tables("apply_rope_qkv", cos, sin, freqs)
-    rotary = qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset if rotary_dim is None else rotary_dim
+    kind = "cos_sin"
+    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
+        cos, sin, kind = _tables("apply_rope_qkv", cos, sin, cos_sin_cache, freqs, freqs_cis)
+    if rotary_dim is None:
+        rotary_dim = _default_rotary_dim(kind, cos, qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset)
+    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary, rotary_offset, max_seqlen or 0, cp_size, cp_rank, freqs is not None,
-        mscale, packed_table, q_per_group, copy_v, rounding, launch, inverse, False,
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind,
+        tuple(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, copy_v, False, False,
+        rounding, launch, inverse, False,
     )  # fmt: skip
-    return call_qkv(qkv, (cos, sin, cu_seqlens, start_positions), options, check_qkv)
+    if check:
+        checks.check_qkv(qkv, tables, options)
+        checks.check_positions(qkv, tables, options, "apply_rope_qkv")
+    return call_qkv(qkv, tables, options, checks.check_qkv)
 
 
 def apply_rope_qkv_(
@@ -194,7 +252,12 @@ def apply_rope_qkv_(
     sin: Tensor | None = None,
     *,
     q_per_group: int = 1,
+    cos_sin_cache: Tensor | None = None,
     freqs: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    mrope_section: Sequence[int] = (),
+    mrope_interleaved: bool = False,
     mscale: float = 1.0,
     layout: str = "bshd",
     interleaved: bool = False,
@@ -209,29 +272,240 @@ def apply_rope_qkv_(
     cp_rank: int = 0,
     rounding: str = "fp32",
     launch: str = "auto",
+    check: bool = False,
 ) -> Tensor:
     """Rotate q and k where they lie in packed QKV, and return it; v is not touched.
 
     For attention that takes packed input or views. Arguments and errors are `apply_rope_qkv`'s.
     """
-    if freqs is not None or cos is None or sin is None:
-        cos, sin = _tables("apply_rope_qkv_", cos, sin, freqs)
-    rotary = qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset if rotary_dim is None else rotary_dim
+    kind = "cos_sin"
+    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
+        cos, sin, kind = _tables("apply_rope_qkv_", cos, sin, cos_sin_cache, freqs, freqs_cis)
+    if rotary_dim is None:
+        rotary_dim = _default_rotary_dim(kind, cos, qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset)
+    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary, rotary_offset, max_seqlen or 0, cp_size, cp_rank, freqs is not None,
-        mscale, packed_table, q_per_group, True, rounding, launch, inverse, True,
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind,
+        tuple(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, True, False, False,
+        rounding, launch, inverse, True,
     )  # fmt: skip
-    return call_qkv(qkv, (cos, sin, cu_seqlens, start_positions), options, check_qkv)[0]
+    if check:
+        checks.check_qkv(qkv, tables, options)
+        checks.check_positions(qkv, tables, options, "apply_rope_qkv_")
+    return call_qkv(qkv, tables, options, checks.check_qkv)[0]
 
 
-def _tables(name: str, cos: Tensor | None, sin: Tensor | None, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The two tables that the ops take: angles twice, their positions on the axis of cos and sin's."""
-    if freqs is None:
-        if cos is None or sin is None:
-            raise InvalidInput(f"{name}: cos and sin, or freqs, are to be given")
-        return cos, sin
-    if cos is not None or sin is not None:
-        raise InvalidInput(f"{name}: freqs goes without cos and sin")
-    if freqs.dim() == 4:  # (P, B, 1, W)
+def apply_rope_fp8(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    q_scale: float | Tensor,
+    k_scale: float | Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    freqs: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    mrope_section: Sequence[int] = (),
+    mrope_interleaved: bool = False,
+    layout: str = "bshd",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+    start_positions: Tensor | None = None,
+    launch: str = "auto",
+    check: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`apply_rope` with fp8 outputs (e4m3), for attention that takes them. Without gradient.
+
+    Args:
+        q_scale, k_scale: what one unit of the output stands for: stored is y / scale, at most 448 in size,
+            rounded once from fp32 (times the reciprocal of the scale). Numbers, or fp32 tensors of one element
+            on q's device, which are not read on the host.
+        The others are `apply_rope`'s.
+
+    Returns:
+        (q, k) as torch.float8_e4m3fn.
+
+    Raises:
+        InvalidInput, CompileError: as `apply_rope`.
+    """
+    kind = "cos_sin"
+    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
+        cos, sin, kind = _tables("apply_rope_fp8", cos, sin, cos_sin_cache, freqs, freqs_cis)
+    if rotary_dim is None:
+        rest = q.shape[-1] - rotary_offset
+        rotary_dim = rest if kind == "cos_sin" else _default_rotary_dim(kind, cos, rest)
+    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
+    options = (
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, tuple(mrope_section),
+        mrope_interleaved, 1.0, False, 0, True, True, False, "fp32", launch, False, False,
+    )  # fmt: skip
+    q_unit, k_unit = _scale(q_scale, q.device), _scale(k_scale, q.device)
+    if check:
+        checks.check_fp8(q, k, q_unit, k_unit, tables, options)  # type: ignore[arg-type]
+        checks.check_positions(q, tables, options, "apply_rope_fp8")
+    return call_fp8(q, k, q_unit, k_unit, tables, options, checks.check_fp8)  # type: ignore[arg-type]
+
+
+def apply_rope_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    q_scale: float | Tensor | None = None,
+    rotate_k: bool = False,
+    cos_sin_cache: Tensor | None = None,
+    freqs: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    mrope_section: Sequence[int] = (),
+    mrope_interleaved: bool = False,
+    layout: str = "bshd",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    start_positions: Tensor | None = None,
+    launch: str = "auto",
+    check: bool = False,
+) -> Tensor:
+    """Rotate q and k, and store k and v in a KV cache, in one launch; returns q rotated. Without gradient.
+
+    >>> q = jitrope.apply_rope_kv_cache(q, k, v, cos, sin, position_ids=positions, layout="thd",
+    ...                                 k_cache=k_cache, v_cache=v_cache, slot_mapping=slots)
+
+    Args:
+        q: as for `apply_rope`; a fresh tensor comes back.
+        k, v: (B, S, Hk, D) in the default layout, of one shape, any strides; v is stored as it is.
+        k_cache, v_cache: (slots, Hk, D), or pages (pages, rows, Hk, D) (a cache with the heads before the
+            rows is a transposed view); any strides; of k's dtype or torch.float8_e4m3fn.
+        slot_mapping: int32 or int64, an entry for each token, (B, S) or flat: the slot page x rows + row its k
+            and v go to. Negative slots are padding, and slots past the end do not exist: nothing is stored
+            (`check` refuses the latter). Of two tokens with one slot either may win.
+        k_scale, v_scale: with fp8 caches, which hold k / k_scale and v / v_scale; see `apply_rope_fp8`.
+        q_scale: q comes back as torch.float8_e4m3fn, divided by it.
+        rotate_k: k itself is rotated too, in place.
+        The others are `apply_rope`'s.
+
+    Raises:
+        InvalidInput, CompileError: as `apply_rope`; nothing was written.
+    """
+    return _kv_cache(
+        False, q, k, v, cos, sin, cos_sin_cache, freqs, freqs_cis, position_ids, start_positions,
+        (k_cache, v_cache, slot_mapping), (q_scale, k_scale, v_scale), rotate_k, mrope_section, mrope_interleaved,
+        layout, interleaved, rotary_dim, rotary_offset, launch, check,
+    )  # fmt: skip
+
+
+def apply_rope_kv_cache_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    rotate_k: bool = False,
+    cos_sin_cache: Tensor | None = None,
+    freqs: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    mrope_section: Sequence[int] = (),
+    mrope_interleaved: bool = False,
+    layout: str = "bshd",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    rotary_offset: int = 0,
+    start_positions: Tensor | None = None,
+    launch: str = "auto",
+    check: bool = False,
+) -> Tensor:
+    """`apply_rope_kv_cache` with q in place, which is returned."""
+    return _kv_cache(
+        True, q, k, v, cos, sin, cos_sin_cache, freqs, freqs_cis, position_ids, start_positions,
+        (k_cache, v_cache, slot_mapping), (None, k_scale, v_scale), rotate_k, mrope_section, mrope_interleaved,
+        layout, interleaved, rotary_dim, rotary_offset, launch, check,
+    )  # fmt: skip
+
+
+def _kv_cache(
+    in_place: bool, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None,
+    cos_sin_cache: Tensor | None, freqs: Tensor | None, freqs_cis: Tensor | None, position_ids: Tensor | None,
+    start_positions: Tensor | None, cache: tuple[Tensor, Tensor, Tensor],
+    scales: tuple[float | Tensor | None, float | Tensor | None, float | Tensor | None], rotate_k: bool,
+    mrope_section: Sequence[int], mrope_interleaved: bool, layout: str, interleaved: bool, rotary_dim: int | None,
+    rotary_offset: int, launch: str, check: bool,
+) -> Tensor:  # fmt: skip
+    name = "apply_rope_kv_cache_" if in_place else "apply_rope_kv_cache"
+    kind = "cos_sin"
+    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
+        cos, sin, kind = _tables(name, cos, sin, cos_sin_cache, freqs, freqs_cis)
+    if rotary_dim is None:
+        rest = q.shape[-1] - rotary_offset
+        rotary_dim = rest if kind == "cos_sin" else _default_rotary_dim(kind, cos, rest)
+    tables = (cos, sin, None, start_positions, position_ids)
+    options = (
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, tuple(mrope_section),
+        mrope_interleaved, 1.0, False, 0, True, scales[0] is not None, rotate_k, "fp32", launch, False, in_place,
+    )  # fmt: skip
+    tensors = (q, k, v, *cache, *(_scale(scale, q.device) for scale in scales))
+    if check:
+        checks.check_kv_cache(*tensors, tables, options)  # type: ignore[call-arg, arg-type]
+        checks.check_positions(q, tables, options, name)
+        checks.check_slots(*cache, name)
+    return call_kv_cache(tensors, tables, options, checks.check_kv_cache)
+
+
+def _tables(
+    name: str, cos: Tensor | None, sin: Tensor | None, cache: Tensor | None, freqs: Tensor | None, cis: Tensor | None
+) -> tuple[Tensor, Tensor, str]:
+    """The two tables that the ops take, and which of `spec.TABLES` they are: what is not two is there twice.
+
+    The positions of angles are put on the axis of cos and sin's.
+    """
+    given = {"cos and sin": cos, "cos_sin_cache": cache, "freqs": freqs, "freqs_cis": cis}
+    words = [word for word, table in given.items() if table is not None]
+    if len(words) != 1 or (cos is None) != (sin is None):
+        had = ", ".join(words) or ("sin" if sin is not None else "none")
+        raise InvalidInput(f"{name}: give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not {had}")
+    if cos is not None and sin is not None:
+        return cos, sin, "cos_sin"
+    if freqs is not None and freqs.dim() == 4:  # (P, B, 1, W)
         freqs = freqs.transpose(0, 1)
-    return freqs, freqs
+    table = given[words[0]] if freqs is None else freqs
+    return table, table, words[0]  # type: ignore[return-value]
+
+
+def _default_rotary_dim(kind: str, table: Tensor, rest: int) -> int:
+    """The width of a table that has each pair once and both its parts; else what a head has."""
+    if kind == "cos_sin_cache":
+        return table.shape[-1]
+    return 2 * table.shape[-1] if kind == "freqs_cis" else rest
+
+
+def _scale(scale: float | Tensor | None, device: torch.device) -> Tensor | None:
+    """A scale as the kernels read it, on the device."""
+    if scale is None or isinstance(scale, Tensor):
+        return scale
+    if torch.compiler.is_compiling():
+        return torch.full((), float(scale), device=device)
+    return _scale_of(float(scale), device)
+
+
+@lru_cache(maxsize=4096)
+def _scale_of(scale: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), scale, device=device)

@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,15 +18,20 @@ from .cache import KernelCache, Key, cubin_file
 from .compiler import Kernel
 from .config import cache_dir, log
 from .errors import CompileError, JitropeError
-from .problem import Views, empty_parts, head_views, plan_call, qkv_views, separate_views
+from .problem import Views, cache_view, empty_parts, head_views, plan_call, qkv_views, separate_views
+from .reference import FP8, Tables, table_pair
 from .render import ingredients, render
 from .spec import Options, RopeSpec
 
 MAX_LAUNCHES = 4096
 """Prepared launches a thread keeps; past it they are forgotten, which costs a few microseconds each."""
 
-_POINTERS = 10
-_Q_PER_GROUP, _VALUES = (Options._fields.index(name) for name in ("q_per_group", "values"))
+MAX_RECENT = 256
+MAX_RECENT_KINDS = 8
+"""Sets of options, and for each kinds of tensors, that a thread looks at before anything else."""
+
+_POINTERS = 15
+_Q_PER_GROUP, _VALUES, _FP8 = (Options._fields.index(name) for name in ("q_per_group", "values", "fp8"))
 _PACK = struct.Struct(f"{_POINTERS}q").pack_into
 
 compiled: list[str] = []
@@ -35,6 +40,14 @@ compiled: list[str] = []
 _kernels: dict[tuple[RopeSpec, int], Kernel] = {}
 _build_lock = threading.Lock()
 _local = threading.local()
+
+_NOTHING = [torch.empty(0, dtype=torch.int8) for _ in range(14)]  # for tensors that are not given; at address 0
+
+# A torch without CUDA has neither.
+_get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+_get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+
+Check = Callable[..., None] | None
 
 
 # ---- spec -> kernel ---------------------------------------------------------------------------
@@ -127,100 +140,189 @@ def _open(path: Any, cubin: bytes | None, spec: RopeSpec, device: int) -> Kernel
 class Launch:
     """A kernel with its grid and its argument block; only the addresses change from call to call."""
 
-    __slots__ = ("args", "device", "enqueue", "pointers", "shape")
+    __slots__ = ("args", "device", "enqueue", "sin_offset")
 
-    def __init__(self, plan: heuristics.Plan, device: int, words: list[int]) -> None:
+    def __init__(self, plan: heuristics.Plan, device: int, words: list[int], sin_offset: int) -> None:
         with torch.cuda.device(device):
             kernel = get_kernel(plan.spec, device)
             kernel.bind_thread()
         self.device = device
+        self.sin_offset = sin_offset  # bytes from cos to sin, where they are one tensor
         self.args = (ctypes.c_int64 * (_POINTERS + len(words)))(*[0] * _POINTERS, *words)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))  # one argument: the block
-        self.enqueue = kernel.launch
-        self.shape = (kernel.handle, *plan.grid, 1, plan.block, 1, 1, 0)
+        self.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(self.args))
 
     def __call__(self, *addresses: int) -> None:
-        """Enqueue on torch's current stream: q, k, v, their outputs, cos, sin, cu_seqlens, start_positions."""
+        """Enqueue on torch's current stream. The addresses: q, k, v, their outputs, cos, sin, cu_seqlens,
+        start_positions, position_ids, slot_mapping and the scales of q, k and v."""
         _PACK(self.args, 0, *addresses)
         device = self.device
-        if device == torch._C._cuda_getDevice():
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            self.enqueue(*self.shape, stream, ctypes.addressof(self.pointers), 0)
+        if device == _get_device():
+            self.enqueue(_get_stream(device))
         else:
             with torch.cuda.device(device):
-                stream = torch._C._cuda_getCurrentRawStream(device)
-                self.enqueue(*self.shape, stream, ctypes.addressof(self.pointers), 0)
+                self.enqueue(_get_stream(device))
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in tensors]
+
+
+def _table_addresses(tables: Tables, launch: Launch) -> list[int]:
+    cos, sin, *rest = _addresses(tables)
+    return [cos, sin + launch.sin_offset, *rest]
 
 
 def rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    start_positions: Tensor | None,
-    options: tuple[Any, ...],
-    check: Callable[..., None] | None = None,
+    q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], check: Check = None, plain: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate CUDA tensors; `options` are the values of `Options`.
 
     `check` runs once for each kind of call, before anything else. The key holds all that it, the
-    plan and the argument block look at.
+    plan and the argument block look at. plain: nothing watches this call, and nothing would one like it.
     """
-    q_at, cos_at, sin_at = q.data_ptr(), cos.data_ptr(), sin.data_ptr()
-    device = q.get_device()
-    k_at, k_key, cu_at, cu_key, start_at, start_key = q_at, None, 0, None, 0, None  # no head of a missing k is read
-    if k is not None:
-        k_at, k_key = k.data_ptr(), (k.shape, k.stride(), k.dtype, k.get_device())
-    if cu_seqlens is not None:
-        cu_at, cu_key = cu_seqlens.data_ptr(), _key(cu_seqlens)
-    if start_positions is not None:
-        start_at, start_key = start_positions.data_ptr(), _key(start_positions)
-    key = (
-        options, device, (q_at | k_at) & 15, (cos_at | sin_at) & 15, q.shape, q.stride(), q.dtype, k_key,
-        cos.shape, cos.stride(), cos.dtype, cos.get_device(), sin.shape, sin.stride(), sin.dtype, sin.get_device(),
-        cu_key, start_key,
-    )  # fmt: skip
+    key = ("rope", options, *map(_key, (q, k, *tables)))
     try:
         launch = _local.launches[key]
     except (AttributeError, KeyError):
         if check is not None:
-            check(q, k, cos, sin, cu_seqlens, start_positions, options)
-        inputs, outputs = head_views(q, k, Options(*options))
-        launch = _remember(key, _prepare(inputs, outputs, cos, sin, cu_seqlens, start_positions, Options(*options)))
+            check(q, k, tables, options)
+        views = head_views(q, k, Options(*options))
+        launch = _remember(key, _prepare(*views, tables, None, Options(*options)))
+    if plain and k is not None and tables[2] is tables[3] is None:
+        cos, sin, *rest = tables
+        given = (q, k, cos, None if sin is cos else sin, *rest)
+        _keep_in_mind(options, tuple(x for x in given if x is not None), launch)
+    return _run_rope(launch, q, k, tables, options[-1])
+
+
+def rope_again(
+    q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor | None] | None:
+    """The same for a call of a kind that this thread has had lately, or None.
+
+    One check in C++ stands for all questions about the tensors. It also sees what watches a call (autograd,
+    functorch), but for dispatch modes, forward-mode AD and torch.compile, which `dispatch.call` asks about.
+    Written for host time: a step more here is a step more for every layer of a decode step.
+    """
+    cos, sin, cu_seqlens, starts, ids = tables
+    if k is None or cu_seqlens is not None or starts is not None:
+        return None
+    if sin is cos:  # a guard refuses a tensor that it has twice
+        given: tuple[Tensor, ...] = (q, k, cos) if ids is None else (q, k, cos, ids)
+    else:
+        given = (q, k, cos, sin) if ids is None else (q, k, cos, sin, ids)
+    count = len(given)
+    for n, matches, launch in _recent(options):  # noqa: B007  launch is used behind the loop
+        if n == count and matches(*given):
+            break
+    else:
+        return None
+    q_at, k_at, cos_at, sin_at = q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr() + launch.sin_offset
+    if (q_at | k_at | cos_at) & 15:  # what is kept is for aligned tensors
+        return None
+    ids_at = 0 if ids is None else ids.data_ptr()
     if options[-1]:
-        if launch is not None:
-            launch(q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, cu_at, start_at)
+        launch(q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
         return q, k
-    q_out = torch.empty_like(q)
-    q_out_at = k_out_at = q_out.data_ptr()
-    k_out = None
-    if k is not None:
-        k_out = torch.empty_like(k)
-        k_out_at = k_out.data_ptr()
-    if launch is not None:
-        launch(q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, cos_at, sin_at, cu_at, start_at)
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q_out_at, k_out_at = q_out.data_ptr(), k_out.data_ptr()
+    launch(q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
     return q_out, k_out
 
 
+def _run_rope(
+    launch: Launch | None, q: Tensor, k: Tensor | None, tables: Tables, in_place: bool
+) -> tuple[Tensor, Tensor | None]:
+    q_out, k_out = q, k
+    if not in_place:
+        q_out, k_out = torch.empty_like(q), None if k is None else torch.empty_like(k)
+    if launch is not None:
+        q_at, q_out_at = q.data_ptr(), q_out.data_ptr()  # no head of a missing k is read
+        k_at, k_out_at = (q_at, q_out_at) if k is None else (k.data_ptr(), k_out.data_ptr())  # type: ignore[union-attr]
+        launch(q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *_table_addresses(tables, launch), 0, 0, 0, 0)
+    return q_out, k_out
+
+
+def rope_fp8(
+    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, options: tuple[Any, ...],
+    check: Check = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The same with fp8 outputs, divided by the scales."""
+    tensors = (q, k, q_scale, k_scale)
+    key = ("rope_fp8", options, *map(_key, (*tensors, *tables)))
+    try:
+        launch = _local.launches[key]
+    except (AttributeError, KeyError):
+        if check is not None:
+            check(*tensors, tables, options)
+        views = head_views(q, k, Options(*options))
+        launch = _remember(key, _prepare(*views, tables, None, Options(*options)))
+    q_out, k_out = torch.empty_like(q, dtype=FP8), None if k is None else torch.empty_like(k, dtype=FP8)
+    if launch is not None:
+        at = _addresses((q, q if k is None else k, q, q_out, q_out if k is None else k_out, q_out))
+        launch(*at, *_table_addresses(tables, launch), 0, *_addresses((q_scale, k_scale)), 0)
+    return q_out, k_out
+
+
+def rope_kv_cache(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, tables: Tables, options: tuple[Any, ...],
+    check: Check = None, plain: bool = False,
+) -> Tensor:  # fmt: skip
+    """Rotate q and k, store k and v in caches; q comes back, in place or fresh."""
+    tensors = (q, k, v, k_cache, v_cache, slot_mapping, q_scale, k_scale, v_scale)
+    key = ("rope_kv_cache", options, *map(_key, (*tensors, *tables)))
+    in_place = options[-1]
+    try:
+        launch = _local.launches[key]
+    except (AttributeError, KeyError):
+        if check is not None:
+            check(*tensors, tables, options)
+        o = Options(*options)
+        (q_view, k_view, _), (q_out_view, *_) = head_views(q, k, o)
+        inputs = (q_view, k_view, head_views(v, None, o._replace(in_place=True))[0][0])
+        outputs = (q_out_view, cache_view(k_cache), cache_view(v_cache))
+        launch = _remember(key, _prepare(inputs, outputs, tables, slot_mapping, o))
+    if plain:
+        _keep_in_mind(options, _distinct((*tensors, *tables)), launch)
+    q_out = q if in_place else torch.empty_like(q, dtype=FP8 if options[_FP8] else None)
+    if launch is not None:
+        at = _addresses((q, k, v, q_out, k_cache, v_cache))
+        launch(*at, *_table_addresses(tables, launch), *_addresses((slot_mapping, q_scale, k_scale, v_scale)))
+    return q_out
+
+
+def rope_kv_cache_again(tensors: Sequence[Tensor | None], tables: Tables, options: tuple[Any, ...]) -> Tensor | None:
+    """The same for a call of a kind that this thread has had lately, or None; see `rope_again`."""
+    given = _distinct((*tensors, *tables))
+    count = len(given)
+    launch = next((launch for n, matches, launch in _recent(options) if n == count and matches(*given)), None)
+    if launch is None:
+        return None
+    q, k, v, k_cache, v_cache, slots, q_scale, k_scale, v_scale = _addresses(tensors)
+    cos, sin, *rest = _table_addresses(tables, launch)
+    if (q | k | v | k_cache | v_cache | cos) & 15:
+        return None
+    q_out: Tensor = tensors[0]  # type: ignore[assignment]
+    q_out_at = q
+    if not options[-1]:
+        q_out = torch.empty_like(q_out, dtype=FP8 if options[_FP8] else None)
+        q_out_at = q_out.data_ptr()
+    launch(q, k, v, q_out_at, k_cache, v_cache, cos, sin, *rest, slots, q_scale, k_scale, v_scale)
+    return q_out
+
+
 def rope_qkv(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    start_positions: Tensor | None,
-    options: tuple[Any, ...],
-    check: Callable[..., None] | None = None,
+    qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packed QKV -> q and k rotated, v copied or a view. In place: q and k where they are; three times qkv."""
-    tables = (cos, sin, cu_seqlens, start_positions)
-    key = (options, _key(qkv), qkv.data_ptr() & 15, *map(_key, tables), (cos.data_ptr() | sin.data_ptr()) & 15)
+    key = ("rope_qkv", options, *map(_key, (qkv, *tables)))
     in_place = options[-1]
     try:
         prepared = _local.launches[key]
     except (AttributeError, KeyError):
         if check is not None:
-            check(qkv, *tables, options)
+            check(qkv, tables, options)
         o = Options(*options)
         views = qkv_views(qkv, o.q_per_group, o.layout)
         inputs: Views = views
@@ -229,53 +331,67 @@ def rope_qkv(
             outputs = separate_views(*empty_parts(qkv, o.q_per_group, "meta", True), o)
         if in_place or not o.values:
             inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
-        launch = _prepare(inputs, outputs, *tables, o)
+        launch = _prepare(inputs, outputs, tables, None, o)
         prepared = _remember(key, (launch, *_byte_offsets(views)))
     launch, k_offset, v_offset = prepared
     parts = (qkv, qkv, qkv) if in_place else empty_parts(qkv, options[_Q_PER_GROUP], qkv.device, options[_VALUES])
     if launch is not None:
         at = qkv.data_ptr()
         inputs_at = (at, at + k_offset, at + v_offset)
-        outputs_at = inputs_at if in_place else [x.data_ptr() for x in parts]
-        launch(*inputs_at, *outputs_at, *(0 if x is None else x.data_ptr() for x in tables))
+        outputs_at = inputs_at if in_place else _addresses(parts)
+        launch(*inputs_at, *outputs_at, *_table_addresses(tables, launch), 0, 0, 0, 0)
     return parts
 
 
-def rope_qkv_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    start_positions: Tensor | None,
-    options: tuple[Any, ...],
-) -> Tensor:
+def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: tuple[Any, ...]) -> Tensor:
     """The other way: q and k rotated, and v, written into one packed tensor."""
-    tables = (cos, sin, cu_seqlens, start_positions)
     grads = (dq, dk, dv)
-    key = (
-        "backward", options, *map(_key, grads), (dq.data_ptr() | dk.data_ptr() | dv.data_ptr()) & 15,
-        *map(_key, tables), (cos.data_ptr() | sin.data_ptr()) & 15,
-    )  # fmt: skip
+    key = ("rope_qkv_backward", options, *map(_key, (*grads, *tables)))
     dqkv = dq.new_empty((*dk.shape[:-1], (options[_Q_PER_GROUP] + 2) * dk.shape[-1]))
     try:
         prepared = _local.launches[key]
     except (AttributeError, KeyError):
         o = Options(*options)
         outputs = qkv_views(dqkv, o.q_per_group, o.layout)
-        launch = _prepare(separate_views(*grads, o), outputs, *tables, o)
+        launch = _prepare(separate_views(*grads, o), outputs, tables, None, o)
         prepared = _remember(key, (launch, *_byte_offsets(outputs)))
     launch, k_offset, v_offset = prepared
     if launch is not None:
         at = dqkv.data_ptr()
-        addresses = [x.data_ptr() for x in grads]
-        launch(*addresses, at, at + k_offset, at + v_offset, *(0 if x is None else x.data_ptr() for x in tables))
+        launch(*_addresses(grads), at, at + k_offset, at + v_offset, *_table_addresses(tables, launch), 0, 0, 0, 0)
     return dqkv
 
 
+def _distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The tensors of a call for a guard, which refuses one that it has twice, and knows no None."""
+    given = [nothing if x is None else x for x, nothing in zip(tensors, _NOTHING)]
+    if given[-5] is given[-4]:  # a table that is there as cos and as sin
+        given[-4] = _NOTHING[-1]
+    return tuple(given)
+
+
+def _recent(options: tuple[Any, ...]) -> list[tuple[int, Callable[..., bool], Launch]]:
+    try:
+        return _local.recent[options]  # type: ignore[no-any-return]
+    except (AttributeError, KeyError):
+        return []
+
+
+def _keep_in_mind(options: tuple[Any, ...], given: tuple[Tensor, ...], launch: Launch | None) -> None:
+    """Let `rope_again` know a plain call, whose tensors want no gradient."""
+    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None or launch is None or any(x.requires_grad for x in given):
+        return
+    if not hasattr(_local, "recent") or len(_local.recent) >= MAX_RECENT:
+        _local.recent = {}
+    matches = guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    kinds = _local.recent.setdefault(options, [])
+    kinds.insert(0, (len(given), matches, launch))
+    del kinds[MAX_RECENT_KINDS:]
+
+
 def _key(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15)
 
 
 def _byte_offsets(views: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int]:
@@ -286,37 +402,26 @@ def _byte_offsets(views: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int]:
     return (int(k.storage_offset()) - start) * size, (int(v.storage_offset()) - start) * size
 
 
-def _launches() -> dict[tuple[Any, ...], Any]:
-    """What this thread has prepared: an argument block is filled by one thread at a time."""
+def _remember(key: tuple[Any, ...], launch: Any) -> Any:
+    """Keep what this thread has prepared: an argument block is filled by one thread at a time."""
     if not hasattr(_local, "launches"):
         _local.launches = {}
-    launches: dict[tuple[Any, ...], Any] = _local.launches
-    return launches
-
-
-def _remember(key: tuple[Any, ...], launch: Any) -> Any:
-    launches = _launches()
-    if len(launches) >= MAX_LAUNCHES:
-        launches.clear()
-    launches[key] = launch
+    if len(_local.launches) >= MAX_LAUNCHES:
+        _local.launches.clear()
+    _local.launches[key] = launch
     return launch
 
 
 def _prepare(
-    inputs: Views,
-    outputs: Views,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor | None,
-    start_positions: Tensor | None,
-    options: Options,
+    inputs: Views, outputs: Views, tables: Tables, slot_mapping: Tensor | None, options: Options
 ) -> Launch | None:
     """Plan a kind of call, get its kernel and fill in all but the addresses; None: nothing to do."""
     device = inputs[0].device
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    planned = plan_call(inputs, outputs, cos, sin, cu_seqlens, start_positions, options, sm_count)
+    planned = plan_call(inputs, outputs, tables, slot_mapping, options, sm_count)
     if planned is None:
         return None
     plan, words = planned
     log.debug("%s: %s", plan.spec.name, plan.reason)
-    return Launch(plan, device.index, words)
+    sin = table_pair(*tables[:2], options.table)[1]
+    return Launch(plan, device.index, words, sin.data_ptr() - tables[1].data_ptr())

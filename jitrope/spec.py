@@ -6,12 +6,15 @@ Pure Python, no torch: dtypes are the words "fp32", "fp16", "bf16".
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-C_TYPES = {"fp32": "float", "fp16": "fp16", "bf16": "bf16", "int32": "int", "int64": "long long"}
+C_TYPES = {"fp32": "float", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8", "int32": "int", "int64": "long long"}
 ITEM_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
 DTYPES = tuple(ITEM_SIZES)
 LAUNCHES = ("token_linear", "grid_2d")
+TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
+MAX_AXES = 4  # of position_ids
 ROUNDINGS = ("fp32", "complex64")
 MAX_HEAD_DIM = 512
 ACCESS_BYTES = 16  # the widest load or store of one thread
@@ -36,11 +39,15 @@ class Options(NamedTuple):
     max_seqlen: int = 0
     cp_size: int = 1
     cp_rank: int = 0
-    angles: bool = False  # cos holds the angles, and sin is the same tensor
+    table: str = "cos_sin"  # of the others cos and sin are the same tensor: angles, cos | sin, complex64
+    mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; (): there is one axis
+    mrope_interleaved: bool = False
     mscale: float = 1.0
     packed_table: bool = False
     q_per_group: int = 0  # heads of q in a group of packed QKV; 0: q and k are tensors of their own
     values: bool = True  # of packed QKV: v is copied out, or left as a view
+    fp8: bool = False  # q (and k, where it does not go to a cache) come out as scaled fp8
+    k_too: bool = False  # k is rotated in place beside its copy in a cache
     rounding: str = "fp32"
     launch: str = "auto"
     conjugate: bool = False
@@ -58,9 +65,13 @@ class RopeSpec:
     for each head. packed_table: it has a row for each token of the packed batch. rounding: "fp32"
     rounds every product and sum, "complex64" contracts as torch's complex multiply does on a GPU.
     index_dtype, start_dtype: of cu_seqlens and start_positions, None without them. cp_size: ranks
-    that share each sequence. q_per_group: heads of q in a group of packed QKV, 1 elsewhere;
+    that share each sequence. position_dtype: of position_ids, or None; sections: pairs of each of their
+    axes, () for one; spread: an axis' pairs are every so many-th. slot_dtype: of slot_mapping, or None:
+    k and v go to a cache with pages of page_size slots (0: no pages), and k_too: k is also rotated in
+    place. q_out, kv_out: what is stored, dtype or "fp8". q_per_group: heads of q in a group of packed QKV, 1 elsewhere;
     values: v's heads are copied along. batch_inner: tokens of neighbouring batch rows are neighbours
-    in memory, and are taken in that order. vec, table_vec: elements an access of q and k, and of the
+    in memory, and are taken in that order. one_row: there is one batch row; wide: a stride (or a table's
+    row) needs more than 31 bits. vec, table_vec: elements an access of q and k, and of the
     tables; 1 also serves any element stride. chunks: a thread holds one or two runs of neighbouring
     elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block
     heads of each at a time; one_step: these are all the heads it has of it.
@@ -83,9 +94,19 @@ class RopeSpec:
     index_dtype: str | None
     start_dtype: str | None
     cp_size: int
+    position_dtype: str | None
+    sections: tuple[int, ...]
+    spread: bool
+    slot_dtype: str | None
+    page_size: int
+    k_too: bool
+    q_out: str
+    kv_out: str
     q_per_group: int
     values: bool
     batch_inner: bool
+    one_row: bool
+    wide: bool
     launch: str
     vec: int
     chunks: int
@@ -112,7 +133,9 @@ class RopeSpec:
             "in_place" if self.in_place else "",
             "packed" if self.index_dtype else "",
             f"cp{self.cp_size}" if self.cp_size > 1 else "",
-            f"qkv{self.q_per_group}" if self.values else "",
+            "ids" + (f"{len(self.sections)}" if self.sections else "") if self.position_dtype else "",
+            f"cache_{self.kv_out}" if self.slot_dtype else f"qkv{self.q_per_group}" if self.values else "",
+            f"to_{self.q_out}" if self.q_out != self.dtype else "",
             self.launch,
         ]
         return "_".join(part for part in parts if part)
@@ -120,7 +143,7 @@ class RopeSpec:
     @property
     def lanes(self) -> int:
         """Threads along one head."""
-        rest = 0 if self.in_place else self.head_dim - self.rotary_dim
+        rest = 0 if self.in_place and not self.slot_dtype else self.head_dim - self.rotary_dim
         return self.rotary_dim // (self.chunk * self.chunks) + rest // self.vec
 
     @property
@@ -137,9 +160,20 @@ class RopeSpec:
         """The values of the template's parameter block."""
         return {
             "c_type": C_TYPES[self.dtype],
+            "q_out_c_type": C_TYPES[self.q_out],
+            "kv_out_c_type": C_TYPES[self.kv_out],
             "table_c_type": C_TYPES[self.table_dtype],
             "index_c_type": C_TYPES[self.index_dtype or "int32"],
             "start_c_type": C_TYPES[self.start_dtype or "int32"],
+            "position_c_type": C_TYPES[self.position_dtype or "int32"],
+            "slot_c_type": C_TYPES[self.slot_dtype or "int32"],
+            "ids": self.position_dtype is not None,
+            "axes": len(self.sections) or 1,
+            "spread": self.spread,
+            "section_ends": "{" + ", ".join(map(str, accumulate(self.sections or (0,)))) + "}",
+            "cache": self.slot_dtype is not None,
+            "k_too": self.k_too,
+            "page_size": self.page_size,
             "head_dim": self.head_dim,
             "rotary_dim": self.rotary_dim,
             "rotary_offset": self.rotary_offset,
@@ -158,6 +192,8 @@ class RopeSpec:
             "q_per_group": self.q_per_group,
             "values": self.values,
             "batch_inner": self.batch_inner,
+            "one_row": self.one_row,
+            "stride_c_type": "long long" if self.wide else "unsigned int",
             "token_linear": self.launch == "token_linear",
             "vec": self.vec,
             "chunks": self.chunks,
@@ -177,4 +213,4 @@ class RopeSpec:
         known = {field.name for field in fields(cls)}
         if data.keys() != known:
             raise ValueError(f"RopeSpec: missing {sorted(known - data.keys())}, unknown {sorted(data.keys() - known)}")
-        return cls(**data)
+        return cls(**{**data, "sections": tuple(data["sections"])})

@@ -5,6 +5,7 @@
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
+struct fp8 { unsigned char bits; };                                 // e4m3: no infinity, at most 448
 
 #if defined(__CUDA_ARCH__)
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
@@ -23,6 +24,17 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // 
     const unsigned int bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;                  // NaN
     return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+__device__ __forceinline__ unsigned char float_to_fp8(float value) {         // to nearest even, at most 448
+    const unsigned int bits = __float_as_uint(value), sign = bits >> 24 & 0x80u;
+    unsigned int magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return 0x7f;                               // NaN
+    magnitude = min(magnitude, 0x43e00000u);                                // 448
+    if (magnitude < 0x3c800000u)                                            // below 2^-6: units of 2^-9, which
+        return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) & 15u);  // 2^14 counts
+    magnitude += 0x7ffffu + (magnitude >> 20 & 1u);
+    return sign | (magnitude - (120u << 23)) >> 20;
 }
 
 // Two neighbouring elements, the first in the low half: one register, one instruction.
@@ -45,6 +57,16 @@ __device__ __forceinline__ unsigned int pack(float first, float second, bf16) {
 #endif
 }
 
+__device__ __forceinline__ unsigned int pack(float first, float second, fp8) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    unsigned short two;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
+    return two;
+#else
+    return float_to_fp8(first) | static_cast<unsigned int>(float_to_fp8(second)) << 8;
+#endif
+}
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(fp16 x) { return half_to_float(x.bits); }
 __device__ __forceinline__ float to_float(bf16 x) {
@@ -54,8 +76,10 @@ __device__ __forceinline__ float to_float(bf16 x) {
 __device__ __forceinline__ void from_float(float value, float& x) { x = value; }
 __device__ __forceinline__ void from_float(float value, fp16& x) { x.bits = float_to_half(value); }
 __device__ __forceinline__ void from_float(float value, bf16& x) { x.bits = float_to_bfloat(value); }
+__device__ __forceinline__ void from_float(float value, fp8& x) { x.bits = float_to_fp8(value); }
 
 template <int BYTES> struct Word;                                   // one access of BYTES bytes
+template <> struct Word<1> { using type = unsigned char; };
 template <> struct Word<2> { using type = unsigned short; };
 template <> struct Word<4> { using type = unsigned int; };
 template <> struct Word<8> { using type = uint2; };
@@ -64,7 +88,7 @@ template <> struct Word<16> { using type = uint4; };
 template <typename T, int N>
 union Vec {                                                         // N elements, one access
     typename Word<sizeof(T) * N>::type word;
-    unsigned int pair[N < 2 ? 1 : N / 2];                           // 2-byte elements, two by two
+    unsigned int quad[sizeof(T) * N < 4 ? 1 : sizeof(T) * N / 4];   // its 4-byte words
     T item[N];
 };
 
@@ -78,6 +102,12 @@ __device__ __forceinline__ Vec<T, N> load(const T* address) {
 template <typename T, int N>
 __device__ __forceinline__ void store(T* address, const Vec<T, N>& v) {
     *reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address) = v.word;
+}
+
+// The same, in one instruction whatever is around it: behind a branch NVRTC 13.5 splits the plain one.
+template <typename T, int N>
+__device__ __forceinline__ void store_whole(T* address, const Vec<T, N>& v) {
+    __stwb(reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address), v.word);
 }
 
 // The same from global memory, said so: through a few calls NVRTC 13.2 loses that for sm_100.
@@ -132,12 +162,22 @@ __device__ __forceinline__ void unpack(const Vec<T, N>& v, float* out) {
     #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = to_float(v.item[i]);
 }
+template <>
+__device__ __forceinline__ void unpack(const Vec<bf16, 4>& v, float* out) {     // an instruction each; of 8
+    #pragma unroll                                                  // at once too many registers would be live
+    for (int i = 0; i < 4; ++i)
+        out[i] = __uint_as_float(i % 2 ? v.quad[i / 2] & 0xffff0000u : v.quad[i / 2] << 16);
+}
 
 template <typename T, int N>
 __device__ __forceinline__ void pack(const float* x, Vec<T, N>& v) {
     if constexpr (sizeof(T) == 2 && N > 1) {
         #pragma unroll
-        for (int i = 0; i < N; i += 2) v.pair[i / 2] = pack(x[i], x[i + 1], T{});
+        for (int i = 0; i < N; i += 2) v.quad[i / 2] = pack(x[i], x[i + 1], T{});
+    } else if constexpr (sizeof(T) == 1 && N > 1) {
+        #pragma unroll
+        for (int i = 0; i < N; i += 2)
+            v.quad[i / 4] = (i % 4 ? v.quad[i / 4] : 0) | pack(x[i], x[i + 1], T{}) << i % 4 * 8;
     } else {
         #pragma unroll
         for (int i = 0; i < N; ++i) from_float(x[i], v.item[i]);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,11 +28,13 @@ class Case:
     rotary_dim: int | None = None
     table: str = "half"  # half | full (pair members differ) | repeated | complex | matrix | per_head | fused | expanded
     #                      | angles (freqs) | angles_full (members differ) | angles_repeated (they do not)
+    #                      | cos_sin_cache | freqs_cis (the keywords)
     table_dtype: str = "fp32"
     table_batch: bool = False
     lengths: tuple[int, ...] | None = None  # of packed sequences; the rest of S is spare
     index_dtype: torch.dtype = torch.int32
     starts: tuple[int, ...] | None = None  # start_positions
+    ids: str = ""  # position_ids: shared (S) | rows (B, S) | strided (B, S) | one-row (1, S) | past the table (B, S)
     cp: tuple[int, int] = (1, 0)  # cp_size, cp_rank; lengths are the whole sequences'
     table_rows: int = 0  # 0: as many as positions
     strides: str = "plain"  # plain | qkv (slices of a packed buffer) | offset (unaligned) | transposed | reversed dim
@@ -130,6 +133,35 @@ CASES = [
          layout="thd", lengths=(5, 0, 7), table_rows=6, rotary_dim=32),
     Case("angles-packed-cp", "all at once", table="angles_repeated", shape=(1, 11, 3, 1, 64), layout="thd",
          lengths=(8, 0, 4, 8), cp=(2, 0), starts=(1, 0, 0, 2), table_rows=12, options={"mscale": 1.25}),
+    Case("ids", "positions of each batch row", ids="rows", table_rows=40),
+    Case("ids-shared", "one row of positions for all", ids="shared", table_rows=9, index_dtype=torch.int64),
+    Case("ids-one-row", "transformers' (1, S)", ids="one-row", table_rows=9, layout="bhsd", strides="transposed"),
+    Case("ids-past", "outside of the table on both sides: NaN", ids="past", table_rows=6, interleaved=True),
+    Case("ids-strided", "a transposed view of positions", ids="strided", table_rows=12, layout="sbhd"),
+    Case("ids-decode", "a token a batch row: the rows are the tokens", shape=(7, 1, 4, 2, 64), ids="rows",
+         table_rows=90, table="cos_sin_cache"),
+    Case("decode-batched-table", "the same with a table each", shape=(3, 1, 4, 2, 64), table_batch=True),
+    Case("decode-shared-table", "and one row for all", shape=(3, 1, 4, 2, 64), table_rows=5),
+    Case("ids-cache", "vLLM: [T], cos | sin, partial, bf16", shape=(1, 9, 4, 2, 128), layout="thd", ids="shared",
+         table="cos_sin_cache", rotary_dim=64, table_rows=33, table_dtype="bf16", index_dtype=torch.int64),
+    Case("ids-cis", "complex64 rows", ids="rows", table="freqs_cis", table_rows=20, interleaved=True),
+    Case("ids-angles", "angles of any row", ids="rows", table="angles", table_rows=20),
+    Case("ids-full", "members with angles of their own", ids="rows", table="full", table_rows=20),
+    Case("ids-per-head", "each head its own", ids="rows", table="per_head", table_rows=8, shape=(2, 5, 3, 3, 64)),
+    Case("mrope", "Qwen2-VL: sections", ids="rows", table_rows=30, options={"mrope_section": (8, 12, 12)}),
+    Case("mrope-odd", "sections that no access divides, one empty", ids="rows", table_rows=30,
+         options={"mrope_section": (5, 0, 20, 7)}, interleaved=True),
+    Case("mrope-interleaved", "Qwen3-VL: every third pair", shape=(2, 5, 4, 2, 128), ids="strided", table_rows=30,
+         options={"mrope_section": (24, 20, 20), "mrope_interleaved": True}),
+    Case("mrope-cache", "T tokens, cos | sin, fp8-sized heads", shape=(1, 6, 2, 1, 64), layout="thd", ids="shared",
+         table="cos_sin_cache", table_rows=12, options={"mrope_section": (8, 12, 12)}),
+    Case("mrope-full", "transformers' full-width table", ids="rows", table="full", table_rows=12,
+         options={"mrope_section": (8, 12, 12)}),
+    Case("mrope-full-interleaved", "spread, pairs of neighbours", ids="rows", table="full", table_rows=12,
+         interleaved=True, options={"mrope_section": (12, 10, 10), "mrope_interleaved": True}),
+    Case("mrope-angles", "axial angles of a video", ids="rows", table="angles_repeated", table_rows=12,
+         interleaved=True, options={"mrope_section": (8, 12, 12)}),
+    Case("axial-2d", "rows and columns of an image", ids="shared", table_rows=6, options={"mrope_section": (16, 16)}),
     Case("angles-mla", "MLA with angles and mscale", table="angles", shape=(1, 5, 3, 1, 96), rotary_dim=32,
          interleaved=True, options={"rotary_offset": 64, "interleaved_out": False, "mscale": 0.5}),
 ]  # fmt: skip
@@ -144,8 +176,98 @@ QKV_CASES = [
          table_rows=13),
     Case("qkv-packed", "packed, spare rows, context parallelism", shape=(1, 9, 2, 2, 64), layout="thd",
          lengths=(8, 0, 4), cp=(2, 0), table_rows=9, table="angles_repeated"),
+    Case("qkv-mrope", "positions on three axes", shape=(2, 3, 2, 2, 64), ids="rows", table_rows=9,
+         options={"mrope_section": (8, 12, 12)}),
     Case("qkv-scalar", "a head that no access divides", shape=(1, 3, 2, 3, 6), dtype="fp32"),
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """A call of `apply_rope_kv_cache`."""
+
+    name: str
+    why: str
+    shape: tuple[int, int, int, int, int] = (1, 6, 4, 2, 64)
+    layout: str = "thd"
+    dtype: str = "bf16"
+    cache: tuple[int, ...] = (11,)  # slots, or pages and rows of each
+    heads_first: bool = False  # a page keeps its heads before its rows
+    padding: tuple[int, ...] = (2,)  # tokens whose slot is negative
+    fp8: bool = False
+    q_fp8: bool = False
+    k_too: bool = False
+    table: str = "cos_sin_cache"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def page_size(self) -> int:
+        """What is compiled in: 0 where slots follow each other through all pages."""
+        return self.cache[1] if self.heads_first and self.shape[3] > 1 else 0
+
+
+CACHE_CASES = [
+    CacheCase("slots", "SGLang: a row a slot"),
+    CacheCase("paged", "vLLM: pages that follow each other", cache=(5, 4), k_too=True),
+    CacheCase("paged-heads-first", "pages with a head's rows together", cache=(5, 4), heads_first=True),
+    CacheCase("fp8", "scaled e4m3 caches", fp8=True, cache=(3, 8)),
+    CacheCase("fp8-query", "and q for attention in fp8", fp8=True, q_fp8=True, cache=(3, 8), heads_first=True),
+    CacheCase("query-fp8-alone", "q in fp8 beside caches that are not", q_fp8=True, dtype="fp16"),
+    CacheCase("partial", "the rest of k goes along, that of q stays", shape=(1, 5, 3, 2, 80), k_too=True,
+              options={"rotary_dim": 32}),
+    CacheCase("partial-fp8", "and is scaled", shape=(1, 5, 3, 2, 80), fp8=True,
+              options={"rotary_dim": 32, "rotary_offset": 16}),
+    CacheCase("decode", "a token a batch row", shape=(6, 1, 4, 2, 64), layout="bshd", cache=(4, 16)),
+    CacheCase("batch", "several tokens a row, interleaved, fp32", shape=(2, 3, 4, 2, 64), layout="bshd", dtype="fp32",
+              options={"interleaved": True}, cache=(7, 2), heads_first=True),
+    CacheCase("odd", "a head that no access divides", shape=(1, 4, 3, 2, 6), fp8=True),
+    CacheCase("mrope", "three axes", options={"mrope_section": (8, 12, 12)}),
+    CacheCase("angles", "sines in the kernel", table="freqs"),
+]  # fmt: skip
+
+
+@dataclass
+class CacheCall:
+    """The tensors of a case."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None]
+    tables: Any
+    options: Options
+
+
+def make_cache(case: CacheCase, device: str = "cpu", launch: str = "auto", in_place: bool = False) -> CacheCall:
+    """A call: caches full of noise, slots drawn without repetition, q's scale so small that it saturates."""
+    b, s, _, hk, d = case.shape
+    rope = Case("", "", shape=case.shape, layout=case.layout, dtype=case.dtype, table_rows=50,
+                rotary_dim=case.options.get("rotary_dim"), interleaved=case.options.get("interleaved", False),
+                ids="shared" if case.layout == "thd" else "rows",
+                table="angles" if case.table == "freqs" else case.table,
+                options={n: v for n, v in case.options.items() if n not in ("rotary_dim", "interleaved")})  # fmt: skip
+    (q, k, *tables), options = lower(
+        make(rope, device), launch=launch, in_place=in_place, fp8=case.q_fp8, k_too=case.k_too
+    )
+    generator = torch.Generator().manual_seed(7)
+    v = torch.randn(k.shape, generator=generator).to(k.dtype).to(device)
+    rows = torch.Size(case.cache).numel()
+    slots = torch.randperm(rows, generator=generator)[: b * s]
+    slots[list(case.padding)] = -1
+    caches = []
+    for _ in range(2):
+        shape = (*case.cache[:-1], hk, case.cache[-1], d) if case.heads_first else (*case.cache, hk, d)
+        cache = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn if case.fp8 else k.dtype).to(device)
+        caches.append(cache.transpose(-3, -2) if case.heads_first else cache)
+    scales = (torch.tensor(0.004, device=device) if case.q_fp8 else None,
+              *(torch.tensor(x, device=device) if case.fp8 else None for x in (0.7, 0.3)))  # fmt: skip
+    return CacheCall(q, k, v, *caches, slots.to(device), scales, tuple(tables), options)
 
 
 def random_case(seed: int) -> Case:
@@ -176,33 +298,46 @@ def random_case(seed: int) -> Case:
         options["packed_table"] = True
     if table.startswith("angles") and draw.random() < 0.5:
         options["mscale"] = 1.5
+    ids = ""
+    if not packed and cp_size == 1 and draw.random() < 0.4:
+        ids = draw.choice(("shared", "rows", "strided", "one-row")) if layout != "thd" else "shared"
+        cuts = sorted(draw.randint(0, (rotary or head_dim) // 2) for _ in range(draw.choice((0, 1, 2, 3))))
+        if cuts:
+            ends = [0, *cuts, (rotary or head_dim) // 2]
+            options["mrope_section"] = tuple(b - a for a, b in itertools.pairwise(ends))
+            options["mrope_interleaved"] = draw.random() < 0.4
+        rows = draw.randint(1, 40)
+        if table == "fused":
+            table = draw.choice(("cos_sin_cache", "freqs_cis"))
     starts = tuple(draw.randint(0, 6) for _ in range(len(lengths) if packed else batch))
     return Case(
         f"seed-{seed}", "the unforeseen", shape=(batch, seqlen, heads, k_heads, head_dim), layout=layout,
         dtype=draw.choice(("bf16", "fp16", "fp32")), interleaved=interleaved, rotary_dim=rotary, table=table,
         table_dtype=draw.choice(("fp32", "fp32", "bf16")), table_batch=not packed and draw.random() < 0.3,
         lengths=tuple(cp_size * n for n in lengths) if packed else None,
-        index_dtype=draw.choice((torch.int32, torch.int64)), starts=draw.choice((None, starts)),
+        index_dtype=draw.choice((torch.int32, torch.int64)), ids=ids,
+        starts=None if ids else draw.choice((None, starts)),
         cp=(cp_size, draw.randrange(cp_size)), table_rows=rows, strides=draw.choice(("plain", "plain", "offset")),
         options=options,
     )  # fmt: skip
 
 
 Call = tuple[Tensor, "Tensor | None", "Tensor | None", "Tensor | None", dict[str, Any]]
-Lowered = tuple[Tensor, "Tensor | None", Tensor, Tensor, "Tensor | None", "Tensor | None"]
+Lowered = tuple[Tensor, "Tensor | None", Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
 
 
 def lower(call: Call, **changes: Any) -> tuple[Lowered, Options]:
-    """What a call becomes: the six tensors that the ops take, and the options, with `changes`."""
+    """What a call becomes: the seven tensors that the ops take, and the options, with `changes`."""
     q, k, cos, sin, keywords = call
     words = dict(keywords)
-    cu_seqlens, starts, freqs = (words.pop(name, None) for name in ("cu_seqlens", "start_positions", "freqs"))
+    cu_seqlens, starts, ids = (words.pop(name, None) for name in ("cu_seqlens", "start_positions", "position_ids"))
+    table = next((name for name in ("freqs", "cos_sin_cache", "freqs_cis") if name in words), "cos_sin")
     words.setdefault("interleaved_out", words["interleaved"])
     words["conjugate"] = words.pop("inverse", False)
     words.setdefault("rotary_dim", q.shape[-1] - words.get("rotary_offset", 0))
-    if freqs is not None:
-        cos = sin = freqs
-    return (q, k, cos, sin, cu_seqlens, starts), Options(**{**words, "angles": freqs is not None, **changes})
+    if table != "cos_sin":
+        cos = sin = words.pop(table)
+    return (q, k, cos, sin, cu_seqlens, starts, ids), Options(**{**words, "table": table, **changes})
 
 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:
@@ -232,10 +367,13 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
         keywords["cu_seqlens"] = ends.to(case.index_dtype).to(device)
     if case.starts is not None:
         keywords["start_positions"] = torch.tensor(case.starts, dtype=case.index_dtype, device=device)
+    if case.ids:
+        keywords["position_ids"] = _ids(case, b, s, rows, generator).to(device)
     if case.cp[0] > 1:
         keywords["cp_size"], keywords["cp_rank"] = case.cp
-    if case.table.startswith("angles"):
-        keywords["freqs"] = cos.to(device)
+    name = "freqs" if case.table.startswith("angles") else case.table
+    if name in ("freqs", "cos_sin_cache", "freqs_cis"):
+        keywords[name] = cos.to(device)
         return q, k, None, None, keywords
     return q, k, cos.to(device), sin.to(device), keywords
 
@@ -258,12 +396,28 @@ def _activation(case: Case, b: int, s: int, h: int, d: int, generator: torch.Gen
     return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
+def _ids(case: Case, b: int, s: int, rows: int, generator: torch.Generator) -> Tensor:
+    low, high = (-3, rows + 3) if case.ids == "past" else (0, rows)
+    lead = {"shared": (), "one-row": (1,)}.get(case.ids, (b,))
+    axes = len(case.options.get("mrope_section", ()))
+    shape = (*((axes,) if axes else ()), *lead, s)
+    ids = torch.randint(low, high, shape, generator=generator).to(case.index_dtype)
+    return ids.transpose(-1, -2).contiguous().transpose(-1, -2) if case.ids == "strided" else ids
+
+
 def _tables(
     case: Case, b: int, rows: int, heads: int, rotary: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    lead = (b,) if case.table_batch or case.table == "per_head" else ()
+    batched = (case.table_batch and case.table != "cos_sin_cache") or case.table == "per_head"
+    lead = (b,) if batched else ()
     angles = torch.rand(*lead, rows, rotary // 2, generator=generator) * 20
     dtype = DTYPES[case.table_dtype]
+    if case.table == "cos_sin_cache":
+        cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+        return cache, cache
+    if case.table == "freqs_cis":
+        table = torch.polar(torch.ones_like(angles), angles)
+        return table, table
     if case.table == "angles":
         return angles, angles
     if case.table == "angles_repeated":

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
-from jitrope.problem import head_views, plan_call
+from jitrope.problem import cache_view, head_views, plan_call
+from jitrope.reference import FP8
 from jitrope.spec import Options
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,8 @@ def jitrope(tmp_path: Path):
 
 
 def test_help_of_every_command(jitrope) -> None:
-    for command in ([], ["prewarm"], ["render"], ["cache"], ["cache", "ls"], ["doctor"], ["bench"], ["bench", "rope"]):
+    bench = [["bench"], ["bench", "rope"], ["bench", "decode"]]
+    for command in ([], ["prewarm"], ["render"], ["cache"], ["cache", "ls"], ["doctor"], *bench):
         done = jitrope(*command, "--help")
         assert done.returncode == 0
         assert "Usage" in done.stdout
@@ -172,16 +174,27 @@ def test_prewarmed_spec_is_what_a_call_asks_for() -> None:
     for call in DEFAULT_CALLS:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         packed = call.packed is not None
-        shape = (4096, call.heads, call.head_dim) if packed else (1, 4096, call.heads, call.head_dim)
+        heads = call.heads - 16 if call.slots else call.heads  # of q; 8 each of k and v go to slots
+        shape = (4096, heads, call.head_dim) if packed else (1, 4096, heads, call.head_dim)
         q = torch.empty(shape, dtype=dtype[call.dtype], device="meta")
         rotary = call.rotary_dim or call.head_dim
         cos = torch.empty(4096, rotary if call.width == "full" else rotary // 2, device="meta")
         lengths = torch.empty(5, dtype=getattr(torch, call.packed), device="meta") if packed else None
+        ids, slots = (
+            torch.empty(4096, dtype=getattr(torch, kind), device="meta") if kind else None
+            for kind in (call.position_ids, call.slots)
+        )
         specs = set(call.specs())
         for launch in ("token_linear", "grid_2d"):
             options = Options(
                 layout="thd" if packed else "bshd", interleaved=call.interleaved, interleaved_out=call.interleaved,
-                rotary_dim=rotary, angles=call.angles, rounding=call.rounding, launch=launch, in_place=call.in_place,
+                rotary_dim=rotary, table="freqs" if call.angles else "cos_sin", rounding=call.rounding, launch=launch,
+                in_place=call.in_place,
             )  # fmt: skip
-            plan, _ = plan_call(*head_views(q, None, options), cos, cos, lengths, None, options, 132)
+            inputs, outputs = head_views(q, None, options)
+            if slots is not None:
+                k = torch.empty(1, 4096, 8, 128, dtype=q.dtype, device="meta").unsqueeze(3)
+                cache = torch.empty(99, 8, 128, dtype=FP8 if call.kv_dtype == "fp8" else q.dtype, device="meta")
+                inputs, outputs = (inputs[0], k, k), (outputs[0], cache_view(cache), cache_view(cache))
+            plan, _ = plan_call(inputs, outputs, (cos, cos, lengths, None, ids), slots, options, 132)
             assert plan.spec in specs

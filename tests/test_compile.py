@@ -35,6 +35,12 @@ LARGEST = [
     Call(64, packed="int32", backward=True), Call(24, packed="int32", width="full", backward=True),
     Call(48, q_per_group=4, angles=True, width="full", packed="int32", backward=True),
     Call(48, q_per_group=1, batch_inner=True, backward=True),
+    # And serving.
+    Call(40, position_ids="int32", mrope_section=(16, 24, 24), in_place=True),
+    Call(40, position_ids="int64", mrope_section=(24, 20, 20), mrope_interleaved=True, backward=True),
+    Call(24, position_ids="int64", interleaved=True, freqs_cis=True), Call(72, position_ids="int64", backward=True),
+    Call(24, position_ids="int64", angles=True), Call(40, fp8=True, position_ids="int64"),
+    Call(48, position_ids="int64", slots="int64", page_size=16, rotate_k=True, kv_dtype="fp8", fp8=True),
     Call(16, head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True, interleaved_out=False, angles=True,
          backward=True),
 ]  # fmt: skip
@@ -69,7 +75,7 @@ def test_every_case_compiles(arch: str) -> None:
     number = ["sm_75", *ARCHS].index(arch)
     for case in CASES[number :: len(ARCHS) + 1]:
         (q, k, *tables), options = lower(make(case))
-        plan, _ = plan_call(*head_views(q, k, options), *tables, options, 132)
+        plan, _ = plan_call(*head_views(q, k, options), tuple(tables), None, options, 132)
         assert compiler.compile_source(render(plan.spec), arch)[0].startswith(b"\x7fELF")
 
 
@@ -94,7 +100,7 @@ def instructions(text: str) -> list[str]:
     return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.MULTILINE)
 
 
-ALIGNED = [spec for spec in PREWARM if spec.dtype == "bf16" and spec.vec == 8]
+ALIGNED = [s for s in PREWARM if s.dtype == "bf16" and s.vec == 8 and "fp8" not in (s.q_out, s.kv_out)]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
@@ -109,8 +115,10 @@ def test_aligned_kernels_move_16_bytes_an_access(arch: str, tmp_path: Path) -> N
         # The heads, and the tables where every thread has its own part. A block that shares work loads a
         # table's entries one by one, once; cu_seqlens too are 4 or 8 bytes each. Nothing else is narrow.
         shares = spec.angles or (spec.index_dtype is not None and spec.launch == "token_linear")
-        assert len(loads) - len(narrow_loads) >= spec.chunks + (0 if shares else 2), spec.name
-        assert bool(narrow_loads) == (shares or spec.index_dtype is not None), (spec.name, narrow_loads)
+        per_entry = spec.table_vec == 1  # complex64 tables, and axes that alternate from pair to pair
+        integers = spec.index_dtype is not None or spec.position_dtype is not None
+        assert len(loads) - len(narrow_loads) >= spec.chunks + (0 if shares or per_entry else 2), spec.name
+        assert bool(narrow_loads) == (shares or per_entry or integers), (spec.name, narrow_loads)
         assert stores, spec.name
         assert all(".128" in name for name in stores), spec.name
         assert spec.angles or not [name for name in found if name.startswith(("LDL", "STL"))], spec.name

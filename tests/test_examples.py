@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
     [
         ["quickstart.py"],
         ["packed_training.py", "--documents", "5", "--tokens", "128", "--steps", "4"],
+        ["serving.py", "--layers", "2", "--batch", "3", "--steps", "10"],
+        ["serving.py", "--fp8", "--layers", "1", "--batch", "2", "--steps", "10"],
         ["diffusion_pipeline.py", "--model", "flux", "--steps", "2", "--blocks", "1"],
         ["diffusion_pipeline.py", "--model", "qwen", "--steps", "2", "--blocks", "1"],
         ["diffusion_pipeline.py", "--model", "wan", "--steps", "2", "--blocks", "1"],
@@ -30,9 +32,11 @@ def test_example(command: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     if "diffusion" in command[0]:
         assert "the same bits" in done.stdout
+    if "serving" in command[0]:
+        assert "hidden states within" in done.stdout
 
 
 def test_every_example_is_run() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {
-        "quickstart.py", "packed_training.py", "diffusion_pipeline.py",
+        "quickstart.py", "packed_training.py", "serving.py", "diffusion_pipeline.py",
     }  # fmt: skip

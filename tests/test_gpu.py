@@ -18,7 +18,19 @@ from jitrope import reference, runtime
 from jitrope.ops import turned_back
 from jitrope.spec import Options
 
-from .cases import CASES, DTYPES, QKV_CASES, Case, lower, make, make_qkv, random_case
+from .cases import (
+    CACHE_CASES,
+    CASES,
+    DTYPES,
+    QKV_CASES,
+    CacheCase,
+    Case,
+    lower,
+    make,
+    make_cache,
+    make_qkv,
+    random_case,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -48,10 +60,10 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
     for conjugate in (False, True):
         options = options._replace(conjugate=conjugate)
         device = [None if x is None else on_gpu(x) for x in tensors]
-        want = reference.rope(*(device if options.angles else tensors), options)
+        want = reference.rope(*(device if options.table == "freqs" else tensors), options)
         for in_place in (False, True)[: 1 if options.interleaved != options.interleaved_out else 2]:
             device = [None if x is None else on_gpu(x) for x in tensors]
-            outputs = runtime.rope(*device, tuple(options._replace(in_place=in_place)))
+            outputs = runtime.rope(*device[:2], tuple(device[2:]), tuple(options._replace(in_place=in_place)))
             end = None
             if in_place and case.lengths is not None:
                 end = sum(case.lengths) // case.cp[0]
@@ -76,14 +88,14 @@ def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
     back = turned_back(tuple(options))
     end = None if case.lengths is None else sum(case.lengths) // case.cp[0]
     for values in (True, False):
-        parts = runtime.rope_qkv(*tensors, tuple(options._replace(values=values)))
+        parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), tuple(options._replace(values=values)))
         for got, expected in zip(parts, want):
             assert torch.equal(got, expected)
     qkv = tensors[0].clone()
-    runtime.rope_qkv(qkv, *tensors[1:], tuple(options._replace(in_place=True)))
+    runtime.rope_qkv(qkv, tuple(tensors[1:]), tuple(options._replace(in_place=True)))
     for got, expected in zip(reference.split_qkv(qkv, options.q_per_group), want):
         assert torch.equal(got[:end], expected[:end])
-    got = runtime.rope_qkv_backward(*want, *tensors[1:], back)
+    got = runtime.rope_qkv_backward(*want, tuple(tensors[1:]), back)
     assert torch.equal(got, reference.rope_qkv_backward(*want, *tensors[1:], Options(*back)))
 
 
@@ -114,10 +126,10 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
         results.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
     for a, b in zip(*results):
         assert torch.equal(a, b)
-    options = Options(layout="thd", rotary_dim=128, angles=True, cp_size=size, cp_rank=rank)
+    options = Options(layout="thd", rotary_dim=128, table="freqs", cp_size=size, cp_rank=rank)
     table = freqs.transpose(0, 1)
     for x, conjugate, got in ((q, False, results[0][0]), (grad, True, results[0][1])):
-        want, _ = reference.rope(x, None, table, table, cu_seqlens, None, options._replace(conjugate=conjugate))
+        want, _ = reference.rope(x, None, table, table, cu_seqlens, None, None, options._replace(conjugate=conjugate))
         assert torch.equal(got, want)
 
 
@@ -130,8 +142,8 @@ def test_a_million_sequences(sequences: int) -> None:
     q = torch.randn(tokens, 2, 64, device="cuda", dtype=torch.bfloat16)
     freqs = torch.rand(512, 32, device="cuda") * 100
     out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens, start_positions=starts)
-    options = Options(layout="thd", rotary_dim=64, angles=True)
-    want, _ = reference.rope(q, None, freqs, freqs, cu_seqlens, starts, options)
+    options = Options(layout="thd", rotary_dim=64, table="freqs")
+    want, _ = reference.rope(q, None, freqs, freqs, cu_seqlens, starts, None, options)
     assert not want.isnan().any()
     assert torch.equal(out, want)
 
@@ -159,7 +171,13 @@ def test_error_against_fp64(dtype: str, rounding: str, interleaved: bool) -> Non
             interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128, conjugate=conjugate
         )  # fmt: skip
         want = reference.rope(
-            *(x.detach().double() for x in inputs), *(t.double() for t in tables), None, None, options, torch.float64
+            *(x.detach().double() for x in inputs),
+            *(t.double() for t in tables),
+            None,
+            None,
+            None,
+            options,
+            torch.float64,
         )
         for out, expected in zip(results, want):
             assert relative_l2(out, expected) <= RELATIVE_L2[dtype]
@@ -175,7 +193,9 @@ def test_past_two_to_the_31_elements() -> None:
     assert out.numel() > 2**31
     for start in (0, tokens // 2, tokens - 700):
         part = slice(start, start + 700)
-        want, _ = reference.rope(q[part], None, cos[part], sin[part], None, None, Options(layout="thd", rotary_dim=dim))
+        want, _ = reference.rope(
+            q[part], None, cos[part], sin[part], None, None, None, Options(layout="thd", rotary_dim=dim)
+        )
         assert torch.equal(out[part], want)
     expected = out[-700:].clone()
     del out
@@ -192,7 +212,9 @@ def test_more_sequences_than_a_grid_has_rows() -> None:
     for launch in ("token_linear", "grid_2d"):
         arguments = (q, None, angles.cos(), angles.sin())
         out, _ = jitrope.apply_rope(*arguments, layout="thd", cu_seqlens=cu_seqlens, launch=launch)
-        assert torch.equal(out, reference.rope(*arguments, cu_seqlens, None, Options(layout="thd", rotary_dim=64))[0])
+        assert torch.equal(
+            out, reference.rope(*arguments, cu_seqlens, None, None, Options(layout="thd", rotary_dim=64))[0]
+        )
 
 
 def test_video_length_batches() -> None:
@@ -203,19 +225,18 @@ def test_video_length_batches() -> None:
         for launch in ("auto", "grid_2d"):
             out, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), launch=launch)
             assert torch.equal(
-                out, reference.rope(q, None, angles.cos(), angles.sin(), None, None, Options(rotary_dim=64))[0]
+                out, reference.rope(q, None, angles.cos(), angles.sin(), None, None, None, Options(rotary_dim=64))[0]
             )
 
 
 @pytest.mark.parametrize("name", ["packed", "angles-packed-cp", "angles-full", "mla"])
 def test_results_do_not_change_from_run_to_run(name: str) -> None:
-    (*tensors, _, _), options = lower(make(case_named(name), "cuda"))
-    (*_, cu_seqlens, starts), _ = lower(make(case_named(name), "cuda"))
+    (q, k, *tables), options = lower(make(case_named(name), "cuda"))
     for conjugate in (False, True):
         words = tuple(options._replace(conjugate=conjugate))
-        first = runtime.rope(*tensors, cu_seqlens, starts, words)
+        first = runtime.rope(q, k, tuple(tables), words)
         for _ in range(20):
-            for a, b in zip(first, runtime.rope(*tensors, cu_seqlens, starts, words)):
+            for a, b in zip(first, runtime.rope(q, k, tuple(tables), words)):
                 assert torch.equal(a.nan_to_num(9), b.nan_to_num(9))
 
 
@@ -244,7 +265,7 @@ def test_angles_against_fp64(dtype: str, interleaved: bool) -> None:
     out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", interleaved=interleaved)
     options = Options(layout="thd", interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128)
     exact = freqs.double()
-    want, _ = reference.rope(q.double(), None, exact.cos(), exact.sin(), None, None, options, torch.float64)
+    want, _ = reference.rope(q.double(), None, exact.cos(), exact.sin(), None, None, None, options, torch.float64)
     assert relative_l2(out, want) <= RELATIVE_L2[dtype]
 
 
@@ -253,7 +274,21 @@ def test_angles_against_fp64(dtype: str, interleaved: bool) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
-    "name", ["fp32", "full-partial", "packed", "per-head", "bhsd", "starts-packed", "cp-packed-starts", "offset"]
+    "name",
+    [
+        "fp32",
+        "full-partial",
+        "packed",
+        "per-head",
+        "bhsd",
+        "starts-packed",
+        "cp-packed-starts",
+        "offset",
+        "ids",
+        "mrope",
+        "ids-cis",
+        "mrope-interleaved",
+    ],
 )
 def test_gradient_is_the_cpus(name: str, in_place: bool) -> None:
     case = case_named(name)
@@ -276,7 +311,7 @@ def test_expanded_gradient_and_double_backward() -> None:
     out, _ = jitrope.apply_rope(q, None, cos, sin)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)  # a stride-0 gradient
     want, _ = reference.rope(
-        torch.ones_like(q).cpu(), None, cos.cpu(), sin.cpu(), None, None, Options(rotary_dim=64, conjugate=True)
+        torch.ones_like(q).cpu(), None, cos.cpu(), sin.cpu(), None, None, None, Options(rotary_dim=64, conjugate=True)
     )
     assert torch.equal(gradient.detach().cpu(), want)
     out, _ = jitrope.apply_rope(q, None, cos, sin)
@@ -299,7 +334,7 @@ def test_opcheck(op: str) -> None:
     q, k, cos, sin, _ = make(case_named("halves"), "cuda")
     if op == "rope":
         q.requires_grad_()
-    arguments = (q, k, cos, sin, None, None, *Options(rotary_dim=64)[:-1])
+    arguments = (q, k, cos, sin, None, None, None, *Options(rotary_dim=64)[:-1])
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
 
 
@@ -327,9 +362,10 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     """A fast path whose guard is never true is a defect: neither direction goes through the dispatcher."""
     taken = []
     launch = runtime.rope
+    runtime._local.recent = {}
 
     def counted(*arguments):
-        taken.append(arguments[6][-2])  # conjugate
+        taken.append(arguments[3][-2])  # conjugate
         return launch(*arguments)
 
     monkeypatch.setattr(runtime, "rope", counted)  # the library ops hold the function itself
@@ -338,6 +374,178 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     if grad:
         torch.autograd.grad(outputs, (q, k), [torch.ones_like(y) for y in outputs])
     assert taken == ([False, True] if grad else [False])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", ["halves", "ids", "ids-decode", "mrope"])
+def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, monkeypatch) -> None:
+    """The way of the steady state is taken, with the same bits; and left by whatever is not the same."""
+    rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
+    runtime._local.recent = {}
+    results = []
+    for seed in (0, 0, 1):
+        q, k, cos, sin, keywords = make(case_named(name), "cuda", seed)
+        results.append([x.clone() for x in rotate(q, k, cos, sin, **keywords)])
+        if len(results) == 1:
+            slow = runtime.rope
+            monkeypatch.setattr(runtime, "rope", lambda *_: pytest.fail("looked at again"))
+    for a, b in zip(results[0], results[1]):
+        assert torch.equal(a, b)
+    assert not torch.equal(results[1][0], results[2][0])
+    taken = []
+    monkeypatch.setattr(runtime, "rope", lambda *a: (taken.append(a), slow(*a))[1])
+    q, k, cos, sin, keywords = make(case_named(name), "cuda")
+    unaligned = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
+    for other in (unaligned, q.transpose(-2, -3).contiguous().transpose(-2, -3), q.repeat(1, 1, 2, 1)):
+        want, _ = reference.rope(
+            other, k, *lower((q, k, cos, sin, keywords))[0][2:], lower((q, k, cos, sin, keywords))[1]
+        )
+        got, _ = rotate(other, k, cos, sin, **keywords)
+        assert torch.equal(got, want)
+    assert len(taken) == 3
+    if not in_place:
+        out, _ = rotate(q.requires_grad_(), k, cos, sin, **keywords)
+        assert out.requires_grad
+
+
+def test_modes_are_seen_by_a_known_call() -> None:
+    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    for _ in range(2):
+        jitrope.apply_rope(q, k, cos, sin)
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        jitrope.apply_rope(q, k, cos, sin)
+    assert torch.ops.jitrope.rope.default in seen
+
+
+@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
+@pytest.mark.parametrize("case", CACHE_CASES, ids=str)
+def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None:
+    for in_place in (False, True)[: 1 if case.q_fp8 else 2]:
+        device = "cuda" if case.table == "freqs" else "cpu"  # sines are the device's
+        c = make_cache(case, device, launch=launch, in_place=in_place)
+        want = (c.k_cache.clone(), c.v_cache.clone())
+        q_want, k_want = reference.rope_kv_cache(c.q, c.k, c.v, *want, c.slots, *c.scales, c.tables, c.options)
+        k_want = k_want if case.k_too else c.k
+        c = make_cache(case, "cuda", launch=launch, in_place=in_place)
+        tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
+        q = runtime.rope_kv_cache(*tensors, c.tables, tuple(c.options))
+        assert (q is c.q) == in_place
+        for got, expected in zip((q, c.k, c.k_cache, c.v_cache), (q_want, k_want, *want)):
+            assert torch.equal(got.float().cpu(), expected.float().cpu())
+
+
+@pytest.mark.parametrize("name", ["halves", "ids", "partial-odd", "d72", "packed"])
+def test_fp8_outputs_have_the_references_bits(name: str) -> None:
+    (q, k, *tables), options = lower(make(case_named(name)), fp8=True)
+    scales = (torch.tensor(0.02), torch.tensor(0.3))
+    want = reference.rope_fp8(q, k, *scales, tuple(tables), options)
+    tables = tuple(None if x is None else x.cuda() for x in tables)
+    got = runtime.rope_fp8(on_gpu(q), on_gpu(k), *(x.cuda() for x in scales), tables, tuple(options))
+    for a, b in zip(got, want):
+        assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+
+
+def test_a_known_cache_call_and_its_graph() -> None:
+    """Eager twice, the second by the short way, then in a CUDA graph with other positions and slots."""
+    case = CACHE_CASES[1]
+    c = make_cache(case, "cuda")
+    words = {
+        "cos_sin_cache": c.tables[0], "position_ids": c.tables[4], "layout": "thd", "k_cache": c.k_cache,
+        "v_cache": c.v_cache, "slot_mapping": c.slots,
+    }  # fmt: skip
+    results = []
+    for _ in range(2):
+        c.k_cache.zero_()
+        results.append((jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **words), c.k_cache.clone()))
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **words)
+    c.slots.copy_(c.slots.flip(0))
+    c.tables[4].copy_(c.tables[4].flip(0))
+    c.k_cache.zero_()
+    graph.replay()
+    got = (q.clone(), c.k_cache.clone())
+    c.k_cache.zero_()
+    want = jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **words)
+    assert torch.equal(got[0], want)
+    assert torch.equal(got[1], c.k_cache)
+    assert got[1].any()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+def test_overlapping_launches_keep_their_order(tokens: int, captured: bool) -> None:
+    """Programmatic dependent launch: a kernel begins while the one before runs, and still sees all that it wrote.
+
+    Chains of rotations in place, of torch's kernels in between, and of slow ones before and behind.
+    """
+    torch.manual_seed(0)
+    q = torch.randn(tokens, 8, 128, device="cuda")
+    k = torch.randn(tokens, 2, 128, device="cuda")
+    cache = torch.randn(4096, 128, device="cuda")
+    ids = torch.randint(0, 4096, (40, tokens), device="cuda")
+
+    def chain(q, k, step):
+        position = ids[0].clone()
+        for i in range(40):
+            step(q, k, position)
+            if i % 4 == 1:
+                q.add_(1)
+                position.copy_(ids[i])
+            if i % 10 == 3:
+                torch.cuda._sleep(200_000)
+                k.mul_(0.5)
+        return q, k
+
+    def kernels(q, k, position):
+        jitrope.apply_rope_(q, k, cos_sin_cache=cache, position_ids=position, layout="thd", inverse=False)
+        q.mul_(0.125)
+        k.mul_(0.125)
+
+    def torch_alone(q, k, position):
+        options = Options(layout="thd", rotary_dim=128, table="cos_sin_cache")
+        rotated = reference.rope(q, k, cache, cache, None, None, position, options)
+        for x, y in zip((q, k), rotated):
+            x.copy_(y * 0.125)
+
+    want = chain(q.clone(), k.clone(), torch_alone)
+    kernels(q.clone(), k.clone(), ids[0])  # loaded before the capture
+    a, b = q.clone(), k.clone()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain(a, b, kernels)
+        graph.replay()
+    else:
+        chain(a, b, kernels)
+    assert torch.equal(a, want[0])
+    assert torch.equal(b, want[1])
+
+
+def test_wild_ids_and_slots_on_the_device() -> None:
+    """No bytes outside of tables and caches are touched: compute-sanitizer runs this too."""
+    q = torch.ones(6, 4, 64, device="cuda")
+    k, v = torch.ones(2, 6, 2, 64, device="cuda")
+    k_cache, v_cache = torch.zeros(2, 8, 2, 64, device="cuda")
+    cache = torch.ones(5, 64, device="cuda")
+    ids = torch.tensor([0, 4, 5, -1, 2**40, -(2**62)], device="cuda")
+    slots = torch.tensor([0, 8, -1, 2**31, 2**40, 7], device="cuda")
+    out = jitrope.apply_rope_kv_cache(
+        q, k, v, cos_sin_cache=cache, position_ids=ids, layout="thd", k_cache=k_cache, v_cache=v_cache,
+        slot_mapping=slots,
+    )  # fmt: skip
+    assert not out[:2].isnan().any()
+    assert out[2:].isnan().all()
+    assert v_cache.sum((-1, -2)).tolist() == [128, 0, 0, 0, 0, 0, 0, 128]
 
 
 def test_inference_mode() -> None:
@@ -366,7 +574,7 @@ def test_cuda_graph() -> None:
 
 
 def test_cuda_graph_of_packed_qkv() -> None:
-    (qkv, freqs, _, cu_seqlens, _), o = make_qkv(next(case for case in QKV_CASES if case.name == "qkv-packed"), "cuda")
+    (qkv, freqs, _, cu_seqlens, *_), o = make_qkv(next(case for case in QKV_CASES if case.name == "qkv-packed"), "cuda")
     keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens, "q_per_group": o.q_per_group}
     jitrope.apply_rope_qkv(qkv, **keywords)
     graph = torch.cuda.CUDAGraph()
@@ -523,9 +731,11 @@ def test_a_gpu_without_cupy_names_the_extra(tmp_path: Path) -> None:
 SANITIZED = """
 import torch
 from jitrope import apply_rope, apply_rope_, runtime
-from tests.cases import CASES, QKV_CASES, make, make_qkv
+from tests.cases import CACHE_CASES, CASES, QKV_CASES, make, make_cache, make_qkv
+from tests.test_gpu import test_wild_ids_and_slots_on_the_device
 names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "packed-qkv", "d72", "full-interleaved",
-         "cp-packed-starts", "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla")
+         "cp-packed-starts", "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla", "ids-past",
+         "ids-cis", "mrope-odd", "mrope-full-interleaved", "ids-decode")
 for launch in ("token_linear", "grid_2d"):
     for case in CASES:
         if case.name in names:
@@ -535,8 +745,13 @@ for launch in ("token_linear", "grid_2d"):
                 apply_rope_(q, k, cos, sin, launch=launch, **keywords)
     for case in QKV_CASES:
         tensors, options = make_qkv(case, "cuda", launch=launch)
-        parts = runtime.rope_qkv(*tensors, tuple(options))
-        runtime.rope_qkv_backward(*parts, *tensors[1:], tuple(options))
+        parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), tuple(options))
+        runtime.rope_qkv_backward(*parts, tuple(tensors[1:]), tuple(options))
+    for case in CACHE_CASES:
+        c = make_cache(case, "cuda", launch=launch)
+        runtime.rope_kv_cache(
+            c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales, c.tables, tuple(c.options))
+test_wild_ids_and_slots_on_the_device()
 torch.cuda.synchronize()
 print("done")
 """
@@ -560,7 +775,14 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "bench",
-    ["host", "train", "thd --sequences 1,7 --tokens 2048 --heads 4", "layer --batches 4x64,8x32"],
+    [
+        "host",
+        "rope --only wan,decode1 --no-peers",
+        "decode --tokens 1,5 --heads 4/2 --prefill 64 --no-peers",
+        "train",
+        "thd --sequences 1,7 --tokens 2048 --heads 4",
+        "layer --batches 4x64,8x32",
+    ],
     ids=lambda text: text.split()[0],
 )
 def test_bench_runs(bench: str, tmp_path: Path) -> None:
@@ -569,3 +791,12 @@ def test_bench_runs(bench: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_serving_example_in_a_graph(fp8: bool, tmp_path: Path) -> None:
+    environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path), "PYTHONPATH": path_of_imports()}
+    command = [sys.executable, str(ROOT / "examples" / "serving.py"), "--layers", "2", "--batch", "3", "--steps", "10"]
+    done = subprocess.run([*command, *(["--fp8"] if fp8 else [])], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "CUDA graph" in done.stdout

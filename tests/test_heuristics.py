@@ -12,9 +12,10 @@ from jitrope.heuristics import RopeProblem, plan
 BASE = RopeProblem(
     dtype="bf16", table_dtype="fp32", head_dim=128, rotary_dim=128, rotary_offset=0, interleaved=False,
     interleaved_out=False, conjugate=False, angles=False, full_width=False, per_head=False, packed_table=False,
-    rounding="fp32", in_place=False, index_dtype=None, start_dtype=None, cp_size=1, q_per_group=1, values=False,
-    batch_inner=False, tokens=4608, heads=48, num_sequences=0, max_seqlen=0,
-    vec_limit=8, table_vec_limit=4, launch="auto", sm_count=132,
+    rounding="fp32", in_place=False, index_dtype=None, start_dtype=None, cp_size=1, position_dtype=None,
+    sections=(), spread=False, slot_dtype=None, page_size=0, k_too=False, q_out="bf16", kv_out="bf16",
+    q_per_group=1, values=False, batch_inner=False, wide=False, batch=1, tokens=4608, heads=48,
+    num_sequences=0, max_seqlen=0,     vec_limit=8, table_vec_limit=4, launch="auto", sm_count=132,
 )  # fmt: skip
 
 
@@ -27,8 +28,10 @@ PAIRS = {"interleaved": True, "interleaved_out": True}
     [
         ({}, "token_linear", "4608 tokens fill 132 SMs"),
         ({"tokens": 1, "heads": 40}, "grid_2d", "1 tokens leave 132 SMs room"),
-        ({"tokens": 527}, "grid_2d", "527 tokens"),
-        ({"tokens": 528}, "token_linear", "528 tokens fill"),
+        ({"tokens": 263, "heads": 40}, "grid_2d", "263 tokens"),
+        ({"tokens": 264, "heads": 40}, "token_linear", "264 tokens fill"),
+        ({"tokens": 146, "heads": 72}, "grid_2d", "146 tokens"),
+        ({"tokens": 147, "heads": 72}, "token_linear", "147 tokens fill"),
         ({"tokens": 1, "heads": 1}, "token_linear", "1 tokens fill"),
         ({"launch": "grid_2d"}, "grid_2d", "was asked for"),
         ({"launch": "token_linear", "tokens": 1}, "token_linear", "was asked for"),

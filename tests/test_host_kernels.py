@@ -7,21 +7,34 @@ import torch
 
 from jitrope import heuristics, reference
 from jitrope.ops import turned_back
-from jitrope.problem import head_views, plan_call, qkv_views, separate_views
-from jitrope.render import Source, render
+from jitrope.problem import cache_view, head_views, plan_call, qkv_views, separate_views
+from jitrope.render import Source, environment, render
 from jitrope.spec import Options
 
-from .cases import CASES, QKV_CASES, Case, lower, make, make_qkv, random_case
+from .cases import (
+    CACHE_CASES,
+    CASES,
+    QKV_CASES,
+    CacheCase,
+    Case,
+    lower,
+    make,
+    make_cache,
+    make_qkv,
+    random_case,
+)
 from .host import harness
 
 SM_COUNT = 4  # few enough that small cases take token_linear by themselves
 
 
-def run_kernel(inputs, outputs, tables, options) -> heuristics.Plan:
+def run_kernel(inputs, outputs, tables, options, slots=None, scales=(None, None, None)) -> heuristics.Plan:
     """Run the kernel of a call on views of heads; without k or v it gets q's address and no such heads."""
-    plan, words = plan_call(inputs, outputs, *tables, options, SM_COUNT)
+    plan, words = plan_call(inputs, outputs, tuple(tables), slots, options, SM_COUNT)
     tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
-    harness.run(render(plan.spec), plan.grid, plan.block, [*tensors, *tables], words)
+    cos, sin = reference.table_pair(*tables[:2], options.table)
+    tensors = [*tensors, cos, sin, *tables[2:], slots, *scales]
+    harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
     return plan
 
 
@@ -120,13 +133,13 @@ def test_malformed_lengths_stay_in_bounds(offsets: list[int], launch: str, table
     call = make(Case("", "", shape=(1, 12, 2, 0, 64), layout="thd", table=table))
     for changes in ({}, {"cp_size": 2, "cp_rank": 1}, {"packed_table": True}):
         (q, k, cos, sin, *_), options = lower(call, launch=launch, **changes)
-        run_rope((q, k, cos, sin, torch.tensor(offsets, dtype=torch.int32), None), options)
+        run_rope((q, k, cos, sin, torch.tensor(offsets, dtype=torch.int32), None, None), options)
 
 
 def test_wild_starts_stay_in_bounds() -> None:
     (q, k, cos, sin, *_), options = lower(make(Case("", "", shape=(3, 4, 2, 0, 64))))
     starts = torch.tensor([-(2**62), 2**40, -1])
-    (out, _), _ = run_rope((q, k, cos, sin, None, starts), options)
+    (out, _), _ = run_rope((q, k, cos, sin, None, starts, None), options)
     assert out[:2].isnan().all()
     assert out[2, 0].isnan().all()
     assert not out[2, 1:].isnan().any()
@@ -142,8 +155,8 @@ def test_any_number_of_sequences_is_searched(count: int) -> None:
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
     call = make(Case("", "", shape=(1, 18, 1, 0, 8), layout="thd"))
     (q, k, cos, sin, *_), options = lower(call, launch="token_linear")
-    (out, _), _ = run_rope((q, k, cos, sin, cu_seqlens, None), options)
-    assert torch.equal(out, reference.rope(q, k, cos, sin, cu_seqlens, None, options)[0])
+    (out, _), _ = run_rope((q, k, cos, sin, cu_seqlens, None, None), options)
+    assert torch.equal(out, reference.rope(q, k, cos, sin, cu_seqlens, None, None, options)[0])
 
 
 def test_sanitizer_sees_a_read_past_the_table() -> None:
@@ -151,9 +164,9 @@ def test_sanitizer_sees_a_read_past_the_table() -> None:
     (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
     views = head_views(q, k, options._replace(in_place=True))[0]
     outputs = head_views(q.clone(), k, options._replace(in_place=True))[0]
-    plan, words = plan_call(views, outputs, cos, sin, *rest, options, SM_COUNT)
+    plan, words = plan_call(views, outputs, (cos, sin, *rest), None, options, SM_COUNT)
     short = [table[:7].clone() for table in (cos, sin)]
-    tensors = [q, q, q, outputs[0], outputs[0], outputs[0], *short, None, None]
+    tensors = [q, q, q, outputs[0], outputs[0], outputs[0], *short, *[None] * 7]
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
         harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
 
@@ -161,9 +174,9 @@ def test_sanitizer_sees_a_read_past_the_table() -> None:
 def test_sanitizer_sees_a_misaligned_access() -> None:
     (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
     views = head_views(q, k, options._replace(in_place=True))[0]
-    plan, words = plan_call(views, views, cos, sin, *rest, options, SM_COUNT)
+    plan, words = plan_call(views, views, (cos, sin, *rest), None, options, SM_COUNT)
     shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
-    tensors = [shifted, q, q, q, q, q, cos, sin, None, None]
+    tensors = [shifted, q, q, q, q, q, cos, sin, *[None] * 7]
     with pytest.raises(AssertionError, match="misaligned"):
         harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
 
@@ -203,6 +216,86 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     packed = torch.full_like(qkv, 777)
     run_kernel(separate_views(q, k, v, options), qkv_views(packed, options.q_per_group, options.layout), tables, back)
     assert_same([packed], [reference.rope_qkv_backward(q, k, v, *tables, back)], case)
+
+
+# ---- KV caches and fp8 -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+@pytest.mark.parametrize("case", CACHE_CASES, ids=str)
+def test_kv_cache_matches_reference(case: CacheCase, launch: str) -> None:
+    """q fresh and in place, k too, and every byte of the caches, those no slot names included."""
+    for in_place in (False, True)[: 1 if case.q_fp8 else 2]:
+        call = make_cache(case, launch=launch, in_place=in_place)
+        expected = [x.clone() for x in (call.k_cache, call.v_cache)]
+        q_want, k_want = reference.rope_kv_cache(
+            call.q, call.k, call.v, *expected, call.slots, *call.scales, call.tables, call.options
+        )
+        q_out = call.q if in_place else torch.full_like(q_want.float(), 77).to(q_want.dtype)
+        k_before = call.k.clone()
+        views = [
+            head_views(x, None, call.options._replace(in_place=True))[0][0] for x in (call.q, call.k, call.v, q_out)
+        ]
+        caches = (cache_view(call.k_cache), cache_view(call.v_cache))
+        plan = run_kernel(
+            tuple(views[:3]), (views[3], *caches), call.tables, call.options, call.slots, call.scales
+        )  # fmt: skip
+        assert plan.spec.launch == launch
+        assert plan.spec.page_size == case.page_size
+        assert_same([q_out.float()], [q_want.float()])
+        assert_same([call.k], [k_want if call.options.k_too else k_before])
+        for got, want in zip((call.k_cache, call.v_cache), expected):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_wild_slots_write_nothing() -> None:
+    """Slots that do not exist are not written, however far off: the caches have no bytes beyond theirs."""
+    case = CACHE_CASES[0]
+    for wild in ([-1] * 3 + [10**6] * 3, [2**31, 2**32, 2**40, -(2**40), 2**63 - 1, -(2**63)]):
+        call = make_cache(case)
+        before = call.k_cache.clone()
+        views = [head_views(x, None, call.options._replace(in_place=True))[0][0] for x in (call.q, call.k, call.v)]
+        caches = (cache_view(call.k_cache), cache_view(call.v_cache))
+        slots = torch.tensor(wild)
+        run_kernel(tuple(views), (views[0], *caches), call.tables, call.options, slots, call.scales)
+        assert torch.equal(call.k_cache, before)
+
+
+@pytest.mark.parametrize("name", ["halves", "d72", "partial-odd", "ids", "d2", "packed"])
+def test_fp8_outputs_match_reference(name: str) -> None:
+    (q, k, *tables), options = lower(make(next(c for c in CASES if c.name == name)), fp8=True)
+    scales = (torch.tensor(0.02), torch.tensor(0.3), None)  # the first saturates
+    want = reference.rope_fp8(q, k, *scales[:2], tuple(tables), options)
+    outputs = [torch.zeros_like(x, dtype=reference.FP8) for x in (q, k)]
+    views = [head_views(*xs, options._replace(in_place=True))[0] for xs in ((q, k), outputs)]
+    run_kernel(*views, tables, options, None, scales)
+    for got, expected in zip(outputs, want):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+E4M3 = """
+{% include "vec.cuh" %}
+struct Params { const float* x; unsigned char* out; };
+extern "C" __global__ void probe(const Params p) {
+    const long long at = blockIdx.x * 64ll + threadIdx.x;
+    p.out[at] = float_to_fp8(p.x[at]);
+}
+"""
+
+
+def test_fp8_conversion_is_torchs() -> None:
+    """The conversion of GPUs without an instruction for it: every fp16 value, ties and saturation included."""
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    x = torch.cat(
+        (bits, torch.nextafter(bits, torch.tensor(torch.inf)), torch.nextafter(bits, -torch.tensor(torch.inf)))
+    )
+    out = torch.zeros(len(x), dtype=torch.uint8)
+    text = environment().from_string(E4M3).render()
+    harness.run(Source(text, "probe", "probe"), (len(x) // 64, 1), 64, [x, out], [])
+    want = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    nan = x.isnan()
+    assert torch.equal(out[~nan], want.view(torch.uint8)[~nan])
+    assert out.view(torch.float8_e4m3fn)[nan].float().isnan().all()
 
 
 COLLECTIVES = """

@@ -57,14 +57,15 @@ def test_ingredients_follow_every_field_and_file(monkeypatch: pytest.MonkeyPatch
         "index_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2, "tokens_per_block": 7,
         "heads_per_block": 7, "one_step": False, "rotary_offset": 8, "interleaved_out": True, "angles": True,
         "packed_table": True, "start_dtype": "int64", "cp_size": 2, "q_per_group": 4, "values": True,
-        "batch_inner": True,
+        "batch_inner": True, "position_dtype": "int64", "sections": (16, 48), "spread": True, "one_row": True,
+        "wide": True, "slot_dtype": "int64", "page_size": 16, "k_too": True, "q_out": "fp8", "kv_out": "fp8",
     }  # fmt: skip
     assert changes.keys() == SPEC.to_dict().keys()
     for name, value in changes.items():
         other = replace(SPEC, **{name: value})
         assert render.ingredients(other) != base, name
         assert render.render(other).text != render.render(SPEC).text, name
-    for name in ("vec.cuh", "sequences.cuh", "rope.cu.jinja"):
+    for name in ("vec.cuh", "sequences.cuh", "dependents.cuh", "rope.cu.jinja"):
         assert (TEMPLATES / name).read_text()[:200] in render._texts("rope.cu.jinja")[name]
 
 
@@ -87,7 +88,7 @@ def test_other_types_are_refused(value) -> None:
         render.cpp_literal(value)
 
 
-@pytest.mark.parametrize("name", ["rope.cu.jinja", "vec.cuh", "sequences.cuh"])
+@pytest.mark.parametrize("name", ["rope.cu.jinja", "vec.cuh", "sequences.cuh", "dependents.cuh"])
 def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     texts = dict(render._texts("rope.cu.jinja"))
     lines = texts[name].splitlines()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import (
 import jitrope
 from jitrope import reference
 
-from .cases import CASES, QKV_CASES, Case, lower, make, make_qkv
+from .cases import CACHE_CASES, CASES, QKV_CASES, CacheCase, Case, lower, make, make_cache, make_qkv
 
 
 def by_name(*names: str) -> list[Case]:
@@ -96,7 +97,11 @@ def test_module_names() -> None:
 
 def autograd_reference(case: Case, q, k, cos, sin, keywords):
     """The rotation in differentiable torch, fp32, written out for one token after the other."""
-    (_, _, cos, sin, cu_seqlens, starts), o = lower((q, k, cos, sin, keywords))
+    (_, _, cos, sin, cu_seqlens, starts, ids), o = lower((q, k, cos, sin, keywords))
+    if o.table == "freqs_cis":
+        cos, sin = cos.real, cos.imag
+    if o.table == "cos_sin_cache":
+        cos, sin = cos.chunk(2, -1)
     sources = [sequence_of(row, cu_seqlens, o) for row in range(q.shape[0] if o.layout == "thd" else 0)]
     outputs = []
     for x in (q, k):
@@ -112,14 +117,33 @@ def autograd_reference(case: Case, q, k, cos, sin, keywords):
             row += 0 if starts is None else int(starts[sequence])
             row += int(cu_seqlens[sequence]) if o.packed_table else 0
             c, sn = (reference.table_view(t).float() for t in (cos, sin))
-            c, sn = (t[min(b, len(t) - 1), row] for t in (c, sn))
-            c, sn = (c.cos() * o.mscale, sn.sin() * o.mscale) if o.angles else (c, sn)
+            c, sn = (t[min(b, len(t) - 1)] for t in (c, sn))
+            c, sn = (t[row] if ids is None else row_of_ids(t, ids, b, s, o) for t in (c, sn))
+            c, sn = (c.cos() * o.mscale, sn.sin() * o.mscale) if o.table == "freqs" else (c, sn)
             rows.append(turned(view[b, s], c, sn, o))
         y = torch.stack(rows).view(view.shape)
         order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
         y = y.squeeze(0) if o.layout == "thd" else y.permute(order[o.layout])
         outputs.append(y.to(x.dtype))
     return outputs
+
+
+def row_of_ids(table, ids, b: int, s: int, o):
+    """A row put together column by column: each pair's from the row that its axis of the ids says."""
+    ids = ids if o.mrope_section else ids[None]
+    axes = [int(axis[s] if axis.dim() == 1 else axis[min(b, len(axis) - 1), s]) for axis in ids]
+    width, columns = table.shape[-1], []
+    for column in range(width):
+        half = o.rotary_dim // 2
+        pair = column if width == half else column // 2 if o.interleaved else column % half
+        axis = 0
+        if o.mrope_interleaved:
+            axis = pair % len(axes) if pair // len(axes) < o.mrope_section[pair % len(axes)] else 0
+        elif o.mrope_section:
+            axis = next(i for i, end in enumerate(itertools.accumulate(o.mrope_section)) if pair < end)
+        inside = all(0 <= row < len(table) for row in axes)
+        columns.append(table[axes[axis], :, column] if inside else torch.full_like(table[0, :, column], torch.nan))
+    return torch.stack(columns, -1)
 
 
 def sequence_of(token: int, cu_seqlens, o):
@@ -158,13 +182,14 @@ def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
     q, k, cos, sin, keywords = make(case)
     got = jitrope.apply_rope(q, k, cos, sin, **keywords)
     for out, want in zip(got, autograd_reference(case, q, k, cos, sin, keywords)):
-        torch.testing.assert_close(out, want, rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(out, want, rtol=2**-7, atol=1e-6, equal_nan=True)
 
 
 GRADIENT_CASES = by_name(
     "halves", "interleaved", "partial", "full", "full-interleaved", "full-partial", "sbhd", "bhsd", "packed",
     "per-head", "packed-qkv", "fp32", "batched-table", "starts", "starts-packed", "cp", "cp-packed-starts",
     "packed-table-cp", "inverse", "offset", "mla", "angles", "angles-full", "angles-packed-cp", "angles-mla",
+    "ids", "ids-cis", "ids-full", "mrope", "mrope-interleaved", "mrope-angles", "decode-batched-table",
 )  # fmt: skip
 
 
@@ -258,12 +283,12 @@ def test_in_place_bumps_the_version() -> None:
 
 def packed_call(case: Case):
     """(qkv, keywords of apply_rope_qkv) of a packed case."""
-    (qkv, cos, sin, cu_seqlens, starts), o = make_qkv(case)
-    tables = {"freqs": cos} if o.angles else {"cos": cos, "sin": sin}
+    (qkv, cos, sin, cu_seqlens, starts, ids), o = make_qkv(case)
+    tables = {"freqs": cos} if o.table == "freqs" else {"cos": cos, "sin": sin}
     return qkv, {
         **tables, "q_per_group": o.q_per_group, "layout": o.layout, "interleaved": o.interleaved,
-        "rotary_dim": o.rotary_dim, "cu_seqlens": cu_seqlens, "start_positions": starts, "cp_size": o.cp_size,
-        "cp_rank": o.cp_rank,
+        "rotary_dim": o.rotary_dim, "position_ids": ids, "mrope_section": o.mrope_section,
+        "cu_seqlens": cu_seqlens, "start_positions": starts, "cp_size": o.cp_size, "cp_rank": o.cp_rank,
     }  # fmt: skip
 
 
@@ -571,6 +596,186 @@ def test_fake_tensors_and_meta() -> None:
 # ---- refusals ----------------------------------------------------------------------------------
 
 
+# ---- serving: positions, caches, fp8 ---------------------------------------------------------------
+
+
+def test_positions_in_range_pass_the_check() -> None:
+    q, k, cos, sin, keywords = make(*by_name("ids"))
+    for got, want in zip(jitrope.apply_rope(q, k, cos, sin, check=True, **keywords),
+                         jitrope.apply_rope(q, k, cos, sin, **keywords)):  # fmt: skip
+        assert torch.equal(got, want)
+
+
+def test_axial_positions_are_those_of_a_table_of_all_tokens() -> None:
+    """A video's 3 x 4 x 5 grid: three small tables by ids, or one row written out for each token."""
+    torch.manual_seed(0)
+    sizes, sections = (3, 4, 5), (4, 6, 6)
+    grid = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij")).flatten(1)
+    angles = torch.rand(8, sum(sections)) * 9
+    parts = angles.split(sections, -1)
+    written_out = torch.cat([part[ids] for part, ids in zip(parts, grid)], -1)
+    q = torch.randn(2, 60, 3, 32)
+    want, _ = jitrope.apply_rope(q, None, written_out.cos(), written_out.sin())
+    got, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), position_ids=grid, mrope_section=sections)
+    assert torch.equal(got, want)
+
+
+def cache_words(c, case):
+    """The keywords of `apply_rope_kv_cache` of a case's call."""
+    table = {c.options.table: c.tables[0]}
+    names = ("layout", "interleaved", "rotary_dim", "rotary_offset", "mrope_section", "mrope_interleaved")
+    return {
+        **table, **{name: getattr(c.options, name) for name in names}, "position_ids": c.tables[4],
+        "k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots, "rotate_k": case.k_too,
+        "k_scale": c.scales[1], "v_scale": c.scales[2],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CACHE_CASES, ids=str)
+def test_kv_cache_holds_what_rope_gives(case: CacheCase) -> None:
+    """Rotated apart by `apply_rope`, then stored token by token; what no slot names stays."""
+    c = make_cache(case)
+    words = cache_words(c, case)
+    plain = {n: v for n, v in words.items() if n not in (
+        "k_cache", "v_cache", "slot_mapping", "rotate_k", "k_scale", "v_scale")}  # fmt: skip
+    q_want, k_want = jitrope.apply_rope(c.q.float(), c.k.float(), **plain)
+    expected = [c.k_cache.clone(), c.v_cache.clone()]
+    for cache, x, scale in zip(expected, (k_want, c.v.float()), c.scales[1:]):
+        tokens = reference.canonical(x, case.layout).flatten(0, 1)
+        for token, slot in zip(tokens, c.slots.tolist()):
+            stored = token if scale is None else (token * (1 / scale)).clamp(-448, 448)
+            page = cache[slot // cache.shape[1], slot % cache.shape[1]] if cache.dim() == 4 else cache[slot]
+            if slot >= 0:
+                page.copy_(stored.to(cache.dtype))
+    k_before = c.k.clone()
+    if case.q_fp8:
+        q = jitrope.apply_rope_kv_cache(c.q, c.k, c.v, q_scale=c.scales[0], **words)
+        assert torch.equal(q.float(), (q_want * (1 / c.scales[0])).clamp(-448, 448).to(q.dtype).float())
+    else:
+        q = jitrope.apply_rope_kv_cache_(c.q, c.k, c.v, **words)
+        assert q is c.q
+        assert torch.equal(q, q_want.to(q.dtype))
+    assert torch.equal(c.k, k_want.to(c.k.dtype) if case.k_too else k_before)
+    for got, want in zip((c.k_cache, c.v_cache), expected):
+        assert torch.equal(got.float(), want.float())
+
+
+def test_scales_may_be_numbers() -> None:
+    q, k, cos, sin, _ = make(*by_name("halves"))
+    for scale in (0.25, torch.tensor(0.25)):
+        a, b = jitrope.apply_rope_fp8(q, k, cos, sin, q_scale=scale, k_scale=0.5)
+        want, _ = jitrope.apply_rope(q.float(), None, cos, sin)
+        assert a.dtype == b.dtype == torch.float8_e4m3fn
+        assert torch.equal(a.float(), (want * 4).to(a.dtype).float())
+
+
+CACHE_REFUSALS = {
+    "width": ({"k_cache": torch.zeros(9, 2, 32), "v_cache": torch.zeros(9, 2, 32)}, "it is \\(slots, H, D\\) or"),
+    "dtype": ({"k_cache": torch.zeros(11, 2, 64), "v_cache": torch.zeros(11, 2, 64)}, "allowed are k's torch.bfloat16"),
+    "differ": ({"v_cache": torch.zeros(12, 2, 64).bfloat16()}, "v_cache \\(12, 2, 64\\)"),
+    "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "has shape \\(5,\\) for 6 tokens"),
+    "slots-dtype": ({"slot_mapping": torch.zeros(6)}, "slot_mapping is torch.float32"),
+    "slots-past": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 11]), "check": True}, "goes up to 11, but"),
+    "scale-alone": ({"k_scale": 0.5}, "k_scale is given, but what it scales is not stored as fp8"),
+    "scale-missing": (
+        {name: torch.zeros(11, 2, 64).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}, "k_scale is missing",
+    ),
+    "no-cache": ({"k_cache": None}, "k_cache is NoneType; it is a tensor"),
+    "expanded": ({"v_cache": torch.zeros(1, 2, 64).bfloat16().expand(11, 2, 64)}, "its elements overlap"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHE_REFUSALS)
+def test_cache_refusals_write_nothing(name: str) -> None:
+    c = make_cache(CACHE_CASES[0])
+    changes, message = CACHE_REFUSALS[name]
+    before = [x.clone() for x in (c.q, c.k, c.k_cache, c.v_cache)]
+    with pytest.raises(jitrope.InvalidInput, match=message):
+        jitrope.apply_rope_kv_cache_(c.q, c.k, c.v, **{**cache_words(c, CACHE_CASES[0]), **changes})
+    for x, old in zip((c.q, c.k, c.k_cache, c.v_cache), before):
+        assert torch.equal(x, old)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_no_gradient_is_dropped_in_silence(name: str) -> None:
+    """Caches and fp8 have no backward: what asks for a gradient is refused, eagerly and by the op alone."""
+    c = make_cache(CACHE_CASES[0])
+    getattr(c, name).requires_grad_()
+    with pytest.raises(jitrope.InvalidInput, match=f"{name} requires a gradient"):
+        jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **cache_words(c, CACHE_CASES[0]))
+    with torch.no_grad():
+        jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **cache_words(c, CACHE_CASES[0]))
+    if name == "q":
+        with pytest.raises(jitrope.InvalidInput, match="q requires a gradient"):
+            jitrope.apply_rope_fp8(c.q, None, c.tables[0][:6, :32], c.tables[0][:6, 32:], layout="thd", q_scale=1.0)
+        (q, _, *tables), options = lower(make(*by_name("fp32")), fp8=True)
+        out = torch.ops.jitrope.rope_fp8(
+            q.requires_grad_(), None, torch.ones(()), None, *tables, *options[:-1]
+        )[0]  # fmt: skip
+        with pytest.raises(jitrope.JitropeError, match="have no gradient"):
+            out.float().sum().backward()
+
+
+@pytest.mark.parametrize("op", ["rope_kv_cache", "rope_kv_cache_", "rope_fp8"])
+def test_serving_opcheck(op: str) -> None:
+    c = make_cache(CACHE_CASES[1])
+    tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
+    if op == "rope_fp8":
+        tensors = (c.q, c.k, torch.ones(()), torch.ones(()))
+        c.options = c.options._replace(fp8=True)
+    tests = ("test_schema", "test_faketensor") if op == "rope_fp8" else None  # there is no allclose for fp8
+    arguments = (*tensors, *c.tables, *c.options[:-1])
+    words = {"test_utils": tests} if tests else {}
+    torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments, **words)
+
+
+def test_serving_compiles_fullgraph_once_for_all_lengths() -> None:
+    counter = CompileCounter()
+    k_cache, v_cache = torch.zeros(2, 64, 2, 64)
+
+    def step(q, k, v, cache, ids, slots):
+        q = jitrope.apply_rope_kv_cache_(
+            q * 2, k * 1, v, cos_sin_cache=cache, position_ids=ids, layout="thd", k_cache=k_cache, v_cache=v_cache,
+            slot_mapping=slots,
+        )  # fmt: skip
+        return jitrope.apply_rope(q, k, cos_sin_cache=cache, position_ids=ids, layout="thd")
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    cache = torch.rand(128, 64)
+    for tokens in (5, 7, 12, 33):
+        q, k, v = (torch.randn(tokens, heads, 64) for heads in (4, 2, 2))
+        arguments = (q, k, v, cache, torch.randint(0, 128, (tokens,)), torch.randperm(64)[:tokens])
+        got = compiled(*arguments)
+        stored = k_cache.clone()
+        for a, b in zip(got, step(*arguments)):
+            assert torch.equal(a, b)
+        assert torch.equal(stored, k_cache)
+    assert counter.frame_count == 1
+
+
+def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:
+    """`runtime.rope_again` asks torch's guards in place of looking at each tensor."""
+    q, other = torch.randn(2, 3), torch.randn(2, 3)
+    guards = torch._C._dynamo.guards.TensorGuards(q, other, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    assert guards.check(torch.randn(2, 3), torch.randn(2, 3))
+    assert not guards.check(q, q)  # one tensor twice
+    subclass = torch.nn.Parameter(torch.randn(2, 3), requires_grad=False)
+    others = (
+        torch.randn(2, 4), torch.randn(3, 2).T, q.double(), q.half(), torch.randn(2, 3, requires_grad=True), subclass,
+        torch.randn(2, 3, device="meta"), torch.randn(6),
+    )  # fmt: skip
+    for x in others:
+        assert not guards.check(x, other)
+        with torch.no_grad():
+            assert not guards.check(x, other)
+    with torch.inference_mode():
+        assert not guards.check(torch.randn(2, 3), other)
+    seen = []
+    torch.vmap(lambda x: (seen.append(guards.check(q, other)), x)[1])(torch.randn(4))
+    torch.func.grad(lambda x: (seen.append(guards.check(q, other)), x.sum())[1])(torch.randn(4))
+    assert seen == [False, False]
+
+
 def call(**changes):
     arguments = {
         "q": torch.ones(2, 6, 4, 8), "k": torch.ones(2, 6, 2, 8), "cos": torch.zeros(6, 4), "sin": torch.zeros(6, 4),
@@ -603,6 +808,38 @@ REFUSALS = {
     "table-batch": (call(cos=torch.zeros(3, 6, 4), sin=torch.zeros(3, 6, 4)), "3 batch rows; allowed are 1 and B=2"),
     "table-heads": (call(cos=torch.zeros(1, 6, 4, 4), sin=torch.zeros(1, 6, 4, 4)), "angles for 4 heads"),
     "table-grad": (call(cos=torch.zeros(6, 4, requires_grad=True)), "cos requires a gradient"),
+    "ids-shape": (call(position_ids=torch.zeros(6, 2, dtype=torch.int32)), r"allowed are \(6,\), \(1, 6\), \(2, 6\)"),
+    "ids-dtype": (call(position_ids=torch.zeros(6)), "position_ids is torch.float32; allowed are int32 and int64"),
+    "ids-device": (call(position_ids=torch.zeros(6, dtype=torch.int32, device="meta")), "position_ids is on meta"),
+    "ids-and-starts": (
+        call(position_ids=torch.zeros(6, dtype=torch.int32), start_positions=torch.zeros(2, dtype=torch.int32)),
+        "position_ids go without cu_seqlens, start_positions and cp_size",
+    ),
+    "mrope-alone": (call(mrope_section=(2, 2)), "mrope_section goes with position_ids"),
+    "mrope-sum": (
+        call(position_ids=torch.zeros(2, 6, dtype=torch.int32), mrope_section=(2, 1)),
+        "numbers of pairs, 4 in all",
+    ),
+    "mrope-axes": (
+        call(position_ids=torch.zeros(6, dtype=torch.int32), mrope_section=(2, 2)),
+        r"allowed are \(2, 6\), \(2, 1, 6\)",
+    ),
+    "mrope-interleaved-alone": (
+        call(position_ids=torch.zeros(6, dtype=torch.int32), mrope_interleaved=True),
+        "goes with mrope_section",
+    ),
+    "check-past": (
+        call(position_ids=torch.tensor([0, 1, 2, 3, 4, 6]), check=True),
+        "positions go from 0 to 6, but the table has rows 0 to 5",
+    ),
+    "check-negative": (call(position_ids=torch.tensor([0, 1, -2, 3, 4, 5]), check=True), "positions go from -2 to 5"),
+    "check-starts": (call(start_positions=torch.tensor([0, 1]), check=True), "positions go from 0 to 6"),
+    "cache-width": (
+        call(cos=None, sin=None, cos_sin_cache=torch.zeros(6, 8), rotary_dim=6),
+        "cos_sin_cache is 8 wide, rotary_dim is 6",
+    ),
+    "cache-rank": (call(cos=None, sin=None, cos_sin_cache=torch.zeros(1, 6, 8)), r"it is \(P, rotary_dim\)"),
+    "cis-dtype": (call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4)), "freqs_cis is torch.float32; it is complex64"),
     "layout": (call(layout="hsbd"), "layout is 'hsbd'; allowed are bshd, sbhd, bhsd, thd"),
     "launch": (call(launch="3d"), "launch is '3d'; allowed are auto, token_linear, grid_2d"),
     "rounding": (call(rounding="bf16"), "rounding is 'bf16'; allowed are fp32, complex64"),
@@ -627,8 +864,8 @@ REFUSALS = {
     ),
     "starts-dtype": (call(start_positions=torch.zeros(2)), "start_positions is torch.float32"),
     "packed-table-alone": (call(**packed, packed_table=True), "packed_table goes with cu_seqlens"),
-    "no-table": (call(cos=None), "cos and sin, or freqs, are to be given"),
-    "freqs-and-cos": (call(freqs=torch.zeros(6, 4)), "freqs goes without cos and sin"),
+    "no-table": (call(cos=None), "give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
+    "freqs-and-cos": (call(freqs=torch.zeros(6, 4)), "not cos and sin, freqs"),
     "freqs-dtype": (call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()), "freqs is torch.bfloat16; angles"),
     "freqs-rows": (call(cos=None, sin=None, freqs=torch.zeros(5, 1, 1, 4)), "freqs has 5 rows"),
     "freqs-heads": (call(cos=None, sin=None, freqs=torch.zeros(6, 1, 4, 4), k=None), "freqs has angles for 4 heads"),

@@ -112,6 +112,25 @@ def packed_pairs(cu_seqlens: Tensor, tokens: int, angles: Tensor) -> dict[str, P
     return found
 
 
+def kv_cache() -> dict[str, Callable[..., Tensor]]:
+    """What rotates q and k and writes a KV cache: (q, k, v, cos_sin_cache, position_ids, k_cache, v_cache, slots,
+    k_scale, v_scale) -> q; halves, caches (slots, Hk, D), of fp8 as bytes, and no padding."""
+
+    def eager(
+        q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor,
+        slots: Tensor, k_scale: Tensor, v_scale: Tensor,
+    ) -> Tensor:  # fmt: skip
+        cos, sin = table[positions].chunk(2, -1)
+        q, k = _eager(False)(q, k, cos, sin)
+        for cache, x, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+            if cache.dtype == torch.uint8:
+                x = (x.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            cache[slots] = x.flatten(0, 1)
+        return q
+
+    return {"torch.compile": torch.compile(eager, dynamic=False)}
+
+
 def sbhd(freqs: Tensor) -> dict[str, Step]:
     """Rotations of one (S, B, H, D) tensor by full-width angles (S, 1, 1, D), halves."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,12 @@ def gpu_time(calls: Sequence[Callable[[], Any]], repeats: int = 30, calls_per_gr
         times.append(start.elapsed_time(end) * 1e3 / (rounds * len(calls)))
     del kept
     return float(statistics.median(times))
+
+
+def median_of_rounds(measured: Mapping[str, Callable[[], float]], rounds: int = 3) -> dict[str, float]:
+    """The median of each, measured in rounds, so that what the clocks do meets everyone."""
+    times = [{label: measure() for label, measure in measured.items()} for _ in range(rounds)]
+    return {label: statistics.median(each[label] for each in times) for label in measured}
 
 
 def forget_l2() -> None:

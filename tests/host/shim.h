@@ -38,10 +38,12 @@ using std::min;
 
 template <typename T> T __ldcs(const T* address) { return *address; }
 template <typename T> void __stcs(T* address, T value) { *address = value; }
+template <typename T> void __stwb(T* address, T value) { *address = value; }
 inline unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline float __fmul_rn(float a, float b) { return a * b; }         // built with -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float half_to_float(unsigned short bits) { return _cvtsh_ss(bits); }
 inline unsigned short float_to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }

@@ -1,0 +1,176 @@
+"""torchtitan: its rope modules, through its own overrides.
+
+    --override.imports jitrope.integrations.torchtitan.cos_sin_rope jitrope.integrations.torchtitan.complex_rope
+
+replaces each `CosSinRoPE.Config` and each `ComplexRoPE.Config` of the model; subclasses, which compute something else,
+stay. q and k are rotated in one launch, and back in one; positions pick rows in the kernel, so that nothing is
+gathered. Outputs have the bits of the host's on the same device. Parameters, buffers and checkpoints are the host's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from ..errors import InvalidInput
+from ..rope import apply_rope
+
+calls: Counter[str] = Counter()
+"""Calls so far, by "jitrope" and "host"; one of a compiled model counts when it is traced."""
+
+
+@torch.compiler.assume_constant_result
+def _count(who: str) -> None:
+    # Dynamo runs this as it traces. Tracing it would guard on the number, and compile every call anew.
+    calls[who] += 1
+
+
+def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rotate halves by a table as `CosSinRoPE` has it.
+
+    Args:
+        query, key: (B, S, H, D), each with its number of heads, any strides.
+        cache: (max_seq_len, 2 D): cosines of the D / 2 pairs twice, then sines.
+        positions: int32 or int64 (B, S) or (1, S), rows of the cache; default 0, 1, ...
+
+    Returns:
+        query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
+    """
+    half = cache.shape[-1] // 4  # both members of a pair have one angle: half of the table is all of it
+    return apply_rope(  # type: ignore[return-value]
+        query, key, cache[:, :half], cache[:, 2 * half : 3 * half], position_ids=positions, rotary_dim=2 * half
+    )
+
+
+def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`rotate_cos_sin` of neighbours, by complex64 cos + i sin, (max_seq_len, D / 2), as `ComplexRoPE` has them."""
+    return apply_rope(  # type: ignore[return-value]
+        query, key, freqs_cis=cache, position_ids=positions, interleaved=True, rounding="complex64"
+    )
+
+
+def _rotate(function: Any, width: int, query: Tensor, key: Tensor, cache: Tensor, positions: Any) -> Any:
+    """query and key rotated, sharded ones where they lie; None: that is left to the host."""
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in (query, key, cache)]
+    ids = positions.to_local() if isinstance(positions, DTensor) else positions
+    whole = all(x.shape[-1] == width for x in local[:2])  # the host would broadcast a partial rotation, or refuse it
+    if not whole or not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
+        _count("host")
+        return None
+    try:
+        rotated = function(*local) if ids is None else function(*local, ids)
+    except InvalidInput:
+        _count("host")
+        return None
+    _count("jitrope")
+    return tuple(_sharded(out, x) for out, x in zip(rotated, (query, key)))
+
+
+def _by_tokens_and_heads(x: Tensor, numbered: bool) -> bool:
+    """Whether each rank can rotate its part alone: whole heads in even parts; whole sequences if tokens are numbered
+    from their first."""
+    if not isinstance(x, DTensor):
+        return True
+    parts = [1, 1, 1]
+    for placement, ranks in zip(x.placements, x.device_mesh.shape):
+        if isinstance(placement, Shard) and placement.dim < 3:
+            parts[placement.dim] *= ranks
+        elif not placement.is_replicate():
+            return False
+    return all(size % count == 0 for size, count in zip(x.shape, parts)) and not (numbered and parts[1] > 1)
+
+
+def _sharded(local: Tensor, like: Tensor) -> Tensor:
+    if isinstance(like, DTensor):
+        return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+    return local
+
+
+def _typed(function: Any) -> Any:
+    """The function as torchtitan's checker of shardings sees it: what goes in and comes out, not what is between."""
+    import spmd_types as spmd  # type: ignore[import]
+
+    heads = {"dp": spmd.S(0), "cp": spmd.S(1), "tp": spmd.S(2)}
+    inputs = (heads, heads, {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R})
+    ids = {"dp": spmd.S(0), "cp": spmd.S(1), "tp": spmd.R}
+    numbered, counted = (
+        spmd.local_map(in_types=types, out_types=(heads, heads))(function) for types in ((*inputs, ids), inputs)
+    )
+    return lambda *tensors: numbered(*tensors) if len(tensors) == 4 else counted(*tensors)
+
+
+@lru_cache(maxsize=1)
+def _classes() -> tuple[Any, Any]:
+    """Subclasses of the host's, which is imported here."""
+    from torchtitan.models.common import rope as host  # type: ignore[import]
+
+    typed_cos_sin, typed_complex = _typed(rotate_cos_sin), _typed(rotate_complex)
+
+    class CosSinRoPE(host.CosSinRoPE):  # type: ignore[misc]
+        __qualname__ = "CosSinRoPE"
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(host.CosSinRoPE.Config):  # type: ignore[misc]
+            __qualname__ = "CosSinRoPE.Config"
+
+        def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
+            out = _rotate(typed_cos_sin, self.config.dim, query, key, self.cache, positions)
+            return super().forward(query, key, positions) if out is None else out
+
+    class ComplexRoPE(host.ComplexRoPE):  # type: ignore[misc]
+        __qualname__ = "ComplexRoPE"
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(host.ComplexRoPE.Config):  # type: ignore[misc]
+            __qualname__ = "ComplexRoPE.Config"
+
+        def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
+            out = _rotate(typed_complex, self.config.dim, query, key, self.cache, positions)
+            return super().forward(query, key, positions) if out is None else out
+
+    return CosSinRoPE, ComplexRoPE
+
+
+def __getattr__(name: str) -> Any:
+    """`CosSinRoPE` and `ComplexRoPE`, for configurations written by hand, and for pickle."""
+    if name in ("CosSinRoPE", "ComplexRoPE"):
+        return _classes()[name == "ComplexRoPE"]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def cos_sin_rope(config: Any) -> Any:
+    """The override of `CosSinRoPE.Config`, to be named in `override.imports`."""
+    from torchtitan.config.override import derive  # type: ignore[import]
+
+    return derive(config, _classes()[0].Config)
+
+
+def complex_rope(config: Any) -> Any:
+    """The override of `ComplexRoPE.Config`, to be named in `override.imports`."""
+    from torchtitan.config.override import derive  # type: ignore[import]
+
+    return derive(config, _classes()[1].Config)
+
+
+@lru_cache(maxsize=1)
+def register() -> None:
+    """Tell torchtitan of the two overrides. Importing this module does it, unless torchtitan is imported later."""
+    from torchtitan.config.override import override  # type: ignore[import]
+    from torchtitan.models.common import rope as host  # type: ignore[import]
+
+    for target, factory in ((host.CosSinRoPE, cos_sin_rope), (host.ComplexRoPE, complex_rope)):
+        override(target=target.Config, exact=True, description=factory.__doc__)(factory)
+
+
+if "torchtitan.config.override" in sys.modules:  # always, where torchtitan itself imports what it was told to
+    register()

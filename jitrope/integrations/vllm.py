@@ -1,0 +1,228 @@
+"""vLLM: its rotary embedding op, multimodal rope, and rope with the write to the paged KV cache in one launch.
+
+>>> from jitrope.integrations import vllm as jitrope_vllm
+>>> report = jitrope_vllm.enable()                               # until jitrope_vllm.disable()
+>>> jitrope_vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox=True)   # or plainly
+
+`enable` takes the calls of `RotaryEmbedding.forward_cuda` and `MRotaryEmbedding.forward_cuda`. With its compiler on,
+vLLM leaves rope to Inductor; custom_ops=["+rotary_embedding"] in its compilation configuration brings it to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput
+from ..rope import apply_rope_, apply_rope_kv_cache_
+from ._patch import Patch
+from ._serving import heads, take_over
+
+_FP8 = ("fp8", "fp8_e4m3")
+_PLAIN = ("auto", "bfloat16", "float16", "half", "float32", "float")
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    """Rotate query and key in place, in one launch, as vLLM's op of this name.
+
+    Args:
+        positions: int32 or int64, (T) or (B, S), any strides: rows of the cache. Those outside of it come out as NaN.
+        query, key: (T, H * head_size) or (B, S, H * head_size), or with an axis of heads, (..., H, head_size); fp32,
+            fp16 or bf16; any strides: slices of a packed projection are rotated where they lie. key may have its own
+            number of heads, or be None.
+        head_size: at most 512.
+        cos_sin_cache: (max_position, R): cosines of the R / 2 pairs, then their sines; fp32, fp16 or bf16, whatever
+            query is. R elements of each head are rotated.
+        is_neox: pairs are halves, (i, i + R / 2); else neighbours.
+        rope_dim_offset: the first element of a head that is rotated.
+        inverse: rotate back.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
+        CompileError: the kernel could not be built.
+    """
+    axes = positions.dim()
+    if axes != 1 and axes != 2:
+        raise InvalidInput(f"positions have shape {tuple(positions.shape)}; they are (T) or (B, S)")
+    apply_rope_(
+        heads("query", query, axes, head_size),
+        None if key is None else heads("key", key, axes, head_size),
+        cos_sin_cache=cos_sin_cache,
+        position_ids=positions,
+        layout="thd" if axes == 1 else "bshd",
+        interleaved=not is_neox,
+        rotary_offset=rope_dim_offset,
+        inverse=inverse,
+    )
+
+
+def mrope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    mrope_section: Sequence[int],
+    is_neox: bool = True,
+    mrope_interleaved: bool = False,
+) -> None:
+    """`rotary_embedding` with a position of each token along each axis (time, height, width), as `MRotaryEmbedding`.
+
+    The rows of the cache are picked in the kernel: nothing is gathered before.
+
+    Args:
+        positions: int32 or int64, (A, T), A at most 4; or (T), the same along all axes, as text has them.
+        query, key: (T, H * head_size) or (T, H, head_size); key may be None.
+        mrope_section: pairs of each of the A axes, R / 2 in all.
+        mrope_interleaved: the pairs of axis a > 0 are a, a + A, a + 2A, ..., the others those of axis 0 (Qwen3-VL);
+            else a section's pairs are neighbours (Qwen2-VL).
+        The others are `rotary_embedding`'s, and so are the errors.
+    """
+    if positions.dim() == 1:
+        return rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
+    apply_rope_(
+        heads("query", query, 1, head_size),
+        None if key is None else heads("key", key, 1, head_size),
+        cos_sin_cache=cos_sin_cache,
+        position_ids=positions,
+        mrope_section=mrope_section,
+        mrope_interleaved=mrope_interleaved,
+        layout="thd",
+        interleaved=not is_neox,
+    )
+
+
+def triton_mrope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mrope_section: Sequence[int],
+    head_size: int,
+    rotary_dim: int,
+    mrope_interleaved: bool,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """vLLM's function of this name, which takes gathered tables; in place, also where q and k are not contiguous.
+
+    Args:
+        q, k: (T, H * head_size) or (T, H, head_size), any strides.
+        cos, sin: (A, T, rotary_dim / 2), the table rows of each token along each axis.
+        The others are `mrope`'s.
+
+    Returns:
+        (q, k), rotated.
+    """
+    if cos.dim() != 3:
+        raise InvalidInput(f"cos has shape {tuple(cos.shape)}; it is (A, T, rotary_dim / 2)")
+    axes, tokens = cos.shape[:2]
+    apply_rope_(
+        heads("q", q, 1, head_size),
+        heads("k", k, 1, head_size),
+        cos.flatten(0, 1),  # the axes' tables one after another, and ids that say so: nothing is mixed or copied
+        sin.flatten(0, 1),
+        position_ids=torch.arange(axes * tokens, device=q.device).view(axes, tokens),
+        mrope_section=mrope_section,
+        mrope_interleaved=mrope_interleaved,
+        layout="thd",
+        interleaved=not is_neox_style,
+        rotary_dim=rotary_dim,
+    )
+    return q, k
+
+
+def rotary_embedding_and_cache(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: float | Tensor,
+    v_scale: float | Tensor,
+) -> None:
+    """`rotary_embedding`, then `reshape_and_cache_flash` of key and value, in one launch: k is read once.
+
+    Args:
+        positions, query, key, head_size, cos_sin_cache, is_neox: `rotary_embedding`'s; key is rotated in place too.
+        value: as key; stored as it is.
+        key_cache, value_cache: (blocks, block_size, H, head_size), any strides, so that one with the heads before
+            the rows is a transposed view. Of key's dtype; with fp8 also uint8, taken as torch.float8_e4m3fn.
+        slot_mapping: int32 or int64, block * block_size + row of each token. Negative ones are padding: rotated but
+            not stored. With positions (T) it may be shorter than T, as under CUDA graphs; tokens past its end
+            are padding too, and are left alone.
+        kv_cache_dtype: "auto" or the name of key's dtype, which take no scale; "fp8" or "fp8_e4m3".
+        k_scale, v_scale: numbers, or fp32 tensors of one element on the device: fp8 caches hold k / k_scale and
+            v / v_scale, rounded once from fp32.
+
+    Raises:
+        InvalidInput, CompileError: as `rotary_embedding`; nothing was written.
+    """
+    axes = positions.dim()
+    if axes != 1 and axes != 2:
+        raise InvalidInput(f"positions have shape {tuple(positions.shape)}; they are (T) or (B, S)")
+    scales: tuple[float | Tensor | None, float | Tensor | None] = (None, None)
+    if kv_cache_dtype in _FP8:
+        scales = (k_scale, v_scale)
+        if key_cache.dtype == torch.uint8:
+            key_cache, value_cache = key_cache.view(torch.float8_e4m3fn), value_cache.view(torch.float8_e4m3fn)
+    elif kv_cache_dtype not in _PLAIN:
+        allowed = ", ".join(_PLAIN + _FP8)
+        raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed are {allowed}: store others with vLLM's op")
+    if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
+        count = slot_mapping.shape[0]
+        positions, query, key, value = (x[:count] for x in (positions, query, key, value))
+    apply_rope_kv_cache_(
+        heads("query", query, axes, head_size),
+        heads("key", key, axes, head_size),
+        heads("value", value, axes, head_size),
+        cos_sin_cache=cos_sin_cache,
+        position_ids=positions,
+        k_cache=key_cache,
+        v_cache=value_cache,
+        slot_mapping=slot_mapping,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        rotate_k=True,
+        layout="thd" if axes == 1 else "bshd",
+        interleaved=not is_neox,
+    )
+
+
+_MROPE = "vllm.model_executor.layers.rotary_embedding.mrope:triton_mrope"
+_patch = Patch("vllm", {}, frozenset({_MROPE}))
+take_over(_patch, "vllm._custom_ops:rotary_embedding", rotary_embedding)
+take_over(_patch, _MROPE, triton_mrope)
+
+
+def enable() -> Patch:
+    """Replace vLLM's rotary embedding in this process; returns a report, which counts the calls.
+
+    What jitrope refuses (fp64, heads of more than 512) goes to vLLM's own, and is counted as the host's. A worker
+    process needs a call of its own.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+    return _patch.enable()
+
+
+def disable() -> None:
+    """Undo `enable`."""
+    _patch.disable()

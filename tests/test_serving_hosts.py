@@ -1,0 +1,500 @@
+"""vLLM and SGLang: ours against what they publish, and against SGLang's own file where its wheel is.
+
+vLLM and SGLang have no CPU build, so numbers are compared with a torch version of the formulas that they publish
+(`turn`, `pick_rows`), which knows nothing of jitrope. SGLang's rope.py itself runs, over a stand-in for its compiler.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import sys
+import types
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope.integrations import sglang, vllm
+
+HOSTS = Path(__file__).parent.parent / "build" / "hosts"
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FP8 = torch.float8_e4m3fn
+
+
+def missing(command: str) -> None:
+    """In CI every host is there; elsewhere a test without its host is skipped, and says what it needs."""
+    reason = f"the host library is not installed: {command}"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+# ---- the oracle ----------------------------------------------------------------------------------
+
+
+def table(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Cosines of the pairs, then sines."""
+    angles = torch.outer(torch.arange(rows).float(), 1e4 ** (-torch.arange(0, width, 2) / width))
+    return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+
+
+def turn(x: Tensor, rows: Tensor, neox: bool, offset: int = 0, inverse: bool = False) -> Tensor:
+    """x (..., H, D) in fp32, its heads turned by rows (..., R) of a cache from element `offset` on."""
+    cos, sin = (part.unsqueeze(-2) for part in rows.float().chunk(2, -1))
+    sin = -sin if inverse else sin
+    x, end = x.float(), offset + rows.shape[-1]
+    slice_ = x[..., offset:end]
+    a, b = slice_.chunk(2, -1) if neox else (slice_[..., ::2], slice_[..., 1::2])
+    a, b = a * cos - b * sin, b * cos + a * sin
+    turned = torch.cat((a, b), -1) if neox else torch.stack((a, b), -1).flatten(-2)
+    return torch.cat((x[..., :offset], turned, x[..., end:]), -1)
+
+
+def pick_rows(cache: Tensor, positions: Tensor, section: list[int], interleaved: bool) -> Tensor:
+    """Rows for positions (3, T), each pair's from the axis that `section` gives it, pair by pair."""
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        if interleaved:
+            pairs = range(axis, 3 * section[axis], 3)
+        else:
+            pairs = range(sum(section[:axis]), sum(section[: axis + 1]))
+        for pair in pairs:
+            axes[pair] = axis
+    rows = [cache[positions[axis].long(), pair + part * len(axes)] for part in (0, 1) for pair, axis in enumerate(axes)]
+    return torch.stack(rows, -1)
+
+
+def rounded_once(x: Tensor, scale: float) -> Tensor:
+    return (x.float() * (1 / torch.tensor(scale))).clamp(-448, 448).to(FP8)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit; fp8 has no comparison of its own."""
+    a, b = (x.view(torch.uint8) if x.dtype == FP8 else x for x in (a, b))
+    return torch.equal(a.cpu(), b.cpu())
+
+
+# ---- vLLM: the rotary embedding op ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A call. `layout` says how q and k lie in the one buffer that is compared as a whole."""
+
+    layout: str = "packed"
+    tokens: tuple[int, ...] = (7,)
+    dim: int = 64
+    rotary: int = 64
+    q_heads: int = 4
+    k_heads: int = 2
+    neox: bool = True
+    offset: int = 0
+    inverse: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    cache: torch.dtype = torch.float32
+    positions: torch.dtype = torch.int64
+
+    def buffer(self) -> Tensor:
+        width = (self.q_heads + 2 * self.k_heads) * (self.dim + 16 * (self.layout == "gaps"))
+        return torch.randn(*self.tokens, width, generator=torch.Generator().manual_seed(1)).to(self.dtype)
+
+    def split(self, buffer: Tensor, whole: bool = False) -> tuple[Tensor, Tensor | None]:
+        """q and k in the buffer, flat or (`whole`, and by layout) with an axis of heads."""
+        step = buffer.shape[-1] // (self.q_heads + 2 * self.k_heads)
+        q, k, _ = buffer.split([n * step for n in (self.q_heads, self.k_heads, self.k_heads)], -1)
+        if whole or self.layout in ("heads", "gaps"):
+            q, k = (x.unflatten(-1, (-1, step))[..., : self.dim] for x in (q, k))
+        return q, None if self.layout == "no key" else k
+
+    def ids(self) -> Tensor:
+        return torch.randint(0, 50, self.tokens, generator=torch.Generator().manual_seed(2)).to(self.positions)
+
+
+CASES = {
+    "packed-qkv": Rotary(),
+    "neighbours": Rotary(neox=False),
+    "heads": Rotary("heads", positions=torch.int32),
+    "gaps-between-heads": Rotary("gaps"),
+    "no-key": Rotary("no key", neox=False),
+    "batch": Rotary(tokens=(3, 5)),
+    "batch-heads-int32": Rotary("heads", (3, 5), neox=False, positions=torch.int32),
+    "decode": Rotary(tokens=(33, 1), q_heads=8),
+    "one-kv-head": Rotary(q_heads=8, k_heads=1, cache=torch.bfloat16),
+    "model-dtype-cache": Rotary(dtype=torch.float16, cache=torch.float16),
+    "fp32-model-bf16-cache": Rotary(dtype=torch.float32, cache=torch.bfloat16),
+    "partial-offset": Rotary(dim=128, rotary=32, offset=64, neox=False),
+    "inverse": Rotary(dim=128, rotary=64, offset=64, inverse=True, neox=False),
+    "inverse-halves": Rotary(inverse=True),
+    "no-tokens": Rotary(tokens=(0,)),
+    # FlashInfer's cache kernel turns halves of heads of 80 wrongly, and reads heads of 72 misaligned.
+    "halves-of-80": Rotary(dim=80, rotary=80, q_heads=16, k_heads=16, tokens=(40,)),
+    "halves-of-72": Rotary(dim=72, rotary=72, q_heads=16, k_heads=16),
+    "halves-of-96-in-place": Rotary(dim=96, rotary=96, q_heads=24, k_heads=8, tokens=(40,)),
+    # vLLM's fused kernel turns halves of a part of the head wrongly where a warp has several heads.
+    "halves-of-64-in-128": Rotary(dim=128, rotary=64, q_heads=32, k_heads=8, tokens=(70,)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_rotary_embedding(name: str, device: str) -> None:
+    """The whole buffer: q and k are turned, and what lies between and behind them is as it was."""
+    case = CASES[name]
+    cache, ids = table(50, case.rotary, case.cache), case.ids()
+    want = case.buffer()
+    for x in case.split(want, whole=True):
+        if x is not None:
+            x.copy_(turn(x, cache[ids.long()], case.neox, case.offset, case.inverse))
+    got = case.buffer().to(device)
+    q, k = case.split(got)
+    vllm.rotary_embedding(
+        ids.to(device), q, k, case.dim, cache.to(device), case.neox, rope_dim_offset=case.offset, inverse=case.inverse
+    )
+    assert same(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_mrope(interleaved: bool, neox: bool, dtype: torch.dtype, device: str) -> None:
+    """Time, height and width each count: a fused mRoPE of SGLang's once kept time's positions for all pairs."""
+    case, section = Rotary(dim=128, rotary=96, neox=neox), [20, 14, 14]
+    cache = table(50, 96)
+    ids = torch.randint(0, 50, (3, 7), generator=torch.Generator().manual_seed(3)).to(dtype)
+    want, of_time = case.buffer(), case.buffer()
+    for buffer, rows in ((want, pick_rows(cache, ids, section, interleaved)), (of_time, cache[ids[0].long()])):
+        for x in case.split(buffer, whole=True):
+            x.copy_(turn(x, rows, neox))
+    ids, cache = ids.to(device), cache.to(device)
+    results = []
+    for call in ("vllm", "sglang", "gathered", "one axis"):
+        got = case.buffer().to(device)
+        q, k = case.split(got)
+        if call == "vllm":
+            vllm.mrope(ids, q, k, 128, cache, section, neox, interleaved)
+        elif call == "sglang":
+            sglang.triton_mrope_fused(q, k, cache, ids, section, 128, 96, interleaved, False, neox, None)
+        elif call == "gathered":
+            cos, sin = cache[ids].chunk(2, -1)
+            q_out, k_out = vllm.triton_mrope(q, k, cos, sin, section, 128, 96, interleaved, neox)
+            assert q_out is q
+            assert k_out is k
+        else:
+            vllm.mrope(ids[0], q, k, 128, cache, section, neox, interleaved)
+        results.append(got)
+    assert all(same(got, want) for got in results[:3])
+    assert same(results[3], of_time)
+    assert not same(want, of_time)
+
+
+def test_mrope_refusals() -> None:
+    q, cache, ids = torch.zeros(4, 128), table(8, 64), torch.zeros(3, 4, dtype=torch.int64)
+    with pytest.raises(jitrope.InvalidInput, match="mrope_section is"):
+        vllm.mrope(ids, q, None, 64, cache, [8, 8, 8])
+    with pytest.raises(jitrope.InvalidInput, match="use SGLang's function"):
+        sglang.triton_mrope_fused(q, q, cache, ids, [16, 8, 8], 64, 64, True, True, True, None)
+    with pytest.raises(jitrope.InvalidInput, match=r"max_position, 32"):
+        sglang.triton_mrope_fused(q, q, cache, ids, [16, 8, 8], 64, 32, False, False, True, None)
+    with pytest.raises(jitrope.InvalidInput, match=r"cos has shape \(4, 32\)"):
+        vllm.triton_mrope(q, q, cache[:4, :32], cache[:4, 32:], [16, 8, 8], 64, 64, False)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"positions": torch.zeros(4)}, "position_ids is torch.float32"),
+    ({"positions": torch.zeros(5, dtype=torch.int64)}, r"position_ids has shape \(5,\)"),
+    ({"positions": torch.zeros(1, 1, 4, dtype=torch.int64)}, r"positions have shape \(1, 1, 4\); they are \(T\)"),
+    ({"query": torch.zeros(4, 100)}, r"query has shape \(4, 100\).*H \* 64"),
+    ({"query": torch.zeros(4, 2, 32)}, r"query has shape \(4, 2, 32\).*H, 64"),
+    ({"key": torch.zeros(3, 128)}, "only H may differ"),
+    ({"key": torch.zeros(4, 128, dtype=torch.float16)}, "k is torch.float16"),
+    ({"head_size": 0}, "head_size 0"),
+    ({"cos_sin_cache": table(8, 128)}, "rotary_dim is 128"),
+    ({"cos_sin_cache": table(8, 64).double()}, "float64"),
+    ({"rope_dim_offset": 2}, "rotary_dim is 64"),
+])  # fmt: skip
+def test_vllm_refusals(change: dict[str, Any], message: str) -> None:
+    """In words, with nothing written."""
+    words = {"positions": torch.ones(4, dtype=torch.int64), "query": torch.ones(4, 128), "key": torch.ones(4, 128),
+             "head_size": 64, "cos_sin_cache": table(8, 64), "is_neox": True, **change}  # fmt: skip
+    before = [words[name].clone() for name in ("query", "key")]
+    with pytest.raises(jitrope.InvalidInput, match=message):
+        vllm.rotary_embedding(**words)
+    assert all(torch.equal(a, words[name]) for a, name in zip(before, ("query", "key")))
+
+
+# ---- with the write to the cache -----------------------------------------------------------------
+
+
+def stored(case: Rotary, cache: Tensor, ids: Tensor, scales: tuple[float, float] | None) -> tuple[Tensor, ...]:
+    """The buffer after the call, and the rows of each token in both caches."""
+    buffer = case.buffer()
+    q, k = case.split(buffer, whole=True)
+    v = buffer[..., -case.k_heads * case.dim :].unflatten(-1, (-1, case.dim)).clone()
+    rows = cache[ids.long()]
+    k_turned = turn(k, rows, case.neox)
+    for x in (q, k):
+        x.copy_(turn(x, rows, case.neox))
+    if scales is None:
+        return buffer, k.clone(), v
+    return buffer, rounded_once(k_turned, scales[0]), rounded_once(v, scales[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(("kind", "storage", "batch"), [
+    ("auto", torch.bfloat16, False), ("bfloat16", torch.bfloat16, True), ("fp8", torch.uint8, False),
+    ("fp8_e4m3", FP8, False),
+])  # fmt: skip
+def test_vllm_rotary_embedding_and_cache(
+    kind: str, storage: torch.dtype, batch: bool, heads_first: bool, device: str
+) -> None:
+    """Padding slots are not stored; nor are, and unrotated stay, tokens past the end of the slots."""
+    case = Rotary(tokens=(3, 4) if batch else (12,), dim=128, rotary=64)
+    slots = torch.tensor([5, -1, 31, 0, 16, 15, 7, -1, 8] + [2, 3, 4] * batch)
+    cache, ids = table(50, 64), case.ids()
+    scales = (0.5, 0.25) if kind.startswith("fp8") else None
+    want, k_rows, v_rows = stored(case, cache, ids, scales)
+    want.view(12, -1)[len(slots) :] = case.buffer().view(12, -1)[len(slots) :]
+    got = case.buffer().to(device)
+    q, k = case.split(got)
+    pages = [torch.zeros(4, 2, 8, 128) if heads_first else torch.zeros(4, 8, 2, 128) for _ in "kv"]
+    pages = [x.to(device, storage).transpose(1, 2) if heads_first else x.to(device, storage) for x in pages]
+    expected = [torch.zeros(4, 8, 2, 128, dtype=rows.dtype) for rows in (k_rows, v_rows)]
+    for page, rows in zip(expected, (k_rows, v_rows)):
+        for i, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                page[slot // 8, slot % 8] = rows.view(12, 2, 128)[i]
+    given = (0.5, torch.tensor(0.25, device=device))  # unused without fp8, as vLLM gives them
+    vllm.rotary_embedding_and_cache(
+        ids.to(device), q, k, got[..., -256:], 128, cache.to(device), True, *pages, slots.to(device), kind, *given
+    )
+    assert same(got, want)
+    for page, rows in zip(pages, expected):
+        assert same(page.contiguous().view(rows.dtype), rows)
+
+
+def test_vllm_cache_refusals() -> None:
+    q, ids = torch.ones(4, 128), torch.zeros(4, dtype=torch.int64)
+    pages = torch.zeros(2, 8, 2, 64, dtype=torch.uint8)
+    for kind, message in (("fp8_e5m2", "kv_cache_dtype is 'fp8_e5m2'; allowed are auto"), ("auto", "torch.uint8")):
+        with pytest.raises(jitrope.InvalidInput, match=message):
+            vllm.rotary_embedding_and_cache(
+                ids, q, q, q, 64, table(8, 64), True, pages, pages.clone(), ids, kind, 1.0, 1.0
+            )
+    assert torch.equal(q, torch.ones(4, 128))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("scales", [None, (0.5, 0.25), (None, None)], ids=str)
+def test_sglang_with_buffers(scales: tuple[Any, Any] | None, flat: bool, device: str) -> None:
+    """The sgl_kernel signature: fp8 buffers with scales and, where none are given, without."""
+    case, slots = Rotary(tokens=(6,), neox=False, positions=torch.int32), torch.tensor([3, 9, -1, 0, 8, 4])
+    cache, ids = table(50, 64), case.ids()
+    numbers = None if scales is None else tuple(scale or 1.0 for scale in scales)
+    want, k_rows, v_rows = stored(case, cache, ids, numbers)
+    got = case.buffer().to(device)
+    q, k = case.split(got)
+    buffers = [torch.zeros(10, *((128,) if flat else (2, 64))).to(device, rows.dtype) for rows in (k_rows, v_rows)]
+    where = sglang.FusedSetKVBufferArg(got[:, -128:], *buffers, *(scales or (None, None)), slots.to(device))
+    sglang.apply_rope_with_cos_sin_cache_inplace(
+        ids.to(device), q, k, 64, cache.to(device), is_neox=False, fused_set_kv_buffer_arg=where, enable_pdl=True
+    )
+    assert same(got, want)
+    for buffer, rows in zip(buffers, (k_rows, v_rows)):
+        expected = torch.zeros(10, 2, 64, dtype=rows.dtype)
+        for i, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[slot] = rows[i]
+        assert same(buffer.view(10, 2, 64), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sglang_in_place(device: str) -> None:
+    """Its other three functions, heads of 80 (which SGLang leaves to its slow kernel), and a wrong rope_dim."""
+    case = Rotary("heads", dim=80, rotary=80)
+    cache, ids = table(50, 80), case.ids()
+    want, k_rows, v_rows = stored(case, cache, ids, None)
+    cache, ids = cache.to(device), ids.to(device)
+    buffers = [torch.zeros(7, 160, dtype=case.dtype, device=device) for _ in "kv"]
+    for call in (
+        lambda q, k, v: sglang.apply_rope_inplace(q, k, cache, ids, is_neox=True),
+        lambda q, k, v: sglang.apply_rope_inplace(q, k, cache, ids, is_neox=True, rope_dim=80),
+        lambda q, k, v: sglang.rotary_embedding(ids, q, k, 80, cache),
+        lambda q, k, v: sglang.apply_rope_with_cos_sin_cache_inplace(ids, q, k, 80, cache),
+        lambda q, k, v: sglang.apply_rope_inplace_with_kvcache(
+            q, k, v, *buffers, cache, ids, torch.arange(7, device=device), is_neox=True
+        ),
+    ):
+        got = case.buffer().to(device)
+        q, k = case.split(got)
+        out = call(q, k, got[:, -160:])
+        assert out is None or (out[0] is q and out[1] is k)
+        assert same(got, want)
+    assert same(buffers[0], k_rows.flatten(1))
+    assert same(buffers[1], v_rows.flatten(1))
+    with pytest.raises(jitrope.InvalidInput, match="cos_sin_cache is 80 wide, rotary_dim is 64"):
+        sglang.apply_rope_inplace(q, k, cache, ids, is_neox=True, rope_dim=64)
+
+
+# ---- signatures and enable -----------------------------------------------------------------------
+
+NONE = inspect.Parameter.empty
+SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
+    # vllm/_custom_ops.py, 0.33.0
+    vllm.rotary_embedding: {
+        "positions": NONE, "query": NONE, "key": NONE, "head_size": NONE, "cos_sin_cache": NONE, "is_neox": NONE,
+        "rope_dim_offset": 0, "inverse": False,
+    },
+    # vllm/model_executor/layers/rotary_embedding/mrope.py, 0.33.0; is_neox_style is not in older ones
+    vllm.triton_mrope: {
+        "q": NONE, "k": NONE, "cos": NONE, "sin": NONE, "mrope_section": NONE, "head_size": NONE, "rotary_dim": NONE,
+        "mrope_interleaved": NONE, "is_neox_style": True,
+    },
+    # sgl-kernel/python/sgl_kernel/elementwise.py, sgl-kernel 0.3
+    sglang.apply_rope_with_cos_sin_cache_inplace: {
+        "positions": NONE, "query": NONE, "key": NONE, "head_size": NONE, "cos_sin_cache": NONE, "is_neox": True,
+        "fused_set_kv_buffer_arg": None, "enable_pdl": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_published_signatures(function: Callable[..., Any]) -> None:
+    words = [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+    assert words == list(SIGNATURES[function].items())
+
+
+def test_sgl_kernel_dataclass() -> None:
+    names = [field.name for field in fields(sglang.FusedSetKVBufferArg)]
+    assert names == ["value", "k_buffer", "v_buffer", "k_scale", "v_scale", "cache_loc"]
+
+
+def test_vllm_enable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for the two modules of vLLM, which has no CPU wheel of a size for CI: a function of the same
+    name, and a layer that calls it as RotaryEmbedding.forward_cuda does, through the module at each call."""
+    left: list[str] = []
+    modules = {name: types.ModuleType(name) for name in (
+        "vllm", "vllm._custom_ops", "vllm.model_executor", "vllm.model_executor.layers",
+        "vllm.model_executor.layers.rotary_embedding", "vllm.model_executor.layers.rotary_embedding.mrope",
+    )}  # fmt: skip
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    ops, mrope = modules["vllm._custom_ops"], list(modules.values())[-1]
+    modules["vllm"]._custom_ops = ops
+    ops.rotary_embedding = host = lambda *a, **words: left.append("rotary_embedding")
+    mrope.triton_mrope = lambda *a, **words: left.append("triton_mrope")
+
+    def forward_cuda(query: Tensor, key: Tensor | None) -> None:
+        from vllm import _custom_ops as ops
+
+        ops.rotary_embedding(ids, query, key, 64, cache, True)
+
+    cache, ids, case = table(50, 64), Rotary().ids(), Rotary()
+    with vllm.enable() as report:
+        got, want = case.buffer(), case.buffer()
+        forward_cuda(*case.split(got))
+        vllm.rotary_embedding(ids, *case.split(want), 64, cache, True)
+        assert same(got, want)
+        assert not same(got, case.buffer())
+        forward_cuda(torch.zeros(7, 128, dtype=torch.float64), None)
+        cos, sin = cache[ids].expand(3, -1, -1).chunk(2, -1)
+        mrope.triton_mrope(*case.split(case.buffer()), cos, sin, [16, 8, 8], 64, 64, False, True)
+        assert report.calls == {"jitrope": 2, "host": 1}
+        assert left == ["rotary_embedding"]
+        got = case.buffer()
+        torch.compile(lambda x: forward_cuda(*case.split(x)), backend="aot_eager", fullgraph=True)(got)
+        assert same(got, want)
+        assert "vllm._custom_ops.rotary_embedding" in str(report)
+    assert ops.rotary_embedding is host
+
+
+@pytest.fixture(scope="module")
+def sglang_files() -> dict[str, str]:
+    """Two files of SGLang's wheel, which is only read from: the whole of it needs a GPU."""
+    wheels = sorted(HOSTS.glob("sglang-*.whl"))
+    if not wheels:
+        missing("pip download --no-deps --only-binary :all: -d build/hosts sglang==0.5.23")
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        return {
+            name: wheel.read(f"sglang/kernels/ops/attention/{name}.py").decode() for name in ("rope", "rotary_triton")
+        }
+
+
+@pytest.fixture
+def sgl_rope(sglang_files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's own rope.py, its CUDA compiler and its registry of ops replaced by stand-ins."""
+    name = "sglang.kernels.ops.attention.rope"
+    absent = (
+        "sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.attention", "sglang.kernels.jit",
+        "sglang.kernels.jit.utils", "sglang.srt", "sglang.srt.utils", "sglang.srt.utils.custom_op", name,
+    )  # fmt: skip
+    modules = {module: types.ModuleType(module) for module in absent}
+    for module, stand_in in modules.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    built = types.SimpleNamespace(run_rope=lambda *_: None, run_rope_store=None, rotary_embedding=None)
+    vars(modules["sglang.kernels.jit.utils"]).update(
+        cache_once=lambda f: f, is_arch_support_pdl=lambda: False, load_jit=lambda *_, **__: built, make_cpp_args=repr
+    )
+    modules["sglang.kernels.jit.utils"].make_cpp_args = lambda *arguments: arguments
+    modules["sglang.srt.utils.custom_op"].register_custom_op = lambda **_: lambda function: function
+    exec(compile(sglang_files["rope"], f"{name}.py", "exec"), vars(modules[name]))
+    return modules[name]
+
+
+def test_sglang_signatures(sgl_rope: Any, sglang_files: dict[str, str]) -> None:
+    for name in ("apply_rope_inplace", "apply_rope_inplace_with_kvcache", "rotary_embedding"):
+        host, ours = (inspect.signature(getattr(module, name)).parameters for module in (sgl_rope, sglang))
+        assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+            (p.name, p.kind, p.default) for p in host.values()
+        ]
+    nodes = ast.parse(sglang_files["rotary_triton"]).body
+    mrope = next(node for node in nodes if getattr(node, "name", "") == "triton_mrope_fused")
+    assert [argument.arg for argument in mrope.args.args] == list(
+        inspect.signature(sglang.triton_mrope_fused).parameters
+    )
+
+
+def test_sglang_enable(sgl_rope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own entry, which layers hold by `from ... import`, reaches ours, with and without buffers."""
+    base = types.ModuleType("sglang.srt.layers.rotary_embedding.base")
+    base.entry = sgl_rope.apply_rope_with_cos_sin_cache_inplace
+    base.rotary_embedding = host = sgl_rope.rotary_embedding
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    case = Rotary("heads", tokens=(6,))
+    cache, ids = table(50, 64), case.ids()
+    want, k_rows, v_rows = stored(case, cache, ids, None)
+    buffers = [torch.zeros(6, 128, dtype=torch.bfloat16) for _ in "kv"]
+    with sglang.enable() as report:
+        for buffered in (False, True):
+            got = case.buffer()
+            q, k = case.split(got)
+            where = sgl_rope.FusedSetKVBufferArg(got[:, -128:], *buffers, torch.arange(6)) if buffered else None
+            base.entry(q=q, k=k, cos_sin_cache=cache, positions=ids, is_neox=True, fused_args=where)
+            assert same(got, want)
+        assert same(torch.stack(buffers), torch.stack((k_rows, v_rows)).flatten(2))
+        got = case.buffer()
+        base.rotary_embedding(ids, *case.split(got), 64, cache)
+        assert same(got, want)
+        assert report.calls == {"jitrope": 3, "host": 0}
+        base.entry(q=q, k=k.half(), cos_sin_cache=cache, positions=ids, is_neox=True)  # SGLang's takes two dtypes
+        assert report.calls == {"jitrope": 3, "host": 1}
+    assert base.rotary_embedding is host
+
+
+@pytest.mark.parametrize(("host", "needs"), [(vllm, ("vllm",)), (sglang, ("sglang", "sgl_kernel"))])
+def test_enable_without_the_host(host: Any, needs: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in needs:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError):
+        host.enable()
+    assert not host._patch.enabled

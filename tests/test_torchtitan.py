@@ -1,0 +1,218 @@
+"""torchtitan: our overrides against its own rope modules, in the modules and in a small Llama of its classes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope.integrations import torchtitan
+
+OURS = [f"jitrope.integrations.torchtitan.{name}" for name in ("cos_sin_rope", "complex_rope")]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Absent(types.ModuleType):
+    """A module whose names are all there, and do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock()
+
+
+@pytest.fixture(scope="module")
+def host() -> Any:
+    """torchtitan's rope.py. It imports Triton for kernels of its own, which torch's CPU build comes without."""
+    importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
+    if importlib.util.find_spec("torchtitan") is None:
+        command = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro"
+        if os.environ.get("CI"):  # there every host is
+            pytest.fail(f"torchtitan is not installed: {command}")
+        pytest.skip(f"torchtitan is not installed: {command}")
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("triton") is None:
+            for name in ("triton", "triton.language"):
+                patch.setitem(sys.modules, name, Absent(name))
+        importlib.import_module("torchtitan.models.llama3")
+        torchtitan.register()
+        return importlib.import_module("torchtitan.models.common.rope")
+
+
+@pytest.fixture
+def counted() -> Iterator[dict[str, int]]:
+    torchtitan.calls.clear()
+    yield torchtitan.calls
+    torchtitan.calls.clear()
+
+
+def pair(host: Any, kind: str, **words: Any) -> tuple[Any, Any]:
+    """The host's module and ours, of one configuration."""
+    config = getattr(host, kind).Config(**{"dim": 32, "max_seq_len": 64, **words})
+    factory = torchtitan.complex_rope if kind == "ComplexRoPE" else torchtitan.cos_sin_rope
+    ours = factory(config).build()
+    assert isinstance(ours, getattr(host, kind))
+    return config.build(), ours
+
+
+def outputs_and_gradients(rope: Any, q: Tensor, k: Tensor, positions: Tensor | None) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+    out = rope(*leaves, positions)
+    grads = torch.autograd.grad(sum((x.float() * torch.arange(32)).sum() for x in out), leaves)
+    return [*out, *grads]
+
+
+POSITIONS = {
+    "none": None,
+    "one-row": torch.arange(6)[None].flip(1),
+    "rows": torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 63]]),
+    "int32": torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "words"), [
+    ("CosSinRoPE", {}), ("CosSinRoPE", {"scaling": "yarn", "rope_factor": 4.0}), ("ComplexRoPE", {}),
+    ("ComplexRoPE", {"scaling": "llama", "theta": 500000.0}),
+])  # fmt: skip
+def test_bits_of_the_host(
+    host: Any, counted: dict[str, int], kind: str, words: dict[str, Any], dtype: str, positions: str
+) -> None:
+    """Outputs are the host's; gradients, which the host rounds on the way, in fp32 and to the last place."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 6, n, 32).to(DTYPES[dtype]) for n in (4, 2))
+    ids = POSITIONS[positions]
+    theirs, ours = pair(host, kind, **words)
+    want = outputs_and_gradients(theirs, q, k, ids if ids is None else ids.long())
+    got = outputs_and_gradients(ours, q, k, ids)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    for a, b in zip(got[2:], want[2:]):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b)
+    assert counted == {"jitrope": 1}
+
+
+def test_left_to_the_host(host: Any, counted: dict[str, int]) -> None:
+    """What jitrope does not compute; refused input is refused by the host."""
+    theirs, ours = pair(host, "CosSinRoPE")
+    q = torch.randn(1, 6, 2, 32)
+    for a, b in zip(ours(q.double(), q.double()), theirs(q.double(), q.double())):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError):
+        ours(torch.randn(1, 6, 2, 48), q)
+    with pytest.raises(RuntimeError):
+        ours(torch.randn(1, 65, 2, 32), torch.randn(1, 65, 2, 32))
+    assert counted == {"host": 3}
+
+
+def test_plain_functions(host: Any) -> None:
+    q = torch.randn(2, 6, 3, 32)
+    for kind, function in (("CosSinRoPE", torchtitan.rotate_cos_sin), ("ComplexRoPE", torchtitan.rotate_complex)):
+        rope = getattr(host, kind).Config(dim=32, max_seq_len=64).build()
+        for a, b in zip(function(q, q[:, :, :1], rope.cache, POSITIONS["rows"]), rope(q, q[:, :, :1])):
+            assert a.shape == b.shape
+        assert torch.equal(function(q, q, rope.cache)[0], rope(q, q)[0])
+        with pytest.raises(jitrope.InvalidInput, match="positions are used"):
+            function(q, q, rope.cache[:3])
+
+
+def test_compiled_whole(host: Any, counted: dict[str, int]) -> None:
+    """One graph, one count for its tracing."""
+    theirs, ours = pair(host, "ComplexRoPE")
+    q, ids = torch.randn(2, 6, 2, 32), POSITIONS["rows"]
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        for a, b in zip(compiled(q, q, ids), theirs(q, q, ids)):
+            assert torch.equal(a, b)
+    assert counted == {"jitrope": 1}
+
+
+def test_sharded(host: Any, counted: dict[str, int]) -> None:
+    """A rank's part of DTensors sharded by batch, by heads or, with positions, by tokens; the rest is the host's."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own, which sends nothing
+
+    theirs, ours = pair(host, "CosSinRoPE")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        ours.cache = DTensor.from_local(ours.cache, mesh, (Replicate(),))
+        for placement, ids in ((Shard(0), None), (Shard(2), None), (Shard(1), torch.arange(5, 11)[None])):
+            q = torch.randn(2, 6, 2, 32, requires_grad=True)
+            x = DTensor.from_local(q, mesh, (placement,))
+            want, out = theirs(q, q, ids), ours(x, x, ids)
+            assert all(o.placements == (placement,) and o.shape == x.shape for o in out)
+            assert torch.equal(out[0].to_local(), want[0])
+            grads = [torch.autograd.grad(y.square().sum(), q)[0] for y in (out[0].to_local(), want[0])]
+            torch.testing.assert_close(*grads)
+        assert counted == {"jitrope": 3}
+        uneven = DTensor.from_local(q[:1], mesh, (Shard(0),), shape=(1, 6, 2, 32), stride=q.stride())
+        left = [uneven, *(DTensor.from_local(q, mesh, (placement,)) for placement in (Shard(1), Shard(3), Partial()))]
+        assert not any(torchtitan._by_tokens_and_heads(x, numbered=True) for x in left)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def llama(override: bool, cos_sin: bool) -> tuple[Any, list[str]]:
+    """Two layers of torchtitan's debug model, its rope replaced the way its trainer does."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
+    from torchtitan.models.llama3 import llama3_configs
+
+    config = llama3_configs["debugmodel"](attn_backend="flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        kind = CosSinRoPE if cos_sin else ComplexRoPE
+        layer.attention.rope = kind.Config(dim=16, max_seq_len=64)
+    lines = apply_overrides(OverrideConfig(imports=OURS if override else []), config)
+    torch.manual_seed(0)
+    model = config.build()
+    model.init_states()
+    return model, lines
+
+
+@pytest.mark.parametrize("cos_sin", [True, False])
+def test_model(host: Any, counted: dict[str, int], cos_sin: bool) -> None:
+    """Logits and gradients of a model whose rope the overrides replaced, with packed positions."""
+    tokens = torch.randint(0, 2048, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
+    results = []
+    for override in (False, True):
+        model, lines = llama(override, cos_sin)
+        assert len(lines) == 2 * override
+        logits = model(tokens, ids)
+        logits.square().mean().backward()
+        results.append([logits, *(p.grad for p in model.parameters())])
+        names = {name for name, _ in model.state_dict().items()}
+        results[-1].append(torch.tensor(len(names)))
+    assert counted == {"jitrope": 2}
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+def test_overrides_are_exact(host: Any) -> None:
+    """Qwen 3.5's multimodal rope is a CosSinRoPE that computes something else: it stays. Configurations pickle."""
+    from torchtitan.config.override import _REGISTRY
+
+    assert [(_REGISTRY[name].target_cls, _REGISTRY[name].exact) for name in OURS] == [
+        (host.CosSinRoPE.Config, True), (host.ComplexRoPE.Config, True),
+    ]  # fmt: skip
+    config = torchtitan.CosSinRoPE.Config(dim=32, max_seq_len=64)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(AttributeError, match="no attribute 'NoRoPE'"):
+        torchtitan.NoRoPE  # noqa: B018

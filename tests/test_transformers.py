@@ -1,0 +1,672 @@
+"""jitrope in transformers' models, tiny and random: the stock models' bits, on the CPU and the GPU."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jitrope
+from jitrope.integrations import _variants
+from jitrope.integrations import transformers as integration
+
+HOSTS = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
+if os.environ.get("CI"):  # there every host is installed
+    import transformers
+else:
+    transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOSTS}")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2}
+TOKENS = {"input_ids": torch.tensor([[5, 9, 17, 33, 3, 8, 21, 40], [7, 6, 5, 4, 33, 22, 11, 3]])}
+
+
+def text(name: str, model: str = "ForCausalLM", **words: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A language model by the name of its classes."""
+    config = getattr(transformers, f"{name}{'TextConfig' if model == 'ForText' else 'Config'}", None)
+    cls = getattr(transformers, f"{name}ForCausalLM", None)
+    if config is None or cls is None:
+        missing(f"transformers {transformers.__version__} has no {name}: {HOSTS}")
+    return cls(config(**{**SMALL, **words}, attn_implementation="eager")), TOKENS
+
+
+def vision_language(name: str, words: dict[str, Any], vision: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """One image of 4 x 8 patches, which are 2 x 4 tokens between others."""
+    config = getattr(transformers, f"{name}Config", None)
+    if config is None:
+        missing(f"transformers {transformers.__version__} has no {name}: {HOSTS}")
+    made = config(
+        text_config={**SMALL, **words}, vision_config={**VISION, **vision}, image_token_id=50, video_token_id=51,
+        vision_start_token_id=52, vision_end_token_id=53, attn_implementation="eager",
+    )  # fmt: skip
+    ids = torch.tensor([[5, 52, *[50] * 8, 53, 9, 17]])
+    inputs = {
+        "input_ids": ids, "mm_token_type_ids": (ids == 50).int(), "image_grid_thw": torch.tensor([[1, 4, 8]]),
+        "pixel_values": torch.randn(32, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1)),
+    }  # fmt: skip
+    return getattr(transformers, f"{name}ForConditionalGeneration")(made), inputs
+
+
+def missing(reason: str) -> None:
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MOE = {"num_experts_per_tok": 1, "num_local_experts": 2}
+# a model, and the calls of its rope functions in a forward pass
+CASES: dict[str, tuple[Any, int]] = {
+    "llama": (lambda: text("Llama"), 2),
+    "llama-mqa": (lambda: text("Llama", num_key_value_heads=1), 2),
+    "qwen2": (lambda: text("Qwen2"), 2),
+    "qwen3": (lambda: text("Qwen3", head_dim=16), 2),
+    "gemma2": (lambda: text("Gemma2", head_dim=8), 2),
+    "gemma3": (lambda: text("Gemma3", "ForText", head_dim=8), 2),
+    "gemma3n": (  # q and k apart
+        lambda: text("Gemma3n", "ForText", head_dim=8, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+                     num_kv_shared_layers=0, laurel_rank=4, layer_types=["sliding_attention", "full_attention"]), 4,
+    ),
+    "gemma4": (
+        lambda: text("Gemma4", "ForText", head_dim=8, global_head_dim=16, vocab_size_per_layer_input=64,
+                     hidden_size_per_layer_input=8, layer_types=["sliding_attention", "full_attention"]), 4,
+    ),
+    "glm": (lambda: text("Glm", head_dim=8), 2),
+    "glm4": (lambda: text("Glm4", head_dim=8, rope_parameters=PARTIAL), 2),
+    "phi": (lambda: text("Phi", rope_parameters=PARTIAL), 2),
+    "phi3": (lambda: text("Phi3", rope_parameters=PARTIAL), 2),
+    "gpt-neox": (lambda: text("GPTNeoX", rope_parameters=PARTIAL), 2),
+    "gpt-j": (lambda: text("GPTJ", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64), 4),
+    "cohere": (lambda: text("Cohere"), 2),
+    "olmo2": (lambda: text("Olmo2"), 2),
+    "ernie": (lambda: text("Ernie4_5"), 2),
+    "gpt-oss": (lambda: text("GptOss", head_dim=8, **MOE), 2),  # tables of half width
+    "nanochat": (lambda: text("NanoChat"), 2),  # turns back
+    "deepseek-v3": (  # interleaved pairs into halves, k with one head
+        lambda: text("DeepseekV3", q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                     v_head_dim=8, num_key_value_heads=4, first_k_dense_replace=2, n_routed_experts=2, n_group=1,
+                     topk_group=1, num_experts_per_tok=1, moe_intermediate_size=16), 2,
+    ),
+    "llama4": (  # complex tables
+        lambda: text("Llama4", "ForText", head_dim=8, intermediate_size_mlp=48, **MOE, no_rope_layers=[1, 1]), 2,
+    ),
+    "qwen2-vl": (
+        lambda: vision_language("Qwen2VL", {"rope_parameters": MROPE}, {"embed_dim": 32, "hidden_size": 32}), 4,
+    ),
+    "qwen3-vl": (
+        lambda: vision_language("Qwen3VL", {"rope_parameters": MROPE, "head_dim": 8}, {
+            "intermediate_size": 32, "out_hidden_size": 32, "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16}), 4,
+    ),
+}  # fmt: skip
+# On a CPU torch's complex multiply rounds as its loop was compiled. Of partial rotary ours keeps the strides, where the
+# hosts' concatenation is contiguous: the products of matrices after it may sum in another order.
+CLOSE = {"llama4", "glm", "glm4", "phi3", "gpt-neox"}
+
+
+@pytest.fixture(autouse=True)
+def _stock() -> Iterator[None]:
+    """No test leaves a replaced function behind."""
+    assert not integration._placed
+    yield
+    integration.disable()
+
+
+def prepared(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, inputs = CASES[name][0]()
+    for parameter in model.parameters():  # some initialisations are zero, or so small that rope would not be seen
+        parameter.data = torch.randn(parameter.shape) * 0.2
+    return model.to(device, dtype).eval(), {key: value.to(device) for key, value in inputs.items()}
+
+
+def outcome(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The logits, and the gradient of every parameter."""
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    logits.float().square().mean().backward()
+    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **grads}
+
+
+# ---- models --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_model_and_gradients(name: str, device: str) -> None:
+    model, inputs = prepared(name, device)
+    stock = outcome(model, inputs)
+    with integration.enable(model) as report:
+        ours = outcome(model, inputs)
+    back = outcome(model, inputs)
+    assert report.calls == {"jitrope": CASES[name][1], "host": 0}
+    assert stock.keys() == ours.keys()
+    assert stock["logits"].std() > 0.01
+    if name not in CLOSE:
+        assert torch.equal(ours["logits"], stock["logits"])
+    for key, want in stock.items():  # strides of gradients differ, and with them the order of sums over positions
+        for got in (ours, back):
+            torch.testing.assert_close(got[key], want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_model(device: str) -> None:
+    model, inputs = prepared("llama", device, torch.bfloat16)
+    with torch.no_grad():
+        stock = model(**inputs).logits
+        with integration.enable(model) as report:
+            ours = model(**inputs).logits
+    assert report.calls == {"jitrope": 2, "host": 0}
+    torch.testing.assert_close(ours, stock, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_generation_with_a_cache(device: str) -> None:
+    """Decoding: one position, a row of the tables for it."""
+    model, inputs = prepared("llama", device)
+    words = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]), "max_new_tokens": 5, "do_sample": False}
+    stock = model.generate(**words)
+    with integration.enable(model) as report:
+        assert torch.equal(model.generate(**words), stock)
+    assert report.calls["jitrope"] >= 2 * 5
+    assert report.calls["host"] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "glm", "gpt-j"])
+def test_compiled_fullgraph(name: str) -> None:
+    model, inputs = prepared(name)
+    torch.compiler.reset()
+    with integration.enable(model) as report:
+        want = outcome(model, inputs)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        before = report.calls["jitrope"]
+        for _ in range(10):  # more often than torch would compile one function anew
+            got = outcome(compiled, inputs)
+            for key, value in want.items():
+                torch.testing.assert_close(got[key if key == "logits" else f"_orig_mod.{key}"], value)
+    assert report.calls["jitrope"] - before == CASES[name][1]  # counted as they are traced
+    assert report.calls["host"] == 0
+
+
+# ---- recognising ---------------------------------------------------------------------------------------
+
+
+def host_of(file: str, name: str = "apply_rotary_pos_emb") -> Any:
+    module = pytest.importorskip(f"transformers.models.{file}.modeling_{file}", reason=f"no {file}: {HOSTS}")
+    return getattr(module, name)
+
+
+RECOGNISED = {  # "file" or "file:function": what it is
+    "llama": "halves, full tables",
+    "gpt_neox": "halves, full tables, partial",
+    "cohere": "interleaved, full tables",
+    "glm": "interleaved, first tables, partial",
+    "gptj": "interleaved, half tables",
+    "gpt_oss": "halves, half tables",
+    "openai_privacy_filter": "interleaved, half tables",
+    "nanochat": "halves, full tables",
+    "gemma4": "halves, full tables",
+    "deepseek_v4": "interleaved, half tables, partial",
+    "deepseek_v3:apply_rotary_pos_emb_interleave": "interleaved into halves, first tables",
+    "deepseek_v2:apply_rotary_emb": "interleaved, half tables",
+    "llama4:apply_rotary_emb": "interleaved, half tables",
+    "qwen2_vl:apply_rotary_pos_emb_vision": "halves, full tables",
+    "qwen4_exp": "halves, full tables, partial",
+    "muse_glimmer_assistant": "halves, full tables",
+}
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_recognised(name: str) -> None:
+    """And ours does on other shapes, dtypes and strides what the host does."""
+    host = host_of(*name.split(":"))
+    variant = _variants.recognise(host)
+    assert isinstance(variant, _variants.Variant), variant
+    assert str(variant) == RECOGNISED[name]
+    assert variant.negated == (name == "nanochat")
+    assert variant.last == (name == "deepseek_v4")
+    taken: list[Any] = []
+
+    def rotate(*arguments: Any) -> Any:
+        taken.append(_variants.rotate(*arguments))
+        return taken[-1]
+
+    ours = _variants.replacement(host, variant, rotate)
+    described = inspect.signature(ours).parameters.values()
+    assert [(p.name, p.default) for p in described] == [
+        (p.name, p.default) for p in inspect.signature(host).parameters.values()
+    ]
+    maker = _variants.FORMS[tuple(inspect.signature(host).parameters)][0]
+    for shape in variant.shapes:
+        for part in (1, 2) if variant.partial else (1,):
+            for dtypes in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+                arguments = _variants._probe(maker, variant, shape, part, dtypes)
+                # as models have q and k: views of a tensor with another order of axes
+                arguments = [
+                    x.transpose(-3, -2).contiguous().transpose(-3, -2)
+                    if isinstance(x, Tensor) and x.dim() > 3 and x.shape[-1] == 8 else x for x in arguments
+                ]  # fmt: skip
+                assert _variants._equal(ours(*arguments), host(*arguments), tolerance=0.02)
+    assert taken
+    assert all(out is not None for out in taken)
+
+
+def turns_a_middle_part(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    begin = (q.shape[-1] - cos.shape[-1]) // 2
+    end = begin + cos.shape[-1]
+
+    def turned(x: Tensor) -> Tensor:
+        x0, x1 = x[..., begin:end].chunk(2, -1)
+        y = x[..., begin:end] * cos + torch.cat((-x1, x0), -1) * sin
+        return torch.cat((x[..., :begin], y, x[..., end:]), -1)
+
+    return turned(q), turned(k)
+
+
+def swaps_the_sign(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    q, k = integration.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+    return q, -k
+
+
+def returns_fp64(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    q, k = integration.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+    return q.double() if q.dtype == torch.bfloat16 else q, k
+
+
+def raises(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    raise RuntimeError("only on a GPU")
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (turns_a_middle_part, "neither the first nor the last"),
+        (swaps_the_sign, "none of jitrope's variants"),
+        (returns_fp64, "the dtype of its results"),
+        (raises, "none of jitrope's variants"),
+        (lambda q, k, angles: (q, k), "its signature is not known"),
+        (dict, "its signature is not known"),
+    ],
+)
+def test_not_recognised(function: Any, why: str) -> None:
+    assert why in _variants.recognise(function)
+
+
+@pytest.mark.parametrize("file", ["clvp", "dinov3_vit"])
+def test_other_signatures_are_left_alone(file: str) -> None:
+    assert _variants.recognise(host_of(file)) == "its signature is not known"
+
+
+def test_probing_leaves_no_trace() -> None:
+    """Neither the random state nor a default device or dtype matters, or changes."""
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        assert isinstance(_variants.recognise(host_of("llama")), _variants.Variant)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- calls ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama() -> Iterator[tuple[Any, Any, integration.Report]]:
+    """(the host's function, ours in its place, the report)"""
+    host = host_of("llama")
+    model, _ = prepared("llama")
+    with integration.enable(model) as report:
+        yield host, host_of("llama"), report
+
+
+def heads(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+SHAPES = {  # q, k, the tables, unsqueeze_dim; of equal or single axes too
+    "bhsd": ((2, 4, 6, 16), (2, 2, 6, 16), (2, 6, 16), 1),
+    "bshd": ((2, 6, 4, 16), (2, 6, 2, 16), (2, 6, 16), 2),
+    "shared": ((2, 4, 6, 16), (2, 2, 6, 16), (1, 6, 16), 1),
+    "decode": ((2, 4, 1, 16), (2, 2, 1, 16), (2, 1, 16), 1),
+    "decode-bshd": ((2, 1, 4, 16), (2, 1, 2, 16), (2, 1, 16), 2),
+    "one-head": ((2, 1, 6, 16), (2, 1, 6, 16), (2, 6, 16), 1),
+    "all-alike": ((4, 4, 4, 16), (4, 4, 4, 16), (4, 4, 16), 1),
+    "all-alike-bshd": ((4, 4, 4, 16), (4, 4, 4, 16), (4, 4, 16), 2),
+    "from-the-end": ((2, 4, 6, 16), (2, 2, 6, 16), (2, 6, 16), -3),
+    "unbatched-tables": ((2, 4, 6, 16), (2, 2, 6, 16), (6, 16), 0),
+    "unbatched": ((6, 4, 16), (6, 2, 16), (6, 16), 1),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(llama: Any, name: str) -> None:
+    host, ours, report = llama
+    *shapes, axis = SHAPES[name]
+    q, k, cos = (heads(*shape) for shape in shapes)
+    sin = torch.randn_like(cos)
+    for function in (ours, integration.apply_rotary_pos_emb):
+        for a, b in zip(function(q, k, cos, sin, axis), host(q, k, cos, sin, axis)):
+            assert torch.equal(a, b)
+    assert report.calls == {"jitrope": 2, "host": 0}
+    single = integration.apply_rotary_pos_emb_single(q, cos, sin, axis)
+    assert torch.equal(single, host(q, k, cos, sin, axis)[0])
+
+
+def test_nothing_is_copied(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gets the transposed views that models have."""
+    _, ours, _ = llama
+    q, k = (heads(2, 6, n, 16).transpose(1, 2) for n in (4, 2))
+    cos, sin = heads(2, 6, 16), heads(2, 6, 16)
+    seen = []
+    rotate = _variants.apply_rope
+
+    def spy(*arguments: Any, **words: Any) -> Any:
+        seen.append([x.data_ptr() for x in arguments])
+        return rotate(*arguments, **words)
+
+    monkeypatch.setattr(_variants, "apply_rope", spy)
+    q_out, _ = ours(q, k, cos, sin)
+    assert seen == [[x.data_ptr() for x in (q, k, cos, sin)]]
+    assert q_out.stride() == q.stride()
+
+
+HOSTS_OWN = {  # q, k and tables that are left to the host, whether or not it takes them
+    "fp64": (heads(2, 4, 6, 16).double(), heads(2, 2, 6, 16).double(), heads(2, 6, 16)),
+    "fp64-tables": (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 16).double()),
+    "table-gradient": (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 16).requires_grad_()),
+    "one-angle": (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 1, 16)),
+    "angles-of-a-batch-row": (heads(1, 4, 6, 16), heads(1, 2, 6, 16), heads(2, 6, 16)),
+    "another-k": (heads(2, 4, 6, 16), heads(2, 2, 6, 16).double(), heads(2, 6, 16)),
+    "long-head": (heads(1, 1, 2, 1024), heads(1, 1, 2, 1024), heads(1, 2, 1024)),
+    "one-wide": (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 1)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS_OWN)
+def test_calls_left_to_the_host(llama: Any, name: str) -> None:
+    host, ours, report = llama
+    q, k, cos = HOSTS_OWN[name]
+    for a, b in zip(ours(q, k, cos, cos), host(q, k, cos, cos)):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    assert report.calls == {"jitrope": 0, "host": 1}
+
+
+def test_the_hosts_errors_stay() -> None:
+    """Llama's function does not do partial rotary, and ours in its place does not either."""
+    model, _ = prepared("llama")
+    with integration.enable(model), pytest.raises(RuntimeError, match="must match"):
+        host_of("llama")(heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8))
+
+
+def test_rows_for_k_only() -> None:
+    """A draft model's queries are the last positions of the tables: not the rows that jitrope would read."""
+    host = host_of("muse_glimmer_assistant")
+    ours = _variants.replacement(host, _variants.recognise(host), _variants.rotate)
+    arguments = (heads(2, 4, 2, 16), heads(2, 2, 6, 16), heads(2, 6, 16), heads(2, 6, 16))
+    for a, b in zip(ours(*arguments), host(*arguments)):
+        assert torch.equal(a, b)
+
+
+def test_without_k() -> None:
+    for file, name in (("qwen4_exp", "apply_rotary_pos_emb"), ("mistral_large4", "apply_rotary_pos_emb_interleave")):
+        host = host_of(file, name)
+        ours = _variants.replacement(host, _variants.recognise(host), _variants.rotate)
+        q, cos, sin = heads(2, 4, 6, 16), heads(2, 6, 16), heads(2, 6, 16)
+        assert _variants._equal(ours(q, None, cos, sin), host(q, None, cos, sin))
+
+
+def test_wider_tables_widen_the_result(llama: Any) -> None:
+    """As under autocast: bf16 heads, fp32 tables, and the host's fp32 result."""
+    host, ours, report = llama
+    q, k = (heads(2, n, 6, 16, dtype=torch.bfloat16) for n in (4, 2))
+    cos, sin = heads(2, 6, 16), heads(2, 6, 16)
+    for a, b in zip(ours(q, k, cos, sin), host(q, k, cos, sin)):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+    assert report.calls == {"jitrope": 1, "host": 0}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_is_closer_to_exact(device: str) -> None:
+    host = host_of("llama")
+    q, k = (heads(2, n, 64, 64).to(device, torch.bfloat16) for n in (4, 2))
+    cos, sin = (f(torch.rand(2, 64, 64, device=device) * 9).to(torch.bfloat16) for f in (torch.cos, torch.sin))
+    exact = host(*(x.double() for x in (q, k, cos, sin)))
+    errors = [
+        [float((a.double() - b).abs().max()) for a, b in zip(function(q, k, cos, sin), exact)]
+        for function in (integration.apply_rotary_pos_emb, host)
+    ]
+    assert all(ours < theirs for ours, theirs in zip(*errors))
+
+
+# ---- the plain functions ---------------------------------------------------------------------------------
+
+
+def three_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Any, unsqueeze_dim: int = 1) -> Any:
+    """Multimodal rope column by column: the sections, of both halves, have the three tables in turn."""
+    owners = [i % 3 for i, n in enumerate([*mrope_section] * 2) for _ in range(n)]
+    tables = [
+        torch.stack([t[o, ..., j] for j, o in enumerate(owners)], -1).unsqueeze(unsqueeze_dim) for t in (cos, sin)
+    ]
+
+    def turned(x: Tensor) -> Tensor:
+        x0, x1 = x.chunk(2, -1)
+        return x * tables[0] + torch.cat((-x1, x0), -1) * tables[1]
+
+    return turned(q), turned(k)
+
+
+@pytest.mark.parametrize("section", [[2, 3, 3], [8, 0, 0], [1, 1, 1, 5]], ids=str)
+@pytest.mark.parametrize("axis", [1, 2])
+def test_multimodal(section: list[int], axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = (heads(2, n, 6, 16) if axis == 1 else heads(2, 6, n, 16) for n in (4, 2))
+    cos, sin = heads(3, 2, 6, 16), heads(3, 2, 6, 16)
+    want = three_tables(q, k, cos, sin, section, axis)
+    for a, b in zip(integration.apply_multimodal_rotary_pos_emb(q, k, cos, sin, section, axis), want):
+        assert torch.equal(a, b)
+    file = types.ModuleType("transformers_modules.remote")  # as in transformers before 5.6, and in remote code
+    file.apply_multimodal_rotary_pos_emb = three_tables
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    with integration.enable() as report:
+        assert file.apply_multimodal_rotary_pos_emb is not three_tables
+        assert f"{file.__name__}.apply_multimodal_rotary_pos_emb" in report.replaced
+        for a, b in zip(file.apply_multimodal_rotary_pos_emb(q, k, cos, sin, section, axis), want):
+            assert torch.equal(a, b)
+        assert report.calls == {"jitrope": 1, "host": 0}
+    assert file.apply_multimodal_rotary_pos_emb is three_tables
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_vision(dtype: torch.dtype) -> None:
+    host = host_of("qwen2_vl", "apply_rotary_pos_emb_vision")
+    q, k, cos, sin = heads(6, 4, 16, dtype=dtype), heads(6, 4, 16, dtype=dtype), heads(6, 16), heads(6, 16)
+    for a, b in zip(integration.apply_rotary_pos_emb_vision(q, k, cos, sin), host(q, k, cos, sin)):
+        assert a.dtype == dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_plain_function_in_plain_torch(interleaved: bool) -> None:
+    """fp64, and gradients of the tables; partial."""
+    q, k = heads(2, 4, 6, 16).double(), heads(2, 2, 6, 16).double()
+    cos, sin = (heads(2, 6, 8).double().requires_grad_() for _ in range(2))
+    out = integration.apply_rotary_pos_emb(q, k, cos, sin, interleaved=interleaved)
+    tables = [t.detach().float() for t in (cos, sin)]
+    want = integration.apply_rotary_pos_emb(q.float(), k.float(), *tables, interleaved=interleaved)
+    for a, b in zip(out, want):
+        torch.testing.assert_close(a.float(), b)
+    assert all(g is not None for g in torch.autograd.grad(out[0].sum() + out[1].sum(), (cos, sin)))
+
+
+# ---- enable and disable ----------------------------------------------------------------------------------
+
+
+def test_enable_reaches_every_holder_and_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+    from transformers.models.qwen2 import modeling_qwen2
+
+    host, other = modeling_llama.apply_rotary_pos_emb, modeling_qwen2.apply_rotary_pos_emb
+    elsewhere = types.ModuleType("elsewhere")  # a user's `from ... import apply_rotary_pos_emb`
+    elsewhere.apply_rotary_pos_emb = host
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
+    model, _ = prepared("llama")
+    with integration.enable(model) as report:
+        ours = modeling_llama.apply_rotary_pos_emb
+        assert ours is elsewhere.apply_rotary_pos_emb is not host
+        assert modeling_qwen2.apply_rotary_pos_emb is other
+        assert inspect.signature(ours).parameters.keys() == inspect.signature(host).parameters.keys()
+        assert "modeling_llama.apply_rotary_pos_emb (halves, full tables)" in str(report)
+        with integration.enable(model) as again:  # changes nothing, and undoes nothing
+            assert again.replaced == report.replaced
+            assert modeling_llama.apply_rotary_pos_emb is ours
+        assert modeling_llama.apply_rotary_pos_emb is ours
+        integration.disable(prepared("qwen2")[0])
+        assert modeling_llama.apply_rotary_pos_emb is ours
+        integration.disable(model)
+        assert modeling_llama.apply_rotary_pos_emb is host
+    assert modeling_llama.apply_rotary_pos_emb is elsewhere.apply_rotary_pos_emb is host
+
+
+def test_what_is_left_alone_is_reported() -> None:
+    """Llama 4's text function is replaced; its vision tower's, of another signature, is not."""
+    from transformers.models.llama4 import modeling_llama4
+
+    host = modeling_llama4.vision_apply_rotary_emb
+    with integration.enable(prepared("llama4")[0]) as report:
+        assert modeling_llama4.vision_apply_rotary_emb is host
+        label = f"{modeling_llama4.__name__}.vision_apply_rotary_emb"
+        assert report.left == {label: "its signature is not known"}
+        assert f"{label} is left alone: its signature is not known" in str(report)
+
+
+def test_nothing_to_replace() -> None:
+    with pytest.raises(jitrope.JitropeError, match="the files of Linear have no rotary function"):
+        integration.enable(nn.Linear(2, 2))
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8)
+    with pytest.raises(jitrope.JitropeError, match="the files of GPT2Model have"):
+        integration.enable(transformers.GPT2Model(config))
+
+
+def test_wrapped_and_derived_models() -> None:
+    """Classes are looked up through their bases, as FSDP's and a user's are."""
+
+    class Mine(transformers.LlamaForCausalLM):
+        pass
+
+    config = transformers.LlamaConfig(**SMALL, attn_implementation="eager")
+    with integration.enable(nn.Sequential(Mine(config))) as report:
+        assert list(report.replaced) == ["transformers.models.llama.modeling_llama.apply_rotary_pos_emb"]
+
+
+# ---- the kernels library -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels() -> Any:
+    try:
+        import kernels
+    except ImportError:
+        missing(f"the host library is not installed: {HOSTS}")
+    return kernels
+
+
+KERNELIZED = {"llama": 16, "gpt_neox": 8, "gpt_oss": 8, "openai_privacy_filter": 8, "nanochat": 16, "olmo2": 16}
+
+
+@pytest.mark.parametrize("mode", ["INFERENCE", "TRAINING"])
+@pytest.mark.parametrize("file", KERNELIZED)
+def test_kernelized(kernels: Any, file: str, mode: str) -> None:
+    """One name for functions of different results: each keeps its own, with gradients, in a whole graph too."""
+    host = host_of(file)
+    if isinstance(host, nn.Module):  # transformers has decorated it
+        host = type(host)().forward
+    function = kernels.use_kernel_forward_from_hub("rotary_pos_emb")(types.FunctionType(
+        host.__code__, host.__globals__, host.__name__, host.__defaults__))  # fmt: skip
+
+    @kernels.use_kernelized_func(function)
+    class Attention(nn.Module):
+        def forward(self, *arguments: Tensor) -> Any:
+            return function(*arguments)
+
+    q, k = heads(2, 4, 6, 16).requires_grad_(), heads(2, 2, 6, 16).requires_grad_()
+    tables = heads(2, 6, KERNELIZED[file]), heads(2, 6, KERNELIZED[file])
+
+    def results(attention: Any) -> tuple[Tensor, ...]:
+        out = attention(q, k, *tables)
+        return *out, *torch.autograd.grad(out[0].square().sum() + out[1].sin().sum(), (q, k))
+
+    attention = Attention()
+    want = results(attention)
+    wanted = getattr(kernels.Mode, mode) | kernels.Mode.TORCH_COMPILE
+    with kernels.use_kernel_mapping(integration.kernel_mapping("cpu"), inherit_mapping=False):
+        kernels.kernelize(attention, mode=wanted, device="cpu", use_fallback=False)
+    before = integration.calls.copy()
+    torch.compiler.reset()
+    for ours in (torch.compile(attention, fullgraph=True, backend="aot_eager"), attention):
+        for a, b in zip(results(ours), want):
+            torch.testing.assert_close(a, b)
+    assert integration.calls - before == {"jitrope": 2}
+    function(q.double(), k.double(), *(t.double() for t in tables))
+    assert integration.calls - before == {"jitrope": 2, "host": 1}
+
+
+def test_layer_alone(kernels: Any) -> None:
+    """It is the plain function where it stands for none."""
+    q, k, cos, sin = heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8)
+    layer = integration.kernel_mapping()["rotary_pos_emb"]["cuda"].load()()
+    for a, b in zip(layer(q, k, cos, sin), integration.apply_rotary_pos_emb(q, k, cos, sin)):
+        assert torch.equal(a, b)
+
+
+SCRIPT = """
+from transformers.utils import import_utils
+# transformers asks for one minor version of kernels; what is used here is the same in its neighbours.
+import_utils.is_kernels_available.__wrapped__.__defaults__ = ("0.17", "1.0")
+import kernels, torch, transformers
+from jitrope.integrations import transformers as integration
+
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, attn_implementation="eager")
+model = transformers.LlamaForCausalLM(config)
+ids = torch.arange(10)[None]
+stock = model(ids).logits
+with integration.enable(model) as report:  # a function that kernels has made a module of
+    assert torch.equal(model(ids).logits, stock)
+assert report.calls == {"jitrope": 2, "host": 0}, report
+kernels.register_kernel_mapping(integration.kernel_mapping("cpu"))
+kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, device="cpu")
+integration.calls.clear()
+logits = model(ids).logits
+assert torch.equal(logits, stock)
+logits.sum().backward()
+assert integration.calls == {"jitrope": 2}, integration.calls
+assert isinstance(transformers.models.llama.modeling_llama.apply_rotary_pos_emb, torch.nn.Module)
+print("kernelized")
+"""
+
+
+def test_kernelized_model(kernels: Any) -> None:
+    """transformers' own decorators, which it applies as it is imported: in a process of its own."""
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().endswith("kernelized")
