@@ -27,13 +27,15 @@ def table_view(table: Tensor) -> Tensor:
 
 
 def table_pair(cos: Tensor, sin: Tensor, table: str) -> tuple[Tensor, Tensor]:
-    """cos and sin as two views; of angles both are the angles. `table` is a word of `spec.TABLES`."""
+    """cos and sin as two views; of angles both are the angles. `table` is a word of `spec.TABLES`.
+
+    The second is a view of the second tensor: who hands an op one tensor twice may get two that are alike.
+    """
     if table == "cos_sin_cache":
         half = cos.shape[-1] // 2
-        return cos[..., :half], cos[..., half:]
+        return cos[..., :half], sin[..., half:]
     if table == "freqs_cis":
-        parts = torch.view_as_real(cos)
-        return parts[..., 0], parts[..., 1]
+        return torch.view_as_real(cos)[..., 0], torch.view_as_real(sin)[..., 1]
     return cos, sin
 
 

@@ -361,14 +361,18 @@ def test_compile_fullgraph(in_place: bool) -> None:
 def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast path whose guard is never true is a defect: neither direction goes through the dispatcher."""
     taken = []
-    launch = runtime.rope
-    runtime._local.recent = {}
 
-    def counted(*arguments):
-        taken.append(arguments[3][-2])  # conjugate
-        return launch(*arguments)
+    def counted(function):
+        def call(*arguments):
+            out = function(*arguments)
+            if out is not None:  # a call that is not known goes on to the other
+                taken.append(arguments[3][-2])  # conjugate
+            return out
 
-    monkeypatch.setattr(runtime, "rope", counted)  # the library ops hold the function itself
+        return call
+
+    for name in ("rope", "rope_again"):
+        monkeypatch.setattr(runtime, name, counted(getattr(runtime, name)))  # the library ops hold their own
     q, k, cos, sin, _ = make(case_named("halves"), "cuda")
     outputs = jitrope.apply_rope(q.requires_grad_(grad), k.requires_grad_(grad), cos, sin)
     if grad:
@@ -406,6 +410,15 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
     if not in_place:
         out, _ = rotate(q.requires_grad_(), k, cos, sin, **keywords)
         assert out.requires_grad
+
+
+def test_a_table_that_is_there_twice_may_be_two() -> None:
+    """Whoever copies an op's arguments makes two tensors of one; a launch that was prepared for them serves both."""
+    (q, k, cache, _, *rest), options = lower(make(case_named("ids-cache"), "cuda"))
+    want = reference.rope(q, k, cache, cache, *rest, options)
+    for second in (cache.clone(), cache, cache.clone()):
+        for got, expected in zip(runtime.rope(q, k, (cache, second, *rest), tuple(options)), want):
+            assert torch.equal(got, expected)
 
 
 def test_modes_are_seen_by_a_known_call() -> None:
@@ -732,10 +745,10 @@ SANITIZED = """
 import torch
 from jitrope import apply_rope, apply_rope_, runtime
 from tests.cases import CACHE_CASES, CASES, QKV_CASES, make, make_cache, make_qkv
-from tests.test_gpu import test_wild_ids_and_slots_on_the_device
+from tests.test_gpu import test_wild_ids_and_slots_on_the_device as wild
 names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "packed-qkv", "d72", "full-interleaved",
-         "cp-packed-starts", "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla", "ids-past",
-         "ids-cis", "mrope-odd", "mrope-full-interleaved", "ids-decode")
+         "cp-packed-starts", "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla",
+         "ids-past", "ids-cis", "mrope-odd", "mrope-full-interleaved", "ids-decode")
 for launch in ("token_linear", "grid_2d"):
     for case in CASES:
         if case.name in names:
@@ -751,7 +764,7 @@ for launch in ("token_linear", "grid_2d"):
         c = make_cache(case, "cuda", launch=launch)
         runtime.rope_kv_cache(
             c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales, c.tables, tuple(c.options))
-test_wild_ids_and_slots_on_the_device()
+wild()
 torch.cuda.synchronize()
 print("done")
 """
