@@ -23,7 +23,9 @@ from .spec import Options
 _IN_PLACE, _Q_PER_GROUP, _VALUES, _K_TOO = (
     Options._fields.index(name) for name in ("in_place", "q_per_group", "values", "k_too")
 )
+_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_written = torch._C._increment_version
 
 
 class _Recorded(torch.autograd.Function):
@@ -94,7 +96,7 @@ def _plain(x: Tensor, tables: Tables) -> bool:
     """
     cos, sin = tables[:2]
     return (
-        not torch.compiler.is_compiling()
+        not _is_compiling()
         and type(x) is type(cos) is type(sin) is Tensor
         and x.is_cuda
         and _dispatch_modes() == 0
@@ -110,20 +112,20 @@ def call(q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], 
     A plain call goes straight to the launch, past torch's dispatcher.
     """
     in_place = options[-1]
-    if not torch.compiler.is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
+    if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
         out = runtime.rope_again(q, k, tables, options)
         if out is not None:
             if in_place:
-                torch._C._increment_version((q,) if k is None else (q, k))
+                _written((q,) if k is None else (q, k))
             return out
     plain = _plain(q, tables) and (k is None or type(k) is Tensor)
     wants_grad = _wants_grad(q, k)
     if plain and not wants_grad:
         out = runtime.rope(q, k, tables, options, check, True)
         if in_place:
-            torch._C._increment_version((q,) if k is None else (q, k))
+            _written((q,) if k is None else (q, k))
         return out
-    if wants_grad and (plain or (in_place and not torch.compiler.is_compiling())):
+    if wants_grad and (plain or (in_place and not _is_compiling())):
         recorded: Any = _Recorded.apply(check, options, q, k, *tables)
         return (recorded, None) if k is None else recorded
     if check is not None:
@@ -157,15 +159,15 @@ def call_kv_cache(tensors: Sequence[Any], tables: Tables, options: tuple[Any, ..
     q, k, v, k_cache, v_cache = tensors[:5]
     in_place = options[_IN_PLACE]
     written = (k_cache, v_cache, *((q,) if in_place else ()), *((k,) if options[_K_TOO] else ()))
-    if not torch.compiler.is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
+    if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
         out = runtime.rope_kv_cache_again(tensors, tables, options)
         if out is not None:
-            torch._C._increment_version(written)
+            _written(written)
             return out
     plain = _plain(q, tables) and all(type(x) is Tensor for x in tensors[1:5])
     if plain and not _wants_grad(q, k, v):
         out = runtime.rope_kv_cache(*tensors, tables, options, check, True)  # type: ignore[call-arg]
-        torch._C._increment_version(written)
+        _written(written)
         return out
     check(*tensors, tables, options)  # type: ignore[misc]
     if in_place:
@@ -186,9 +188,9 @@ def call_qkv(qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check
     if plain and not wants_grad:
         parts = runtime.rope_qkv(qkv, tables, options, check)
         if in_place:
-            torch._C._increment_version((qkv,))
+            _written((qkv,))
         return parts
-    if wants_grad and (plain or (in_place and not torch.compiler.is_compiling())):
+    if wants_grad and (plain or (in_place and not _is_compiling())):
         if in_place:
             return (_RecordedQKVInPlace.apply(check, options, qkv, *tables),) * 3
         return _RecordedQKV.apply(check, options, qkv, *tables)  # type: ignore[no-any-return]

@@ -46,6 +46,7 @@ _NOTHING = [torch.empty(0, dtype=torch.int8) for _ in range(14)]  # for tensors 
 # A torch without CUDA has neither.
 _get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 _get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+_empty_like = torch.empty_like
 
 Check = Callable[..., None] | None
 
@@ -155,12 +156,15 @@ class Launch:
         """Enqueue on torch's current stream. The addresses: q, k, v, their outputs, cos, sin, cu_seqlens,
         start_positions, position_ids, slot_mapping and the scales of q, k and v."""
         _PACK(self.args, 0, *addresses)
-        device = self.device
-        if device == _get_device():
-            self.enqueue(_get_stream(device))
+        if self.device == _get_device():
+            self.enqueue(_get_stream(self.device))
         else:
-            with torch.cuda.device(device):
-                self.enqueue(_get_stream(device))
+            self.enqueue_on_its_device()
+
+    def enqueue_on_its_device(self) -> None:
+        """On torch's current stream of the kernel's device, where another device is the current one."""
+        with torch.cuda.device(self.device):
+            self.enqueue(_get_stream(self.device))
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -205,6 +209,10 @@ def rope_again(
     Written for host time: a step more here is a step more for every layer of a decode step.
     """
     cos, sin, cu_seqlens, starts, ids = tables
+    try:
+        kinds = _local.recent[options]
+    except (AttributeError, KeyError):
+        return None
     if k is None or cu_seqlens is not None or starts is not None:
         return None
     if sin is cos:  # a guard refuses a tensor that it has twice
@@ -212,7 +220,7 @@ def rope_again(
     else:
         given = (q, k, cos, sin) if ids is None else (q, k, cos, sin, ids)
     count = len(given)
-    for n, matches, launch in _recent(options):  # noqa: B007  launch is used behind the loop
+    for n, matches, launch in kinds:  # noqa: B007  launch is used behind the loop
         if n == count and matches(*given):
             break
     else:
@@ -222,12 +230,17 @@ def rope_again(
         return None
     ids_at = 0 if ids is None else ids.data_ptr()
     if options[-1]:
-        launch(q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
-        return q, k
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    q_out_at, k_out_at = q_out.data_ptr(), k_out.data_ptr()
-    launch(q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
-    return q_out, k_out
+        _PACK(launch.args, 0, q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
+    else:
+        q, k = _empty_like(q), _empty_like(k)
+        out, k_out = q.data_ptr(), k.data_ptr()
+        _PACK(launch.args, 0, q_at, k_at, q_at, out, k_out, out, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
+    device = launch.device
+    if device == _get_device():
+        launch.enqueue(_get_stream(device))
+    else:
+        launch.enqueue_on_its_device()
+    return q, k
 
 
 def _run_rope(

@@ -107,7 +107,18 @@ __device__ __forceinline__ void store(T* address, const Vec<T, N>& v) {
 // The same, in one instruction whatever is around it: behind a branch NVRTC 13.5 splits the plain one.
 template <typename T, int N>
 __device__ __forceinline__ void store_whole(T* address, const Vec<T, N>& v) {
-    __stwb(reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address), v.word);
+#if defined(__CUDA_ARCH__)
+    if constexpr (sizeof(T) * N == 16) {
+        asm volatile("st.global.v4.u32 [%0], { %1, %2, %3, %4 };"
+            :: "l"(address), "r"(v.word.x), "r"(v.word.y), "r"(v.word.z), "r"(v.word.w) : "memory");
+        return;
+    } else if constexpr (sizeof(T) * N == 8) {
+        asm volatile("st.global.v2.u32 [%0], { %1, %2 };"
+            :: "l"(address), "r"(v.word.x), "r"(v.word.y) : "memory");
+        return;
+    }
+#endif
+    store(address, v);
 }
 
 // The same from global memory, said so: through a few calls NVRTC 13.2 loses that for sm_100.

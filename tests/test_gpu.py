@@ -406,7 +406,7 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
         )
         got, _ = rotate(other, k, cos, sin, **keywords)
         assert torch.equal(got, want)
-    assert len(taken) == 3
+    assert len(taken) == (2 if q.shape[1] == 1 else 3)  # an axis of size 1 may have any stride
     if not in_place:
         out, _ = rotate(q.requires_grad_(), k, cos, sin, **keywords)
         assert out.requires_grad

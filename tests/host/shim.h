@@ -38,7 +38,6 @@ using std::min;
 
 template <typename T> T __ldcs(const T* address) { return *address; }
 template <typename T> void __stcs(T* address, T value) { *address = value; }
-template <typename T> void __stwb(T* address, T value) { *address = value; }
 inline unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline float __fmul_rn(float a, float b) { return a * b; }         // built with -ffp-contract=off
