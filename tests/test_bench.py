@@ -18,7 +18,7 @@ from jitrope.cli import app
 RESULTS = Path(__file__).parent.parent / "examples" / "results"
 
 
-@pytest.mark.parametrize("name", ["thd", "layer"])
+@pytest.mark.parametrize("name", ["thd", "layer", "decode", "rope"])
 def test_a_plot_of_the_kept_results(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need it: pip install 'jitrope[bench]'")
     rows = json.loads((RESULTS / f"{name}_h100.json").read_text())["rows"]
