@@ -106,6 +106,10 @@ def plan_call(
         return None
     strides = [_strides(x) for x in views]
     table_strides = [_strides(table) for table in table_views]
+    ids_strides = [0, 0, 0] if ids is None else [*_strides(ids)[:2], ids.stride(2)]
+    largest = max(
+        table_views[0].shape[1], *(step for group in (*strides, *table_strides, ids_strides) for step in group)
+    )
     problem = heuristics.RopeProblem(
         dtype=DTYPE_NAMES[views[0].dtype],
         table_dtype=DTYPE_NAMES[table_views[0].dtype],
@@ -135,7 +139,7 @@ def plan_call(
         q_per_group=q_per_group,
         values=inputs[2] is not None,
         batch_inner=batch > 1 and seqlen > 1 and views[0].stride(0) < views[0].stride(1),
-        wide=max(table_views[0].shape[1], *(step for group in (*strides, *table_strides) for step in group)) >= 1 << 31,
+        wide=largest >= 1 << 31,
         batch=batch,
         tokens=tokens,
         heads=heads,
@@ -146,7 +150,6 @@ def plan_call(
         launch=options.launch,
         sm_count=sm_count,
     )
-    ids_strides = [0, 0, 0] if ids is None else [*_strides(ids)[:2], ids.stride(2)]
     counts = [tokens, batch, seqlen, q_heads, k_heads, problem.num_sequences, table_views[0].shape[1]]
     (mscale_bits,) = struct.unpack("q", struct.pack("2f", options.mscale, 0))
     words = [word for group in (*strides, *table_strides, ids_strides, counts) for word in group]

@@ -10,13 +10,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from jitrope import compiler
 from jitrope.errors import CompileError
 from jitrope.prewarm import DEFAULT_CALLS, Call
 from jitrope.problem import head_views, plan_call
 from jitrope.render import Source, render
-from jitrope.spec import RopeSpec
+from jitrope.spec import Options, RopeSpec
 
 from .cases import CASES, lower, make
 
@@ -77,6 +78,21 @@ def test_every_case_compiles(arch: str) -> None:
         (q, k, *tables), options = lower(make(case))
         plan, _ = plan_call(*head_views(q, k, options), tuple(tables), None, options, 132)
         assert compiler.compile_source(render(plan.spec), arch)[0].startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("which", ["q", "cos", "ids"])
+def test_a_stride_past_31_bits_is_compiled_in(which: str) -> None:
+    """Elsewhere strides have 32 bits in the kernel; nothing of this size needs to be allocated to see it."""
+    far = 1 << 31
+    q = torch.empty_strided((1, 2, 4, 64), (0, far if which == "q" else 256, 64, 1), device="meta")
+    cos = torch.empty_strided((9, 32), (far if which == "cos" else 32, 1), device="meta")
+    ids = torch.empty_strided((2, 1, 2), (far if which == "ids" else 2, 2, 1), dtype=torch.int32, device="meta")
+    options = Options(rotary_dim=64, mrope_section=(16, 16), in_place=True)
+    for tensors, wide in (((q, cos, ids), True), ([x.contiguous() for x in (q, cos, ids)], False)):
+        q, cos, ids = tensors
+        plan, _ = plan_call(*head_views(q, None, options), (cos, cos, None, None, ids), None, options, 132)
+        assert plan.spec.wide == wide
+        assert f"using Stride = {'long long' if wide else 'unsigned int'};" in render(plan.spec).text
 
 
 def tool(name: str) -> str:
