@@ -192,7 +192,7 @@ def rope(
             check(q, k, tables, options)
         views = head_views(q, k, Options(*options))
         launch = _remember(key, _prepare(*views, tables, None, Options(*options)))
-    if plain and k is not None and tables[2] is tables[3] is None:
+    if plain and k is not None and tables[2] is tables[3] is None and _aligned(q, k, *tables[:2]):
         cos, sin, *rest = tables
         given = (q, k, cos, None if sin is cos else sin, *rest)
         _keep_in_mind(options, tuple(x for x in given if x is not None), launch)
@@ -225,9 +225,10 @@ def rope_again(
             break
     else:
         return None
-    q_at, k_at, cos_at, sin_at = q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr() + launch.sin_offset
-    if (q_at | k_at | cos_at) & 15:  # what is kept is for aligned tensors
+    q_at, k_at, cos_at, sin_at = q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    if (q_at | k_at | cos_at | sin_at) & 15:  # what is kept is for aligned tensors; a guard does not see that
         return None
+    sin_at += launch.sin_offset
     ids_at = 0 if ids is None else ids.data_ptr()
     if options[-1]:
         _PACK(launch.args, 0, q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
@@ -296,7 +297,7 @@ def rope_kv_cache(
         inputs = (q_view, k_view, head_views(v, None, o._replace(in_place=True))[0][0])
         outputs = (q_out_view, cache_view(k_cache), cache_view(v_cache))
         launch = _remember(key, _prepare(inputs, outputs, tables, slot_mapping, o))
-    if plain:
+    if plain and _aligned(*tensors[:5], *tables[:2]):  # type: ignore[arg-type]
         _keep_in_mind(options, _distinct((*tensors, *tables)), launch)
     q_out = q if in_place else torch.empty_like(q, dtype=FP8 if options[_FP8] else None)
     if launch is not None:
@@ -313,9 +314,10 @@ def rope_kv_cache_again(tensors: Sequence[Tensor | None], tables: Tables, option
     if launch is None:
         return None
     q, k, v, k_cache, v_cache, slots, q_scale, k_scale, v_scale = _addresses(tensors)
-    cos, sin, *rest = _table_addresses(tables, launch)
-    if (q | k | v | k_cache | v_cache | cos) & 15:
+    cos, sin, *rest = _addresses(tables)
+    if (q | k | v | k_cache | v_cache | cos | sin) & 15:
         return None
+    sin += launch.sin_offset
     q_out: Tensor = tensors[0]  # type: ignore[assignment]
     q_out_at = q
     if not options[-1]:
@@ -373,6 +375,10 @@ def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, option
         at = dqkv.data_ptr()
         launch(*_addresses(grads), at, at + k_offset, at + v_offset, *_table_addresses(tables, launch), 0, 0, 0, 0)
     return dqkv
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    return not any(x.data_ptr() & 15 for x in tensors)
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import (
 )
 
 import jitrope
-from jitrope import reference
+from jitrope import reference, runtime
+from jitrope.spec import Options
 
 from .cases import CACHE_CASES, CASES, QKV_CASES, CacheCase, Case, lower, make, make_cache, make_qkv
 
@@ -751,6 +752,32 @@ def test_serving_compiles_fullgraph_once_for_all_lengths() -> None:
             assert torch.equal(a, b)
         assert torch.equal(stored, k_cache)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("which", ["q", "k", "cos", "sin"])
+def test_a_known_call_is_for_aligned_tensors(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard does not look at addresses: a call like the last one but for an alignment is not taken for it."""
+    launched = []
+
+    class Launch:  # what a GPU would be given
+        device, sin_offset, args = runtime._get_device(), 0, bytearray(8 * runtime._POINTERS)
+        enqueue = staticmethod(launched.append)
+
+    monkeypatch.setattr(runtime, "_get_device", lambda: Launch.device)
+    monkeypatch.setattr(runtime, "_get_stream", lambda device: 0)
+    monkeypatch.setattr(runtime._local, "recent", {}, raising=False)
+    tensors = {name: torch.zeros(2, 4, 2, 8) for name in ("q", "k")} | {n: torch.zeros(4, 4) for n in ("cos", "sin")}
+    options = tuple(Options(rotary_dim=8, in_place=True))
+    runtime._keep_in_mind(options, tuple(tensors.values()), Launch())
+
+    def call(q, k, cos, sin):
+        return runtime.rope_again(q, k, (cos, sin, None, None, None), options)
+
+    assert call(**tensors) is not None
+    x = tensors[which]
+    tensors[which] = torch.zeros(x.numel() + 1)[1:].view(x.shape)
+    assert call(**tensors) is None
+    assert len(launched) == 1
 
 
 def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:
