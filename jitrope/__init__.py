@@ -5,6 +5,7 @@
 
 from .config import set_up_logging as _set_up_logging
 from .errors import CacheError, CompileError, InvalidInput, JitropeError
+from .norm_rope import qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
 from .rope import (
     apply_rope,
     apply_rope_,
@@ -29,6 +30,9 @@ __all__ = [
     "apply_rope_kv_cache_",
     "apply_rope_qkv",
     "apply_rope_qkv_",
+    "qk_norm_rope",
+    "qk_norm_rope_",
+    "qk_norm_rope_joint",
 ]
 
 _set_up_logging()

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from .errors import InvalidInput
 from .problem import DTYPE_NAMES
 from .reference import FP8, Tables, table_pair, table_rows
-from .spec import DTYPES, LAUNCHES, LAYOUT_AXES, MAX_AXES, MAX_HEAD_DIM, ROUNDINGS, Options
+from .spec import DTYPES, LAUNCHES, LAYOUT_AXES, MAX_AXES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, Norm, Options
 
 _MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
 
@@ -119,6 +119,80 @@ def check_kv_cache(
         ("q_scale", q_scale, options.fp8), ("k_scale", k_scale, scaled), ("v_scale", v_scale, scaled),
     ):  # fmt: skip
         _check_scale(label, scale, q, wanted, require)
+
+
+def check_norm(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, tables: Tables,
+    values: tuple[Any, ...], norm: Norm, name: str = "",
+) -> None:  # fmt: skip
+    """Refuse what does not fit of a call that normalises too."""
+    options = Options(*values)
+    name = name or ("qk_norm_rope_" if options.in_place else "qk_norm_rope")
+    require = _requirer(name)
+    check(q, k, tables, values, name)
+    require(
+        norm.rounding in NORM_ROUNDINGS,
+        lambda: f"norm_rounding is {norm.rounding!r}; allowed are {', '.join(NORM_ROUNDINGS)}",
+    )
+    require(tables[2] is None, "cu_seqlens does not go with a norm; position_ids say where each token is")
+    require(k is not None or k_weight is None, "k_weight is given, but k is not")
+    for label, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
+        if x is None or weight is None:
+            continue
+        _, _, heads, size = _axes(x, options.layout)
+        size, letters = (heads * size, "H D") if norm.across_heads else (size, "D")
+        require(
+            weight.dim() == 1 and weight.shape[0] == size,
+            lambda: (
+                f"{label} is {_named(x, options.layout)} but {label}_weight has shape {tuple(weight.shape)}; it is "
+                f"({letters}), {size} numbers" + ("" if norm.across_heads else ", or H D with across_heads")
+            ),
+        )
+        require(_is_float(weight), lambda: f"{label}_weight is {weight.dtype}; allowed are fp32, fp16 and bf16")
+        require(weight.device == q.device, lambda: f"{label}_weight is on {weight.device} but q is on {q.device}")
+    if q_weight is not None and k_weight is not None:
+        require(
+            q_weight.dtype == k_weight.dtype,
+            lambda: f"q_weight is {q_weight.dtype} but k_weight is {k_weight.dtype}; they must match",
+        )
+
+
+def check_norm_joint(*arguments: Any) -> None:
+    """Refuse what does not fit of a call with two streams."""
+    name = "qk_norm_rope_joint"
+    require = _requirer(name)
+    *tensors, tables, values, norm = arguments
+    streams, weights = tensors[:6], tensors[6:]
+    labels = [f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"]
+    for label, x in zip(labels, streams):
+        require(isinstance(x, Tensor) and x.dim() == 4, lambda: f"{label} is not a tensor (B, S, H, D)")
+    for label, x in zip(labels, streams):
+        like = streams[0 if label.startswith("first") else 3]
+        same = x.shape[:2] == like.shape[:2] and x.shape[-1] == like.shape[-1]
+        require(
+            same and x.dtype == streams[0].dtype and x.device == streams[0].device,
+            lambda: (
+                f"{label} is {_named(x, 'bshd')} {x.dtype} on {x.device}; q is {_named(like, 'bshd')} "
+                f"{streams[0].dtype} on {streams[0].device}"
+            ),
+        )
+    for n, letter in enumerate("qkv"):
+        a, b = streams[n], streams[n + 3]
+        require(
+            a.shape[0] == b.shape[0] and a.shape[2:] == b.shape[2:],
+            lambda: f"first's {letter} is {_named(a, 'bshd')}, second's {_named(b, 'bshd')}; only S may differ",
+        )
+    require(streams[1].shape == streams[2].shape, "v has another number of heads than k")
+    given = {w.dtype for w in weights if w is not None}
+    require(len(given) < 2, lambda: f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
+    cos = tables[0]
+    rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
+    begin = 0
+    for n in range(2):
+        q, k = streams[3 * n : 3 * n + 2]
+        check_norm(q, k, weights[2 * n], weights[2 * n + 1], tables, values, norm, name)
+        begin += q.shape[1]
+    require(rows >= begin, lambda: f"the streams have {begin} tokens but the table has {rows} rows")
 
 
 def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, require: Require) -> None:
@@ -335,9 +409,12 @@ def _check_tables(
     batch, seqlen, heads, head_dim = _axes(q, options.layout)
     rotary, kind = options.rotary_dim, options.table
     angles = kind == "freqs"
+    in_fp64 = options.rounding == "complex128"
+    or_fp64 = "" if in_fp64 else ", or complex128 with that rounding"
     first, both = ("cos", "cos and sin are") if kind == "cos_sin" else (kind, f"{kind} is")
     if kind == "freqs_cis":
-        require(cos.dtype == torch.complex64, lambda: f"freqs_cis is {cos.dtype}; it is complex64")
+        allowed = torch.complex128 if cos.dtype == torch.complex128 and in_fp64 else torch.complex64
+        require(cos.dtype == allowed, lambda: f"freqs_cis is {cos.dtype}; it is complex64{or_fp64}")
     if kind == "cos_sin_cache":
         require(cos.dim() == 2, lambda: f"cos_sin_cache has shape {tuple(cos.shape)}; it is (P, rotary_dim)")
         require(
@@ -351,7 +428,11 @@ def _check_tables(
             require(
                 table.dtype == torch.float32, lambda: f"freqs is {table.dtype}; angles are fp32, or positions are lost"
             )
-        require(_is_float(table), lambda: f"{label} is {table.dtype}; allowed are fp32, fp16 and bf16")
+        fits = _is_float(table) or (in_fp64 and table.dtype == torch.float64)
+        require(
+            fits,
+            lambda: f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'",
+        )
         require(table.device == q.device, lambda: f"{label} is on {table.device} but q is on {q.device}")
         require(
             not (table.requires_grad and torch.is_grad_enabled()),
@@ -368,6 +449,10 @@ def _check_tables(
             f"{both} {width} wide; with rotary_dim {rotary} (D={head_dim}) they are {rotary // 2} (half width) or "
             f"{rotary} (full width); pass rotary_dim for a partial rotation"
         ),
+    )
+    require(
+        not in_fp64 or not (angles or packed),
+        "rounding='complex128' does not go with freqs or cu_seqlens; take cos and sin, and position_ids",
     )
     require(angles or options.mscale == 1, "mscale goes with freqs; multiply cos and sin by it instead")
     mixed = options.interleaved != options.interleaved_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -33,6 +34,22 @@ instructions, so more threads do less each. The same calls with 16 bytes: 1 toke
 256 threads 1.05, 1.42, 2.38."""
 
 
+WARP_THREADS = 32
+
+ROW_BLOCK_THREADS = 128
+MAX_ROW_ACCESSES = 24
+MAX_GRADIENT_ACCESSES = 4
+"""Accesses of q or k that a thread may hold of a norm's row; a wider row has more threads. 24 of 16 bytes are 96
+registers. The gradient holds as many of the output's gradient, and a sum for each element."""
+
+NORM_HEADS_PER_THREAD = 2
+NORM_THREADS_PER_SM = 768
+MAX_NORM_THREADS_PER_SM = 1024
+GRADIENT_HEADS_PER_THREAD = 2
+GRADIENT_BLOCK_THREADS = 384
+GRADIENT_THREADS_PER_SM = 384
+"""Threads an SM of a norm's gradient, whose blocks walk the tokens and sum the weights' gradients on the way."""
+
 FEW_PACKED_HEADS = 8192
 """Tokens x heads of a packed batch up to which, if its sequences are known to be even, a second grid axis
 over them beats the search. H100, angles, bf16, head size 128, 4 sequences, token_linear / grid_2d: 64
@@ -47,9 +64,9 @@ MAX_UNEVEN = 2
 class RopeProblem:
     """One call in integers and words; the fields that `RopeSpec` has too mean the same.
 
-    heads: of q and k, and of v where it is copied. vec_limit, table_vec_limit: elements an access
-    that the addresses and strides of q and k, and of the tables, allow (1: no alignment, or strided
-    elements). num_sequences is 0 without cu_seqlens; max_seqlen, of the whole sequence also under
+    heads: of q and k, and of v where it is copied; q_heads: of q alone. vec_limit, table_vec_limit,
+    weight_vec_limit: elements an access that the addresses and strides of q and k, of the tables, and of a
+    norm's weights allow (1: no alignment, or strided elements). num_sequences is 0 without cu_seqlens; max_seqlen, of the whole sequence also under
     context parallelism, is 0 where the caller did not say.
     """
 
@@ -78,6 +95,13 @@ class RopeProblem:
     k_too: bool
     q_out: str
     kv_out: str
+    norm: str
+    across_heads: bool
+    row_heads: tuple[int, ...]
+    zero_centered: bool
+    weight_dtype: str | None
+    two_streams: bool
+    gradient: bool
     q_per_group: int
     values: bool
     batch_inner: bool
@@ -85,10 +109,12 @@ class RopeProblem:
     batch: int
     tokens: int
     heads: int
+    q_heads: int
     num_sequences: int
     max_seqlen: int
     vec_limit: int
     table_vec_limit: int
+    weight_vec_limit: int
     launch: str
     sm_count: int
 
@@ -119,15 +145,22 @@ def plan(problem: RopeProblem) -> Plan:
         vec=vec,
         chunks=chunks,
         table_vec=1,
+        weight_vec=math.gcd(vec, p.weight_vec_limit),
+        heads_per_thread=1,
+        blocks_per_sm=1,
         tokens_per_block=1,
         heads_per_block=1,
         one_step=False,
         one_row=False,
     )
     spec = replace(spec, table_vec=table_access(p, spec))
-    tokens, heads = tile(p.heads, spec.lanes)
+    if p.across_heads or p.gradient:
+        return _plan_rows(p, spec, reason)
+    if p.norm and not tiled:
+        spec = replace(spec, heads_per_thread=_heads_per_thread(p, NORM_HEADS_PER_THREAD))
+    tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team)
     if tiled:
-        tokens, heads = 1, min(p.heads, max(1, SMALL_BLOCK_THREADS // spec.lanes))
+        tokens, heads = 1, min(p.heads, max(1, SMALL_BLOCK_THREADS // spec.team))
         grid = (p.tokens, -(-p.heads // heads))
     elif launch == "grid_2d":
         # A longer sequence than this is walked in several steps.
@@ -136,10 +169,42 @@ def plan(problem: RopeProblem) -> Plan:
     else:
         grid = (-(-p.tokens // tokens), 1)
     spec = replace(
-        spec, launch=launch, tokens_per_block=tokens, heads_per_block=heads, one_step=tiled or heads >= p.heads,
+        spec, launch=launch, tokens_per_block=tokens, heads_per_block=heads,
+        one_step=tiled or heads * spec.heads_per_thread >= p.heads,
         one_row=tiled and p.batch == 1,  # elsewhere the division is hidden, and would be one more kernel
     )  # fmt: skip
+    if p.norm and not tiled and not p.full_width:
+        threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
+        spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads))
     return Plan(spec, grid, spec.threads, reason)
+
+
+def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
+    """The plan of a norm across heads, and of a norm's gradient, whose blocks stay for many tokens."""
+    tiles = 1
+    if not p.across_heads:
+        spec = replace(spec, heads_per_thread=_heads_per_thread(p, GRADIENT_HEADS_PER_THREAD))
+        teams = p.heads // spec.heads_per_thread
+        tokens, heads = tile(teams, spec.team, GRADIENT_BLOCK_THREADS)
+        tiles = -(-teams // heads)
+    else:
+        warp = max(1, WARP_THREADS // spec.team)  # heads that a warp has at a time
+        accesses = spec.chunks * spec.chunk // spec.vec
+        steps = (MAX_GRADIENT_ACCESSES if p.gradient else MAX_ROW_ACCESSES) // accesses
+        heads = warp * -(-max(p.row_heads) // (warp * max(1, steps)))
+        rows = len(p.row_heads) * heads * spec.team
+        tokens = 1 if p.gradient else max(1, ROW_BLOCK_THREADS // rows)
+    spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads, one_step=True)
+    groups = -(-p.tokens // tokens)
+    if p.gradient:
+        spec = replace(spec, blocks_per_sm=max(1, GRADIENT_THREADS_PER_SM // spec.threads))
+        groups = min(groups, max(1, p.sm_count * spec.blocks_per_sm // tiles))
+    return Plan(spec, (groups, tiles), spec.threads, reason)
+
+
+def _heads_per_thread(p: RopeProblem, most: int) -> int:
+    """Neighbouring heads of a thread: they are all q's, all k's or all v's."""
+    return math.gcd(p.q_heads, p.heads, most) if not p.per_head else 1
 
 
 def choose_launch(p: RopeProblem) -> tuple[str, str]:
@@ -151,6 +216,8 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     lengths add to the latter only. Small packs are the exception (`FEW_PACKED_HEADS`).
     """
     packed = p.index_dtype is not None
+    if p.across_heads or p.gradient:
+        return "token_linear", "a block has whole rows of tokens"
     if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:
         return "token_linear", f"{p.num_sequences} sequences pass the grid's limit of {MAX_GRID_Y} rows"
     if p.launch != "auto":
@@ -172,7 +239,7 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
 
 def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
     """(elements an access, runs of them in a thread): the widest that addresses and head allow."""
-    rest = 0 if p.in_place and not p.slot_dtype else p.head_dim - p.rotary_dim
+    rest = 0 if p.in_place and not p.slot_dtype and not p.norm else p.head_dim - p.rotary_dim
     interleaved = p.interleaved and p.interleaved_out
     vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
     while vec > 1 and (rest % vec or p.rotary_offset % vec or p.rotary_dim % (vec if interleaved else 2 * vec)):
@@ -197,8 +264,8 @@ def table_access(p: RopeProblem, spec: RopeSpec) -> int:
 
 
 @lru_cache(maxsize=1024)
-def tile(heads: int, lanes: int) -> tuple[int, int]:
+def tile(heads: int, lanes: int, block_threads: int = MAX_BLOCK_THREADS) -> tuple[int, int]:
     """(tokens a block, heads of each at a time): whole tokens, their heads in the fewest even steps."""
-    steps = -(-heads // max(1, MAX_BLOCK_THREADS // lanes))
+    steps = -(-heads // max(1, block_threads // lanes))
     at_once = -(-heads // steps)
     return max(1, BLOCK_THREADS // (at_once * lanes)), at_once

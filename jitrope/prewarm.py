@@ -13,7 +13,7 @@ from typing import Any
 from . import runtime
 from .errors import InvalidInput, JitropeError
 from .heuristics import RopeProblem, plan
-from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, ROUNDINGS, RopeSpec
+from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, RopeSpec
 
 _MANY, _SM_COUNT = 1 << 20, 132
 
@@ -28,7 +28,9 @@ class Call:
     start_positions, position_ids, slots: None or the dtype of cu_seqlens, start_positions, position_ids
     and slot_mapping. page_size: of a cache whose pages do not follow each other, else 0; kv_dtype: the
     cache's, if it is "fp8"; fp8: q (and without a cache k) comes out as fp8. batch_inner: (S, B, H, D) in
-    memory, B > 1. The kernels of a call are both launches, and with `backward` the gradient's.
+    memory, B > 1. norm: norm_rounding of a `qk_norm_rope` call, "" elsewhere, and its weights' dtype;
+    across_heads: the heads of q and of k of a norm over all of them, else (); two_streams: a
+    `qk_norm_rope_joint` call. The kernels of a call are both launches, and with `backward` the gradient's.
     """
 
     heads: int
@@ -58,19 +60,26 @@ class Call:
     kv_dtype: str | None = None
     rotate_k: bool = False
     fp8: bool = False
+    norm: str = ""
+    weight_dtype: str | None = None
+    zero_centered: bool = False
+    across_heads: tuple[int, ...] = ()
+    two_streams: bool = False
     in_place: bool = False
     backward: bool = False
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
-            ("table_dtype", self.table_dtype, DTYPES),
+            ("table_dtype", self.table_dtype, (*DTYPES, "fp64") if self.rounding == "complex128" else DTYPES),
             ("width", self.width, ("half", "full")),
             ("rounding", self.rounding, ROUNDINGS),
             ("packed", self.packed, (None, "int32", "int64")),
             ("start_positions", self.start_positions, (None, "int32", "int64")),
             ("position_ids", self.position_ids, (None, "int32", "int64")),
             ("slots", self.slots, (None, "int32", "int64")),
+            ("norm", self.norm, ("", *NORM_ROUNDINGS)),
+            ("weight_dtype", self.weight_dtype, (None, *DTYPES)),
             ("kv_dtype", self.kv_dtype, (None, self.dtype, "fp8")),
         ):
             if value not in allowed:
@@ -110,19 +119,30 @@ class Call:
             k_too=self.rotate_k,
             q_out="fp8" if self.fp8 else self.dtype,
             kv_out=self.kv_dtype or ("fp8" if self.fp8 and not self.slots else self.dtype),
+            norm=self.norm,
+            across_heads=bool(self.across_heads),
+            row_heads=self.across_heads,
+            zero_centered=self.zero_centered,
+            weight_dtype=self.weight_dtype,
+            two_streams=self.two_streams,
+            gradient=False,
             q_per_group=max(1, self.q_per_group),
-            values=self.slots is not None or (self.q_per_group > 0 and self.copy_v and not self.in_place),
+            values=self.slots is not None
+            or self.two_streams
+            or (self.q_per_group > 0 and self.copy_v and not self.in_place),
             batch_inner=self.batch_inner,
             wide=False,
             batch=2 if self.batch_inner else 1,
             tokens=_MANY,
             heads=self.heads,
+            q_heads=self.heads // (3 if self.two_streams else 2),
             num_sequences=1 if self.packed else 0,
             max_seqlen=0,
             vec_limit=_aligned(self.head_dim, self.dtype),
             table_vec_limit=1
             if self.freqs_cis
             else _aligned(rotary if self.width == "full" else rotary // 2, self.table_dtype),
+            weight_vec_limit=_aligned(self.head_dim, self.weight_dtype) if self.weight_dtype else 1,
             launch="auto",
             sm_count=_SM_COUNT,
         )
@@ -131,7 +151,8 @@ class Call:
             problems += [
                 replace(
                     p, conjugate=True, in_place=False, interleaved=p.interleaved_out, interleaved_out=p.interleaved,
-                    values=self.q_per_group > 0,
+                    values=self.q_per_group > 0, gradient=bool(self.norm), two_streams=False,
+                    rounding="fp32" if self.norm else self.rounding,
                 )
                 for p in problems
             ]  # fmt: skip

@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import heuristics
 from .reference import FP8, Tables, canonical, ids_view, table_pair, table_view
-from .spec import ACCESS_BYTES, Options
+from .spec import ACCESS_BYTES, Norm, Options
 
 DTYPE_NAMES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -82,9 +83,23 @@ def empty_parts(qkv: Tensor, q_per_group: int, device: Any, values: bool) -> tup
 # ---- the plan ----------------------------------------------------------------------------------
 
 
+class NormCall(NamedTuple):
+    """What a call with a norm has beside the others' tensors.
+
+    weights: of q and k, and of the second stream's q and k. second: the views of its q, k and v. grads: the
+    outputs' gradients, of the norm's gradient.
+    """
+
+    norm: Norm
+    weights: tuple[Tensor | None, ...]
+    second: tuple[Tensor, ...] = ()
+    grads: tuple[Tensor | None, ...] = ()
+
+
 def plan_call(
-    inputs: Views, outputs: Views, tables: Tables, slot_mapping: Tensor | None, options: Options, sm_count: int
-) -> tuple[heuristics.Plan, list[int]] | None:
+    inputs: Views, outputs: Views, tables: Tables, slot_mapping: Tensor | None, options: Options, sm_count: int,
+    normed: NormCall | None = None,
+) -> tuple[heuristics.Plan, list[int]] | None:  # fmt: skip
     """The plan of a call and its kernel's arguments after the addresses; None: nothing to do.
 
     With a slot_mapping the outputs of k and v are caches, pages as the batch axis.
@@ -98,18 +113,20 @@ def plan_call(
     views = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
     table_views = [table_view(table) for table in table_pair(cos, sin, options.table)]
     ids = None if position_ids is None else ids_view(position_ids, options)
-    views, table_views, ids = _as_one_row(views, table_views, ids, slot_mapping is not None, start_positions)
-    batch, seqlen, groups, q_per_group, head_dim = views[0].shape
+    if normed is None or not (normed.second or normed.grads):
+        views, table_views, ids = _as_one_row(views, table_views, ids, slot_mapping is not None, start_positions)
+    batch, seqlen, groups, q_per_group, head_dim = views[3].shape  # two streams are one in the output
     q_heads, k_heads = groups * q_per_group, 0 if inputs[1] is None else inputs[1].shape[2]
     tokens, heads = batch * seqlen, q_heads + k_heads * (2 if inputs[2] is not None else 1)
     if tokens * heads == 0:
         return None
+    sources, grads = _norm_views(views, inputs, normed)
     strides = [_strides(x) for x in views]
+    more_strides = [_strides(x) for x in (*sources, *grads)]
     table_strides = [_strides(table) for table in table_views]
     ids_strides = [0, 0, 0] if ids is None else [*_strides(ids)[:2], ids.stride(2)]
-    largest = max(
-        table_views[0].shape[1], *(step for group in (*strides, *table_strides, ids_strides) for step in group)
-    )
+    steps = (*strides, *more_strides, *table_strides, ids_strides)
+    largest = max(table_views[0].shape[1], *(step for group in steps for step in group))
     problem = heuristics.RopeProblem(
         dtype=DTYPE_NAMES[views[0].dtype],
         table_dtype=DTYPE_NAMES[table_views[0].dtype],
@@ -136,6 +153,7 @@ def plan_call(
         k_too=options.k_too,
         q_out=DTYPE_NAMES[views[3].dtype],
         kv_out=DTYPE_NAMES[views[4].dtype],
+        **_norm_fields(inputs, normed),
         q_per_group=q_per_group,
         values=inputs[2] is not None,
         batch_inner=batch > 1 and seqlen > 1 and views[0].stride(0) < views[0].stride(1),
@@ -143,17 +161,54 @@ def plan_call(
         batch=batch,
         tokens=tokens,
         heads=heads,
+        q_heads=q_heads,
         num_sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
         max_seqlen=options.max_seqlen,
-        vec_limit=_elements_per_access(views, strides),
+        vec_limit=_elements_per_access([*views, *sources, *grads], [*strides, *more_strides]),
         table_vec_limit=_elements_per_access(table_views, table_strides),
         launch=options.launch,
         sm_count=sm_count,
     )
     counts = [tokens, batch, seqlen, q_heads, k_heads, problem.num_sequences, table_views[0].shape[1]]
-    (mscale_bits,) = struct.unpack("q", struct.pack("2f", options.mscale, 0))
+    (mscale_bits,) = struct.unpack("q", struct.pack("2f", options.mscale, normed.norm.eps if normed else 0))
     words = [word for group in (*strides, *table_strides, ids_strides, counts) for word in group]
-    return heuristics.plan(problem), [*words, options.cp_rank, slot_count, mscale_bits]
+    words += [options.cp_rank, slot_count, mscale_bits]
+    if normed:
+        nothing = [0] * 5
+        words += [word for group in (more_strides[: len(sources)] or [nothing] * 6) for word in group]
+        words += [word for group in (more_strides[len(sources) :] or [nothing] * 2) for word in group]
+        words.append(views[0].shape[1])
+    return heuristics.plan(problem), words
+
+
+def _norm_views(
+    views: list[Tensor], inputs: Views, normed: NormCall | None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """q, k and v of both streams, and the outputs' gradients, if there are any."""
+    if normed is None:
+        return (), ()
+    sources = (*views[:3], *normed.second) if normed.second else ()
+    grads = tuple(views[0] if x is None else x for x in normed.grads)
+    return sources, grads
+
+
+def _norm_fields(inputs: Views, normed: NormCall | None) -> dict[str, Any]:
+    """The fields of a problem about its norm."""
+    norm = Norm("") if normed is None else normed.norm
+    weights = [] if normed is None else [w for w in normed.weights if w is not None]
+    rows = [x.shape[2] for x in inputs[:2] if x is not None] if norm.across_heads else []
+    limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
+    head_dim = inputs[0].shape[-1]
+    return {
+        "norm": norm.rounding,
+        "across_heads": norm.across_heads,
+        "row_heads": tuple(rows),
+        "zero_centered": norm.zero_centered,
+        "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
+        "two_streams": normed is not None and bool(normed.second),
+        "gradient": normed is not None and bool(normed.grads),
+        "weight_vec_limit": math.gcd(min(limits), head_dim) if limits else 1,
+    }
 
 
 def _as_one_row(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .spec import LAYOUT_AXES, Options
+from .spec import LAYOUT_AXES, Norm, Options
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 Tables = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
 """cos, sin, cu_seqlens, start_positions and position_ids."""
+Weights = tuple["Tensor | None", "Tensor | None"]
+"""Of the norms of q and k."""
 
 
 def canonical(x: Tensor, layout: str) -> Tensor:
@@ -116,11 +120,16 @@ def rope(
     options: Options,
     compute_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
+    storage: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Fresh rotated tensors: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, rounded once at the end.
+    """Fresh rotated tensors: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, rounded as `options.rounding` says.
 
-    Products and the sum round apart, as torch's real and (on a CPU) complex multiplies do.
+    Products and the sum round apart, as torch's real and (on a CPU) complex multiplies do; the fused
+    product of "addcmul" is left to torch's own. storage: q's dtype, where q is fp32 on its way there.
     """
+    rounded_to = (storage or q.dtype) if options.rounding == "dtype" and compute_dtype == torch.float32 else None
+    if options.rounding == "complex128":
+        compute_dtype = torch.float64
     outputs: list[Tensor | None] = []
     for x in (q, k):
         if x is None:
@@ -131,13 +140,102 @@ def rope(
         c, s = (table_view(table).to(compute_dtype) for table in table_pair(cos, sin, options.table))
         if options.table == "freqs":
             c, s = c.cos() * options.mscale, s.sin() * options.mscale
+        if rounded_to is not None:
+            c, s = c.to(rounded_to), s.to(rounded_to)
         rows, spare = table_rows(view.shape[1], c.device, cu_seqlens, start_positions, position_ids, options)
         c, s = _gather(c, rows, options), _gather(s, rows, options)
-        view.copy_(_rotate(canonical(x, options.layout).to(compute_dtype), c, s, options))
+        y = _rotate(canonical(x, options.layout).to(compute_dtype), c, s, options)
+        view.copy_(y.float() if options.rounding == "complex128" else y)
         if spare is not None:
             view[:, spare] = 0
         outputs.append(out)
     return outputs[0], outputs[1]  # type: ignore[return-value]
+
+
+# ---- RMSNorm before the rotation -----------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm, layout: str) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) times weight, over each head or over all heads of a token; the mean in fp32.
+
+    In fp32 with norm.rounding "none", else in x's dtype: with "once" what torch.nn.RMSNorm gives, with
+    "twice" what transformers' and diffusers' own RMSNorm do, bit for bit.
+    """
+    view = canonical(x, layout)
+    rows = view.flatten(-2) if norm.across_heads else view
+    plain = not norm.zero_centered and (weight is None or weight.dtype == x.dtype)
+    if norm.rounding == "once" and plain:
+        y = torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, norm.eps)
+    else:
+        y = rows.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + norm.eps)
+        if norm.rounding == "twice":
+            y = y.to(x.dtype)
+        if weight is not None:
+            y = y * (weight.float() + norm.zero_centered)
+        if norm.rounding != "none":
+            y = y.to(x.dtype)
+    return _as_laid_out(y.view(view.shape), layout)
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, tables: Tables, options: Options,
+    norm: Norm,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """q and k normalised and rotated, of q's dtype."""
+    normed = [
+        None if x is None else rms_norm(x, weight, norm, options.layout) for x, weight in ((q, q_weight), (k, k_weight))
+    ]
+    outputs = rope(*normed, *tables, options, out_dtype=q.dtype, storage=q.dtype)  # type: ignore[arg-type,call-arg,misc]
+    return outputs
+
+
+def qk_norm_rope_joint(
+    first: Sequence[Tensor], second: Sequence[Tensor], first_weights: Weights, second_weights: Weights, tables: Tables,
+    options: Options, norm: Norm,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, k and v of two streams, one behind the other along the sequence; q and k normalised, then rotated."""
+    streams = zip((first, second), (first_weights, second_weights))
+    normed = [[rms_norm(x, w, norm, options.layout) for x, w in zip(xs[:2], ws)] for xs, ws in streams]
+    q, k = (torch.cat(pair, 1) for pair in zip(*normed))
+    q, k = rope(q, k, *tables, options, out_dtype=first[0].dtype, storage=first[0].dtype)  # type: ignore[assignment]
+    return q, k, torch.cat((first[2], second[2]), 1)
+
+
+def qk_norm_rope_backward(
+    dq: Tensor, dk: Tensor | None, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    tables: Tables, options: Options, norm: Norm,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of q, k and their weights, in fp32 up to the last rounding; `options` rotate back."""
+    rotated = rope(dq, dk, *tables, options._replace(rounding="fp32"), out_dtype=torch.float32)
+    grads: list[Tensor | None] = []
+    weight_grads: list[Tensor | None] = []
+    for x, g, weight in ((q, rotated[0], q_weight), (k, rotated[1], k_weight)):
+        if x is None or g is None:
+            grads.append(None)
+            weight_grads.append(None)
+            continue
+        rows, g = canonical(x, options.layout).float(), canonical(g, options.layout)
+        if norm.across_heads:
+            rows, g = rows.flatten(-2), g.flatten(-2)
+        scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps)
+        normed = rows * scale
+        dw = None if weight is None else (g * normed).sum(tuple(range(g.dim() - 1))).to(weight.dtype)
+        if weight is not None:
+            g = g * (weight.float() + norm.zero_centered)
+        dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
+        grads.append(_as_laid_out(dx.view(canonical(x, options.layout).shape), options.layout).to(x.dtype))
+        weight_grads.append(dw)
+    return *grads, *weight_grads
+
+
+def _as_laid_out(view: Tensor, layout: str) -> Tensor:
+    """The inverse of `canonical`."""
+    batch, *rest = LAYOUT_AXES[layout]
+    if batch is None:
+        return view[0]
+    order = (batch, *rest)
+    return view.permute([order.index(axis) for axis in range(4)])
 
 
 def to_fp8(y: Tensor, scale: Tensor) -> Tensor:
@@ -256,10 +354,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, options: Options) -> Tensor:
     sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
     if o.conjugate:  # the transpose: each sine is read at the partner
         sin0, sin1 = -sin1, -sin0
-    y0 = x0 * cos0 - x1 * sin0
-    y1 = x1 * cos1 + x0 * sin1
+    y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
+    y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
     y = torch.stack((y0, y1), -1).flatten(-2) if o.interleaved_out else torch.cat((y0, y1), -1)
     return torch.cat((before, y, rest), -1)
+
+
+def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor, rounding: str) -> Tensor:
+    """a b + c d; with "dtype" the tables b and d have the dtype that all is rounded to."""
+    if rounding == "addcmul":
+        return torch.addcmul(a * b, c, d)
+    if rounding == "dtype":
+        return (a * b).to(b.dtype) + (c * d).to(b.dtype)
+    return a * b + c * d
 
 
 def _members(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

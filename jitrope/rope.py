@@ -97,9 +97,11 @@ def apply_rope(
             2 cp_size - 1 - cp_rank of the 2 cp_size equal chunks of every sequence, whose length is
             therefore a multiple of 2 cp_size. cu_seqlens, max_seqlen and the tables are those of the
             whole batch.
-        rounding: "fp32" rounds each product and their sum to fp32, as eager torch does on real
-            tensors; "complex64" gives the bits of torch's complex64 multiply on the same device.
-            The result is rounded to q's dtype once.
+        rounding: how products and their sum are rounded, for the bits of a model's own eager code on the same
+            device: "fp32": each to fp32, as real tensors are (FLUX, Wan); "complex64" and "complex128": as
+            torch's complex multiply (Qwen-Image; Lumina2, whose tables are fp64); "dtype": the tables, each
+            product and the sum to q's dtype (rotate-half in the model's dtype, as in transformers); "addcmul":
+            fp32, the second product through `addcmul` (LTX-2). All but "dtype" round to q's dtype once.
         launch: "auto", or force "token_linear" or "grid_2d"; all give the same bits.
         check: refuse positions outside of the table, however they are given. For finding mistakes: it waits
             for the device, and so cannot be captured in a CUDA graph or compiled.
@@ -113,10 +115,10 @@ def apply_rope(
     """
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = _tables("apply_rope", cos, sin, cos_sin_cache, freqs, freqs_cis)
+        cos, sin, kind = one_table("apply_rope", cos, sin, cos_sin_cache, freqs, freqs_cis)
     if rotary_dim is None:
         rest = q.shape[-1] - rotary_offset
-        rotary_dim = rest if kind == "cos_sin" else _default_rotary_dim(kind, cos, rest)
+        rotary_dim = rest if kind == "cos_sin" else default_rotary_dim(kind, cos, rest)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
         layout, interleaved, interleaved if interleaved_out is None else interleaved_out,
@@ -165,10 +167,10 @@ def apply_rope_(
     """
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = _tables("apply_rope_", cos, sin, cos_sin_cache, freqs, freqs_cis)
+        cos, sin, kind = one_table("apply_rope_", cos, sin, cos_sin_cache, freqs, freqs_cis)
     if rotary_dim is None:
         rest = q.shape[-1] - rotary_offset
-        rotary_dim = rest if kind == "cos_sin" else _default_rotary_dim(kind, cos, rest)
+        rotary_dim = rest if kind == "cos_sin" else default_rotary_dim(kind, cos, rest)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
         layout, interleaved, interleaved,
@@ -231,9 +233,9 @@ def apply_rope_qkv(
     """
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = _tables("apply_rope_qkv", cos, sin, cos_sin_cache, freqs, freqs_cis)
+        cos, sin, kind = one_table("apply_rope_qkv", cos, sin, cos_sin_cache, freqs, freqs_cis)
     if rotary_dim is None:
-        rotary_dim = _default_rotary_dim(kind, cos, qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset)
+        rotary_dim = default_rotary_dim(kind, cos, qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
         layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind,
@@ -280,9 +282,9 @@ def apply_rope_qkv_(
     """
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = _tables("apply_rope_qkv_", cos, sin, cos_sin_cache, freqs, freqs_cis)
+        cos, sin, kind = one_table("apply_rope_qkv_", cos, sin, cos_sin_cache, freqs, freqs_cis)
     if rotary_dim is None:
-        rotary_dim = _default_rotary_dim(kind, cos, qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset)
+        rotary_dim = default_rotary_dim(kind, cos, qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
         layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind,
@@ -334,10 +336,10 @@ def apply_rope_fp8(
     """
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = _tables("apply_rope_fp8", cos, sin, cos_sin_cache, freqs, freqs_cis)
+        cos, sin, kind = one_table("apply_rope_fp8", cos, sin, cos_sin_cache, freqs, freqs_cis)
     if rotary_dim is None:
         rest = q.shape[-1] - rotary_offset
-        rotary_dim = rest if kind == "cos_sin" else _default_rotary_dim(kind, cos, rest)
+        rotary_dim = rest if kind == "cos_sin" else default_rotary_dim(kind, cos, rest)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
         layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, tuple(mrope_section),
@@ -452,10 +454,10 @@ def _kv_cache(
     name = "apply_rope_kv_cache_" if in_place else "apply_rope_kv_cache"
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = _tables(name, cos, sin, cos_sin_cache, freqs, freqs_cis)
+        cos, sin, kind = one_table(name, cos, sin, cos_sin_cache, freqs, freqs_cis)
     if rotary_dim is None:
         rest = q.shape[-1] - rotary_offset
-        rotary_dim = rest if kind == "cos_sin" else _default_rotary_dim(kind, cos, rest)
+        rotary_dim = rest if kind == "cos_sin" else default_rotary_dim(kind, cos, rest)
     tables = (cos, sin, None, start_positions, position_ids)
     options = (
         layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, tuple(mrope_section),
@@ -469,7 +471,7 @@ def _kv_cache(
     return call_kv_cache(tensors, tables, options, checks.check_kv_cache)
 
 
-def _tables(
+def one_table(
     name: str, cos: Tensor | None, sin: Tensor | None, cache: Tensor | None, freqs: Tensor | None, cis: Tensor | None
 ) -> tuple[Tensor, Tensor, str]:
     """The two tables that the ops take, and which of `spec.TABLES` they are: what is not two is there twice.
@@ -489,7 +491,7 @@ def _tables(
     return table, table, words[0]  # type: ignore[return-value]
 
 
-def _default_rotary_dim(kind: str, table: Tensor, rest: int) -> int:
+def default_rotary_dim(kind: str, table: Tensor, rest: int) -> int:
     """The width of a table that has each pair once and both its parts; else what a head has."""
     if kind == "cos_sin_cache":
         return table.shape[-1]

@@ -18,10 +18,10 @@ from .cache import KernelCache, Key, cubin_file
 from .compiler import Kernel
 from .config import cache_dir, log
 from .errors import CompileError, JitropeError
-from .problem import Views, cache_view, empty_parts, head_views, plan_call, qkv_views, separate_views
-from .reference import FP8, Tables, table_pair
+from .problem import NormCall, Views, cache_view, empty_parts, head_views, plan_call, qkv_views, separate_views
+from .reference import FP8, Tables, Weights, table_pair
 from .render import ingredients, render
-from .spec import Options, RopeSpec
+from .spec import LAYOUT_AXES, Norm, Options, RopeSpec
 
 MAX_LAUNCHES = 4096
 """Prepared launches a thread keeps; past it they are forgotten, which costs a few microseconds each."""
@@ -32,7 +32,9 @@ MAX_RECENT_KINDS = 8
 
 _POINTERS = 15
 _Q_PER_GROUP, _VALUES, _FP8 = (Options._fields.index(name) for name in ("q_per_group", "values", "fp8"))
-_PACK = struct.Struct(f"{_POINTERS}q").pack_into
+_NORM_POINTERS = 13 + _POINTERS
+_PACK, _PACK_NORM = (struct.Struct(f"{count}q").pack_into for count in (_POINTERS, _NORM_POINTERS))
+_NO_SOURCES = (0,) * 6
 
 compiled: list[str] = []
 """Names of the kernels that this process compiled, in order."""
@@ -141,7 +143,7 @@ def _open(path: Any, cubin: bytes | None, spec: RopeSpec, device: int) -> Kernel
 class Launch:
     """A kernel with its grid and its argument block; only the addresses change from call to call."""
 
-    __slots__ = ("args", "device", "enqueue", "sin_offset")
+    __slots__ = ("args", "blocks", "device", "enqueue", "pack", "sin_offset")
 
     def __init__(self, plan: heuristics.Plan, device: int, words: list[int], sin_offset: int) -> None:
         with torch.cuda.device(device):
@@ -149,13 +151,16 @@ class Launch:
             kernel.bind_thread()
         self.device = device
         self.sin_offset = sin_offset  # bytes from cos to sin, where they are one tensor
-        self.args = (ctypes.c_int64 * (_POINTERS + len(words)))(*[0] * _POINTERS, *words)
+        self.blocks = plan.grid[0] * plan.grid[1]
+        pointers, self.pack = (_NORM_POINTERS, _PACK_NORM) if plan.spec.norm else (_POINTERS, _PACK)
+        self.args = (ctypes.c_int64 * (pointers + len(words)))(*[0] * pointers, *words)
         self.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(self.args))
 
     def __call__(self, *addresses: int) -> None:
         """Enqueue on torch's current stream. The addresses: q, k, v, their outputs, cos, sin, cu_seqlens,
-        start_positions, position_ids, slot_mapping and the scales of q, k and v."""
-        _PACK(self.args, 0, *addresses)
+        start_positions, position_ids, slot_mapping and the scales of q, k and v. With a norm in front of them: q, k
+        and v of two streams, the weights of q and k of each, the sums, the gradients of q's and k's outputs."""
+        self.pack(self.args, 0, *addresses)
         if self.device == _get_device():
             self.enqueue(_get_stream(self.device))
         else:
@@ -386,6 +391,8 @@ def _distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     given = [nothing if x is None else x for x, nothing in zip(tensors, _NOTHING)]
     if given[-5] is given[-4]:  # a table that is there as cos and as sin
         given[-4] = _NOTHING[-1]
+    if given[2] is given[3]:  # one weight for q and k
+        given[3] = _NOTHING[-2]
     return tuple(given)
 
 
@@ -432,15 +439,153 @@ def _remember(key: tuple[Any, ...], launch: Any) -> Any:
 
 
 def _prepare(
-    inputs: Views, outputs: Views, tables: Tables, slot_mapping: Tensor | None, options: Options
-) -> Launch | None:
+    inputs: Views, outputs: Views, tables: Tables, slot_mapping: Tensor | None, options: Options,
+    normed: NormCall | None = None,
+) -> Launch | None:  # fmt: skip
     """Plan a kind of call, get its kernel and fill in all but the addresses; None: nothing to do."""
     device = inputs[0].device
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    planned = plan_call(inputs, outputs, tables, slot_mapping, options, sm_count)
+    planned = plan_call(inputs, outputs, tables, slot_mapping, options, sm_count, normed)
     if planned is None:
         return None
     plan, words = planned
     log.debug("%s: %s", plan.spec.name, plan.reason)
     sin = table_pair(*tables[:2], options.table)[1]
     return Launch(plan, device.index, words, sin.data_ptr() - tables[1].data_ptr())
+
+
+# ---- QK-norm + rope ------------------------------------------------------------------------------
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, tables: Tables,
+    options: tuple[Any, ...], norm: Norm, check: Check = None, plain: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Normalise and rotate CUDA tensors; as `rope`."""
+    weights = (q_weight, k_weight)
+    tensors = (q, k, *weights)
+    key = ("qk_norm_rope", options, norm, *map(_key, (*tensors, *tables)))
+    try:
+        launch = _local.launches[key]
+    except (AttributeError, KeyError):
+        if check is not None:
+            check(*tensors, tables, options, norm)
+        o = Options(*options)
+        views = head_views(q, k, o)
+        launch = _remember(key, _prepare(*views, tables, None, o, NormCall(norm, weights)))
+    if plain and _aligned(q, *tables[:2], *(x for x in tensors[1:] if x is not None)):
+        _keep_in_mind((options, norm), _distinct((*tensors, *tables)), launch)
+    return _run_norm(launch, q, k, weights, tables, norm, options[-1])
+
+
+def qk_norm_rope_again(
+    q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, options: tuple[Any, ...], norm: Norm
+) -> tuple[Tensor, Tensor | None] | None:
+    """The same for a call of a kind that this thread has had lately, or None; see `rope_again`."""
+    kinds = _recent((options, norm))
+    if not kinds:
+        return None
+    given = _distinct((q, k, *weights, *tables))
+    count = len(given)
+    launch = next((launch for n, matches, launch in kinds if n == count and matches(*given)), None)
+    if launch is None:
+        return None
+    for x in given:
+        if x.data_ptr() & 15:
+            return None
+    return _run_norm(launch, q, k, weights, tables, norm, options[-1])
+
+
+def _run_norm(
+    launch: Launch | None, q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, norm: Norm, in_place: bool
+) -> tuple[Tensor, Tensor | None]:
+    q_out, k_out = q, k
+    if not in_place:
+        q_out, k_out = torch.empty_like(q), None if k is None else torch.empty_like(k)
+    if launch is not None:
+        q_at, q_out_at = q.data_ptr(), q_out.data_ptr()
+        k_at, k_out_at = (q_at, q_out_at) if k is None else (k.data_ptr(), k_out.data_ptr())  # type: ignore[union-attr]
+        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), norm), 0, 0, 0, 0, 0)
+        tables_at = _table_addresses(tables, launch)
+        launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
+    return q_out, k_out
+
+
+def qk_norm_rope_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of two streams, the weights of each, tables, options, a norm and perhaps a check -> joint q, k, v."""
+    streams, weights, (tables, options, norm, *checks) = arguments[:6], arguments[6:10], arguments[10:]
+    key = ("qk_norm_rope_joint", options, norm, *map(_key, (*streams, *weights, *tables)))
+    outputs = [x.new_empty((len(x), x.shape[1] + streams[3].shape[1], *x.shape[2:])) for x in streams[:3]]
+    try:
+        launch = _local.launches[key]
+    except (AttributeError, KeyError):
+        if checks:
+            checks[0](*streams, *weights, tables, options, norm)
+        first, second, out = (tuple(x.unsqueeze(3) for x in xs) for xs in (streams[:3], streams[3:], outputs))
+        launch = _prepare(first, out, tables, None, Options(*options), NormCall(norm, weights, second))
+        launch = _remember(key, launch)
+    if launch is not None:
+        at = _addresses(streams)
+        weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), norm)
+        launch(*at, *weights_at, 0, 0, 0, *at[:3], *_addresses(outputs), *_table_addresses(tables, launch), 0, 0, 0, 0)
+    return tuple(outputs)  # type: ignore[return-value]
+
+
+def qk_norm_rope_backward(
+    dq: Tensor, dk: Tensor | None, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    tables: Tables, options: tuple[Any, ...], norm: Norm,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of q, k and the weights; `options` rotate back."""
+    weights = (q_weight, k_weight)
+    tensors = (dq, dk, q, k, *weights)
+    key = ("qk_norm_rope_backward", options, norm, *map(_key, (*tensors, *tables)))
+    try:
+        prepared = _local.launches[key]
+    except (AttributeError, KeyError):
+        o = Options(*options)
+        grads = head_views(dq, dk, o._replace(in_place=True))[0][:2]
+        launch = _prepare(*head_views(q, k, o), tables, None, o, NormCall(norm, weights, grads=grads))
+        sizes = [x.shape[-1] * (_heads_of(x, o) if norm.across_heads else 1) for x in (q, k) if x is not None]
+        prepared = _remember(key, (launch, sizes))
+    launch, sizes = prepared
+    q_out, k_out = torch.empty_like(q), None if k is None else torch.empty_like(k)
+    weighted = q_weight is not None or k_weight is not None
+    blocks = launch.blocks if weighted and launch is not None else 0
+    partial = torch.empty(blocks, sum(sizes), dtype=torch.float32, device=q.device)
+    if launch is not None:
+        q_at, q_out_at, dq_at = _addresses((q, q_out, dq))
+        k_at, k_out_at, dk_at = (q_at, q_out_at, dq_at) if k is None else _addresses((k, k_out, dk))
+        weights_at = _weight_addresses(weights, (q, k), norm)
+        norm_at = (*_NO_SOURCES, *weights_at, 0, 0, partial.data_ptr(), dq_at, dk_at)
+        tables_at = _table_addresses(tables, launch)
+        launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
+    if not weighted:
+        return q_out, k_out, None, None
+    dtype = next(w.dtype for w in weights if w is not None)
+    total = partial.sum(0).to(dtype)
+    parts = total[: sizes[0]], total[sizes[0] :]
+    return q_out, k_out, *(None if w is None else part for part, w in zip(parts, weights))
+
+
+def _weight_addresses(weights: Sequence[Tensor | None], tensors: Sequence[Tensor | None], norm: Norm) -> list[int]:
+    """Where weights are missing beside others, those of a factor of one: a kernel has all of them or none."""
+    if all(w is not None for w in weights) or all(w is None for w in weights):
+        return _addresses(weights)
+    dtype = next(w.dtype for w in weights if w is not None)
+    addresses = []
+    for weight, x in zip(weights, tensors):
+        if weight is None and x is not None:  # as many as any layout may need
+            size = x.shape[-1] * (max(x.shape[-3:-1]) if norm.across_heads else 1)
+            weight = _ones(size, dtype, x.device, norm.zero_centered)
+        addresses.append(0 if weight is None else weight.data_ptr())
+    return addresses
+
+
+@lru_cache(maxsize=64)
+def _ones(count: int, dtype: torch.dtype, device: torch.device, zero_centered: bool) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((count,), 0 if zero_centered else 1, dtype=dtype, device=device)
+
+
+def _heads_of(x: Tensor, options: Options) -> int:
+    return x.shape[LAYOUT_AXES[options.layout][2]]

@@ -9,13 +9,22 @@ from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-C_TYPES = {"fp32": "float", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8", "int32": "int", "int64": "long long"}
-ITEM_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
-DTYPES = tuple(ITEM_SIZES)
+C_TYPES = {
+    "fp64": "double",
+    "fp32": "float",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "int32": "int",
+    "int64": "long long",
+}
+ITEM_SIZES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
+DTYPES = ("fp32", "fp16", "bf16")
 LAUNCHES = ("token_linear", "grid_2d")
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 MAX_AXES = 4  # of position_ids
-ROUNDINGS = ("fp32", "complex64")
+ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
+NORM_ROUNDINGS = ("none", "once", "twice")
 MAX_HEAD_DIM = 512
 ACCESS_BYTES = 16  # the widest load or store of one thread
 
@@ -54,27 +63,40 @@ class Options(NamedTuple):
     in_place: bool = False
 
 
+class Norm(NamedTuple):
+    """What `qk_norm_rope` asks for beside `Options`; the words are its own."""
+
+    rounding: str = "none"
+    across_heads: bool = False
+    zero_centered: bool = False
+    eps: float = 1e-6
+
+
 @dataclass(frozen=True)
 class RopeSpec:
-    """One `rope.cu.jinja` kernel.
+    """One kernel: of `rope.cu.jinja`, or with a norm of `qk_norm_rope.cu.jinja` and its backward.
 
     dtype, table_dtype: of q and k, and of cos and sin. The rotary_dim elements from rotary_offset on
     are rotated; their pairs are (2i, 2i+1) if interleaved, else (i, i + rotary_dim / 2), in the
     output by interleaved_out. conjugate: rotate back (the backward). angles: the table holds angles,
     not cos and sin. full_width: it has an entry for each member of a pair. per_head: it has entries
-    for each head. packed_table: it has a row for each token of the packed batch. rounding: "fp32"
-    rounds every product and sum, "complex64" contracts as torch's complex multiply does on a GPU.
+    for each head. packed_table: it has a row for each token of the packed batch. rounding: the arithmetic,
+    one of `ROUNDINGS`; "complex128" is the one in fp64, and whose tables may be.
     index_dtype, start_dtype: of cu_seqlens and start_positions, None without them. cp_size: ranks
     that share each sequence. position_dtype: of position_ids, or None; sections: pairs of each of their
     axes, () for one; spread: an axis' pairs are every so many-th. slot_dtype: of slot_mapping, or None:
     k and v go to a cache with pages of page_size slots (0: no pages), and k_too: k is also rotated in
-    place. q_out, kv_out: what is stored, dtype or "fp8". q_per_group: heads of q in a group of packed QKV, 1 elsewhere;
-    values: v's heads are copied along. batch_inner: tokens of neighbouring batch rows are neighbours
+    place. q_out, kv_out: what is stored, dtype or "fp8". norm: one of `NORM_ROUNDINGS`, or "" without
+    a norm; across_heads: over all heads of a token, of which q (and k) have row_heads; zero_centered: the
+    weights lack one; weight_dtype: theirs, None without; two_streams: q, k and v come from two tensors each;
+    gradient: the norm's, of q, k and the weights. q_per_group: heads of q in a group of packed QKV, 1
+    elsewhere; values: v's heads are copied along. batch_inner: tokens of neighbouring batch rows are neighbours
     in memory, and are taken in that order. one_row: there is one batch row; wide: a stride (or a table's
-    row) needs more than 31 bits. vec, table_vec: elements an access of q and k, and of the
-    tables; 1 also serves any element stride. chunks: a thread holds one or two runs of neighbouring
-    elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block
-    heads of each at a time; one_step: these are all the heads it has of it.
+    row) needs more than 31 bits. vec, table_vec, weight_vec: elements an access of q and k, of
+    the tables and of the weights; 1 also serves any element stride. chunks: a thread holds one or two runs of
+    neighbouring elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block
+    heads (times heads_per_thread: neighbours) of each at a time; one_step: these are all the heads it has of it.
+    blocks_per_sm: at least, with a norm.
     """
 
     dtype: str
@@ -102,6 +124,13 @@ class RopeSpec:
     k_too: bool
     q_out: str
     kv_out: str
+    norm: str
+    across_heads: bool
+    row_heads: tuple[int, ...]
+    zero_centered: bool
+    weight_dtype: str | None
+    two_streams: bool
+    gradient: bool
     q_per_group: int
     values: bool
     batch_inner: bool
@@ -111,19 +140,34 @@ class RopeSpec:
     vec: int
     chunks: int
     table_vec: int
+    weight_vec: int
+    heads_per_thread: int
+    blocks_per_sm: int
     tokens_per_block: int
     heads_per_block: int
     one_step: bool
 
-    template = "rope.cu.jinja"
-    entry = "jitrope_rope"
+    @property
+    def kind(self) -> str:
+        """What the kernel does, in its file's name and its entry's."""
+        return "rope" if not self.norm else "qk_norm_rope_backward" if self.gradient else "qk_norm_rope"
+
+    @property
+    def template(self) -> str:
+        """The file that it is rendered from."""
+        return f"{self.kind}.cu.jinja"
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name in the source."""
+        return f"jitrope_{self.kind}"
 
     @property
     def name(self) -> str:
         """A readable name; kernels that differ in a detail only may share it."""
         pairings = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
         parts = [
-            "rope",
+            self.kind,
             self.dtype,
             f"d{self.head_dim}" + (f"r{self.rotary_dim}" if self.rotary_dim != self.head_dim else ""),
             "_to_".join(dict.fromkeys(pairings)),
@@ -136,6 +180,10 @@ class RopeSpec:
             "ids" + (f"{len(self.sections)}" if self.sections else "") if self.position_dtype else "",
             f"cache_{self.kv_out}" if self.slot_dtype else f"qkv{self.q_per_group}" if self.values else "",
             f"to_{self.q_out}" if self.q_out != self.dtype else "",
+            self.rounding if self.rounding != "fp32" else "",
+            f"round_{self.norm}" if self.norm else "",
+            "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
+            "two_streams" if self.two_streams else "",
             self.launch,
         ]
         return "_".join(part for part in parts if part)
@@ -143,7 +191,7 @@ class RopeSpec:
     @property
     def lanes(self) -> int:
         """Threads along one head."""
-        rest = 0 if self.in_place and not self.slot_dtype else self.head_dim - self.rotary_dim
+        rest = 0 if self.in_place and not self.slot_dtype and not self.norm else self.head_dim - self.rotary_dim
         return self.rotary_dim // (self.chunk * self.chunks) + rest // self.vec
 
     @property
@@ -152,9 +200,15 @@ class RopeSpec:
         return max(self.vec, 2) if self.interleaved and self.interleaved_out else self.vec
 
     @property
+    def team(self) -> int:
+        """Threads of a head: its lanes, and with a norm some that idle, up to a power of two."""
+        return 1 << (self.lanes - 1).bit_length() if self.norm else self.lanes
+
+    @property
     def threads(self) -> int:
         """Threads of a block, in whole warps."""
-        return -(-self.tokens_per_block * self.heads_per_block * self.lanes // 32) * 32
+        rows = self.tokens_per_block * (len(self.row_heads) or 1)
+        return -(-rows * self.heads_per_block * self.team // 32) * 32
 
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block."""
@@ -184,8 +238,10 @@ class RopeSpec:
             "full_width": self.full_width,
             "per_head": self.per_head,
             "packed_table": self.packed_table,
-            "fma": self.rounding == "complex64",
+            "rounding": self.rounding.upper(),
+            "real_c_type": "double" if self.rounding == "complex128" else "float",
             "in_place": self.in_place,
+            "norm": self.norm != "",
             "packed": self.index_dtype is not None,
             "starts": self.start_dtype is not None,
             "cp_size": self.cp_size,
@@ -201,6 +257,25 @@ class RopeSpec:
             "tokens_per_block": self.tokens_per_block,
             "heads_per_block": self.heads_per_block,
             "one_step": self.one_step,
+            "team": self.team,
+            "threads": self.threads,
+            **(self._norm_constants() if self.norm else {}),
+        }
+
+    def _norm_constants(self) -> dict[str, Any]:
+        q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
+        return {
+            "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
+            "weighted": self.weight_dtype is not None,
+            "across_heads": self.across_heads,
+            "zero_centered": self.zero_centered,
+            "norm_rounding": self.norm.upper(),
+            "two_streams": self.two_streams,
+            "row_q_heads": q_heads,
+            "row_k_heads": k_heads,
+            "weight_vec": self.weight_vec,
+            "heads_per_thread": self.heads_per_thread,
+            "blocks_per_sm": self.blocks_per_sm,
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,4 +288,4 @@ class RopeSpec:
         known = {field.name for field in fields(cls)}
         if data.keys() != known:
             raise ValueError(f"RopeSpec: missing {sorted(known - data.keys())}, unknown {sorted(data.keys() - known)}")
-        return cls(**{**data, "sections": tuple(data["sections"])})
+        return cls(**{**data, "sections": tuple(data["sections"]), "row_heads": tuple(data["row_heads"])})

@@ -21,9 +21,15 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
 #endif
 
 __device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // to nearest even
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned short converted;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(converted) : "f"(value));
+    return converted;
+#else
     const unsigned int bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;                  // NaN
     return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+#endif
 }
 
 __device__ __forceinline__ unsigned char float_to_fp8(float value) {         // to nearest even, at most 448
@@ -68,6 +74,7 @@ __device__ __forceinline__ unsigned int pack(float first, float second, fp8) {
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ double to_float(double x) { return x; }              // of a table that is taken in fp64
 __device__ __forceinline__ float to_float(fp16 x) { return half_to_float(x.bits); }
 __device__ __forceinline__ float to_float(bf16 x) {
     return __uint_as_float(static_cast<unsigned int>(x.bits) << 16);
@@ -168,10 +175,10 @@ __device__ __forceinline__ void store_once(T* address, const Vec<T, N>& v) {
     __stcs(reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address), v.word);
 }
 
-template <typename T, int N>
-__device__ __forceinline__ void unpack(const Vec<T, N>& v, float* out) {
+template <typename T, int N, typename Real>
+__device__ __forceinline__ void unpack(const Vec<T, N>& v, Real* out) {
     #pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = to_float(v.item[i]);
+    for (int i = 0; i < N; ++i) out[i] = static_cast<Real>(to_float(v.item[i]));
 }
 template <>
 __device__ __forceinline__ void unpack(const Vec<bf16, 4>& v, float* out) {     // an instruction each; of 8

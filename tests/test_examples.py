@@ -25,13 +25,18 @@ ROOT = Path(__file__).parent.parent
     ],
     ids=lambda command: " ".join(command[:3]),
 )
-def test_example(command: list[str]) -> None:
+def test_example(command: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     path = ROOT / "examples" / command[0]
+    if "diffusion" in command[0]:
+        command = [*command, "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, str(path), *command[1:]], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     if "diffusion" in command[0]:
         assert "the same bits" in done.stdout
+        for group in ("attention", "matmul", "norm", "rope, elementwise"):
+            assert any(line.startswith(f"  {group} ") and " 0.000 ms" not in line for line in done.stdout.split("\n"))
+        assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"]
     if "serving" in command[0]:
         assert "hidden states within" in done.stdout
 

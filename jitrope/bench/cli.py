@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,10 +67,7 @@ def bench_rope(
     """GPU time of one q + k call, cold and hot, beside a copy of the same bytes and other libraries."""
     from . import rope
 
-    names = only.split(",") if only else list(rope.CASES)
-    unknown = [name for name in names if name not in rope.CASES]
-    if unknown:
-        raise typer.BadParameter(f"--only has {', '.join(unknown)}; allowed are {', '.join(rope.CASES)}")
+    names = _names(only, rope.CASES)
     _bench(
         lambda step: rope.run(names, peers, table_dtype, position_ids, step), as_json, len(names), rope.plot, plot
     )  # fmt: skip
@@ -153,6 +150,50 @@ def bench_train(peers: PEERS = True, as_json: JSON = False) -> None:
     from . import train
 
     _bench(lambda _: train.run(peers), as_json)
+
+
+@app.command("qk-norm")
+def bench_qk_norm(
+    only: Annotated[str, typer.Option(help="Cases to run, by name, as flux,wan.")] = "",
+    peers: PEERS = True,
+    backward: Annotated[bool, typer.Option("--backward/--no-backward", help="Time training's cases too.")] = True,
+    plot: PLOT = None,
+    as_json: JSON = False,
+) -> None:
+    """GPU time of RMSNorm + rope of q and k, forward and backward, beside a copy of the same bytes and others."""
+    from . import qk_norm
+
+    names = _names(only, qk_norm.CASES)
+    total = len(names) + backward * len({*names} & {*qk_norm.TRAINED})
+    _bench(lambda step: qk_norm.run(names, peers, backward, step), as_json, total, qk_norm.plot, plot)
+
+
+@app.command("diffusion")
+def bench_diffusion(
+    only: Annotated[str, typer.Option(help="Models to run, as flux,qwen.")] = "",
+    blocks: Annotated[int, typer.Option(help="Blocks to build, of the first kind; 0: a few, by the model.")] = 0,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time compiled blocks too.")] = True,
+    rounds: Annotated[int, typer.Option(help="Steps of each to take the median of.")] = 9,
+    plot: PLOT = None,
+    as_json: JSON = False,
+) -> None:
+    """A denoising step of diffusers' transformers, random weights: stock, with jitrope, and with no rope at all."""
+    from . import diffusion
+
+    names = _names(only, diffusion.MODELS)
+    _bench(
+        lambda step: diffusion.run(names, blocks, compiled, rounds, progress=step),
+        as_json, len(names) * (1 + compiled), diffusion.plot, plot,
+    )  # fmt: skip
+
+
+def _names(only: str, known: Iterable[str]) -> list[str]:
+    """The names that `--only` asks for, all if it is empty."""
+    known = list(known)
+    unknown = [name for name in only.split(",") if name not in known] if only else []
+    if unknown:
+        raise typer.BadParameter(f"--only has {', '.join(unknown)}; allowed are {', '.join(known)}")
+    return only.split(",") if only else known
 
 
 @app.command("host")

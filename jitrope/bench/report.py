@@ -65,11 +65,12 @@ def _lines(axes: Any, rows: list[dict[str, Any]], x: str, y: str, line: str) -> 
 
 
 def bars(
-    rows: list[dict[str, Any]], x: str, y: str, bar: str, title: str, y_label: str, path: str, most: float
-) -> None:
+    rows: list[dict[str, Any]], x: str, y: str, bar: str, title: str, y_label: str, path: str, most: float,
+    least: float = 0.0,
+) -> None:  # fmt: skip
     """Column y in groups of column x, a bar for each value of column `bar` that a group has, as a PNG.
 
-    Bars higher than `most` end there, and say how high they are.
+    Bars higher than `most` end there, and say how high they are. The axis starts at `least`.
     """
     pyplot = _pyplot()
     labels = list(dict.fromkeys(row[bar] for row in rows))
@@ -89,7 +90,7 @@ def bars(
         ticks.append(start + (len(group) - 1) / 2)
         start += len(group) + 2
     axes.set_xticks(ticks, groups, rotation=20)
-    axes.set_ylim(0, 1.15 * min(most, max(row[y] for row in rows)))
+    axes.set_ylim(least, 1.15 * min(most, max(row[y] for row in rows)))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set(title=title, ylabel=y_label)
     axes.grid(alpha=0.3, axis="y")

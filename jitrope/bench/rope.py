@@ -25,6 +25,7 @@ CASES = {
     "train": ((1, 4096, 32, 32, 128), False, False),
     "head80": ((32, 512, 8, 8, 80), False, False),
     "head256": ((1, 2048, 64, 8, 256), False, False),
+    **{f"head{d}": ((1, 4096, 16, 16, d), False, False) for d in (72, 96, 112, 160, 192)},
     "decode1": ((1, 1, 32, 8, 128), False, True),
     "decode64": ((64, 1, 32, 8, 128), False, True),
     "few4": ((4, 1, 64, 8, 128), False, True),

@@ -38,8 +38,8 @@ def build(source: Source) -> Path:
     code.write_text(text)
     compiler = shutil.which("g++")
     assert compiler, "the kernels' CPU tests need g++"
-    # A template says by TOGETHER whether its threads meet.
-    defines = [f"-DJITROPE_COLLECTIVES={'TOGETHER' if 'TOGETHER' in source.text else 'true'}"]
+    # rope.cu.jinja says by TOGETHER whether its threads meet.
+    defines = [f"-DJITROPE_COLLECTIVES={'TOGETHER' if source.entry == 'jitrope_rope' else 'true'}"]
     done = subprocess.run(
         [compiler, *FLAGS, *defines, f"-I{HERE}", str(code), "-o", str(program)], capture_output=True, text=True
     )

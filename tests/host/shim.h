@@ -42,6 +42,10 @@ inline unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&b
 inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline float __fmul_rn(float a, float b) { return a * b; }         // built with -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float rsqrtf(float a) { return 1.0f / std::sqrt(a); }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float half_to_float(unsigned short bits) { return _cvtsh_ss(bits); }

@@ -1,0 +1,213 @@
+"""diffusers: rope of its transformers by jitrope, in their attention processors, with the host's bits.
+
+>>> from jitrope.integrations import diffusers as jitrope_diffusers
+>>> report = jitrope_diffusers.enable(pipeline)        # until jitrope_diffusers.disable(pipeline)
+>>> with jitrope_diffusers.enable(pipeline.transformer) as report: ...
+>>> print(report)                                      # what was replaced, who rotated since, and why not
+
+An attention processor (or, where a model rotates in a module's `forward`, that module) becomes an object of a
+subclass whose code is the host's own with one name changed: the rope function it calls. So everything else in
+it (LoRA, IP adapters, attention backends, context parallelism) stays the host's, whatever its version. With
+`fuse_norm` the processors of the larger models are ours as a whole, and RMSNorm, rope and the joining of two
+streams are one launch. `coverage.COVERAGE` says for every model how it is covered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...errors import JitropeError
+from . import counting, fused, inline
+from .coverage import COVERAGE, SITES
+from .twins import host_of, replaced_by, twin
+
+__all__ = ["COVERAGE", "Report", "disable", "enable"]
+
+_HOST = "diffusers.models."
+
+
+@dataclass
+class Report:
+    """What `enable` did. As a context manager it undoes it.
+
+    replaced: by class, how many of the host's processors and modules are ours; fused: those of them in which
+    norm and rope are one launch; left: attention processors that are not ours; notes: why a class is not.
+    """
+
+    models: list[nn.Module]
+    replaced: Counter[str] = field(default_factory=Counter)
+    fused: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    notes: dict[str, str] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=lambda: counting.calls.copy())
+    _reasons: Counter[str] = field(default_factory=lambda: counting.reasons.copy())
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Since then: tensors rotated by "jitrope", calls left to the "host", and "fused" calls if there are some.
+
+        Of all models that are enabled. A compiled model counts as it is traced.
+        """
+        since = counting.calls - self._calls
+        return {name: since[name] for name in ("jitrope", "host", "fused") if since[name] or name != "fused"}
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Why calls since then were the host's, or were not fused."""
+        return counting.reasons - self._reasons
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for model in self.models:
+            disable(model)
+
+    def __str__(self) -> str:
+        parts = [f"jitrope rotates in {_listed(self.replaced)}"]
+        parts += [f"fused with the norm in {_listed(self.fused)}"] if self.fused else []
+        parts += [f"left alone: {_listed(self.left)}"] if self.left else []
+        parts += [f"{name}: {note}" for name, note in self.notes.items()]
+        parts += [f"calls so far: {self.calls}"]
+        return "; ".join(parts) + "".join(f"\n  {count} x {reason}" for reason, count in self.reasons.items())
+
+
+def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
+    """Let jitrope rotate in a transformer, or in every transformer and ControlNet of a pipeline.
+
+    Acts on the processors of these models alone. Enabling twice changes nothing; do it again after other
+    processors were set, or methods of the host's classes replaced.
+
+    Args:
+        model_or_pipeline: an `nn.Module`, compiled or wrapped ones too, or a pipeline with `components`.
+        fuse_norm: RMSNorm of q and k and rope in one launch where that is known to give the host's bits;
+            False: rope alone.
+
+    Returns:
+        What was replaced, and what was left. It counts the calls, and is a context manager.
+
+    Raises:
+        JitropeError: nothing in there is supported, or this diffusers version is too different.
+    """
+    report = Report([])
+    seen: Counter[str] = Counter()
+    for model in _models(model_or_pipeline):
+        before = report.replaced.total()
+        left: Counter[str] = Counter()
+        for part in _parts(model):
+            _replace(part, fuse_norm, report, left)
+        seen += left
+        if report.replaced.total() > before:
+            report.models.append(model)
+            report.left += left
+    if not report.models:
+        raise JitropeError(_refusal(model_or_pipeline, seen, report.notes))
+    return report
+
+
+def disable(model_or_pipeline: Any) -> None:
+    """Give a transformer, or a pipeline's transformers, their own processors back."""
+    for model in _models(model_or_pipeline):
+        for part in _parts(model):
+            if host_of(type(part)) is not type(part):
+                part.__class__ = host_of(type(part))
+
+
+def _models(model_or_pipeline: Any) -> Iterator[nn.Module]:
+    parts = getattr(model_or_pipeline, "components", None)
+    for part in parts.values() if isinstance(parts, dict) else (model_or_pipeline,):
+        if isinstance(part, nn.Module):
+            yield part
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    """The attention processors in a model, and the modules that rotate by themselves; each once."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        processor = getattr(module, "processor", None)
+        for part in (module if _known(host_of(type(module))) else None, processor if callable(processor) else None):
+            if part is not None:
+                found[id(part)] = part
+    return list(found.values())
+
+
+def _known(host: type) -> bool:
+    return host.__module__.startswith(_HOST) and (host.__name__ in SITES or host.__name__ in inline.INLINE)
+
+
+def _replace(part: Any, fuse_norm: bool, report: Report, left: Counter[str]) -> None:
+    """Make one object its class' twin, and say so in the report."""
+    host = host_of(type(part))
+    name = host.__name__
+    if not _known(host):
+        left[name] += 1
+        return
+    attribute = "forward" if isinstance(part, nn.Module) and "__call__" not in vars(host) else "__call__"
+    original = getattr(host, attribute)
+    call, note = _own_call(host, attribute, fuse_norm)
+    if attribute == "forward" and "forward" in vars(part):
+        note, cls = "its forward is hooked; enable before hooks and offload are", None
+    elif name in inline.INLINE:
+        cls = twin(host, attribute, original, (), call) if call else None
+    else:
+        cls, note = _twin(host, attribute, original, call, note)
+    if note:
+        report.notes[name] = note
+    if cls is None:
+        left[name] += 1
+        return
+    if type(part) is not cls:
+        part.__class__ = cls
+    report.replaced[name] += 1
+    if call is not None and name in fused.FUSED:
+        report.fused[name] += 1
+
+
+def _twin(host: type, attribute: str, original: Any, call: Any, note: str) -> tuple[type | None, str]:
+    """The twin class, or why there is none: another library has put a method into the host's."""
+    try:
+        return twin(host, attribute, original, SITES[host.__name__], call), note
+    except JitropeError:
+        if other := replaced_by(host, attribute):
+            return None, f"its {attribute} is {other}'s, which does not call the host's rope"
+        raise
+
+
+def _own_call(host: type, attribute: str, fuse_norm: bool) -> tuple[Any, str]:
+    """Our function for all of a processor's call, if there is one for this very code; else why not."""
+    name = host.__name__
+    for functions, fingerprints, wanted in (
+        (fused.FUSED, fused.FINGERPRINTS, fuse_norm),
+        (inline.INLINE, inline.FINGERPRINTS, True),
+    ):
+        if name in functions and wanted:
+            if other := replaced_by(host, attribute):
+                return None, f"its {attribute} is {other}'s: not fused"
+            if fused.fingerprint(getattr(host, attribute)) in fingerprints.get(name, ()):
+                return functions[name], ""
+            return None, f"its code is not that which jitrope stands for, in diffusers {_version()}"
+    return None, ""
+
+
+def _version() -> str:
+    return str(importlib.import_module("diffusers").__version__)
+
+
+def _refusal(model_or_pipeline: Any, seen: Counter[str], notes: dict[str, str]) -> str:
+    name = type(model_or_pipeline).__name__
+    reason = COVERAGE.get(name)
+    if isinstance(reason, str):
+        return f"{name}: {reason}"
+    why = "".join(f"; {part}: {note}" for part, note in notes.items())
+    models = ", ".join(model for model, covered in COVERAGE.items() if not isinstance(covered, str))
+    return f"{name} has {_listed(seen) or 'no attention processors'}{why}; supported are {models}"
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

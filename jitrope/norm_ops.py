@@ -1,0 +1,293 @@
+"""QK-norm + rope: its library ops, their backward, and which way a call goes (see `dispatch`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import reference, runtime
+from .dispatch import _dispatch_modes, _is_compiling, _plain, _wants_grad, _written
+from .errors import JitropeError
+from .ops import _ARGUMENTS, N_TABLES, Outputs, Parts, _lib, _values, turned_back
+from .reference import Tables, Weights
+from .runtime import Check
+from .spec import Norm, Options
+
+_NORM = "str norm_rounding, bool across_heads, bool zero_centered, float eps"
+_WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
+_N = len(Norm._fields)
+_STREAMS = ", ".join(f"Tensor {name}{n}" for n in (1, 2) for name in "qkv")
+_STREAM_WEIGHTS = ", ".join(f"Tensor? {name}_weight{n}" for n in (1, 2) for name in "qk")
+for _schema in (
+    f"qk_norm_rope(Tensor q, Tensor? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"qk_norm_rope_(Tensor(a!) q, Tensor(b!)? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> ()",
+    f"qk_norm_rope_joint({_STREAMS}, {_STREAM_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    # What is not there comes back empty.
+    f"qk_norm_rope_backward(Tensor dq, Tensor? dk, Tensor q, Tensor? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+):
+    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+# ---- the library ops -----------------------------------------------------------------------------
+
+
+def _cpu(q: Tensor, k: Tensor | None, *rest: Any) -> Outputs:
+    weights, tables, values, norm = rest[:2], *rest[2:]
+    options = Options(*values)
+    outputs = reference.qk_norm_rope(q, k, *weights, tables, options, norm)  # type: ignore[call-arg]
+    if not options.in_place:
+        return outputs
+    for x, out in zip((q, k), outputs):
+        if x is not None and out is not None:
+            x.copy_(out)
+    return q, k
+
+
+def _cpu_joint(*arguments: Any) -> Parts:
+    streams, weights, (tables, values, norm) = arguments[:6], arguments[6:10], arguments[10:]
+    return reference.qk_norm_rope_joint(
+        streams[:3], streams[3:], weights[:2], weights[2:], tables, Options(*values), norm
+    )
+
+
+def _cpu_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    *tensors, tables, values, norm = arguments
+    return reference.qk_norm_rope_backward(*tensors, tables, Options(*values), norm)  # type: ignore[call-arg]
+
+
+def _register(key: str, forward: Any, joint: Any, backward: Any) -> None:
+    def call(function: Any, tensors: int, in_place: bool = False) -> Any:
+        """`function` of an op's first tensors, its tables, its options and its norm."""
+
+        def called(*a: Any) -> Any:
+            norm, rest = Norm(*a[tensors : tensors + _N]), a[tensors + _N :]
+            return function(*a[:tensors], rest[:N_TABLES], _values(rest[N_TABLES:], in_place), norm)
+
+        return called
+
+    def with_empty_ones(op: Any) -> Any:
+        def called(q: Tensor, *rest: Any) -> Any:
+            return tuple(q.new_empty(0) if x is None else x for x in op(q, *rest))
+
+        return called
+
+    def mutating(op: Any) -> Any:
+        return lambda *arguments: (op(*arguments), None)[1]
+
+    for name, implementation in {
+        "qk_norm_rope": with_empty_ones(call(forward, 4)),
+        "qk_norm_rope_": mutating(call(forward, 4, True)),
+        "qk_norm_rope_joint": call(joint, 10),
+        "qk_norm_rope_backward": with_empty_ones(call(backward, 6)),
+    }.items():
+        _lib.impl(name, implementation, key)
+
+
+_register("CPU", _cpu, _cpu_joint, _cpu_backward)
+_register("CUDA", runtime.qk_norm_rope, runtime.qk_norm_rope_joint, runtime.qk_norm_rope_backward)
+
+
+def _like(x: Tensor | None, other: Tensor) -> Tensor:
+    return other.new_empty(0) if x is None else torch.empty_like(x)
+
+
+@torch.library.register_fake("jitrope::qk_norm_rope", lib=_lib)
+def _fake(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), _like(k, q)
+
+
+@torch.library.register_fake("jitrope::qk_norm_rope_", lib=_lib)
+def _in_place_fake(*_: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("jitrope::qk_norm_rope_joint", lib=_lib)
+def _joint_fake(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor, *_: Any) -> Parts:
+    return joint_parts(q1, k1, v1, q2)
+
+
+@torch.library.register_fake("jitrope::qk_norm_rope_backward", lib=_lib)
+def _backward_fake(dq: Tensor, dk: Tensor | None, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(_like(x, q) for x in (q, *rest[:3]))
+
+
+def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> Parts:
+    """Fresh q, k and v of both streams' tokens."""
+    return tuple(x.new_empty((x.shape[0], x.shape[1] + q2.shape[1], *x.shape[2:])) for x in (q1, k1, v1))  # type: ignore[return-value]
+
+
+# ---- the backward ----------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, tensors: Sequence[Tensor | None], tables: Tables, options: tuple[Any, ...], norm: Norm) -> None:
+    ctx.options, ctx.norm = tuple(Options(*turned_back(options))._replace(rounding="fp32")), norm
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *tables)
+
+
+def _grads(
+    ctx: Any, dq: Tensor | None, dk: Tensor | None, tensors: Sequence[Any], tables: Tables
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and the weights: the tensors."""
+    q, k, q_weight, k_weight = tensors
+    if dq is None and dk is None:
+        return None, None, None, None
+    if dq is None:  # k alone
+        dk, _, dw, _ = call_backward(dk, None, k, None, k_weight, None, tables, ctx.options, ctx.norm)  # type: ignore[arg-type]
+        return None, dk, None, dw
+    k = None if dk is None else k
+    return call_backward(dq, dk, q, k, q_weight, k_weight if k is not None else None, tables, ctx.options, ctx.norm)
+
+
+def call_backward(
+    dq: Tensor, dk: Tensor | None, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    tables: Tables, options: tuple[Any, ...], norm: Norm,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of q, k and the weights, past torch's dispatcher where nothing watches."""
+    tensors = (dq, dk, q, k, q_weight, k_weight)
+    if _plain(q, tables) and not _wants_grad(*tensors) and type(dq) is Tensor:
+        return runtime.qk_norm_rope_backward(*tensors, tables, options, norm)
+    out = torch.ops.jitrope.qk_norm_rope_backward(*tensors, *norm, *tables, *options[:-1])
+    return tuple(None if like is None else x for x, like in zip(out, (q, k, q_weight, k_weight)))
+
+
+def _joint_grads(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of the streams' tensors and weights: each stream's own tokens and rows of the tables."""
+    q1, k1, q2, k2, *rest = ctx.saved_tensors
+    weights, tables = rest[:4], rest[4:]
+    grads: list[Tensor | None] = []
+    weight_grads: list[Tensor | None] = []
+    begin = 0
+    for n, (q, k) in enumerate(((q1, k1), (q2, k2))):
+        end = begin + q.shape[1]
+        own = [None if x is None else x[:, begin:end] for x in (dq, dk, dv)]
+        rows = [t[begin:end] if t.dim() == 2 else t[:, begin:end] for t in tables[:2]]
+        tensors = (q, k, *weights[2 * n : 2 * n + 2])
+        dq_n, dk_n, dw_q, dw_k = _grads(ctx, own[0], own[1], tensors, (rows[0], rows[1], None, None, None))
+        grads += [dq_n, dk_n, own[2]]
+        weight_grads += [dw_q, dw_k]
+        begin = end
+    return *grads, *weight_grads
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rest = inputs[4 + _N :]
+    ctx.has_k = inputs[1] is not None
+    _keep(ctx, inputs[:4], rest[:N_TABLES], _values(rest[N_TABLES:], False), Norm(*inputs[4 : 4 + _N]))
+
+
+def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
+    *tensors, cos, sin, cu_seqlens, starts, ids = ctx.saved_tensors
+    grads = _grads(ctx, dq, dk if ctx.has_k else None, tensors, (cos, sin, cu_seqlens, starts, ids))
+    return *grads, *(None,) * (_N + N_TABLES + len(ctx.options) - 1)
+
+
+def _setup_joint(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    rest = inputs[10 + _N :]
+    q1, k1, _, q2, k2, _ = inputs[:6]
+    options = _values(rest[N_TABLES:], False)
+    _keep(ctx, (q1, k1, q2, k2, *inputs[6:10]), rest[:N_TABLES], options, Norm(*inputs[10 : 10 + _N]))
+
+
+def _backward_joint(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    return *_joint_grads(ctx, *grads), *(None,) * (_N + N_TABLES + len(ctx.options) - 1)
+
+
+def _no_second_backward(ctx: Any, *_: Any) -> Any:
+    raise JitropeError("qk_norm_rope has no second derivative")
+
+
+for _name, _rule, _set_up in (
+    ("qk_norm_rope", _backward, _setup),
+    ("qk_norm_rope_joint", _backward_joint, _setup_joint),
+    ("qk_norm_rope_backward", _no_second_backward, None),
+):
+    torch.library.register_autograd(f"jitrope::{_name}", _rule, setup_context=_set_up, lib=_lib)
+
+
+class _Recorded(torch.autograd.Function):
+    """A call under eager autograd, past torch's dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, check: Check, options: tuple[Any, ...], norm: Norm, q: Tensor, k: Tensor | None, q_weight: Any,
+        k_weight: Any, *tables: Any,
+    ) -> Any:  # fmt: skip
+        _keep(ctx, (q, k, q_weight, k_weight), tables, options, norm)  # type: ignore[arg-type]
+        out = runtime.qk_norm_rope(q, k, q_weight, k_weight, tables, options, norm, check)  # type: ignore[arg-type]
+        return out[0] if k is None else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        *tensors, cos, sin, cu_seqlens, starts, ids = ctx.saved_tensors
+        dq, dk = (*grads, None)[:2]
+        found = _grads(ctx, dq, dk, tensors, (cos, sin, cu_seqlens, starts, ids))
+        return None, None, None, *found, *(None,) * N_TABLES
+
+
+class _RecordedJoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, check: Check, options: tuple[Any, ...], norm: Norm, *tensors: Any) -> Any:
+        q1, k1, _, q2, k2, _ = tensors[:6]
+        _keep(ctx, (q1, k1, q2, k2, *tensors[6:10]), tensors[10:], options, norm)  # type: ignore[arg-type]
+        return runtime.qk_norm_rope_joint(*tensors[:10], tensors[10:], options, norm, check)  # type: ignore[arg-type,call-arg]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, *_joint_grads(ctx, *grads), *(None,) * N_TABLES
+
+
+# ---- which way -------------------------------------------------------------------------------------
+
+
+def call(
+    q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, options: tuple[Any, ...], norm: Norm, check: Check
+) -> Outputs:
+    """Normalise and rotate, whoever watches; a plain call goes straight to the launch."""
+    in_place = options[-1]
+    if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
+        out = runtime.qk_norm_rope_again(q, k, weights, tables, options, norm)
+        if out is not None:
+            if in_place:
+                _written((q,) if k is None else (q, k))
+            return out
+    wants_grad = _wants_grad(q, k, *weights)
+    if in_place and wants_grad:
+        raise JitropeError("qk_norm_rope_ cannot be differentiated: its gradient needs q and k as they were; "
+                           "call qk_norm_rope")  # fmt: skip
+    plain = _plain(q, tables) and all(x is None or isinstance(x, Tensor) for x in (k, *weights))
+    if plain and wants_grad:
+        out = _Recorded.apply(check, options, norm, q, k, *weights, *tables)
+        return (out, None) if k is None else out
+    if plain:
+        out = runtime.qk_norm_rope(q, k, *weights, tables, options, norm, check, True)
+        if in_place:
+            _written((q,) if k is None else (q, k))
+        return out
+    if check is not None:
+        check(q, k, *weights, tables, options, norm)
+    if in_place:
+        torch.ops.jitrope.qk_norm_rope_(q, k, *weights, *norm, *tables, *options[:-1])
+        return q, k
+    q_out, k_out = torch.ops.jitrope.qk_norm_rope(q, k, *weights, *norm, *tables, *options[:-1])
+    return q_out, None if k is None else k_out
+
+
+def call_joint(
+    streams: Sequence[Tensor], weights: Sequence[Tensor | None], tables: Tables, options: tuple[Any, ...], norm: Norm,
+    check: Check,
+) -> Parts:  # fmt: skip
+    """The same of two streams, q, k and v of each; the weights are those of q and k of each."""
+    plain = _plain(streams[0], tables) and all(type(x) is Tensor for x in streams)
+    if plain and _wants_grad(*streams, *weights):
+        return _RecordedJoint.apply(check, options, norm, *streams, *weights, *tables)  # type: ignore[no-any-return]
+    if plain:
+        return runtime.qk_norm_rope_joint(*streams, *weights, tables, options, norm, check)  # type: ignore[call-arg]
+    if check is not None:
+        check(*streams, *weights, tables, options, norm)
+    return torch.ops.jitrope.qk_norm_rope_joint(*streams, *weights, *norm, *tables, *options[:-1])  # type: ignore[no-any-return]

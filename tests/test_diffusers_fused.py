@@ -1,0 +1,627 @@
+"""Processors of diffusers in which RMSNorm of q and k, rope and concatenation are one launch: the host's bits."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import jitrope
+
+pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
+
+from jitrope.integrations import diffusers as integration
+from jitrope.integrations.diffusers import fused, norms
+from tests import diffusion_zoo as zoo
+
+FUSED = fused.FUSED
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FP32, BF16 = torch.float32, torch.bfloat16
+
+# By the zoo's name: fused calls of one forward, which are the calls of its attention processors.
+CALLS = {
+    "FluxTransformer2DModel": 3, "Flux2Transformer2DModel": 3, "ChromaTransformer2DModel": 3,
+    "Flux3Transformer2DModel": 4,
+    "QwenImageTransformer2DModel": 2, "WanTransformer3DModel": 4, "HunyuanVideoTransformer3DModel": 3,
+    "LTXVideoTransformer3DModel": 4, "ZImageTransformer2DModel": 4, "ZImageControlNetModel": 9,
+    "LongCatImageTransformer2DModel": 3, "OvisImageTransformer2DModel": 3, "BriaTransformer2DModel": 3,
+    "BriaFiboTransformer2DModel": 3, "Lumina2Transformer2DModel": 4, "BriaFibo2Transformer2DModel": 6,
+    "MotifVideoTransformer3DModel": 5, "HunyuanVideoFramepackTransformer3DModel": 3,
+    "HunyuanVideo15Transformer3DModel": 2, "HunyuanImageTransformer2DModel": 3, "SkyReelsV2Transformer3DModel": 4,
+    "ChronoEditTransformer3DModel": 4, "WanVACETransformer3DModel": 8, "WanAnimateTransformer3DModel": 4,
+    "LTX2VideoTransformer3DModel": 12, "LTX2VideoTransformer3DModel-split": 12, "CosmosTransformer3DModel": 4,
+    "HeliosTransformer3DModel": 4, "JoyImageEditTransformer3DModel": 2, "JoyImageEditTransformer3DModel-mrope": 2,
+}  # fmt: skip
+
+# Models that the host can compile without a graph break, one for each form of processor.
+COMPILED = [
+    "FluxTransformer2DModel", "Flux2Transformer2DModel", "Flux3Transformer2DModel", "QwenImageTransformer2DModel",
+    "WanTransformer3DModel", "JoyImageEditTransformer3DModel-mrope", "HeliosTransformer3DModel",
+    "HunyuanVideoTransformer3DModel", "MotifVideoTransformer3DModel", "LTXVideoTransformer3DModel",
+    "LTX2VideoTransformer3DModel-split", "CosmosTransformer3DModel",
+]  # fmt: skip
+
+
+def zoo_model(name: str) -> zoo.Model:
+    if name not in zoo.MODELS:
+        pytest.skip(f"this diffusers has no {name}")
+    return zoo.MODELS[name]
+
+
+def prepared(name, device="cpu", dtype=FP32):
+    return zoo.prepared(zoo_model(name), device, dtype)
+
+
+def attentions(model) -> list[nn.Module]:
+    """The modules whose processors are ours, enabled or not."""
+    return [m for m in model.modules() if type(getattr(m, "processor", None)).__name__.removeprefix("Jitrope") in FUSED]
+
+
+def same_as_stock(model, inputs, expected, exact=True) -> integration.Report:
+    """Runs the model stock, enabled twice over, and stock again."""
+    with torch.no_grad():
+        stock = zoo.forward(model, inputs)
+        with integration.enable(model) as report:
+            outputs = [zoo.forward(model, inputs) for _ in range(2)]
+        outputs.append(zoo.forward(model, inputs))
+    for ours in outputs:
+        if exact:
+            assert torch.equal(ours, stock)
+        else:
+            tolerance = 1e-4 if stock.dtype == FP32 else 5e-2
+            torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
+    assert report.calls == {"jitrope": 0, "host": 0} | {who: 2 * count for who, count in expected.items()}
+    return report
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_model_gives_the_same_bits(name, dtype, device) -> None:
+    model, inputs = prepared(name, device, dtype)
+    # Squares of heads of 16 are summed in another order on a GPU.
+    report = same_as_stock(model, inputs, {"fused": CALLS[name]}, exact=device == "cpu")
+    assert not report.reasons
+    assert report.fused.total() == len(attentions(model))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("form", ["flux", "qwen", "wan", "hunyuan"])
+def test_heads_of_128_give_the_same_bits(form, dtype, device) -> None:
+    """On a GPU too."""
+    changes, (cls, make, calls) = {
+        "flux": ({"axes_dims_rope": (16, 56, 56)}, ("FluxTransformer2DModel", zoo.flux, 3)),
+        "qwen": ({"axes_dims_rope": (16, 56, 56)}, ("QwenImageTransformer2DModel", zoo.qwen_image, 2)),
+        "wan": ({}, ("WanTransformer3DModel", zoo.wan, 4)),
+        "hunyuan": ({"rope_axes_dim": (16, 56, 56)}, ("HunyuanVideoTransformer3DModel", zoo.hunyuan_video, 3)),
+    }[form]
+    config, inputs = make()
+    config = config | changes | {"attention_head_dim": 128}
+    model, inputs = variant(cls, config, inputs, device, dtype)
+    same_as_stock(model, inputs, {"fused": calls})
+
+
+def variant(cls, config, inputs, device="cpu", dtype=FP32):
+    """As `prepared`, of another configuration; the inputs' names of positions keep fp32."""
+    import diffusers
+
+    kept = zoo_model(cls).fp32
+    model = zoo.Model(cls, lambda: (getattr(diffusers, cls)(**config), inputs), 0, fp32=kept)
+    return zoo.prepared(model, device, dtype)
+
+
+# The host's ZImageControlNetModel asks for an attribute that it does not have where gradients are wanted.
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "ZImageControlNetModel"])
+def test_gradients_are_the_hosts(name, device) -> None:
+    model, inputs = prepared(name, device)
+    grads = []
+    for enabled in (False, True):
+        model.zero_grad()
+        if enabled:
+            report = integration.enable(model)
+        zoo.forward(model, inputs).square().mean().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    integration.disable(model)
+    assert report.calls["fused"] == CALLS[name]
+    assert grads[0].keys() == grads[1].keys()
+    assert any("norm_q" in key or "q_norm" in key for key in grads[0])
+    for key, want in grads[0].items():
+        torch.testing.assert_close(grads[1][key], want, rtol=1e-3, atol=1e-5 * float(want.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_fullgraph_without_recompiles(name) -> None:
+    model, inputs = prepared(name)
+    torch._dynamo.reset()
+    with torch.no_grad(), integration.enable(model):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(zoo.forward(compiled, inputs), zoo.forward(model, inputs))
+        other = {key: value * 0.5 if key == "hidden_states" else value for key, value in inputs.items()}
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.equal(zoo.forward(compiled, other), zoo.forward(model, other))
+
+
+def test_compiled_training() -> None:
+    model, inputs = prepared("FluxTransformer2DModel")
+    torch._dynamo.reset()
+    grads = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        with integration.enable(model):
+            zoo.forward(call, inputs).square().mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for ours, want in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, want)
+
+
+# ---- other ways through the processors -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_wan_image_to_video(dtype) -> None:
+    """Keys and values of the image have a projection and a norm of their own; 512 tokens are the text's."""
+    config = zoo.WAN | {"image_dim": 16, "added_kv_proj_dim": 32}
+    inputs = zoo.wan_inputs() | {
+        "encoder_hidden_states": torch.randn(2, 512, 16),
+        "encoder_hidden_states_image": torch.randn(2, 3, 16),
+    }
+    model, inputs = variant("WanTransformer3DModel", config, inputs, dtype=dtype)
+    assert any(m.add_k_proj is not None for m in attentions(model))
+    same_as_stock(model, inputs, {"fused": 4})
+
+
+@pytest.mark.parametrize("mode", ["scalar", "per_head"])
+def test_helios_scales_keys_of_frames_before(mode) -> None:
+    config, inputs = zoo.helios()
+    config |= {"is_amplify_history": True, "history_scale_mode": mode}
+    model, inputs = variant("HeliosTransformer3DModel", config, inputs)
+    assert any(getattr(m, "is_amplify_history", False) for m in attentions(model))
+    same_as_stock(model, inputs, {"fused": 4})
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "WanTransformer3DModel", "Flux2Transformer2DModel"])
+def test_fused_projections(name, dtype) -> None:
+    """q, k and v are views of one projection."""
+    model, inputs = prepared(name, dtype=dtype)
+    for attention in attentions(model):
+        if getattr(attention, "_supports_qkv_fusion", True):
+            attention.fuse_projections()
+    assert any(attention.fused_projections for attention in attentions(model))
+    same_as_stock(model, inputs, {"fused": CALLS[name]})
+
+
+def test_wan_with_tables_in_bf16() -> None:
+    """`.to(bfloat16)` takes the tables along; the host's products are bf16 then."""
+    model, inputs = prepared("WanTransformer3DModel", dtype=BF16)
+    model = model.to(BF16)
+    assert model.rope.freqs_cos.dtype == BF16
+    same_as_stock(model, inputs, {"fused": 4})
+
+
+def flux2_kv(model, inputs):
+    """Reference tokens' keys and values are stored in one step and read in the next."""
+    references = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(1))
+    ids = zoo.image_ids(3, 3, 4)
+    ids[:, 0] = 10
+    first = inputs | {
+        "hidden_states": torch.cat([references.to(inputs["hidden_states"]), inputs["hidden_states"]], 1),
+        "img_ids": torch.cat([ids, inputs["img_ids"]]), "kv_cache_mode": "extract", "num_ref_tokens": 9,
+    }  # fmt: skip
+    out, cache = model(**first, return_dict=False)[:2]
+    cached = model(**inputs, kv_cache=cache, kv_cache_mode="cached", return_dict=False)[0]
+    return out, cached
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_flux2_kv_cache(dtype) -> None:
+    module = importlib.import_module("diffusers.models.transformers.transformer_flux2")
+    if not hasattr(module, "Flux2KVAttnProcessor"):
+        pytest.skip("this diffusers has no Flux2KVAttnProcessor")
+    model, inputs = prepared("Flux2Transformer2DModel", dtype=dtype)
+    for attention in attentions(model):
+        single = isinstance(attention, module.Flux2ParallelSelfAttention)
+        cls = module.Flux2KVParallelSelfAttnProcessor if single else module.Flux2KVAttnProcessor
+        attention.set_processor(cls())
+    with torch.no_grad():
+        stock = flux2_kv(model, inputs)
+        with integration.enable(model) as report:
+            ours = flux2_kv(model, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 6}
+    same_as_stock(model, inputs, {"fused": 3})  # without a cache
+
+
+@pytest.mark.parametrize("perturbed", ["none", "some", "all"])
+@pytest.mark.parametrize("name", ["LTX2VideoTransformer3DModel", "LTX2VideoTransformer3DModel-split"])
+def test_ltx2_perturbed(name, perturbed) -> None:
+    from diffusers.models.transformers.transformer_ltx2 import LTX2Attention, LTX2PerturbedAttnProcessor
+
+    torch.manual_seed(0)
+    rope_type = "split" if name.endswith("split") else "interleaved"
+    attention = LTX2Attention(
+        32, heads=2, kv_heads=2, dim_head=16, rope_type=rope_type, apply_gated_attention=True,
+        processor=LTX2PerturbedAttnProcessor(),
+    )  # fmt: skip
+    zoo.initialise(attention)
+    shape = (2, 2, 12, 8) if rope_type == "split" else (2, 12, 32)
+    tables = (torch.randn(shape), torch.randn(shape))
+    mask = {"none": None, "some": torch.tensor([1.0, 0.0])[:, None, None], "all": torch.zeros(2, 1, 1)}[perturbed]
+    words = {"query_rotary_emb": tables, "perturbation_mask": mask}
+    x = torch.randn(2, 12, 32)
+    holder = nn.ModuleList([attention])
+    with torch.no_grad():
+        stock = attention(x, **words)
+        with integration.enable(holder) as report:
+            assert torch.equal(attention(x, **words), stock)
+    assert report.calls == {"jitrope": 0, "host": 0} | ({} if perturbed == "all" else {"fused": 1})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_qwen_mask_of_the_text(masked) -> None:
+    model, inputs = prepared("QwenImageTransformer2DModel")
+    if not masked:
+        inputs["encoder_hidden_states_mask"] = None
+    same_as_stock(model, inputs, {"fused": 2})
+
+
+def test_the_hosts_module_is_asked_for_its_names(monkeypatch) -> None:
+    """Attention that another library puts into the host's module is called."""
+    model, inputs = prepared("FluxTransformer2DModel")
+    module = importlib.import_module("diffusers.models.transformers.transformer_flux")
+    original, seen = module.dispatch_attention_fn, []
+
+    def attention(*arguments, **words):
+        seen.append(words["backend"])
+        return original(*arguments, **words)
+
+    monkeypatch.setattr(module, "dispatch_attention_fn", attention)
+    model.set_attention_backend("native")
+    same_as_stock(model, inputs, {"fused": 3})
+    assert len(seen) == 4 * 3
+    assert all(backend == "native" for backend in seen)
+
+
+def test_what_a_hook_has_seen_is_not_overwritten() -> None:
+    """Without gradients q and k are normalised and rotated in place, if nobody else has them."""
+    model, inputs = prepared("WanTransformer3DModel")
+    seen = []
+    hooked = attentions(model)[0]
+    hooked.to_q.register_forward_hook(lambda module, args, out: seen.append((out, out.clone())))
+    same_as_stock(model, inputs, {"fused": 4})
+    assert seen
+    assert all(torch.equal(out, before) for out, before in seen)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_in_place_without_gradients(grad, monkeypatch) -> None:
+    model, inputs = prepared("WanTransformer3DModel")
+    written = []
+    original = norms.qk_norm_rope_
+    monkeypatch.setattr(norms, "qk_norm_rope_", lambda *a, **w: (written.append(a), original(*a, **w))[1])
+    with integration.enable(model), torch.set_grad_enabled(grad):
+        zoo.forward(model, inputs)
+    # Self-attention writes q and k at once, cross-attention one after the other.
+    assert len(written) == (0 if grad else 2 + 2 * 2)
+
+
+# ---- norms that are not fused --------------------------------------------------------------------------------
+
+
+def layer_norm(attention) -> None:
+    attention.norm_q = nn.LayerNorm(16)
+    zoo.initialise(attention.norm_q)
+
+
+def subclass(attention) -> None:
+    class Doubled(nn.RMSNorm):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    attention.norm_k.__class__ = Doubled
+
+
+def forward_hook(attention) -> None:
+    attention.norm_q.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def forward_pre_hook(attention) -> None:
+    attention.norm_q.register_forward_pre_hook(lambda module, args: (args[0] * 2 + 1,))
+
+
+def accelerate_hook(attention) -> None:
+    """How accelerate offloads: it puts a `forward` of its own into the module."""
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+
+    class Shift(hooks.ModelHook):
+        def pre_forward(self, module, x):
+            return (x + 1,), {}
+
+    hooks.add_hook_to_module(attention.norm_q, Shift())
+
+
+def diffusers_hook(attention) -> None:
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Shift(ModelHook):
+        def new_forward(self, module, x):
+            return self.fn_ref.original_forward(x + 1)
+
+    HookRegistry.check_if_exists_or_initialize(attention.norm_q).register_hook(Shift(), "shift")
+
+
+def parametrized(attention) -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(attention.norm_q, "weight", Doubled())
+
+
+def another_eps(attention) -> None:
+    attention.norm_q.eps = 0.5
+
+
+@pytest.mark.parametrize("change", [
+    layer_norm, subclass, forward_hook, forward_pre_hook, accelerate_hook, diffusers_hook, parametrized, another_eps,
+], ids=lambda f: f.__name__)  # fmt: skip
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_norms_that_are_called(change, dtype) -> None:
+    """One block's norm is not fused: it is called, its rope is jitrope's; the other blocks are fused."""
+    model, inputs = prepared("FluxTransformer2DModel", dtype=dtype)
+    for index in (0, 1):  # two streams, one stream
+        change(attentions(model)[index])
+    model = model.to(dtype)
+    with torch.no_grad():
+        plain = zoo.forward(prepared("FluxTransformer2DModel", dtype=dtype)[0], inputs)
+        assert not torch.equal(zoo.forward(model, inputs), plain), "the change has no effect"
+    report = same_as_stock(model, inputs, {"fused": 1, "jitrope": 4})
+    assert sum(report.reasons.values()) == 4
+    assert all("norm" in reason for reason in report.reasons)
+
+
+def test_values_of_another_dtype() -> None:
+    model, inputs = prepared("FluxTransformer2DModel")
+    double = attentions(model)[0]
+    for projection in (double.to_v, double.add_v_proj):
+        projection.register_forward_hook(lambda module, args, out: out.to(BF16))
+    back = importlib.import_module("diffusers.models.transformers.transformer_flux").dispatch_attention_fn
+
+    def attention(q, k, v, **words):
+        return back(q, k, v.to(q.dtype), **words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(type(double.processor).__call__.__globals__, "dispatch_attention_fn", attention)
+        report = same_as_stock(model, inputs, {"fused": 2, "jitrope": 2})
+    assert report.reasons == {"v has a dtype of its own": 2}
+
+
+@pytest.mark.parametrize("name", ["WanTransformer3DModel", "LTXVideoTransformer3DModel"])
+def test_norms_across_heads_that_are_called(name) -> None:
+    model, inputs = prepared(name)
+    for attention in attentions(model):
+        attention.norm_q.register_forward_hook(lambda module, args, out: out * 2)
+    # Rope of q and k in self-attention, none in cross-attention.
+    report = same_as_stock(model, inputs, {"jitrope": 4, "host": 2})
+    assert sum(report.reasons.values()) == 2 * 4
+
+
+@pytest.mark.parametrize("level", ["leaf_level", "block_level"])
+def test_group_offload(level) -> None:
+    """Hooks of diffusers' that move modules: what has them is called, and the result is the host's."""
+    from diffusers.hooks import apply_group_offloading
+
+    words = {"num_blocks_per_group": 1} if level == "block_level" else {}
+    model, inputs = prepared("FluxTransformer2DModel")
+    apply_group_offloading(model, torch.device("cpu"), torch.device("cpu"), level, **words)
+    with torch.no_grad():
+        stock = zoo.forward(model, inputs)
+        with integration.enable(model) as report:
+            assert torch.equal(zoo.forward(model, inputs), stock)
+    assert report.calls["host"] == 0
+    assert report.calls.get("fused", 0) + report.calls["jitrope"] // 2 == 3
+
+
+def test_an_fp32_weight_under_bf16() -> None:
+    """diffusers' own RMSNorm gives fp32 then, which rope and attention go on with."""
+    model, inputs = prepared("ZImageTransformer2DModel", dtype=BF16)
+    for attention in attentions(model):
+        attention.norm_q.float()
+        attention.norm_k.float()
+        attention.to_v.register_forward_hook(lambda module, args, out: out.float())
+        attention.to_out[0].register_forward_pre_hook(lambda module, args: (args[0].to(BF16),))
+    report = same_as_stock(model, inputs, {"jitrope": 2 * 4})
+    assert set(report.reasons) == {"a norm's weight has another dtype or device"}
+
+
+def test_without_norms() -> None:
+    model, inputs = prepared("QwenImageTransformer2DModel")
+    for attention in attentions(model):
+        attention.norm_q = attention.norm_k = attention.norm_added_q = attention.norm_added_k = None
+    same_as_stock(model, inputs, {"jitrope": 2 * 2})
+
+
+def test_norms_without_weights() -> None:
+    model, inputs = prepared("HunyuanVideoTransformer3DModel", dtype=BF16)
+    for attention in attentions(model):
+        attention.norm_q.weight = None
+        if attention.norm_added_q is not None:
+            attention.norm_added_q.weight = attention.norm_added_k.weight = None
+    same_as_stock(model, inputs, {"fused": 3})
+
+
+def test_autocast_is_not_fused() -> None:
+    model, inputs = prepared("FluxTransformer2DModel")
+    with torch.autocast("cpu", BF16):
+        report = same_as_stock(model, inputs, {"jitrope": 6})
+    assert report.reasons == {"autocast": 2 * 3}
+
+
+def test_fp64_is_the_hosts() -> None:
+    model, inputs = prepared("FluxTransformer2DModel")
+    inputs = {key: zoo.moved(value, "cpu", torch.float64) for key, value in inputs.items()}
+    report = same_as_stock(model.double(), inputs, {"host": 6})
+    assert report.reasons["the dtype or device of the activations"] == 2 * 3
+
+
+def test_without_a_twin_of_the_rope_the_host_is_called() -> None:
+    """A class with our call and nothing else: the host's own code takes what is not ours."""
+    model, inputs = prepared("FluxTransformer2DModel")
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        stock = zoo.forward(model, inputs)
+        for attention in attentions(model):
+            host = type(attention.processor)
+            members = {"__call__": FUSED[host.__name__], "_jitrope_host": host}
+            attention.processor.__class__ = type(host.__name__, (host,), members)
+        before = integration.counting.calls.copy()
+        assert torch.equal(zoo.forward(model, inputs), stock)
+    assert integration.counting.calls - before == {"host": 3}
+
+
+# ---- what is read of a norm --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "eps"), [("torch", None), ("torch", 1e-6), ("torch", 1e-3), ("diffusers", 1e-6), ("diffusers", 1e-3)]
+)
+def test_norm_of_says_what_the_module_does(kind, eps, dtype, device) -> None:
+    from diffusers.models.normalization import RMSNorm
+
+    module = (nn.RMSNorm if kind == "torch" else RMSNorm)(128, eps=eps).to(device, dtype)
+    nn.init.normal_(module.weight, mean=1.0, std=0.2)
+    weight, found_eps, rounding = fused.norm_of(module)
+    assert weight is module.weight
+    for scale in (1.0, 2.0**-11):  # the second is of eps' size
+        x = (torch.randn(2, 5, 3, 128, device=device) * scale).to(dtype)
+        ours, _ = jitrope.qk_norm_rope(x, None, weight, eps=found_eps, norm_rounding=rounding)
+        assert torch.equal(ours, module(x))
+
+
+def test_norm_of_refuses() -> None:
+    from diffusers.models.normalization import RMSNorm
+
+    assert fused.norm_of(None) is None
+    assert fused.norm_of(nn.LayerNorm(8)) is None
+    assert fused.norm_of(RMSNorm(8, eps=1e-6, bias=True)) is None
+    assert fused.norm_of(nn.RMSNorm((2, 8))) is None
+    hooked = nn.RMSNorm(8)
+    handle = hooked.register_full_backward_hook(lambda *_: None)
+    assert fused.norm_of(hooked) is None
+    handle.remove()
+    assert fused.norm_of(hooked) is not None
+    assert fused.norm_of(nn.RMSNorm(8, elementwise_affine=False))[0] is None
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+
+def test_joined_real_tables() -> None:
+    first, second = torch.randn(3, 4), torch.randn(5, 4)
+    assert torch.equal(norms.joined(first, second), torch.cat((first, second)))
+
+
+def test_joined_tables_are_made_once_and_not_kept_for_ever() -> None:
+    first, second = (torch.randn(n, 4, dtype=torch.complex64) for n in (3, 5))
+    cos, sin = norms.joined(first, second)
+    both = torch.cat((first, second))
+    assert torch.equal(cos, both.real)
+    assert torch.equal(sin, both.imag)
+    assert norms.joined(first, second)[0] is cos
+    second.mul_(2)
+    assert torch.equal(norms.joined(first, second)[0][3:], second.real)
+    third = second.clone()
+    changed = norms.joined(first, third)
+    assert norms.joined(first, third)[0] is changed[0]
+    before = len(norms._joined)
+    del first
+    assert len(norms._joined) == before - 1
+
+
+# ---- which hosts ------------------------------------------------------------------------------------------------
+
+
+def hosts() -> list[type]:
+    """The classes of the installed diffusers with a name that is fused."""
+    found = {type(m.processor) for name in CALLS if name in zoo.MODELS for m in zoo.MODELS[name].make()[0].modules()
+             if type(getattr(m, "processor", None)).__name__ in FUSED}  # fmt: skip
+    for module, *names in (
+        ("transformer_flux2", "Flux2KVAttnProcessor", "Flux2KVParallelSelfAttnProcessor"),
+        ("transformer_ltx2", "LTX2PerturbedAttnProcessor"),
+    ):
+        module = importlib.import_module(f"diffusers.models.transformers.{module}")
+        found |= {getattr(module, name) for name in names if hasattr(module, name)}
+    return sorted(found, key=lambda cls: (cls.__name__, cls.__module__))
+
+
+def test_the_installed_hosts_are_known() -> None:
+    known = hosts()
+    assert {cls.__name__ for cls in known} == set(FUSED)
+    for cls in known:
+        call = vars(cls)["__call__"]
+        assert fused.fingerprint(call) in fused.FINGERPRINTS[cls.__name__], cls
+        ours, theirs = (inspect.signature(f).parameters for f in (FUSED[cls.__name__], call))
+        assert list(ours) == list(theirs), cls
+        assert [p.default for p in ours.values()] == [p.default for p in theirs.values()], cls
+
+
+def test_fingerprints() -> None:
+    assert fused.fingerprint(_One.scaled) == fused.fingerprint(_Same.scaled)
+    assert fused.fingerprint(_One.scaled) != fused.fingerprint(_Other.scaled)
+    assert fused.fingerprint(len) == ""
+    assert fused.fingerprint(functools.wraps(_One.scaled)(lambda *a: None)) == ""
+
+
+class _One:
+    def scaled(self, x, scale=2):
+        """A docstring."""
+        return {"y": x * scale}  # and a comment
+
+
+class _Same:
+    def scaled(
+        self,
+        x: torch.Tensor,
+        scale: int = 2,
+    ) -> dict[str, torch.Tensor]:
+        return {
+            "y": x * scale,
+        }
+
+
+class _Other:
+    def scaled(self, x, scale=2):
+        return {"y": x + scale}
+
+
+def test_another_version_of_the_host_gets_its_rope_replaced(monkeypatch, tmp_path) -> None:
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+    model, inputs = prepared("FluxTransformer2DModel")
+    original = FluxAttnProcessor.__call__
+    changed = inspect.getsource(original).replace("key = attn.norm_k(key)", "key = attn.norm_k(key) * 2", 1)
+    assert changed != inspect.getsource(original)
+    path = tmp_path / "changed.py"
+    path.write_text(f"if True:\n{changed}")
+    names: dict = {}
+    exec(compile(path.read_text(), path, "exec"), original.__globals__, names)
+    monkeypatch.setattr(FluxAttnProcessor, "__call__", names["__call__"])
+    assert fused.fingerprint(FluxAttnProcessor.__call__) not in {"", *fused.FINGERPRINTS["FluxAttnProcessor"]}
+    report = same_as_stock(model, inputs, {"jitrope": 6})
+    assert not report.fused
+    assert "not that which jitrope stands for" in report.notes["FluxAttnProcessor"]
+
+
+def test_rope_alone_on_demand() -> None:
+    model, inputs = prepared("FluxTransformer2DModel")
+    with torch.no_grad(), integration.enable(model, fuse_norm=False) as report:
+        zoo.forward(model, inputs)
+    assert report.calls == {"jitrope": 6, "host": 0}
+    assert not report.fused
