@@ -162,7 +162,7 @@ def check_norm_joint(*arguments: Any) -> None:
     name = "qk_norm_rope_joint"
     require = _requirer(name)
     *tensors, tables, values, norm = arguments
-    streams, weights = tensors[:6], tensors[6:]
+    streams, weights, second_tables = tensors[:6], tensors[6:10], tensors[10:]
     labels = [f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"]
     for label, x in zip(labels, streams):
         require(isinstance(x, Tensor) and x.dim() == 4, lambda: f"{label} is not a tensor (B, S, H, D)")
@@ -185,14 +185,22 @@ def check_norm_joint(*arguments: Any) -> None:
     require(streams[1].shape == streams[2].shape, "v has another number of heads than k")
     given = {w.dtype for w in weights if w is not None}
     require(len(given) < 2, lambda: f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
-    cos = tables[0]
+    of_second = tables if second_tables[0] is None else (*second_tables, None, None, None)
+    for n, own in enumerate((tables, of_second)):
+        check_norm(streams[3 * n], streams[3 * n + 1], weights[2 * n], weights[2 * n + 1], own, values, norm, name)
+    cos, other = tables[0], of_second[0]
+    require(cos.dtype == other.dtype, lambda: f"the first table is {cos.dtype} but the second {other.dtype}")
+    require(
+        cos.shape[-1] == other.shape[-1],
+        lambda: f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}",
+    )
     rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
-    begin = 0
-    for n in range(2):
-        q, k = streams[3 * n : 3 * n + 2]
-        check_norm(q, k, weights[2 * n], weights[2 * n + 1], tables, values, norm, name)
-        begin += q.shape[1]
-    require(rows >= begin, lambda: f"the streams have {begin} tokens but the table has {rows} rows")
+    tokens = streams[0].shape[1] + streams[3].shape[1]
+    require(
+        second_tables[0] is not None or rows >= tokens,
+        lambda: f"the streams have {tokens} tokens but the table has {rows} rows",
+    )
+    require(not norm.across_heads, "across_heads does not go with two streams")
 
 
 def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, require: Require) -> None:

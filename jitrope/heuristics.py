@@ -66,7 +66,8 @@ class RopeProblem:
 
     heads: of q and k, and of v where it is copied; q_heads: of q alone. vec_limit, table_vec_limit,
     weight_vec_limit: elements an access that the addresses and strides of q and k, of the tables, and of a
-    norm's weights allow (1: no alignment, or strided elements). num_sequences is 0 without cu_seqlens; max_seqlen, of the whole sequence also under
+    norm's weights allow (1: no alignment, or strided elements); table_step_limit: 2 where those of the tables are
+    every other one. num_sequences is 0 without cu_seqlens; max_seqlen, of the whole sequence also under
     context parallelism, is 0 where the caller did not say.
     """
 
@@ -101,6 +102,7 @@ class RopeProblem:
     zero_centered: bool
     weight_dtype: str | None
     two_streams: bool
+    two_tables: bool
     gradient: bool
     q_per_group: int
     values: bool
@@ -114,6 +116,7 @@ class RopeProblem:
     max_seqlen: int
     vec_limit: int
     table_vec_limit: int
+    table_step_limit: int
     weight_vec_limit: int
     launch: str
     sm_count: int
@@ -145,6 +148,7 @@ def plan(problem: RopeProblem) -> Plan:
         vec=vec,
         chunks=chunks,
         table_vec=1,
+        table_step=1,
         weight_vec=math.gcd(vec, p.weight_vec_limit),
         heads_per_thread=1,
         blocks_per_sm=1,
@@ -153,7 +157,8 @@ def plan(problem: RopeProblem) -> Plan:
         one_step=False,
         one_row=False,
     )
-    spec = replace(spec, table_vec=table_access(p, spec))
+    table_vec = table_access(p, spec)
+    spec = replace(spec, table_vec=table_vec, table_step=p.table_step_limit if table_vec > 1 else 1)
     if p.across_heads or p.gradient:
         return _plan_rows(p, spec, reason)
     if p.norm and not tiled:
@@ -253,7 +258,7 @@ def table_access(p: RopeProblem, spec: RopeSpec) -> int:
     interleaved = p.interleaved and p.interleaved_out
     run = spec.chunk // 2 if interleaved and not p.full_width else spec.chunk
     step = p.rotary_dim // (2 if p.full_width or not interleaved else 4)  # to the thread's second run
-    table_vec = min(p.table_vec_limit, ACCESS_BYTES // ITEM_SIZES[p.table_dtype])
+    table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
     members = 2 if p.full_width and p.interleaved else 1  # of a pair, side by side
     ends = [end * members for end in accumulate(p.sections)]
     if p.spread:

@@ -22,10 +22,12 @@ _WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
 _N = len(Norm._fields)
 _STREAMS = ", ".join(f"Tensor {name}{n}" for n in (1, 2) for name in "qkv")
 _STREAM_WEIGHTS = ", ".join(f"Tensor? {name}_weight{n}" for n in (1, 2) for name in "qk")
+_N_JOINT = 12  # tensors of a joint call: those, and cos and sin of the second stream
 for _schema in (
     f"qk_norm_rope(Tensor q, Tensor? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> (Tensor, Tensor)",
     f"qk_norm_rope_(Tensor(a!) q, Tensor(b!)? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> ()",
-    f"qk_norm_rope_joint({_STREAMS}, {_STREAM_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"qk_norm_rope_joint({_STREAMS}, {_STREAM_WEIGHTS}, Tensor? cos2, Tensor? sin2, {_NORM}, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor)",
     # What is not there comes back empty.
     f"qk_norm_rope_backward(Tensor dq, Tensor? dk, Tensor q, Tensor? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -49,9 +51,10 @@ def _cpu(q: Tensor, k: Tensor | None, *rest: Any) -> Outputs:
 
 
 def _cpu_joint(*arguments: Any) -> Parts:
-    streams, weights, (tables, values, norm) = arguments[:6], arguments[6:10], arguments[10:]
+    streams, weights, second_tables = arguments[:6], arguments[6:10], arguments[10:_N_JOINT]
+    tables, values, norm = arguments[_N_JOINT:]
     return reference.qk_norm_rope_joint(
-        streams[:3], streams[3:], weights[:2], weights[2:], tables, Options(*values), norm
+        streams[:3], streams[3:], weights[:2], weights[2:], tables, Options(*values), norm, second_tables
     )
 
 
@@ -82,7 +85,7 @@ def _register(key: str, forward: Any, joint: Any, backward: Any) -> None:
     for name, implementation in {
         "qk_norm_rope": with_empty_ones(call(forward, 4)),
         "qk_norm_rope_": mutating(call(forward, 4, True)),
-        "qk_norm_rope_joint": call(joint, 10),
+        "qk_norm_rope_joint": call(joint, _N_JOINT),
         "qk_norm_rope_backward": with_empty_ones(call(backward, 6)),
     }.items():
         _lib.impl(name, implementation, key)
@@ -159,20 +162,23 @@ def call_backward(
 def _joint_grads(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> tuple[Tensor | None, ...]:
     """The gradients of the streams' tensors and weights: each stream's own tokens and rows of the tables."""
     q1, k1, q2, k2, *rest = ctx.saved_tensors
-    weights, tables = rest[:4], rest[4:]
+    weights, second_tables, tables = rest[:4], rest[4:6], rest[6:]
     grads: list[Tensor | None] = []
     weight_grads: list[Tensor | None] = []
     begin = 0
     for n, (q, k) in enumerate(((q1, k1), (q2, k2))):
         end = begin + q.shape[1]
         own = [None if x is None else x[:, begin:end] for x in (dq, dk, dv)]
-        rows = [t[begin:end] if t.dim() == 2 else t[:, begin:end] for t in tables[:2]]
+        if n == 1 and second_tables[0] is not None:
+            rows = second_tables
+        else:
+            rows = [t[begin:end] if t.dim() == 2 else t[:, begin:end] for t in tables[:2]]
         tensors = (q, k, *weights[2 * n : 2 * n + 2])
         dq_n, dk_n, dw_q, dw_k = _grads(ctx, own[0], own[1], tensors, (rows[0], rows[1], None, None, None))
         grads += [dq_n, dk_n, own[2]]
         weight_grads += [dw_q, dw_k]
         begin = end
-    return *grads, *weight_grads
+    return *grads, *weight_grads, None, None
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -188,10 +194,10 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]
 
 
 def _setup_joint(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rest = inputs[10 + _N :]
+    rest = inputs[_N_JOINT + _N :]
     q1, k1, _, q2, k2, _ = inputs[:6]
-    options = _values(rest[N_TABLES:], False)
-    _keep(ctx, (q1, k1, q2, k2, *inputs[6:10]), rest[:N_TABLES], options, Norm(*inputs[10 : 10 + _N]))
+    options, norm = _values(rest[N_TABLES:], False), Norm(*inputs[_N_JOINT : _N_JOINT + _N])
+    _keep(ctx, (q1, k1, q2, k2, *inputs[6:_N_JOINT]), rest[:N_TABLES], options, norm)
 
 
 def _backward_joint(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -234,8 +240,8 @@ class _RecordedJoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, check: Check, options: tuple[Any, ...], norm: Norm, *tensors: Any) -> Any:
         q1, k1, _, q2, k2, _ = tensors[:6]
-        _keep(ctx, (q1, k1, q2, k2, *tensors[6:10]), tensors[10:], options, norm)  # type: ignore[arg-type]
-        return runtime.qk_norm_rope_joint(*tensors[:10], tensors[10:], options, norm, check)  # type: ignore[arg-type,call-arg]
+        _keep(ctx, (q1, k1, q2, k2, *tensors[6:_N_JOINT]), tensors[_N_JOINT:], options, norm)  # type: ignore[arg-type]
+        return runtime.qk_norm_rope_joint(*tensors[:_N_JOINT], tensors[_N_JOINT:], options, norm, check)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -279,15 +285,19 @@ def call(
 
 
 def call_joint(
-    streams: Sequence[Tensor], weights: Sequence[Tensor | None], tables: Tables, options: tuple[Any, ...], norm: Norm,
-    check: Check,
+    streams: Sequence[Tensor], weights: Sequence[Tensor | None], second_tables: Sequence[Tensor | None],
+    tables: Tables, options: tuple[Any, ...], norm: Norm, check: Check,
 ) -> Parts:  # fmt: skip
-    """The same of two streams, q, k and v of each; the weights are those of q and k of each."""
+    """The same of two streams, q, k and v of each; the weights are those of q and k of each.
+
+    second_tables: cos and sin of the second, if they are not rows of the tables.
+    """
+    tensors = (*streams, *weights, *second_tables)
     plain = _plain(streams[0], tables) and all(type(x) is Tensor for x in streams)
     if plain and _wants_grad(*streams, *weights):
-        return _RecordedJoint.apply(check, options, norm, *streams, *weights, *tables)  # type: ignore[no-any-return]
+        return _RecordedJoint.apply(check, options, norm, *tensors, *tables)  # type: ignore[no-any-return]
     if plain:
-        return runtime.qk_norm_rope_joint(*streams, *weights, tables, options, norm, check)  # type: ignore[call-arg]
+        return runtime.qk_norm_rope_joint(*tensors, tables, options, norm, check)
     if check is not None:
-        check(*streams, *weights, tables, options, norm)
-    return torch.ops.jitrope.qk_norm_rope_joint(*streams, *weights, *norm, *tables, *options[:-1])  # type: ignore[no-any-return]
+        check(*tensors, tables, options, norm)
+    return torch.ops.jitrope.qk_norm_rope_joint(*tensors, *norm, *tables, *options[:-1])  # type: ignore[no-any-return]

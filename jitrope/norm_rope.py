@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,14 +138,14 @@ def qk_norm_rope_joint(
     second: Sequence[Tensor],
     first_weights: Sequence[Tensor | None] | None,
     second_weights: Sequence[Tensor | None] | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
+    cos: Tensor | Sequence[Tensor] | None = None,
+    sin: Tensor | Sequence[Tensor] | None = None,
     *,
     eps: float = 1e-6,
     zero_centered: bool = False,
     norm_rounding: str = "none",
-    cos_sin_cache: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
+    cos_sin_cache: Tensor | Sequence[Tensor] | None = None,
+    freqs_cis: Tensor | Sequence[Tensor] | None = None,
     interleaved: bool = False,
     rotary_dim: int | None = None,
     rotary_offset: int = 0,
@@ -163,8 +164,9 @@ def qk_norm_rope_joint(
         first, second: (q, k, v) of the tokens in front and of those behind, (B, S1, H, D) and (B, S2, H, D),
             with the same H and D in both; any strides.
         first_weights, second_weights: (q_weight, k_weight) of each stream, (D) each; None: no weights.
-        cos, sin, or another table: as `apply_rope`'s, over both streams: at least S1 + S2 rows. A stream that is not
-            to be rotated has cosines of one and sines of zero there.
+        cos, sin, or another table: as `apply_rope`'s, over both streams, at least S1 + S2 rows; or a pair of each, of
+            the first stream and of the second. A stream that is not to be rotated has cosines of one and sines of
+            zero.
         The others are `qk_norm_rope`'s; the norm is each head's own.
 
     Returns:
@@ -175,17 +177,28 @@ def qk_norm_rope_joint(
     """
     streams = (*first, *second)
     rows = first[0].shape[1] + second[0].shape[1]
+    (cos1, cos2), (sin1, sin2), (cache1, cache2), (cis1, cis2) = (
+        _of_streams(table) for table in (cos, sin, cos_sin_cache, freqs_cis)
+    )
     tables, kind, rotary_dim = _arguments(
-        "qk_norm_rope_joint", first[0], cos, sin, cos_sin_cache, freqs_cis, None, None, "bshd", rotary_dim,
+        "qk_norm_rope_joint", first[0], cos1, sin1, cache1, cis1, None, None, "bshd", rotary_dim,
         rotary_offset, rows,
     )  # fmt: skip
+    second_tables: tuple[Tensor | None, Tensor | None] = (None, None)
+    if any(table is not None for table in (cos2, sin2, cache2, cis2)):
+        second_tables = one_table("qk_norm_rope_joint", cos2, sin2, cache2, None, cis2)[:2]
     options = (
         "bshd", interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, (),
         False, 1.0, False, 0, True, False, False, rounding, launch, False, False,
     )  # fmt: skip
     weights = (*(first_weights or (None, None)), *(second_weights or (None, None)))
     norm = Norm(norm_rounding, False, zero_centered, eps)
-    return call_joint(streams, weights, tables, options, norm, checks.check_norm_joint)
+    return call_joint(streams, weights, second_tables, tables, options, norm, checks.check_norm_joint)
+
+
+def _of_streams(table: Any) -> tuple[Any, Any]:
+    """A table, and that of the second stream, if it has one of its own."""
+    return (table, None) if table is None or isinstance(table, Tensor) else tuple(table)
 
 
 def _arguments(

@@ -30,7 +30,7 @@ class Call:
     cache's, if it is "fp8"; fp8: q (and without a cache k) comes out as fp8. batch_inner: (S, B, H, D) in
     memory, B > 1. norm: norm_rounding of a `qk_norm_rope` call, "" elsewhere, and its weights' dtype;
     across_heads: the heads of q and of k of a norm over all of them, else (); two_streams: a
-    `qk_norm_rope_joint` call. The kernels of a call are both launches, and with `backward` the gradient's.
+    `qk_norm_rope_joint` call, two_tables: with tables for each stream. The kernels of a call are both launches, and with `backward` the gradient's.
     """
 
     heads: int
@@ -65,6 +65,7 @@ class Call:
     zero_centered: bool = False
     across_heads: tuple[int, ...] = ()
     two_streams: bool = False
+    two_tables: bool = False
     in_place: bool = False
     backward: bool = False
 
@@ -125,6 +126,7 @@ class Call:
             zero_centered=self.zero_centered,
             weight_dtype=self.weight_dtype,
             two_streams=self.two_streams,
+            two_tables=self.two_tables,
             gradient=False,
             q_per_group=max(1, self.q_per_group),
             values=self.slots is not None
@@ -139,9 +141,8 @@ class Call:
             num_sequences=1 if self.packed else 0,
             max_seqlen=0,
             vec_limit=_aligned(self.head_dim, self.dtype),
-            table_vec_limit=1
-            if self.freqs_cis
-            else _aligned(rotary if self.width == "full" else rotary // 2, self.table_dtype),
+            table_vec_limit=_aligned(rotary if self.width == "full" else rotary // 2, self.table_dtype),
+            table_step_limit=2 if self.freqs_cis else 1,
             weight_vec_limit=_aligned(self.head_dim, self.weight_dtype) if self.weight_dtype else 1,
             launch="auto",
             sm_count=_SM_COUNT,

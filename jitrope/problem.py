@@ -86,13 +86,14 @@ def empty_parts(qkv: Tensor, q_per_group: int, device: Any, values: bool) -> tup
 class NormCall(NamedTuple):
     """What a call with a norm has beside the others' tensors.
 
-    weights: of q and k, and of the second stream's q and k. second: the views of its q, k and v. grads: the
-    outputs' gradients, of the norm's gradient.
+    weights: of q and k, and of the second stream's q and k. second: the views of its q, k and v; second_tables:
+    its cos and sin, if they are not rows of the first's. grads: the outputs' gradients, of the norm's gradient.
     """
 
     norm: Norm
     weights: tuple[Tensor | None, ...]
     second: tuple[Tensor, ...] = ()
+    second_tables: tuple[Tensor, ...] = ()
     grads: tuple[Tensor | None, ...] = ()
 
 
@@ -123,7 +124,11 @@ def plan_call(
     sources, grads = _norm_views(views, inputs, normed)
     strides = [_strides(x) for x in views]
     more_strides = [_strides(x) for x in (*sources, *grads)]
+    if normed and normed.second_tables:
+        cos2, sin2 = normed.second_tables
+        table_views += [table_view(table) for table in table_pair(cos2, sin2, options.table)]
     table_strides = [_strides(table) for table in table_views]
+    table_step, table_vec_limit = _table_access(table_views, table_strides)
     ids_strides = [0, 0, 0] if ids is None else [*_strides(ids)[:2], ids.stride(2)]
     steps = (*strides, *more_strides, *table_strides, ids_strides)
     largest = max(table_views[0].shape[1], *(step for group in steps for step in group))
@@ -165,18 +170,20 @@ def plan_call(
         num_sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
         max_seqlen=options.max_seqlen,
         vec_limit=_elements_per_access([*views, *sources, *grads], [*strides, *more_strides]),
-        table_vec_limit=_elements_per_access(table_views, table_strides),
+        table_vec_limit=table_vec_limit,
+        table_step_limit=table_step,
         launch=options.launch,
         sm_count=sm_count,
     )
     counts = [tokens, batch, seqlen, q_heads, k_heads, problem.num_sequences, table_views[0].shape[1]]
     (mscale_bits,) = struct.unpack("q", struct.pack("2f", options.mscale, normed.norm.eps if normed else 0))
-    words = [word for group in (*strides, *table_strides, ids_strides, counts) for word in group]
+    words = [word for group in (*strides, *table_strides[:2], ids_strides, counts) for word in group]
     words += [options.cp_rank, slot_count, mscale_bits]
     if normed:
         nothing = [0] * 5
         words += [word for group in (more_strides[: len(sources)] or [nothing] * 6) for word in group]
         words += [word for group in (more_strides[len(sources) :] or [nothing] * 2) for word in group]
+        words += [word for group in (table_strides[2:] or [[0] * 4] * 2) for word in group]
         words.append(views[0].shape[1])
     return heuristics.plan(problem), words
 
@@ -206,6 +213,7 @@ def _norm_fields(inputs: Views, normed: NormCall | None) -> dict[str, Any]:
         "zero_centered": norm.zero_centered,
         "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
         "two_streams": normed is not None and bool(normed.second),
+        "two_tables": normed is not None and bool(normed.second_tables),
         "gradient": normed is not None and bool(normed.grads),
         "weight_vec_limit": math.gcd(min(limits), head_dim) if limits else 1,
     }
@@ -258,6 +266,21 @@ def _elements_per_access(views: Sequence[Tensor], strides: Sequence[Sequence[int
         size = view.element_size()
         limits.append(max(1, math.gcd(ACCESS_BYTES, *(stride * size for stride in outer), _address(view)) // size))
     return min(limits)
+
+
+def _table_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(the tables' own element stride, entries that one aligned access may span); see `_elements_per_access`.
+
+    Of every other element, as complex tables and repeated ones have them, an access takes both neighbours.
+    """
+    if any(inner != 2 for *_, inner in strides):
+        return 1, _elements_per_access(views, strides)
+    limits = []
+    for view, (*outer, _) in zip(views, strides):
+        pair = 2 * view.element_size()
+        steps = (stride * view.element_size() for stride in outer)
+        limits.append(math.gcd(ACCESS_BYTES, *steps, _address(view) // pair * pair) // pair)
+    return (2, min(limits)) if min(limits) else (1, 1)
 
 
 def _address(x: Tensor) -> int:

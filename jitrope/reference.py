@@ -192,14 +192,22 @@ def qk_norm_rope(
 
 def qk_norm_rope_joint(
     first: Sequence[Tensor], second: Sequence[Tensor], first_weights: Weights, second_weights: Weights, tables: Tables,
-    options: Options, norm: Norm,
+    options: Options, norm: Norm, second_tables: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q, k and v of two streams, one behind the other along the sequence; q and k normalised, then rotated."""
-    streams = zip((first, second), (first_weights, second_weights))
-    normed = [[rms_norm(x, w, norm, options.layout) for x, w in zip(xs[:2], ws)] for xs, ws in streams]
-    q, k = (torch.cat(pair, 1) for pair in zip(*normed))
-    q, k = rope(q, k, *tables, options, out_dtype=first[0].dtype, storage=first[0].dtype)  # type: ignore[assignment]
-    return q, k, torch.cat((first[2], second[2]), 1)
+    """q, k and v of two streams, one behind the other along the sequence; q and k normalised, then rotated.
+
+    The second stream's tables are its own, or the rows of the first's behind the first stream's.
+    """
+    cos, sin = second_tables
+    if cos is None or sin is None:
+        begin = first[0].shape[1]
+        cos, sin = (table[begin:] if table.dim() == 2 else table[:, begin:] for table in tables[:2])
+    own = (cos, sin, None, None, None)
+    parts = []
+    for (q, k, v), (q_weight, k_weight), rows in ((first, first_weights, tables), (second, second_weights, own)):
+        parts.append((*qk_norm_rope(q, k, q_weight, k_weight, rows, options, norm), v))
+    q, k, v = (torch.cat(pair, 1) for pair in zip(*parts))  # type: ignore[arg-type]
+    return q, k, v
 
 
 def qk_norm_rope_backward(

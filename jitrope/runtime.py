@@ -32,7 +32,7 @@ MAX_RECENT_KINDS = 8
 
 _POINTERS = 15
 _Q_PER_GROUP, _VALUES, _FP8 = (Options._fields.index(name) for name in ("q_per_group", "values", "fp8"))
-_NORM_POINTERS = 13 + _POINTERS
+_NORM_POINTERS = 15 + _POINTERS
 _PACK, _PACK_NORM = (struct.Struct(f"{count}q").pack_into for count in (_POINTERS, _NORM_POINTERS))
 _NO_SOURCES = (0,) * 6
 
@@ -159,7 +159,8 @@ class Launch:
     def __call__(self, *addresses: int) -> None:
         """Enqueue on torch's current stream. The addresses: q, k, v, their outputs, cos, sin, cu_seqlens,
         start_positions, position_ids, slot_mapping and the scales of q, k and v. With a norm in front of them: q, k
-        and v of two streams, the weights of q and k of each, the sums, the gradients of q's and k's outputs."""
+        and v of two streams, the weights of q and k of each, the sums, the gradients of q's and k's outputs, and
+        cos and sin of the second stream."""
         self.pack(self.args, 0, *addresses)
         if self.device == _get_device():
             self.enqueue(_get_stream(self.device))
@@ -505,29 +506,47 @@ def _run_norm(
     if launch is not None:
         q_at, q_out_at = q.data_ptr(), q_out.data_ptr()
         k_at, k_out_at = (q_at, q_out_at) if k is None else (k.data_ptr(), k_out.data_ptr())  # type: ignore[union-attr]
-        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), norm), 0, 0, 0, 0, 0)
+        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), norm), 0, 0, 0, 0, 0, 0, 0)
         tables_at = _table_addresses(tables, launch)
         launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
     return q_out, k_out
 
 
 def qk_norm_rope_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of two streams, the weights of each, tables, options, a norm and perhaps a check -> joint q, k, v."""
-    streams, weights, (tables, options, norm, *checks) = arguments[:6], arguments[6:10], arguments[10:]
-    key = ("qk_norm_rope_joint", options, norm, *map(_key, (*streams, *weights, *tables)))
+    """q, k and v of two streams, the weights of each, cos and sin of the second or None, tables, options, a norm and
+    perhaps a check -> joint q, k, v."""
+    streams, weights, second_tables = arguments[:6], arguments[6:10], arguments[10:12]
+    tables, options, norm, *checks = arguments[12:]
+    key = ("qk_norm_rope_joint", options, norm, *map(_key, (*arguments[:12], *tables)))
     outputs = [x.new_empty((len(x), x.shape[1] + streams[3].shape[1], *x.shape[2:])) for x in streams[:3]]
     try:
         launch = _local.launches[key]
     except (AttributeError, KeyError):
         if checks:
-            checks[0](*streams, *weights, tables, options, norm)
+            checks[0](*arguments[:12], tables, options, norm)
         first, second, out = (tuple(x.unsqueeze(3) for x in xs) for xs in (streams[:3], streams[3:], outputs))
-        launch = _prepare(first, out, tables, None, Options(*options), NormCall(norm, weights, second))
-        launch = _remember(key, launch)
+        call = NormCall(norm, weights, second, second_tables if second_tables[0] is not None else ())
+        launch = _remember(key, _prepare(first, out, tables, None, Options(*options), call))
     if launch is not None:
+        cos, sin = _addresses(second_tables)
         at = _addresses(streams)
         weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), norm)
-        launch(*at, *weights_at, 0, 0, 0, *at[:3], *_addresses(outputs), *_table_addresses(tables, launch), 0, 0, 0, 0)
+        second_at = (cos, sin + launch.sin_offset if sin else 0)
+        launch(
+            *at,
+            *weights_at,
+            0,
+            0,
+            0,
+            *second_at,
+            *at[:3],
+            *_addresses(outputs),
+            *_table_addresses(tables, launch),
+            0,
+            0,
+            0,
+            0,
+        )
     return tuple(outputs)  # type: ignore[return-value]
 
 
@@ -556,7 +575,7 @@ def qk_norm_rope_backward(
         q_at, q_out_at, dq_at = _addresses((q, q_out, dq))
         k_at, k_out_at, dk_at = (q_at, q_out_at, dq_at) if k is None else _addresses((k, k_out, dk))
         weights_at = _weight_addresses(weights, (q, k), norm)
-        norm_at = (*_NO_SOURCES, *weights_at, 0, 0, partial.data_ptr(), dq_at, dk_at)
+        norm_at = (*_NO_SOURCES, *weights_at, 0, 0, partial.data_ptr(), dq_at, dk_at, 0, 0)
         tables_at = _table_addresses(tables, launch)
         launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
     if not weighted:

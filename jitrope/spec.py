@@ -88,12 +88,13 @@ class RopeSpec:
     k and v go to a cache with pages of page_size slots (0: no pages), and k_too: k is also rotated in
     place. q_out, kv_out: what is stored, dtype or "fp8". norm: one of `NORM_ROUNDINGS`, or "" without
     a norm; across_heads: over all heads of a token, of which q (and k) have row_heads; zero_centered: the
-    weights lack one; weight_dtype: theirs, None without; two_streams: q, k and v come from two tensors each;
+    weights lack one; weight_dtype: theirs, None without; two_streams: q, k and v come from two tensors each, two_tables: cos and sin too;
     gradient: the norm's, of q, k and the weights. q_per_group: heads of q in a group of packed QKV, 1
     elsewhere; values: v's heads are copied along. batch_inner: tokens of neighbouring batch rows are neighbours
     in memory, and are taken in that order. one_row: there is one batch row; wide: a stride (or a table's
     row) needs more than 31 bits. vec, table_vec, weight_vec: elements an access of q and k, of
-    the tables and of the weights; 1 also serves any element stride. chunks: a thread holds one or two runs of
+    the tables and of the weights; 1 also serves any element stride; table_step: the
+    tables' own, 2 where every other element is not theirs. chunks: a thread holds one or two runs of
     neighbouring elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block
     heads (times heads_per_thread: neighbours) of each at a time; one_step: these are all the heads it has of it.
     blocks_per_sm: at least, with a norm.
@@ -130,6 +131,7 @@ class RopeSpec:
     zero_centered: bool
     weight_dtype: str | None
     two_streams: bool
+    two_tables: bool
     gradient: bool
     q_per_group: int
     values: bool
@@ -140,6 +142,7 @@ class RopeSpec:
     vec: int
     chunks: int
     table_vec: int
+    table_step: int
     weight_vec: int
     heads_per_thread: int
     blocks_per_sm: int
@@ -254,6 +257,7 @@ class RopeSpec:
             "vec": self.vec,
             "chunks": self.chunks,
             "table_vec": self.table_vec,
+            "table_step": self.table_step,
             "tokens_per_block": self.tokens_per_block,
             "heads_per_block": self.heads_per_block,
             "one_step": self.one_step,
@@ -271,6 +275,7 @@ class RopeSpec:
             "zero_centered": self.zero_centered,
             "norm_rounding": self.norm.upper(),
             "two_streams": self.two_streams,
+            "two_tables": self.two_tables,
             "row_q_heads": q_heads,
             "row_k_heads": k_heads,
             "weight_vec": self.weight_vec,

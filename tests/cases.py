@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitrope.spec import LAYOUT_AXES, Options
+from jitrope.reference import canonical
+from jitrope.spec import LAYOUT_AXES, Norm, Options
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TABLE_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,26 @@ CASES = [
     Case("unaligned", "addresses off by one element", strides="offset"),
     Case("strided-dim", "the last axis is not contiguous", strides="reversed"),
     Case("complex64-rounding", "torch's complex contraction", rounding="complex64", interleaved=True),
+    Case("complex128", "products in fp64 (Lumina2): tables too", rounding="complex128", table_dtype="fp64",
+         interleaved=True),
+    Case("complex128-cis", "a complex128 table read as a view", rounding="complex128", table_dtype="fp64",
+         table="freqs_cis", interleaved=True, ids="rows", table_rows=20),
+    Case("complex128-full", "a full-width table in fp64, partial", rounding="complex128", table_dtype="fp64",
+         table="full", rotary_dim=32, dtype="fp16"),
+    Case("complex128-fp32", "the tables in fp32, the products not", rounding="complex128", dtype="fp32"),
+    Case("dtype", "each product rounded to bf16 (rotate-half in the model's dtype)", rounding="dtype"),
+    Case("dtype-bf16-full", "tables in bf16, full width (transformers)", rounding="dtype", table_dtype="bf16",
+         table="full"),
+    Case("dtype-fp16", "the same in fp16, neighbours, partial", rounding="dtype", dtype="fp16", rotary_dim=32,
+         interleaved=True, shape=(1, 5, 3, 1, 80)),
+    Case("dtype-fp32", "fp32: nothing is rounded twice", rounding="dtype", dtype="fp32", table_dtype="bf16"),
+    Case("dtype-angles", "sines that are rounded before they turn", rounding="dtype", table="angles_repeated",
+         shape=(2, 7, 1, 1, 64)),
+    Case("dtype-packed", "staged tables are rounded too", rounding="dtype", shape=(1, 9, 2, 1, 64), layout="thd",
+         lengths=(4, 3)),
+    Case("addcmul", "the second product joins the sum (LTX-2)", rounding="addcmul"),
+    Case("addcmul-per-head", "LTX-2's split tables of each head, fp32", rounding="addcmul", dtype="fp32",
+         table="per_head", layout="bhsd", shape=(2, 5, 4, 4, 64)),
     Case("starts", "a cache's rows begin at positions of their own", starts=(3, 0), table_rows=8),
     Case("starts-past", "beyond the table on either side: NaN", starts=(7, -2), table_rows=8),
     Case("starts-sbhd", "the same, sequence first, int64", starts=(2, 4), table_rows=9, layout="sbhd",
@@ -180,6 +202,158 @@ QKV_CASES = [
          options={"mrope_section": (8, 12, 12)}),
     Case("qkv-scalar", "a head that no access divides", shape=(1, 3, 2, 3, 6), dtype="fp32"),
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NormCase:
+    """A call of `qk_norm_rope`: the norm in front of a `Case` without cu_seqlens and angles."""
+
+    name: str
+    why: str
+    rope: Case = Case("", "")
+    rounding: str = "none"  # norm_rounding
+    across_heads: bool = False
+    zero_centered: bool = False
+    weights: str = "qk"  # whose weights are given; of a joint call's second stream those of the first otherwise
+    weight_dtype: str = "bf16"
+    first: int | None = None  # a joint call: so many of S are the first stream's
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.rounding, self.across_heads, self.zero_centered)
+
+
+def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
+    """A NormCase; words that a Case has are its."""
+    own = ("across_heads", "zero_centered", "weights", "weight_dtype", "first")
+    norm = {n: words.pop(n) for n in own if n in words}
+    norm["rounding"] = words.pop("norm", "none")
+    return NormCase(name, why, Case("", "", shape=shape, **words), **norm)  # type: ignore[arg-type]
+
+
+NORM_CASES = [
+    _normed("none", "fp32 all the way"),
+    _normed("once", "FLUX: neighbours, the bits of torch's rms_norm", (1, 3, 4, 4, 128), norm="once", interleaved=True),
+    _normed("twice", "Qwen3: halves, GQA, the bits of its RMSNorm", (1, 3, 4, 1, 128), norm="twice"),
+    _normed("twice-d64", "leaves of one square", norm="twice", interleaved=True),
+    _normed("twice-d256", "leaves of two chunks", (1, 2, 2, 1, 256), norm="twice"),
+    _normed("once-d256", "a warp a head", (1, 2, 2, 2, 256), norm="once", interleaved=True),
+    _normed("d72", "9 lanes of 16", (1, 3, 3, 3, 72), norm="once"),
+    _normed("d80-interleaved", "10 lanes of 16, batch", (2, 3, 5, 2, 80), norm="twice", interleaved=True),
+    _normed("d96", "6 lanes of 8, MQA", (1, 3, 3, 1, 96), norm="once", weight_dtype="fp32"),
+    _normed("d112", "7 lanes of 8, fp16", (1, 3, 4, 4, 112), norm="twice", dtype="fp16", weight_dtype="fp16"),
+    _normed("d160", "10 lanes of 16", (1, 2, 3, 1, 160)),
+    _normed("d192", "12 lanes of 16, q alone", (1, 3, 3, 0, 192), norm="once"),
+    _normed("d512", "the largest head, fp32: two warps of accesses", (1, 2, 2, 1, 512), dtype="fp32", weight_dtype="fp32",
+            norm="twice"),
+    _normed("d6", "scalar accesses", (1, 4, 3, 2, 6), norm="once"),
+    _normed("partial", "what is not rotated is normalised too", (1, 4, 4, 2, 128), rotary_dim=64, norm="once"),
+    _normed("partial-offset", "the rotary part behind, fp16 tables, in the model's dtype", (1, 4, 3, 1, 96),
+            rotary_dim=32, options={"rotary_offset": 64}, norm="twice", rounding="dtype", table_dtype="fp16"),
+    _normed("zero-centered", "Gemma: 1 + weight", zero_centered=True, norm="none", weight_dtype="fp32"),
+    _normed("unweighted", "no weights", weights="", norm="once"),
+    _normed("only-q-weight", "k has none", weights="q", norm="once"),
+    _normed("only-k-weight", "q has none, 1 + weight", weights="k", zero_centered=True),
+    _normed("across-d128", "Wan: a row is a token", (1, 3, 3, 3, 128), across_heads=True, norm="once",
+            interleaved=True),
+    _normed("across-d64", "heads that a warp does not divide, GQA", (1, 4, 7, 2, 64), across_heads=True, norm="twice"),
+    _normed("across-per-head", "LTX-2: angles of each head", (1, 3, 3, 3, 64), across_heads=True, norm="once",
+            rounding="addcmul", table="per_head", layout="bhsd", strides="transposed"),
+    _normed("across-wide", "a row of several warps", (1, 2, 50, 3, 128), across_heads=True, norm="once"),
+    _normed("across-alone", "no k, a rest, no weights", (1, 5, 5, 0, 80), across_heads=True, rotary_dim=32, weights=""),
+    _normed("across-scalar", "strided elements: rows wider than a warp", (1, 2, 3, 2, 128), across_heads=True,
+            strides="reversed", norm="once"),
+    _normed("unaligned", "addresses off by one: teams of two warps", (1, 2, 2, 1, 128), strides="offset", norm="once"),
+    _normed("packed-qkv", "slices of packed QKV, batch", (2, 3, 2, 2, 64), strides="qkv", norm="twice"),
+    _normed("per-head", "tables of each head", (2, 3, 2, 2, 64), table="per_head", norm="once"),
+    _normed("ids", "positions, one outside: NaN", (2, 3, 4, 2, 64), ids="past", table_rows=5, norm="once",
+            table="cos_sin_cache"),
+    _normed("mrope", "Qwen3-VL", (1, 4, 4, 2, 64), ids="rows", table_rows=12, norm="twice", layout="thd",
+            options={"mrope_section": (8, 12, 12), "mrope_interleaved": True}),
+    _normed("cis-starts", "complex64 rows from a position on, sequence first", (2, 3, 4, 2, 64), table="freqs_cis",
+            starts=(2, 0), table_rows=7, layout="sbhd", interleaved=True, rounding="complex64", norm="once"),
+    _normed("complex128", "Lumina2: tables in fp64", (1, 3, 4, 2, 96), rounding="complex128", table_dtype="fp64",
+            interleaved=True, norm="once"),
+    _normed("full", "full-width tables whose members differ", table="full", norm="once", dtype="fp32",
+            weight_dtype="fp32"),
+    _normed("joint", "two streams, the split inside a block", (1, 7, 4, 4, 64), first=3, norm="once", interleaved=True),
+    _normed("joint-batch", "two batch rows, GQA, strided", (2, 5, 4, 2, 64), first=2, norm="twice", strides="qkv"),
+    _normed("joint-first", "the second is empty", (1, 3, 2, 2, 64), first=3),
+    _normed("joint-second", "the first is empty, complex64, no weights", (1, 3, 2, 2, 64), first=0, weights="",
+            table="complex", interleaved=True, rounding="complex64"),
+]  # fmt: skip
+
+
+@dataclass
+class NormTensors:
+    """The tensors of a case; of a joint one q, k and v of both streams, and the weights of each."""
+
+    streams: list[Tensor | None]
+    weights: tuple[Tensor | None, ...]
+    cos: Tensor | None
+    sin: Tensor | None
+    keywords: dict[str, Any]  # of `qk_norm_rope`, the norm's too
+    tables: Any  # what the ops take
+    options: Options
+    norm: Norm
+
+
+def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any) -> NormTensors:
+    """The call of a case; `changes` are the options'."""
+    call = make(case.rope, device, seed)
+    q, k, cos, sin, keywords = call
+    (_, _, *tables), options = lower(call, **changes)
+    generator = torch.Generator().manual_seed(seed + 1)
+    streams, number = [q, k], 1
+    if case.first is not None:
+        v = torch.randn(k.shape, generator=generator).to(k.dtype).to(device)
+        parts = [x.split((case.first, x.shape[1] - case.first), 1) for x in (q, k, v)]
+        streams, number = [part[n] for n in range(2) for part in parts], 2
+    weights = []
+    for _ in range(number):
+        for name, x in (("q", q), ("k", k)):
+            if x is None or name not in case.weights:
+                weights.append(None)
+                continue
+            _, _, heads, dim = canonical(x, case.rope.layout).shape
+            weight = torch.randn(dim * (heads if case.across_heads else 1), generator=generator)
+            weights.append(weight.to(DTYPES[case.weight_dtype]).to(device))
+    words = {"norm_rounding": case.rounding, "zero_centered": case.zero_centered}
+    if number == 1:
+        words |= {"across_heads": case.across_heads}
+    else:
+        keywords = {name: value for name, value in keywords.items() if name != "layout"}
+    return NormTensors(streams, tuple(weights), cos, sin, {**keywords, **words}, tuple(tables), options, case.norm)
+
+
+def random_norm_case(seed: int) -> NormCase:
+    """A case with a norm drawn from all that calls may combine; the same for the same seed."""
+    draw = random.Random(seed)
+    dim = draw.choice((6, 8, 32, 48, 64, 72, 80, 100, 112, 128, 160, 256))
+    joint, across = draw.random() < 0.3, draw.random() < 0.4
+    across = across and not joint
+    heads = draw.randint(1, 6)
+    table = draw.choice(("half", "full", "fused") if joint else ("half", "full", "fused", "per_head"))
+    k_heads = heads if table == "per_head" else draw.randint(1 if joint else 0, heads)
+    tokens = draw.randint(1, 6)
+    rotary = draw.choice((None, 2 * draw.randint(1, dim // 2)))
+    layout = "bshd" if joint else draw.choice(list(LAYOUT_AXES))
+    ids = "" if joint else draw.choice(("", "", "shared" if layout == "thd" else "rows"))
+    dtype = draw.choice(("bf16", "fp16", "fp32"))
+    case = Case(
+        "", "", shape=(1 if layout == "thd" else draw.randint(1, 2), tokens, heads, k_heads, dim), layout=layout,
+        dtype=dtype, interleaved=draw.random() < 0.5, rotary_dim=rotary, table=table, ids=ids,
+        table_rows=tokens + draw.randint(0, 3), strides=draw.choice(("plain", "plain", "offset", "reversed")),
+        rounding=draw.choice(("fp32", "dtype", "complex128")),
+    )  # fmt: skip
+    return NormCase(
+        f"norm-seed-{seed}", "the unforeseen", case, draw.choice(("none", "once", "twice")), across,
+        draw.random() < 0.3, draw.choice(("", "qk", "qk", "qk")), draw.choice((dtype, "fp32")),
+        draw.randint(0, tokens) if joint else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -411,11 +585,12 @@ def _tables(
     batched = (case.table_batch and case.table != "cos_sin_cache") or case.table == "per_head"
     lead = (b,) if batched else ()
     angles = torch.rand(*lead, rows, rotary // 2, generator=generator) * 20
-    dtype = DTYPES[case.table_dtype]
+    dtype = TABLE_DTYPES[case.table_dtype]
     if case.table == "cos_sin_cache":
         cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
         return cache, cache
     if case.table == "freqs_cis":
+        angles = angles.double() if dtype == torch.float64 else angles
         table = torch.polar(torch.ones_like(angles), angles)
         return table, table
     if case.table == "angles":
@@ -430,6 +605,8 @@ def _tables(
         angles = torch.rand(*lead, rows, rotary, generator=generator) * 20
     if case.table == "per_head":
         angles = torch.rand(b, rows, heads, rotary // 2, generator=generator) * 20
+    if dtype == torch.float64:
+        angles = angles.double()
     if case.table == "repeated":
         cos, sin = (f(angles).repeat_interleave(2, -1) for f in (torch.cos, torch.sin))
         return cos[..., ::2], sin[..., ::2]

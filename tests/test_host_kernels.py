@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from jitrope import heuristics, reference
 from jitrope.ops import turned_back
-from jitrope.problem import cache_view, head_views, plan_call, qkv_views, separate_views
+from jitrope.problem import NormCall, cache_view, head_views, plan_call, qkv_views, separate_views
 from jitrope.render import Source, environment, render
 from jitrope.spec import Options
 
 from .cases import (
     CACHE_CASES,
     CASES,
+    NORM_CASES,
     QKV_CASES,
     CacheCase,
     Case,
+    NormCase,
     lower,
     make,
     make_cache,
+    make_norm,
     make_qkv,
     random_case,
+    random_norm_case,
 )
 from .host import harness
 
@@ -62,7 +68,8 @@ def run_case(case: Case, launch: str = "auto", conjugate: bool | None = None, in
 
 
 def assert_same(outputs, expected, case: Case | None = None) -> None:
-    exact = case is None or (case.rounding == "fp32" and not case.table.startswith("angles"))
+    # torch's own addcmul fuses too. Its complex64 product does not on a CPU.
+    exact = case is None or (case.rounding != "complex64" and not case.table.startswith("angles"))
     for out, want in zip(outputs, expected):
         if want is None:
             assert out is None
@@ -82,7 +89,8 @@ def test_token_linear_matches_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in (
     "halves", "odd-heads", "one-token", "many-heads", "d80-interleaved", "partial", "packed", "packed-int64",
     "packed-none", "packed-too-long", "per-head", "packed-qkv", "starts-packed", "cp-packed", "packed-table-cp",
-    "angles-interleaved", "angles-packed-cp", "mla", "cp-packed-starts",
+    "angles-interleaved", "angles-packed-cp", "mla", "cp-packed-starts", "complex128", "dtype-fp16", "dtype-packed",
+    "addcmul-per-head",
 )], ids=str)  # fmt: skip
 def test_grid_2d_matches_reference(case: Case) -> None:
     outputs, expected, plan = run_case(case, "grid_2d")
@@ -92,7 +100,8 @@ def test_grid_2d_matches_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in (
     "halves", "interleaved", "full", "full-interleaved", "full-partial", "packed", "complex64-rounding", "mla-back",
-    "angles-full", "angles-full-interleaved", "angles-packed", "cp-packed",
+    "angles-full", "angles-full-interleaved", "angles-packed", "cp-packed", "complex128-full", "dtype-bf16-full",
+    "addcmul",
 )], ids=str)  # fmt: skip
 def test_backward_matches_reference(case: Case) -> None:
     outputs, expected, _ = run_case(case, conjugate=True)
@@ -101,7 +110,7 @@ def test_backward_matches_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in (
     "halves", "partial-odd", "packed", "packed-qkv", "strided-dim", "unaligned", "q-alone", "offset", "angles-packed",
-    "cp-packed-starts",
+    "cp-packed-starts", "complex128-cis", "dtype", "addcmul",
 )], ids=str)  # fmt: skip
 @pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
 def test_in_place_matches_reference(case: Case, launch: str) -> None:
@@ -271,6 +280,139 @@ def test_fp8_outputs_match_reference(name: str) -> None:
     run_kernel(*views, tables, options, None, scales)
     for got, expected in zip(outputs, want):
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+# ---- QK-norm + rope --------------------------------------------------------------------------------
+
+
+def seen(tensors, options):
+    """Views of heads of (q, k) or (q, k, v), whatever the call does with them."""
+    views = head_views(*tensors[:2], options._replace(in_place=True))[0][:2]
+    return (*views, tensors[2].unsqueeze(3) if len(tensors) > 2 else None)
+
+
+def run_norm_kernel(inputs, outputs, call, second=(), grads=(), sums=None) -> heuristics.Plan:
+    """Run the kernel of a call on views of heads; `second` are the other stream's, `sums` a function of the plan."""
+    normed = NormCall(call.norm, call.weights, second, grads)
+    sm_count = 1 if grads else SM_COUNT  # few blocks, which walk
+    plan, words = plan_call(inputs, outputs, call.tables, None, call.options, sm_count, normed)
+    sources = (*inputs, *second) if second else (None,) * 6
+    grads = [grads[0] if x is None else x for x in grads] if grads else [None] * 2
+    weights = (*call.weights, None, None)[:4]
+    tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
+    cos, sin = reference.table_pair(*call.tables[:2], call.options.table)
+    tensors = [*sources, *weights, sums and sums(plan), *grads, *tensors, cos, sin, *call.tables[2:], *[None] * 4]
+    harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
+    return plan
+
+
+def run_norm(case: NormCase, launch: str = "auto", in_place: bool = False):
+    """(outputs of the kernel, outputs of the reference, the plan) of a case."""
+    call = make_norm(case, launch=launch, in_place=in_place)
+    arguments = (call.tables, call.options, call.norm)
+    streams, second = call.streams, ()
+    if case.first is None:
+        expected = reference.qk_norm_rope(*streams, *call.weights, *arguments)
+    else:
+        expected = reference.qk_norm_rope_joint(
+            streams[:3], streams[3:], call.weights[:2], call.weights[2:], *arguments
+        )  # fmt: skip
+        streams, second = streams[:3], tuple(x.unsqueeze(3) for x in streams[3:])
+    outputs = streams
+    if not in_place:
+        outputs = [None if x is None else torch.full_like(x, 777) for x in expected]
+    plan = run_norm_kernel(seen(streams, call.options), seen(outputs, call.options), call, second)
+    return outputs, expected, plan
+
+
+def assert_close(outputs, expected) -> None:
+    """rsqrt and the order of the sums differ: an element may be the next one in bf16."""
+    for out, want in zip(outputs, expected):
+        if want is None:
+            assert out is None
+        else:
+            rtol = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[out.dtype]
+            size = want.float().nan_to_num(0).abs().max().clamp(min=1).item()  # where products nearly cancel
+            torch.testing.assert_close(out, want, rtol=rtol, atol=rtol / 4 * size, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", NORM_CASES, ids=str)
+def test_norm_matches_reference(case: NormCase) -> None:
+    outputs, expected, plan = run_norm(case, "token_linear")
+    assert plan.spec.launch == "token_linear"
+    assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("case", [c for c in NORM_CASES if c.name in (
+    "none", "twice", "d80-interleaved", "partial-offset", "ids", "joint-batch", "unaligned", "per-head",
+)], ids=str)  # fmt: skip
+def test_norm_grid_2d_matches_reference(case: NormCase) -> None:
+    outputs, expected, plan = run_norm(case, "grid_2d")
+    assert plan.spec.launch == "grid_2d"
+    assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+@pytest.mark.parametrize("case", [c for c in NORM_CASES if c.name in (
+    "once", "partial", "packed-qkv", "across-d64", "d6",
+)], ids=str)  # fmt: skip
+def test_norm_in_place_matches_reference(case: NormCase, launch: str) -> None:
+    if case.across_heads and launch == "grid_2d":
+        pytest.skip("a row is a block's: there is one launch")
+    outputs, expected, _ = run_norm(case, launch, in_place=True)
+    assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_norm_seeded_sweep(seed: int) -> None:
+    outputs, expected, _ = run_norm(random_norm_case(seed), ("auto", "token_linear", "grid_2d")[seed % 3])
+    assert_close(outputs, expected)
+
+
+GRADIENT_CASES = [c for c in NORM_CASES if c.name in (
+    "once", "twice-d64", "d72", "partial-offset", "zero-centered", "only-q-weight", "across-d128", "across-per-head",
+    "across-alone", "d6", "full", "mrope", "across-scalar",
+)]  # fmt: skip
+
+
+TOKENS = 67
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
+def test_norm_gradient_matches_reference(case: NormCase) -> None:
+    """More tokens than blocks times tokens of a block, so that blocks walk; the weights' from a block's sums."""
+    b, _, *rest = case.rope.shape
+    rope = replace(case.rope, shape=(b, TOKENS, *rest), table_rows=TOKENS)
+    case = replace(case, rope=rope)
+    call = make_norm(case)
+    call.options = Options(*turned_back(tuple(call.options)))._replace(rounding="fp32")
+    q, k = call.streams
+    grads = [None if x is None else torch.randn_like(x) for x in (q, k)]
+    expected = reference.qk_norm_rope_backward(
+        *grads, q, k, *call.weights, call.tables, call.options, call.norm
+    )  # fmt: skip
+    outputs = [None if x is None else torch.full_like(x, 777) for x in (q, k)]
+    sizes = [0 if x is None else x.shape[-1] * (heads_of(x, case) if case.across_heads else 1) for x in (q, k)]
+    sums = []
+
+    def room(plan):
+        sums.append(torch.full((plan.grid[0] * plan.grid[1], sum(sizes)), float("nan")))
+        return sums[0] if case.weights else None
+
+    plan = run_norm_kernel(
+        seen((q, k), call.options), seen(outputs, call.options), call, grads=seen(grads, call.options)[:2], sums=room
+    )  # fmt: skip
+    assert plan.grid[0] * plan.spec.tokens_per_block < b * TOKENS
+    assert_close(outputs, expected[:2])
+    total = sums[0].sum(0)
+    for got, want in zip(total.split(sizes), expected[2:]):
+        if want is not None:
+            want = want.float()
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
+
+
+def heads_of(x, case: NormCase) -> int:
+    return reference.canonical(x, case.rope.layout).shape[2]
 
 
 E4M3 = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from dataclasses import replace
 
@@ -182,8 +183,10 @@ def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
     """The vectorised reference against an independent one; the tables' rows are inside."""
     q, k, cos, sin, keywords = make(case)
     got = jitrope.apply_rope(q, k, cos, sin, **keywords)
+    # Where products nearly cancel, what was rounded before the sum is seen.
+    atol = 2**-6 if case.rounding == "dtype" else 1e-6
     for out, want in zip(got, autograd_reference(case, q, k, cos, sin, keywords)):
-        torch.testing.assert_close(out, want, rtol=2**-7, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(out, want, rtol=2**-7, atol=atol, equal_nan=True)
 
 
 GRADIENT_CASES = by_name(
@@ -430,6 +433,143 @@ def test_there_and_back_is_one_rounding(name: str, dtype: str) -> None:
     assert (error <= bound).all()
     rest = [i for i in range(w) if not o <= i < o + n]
     assert torch.equal(again[:end, ..., rest], q[:end, ..., rest])
+
+
+# ---- roundings: the hosts' own functions, bit for bit ----------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HALF_DTYPES = [torch.bfloat16, torch.float16]
+SHAPES = [(1, 5, 3, 64), (2, 7, 2, 72), (1, 3, 4, 80), (1, 1, 5, 96), (2, 9, 2, 128), (1, 4, 3, 160), (1, 3, 2, 192),
+          (1, 2, 1, 256)]  # fmt: skip
+
+
+def host(library: str, module: str, name: str, inside: str | None = None):
+    """A library's function; of one that a processor's `__call__` makes for itself, the name of its class too."""
+    pytest.importorskip(library, reason=f"{library} is not installed: pip install 'jitrope[diffusers]'")
+    namespace = importlib.import_module(f"{library}.models.{module}")
+    if inside is None:
+        return getattr(namespace, name)
+    call = getattr(namespace, inside).__call__
+    code = next(c for c in call.__code__.co_consts if getattr(c, "co_name", "") == name)
+    return type(host)(code, call.__globals__)
+
+
+def inputs_of(device: str, dtype: torch.dtype, shape, rotary_dim: int | None = None):
+    """q, k with half as many heads, and fp64 angles of half width."""
+    generator = torch.Generator().manual_seed(0)
+    b, s, h, d = shape
+    q, k = (torch.randn(b, s, n, d, generator=generator).to(device, dtype) for n in (h, max(1, h // 2)))
+    return q, k, (torch.rand(s, (rotary_dim or d) // 2, generator=generator, dtype=torch.float64) * 50).to(device)
+
+
+def assert_equal(got, want) -> None:
+    for a, b in zip(got, want):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32])
+@pytest.mark.parametrize("name", ["lumina2", "anyflow"])
+def test_complex128_is_the_hosts(name: str, dtype: torch.dtype, shape, device: str) -> None:
+    q, k, angles = inputs_of(device, dtype, shape)
+    table = torch.polar(torch.ones_like(angles), angles)
+    if name == "lumina2":
+        function = host("diffusers", "embeddings", "apply_rotary_emb")
+        want = [function(x, table[None], use_real=False) for x in (q, k)]
+    else:
+        function = host("diffusers", "transformers.transformer_anyflow", "apply_rotary_emb")
+        want = [function(x, table[None, :, None]) for x in (q, k)]
+    words = {"interleaved": True, "rounding": "complex128"}
+    assert_equal(jitrope.apply_rope(q, k, angles.cos(), angles.sin(), **words), want)
+    assert_equal(jitrope.apply_rope(q, k, freqs_cis=table, **words), want)
+    assert_equal(jitrope.apply_rope_(q, k, freqs_cis=table, **words), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32])
+def test_addcmul_is_ltx2s(dtype: torch.dtype, shape, device: str) -> None:
+    b, s, h, d = shape
+    q, _, _ = inputs_of(device, dtype, shape)
+    angles = torch.rand(b, h, s, d // 2, device=device) * 50
+    function = host("diffusers", "transformers.transformer_ltx2", "apply_split_rotary_emb")
+    want = function(q.flatten(2), (angles.cos(), angles.sin())).view(q.shape)
+    tables = [t.transpose(1, 2) for t in (angles.cos(), angles.sin())]
+    out, _ = jitrope.apply_rope(q, None, *tables, rounding="addcmul")
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_dtype_is_wans_with_tables_in_it(dtype: torch.dtype, shape, device: str) -> None:
+    q, k, angles = inputs_of(device, dtype, shape)
+    cos, sin = (f(angles).repeat_interleave(2, -1).to(dtype)[None, :, None] for f in (torch.cos, torch.sin))
+    function = host("diffusers", "transformers.transformer_wan", "apply_rotary_emb", "WanAttnProcessor")
+    want = [function(x, cos, sin) for x in (q, k)]
+    got = jitrope.apply_rope(q, k, cos[..., 0::2], sin[..., 1::2], interleaved=True, rounding="dtype")
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32])
+@pytest.mark.parametrize("rotary_dim", [128, 48])
+def test_dtype_is_ernies_and_minimaxs(rotary_dim: int, dtype: torch.dtype, device: str) -> None:
+    """Tables in fp32 that the host rounds first: ERNIE's pair members have angles of their own; partial too."""
+    q, k, angles = inputs_of(device, dtype, (2, 7, 3, 128), rotary_dim)
+    angles = angles.float()
+    repeated = angles.repeat_interleave(2, -1)[None, :, None]
+    function = host("diffusers", "transformers.transformer_ernie_image", "apply_rotary_emb",
+                    "ErnieImageSingleStreamAttnProcessor")  # fmt: skip
+    want = [function(x, repeated) for x in (q, k)]
+    words = {"rounding": "dtype", "rotary_dim": rotary_dim}
+    assert_equal(jitrope.apply_rope(q, k, repeated.cos(), repeated.sin(), **words), want)
+    function = host("diffusers", "transformers.transformer_minimax_h3", "_apply_rotary_emb")
+    cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
+    want = [function(x, cos, sin) for x in (q, k)]
+    assert_equal(jitrope.apply_rope(q, k, cos, sin, **words), want)
+    assert_equal(jitrope.apply_rope(q, k, angles.cos(), angles.sin(), **words), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_dtype_is_llamas(dtype: torch.dtype, shape, device: str) -> None:
+    q, k, angles = inputs_of(device, dtype, shape)
+    cos, sin = (torch.cat((f(angles), f(angles)), -1).to(dtype) for f in (torch.cos, torch.sin))
+    function = host("transformers", "llama.modeling_llama", "apply_rotary_pos_emb")
+    q, k = (x.transpose(1, 2) for x in (q, k))
+    want = function(q, k, cos[None], sin[None])
+    words = {"layout": "bhsd", "rounding": "dtype"}
+    assert_equal(jitrope.apply_rope(q, k, cos, sin, **words), want)
+    half = shape[-1] // 2
+    assert_equal(jitrope.apply_rope(q, k, cos[..., :half], sin[..., :half], **words), want)
+    assert_equal(jitrope.apply_rope_(q.clone(), k.clone(), cos, sin, **words), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_fp32_is_qwens_vision_towers(dtype: torch.dtype, device: str) -> None:
+    """Not all of a library rounds alike: this one's products are fp32."""
+    q, _, angles = inputs_of(device, dtype, (1, 9, 4, 80))
+    cos, sin = (torch.cat((f(angles), f(angles)), -1).float() for f in (torch.cos, torch.sin))
+    function = host("transformers", "qwen2_vl.modeling_qwen2_vl", "apply_rotary_pos_emb_vision")
+    want, _ = function(q[0], q[0], cos, sin)
+    out, _ = jitrope.apply_rope(q[0], None, cos, sin, layout="thd")
+    assert torch.equal(out, want)
+    other, _ = jitrope.apply_rope(q[0], None, cos, sin, layout="thd", rounding="dtype")
+    assert not torch.equal(other, want)
+
+
+@pytest.mark.parametrize("rounding", ["complex64", "complex128", "dtype", "addcmul"])
+def test_gradient_of_a_rounding_is_the_turn_back(rounding: str) -> None:
+    q, _, angles = inputs_of("cpu", torch.float32, (2, 5, 3, 64))
+    tables = (angles.cos(), angles.sin()) if rounding == "complex128" else (angles.cos().float(), angles.sin().float())
+    leaf = q.clone().requires_grad_()
+    out, _ = jitrope.apply_rope(leaf, None, *tables, rounding=rounding)
+    (gradient,) = torch.autograd.grad(out, leaf, out.detach())
+    torch.testing.assert_close(gradient, q, rtol=1e-5, atol=1e-5)
 
 
 # ---- torch's machinery -------------------------------------------------------------------------
@@ -869,7 +1009,22 @@ REFUSALS = {
     "cis-dtype": (call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4)), "freqs_cis is torch.float32; it is complex64"),
     "layout": (call(layout="hsbd"), "layout is 'hsbd'; allowed are bshd, sbhd, bhsd, thd"),
     "launch": (call(launch="3d"), "launch is '3d'; allowed are auto, token_linear, grid_2d"),
-    "rounding": (call(rounding="bf16"), "rounding is 'bf16'; allowed are fp32, complex64"),
+    "rounding": (call(rounding="bf16"), "rounding is 'bf16'; allowed are fp32, complex64, complex128, dtype, addcmul"),
+    "complex128-freqs": (
+        call(cos=None, sin=None, freqs=torch.zeros(6, 4), rounding="complex128"),
+        "rounding='complex128' does not go with freqs or cu_seqlens",
+    ),
+    "complex128-packed": (
+        call(**packed, cu_seqlens=torch.tensor([0, 6]), rounding="complex128"), "does not go with freqs or cu_seqlens",
+    ),
+    "complex128-cis": (
+        call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4).cdouble()),
+        "freqs_cis is torch.complex128; it is complex64, or complex128 with that rounding",
+    ),
+    "fp64-dtype": (
+        call(cos=torch.zeros(6, 4).double(), sin=torch.zeros(6, 4).double(), rounding="dtype"),
+        "cos is torch.float64; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'",
+    ),
     "lengths-layout": (call(cu_seqlens=torch.tensor([0, 6])), "cu_seqlens goes with layout 'thd', not 'bshd'"),
     "lengths-dtype": (call(**packed, cu_seqlens=torch.tensor([0.0, 6.0])), "cu_seqlens is torch.float32"),
     "lengths-device": (call(**packed, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")), "on meta but q"),
