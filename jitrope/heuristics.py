@@ -37,18 +37,32 @@ instructions, so more threads do less each. The same calls with 16 bytes: 1 toke
 WARP_THREADS = 32
 
 ROW_BLOCK_THREADS = 128
+"""Threads a block aims at, of a norm across heads. H100, (1, 32760, 12 + 12, 128) bf16: 1.050 x the copy, 64
+threads 1.053, 256 1.135."""
+
+MAX_ROW_THREADS = 512
 MAX_ROW_ACCESSES = 24
 MAX_GRADIENT_ACCESSES = 4
-"""Accesses of q or k that a thread may hold of a norm's row; a wider row has more threads. 24 of 16 bytes are 96
-registers. The gradient holds as many of the output's gradient, and a sum for each element."""
+"""Accesses of q or k that a thread may hold of a norm's row; a wider row has more threads, as long as
+rows of q and of k fit in a block. 24 of 16 bytes are 96 registers. The gradient holds as many of the output's gradient, and a sum for each element."""
 
 NORM_HEADS_PER_THREAD = 2
 NORM_THREADS_PER_SM = 768
 MAX_NORM_THREADS_PER_SM = 1024
+"""Neighbouring heads that a thread takes with a norm, for which it has one set of weights and angles, and threads
+an SM, which leave it the registers; more where some of a head's idle. H100, x the copy, (1, 4608, 24 + 24, 128)
+interleaved / (1, 8192, 32 + 8, 128) halves, bf16, out of place: two heads with 768 threads 1.015 / 1.038, 960
+1.025 / 1.050, 1152 1.165 / 1.329; one head with 768 1.091 / 1.189, 1280 1.017 / 1.040; four with 640 1.032 /
+1.058. Heads of 80: two with 768 threads 1.12, 1024 1.04."""
+
 GRADIENT_HEADS_PER_THREAD = 2
-GRADIENT_BLOCK_THREADS = 384
+GRADIENT_BLOCK_THREADS = 192
 GRADIENT_THREADS_PER_SM = 384
-"""Threads an SM of a norm's gradient, whose blocks walk the tokens and sum the weights' gradients on the way."""
+ROW_GRADIENT_THREADS_PER_SM = 256
+"""The same of a norm's gradient, whose blocks walk the tokens and sum the weights' gradients on the way. H100, x
+the copy of what it reads and writes, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 /
+1.37; one head with 480 1.29 / 1.20. The next token's loads ahead of this one's work: no gain. Across heads a thread has
+sums of several, and 384 threads spill."""
 
 FEW_PACKED_HEADS = 8192
 """Tokens x heads of a packed batch up to which, if its sequences are known to be even, a second grid axis
@@ -197,12 +211,14 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
         accesses = spec.chunks * spec.chunk // spec.vec
         steps = (MAX_GRADIENT_ACCESSES if p.gradient else MAX_ROW_ACCESSES) // accesses
         heads = warp * -(-max(p.row_heads) // (warp * max(1, steps)))
+        heads = min(heads, max(warp, MAX_ROW_THREADS // spec.team))
         rows = len(p.row_heads) * heads * spec.team
         tokens = 1 if p.gradient else max(1, ROW_BLOCK_THREADS // rows)
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads, one_step=True)
     groups = -(-p.tokens // tokens)
     if p.gradient:
-        spec = replace(spec, blocks_per_sm=max(1, GRADIENT_THREADS_PER_SM // spec.threads))
+        threads = ROW_GRADIENT_THREADS_PER_SM if p.across_heads else GRADIENT_THREADS_PER_SM
+        spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads))
         groups = min(groups, max(1, p.sm_count * spec.blocks_per_sm // tiles))
     return Plan(spec, (groups, tiles), spec.threads, reason)
 
@@ -247,6 +263,8 @@ def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
     rest = 0 if p.in_place and not p.slot_dtype and not p.norm else p.head_dim - p.rotary_dim
     interleaved = p.interleaved and p.interleaved_out
     vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
+    if p.norm:  # torch's order of a sum has neighbours of four
+        vec = max(vec, min(p.vec_limit, 4))
     while vec > 1 and (rest % vec or p.rotary_offset % vec or p.rotary_dim % (vec if interleaved else 2 * vec)):
         vec //= 2
     chunk = max(vec, 2) if interleaved else vec

@@ -128,7 +128,9 @@ def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> Parts:
 
 
 def _keep(ctx: Any, tensors: Sequence[Tensor | None], tables: Tables, options: tuple[Any, ...], norm: Norm) -> None:
-    ctx.options, ctx.norm = tuple(Options(*turned_back(options))._replace(rounding="fp32")), norm
+    # Roundings pass gradients on as they are: one kernel for all, with contracted products, which are the fewest.
+    ctx.options = tuple(Options(*turned_back(options))._replace(rounding="complex64"))
+    ctx.norm = norm._replace(rounding="none")
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *tables)
 

@@ -153,7 +153,8 @@ class Call:
                 replace(
                     p, conjugate=True, in_place=False, interleaved=p.interleaved_out, interleaved_out=p.interleaved,
                     values=self.q_per_group > 0, gradient=bool(self.norm), two_streams=False,
-                    rounding="fp32" if self.norm else self.rounding,
+                    two_tables=False, heads=self.heads * 2 // 3 if self.two_streams else self.heads,
+                    rounding="complex64" if self.norm else self.rounding, norm="none" if self.norm else "",
                 )
                 for p in problems
             ]  # fmt: skip
@@ -177,6 +178,33 @@ DEFAULT_CALLS = (
     + [Call(24, interleaved=True, width=width) for width in ("full", "half")]  # FLUX, HunyuanVideo
     + [Call(48, interleaved=True, backward=True)]
     + [Call(24, interleaved=True, rounding="complex64")]  # Qwen-Image
+    + [  # with the norm: FLUX's double and single blocks, Qwen-Image's, Wan's of 14B and 1.3B, Qwen3
+        Call(72, interleaved=True, width="full", norm="once", weight_dtype="bf16", two_streams=True),
+        Call(48, interleaved=True, width="full", norm="once", weight_dtype="bf16", in_place=True),
+        Call(
+            72,
+            interleaved=True,
+            freqs_cis=True,
+            rounding="complex64",
+            norm="twice",
+            weight_dtype="bf16",
+            two_streams=True,
+            two_tables=True,
+        ),
+        *(
+            Call(
+                2 * heads,
+                interleaved=True,
+                freqs_cis=True,
+                norm="once",
+                weight_dtype="bf16",
+                in_place=True,
+                across_heads=(heads, heads),
+            )
+            for heads in (40, 12)
+        ),
+        Call(40, norm="twice", weight_dtype="bf16", backward=True),
+    ]  # fmt: skip
     + [Call(heads, interleaved=True) for heads in (12, 40)]  # Wan 1.3B, 14B
     + [
         Call(heads, angles=True, width="full", packed=packed, backward=True)  # Megatron, TransformerEngine: q, then k

@@ -124,8 +124,8 @@ def rope(
 ) -> tuple[Tensor, Tensor | None]:
     """Fresh rotated tensors: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, rounded as `options.rounding` says.
 
-    Products and the sum round apart, as torch's real and (on a CPU) complex multiplies do; the fused
-    product of "addcmul" is left to torch's own. storage: q's dtype, where q is fp32 on its way there.
+    Products and the sum round apart, as torch's real multiplies do; complex multiplies and the fused product of
+    "addcmul" are left to torch's own. storage: q's dtype, where q is fp32 on its way there.
     """
     rounded_to = (storage or q.dtype) if options.rounding == "dtype" and compute_dtype == torch.float32 else None
     if options.rounding == "complex128":
@@ -362,8 +362,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, options: Options) -> Tensor:
     sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
     if o.conjugate:  # the transpose: each sine is read at the partner
         sin0, sin1 = -sin1, -sin0
-    y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
-    y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
+    if o.rounding.startswith("complex") and not full:  # torch's own, whose last pairs of a row may round apart
+        turned = torch.complex(x0, x1) * torch.complex(cos0, sin0)
+        y0, y1 = turned.real, turned.imag
+    else:
+        y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
+        y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
     y = torch.stack((y0, y1), -1).flatten(-2) if o.interleaved_out else torch.cat((y0, y1), -1)
     return torch.cat((before, y, rest), -1)
 

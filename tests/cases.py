@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import jitrope
+from jitrope import reference
 from jitrope.reference import canonical
 from jitrope.spec import LAYOUT_AXES, Norm, Options
 
@@ -217,6 +219,7 @@ class NormCase:
     weights: str = "qk"  # whose weights are given; of a joint call's second stream those of the first otherwise
     weight_dtype: str = "bf16"
     first: int | None = None  # a joint call: so many of S are the first stream's
+    two_tables: bool = False  # and each stream has tables of its own
 
     def __str__(self) -> str:
         return self.name
@@ -228,7 +231,7 @@ class NormCase:
 
 def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
     """A NormCase; words that a Case has are its."""
-    own = ("across_heads", "zero_centered", "weights", "weight_dtype", "first")
+    own = ("across_heads", "zero_centered", "weights", "weight_dtype", "first", "two_tables")
     norm = {n: words.pop(n) for n in own if n in words}
     norm["rounding"] = words.pop("norm", "none")
     return NormCase(name, why, Case("", "", shape=shape, **words), **norm)  # type: ignore[arg-type]
@@ -247,7 +250,7 @@ NORM_CASES = [
     _normed("d112", "7 lanes of 8, fp16", (1, 3, 4, 4, 112), norm="twice", dtype="fp16", weight_dtype="fp16"),
     _normed("d160", "10 lanes of 16", (1, 2, 3, 1, 160)),
     _normed("d192", "12 lanes of 16, q alone", (1, 3, 3, 0, 192), norm="once"),
-    _normed("d512", "the largest head, fp32: two warps of accesses", (1, 2, 2, 1, 512), dtype="fp32", weight_dtype="fp32",
+    _normed("d512", "the largest head, fp32", (1, 2, 2, 1, 512), dtype="fp32", weight_dtype="fp32",
             norm="twice"),
     _normed("d6", "scalar accesses", (1, 4, 3, 2, 6), norm="once"),
     _normed("partial", "what is not rotated is normalised too", (1, 4, 4, 2, 128), rotary_dim=64, norm="once"),
@@ -271,7 +274,7 @@ NORM_CASES = [
     _normed("per-head", "tables of each head", (2, 3, 2, 2, 64), table="per_head", norm="once"),
     _normed("ids", "positions, one outside: NaN", (2, 3, 4, 2, 64), ids="past", table_rows=5, norm="once",
             table="cos_sin_cache"),
-    _normed("mrope", "Qwen3-VL", (1, 4, 4, 2, 64), ids="rows", table_rows=12, norm="twice", layout="thd",
+    _normed("mrope", "Qwen3-VL", (1, 4, 4, 2, 64), ids="shared", table_rows=12, norm="twice", layout="thd",
             options={"mrope_section": (8, 12, 12), "mrope_interleaved": True}),
     _normed("cis-starts", "complex64 rows from a position on, sequence first", (2, 3, 4, 2, 64), table="freqs_cis",
             starts=(2, 0), table_rows=7, layout="sbhd", interleaved=True, rounding="complex64", norm="once"),
@@ -284,6 +287,10 @@ NORM_CASES = [
     _normed("joint-first", "the second is empty", (1, 3, 2, 2, 64), first=3),
     _normed("joint-second", "the first is empty, complex64, no weights", (1, 3, 2, 2, 64), first=0, weights="",
             table="complex", interleaved=True, rounding="complex64"),
+    _normed("joint-two-tables", "tables of each stream, with other strides (Qwen-Image)", (2, 5, 3, 1, 64), first=2,
+            two_tables=True, interleaved=True, norm="once", zero_centered=True),
+    _normed("joint-two-cis", "complex64 rows of each stream", (1, 4, 2, 2, 64), first=3, two_tables=True,
+            table="freqs_cis", interleaved=True, norm="twice", rounding="complex64"),
 ]  # fmt: skip
 
 
@@ -293,10 +300,9 @@ class NormTensors:
 
     streams: list[Tensor | None]
     weights: tuple[Tensor | None, ...]
-    cos: Tensor | None
-    sin: Tensor | None
-    keywords: dict[str, Any]  # of `qk_norm_rope`, the norm's too
+    arguments: dict[str, Any]  # of `qk_norm_rope` beside those: tables, the norm's, the options
     tables: Any  # what the ops take
+    second_tables: tuple[Tensor | None, Tensor | None]
     options: Options
     norm: Norm
 
@@ -304,7 +310,7 @@ class NormTensors:
 def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any) -> NormTensors:
     """The call of a case; `changes` are the options'."""
     call = make(case.rope, device, seed)
-    q, k, cos, sin, keywords = call
+    q, k, _, _, keywords = call
     (_, _, *tables), options = lower(call, **changes)
     generator = torch.Generator().manual_seed(seed + 1)
     streams, number = [q, k], 1
@@ -323,10 +329,25 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
             weights.append(weight.to(DTYPES[case.weight_dtype]).to(device))
     words = {"norm_rounding": case.rounding, "zero_centered": case.zero_centered}
     if number == 1:
-        words |= {"across_heads": case.across_heads}
+        words["across_heads"] = case.across_heads
     else:
-        keywords = {name: value for name, value in keywords.items() if name != "layout"}
-    return NormTensors(streams, tuple(weights), cos, sin, {**keywords, **words}, tuple(tables), options, case.norm)
+        del keywords["layout"]
+    tables, second = _split(tables, case)
+    names = ("cos", "sin") if options.table == "cos_sin" else (options.table,) * 2
+    given = dict(zip(names, tables[:2] if second[0] is None else zip(tables[:2], second)))
+    return NormTensors(
+        streams, tuple(weights), {**keywords, **words, **given}, tuple(tables), second, options, case.norm
+    )  # fmt: skip
+
+
+def _split(tables: list[Any], case: NormCase) -> tuple[list[Any], tuple[Any, Any]]:
+    """The tables of each stream, where it has its own: those of the second are padded, and so have other strides."""
+    cos, sin, *rest = tables
+    if not case.two_tables:
+        return tables, (None, None)
+    first = case.first
+    padded = [torch.cat((t[first:], torch.full_like(t[first:], 9)), -1)[..., : t.shape[-1]] for t in (cos, sin)]
+    return [cos[:first], sin[:first], *rest], (padded[0], padded[0] if sin is cos else padded[1])
 
 
 def random_norm_case(seed: int) -> NormCase:
@@ -352,8 +373,26 @@ def random_norm_case(seed: int) -> NormCase:
     return NormCase(
         f"norm-seed-{seed}", "the unforeseen", case, draw.choice(("none", "once", "twice")), across,
         draw.random() < 0.3, draw.choice(("", "qk", "qk", "qk")), draw.choice((dtype, "fp32")),
-        draw.randint(0, tokens) if joint else None,
+        draw.randint(0, tokens) if joint else None, joint and draw.random() < 0.5,
     )  # fmt: skip
+
+
+def norm_call(call: NormTensors, in_place: bool = False) -> tuple[Tensor | None, ...]:
+    """What the user's function gives."""
+    if len(call.streams) == 6:
+        pairs = (call.streams[:3], call.streams[3:], call.weights[:2], call.weights[2:])
+        return jitrope.qk_norm_rope_joint(*pairs, **call.arguments)  # type: ignore[arg-type]
+    function = jitrope.qk_norm_rope_ if in_place else jitrope.qk_norm_rope
+    return function(*call.streams, *call.weights, **call.arguments)  # type: ignore[arg-type]
+
+
+def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
+    """What the reference gives, on the tensors' device."""
+    arguments = (call.tables, call.options, call.norm)
+    if len(call.streams) == 6:
+        pairs = (call.streams[:3], call.streams[3:], call.weights[:2], call.weights[2:])
+        return reference.qk_norm_rope_joint(*pairs, *arguments, call.second_tables)  # type: ignore[arg-type]
+    return reference.qk_norm_rope(*call.streams, *call.weights, *arguments)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from jitrope.ops import turned_back
 from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
-from jitrope.problem import cache_view, head_views, plan_call
+from jitrope.problem import NormCall, cache_view, head_views, plan_call
 from jitrope.reference import FP8
-from jitrope.spec import Options
+from jitrope.spec import Norm, Options
 
 ROOT = Path(__file__).parent.parent
 
@@ -167,34 +168,77 @@ def test_bench_says_that_it_needs_a_gpu(jitrope) -> None:
     assert "needs a CUDA device" in done.stderr
 
 
-def test_prewarmed_spec_is_what_a_call_asks_for() -> None:
+NORM_CALLS = [
+    Call(48, interleaved=True, width="full", norm="once", weight_dtype="bf16", backward=True),
+    Call(72, interleaved=True, norm="twice", weight_dtype="fp32", two_streams=True, zero_centered=True, backward=True),
+    Call(32, head_dim=64, norm="none", in_place=True),
+    Call(64, head_dim=64, norm="once", across_heads=(32, 32), weight_dtype="bf16", backward=True),
+]
+
+
+@pytest.mark.parametrize("call", [*DEFAULT_CALLS, *NORM_CALLS], ids=str)
+def test_prewarmed_spec_is_what_a_call_asks_for(call: Call) -> None:
     """The kernels that prewarm builds are the ones that a call plans, field for field."""
+    specs = call.specs()
+    wanted = {plan.spec for launch in ("token_linear", "grid_2d") for plan in plans_of(call, launch)}
+    # A rope's gradient may be planned as another call's forward: what is asked of it is its own test's.
+    assert wanted <= set(specs)
+    assert call.backward or wanted == set(specs)
+
+
+def plans_of(call: Call, launch: str):
+    """What calls with aligned, ordinary tensors plan: of a norm its gradient too."""
     import torch
 
-    for call in DEFAULT_CALLS:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        packed = call.packed is not None
-        heads = call.heads - 16 if call.slots else call.heads  # of q; 8 each of k and v go to slots
-        shape = (4096, heads, call.head_dim) if packed else (1, 4096, heads, call.head_dim)
-        q = torch.empty(shape, dtype=dtype[call.dtype], device="meta")
-        rotary = call.rotary_dim or call.head_dim
-        cos = torch.empty(4096, rotary if call.width == "full" else rotary // 2, device="meta")
-        lengths = torch.empty(5, dtype=getattr(torch, call.packed), device="meta") if packed else None
-        ids, slots = (
-            torch.empty(4096, dtype=getattr(torch, kind), device="meta") if kind else None
-            for kind in (call.position_ids, call.slots)
-        )
-        specs = set(call.specs())
-        for launch in ("token_linear", "grid_2d"):
-            options = Options(
-                layout="thd" if packed else "bshd", interleaved=call.interleaved, interleaved_out=call.interleaved,
-                rotary_dim=rotary, table="freqs" if call.angles else "cos_sin", rounding=call.rounding, launch=launch,
-                in_place=call.in_place,
-            )  # fmt: skip
-            inputs, outputs = head_views(q, None, options)
-            if slots is not None:
-                k = torch.empty(1, 4096, 8, 128, dtype=q.dtype, device="meta").unsqueeze(3)
-                cache = torch.empty(99, 8, 128, dtype=FP8 if call.kv_dtype == "fp8" else q.dtype, device="meta")
-                inputs, outputs = (inputs[0], k, k), (outputs[0], cache_view(cache), cache_view(cache))
-            plan, _ = plan_call(inputs, outputs, (cos, cos, lengths, None, ids), slots, options, 132)
-            assert plan.spec in specs
+    def empty(*shape, dtype=None):
+        return torch.empty(shape, dtype=dtype or torch_dtype[call.dtype], device="meta")
+
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+    packed = call.packed is not None
+    parts = 3 if call.two_streams else 2 if call.norm else 1
+    heads = call.heads - 16 if call.slots else call.heads // parts  # of q; 8 each of k and v go to slots
+    rotary = call.rotary_dim or call.head_dim
+    if call.freqs_cis:
+        cos = empty(4096, rotary // 2, dtype=torch.complex64)
+    else:
+        width = rotary if call.width == "full" else rotary // 2
+        cos = empty(4096, width, dtype=torch_dtype[call.table_dtype])
+    lengths = empty(5, dtype=getattr(torch, call.packed)) if packed else None
+    ids, slots = (
+        empty(4096, dtype=getattr(torch, kind)) if kind else None for kind in (call.position_ids, call.slots)
+    )  # fmt: skip
+    options = Options(
+        layout="thd" if packed else "bshd", interleaved=call.interleaved, interleaved_out=call.interleaved,
+        rotary_dim=rotary, table="freqs" if call.angles else "freqs_cis" if call.freqs_cis else "cos_sin",
+        rounding=call.rounding, launch=launch, in_place=call.in_place,
+    )  # fmt: skip
+    tables = (cos, cos, lengths, None, ids)
+    q = empty(4096, heads, call.head_dim) if packed else empty(1, 4096, heads, call.head_dim)
+    if not call.norm:
+        inputs, outputs = head_views(q, None, options)
+        if slots is not None:
+            k = empty(1, 4096, 8, 128).unsqueeze(3)
+            cache = empty(99, 8, 128, dtype=FP8 if call.kv_dtype == "fp8" else q.dtype)
+            inputs, outputs = (inputs[0], k, k), (outputs[0], cache_view(cache), cache_view(cache))
+        yield plan_call(inputs, outputs, tables, slots, options, 132)[0]
+        return
+    q_heads, k_heads = call.across_heads or (heads, heads)
+    q, k = empty(1, 4096, q_heads, call.head_dim), empty(1, 4096, k_heads, call.head_dim)
+    weights = [
+        empty(call.head_dim * (h if call.across_heads else 1), dtype=torch_dtype[call.weight_dtype])
+        if call.weight_dtype
+        else None
+        for h in (q_heads, k_heads)
+    ]
+    norm = Norm(call.norm, bool(call.across_heads), call.zero_centered)
+    if call.two_streams:
+        views, out = ([empty(1, n, heads, 1, call.head_dim) for _ in range(3)] for n in (2048, 4096))
+        second_tables = (cos, cos) if call.two_tables else ()
+        normed = NormCall(norm, (*weights, *weights), tuple(views), second_tables)
+        yield plan_call(tuple(views), tuple(out), tables, None, options, 132, normed)[0]
+    else:
+        yield plan_call(*head_views(q, k, options), tables, None, options, 132, NormCall(norm, tuple(weights)))[0]
+    if call.backward:
+        back = Options(*turned_back(tuple(options)))._replace(rounding="complex64")
+        normed = NormCall(norm._replace(rounding="none"), tuple(weights), grads=head_views(q, k, back)[0][:2])
+        yield plan_call(*head_views(q, k, back), tables, None, back, 132, normed)[0]

@@ -14,12 +14,13 @@ import torch
 
 from jitrope import compiler
 from jitrope.errors import CompileError
+from jitrope.ops import turned_back
 from jitrope.prewarm import DEFAULT_CALLS, Call
-from jitrope.problem import head_views, plan_call
+from jitrope.problem import NormCall, head_views, plan_call
 from jitrope.render import Source, render
 from jitrope.spec import Options, RopeSpec
 
-from .cases import CASES, lower, make
+from .cases import CASES, NORM_CASES, NormCase, lower, make, make_norm
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Beside them the largest block, in which a thread has the fewest registers, with the widest tables.
@@ -45,12 +46,56 @@ LARGEST = [
     Call(16, head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True, interleaved_out=False, angles=True,
          backward=True),
 ]  # fmt: skip
+# With a norm in front. FLUX and HunyuanVideo, Qwen-Image, both streams at once, Wan, LTX, a language model's
+# prefill and decode, and what the least usual ones hold of a head.
+BF16 = {"weight_dtype": "bf16"}
+NORMS = [
+    Call(48, interleaved=True, norm="once", **BF16, backward=True),
+    Call(48, interleaved=True, width="full", norm="once", **BF16),
+    Call(48, interleaved=True, freqs_cis=True, rounding="complex64", norm="twice", **BF16, in_place=True),
+    Call(72, interleaved=True, norm="once", **BF16, two_streams=True),
+    Call(72, norm="twice", weight_dtype="fp32", two_streams=True, zero_centered=True),
+    Call(24, norm="once", **BF16, across_heads=(12, 12), interleaved=True, in_place=True, backward=True),
+    Call(80, norm="once", **BF16, across_heads=(40, 40), interleaved=True, in_place=True, backward=True),
+    Call(40, norm="once", **BF16, across_heads=(40,), interleaved=True),
+    Call(64, head_dim=64, norm="once", **BF16, across_heads=(32, 32), rounding="addcmul", backward=True),
+    Call(40, norm="none", **BF16, position_ids="int64", backward=True),
+    Call(40, norm="twice", **BF16, rounding="dtype", position_ids="int64", in_place=True),
+    Call(40, norm="twice", **BF16, position_ids="int64", mrope_section=(24, 20, 20), mrope_interleaved=True),
+    Call(24, head_dim=256, norm="once", weight_dtype="fp32", zero_centered=True, rotary_dim=64, backward=True),
+    Call(48, head_dim=64, norm="twice", **BF16), Call(32, head_dim=80, norm="once", **BF16),
+    Call(32, head_dim=96, norm="once", **BF16, rounding="complex128", table_dtype="fp64", interleaved=True),
+    Call(32, dtype="fp32", weight_dtype="fp32", norm="once", backward=True),
+    Call(16, head_dim=512, norm="none", **BF16), Call(24, norm="once", interleaved=True),
+]  # fmt: skip
+# And roundings alone.
+LARGEST += [
+    Call(48, rounding="complex128", table_dtype="fp64", interleaved=True, backward=True),
+    Call(40, rounding="dtype", table_dtype="bf16", width="full", backward=True), Call(48, rounding="addcmul"),
+]  # fmt: skip
+LARGEST += NORMS
 PREWARM = list(dict.fromkeys(spec for call in [*DEFAULT_CALLS, *LARGEST] for spec in call.specs()))
 
 
 @cache
 def compiled(spec: RopeSpec, arch: str) -> tuple[bytes, str]:
     return compiler.compile_source(render(spec), arch, ("--ptxas-options=-v",))
+
+
+# Norms that are held to fewer registers than they would take: bytes that a thread keeps elsewhere, at most.
+SPILLS = {
+    # Two rows of 40 heads, their gradients and sums: 320 threads, of which one block has 168 registers each.
+    "qk_norm_rope_backward_bf16_d128_interleaved_fp32_half_table_backward_complex64_round_none_across_40_40": 88,
+    "qk_norm_rope_backward_bf16_d256r64_halves": 16,
+    # 64 to 80 registers, so that as many threads are there as hide what memory takes.
+    "qk_norm_rope_bf16_d64_halves_fp32_half_table_forward_round_twice_token_linear": 8,
+    "qk_norm_rope_bf16_d80_halves_fp32_half_table_forward_round_once_token_linear": 40,
+    "qk_norm_rope_bf16_d96_interleaved_fp64_half_table_forward_complex128_round_once_token_linear": 144,
+}
+
+
+def allowed_to_spill(spec: RopeSpec) -> int:
+    return next((size for name, size in SPILLS.items() if spec.name.startswith(name)), 0)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -65,9 +110,10 @@ def test_prewarm_specs_compile_without_spills(arch: str) -> None:
         # sincosf keeps 32 bytes for arguments past 105,615. A kernel held to 40 registers may lack one, which
         # it stores once and loads twice.
         tight = spec.angles and spec.full_width
-        assert stack <= (40 if spec.angles else 0), spec.name
-        assert stores <= (4 if tight else 0), spec.name
-        assert loads <= (8 if tight else 0), spec.name
+        spills = allowed_to_spill(spec)
+        assert stack <= max(40 if spec.angles else 0, spills), spec.name
+        assert stores <= max(4 if tight else 0, spills), spec.name
+        assert loads <= max(8 if tight else 0, spills), spec.name
 
 
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
@@ -78,6 +124,27 @@ def test_every_case_compiles(arch: str) -> None:
         (q, k, *tables), options = lower(make(case))
         plan, _ = plan_call(*head_views(q, k, options), tuple(tables), None, options, 132)
         assert compiler.compile_source(render(plan.spec), arch)[0].startswith(b"\x7fELF")
+    for case in NORM_CASES[number :: len(ARCHS) + 1]:
+        for spec in norm_specs(case):
+            assert compiler.compile_source(render(spec), arch)[0].startswith(b"\x7fELF")
+
+
+def norm_specs(case: NormCase) -> list[RopeSpec]:
+    """The kernels of a case and, unless it is a joint one, of its gradient."""
+    call = make_norm(case)
+    tables = call.tables
+    if case.first is not None:
+        parts = [tuple(x.unsqueeze(3) for x in xs) for xs in (call.streams[:3], call.streams[3:])]
+        out = [torch.empty(*a.shape[:1], a.shape[1] + b.shape[1], *a.shape[2:], dtype=a.dtype) for a, b in zip(*parts)]
+        second_tables = tuple(x for x in call.second_tables if x is not None)
+        normed = NormCall(call.norm, call.weights, parts[1], second_tables)
+        return [plan_call(parts[0], tuple(out), tables, None, call.options, 132, normed)[0].spec]
+    views = head_views(*call.streams, call.options)
+    specs = [plan_call(*views, tables, None, call.options, 132, NormCall(call.norm, call.weights))[0].spec]
+    back = Options(*turned_back(tuple(call.options)))._replace(rounding="complex64")
+    views = head_views(*call.streams, back)
+    normed = NormCall(call.norm._replace(rounding="none"), call.weights, grads=views[0][:2])
+    return [*specs, plan_call(*views, tables, None, back, 132, normed)[0].spec]
 
 
 @pytest.mark.parametrize("which", ["q", "cos", "ids"])
@@ -122,7 +189,9 @@ ALIGNED = [s for s in PREWARM if s.dtype == "bf16" and s.vec == 8 and "fp8" not 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_aligned_kernels_move_16_bytes_an_access(arch: str, tmp_path: Path) -> None:
     assert len(ALIGNED) > 10
-    for spec in ALIGNED:
+    turn = {"sm_80": 0, "sm_90": None, "sm_100": 1}[arch]  # norms are many, and large: of two in turn
+    norms = [spec for spec in ALIGNED if spec.norm]
+    for spec in [spec for spec in ALIGNED if not spec.norm] + (norms if turn is None else norms[turn::2]):
         text = disassemble(compiled(spec, arch)[0], tmp_path)
         found = instructions(text)
         loads = [name for name in found if name.startswith("LDG")]
@@ -136,8 +205,11 @@ def test_aligned_kernels_move_16_bytes_an_access(arch: str, tmp_path: Path) -> N
         assert len(loads) - len(narrow_loads) >= spec.chunks + (0 if shares or per_entry else 2), spec.name
         assert bool(narrow_loads) == (shares or per_entry or integers), (spec.name, narrow_loads)
         assert stores, spec.name
-        assert all(".128" in name for name in stores), spec.name
-        assert spec.angles or not [name for name in found if name.startswith(("LDL", "STL"))], spec.name
+        wide = [name for name in stores if ".128" in name]
+        # A block of a norm's gradient stores its sums of the weights' gradients one by one, once.
+        assert wide if spec.gradient and spec.weight_dtype else len(wide) == len(stores), spec.name
+        local = [name for name in found if name.startswith(("LDL", "STL"))]
+        assert spec.angles or allowed_to_spill(spec) or not local, spec.name
         assert not DIVISION.search(text), spec.name
 
 

@@ -151,25 +151,69 @@ def test_tables_that_stay_on_the_cpu() -> None:
 
 
 def test_tables_are_converted_once_and_not_kept_for_ever() -> None:
-    table = torch.rand(1, 8, 1, 16)
-    first = tables.kept(tables.even, table)
-    other = tables.kept(tables.odd, table)
-    assert tables.kept(tables.even, table) is first
-    assert tables.kept(tables.odd, table) is other
+    table = torch.rand(8, 6, 2, 2)
+    first = tables.kept(tables.columns, table)
+    other = tables.kept(tables.no_turn, table, 3)
+    assert tables.kept(tables.columns, table) is first
+    assert tables.kept(tables.no_turn, table, 3) is other
     table.mul_(2)
-    second = tables.kept(tables.even, table)
-    assert torch.equal(second, table[..., 0::2])
-    assert torch.equal(tables.kept(tables.odd, table), table[..., 1::2])
+    cos, sin = tables.kept(tables.columns, table)
+    assert torch.equal(cos, table[..., 0, 0])
+    assert torch.equal(sin, table[..., 1, 0])
     before = len(tables._tables)
     del table
     assert len(tables._tables) == before - 1
 
 
-def test_conjugated_tables() -> None:
-    table = torch.polar(torch.ones(4, 3), torch.rand(4, 3))
-    cos, sin = tables.planes(table.conj())
-    assert torch.equal(cos, table.real)
-    assert torch.equal(sin, -table.imag)
+def test_tables_kept_in_inference_mode_serve_in_training() -> None:
+    table = torch.rand(8, 6, 2, 2)
+    with torch.inference_mode():
+        kept = tables.kept(tables.columns, table)
+    x = torch.rand(1, 8, 3, 12, requires_grad=True)
+    jitrope.apply_rope(x, None, *tables.kept(tables.columns, table), interleaved=True)[0].sum().backward()
+    assert tables.kept(tables.columns, table) is kept
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_conjugated_tables(dtype) -> None:
+    x, table = torch.randn(2, 4, 3, 16), torch.polar(torch.ones(1, 4, 8), torch.rand(1, 4, 8)).to(dtype)
+
+    def host(x, freqs_cis):  # what hosts with complex tables do
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * freqs_cis.unsqueeze(2)).flatten(3).type_as(x)
+
+    before = counting.calls["host"]
+    turned = ropes.complex_rows(host, x, table.conj())
+    assert torch.equal(turned, host(x, table.conj()))
+    assert not torch.equal(turned, host(x, table))
+    assert counting.calls["host"] == before
+
+
+def test_tables_are_read_where_they_are(monkeypatch) -> None:
+    """Views of the host's: of real, complex and packed ones."""
+    seen = []
+
+    def rotated(x, *arguments, **words):
+        seen.extend(t for t in (*arguments, words.get("freqs_cis")) if isinstance(t, torch.Tensor))
+        return jitrope.apply_rope(x, *arguments, **words)
+
+    monkeypatch.setattr(ropes, "apply_rope", rotated)
+    x, (cos, sin) = torch.randn(2, 6, 3, 16), full_tables()
+    both, table = torch.cat((cos, sin), -1)[None], torch.complex(cos[:, ::2], sin[:, ::2])
+    calls = (
+        (ropes.wan, (x, cos[None, :, None], sin[None, :, None])),
+        (ropes.helios, (x, both)),
+        (ropes.qwen, (x, table, False)),
+        (ropes.any_flow, (x.transpose(1, 2), table.to(torch.complex128)[None, None])),
+    )
+    for rope, (rotates, *host_tables) in calls:
+        seen.clear()
+        before = len(tables._tables)
+        rope(None, rotates, *host_tables)
+        assert len(tables._tables) == before
+        theirs = {t.untyped_storage().data_ptr() for t in host_tables if isinstance(t, torch.Tensor)}
+        assert {t.untyped_storage().data_ptr() for t in seen} == theirs
 
 
 # ---- replacing --------------------------------------------------------------------------------------

@@ -444,7 +444,7 @@ def test_without_norms() -> None:
     model, inputs = prepared("QwenImageTransformer2DModel")
     for attention in attentions(model):
         attention.norm_q = attention.norm_k = attention.norm_added_q = attention.norm_added_k = None
-    same_as_stock(model, inputs, {"jitrope": 2 * 2})
+    same_as_stock(model, inputs, {"jitrope": 4 * 2})
 
 
 def test_norms_without_weights() -> None:
@@ -523,26 +523,70 @@ def test_norm_of_refuses() -> None:
 # ---- tables -----------------------------------------------------------------------------------------------------
 
 
-def test_joined_real_tables() -> None:
-    first, second = torch.randn(3, 4), torch.randn(5, 4)
-    assert torch.equal(norms.joined(first, second), torch.cat((first, second)))
+# What is kept beside the tables of the host, by the zoo's name: rows that turn nothing.
+KEPT = {
+    "HunyuanVideoTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel", "HunyuanVideo15Transformer3DModel",
+    "HunyuanImageTransformer2DModel", "MotifVideoTransformer3DModel", "JoyImageEditTransformer3DModel",
+}  # fmt: skip
 
 
-def test_joined_tables_are_made_once_and_not_kept_for_ever() -> None:
-    first, second = (torch.randn(n, 4, dtype=torch.complex64) for n in (3, 5))
-    cos, sin = norms.joined(first, second)
-    both = torch.cat((first, second))
-    assert torch.equal(cos, both.real)
-    assert torch.equal(sin, both.imag)
-    assert norms.joined(first, second)[0] is cos
-    second.mul_(2)
-    assert torch.equal(norms.joined(first, second)[0][3:], second.real)
-    third = second.clone()
-    changed = norms.joined(first, third)
-    assert norms.joined(first, third)[0] is changed[0]
-    before = len(norms._joined)
-    del first
-    assert len(norms._joined) == before - 1
+@pytest.mark.parametrize("name", CALLS)
+def test_no_copies_of_tables_are_kept(name, monkeypatch) -> None:
+    made = []
+
+    def kept(convert, table, *arguments):
+        made.append((convert(table, *arguments), table))
+        return made[-1][0]
+
+    model, inputs = prepared(name)
+    for module in (fused, norms, integration.ropes, integration.tables):
+        if hasattr(module, "kept"):
+            monkeypatch.setattr(module, "kept", kept)
+    same_as_stock(model, inputs, {"fused": CALLS[name]})
+    assert bool(made) == (name in KEPT)
+    for tensors, table in made:
+        assert sum(t.untyped_storage().nbytes() for t in tensors) == 2 * table[:1].nbytes
+
+
+def test_a_stream_that_is_not_rotated_has_one_row() -> None:
+    table = torch.rand(7, 4)
+    cos, sin = norms.kept(norms.no_turn, table, 5)
+    assert torch.equal(cos, torch.ones(5, 4))
+    assert torch.equal(sin, torch.zeros(5, 4))
+    assert norms.kept(norms.no_turn, table, 5)[0] is cos
+    assert cos.untyped_storage().nbytes() == table[:1].nbytes
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_norms_of_two_streams_that_are_called(dtype) -> None:
+    """Each stream's own rope, or none for the second."""
+    for name, rotated in (("QwenImageTransformer2DModel", 4), ("HunyuanVideoTransformer3DModel", 2)):
+        model, inputs = prepared(name, dtype=dtype)
+        forward_hook(attentions(model)[0])
+        same_as_stock(model, inputs, {"fused": CALLS[name] - 1, "jitrope": rotated})
+
+
+@pytest.mark.parametrize("change", ["none", "hooked", "gradients", "called"])
+def test_text_and_image_of_one_projection(change) -> None:
+    """HunyuanVideo's: the image's tokens are rotated, all are normalised; in place where nobody else has them."""
+    model, inputs = prepared("HunyuanVideoTransformer3DModel")
+    single = [m for m in attentions(model) if m.add_q_proj is None]
+    assert single
+    calls = CALLS["HunyuanVideoTransformer3DModel"]
+    expected = {"fused": calls}
+    for attention in single:
+        if change == "hooked":
+            attention.to_q.register_forward_hook(lambda *_: None)
+        if change == "called":
+            forward_hook(attention)
+            expected = {"fused": calls - len(single), "jitrope": 2 * len(single)}
+    if change == "gradients":
+        with integration.enable(model) as report:
+            out = zoo.forward(model, inputs)
+        assert torch.equal(out, zoo.forward(model, inputs))
+        assert report.calls["fused"] == calls
+    else:
+        same_as_stock(model, inputs, expected)
 
 
 # ---- which hosts ------------------------------------------------------------------------------------------------
@@ -617,6 +661,30 @@ def test_another_version_of_the_host_gets_its_rope_replaced(monkeypatch, tmp_pat
     report = same_as_stock(model, inputs, {"jitrope": 6})
     assert not report.fused
     assert "not that which jitrope stands for" in report.notes["FluxAttnProcessor"]
+
+
+def test_a_host_that_finds_its_rope_elsewhere_is_fused(monkeypatch, tmp_path) -> None:
+    """diffusers 0.40 and 0.41 take Qwen-Image's rope from a table: its name is not in the code."""
+    from diffusers.models.transformers import transformer_qwenimage as module
+
+    host = module.QwenDoubleStreamAttnProcessor2_0
+    model, inputs = prepared("QwenImageTransformer2DModel")
+    changed = inspect.getsource(host.__call__).replace("apply_rotary_emb_qwen(", "ROPES['any'](")
+    assert "ROPES" in changed
+    path = tmp_path / "changed.py"
+    path.write_text(f"if True:\n{changed}")
+    names: dict = {}
+    exec(compile(path.read_text(), path, "exec"), host.__call__.__globals__, names)
+    monkeypatch.setattr(module, "ROPES", {"any": module.apply_rotary_emb_qwen}, raising=False)
+    monkeypatch.setattr(host, "__call__", names["__call__"])
+    known = {**fused.FINGERPRINTS, host.__name__: {fused.fingerprint(host.__call__)}}
+    monkeypatch.setattr(fused, "FINGERPRINTS", known)
+    report = same_as_stock(model, inputs, {"fused": 2})
+    assert "does not call apply_rotary_emb_qwen; calls that are not fused are the host's" in str(report)
+    with torch.autocast("cpu", BF16):
+        same_as_stock(model, inputs, {"host": 2})
+    with pytest.raises(jitrope.JitropeError, match="apply_rotary_emb_qwen; this version is not supported"):
+        integration.enable(model, fuse_norm=False)
 
 
 def test_rope_alone_on_demand() -> None:

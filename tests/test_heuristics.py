@@ -14,8 +14,10 @@ BASE = RopeProblem(
     interleaved_out=False, conjugate=False, angles=False, full_width=False, per_head=False, packed_table=False,
     rounding="fp32", in_place=False, index_dtype=None, start_dtype=None, cp_size=1, position_dtype=None,
     sections=(), spread=False, slot_dtype=None, page_size=0, k_too=False, q_out="bf16", kv_out="bf16",
-    q_per_group=1, values=False, batch_inner=False, wide=False, batch=1, tokens=4608, heads=48,
-    num_sequences=0, max_seqlen=0,     vec_limit=8, table_vec_limit=4, launch="auto", sm_count=132,
+    norm="", across_heads=False, row_heads=(), zero_centered=False, weight_dtype=None, two_streams=False,
+    two_tables=False, gradient=False, q_per_group=1, values=False, batch_inner=False, wide=False, batch=1, tokens=4608,
+    heads=48, q_heads=24, num_sequences=0, max_seqlen=0, vec_limit=8, table_vec_limit=4, table_step_limit=1,
+    weight_vec_limit=1, launch="auto", sm_count=132,
 )  # fmt: skip
 
 
@@ -72,6 +74,8 @@ def test_launch_and_its_reason(changes, launch, reason) -> None:
         ({"table_vec_limit": 1}, 8, 2, 1),
         ({"full_width": True, **PAIRS}, 8, 2, 4),
         ({"table_dtype": "bf16", "table_vec_limit": 8, **PAIRS}, 8, 2, 4),
+        ({"table_step_limit": 2, "table_vec_limit": 2}, 8, 2, 2),
+        ({"table_dtype": "fp64", "rounding": "complex128", "table_vec_limit": 2}, 8, 2, 2),
     ],
 )
 def test_widest_access(changes, vec, chunks, table_vec) -> None:
@@ -103,6 +107,83 @@ def test_every_plan_fits_cudas_limits() -> None:
                         assert 0 < found.grid[1] <= heuristics.MAX_GRID_Y
                         covered = found.grid[0] * found.spec.tokens_per_block
                         assert covered >= tokens
+
+
+NORM = {"norm": "once", "weight_dtype": "bf16", "weight_vec_limit": 8}
+GRADIENT = {**NORM, "gradient": True, "conjugate": True}
+
+
+def across(q_heads: int, k_heads: int = 0, **changes):
+    """The changes of a norm across so many heads."""
+    rows = (q_heads, k_heads) if k_heads else (q_heads,)
+    return {**NORM, "across_heads": True, "row_heads": rows, "heads": sum(rows), "q_heads": q_heads, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "launch", "tokens", "at_once", "each", "grid"),
+    [
+        (NORM, "token_linear", 1, 24, 2, (4608, 1)),  # neighbouring heads share a thread, if they are all q's
+        ({**NORM, "heads": 40, "q_heads": 32}, "token_linear", 1, 20, 2, (4608, 1)),
+        ({**NORM, "heads": 7, "q_heads": 4}, "token_linear", 4, 7, 1, (1152, 1)),
+        ({**NORM, "heads": 8, "q_heads": 7}, "token_linear", 4, 8, 1, (1152, 1)),
+        ({**NORM, "per_head": True}, "token_linear", 1, 48, 1, (4608, 1)),
+        ({**NORM, "heads": 72, "two_streams": True, "values": True}, "token_linear", 1, 36, 2, (4608, 1)),
+        ({**NORM, "tokens": 3, "heads": 40, "q_heads": 32}, "grid_2d", 1, 8, 1, (3, 5)),  # few: accesses of 8 bytes
+        ({**NORM, "head_dim": 80, "rotary_dim": 80}, "token_linear", 1, 24, 2, (4608, 1)),  # 5 lanes, teams of 8
+        (across(12, 12), "token_linear", 2, 4, 1, (2304, 1)),  # a warp a row
+        (across(40, 40), "token_linear", 2, 4, 1, (2304, 1)),
+        (across(48, 12), "token_linear", 2, 4, 1, (2304, 1)),
+        (across(49, 12), "token_linear", 1, 8, 1, (4608, 1)),  # two warps
+        (across(40), "token_linear", 4, 4, 1, (1152, 1)),
+        (across(32, 32, head_dim=64, rotary_dim=64), "token_linear", 2, 8, 1, (2304, 1)),
+        (across(12, 12, launch="grid_2d"), "token_linear", 2, 4, 1, (2304, 1)),
+        (across(12, 12, gradient=True), "token_linear", 1, 8, 1, None),  # a few blocks an SM walk the tokens
+        (across(40, 40, gradient=True), "token_linear", 1, 20, 1, None),
+        ({**GRADIENT, "tokens": 5}, "token_linear", 1, 24, 2, (5, 1)),  # as many blocks as there are tokens
+        ({**GRADIENT, "launch": "grid_2d"}, "token_linear", 1, 24, 2, None),
+    ],
+)  # fmt: skip
+def test_norm_plans(changes, launch, tokens, at_once, each, grid) -> None:
+    found = plan(replace(BASE, **changes))
+    spec = found.spec
+    assert (spec.launch, spec.tokens_per_block, spec.heads_per_block, spec.heads_per_thread) == (
+        launch, tokens, at_once, each,
+    )  # fmt: skip
+    if grid is None:
+        assert 128 < spec.blocks_per_sm * found.block <= 512  # threads an SM
+        grid = (132 * spec.blocks_per_sm, 1)
+    assert found.grid == grid
+    assert spec.team & (spec.team - 1) == 0
+    assert spec.team >= spec.lanes
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("across_heads", [False, True])
+def test_every_norm_plan_fits_cudas_limits(across_heads: bool, gradient: bool) -> None:
+    """Also with an element an access, as of `out.sum().backward()`, whose gradient has strides of 0."""
+    for heads in (1, 3, 12, 24, 40, 64, 128):
+        for head_dim in (6, 64, 72, 80, 128, 256, 512):
+            for vec in (1, 2, 8):
+                for dtype in ("bf16", "fp32"):
+                    changes = across(heads, heads) if across_heads else {**NORM, "heads": 2 * heads, "q_heads": heads}
+                    vec_limit = min(vec, 8 if dtype == "bf16" else 4)
+                    if across_heads and heads * head_dim > 16_384:
+                        continue
+                    found = plan(
+                        replace(BASE, **changes, head_dim=head_dim, rotary_dim=head_dim, vec_limit=vec_limit,
+                                gradient=gradient, dtype=dtype, q_out=dtype, kv_out=dtype)
+                    )  # fmt: skip
+                    spec = found.spec
+                    case = (heads, head_dim, vec, dtype)
+                    assert 0 < found.block <= 1024, case
+                    assert found.block % 32 == 0, case
+                    assert found.grid[1] <= heuristics.MAX_GRID_Y, case
+                    if gradient and not across_heads:  # a row of sums for each team, in shared memory
+                        assert found.block // spec.team * head_dim * 4 <= 48 << 10, case
+                    row_threads = spec.team * (spec.heads_per_block if across_heads else 1)
+                    assert row_threads <= 32 or row_threads % 32 == 0, case
+                    if not gradient:
+                        assert found.grid[0] * spec.tokens_per_block >= BASE.tokens, case
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 64])

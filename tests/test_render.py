@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,25 +17,47 @@ from jitrope.prewarm import DEFAULT_CALLS, Call
 from jitrope.spec import RopeSpec
 
 SPEC = Call(40).specs()[0]
+NORM_SPEC, *_, GRADIENT_SPEC = Call(40, norm="once", weight_dtype="bf16", backward=True).specs()
+ACROSS_SPEC = Call(80, norm="twice", weight_dtype="bf16", across_heads=(40, 40)).specs()[0]
+SPECS = pytest.mark.parametrize("spec", [SPEC, NORM_SPEC, ACROSS_SPEC, GRADIENT_SPEC], ids=lambda spec: spec.name)
 TEMPLATES = Path(__file__).parent.parent / "templates"
+ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
+PARAMETERS = {"heads.cuh.jinja", "norm.cuh.jinja"}  # where constants are
 
 
-def test_every_constant_is_used_and_none_is_missing() -> None:
-    text = (TEMPLATES / SPEC.template).read_text()
-    assert meta.find_undeclared_variables(render.environment().parse(text)) == set(SPEC.constants())
+def test_every_template_is_somebodys() -> None:
+    assert {SPEC.template, NORM_SPEC.template, GRADIENT_SPEC.template} == ENTRIES
+    assert {path.name for path in TEMPLATES.glob("*.jinja")} == ENTRIES | PARAMETERS
 
 
-def test_no_jinja_below_the_parameter_block() -> None:
-    text = (TEMPLATES / SPEC.template).read_text()
-    below = text.split("// ------------------------------------------------------------------------")[-1]
+@SPECS
+def test_every_constant_is_used_and_none_is_missing(spec: RopeSpec) -> None:
+    used = set()
+    for text in render._texts(spec.template).values():
+        used |= meta.find_undeclared_variables(render.environment().parse(text))
+    assert used == set(spec.constants())
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES | PARAMETERS))
+def test_no_jinja_below_the_parameter_block(name: str) -> None:
+    text = (TEMPLATES / name).read_text()
+    marker = "// --------------------------------------------------------------------------------------------"
+    assert (marker in text) == (name in PARAMETERS)
+    below = text.split(marker)[-1]
     assert len(below) > 1000
+    if name in ENTRIES:  # which include, and nothing else
+        below = re.sub(r'^{% include "[\w.]+" %}$', "", below, flags=re.MULTILINE)
     assert not re.search(r"{{|{%|{#", below)
+
+
+def test_no_jinja_in_plain_headers() -> None:
     for path in TEMPLATES.glob("*.cuh"):
         assert not re.search(r"{{|{%|{#", path.read_text())
 
 
-def test_rendered_text_is_readable() -> None:
-    text = render.render(SPEC).text
+@SPECS
+def test_rendered_text_is_readable(spec: RopeSpec) -> None:
+    text = render.render(spec).text
     assert text.endswith("}\n")
     assert "\n\n\n" not in text
     for line in text.splitlines():
@@ -42,15 +65,16 @@ def test_rendered_text_is_readable() -> None:
         assert line == line.rstrip()
 
 
-def test_text_is_whole_and_deterministic() -> None:
-    source = render.render(SPEC)
+@SPECS
+def test_text_is_whole_and_deterministic(spec: RopeSpec) -> None:
+    source = render.render(spec)
     assert "#include" not in source.text
-    assert f'extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) {SPEC.entry}' in source.text
-    assert render.render(SPEC) == source
+    blocks = "BLOCKS_PER_SM" if spec.norm else "MIN_BLOCKS"
+    assert f'extern "C" __global__ void __launch_bounds__(THREADS, {blocks}) {spec.entry}(' in source.text
+    assert render.render(spec) == source
 
 
-def test_ingredients_follow_every_field_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = render.ingredients(SPEC)
+def test_ingredients_follow_every_field_and_file() -> None:
     changes = {
         "dtype": "fp16", "table_dtype": "bf16", "head_dim": 64, "rotary_dim": 64, "interleaved": True,
         "conjugate": True, "full_width": True, "per_head": True, "rounding": "complex64", "in_place": True,
@@ -59,14 +83,25 @@ def test_ingredients_follow_every_field_and_file(monkeypatch: pytest.MonkeyPatch
         "packed_table": True, "start_dtype": "int64", "cp_size": 2, "q_per_group": 4, "values": True,
         "batch_inner": True, "position_dtype": "int64", "sections": (16, 48), "spread": True, "one_row": True,
         "wide": True, "slot_dtype": "int64", "page_size": 16, "k_too": True, "q_out": "fp8", "kv_out": "fp8",
+        "norm": "twice", "table_step": 2,
     }  # fmt: skip
-    assert changes.keys() == SPEC.to_dict().keys()
-    for name, value in changes.items():
-        other = replace(SPEC, **{name: value})
-        assert render.ingredients(other) != base, name
-        assert render.render(other).text != render.render(SPEC).text, name
-    for name in ("vec.cuh", "sequences.cuh", "dependents.cuh", "rope.cu.jinja"):
-        assert (TEMPLATES / name).read_text()[:200] in render._texts("rope.cu.jinja")[name]
+    norms_own = {
+        "norm": "none", "across_heads": True, "row_heads": (8,), "zero_centered": True, "weight_dtype": "fp32",
+        "two_streams": True, "two_tables": True, "gradient": True, "weight_vec": 2, "heads_per_thread": 4,
+        "blocks_per_sm": 7,
+    }  # fmt: skip
+    assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys()
+    for spec, fields in ((SPEC, changes), (NORM_SPEC, norms_own)):
+        for name, value in fields.items():
+            other = replace(spec, **{name: value})
+            assert render.ingredients(other) != render.ingredients(spec), name
+            assert render.render(other).text != render.render(spec).text, name
+    for entry in ENTRIES:
+        texts = render._texts(entry)
+        assert texts.keys() >= {"vec.cuh", "sequences.cuh", "dependents.cuh", "heads.cuh.jinja", entry}
+        assert ("norm.cuh.jinja" in texts) == (entry != "rope.cu.jinja")
+        for name, text in texts.items():
+            assert (TEMPLATES / name).read_text() == text
 
 
 def test_missing_constant_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,29 +123,34 @@ def test_other_types_are_refused(value) -> None:
         render.cpp_literal(value)
 
 
-@pytest.mark.parametrize("name", ["rope.cu.jinja", "vec.cuh", "sequences.cuh", "dependents.cuh"])
+@pytest.mark.parametrize("name", sorted(ENTRIES | PARAMETERS | {"vec.cuh", "sequences.cuh", "dependents.cuh"}))
 def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    texts = dict(render._texts("rope.cu.jinja"))
+    spec = next(s for s in (SPEC, NORM_SPEC, GRADIENT_SPEC) if name in render._texts(s.template))
+    texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
-    at = next(i for i, line in enumerate(lines) if i > len(lines) // 2 and line.strip() == "}")
+    at = next(i for i, line in enumerate(lines) if i > len(lines) // 2 and line == "}")
     lines.insert(at + 1, "int broken = nope;")
     texts[name] = "\n".join(lines) + "\n"
     monkeypatch.setattr(render, "_texts", lambda file: {file: texts[file]})
     render.environment.cache_clear()
     try:
         with pytest.raises(CompileError, match=rf'{re.escape(name)}\({at + 2}\): error: identifier "nope"'):
-            compiler.compile_source(render.render(SPEC), "sm_90")
+            compiler.compile_source(render.render(spec), "sm_90")
     finally:
         render.environment.cache_clear()
 
 
 def test_names_are_short_and_different() -> None:
     names = [spec.name for call in DEFAULT_CALLS for spec in call.specs()]
-    assert all(len(name) < 100 for name in names)
+    assert all(len(name) < 120 for name in names)
     assert "rope_bf16_d128_halves_fp32_half_table_forward_token_linear" in names
 
 
-def test_spec_round_trips() -> None:
-    assert RopeSpec.from_dict(SPEC.to_dict()) == SPEC
+@SPECS
+def test_spec_round_trips(spec: RopeSpec) -> None:
+    assert RopeSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_other_fields_are_named() -> None:
     with pytest.raises(ValueError, match="missing \\['vec'\\], unknown \\['width'\\]"):
         RopeSpec.from_dict({**{k: v for k, v in SPEC.to_dict().items() if k != "vec"}, "width": 1})

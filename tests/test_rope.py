@@ -1015,7 +1015,8 @@ REFUSALS = {
         "rounding='complex128' does not go with freqs or cu_seqlens",
     ),
     "complex128-packed": (
-        call(**packed, cu_seqlens=torch.tensor([0, 6]), rounding="complex128"), "does not go with freqs or cu_seqlens",
+        call(**packed, cu_seqlens=torch.tensor([0, 6]), rounding="complex128"),
+        "does not go with freqs or cu_seqlens",
     ),
     "complex128-cis": (
         call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4).cdouble()),

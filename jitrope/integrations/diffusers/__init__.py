@@ -172,7 +172,8 @@ def _replace(part: Any, fuse_norm: bool, report: Report, left: Counter[str]) -> 
 def _twin(host: type, attribute: str, original: Any, call: Any, note: str) -> tuple[type | None, str]:
     """The twin class, or why there is none: another library has put a method into the host's."""
     try:
-        return twin(host, attribute, original, SITES[host.__name__], call), note
+        cls: Any = twin(host, attribute, original, SITES[host.__name__], call)
+        return cls, f"{cls._jitrope_missed}; calls that are not fused are the host's" if cls._jitrope_missed else note
     except JitropeError:
         if other := replaced_by(host, attribute):
             return None, f"its {attribute} is {other}'s, which does not call the host's rope"

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .counting import note
-from .norms import Pair, Parts, Rope, joined, joint, lengthened, norm_alone, norm_of, norm_rope, unfit
-from .tables import even, kept, odd, planes
+from .norms import Pair, Parts, Rope, joint, norm_alone, norm_of, norm_rope, norm_rope_front, unfit
+from .tables import of_pairs
 
 __all__ = ["FINGERPRINTS", "FUSED", "fingerprint", "norm_of"]
 
@@ -87,16 +87,19 @@ def _added_qkv(attn: Any, x: Tensor) -> Parts:
 def _normed(
     attn: Any, q: Tensor, k: Tensor, rope: Rope | None, k_rope: Rope | None, across_heads: bool = False
 ) -> Pair:
-    """q and k as just projected, by their norms and ropes; nobody else's if no hook has seen them."""
-    packed = getattr(attn, "fused_projections", False)
-    fresh = not (packed or attn.to_q._forward_hooks or attn.to_k._forward_hooks)
+    """q and k as just projected, by their norms and ropes."""
     norms = (attn.norm_q, attn.norm_k)
-    return norm_rope(q, k, norms, (rope, k_rope), across_heads=across_heads, fresh=fresh)
+    return norm_rope(q, k, norms, (rope, k_rope), across_heads=across_heads, fresh=_fresh(attn))
+
+
+def _fresh(attn: Any) -> bool:
+    """Whether q and k as just projected are nobody else's: views of nothing, and no hook has seen them."""
+    packed = getattr(attn, "fused_projections", False)
+    return not (packed or attn.to_q._forward_hooks or attn.to_k._forward_hooks)
 
 
 def _complex_rope(table: Tensor) -> Rope:
-    cos, sin = kept(planes, table)
-    return Rope(cos, sin, _COMPLEX[table.dtype])
+    return Rope(freqs_cis=table.resolve_conj(), rounding=_COMPLEX[table.dtype])
 
 
 def _out(attn: Any, x: Tensor) -> Tensor:
@@ -121,7 +124,7 @@ def _flux_qkv(processor: Any, attn: Any, image: Tensor, text: Tensor | None, tab
     if attn.added_kv_proj_dim is None:
         return *_normed(attn, q, k, rope, rope), v
     norms = (attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
-    return joint(_heads(texts, dim), (q, k, v), norms, rope)
+    return joint(_heads(texts, dim), (q, k, v), norms, (rope,))
 
 
 def _flux_like(contiguous: bool) -> Callable[..., Any]:
@@ -232,7 +235,8 @@ def _flux3(
     rope = Rope(*tables)
     q, k, v = _split(_names(self)["_get_qkv_projections"](attn, x), attn.heads)
     q, k = _normed(attn, q.float(), k.float(), rope, rope)
-    return _out(attn, _attend(self, q.to(v.dtype), k.to(v.dtype), v, mask, self._parallel_config))
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    return _out(attn, _attend(self, q, k, v, mask, self._parallel_config))
 
 
 # ---- Qwen-Image --------------------------------------------------------------------------------------------
@@ -256,9 +260,9 @@ def _qwen(
         attention_mask = torch.cat([encoder_hidden_states_mask, ones], dim=1)[:, None, None, :]
     dim = _head_dim(attn)
     norms = (attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k)
-    cos, sin = joined(tables[1], tables[0])
+    ropes = (_complex_rope(tables[1]), _complex_rope(tables[0]))
     texts = _heads(_added_qkv(attn, text), dim)
-    q, k, v = joint(texts, _heads(_qkv(attn, image), dim), norms, Rope(cos, sin, "complex64"))
+    q, k, v = joint(texts, _heads(_qkv(attn, image), dim), norms, ropes)
     del texts
     out = _attend(self, q, k, v, attention_mask, self._parallel_config)
     text, image = out[:, : text.shape[1]], out[:, text.shape[1] :]
@@ -276,7 +280,7 @@ def _wan_rope(tables: Any) -> Rope | None:
     if tables is None:
         return None
     rounding = "fp32" if tables[0].dtype == torch.float32 else "dtype"
-    return Rope(kept(even, tables[0]), kept(odd, tables[1]), rounding)
+    return Rope(*of_pairs(*tables), rounding=rounding)
 
 
 def _wan_like(parallel_everywhere: bool) -> Callable[..., Any]:
@@ -296,16 +300,18 @@ def _wan_like(parallel_everywhere: bool) -> Callable[..., Any]:
         q, k, v = _split(_names(self)["_get_qkv_projections"](attn, x, text), attn.heads)
         q, k = _normed(attn, q, k, rope, rope, across_heads=True)
         parallel = self._parallel_config if text is None or parallel_everywhere else None
-        of_image = None
-        if image is not None:
-            added = _names(self)["_get_added_kv_projections"](attn, image)
-            k_image, v_image = (part.unflatten(2, (attn.heads, -1)) for part in added)
-            k_image = norm_alone(k_image, attn.norm_added_k, across_heads=True)
-            of_image = _attend(self, q, k_image, v_image, None, parallel)
+        of_image = None if image is None else _wan_image(self, attn, q, image, parallel)
         out = _attend(self, q, k, v, attention_mask, parallel)
         return _out(attn, out if of_image is None else out + of_image)
 
     return call
+
+
+def _wan_image(self: Any, attn: Any, q: Tensor, image: Tensor, parallel: Any) -> Tensor:
+    """Attention to an image's own keys and values."""
+    k, v = _split(_names(self)["_get_added_kv_projections"](attn, image), attn.heads)[:2]
+    k = norm_alone(k, attn.norm_added_k, across_heads=True)
+    return _attend(self, q, k, v, None, parallel)
 
 
 def _helios(
@@ -320,8 +326,7 @@ def _helios(
     rope = None
     if rotary_emb is not None:
         rounding = "fp32" if rotary_emb.dtype == torch.float32 else "dtype"
-        cos, sin = kept(_helios_tables, rotary_emb)
-        rope = Rope(cos, sin, rounding)
+        rope = Rope(*of_pairs(*rotary_emb.chunk(2, dim=-1)), rounding=rounding)
     q, k, v = _split(_names(self)["_get_qkv_projections"](attn, x, text), attn.heads)
     q, k = _normed(attn, q, k, rope, rope, across_heads=True)
     if not attn.is_cross_attention and attn.is_amplify_history and x.shape[1] > original_context_length:
@@ -331,11 +336,6 @@ def _helios(
             scale = scale.view(1, 1, -1, 1)
         k = torch.cat([k[:, :history] * scale, k[:, history:]], dim=1)
     return _out(attn, _attend(self, q, k, v, attention_mask, self._parallel_config if text is None else None))
-
-
-def _helios_tables(table: Tensor) -> Pair:
-    cos, sin = table.chunk(2, dim=-1)
-    return even(cos), odd(sin)
 
 
 def _ltx(
@@ -367,7 +367,7 @@ def _ltx_rope(attn: Any, tables: Any, form: str) -> Rope | None:
     if form == "interleaved":
         cos, sin = (table.unflatten(2, (attn.heads, -1)) for table in tables)
         return Rope(cos, sin)
-    return Rope(tables[0].transpose(1, 2), tables[1].transpose(1, 2), "addcmul", interleaved=False)
+    return Rope(tables[0].transpose(1, 2), tables[1].transpose(1, 2), rounding="addcmul", interleaved=False)
 
 
 def _ltx2_unfit(attn: Any, x: Tensor, q_tables: Any, k_tables: Any) -> str:
@@ -439,21 +439,18 @@ def _ltx2_perturbed(
 # ---- Hunyuan, Motif, Joy: image before text, mostly the image alone is rotated ----------------------------------
 
 
-def _text_unrotated(tables: Pair, texts: int) -> Rope:
-    """Cosines of one and sines of zero behind the image's leave the text as it is."""
-    cos, sin = (kept(lengthened, table, texts, rest) for table, rest in zip(tables, (1.0, 0.0)))
-    return Rope(cos, sin)
-
-
 def _hunyuan_qkv(attn: Any, image: Tensor, text: Tensor | None, tables: Pair) -> Parts:
     """The text is projected by weights of its own, or with the image."""
-    rope = Rope(*tables) if text is None else _text_unrotated(tables, text.shape[1])
-    if text is None or attn.add_q_proj is None:
-        x = image if text is None else torch.cat([image, text], dim=1)
-        q, k, v = _split(_qkv(attn, x), attn.heads)
+    rope = Rope(*tables)
+    if text is None:
+        q, k, v = _split(_qkv(attn, image), attn.heads)
         return *_normed(attn, q, k, rope, rope), v
+    if attn.add_q_proj is None:
+        q, k, v = _split(_qkv(attn, torch.cat([image, text], dim=1)), attn.heads)
+        return *norm_rope_front(q, k, (attn.norm_q, attn.norm_k), rope, fresh=_fresh(attn)), v
     norms = (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)
-    return joint(_split(_qkv(attn, image), attn.heads), _split(_added_qkv(attn, text), attn.heads), norms, rope)
+    texts = _split(_added_qkv(attn, text), attn.heads)
+    return joint(_split(_qkv(attn, image), attn.heads), texts, norms, (rope, None))
 
 
 def _hunyuan_like(pair_mask: bool = False, motif: bool = False) -> Callable[..., Any]:
@@ -512,13 +509,10 @@ def _joy(
         reason = unfit(text, text_tables, 2, _REAL, text.shape[1])
     if reason:
         return _host(self, reason)(self, attn, image, text, image_rotary_emb, **kwargs)
-    if text_tables is None:
-        rope = _text_unrotated(tables, text.shape[1])
-    else:
-        rope = Rope(joined(tables[0], text_tables[0]), joined(tables[1], text_tables[1]))
+    ropes = (Rope(*tables), None if text_tables is None else Rope(*text_tables))
     norms = (attn.img_attn_q_norm, attn.img_attn_k_norm, attn.txt_attn_q_norm, attn.txt_attn_k_norm)
     texts = _split(attn.txt_attn_qkv(text).chunk(3, dim=-1), attn.heads)
-    q, k, v = joint(_split(attn.img_attn_qkv(image).chunk(3, dim=-1), attn.heads), texts, norms, rope)
+    q, k, v = joint(_split(attn.img_attn_qkv(image).chunk(3, dim=-1), attn.heads), texts, norms, ropes)
     del texts
     out = _attend(self, q, k, v, None, self._parallel_config)
     return attn.img_attn_proj(out[:, : image.shape[1], :]), attn.txt_attn_proj(out[:, image.shape[1] :, :])

@@ -35,7 +35,8 @@ def ideogram4(self: Any, attn: Any, hidden_states: Tensor, attention_mask: Any, 
     note("jitrope", count=2)
     wide = torch.promote_types(q.dtype, cos.dtype)
     q, k = q.to(wide), k.to(wide)
-    out = _attention(self, *_rotated(q, k, cos, sin, rounding=promoted(q, cos)), v, attn_mask=attention_mask)
+    q, k = _rotated(q, k, cos, sin, rounding=promoted(q, cos))
+    out = _attention(self, q, k, v, attn_mask=attention_mask)
     return attn.to_out[0](out.flatten(2, 3))
 
 

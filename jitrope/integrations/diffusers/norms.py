@@ -6,18 +6,16 @@ and rope alone is jitrope's. Each call of `norm_rope` and `joint` is counted onc
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...norm_rope import qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
 from ...rope import apply_rope
 from .counting import note
-from .tables import planes
+from .tables import kept, lengthened, no_turn
 
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -35,10 +33,11 @@ _DEFAULT_EPS = torch.finfo(torch.float32).eps
 
 
 class Rope(NamedTuple):
-    """Tables and arithmetic of a rotation, as `jitrope.apply_rope` has them."""
+    """Tables and arithmetic of a rotation, as `jitrope.apply_rope` has them: cos and sin, or freqs_cis."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    freqs_cis: Tensor | None = None
     rounding: str = "fp32"
     interleaved: bool = True
 
@@ -100,15 +99,38 @@ def norm_rope(
     note("fused")
     weights, eps, rounding = found
     words: dict[str, Any] = {"eps": eps, "norm_rounding": rounding, "across_heads": across_heads}
-    # Traced, memory is the compiler's. Rotated in place, strided q and k would reach an attention kernel that the
-    # host gives contiguous ones.
-    fresh = fresh and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    call: Any = qk_norm_rope_ if fresh and q.is_contiguous() and k.is_contiguous() else qk_norm_rope
+    call: Any = qk_norm_rope_ if fresh and _overwritable(q, k) else qk_norm_rope
     if ropes[0] is ropes[1] and q.shape[1] == k.shape[1]:
         return call(q, k, *weights, **_words(q, ropes[0]), **words)  # type: ignore[no-any-return]
     q, _ = call(q, None, weights[0], **_words(q, ropes[0]), **words)
     k, _ = call(k, None, weights[1], **_words(k, ropes[1]), **words)
     return q, k
+
+
+def norm_rope_front(q: Tensor, k: Tensor, norms: Sequence[Any], rope: Rope, *, fresh: bool = False) -> Pair:
+    """`norm_rope` where the tokens behind the rows of the table (S, W) are normalised only."""
+    found = _launchable(norms, (q, k))
+    cos: Any = rope.cos
+    sin: Any = rope.sin
+    if isinstance(found, str) or not (fresh and _overwritable(q, k)):
+        cos, sin = (kept(lengthened, table, q.shape[1], rest) for table, rest in ((cos, 1.0), (sin, 0.0)))
+        rope = rope._replace(cos=cos, sin=sin)
+        return norm_rope(q, k, norms, (rope, rope), fresh=fresh)
+    note("fused")
+    weights, eps, rounding = found
+    front, behind = slice(0, cos.shape[0]), slice(cos.shape[0], None)
+    for tokens, words in ((front, _words(q, rope)), (behind, {})):
+        qk_norm_rope_(q[:, tokens], k[:, tokens], *weights, eps=eps, norm_rounding=rounding, **words)
+    return q, k
+
+
+def _overwritable(q: Tensor, k: Tensor) -> bool:
+    """Whether results may stand where q and k, nobody else's, are.
+
+    Traced, memory is the compiler's. Strided ones would reach an attention kernel that the host gives contiguous ones.
+    """
+    watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return not watched and q.is_contiguous() and k.is_contiguous()
 
 
 def norm_alone(x: Tensor, norm: Any, across_heads: bool = False) -> Tensor:
@@ -120,19 +142,26 @@ def norm_alone(x: Tensor, norm: Any, across_heads: bool = False) -> Tensor:
     return qk_norm_rope(x, None, *weights, eps=eps, norm_rounding=rounding, across_heads=across_heads)[0]
 
 
-def joint(first: Parts, second: Parts, norms: Sequence[Any], rope: Rope) -> Parts:
-    """q, k, v of two streams, each (B, S, H, D), as one sequence; the norms of q and k, first's before second's."""
+def joint(first: Parts, second: Parts, norms: Sequence[Any], ropes: Sequence[Rope | None]) -> Parts:
+    """q, k, v of two streams, each (B, S, H, D), as one sequence; the norms of q and k, first's before second's.
+
+    ropes: one for the joint sequence, or the first's, not None, and the second's.
+    """
     found = _launchable(norms, (*first[:2], *second[:2]))
     if not isinstance(found, str) and any(x.dtype != first[0].dtype for x in (first[2], second[2])):
         found = "v has a dtype of its own"
     if isinstance(found, str):
-        note("jitrope", found, 2)
+        note("jitrope", found, 2 * sum(rope is not None for rope in ropes))
         normed = [_called(norm, x, False) for norm, x in zip(norms, (*first[:2], *second[:2]))]
+        if len(ropes) == 2:
+            normed = [_rotated(x, ropes[i // 2]) for i, x in enumerate(normed)]
         q, k = (torch.cat((normed[i], normed[i + 2]), 1) for i in (0, 1))
-        return _rotated(q, rope), _rotated(k, rope), torch.cat((first[2], second[2]), 1)
+        if len(ropes) == 1:
+            q, k = _rotated(q, ropes[0]), _rotated(k, ropes[0])
+        return q, k, torch.cat((first[2], second[2]), 1)
     note("fused")
     (first_q, first_k, second_q, second_k), eps, rounding = found
-    words = {"eps": eps, "norm_rounding": rounding, **_words(first[0], rope)}
+    words = {"eps": eps, "norm_rounding": rounding, **_joint_words(first[0], second[0], ropes)}
     return qk_norm_rope_joint(first, second, (first_q, first_k), (second_q, second_k), **words)
 
 
@@ -176,36 +205,21 @@ def _words(x: Tensor, rope: Rope | None) -> dict[str, Any]:
     """A rope in a call's words. Tables in the model's dtype (Wan) make products of it only of x of that dtype."""
     if rope is None:
         return {}
-    rounding = "fp32" if rope.rounding == "dtype" and x.dtype != rope.cos.dtype else rope.rounding
-    return {"cos": rope.cos, "sin": rope.sin, "rounding": rounding, "interleaved": rope.interleaved}
+    rounding = rope.rounding
+    if rounding == "dtype" and rope.cos is not None and x.dtype != rope.cos.dtype:
+        rounding = "fp32"
+    tables = {"cos": rope.cos, "sin": rope.sin, "freqs_cis": rope.freqs_cis}
+    return {**tables, "rounding": rounding, "interleaved": rope.interleaved}
 
 
-# ---- tables ----------------------------------------------------------------------------------------------
-
-_joined: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def joined(first: Tensor, second: Tensor) -> Any:
-    """Two tables (S, W), one behind the other; complex ones as cosines and sines.
-
-    Kept as long as the first is; made again if one is another or was written to.
-    """
-    if torch.compiler.is_compiling():
-        return _made(first, second)
-    versions = [0 if table.is_inference() else table._version for table in (first, second)]
-    known = _joined.get(first)
-    if known is None or known[0]() is not second or known[1] != versions:
-        known = (weakref.ref(second), versions, _made(first, second))
-        if not (first.is_cuda and torch.cuda.is_current_stream_capturing()):  # else its memory is the graph's
-            _joined[first] = known
-    return known[2]
-
-
-def _made(first: Tensor, second: Tensor) -> Any:
-    both = torch.cat((first, second))
-    return planes(both) if both.is_complex() else both
-
-
-def lengthened(table: Tensor, rows: int, value: float) -> Tensor:
-    """A table (S, W) with so many rows of one value behind it."""
-    return torch.cat((table, table.new_full((rows, table.shape[1]), value)))
+def _joint_words(first: Tensor, second: Tensor, ropes: Sequence[Rope | None]) -> dict[str, Any]:
+    """Each stream's own tables as pairs; those of one that is not rotated are a single row."""
+    words = _words(first, ropes[0])
+    if len(ropes) == 1:
+        return words
+    if ropes[1] is None:
+        own = dict(zip(("cos", "sin"), kept(no_turn, words["cos"], second.shape[1])))
+    else:
+        own = _words(second, ropes[1])
+    names = [name for name in ("cos", "sin", "freqs_cis") if words[name] is not None]
+    return words | {name: (words[name], own[name]) for name in names}

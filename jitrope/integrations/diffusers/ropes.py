@@ -19,7 +19,7 @@ from torch import Tensor
 from ...rope import apply_rope
 from ...spec import MAX_HEAD_DIM
 from .counting import note
-from .tables import columns, even, kept, moved, odd, planes, waves
+from .tables import columns, kept, moved, of_pairs, waves
 
 Rope = Callable[..., Any]
 
@@ -78,7 +78,7 @@ def wan(host: Rope, x: Tensor, freqs_cos: Any, freqs_sin: Any) -> Any:
     reason = misfit(x, freqs_cos, freqs_sin) or rows_misfit(x, "bshd", freqs_cos, 4, width=1)
     if reason:
         return _left(reason, host, x, freqs_cos, freqs_sin)
-    cos, sin = kept(even, freqs_cos), kept(odd, freqs_sin)
+    cos, sin = of_pairs(freqs_cos, freqs_sin)
     return _rotated(x, cos, sin, interleaved=True, rounding=promoted(x, cos))
 
 
@@ -87,7 +87,7 @@ def helios(host: Rope, x: Tensor, freqs_cis: Any) -> Any:
     reason = misfit(x, freqs_cis) or rows_misfit(x, "bshd", freqs_cis, 3, width=2)
     if reason:
         return _left(reason, host, x, freqs_cis)
-    cos, sin = kept(_helios_tables, freqs_cis)
+    cos, sin = of_pairs(*freqs_cis.chunk(2, dim=-1))
     return _rotated(x, cos, sin, interleaved=True, rounding=promoted(x, cos))
 
 
@@ -262,8 +262,7 @@ def wan_animate2(host: Rope, x: Tensor, grid_sizes: Any, freqs: Any, time_stride
     grids = kept(_numbers, grid_sizes)
     if len(grids) != x.shape[0] or any(grid != grids[0] for grid in grids) or math.prod(grids[0]) != x.shape[1]:
         return _left("samples of different or padded grids", host, x, grid_sizes, freqs, time_stride)
-    cos, sin = kept(_grid_tables, freqs, *grids[0], time_stride)
-    return _rotated(x.float(), cos, sin, interleaved=True, rounding="complex128")
+    return _complex(x.float(), kept(_grid_table, freqs, *grids[0], time_stride), "bshd")
 
 
 def sana_wm(host: Rope, x: Tensor, freqs: Any) -> Any:
@@ -295,7 +294,7 @@ def _left(reason: str, host: Rope, *arguments: Any, **words: Any) -> Any:
     return host(*arguments, **words)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, **options: Any) -> Tensor:
     note("jitrope")
     return apply_rope(x, None, cos, sin, **options)[0]
 
@@ -310,10 +309,9 @@ def _rotated_in_dtype(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _complex(x: Tensor, table: Tensor, layout: str, **options: Any) -> Tensor:
-    cos, sin = kept(planes, table)
-    if table.dim() == 4:  # (B, 1, S, D / 2)
-        cos, sin = cos[:, 0], sin[:, 0]
-    return _rotated(x, cos, sin, layout=layout, interleaved=True, rounding=_COMPLEX[table.dtype], **options)
+    rounding = _COMPLEX[table.dtype]
+    table = (table[:, 0] if table.dim() == 4 else table).resolve_conj()  # 4: (B, 1, S, D / 2)
+    return _rotated(x, None, None, freqs_cis=table, layout=layout, interleaved=True, rounding=rounding, **options)
 
 
 def _matrices(host: Rope, x: Tensor, rope: Any) -> Any:
@@ -400,20 +398,14 @@ def _fits_partly(table: Tensor, x: Tensor) -> bool:
     return table.shape[-1] % 2 == 0 and 0 < table.shape[-1] <= x.shape[-1]
 
 
-def _helios_tables(table: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = table.chunk(2, dim=-1)
-    return even(cos), odd(sin)
-
-
 def _numbers(table: Tensor) -> list[list[int]]:
     return table.tolist()  # type: ignore[no-any-return]
 
 
-def _grid_tables(freqs: Tensor, frames: int, height: int, width: int, stride: int) -> tuple[Tensor, Tensor]:
-    """The cosines and sines (S, D / 2) of a grid whose axes have their own parts of the angles."""
+def _grid_table(freqs: Tensor, frames: int, height: int, width: int, stride: int) -> Tensor:
+    """The table (S, D / 2) of a grid whose axes have their own parts of the angles."""
     pairs = freqs.shape[1]
     small = pairs // 3
     parts = freqs.split([pairs - 2 * small, small, small], dim=1)
     axes = (parts[0][: frames * stride : stride, None, None], parts[1][:height, None], parts[2][:width])
-    grid = torch.cat([axis.expand(frames, height, width, -1) for axis in axes], dim=-1)
-    return planes(grid.flatten(0, 2))
+    return torch.cat([axis.expand(frames, height, width, -1) for axis in axes], dim=-1).flatten(0, 2)

@@ -1,4 +1,7 @@
-"""Tables of the host in the form that jitrope reads: converted once, and kept as long as the host keeps its own."""
+"""Tables of the host in the form that jitrope reads: views of them where that will do, for copies take memory.
+
+What has to be converted is converted once, and kept as long as the host keeps its own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def kept(convert: Callable[..., Any], table: Tensor, *arguments: Any) -> Any:
     values = known[1]
     key = (convert, *arguments)
     if key not in values:
-        value = convert(table, *arguments)
+        with torch.inference_mode(False), torch.no_grad():  # what is kept may be used in training too
+            value = convert(table, *arguments)
         if table.is_cuda and torch.cuda.is_current_stream_capturing():
             return value  # its memory is the graph's, and its contents are there when that is replayed
         values[key] = value
@@ -36,10 +40,9 @@ def moved(table: Tensor, device: torch.device) -> Tensor:
     return table if table.device == device else kept(_to, table, device)
 
 
-def planes(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of a complex table."""
-    pairs = torch.view_as_real(table.resolve_conj())
-    return pairs[..., 0].contiguous(), pairs[..., 1].contiguous()
+def of_pairs(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each pair the first cosine and the second sine, as views: half the width of a head."""
+    return cos[..., 0::2], sin[..., 1::2]
 
 
 def columns(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,12 +50,15 @@ def columns(table: Tensor) -> tuple[Tensor, Tensor]:
     return table[..., 0, 0].contiguous(), table[..., 1, 0].contiguous()
 
 
-def even(table: Tensor) -> Tensor:
-    return table[..., 0::2].contiguous()
+def no_turn(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Cosines of one and sines of zero, (rows, W) of a table's width and dtype: one row, seen as many."""
+    width = table.shape[-1]
+    return table.new_ones(1, width).expand(rows, -1), table.new_zeros(1, width).expand(rows, -1)
 
 
-def odd(table: Tensor) -> Tensor:
-    return table[..., 1::2].contiguous()
+def lengthened(table: Tensor, rows: int, value: float) -> Tensor:
+    """A table (S, W) with rows of one value behind it, `rows` in all."""
+    return torch.cat((table, table.new_full((rows - table.shape[0], table.shape[1]), value)))
 
 
 def waves(angles: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,13 +48,21 @@ def replaced_by(host: Any, attribute: str) -> str:
 def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call: Any = None) -> type:
     """A subclass of `host` whose method `attribute`, now `original`, calls our ropes, or is `call`.
 
+    With a `call` the ropes may be missed: then there is no `_jitrope_rope`, and `_jitrope_missed` says why.
+
     Raises:
-        JitropeError: the rope function's name is not in the method's code.
+        JitropeError: the rope function's name is not in the method's code, and there is no `call`.
     """
-    members: dict[str, Any] = {"_jitrope_host": host, "__module__": host.__module__}
-    if sites:
+    members: dict[str, Any] = {"_jitrope_host": host, "__module__": host.__module__, "_jitrope_missed": ""}
+    try:
         redirected = functools.reduce(lambda function, site: _redirected(function, site, host), sites, original)
-        members["_jitrope_rope"] = redirected
+    except JitropeError as error:
+        if call is None:
+            raise JitropeError(f"{error}; this version is not supported") from None
+        members["_jitrope_missed"] = str(error)
+    else:
+        if sites:
+            members["_jitrope_rope"] = redirected
         call = call or redirected
     members[attribute] = _current(host, attribute, original, call)
     cls = type(f"Jitrope{host.__name__}", (host,), members)
@@ -127,7 +135,7 @@ def _copy(function: Any, code: CodeType) -> Any:
 
 def _unsupported(host: Any, name: str) -> JitropeError:
     version = importlib.import_module("diffusers").__version__
-    return JitropeError(f"diffusers {version}: {host.__name__} does not call {name}; this version is not supported")
+    return JitropeError(f"diffusers {version}: {host.__name__} does not call {name}")
 
 
 # A function nested in a method becomes a stub of the same arguments, which calls ours.

@@ -1,0 +1,781 @@
+"""QK-norm + rope: values, the hosts' bits, gradients, torch's machinery, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import jitrope
+from jitrope import norm_rope, reference
+
+from .cases import NORM_CASES, NormCase, make_norm, norm_call, random_norm_case
+from .test_rope import autograd_reference
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+JOINT = [case for case in NORM_CASES if case.first is not None]
+NOT_JOINT = [case for case in NORM_CASES if case.first is None]
+
+
+def named(*names: str) -> list[NormCase]:
+    found = [case for case in NORM_CASES if case.name in names]
+    assert len(found) == len(names)
+    return found
+
+
+def tensors(device: str, dtype: torch.dtype, *shapes, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def tables_of(device: str, rows: int, pairs: int, *lead: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.rand(*lead, rows, pairs, generator=torch.Generator().manual_seed(9)).to(device) * 50
+    return angles.cos(), angles.sin()
+
+
+def assert_equal(got, want) -> None:
+    for a, b in zip(got, want):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+# ---- values against fp64 -----------------------------------------------------------------------------
+
+
+def normed64(x: torch.Tensor, weight: torch.Tensor | None, case: NormCase) -> torch.Tensor:
+    """One row after the other, in fp64."""
+    view = reference.canonical(x, case.rope.layout).double()
+    rows = view.flatten(-2) if case.across_heads else view
+    factor = 1 if weight is None else weight.double() + (1 if case.zero_centered else 0)
+    rows = rows / (rows.square().sum(-1, keepdim=True) / rows.shape[-1] + case.norm.eps).sqrt() * factor
+    rows = rows.reshape(view.shape)
+    order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
+    return rows[0] if case.rope.layout == "thd" else rows.permute(order[case.rope.layout])
+
+
+def values64(case: NormCase, call) -> list[torch.Tensor | None]:
+    """Each head normalised in fp64, then rotated pair by pair."""
+    options = {name: value for name, value in call.arguments.items()
+               if name not in ("norm_rounding", "zero_centered", "across_heads", "cos", "sin")}  # fmt: skip
+    words = {"layout": "bshd", "interleaved": False, **options}
+    tables = call.arguments.get("cos"), call.arguments.get("sin")
+    (q, k), (q_weight, k_weight) = call.streams, call.weights
+    both = [None if x is None else normed64(x, w, case).float() for x, w in ((q, q_weight), (k, k_weight))]
+    others = [x for x in both if x is not None]
+    rotated = autograd_reference(case.rope, *others, *(others if len(others) == 1 else ()), *tables, words)
+    return rotated[: len(others)] + [None] * (2 - len(others))
+
+
+def assert_near(got, want) -> None:
+    for out, expected in zip(got, want):
+        if expected is None or not expected.numel():
+            assert out is expected or out.shape == expected.shape
+            continue
+        rtol = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[out.dtype]
+        size = max(1.0, float(expected.float().nan_to_num(0).abs().max()))
+        torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=rtol / 2 * size, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "case", [*NOT_JOINT, *(c for c in map(random_norm_case, range(40)) if c.first is None)], ids=str
+)
+def test_values_are_those_of_fp64(case: NormCase) -> None:
+    call = make_norm(case)
+    got = norm_call(call)
+    assert_near(got, values64(case, call))
+    for x, out in zip(call.streams, got):
+        assert x is None or (out.dtype == x.dtype and out.shape == x.shape)
+
+
+@pytest.mark.parametrize(
+    "case", [*JOINT, *(c for c in map(random_norm_case, range(40)) if c.first is not None)], ids=str
+)
+def test_joint_is_both_streams_one_behind_the_other(case: NormCase) -> None:
+    """Each stream by itself with its rows of the tables, whose own values are tested; v is copied."""
+    call = make_norm(case)
+    q, k, v = norm_call(call)
+    streams, first = call.streams, case.first
+    parts = []
+    for n in range(2):
+        own = dict(call.arguments)
+        for name in ("cos", "sin", "freqs_cis", "cos_sin_cache"):
+            if name in own:
+                table = own[name]
+                own[name] = table[n] if case.two_tables else table[first:] if n else table[:first]
+        if streams[3 * n].shape[1]:
+            parts.append(jitrope.qk_norm_rope(*streams[3 * n : 3 * n + 2], *call.weights[2 * n : 2 * n + 2], **own))
+    assert_equal((q, k), [torch.cat(pair, 1) for pair in zip(*parts)])
+    assert torch.equal(v, torch.cat((streams[2], streams[5]), 1))
+    for x in (q, k, v):
+        assert x.is_contiguous()
+        assert not {x.data_ptr()} & {y.data_ptr() for y in streams}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_stream_with_cosines_of_one_is_only_normalised(device: str) -> None:
+    """FLUX-like: text in front is not rotated, one call for both."""
+    q1, k1, v1, q2, k2, v2 = tensors(device, torch.bfloat16, *[(2, 3, 4, 64)] * 3, *[(2, 5, 4, 64)] * 3)
+    weights = tensors(device, torch.bfloat16, *[(64,)] * 4, seed=1)
+    cos, sin = tables_of(device, 5, 32)
+    both = torch.cat((torch.ones_like(cos[:3]), cos)), torch.cat((torch.zeros_like(sin[:3]), sin))
+    q, k, v = jitrope.qk_norm_rope_joint((q1, k1, v1), (q2, k2, v2), weights[:2], weights[2:], *both,
+                                         norm_rounding="once", interleaved=True)  # fmt: skip
+    assert torch.equal(q[:, :3], F.rms_norm(q1, (64,), weights[0], 1e-6))
+    assert torch.equal(k[:, :3], F.rms_norm(k1, (64,), weights[1], 1e-6))
+    want = jitrope.qk_norm_rope(q2, k2, *weights[2:], cos, sin, norm_rounding="once", interleaved=True)
+    assert_equal((q[:, 3:], k[:, 3:], v[:, 3:]), (*want, v2))
+
+
+# ---- the hosts' bits ---------------------------------------------------------------------------------
+
+ON_GPU = (64, 128, 256)  # head sizes whose sums of squares follow torch's there
+
+
+def sizes(*all_of_them: int):
+    """(device, head size): on a GPU those that are promised."""
+    return [
+        *(("cpu", dim) for dim in all_of_them),
+        *(pytest.param("cuda", dim, marks=pytest.mark.gpu) for dim in ON_GPU),
+    ]
+
+
+WAYS = [{}, {"interleaved": True}, {"interleaved": True, "rounding": "complex64"}, {"rounding": "dtype"}]
+
+
+@pytest.mark.parametrize("words", WAYS, ids=str)
+@pytest.mark.parametrize(("device", "dim"), sizes(64, 72, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_once_is_torchs_rms_norm(dtype: torch.dtype, device: str, dim: int, words) -> None:
+    for q_shape, k_shape in (((1, 65, 6, dim), (1, 65, 2, dim)), ((2, 3, 4, dim), (2, 3, 4, dim))):
+        q, k, q_weight, k_weight = tensors(device, dtype, q_shape, k_shape, (dim,), (dim,))
+        tables = tables_of(device, q.shape[1], dim // 2)
+        normed = [F.rms_norm(x, (dim,), w, 1e-5) for x, w in ((q, q_weight), (k, k_weight))]
+        want = jitrope.apply_rope(*normed, *tables, **words)
+        got = jitrope.qk_norm_rope(q, k, q_weight, k_weight, *tables, eps=1e-5, norm_rounding="once", **words)
+        assert_equal(got, want)
+        none = jitrope.apply_rope(*(F.rms_norm(x, (dim,), None, 1e-5) for x in (q, k)), *tables, **words)
+        assert_equal(jitrope.qk_norm_rope(q, k, None, None, *tables, eps=1e-5, norm_rounding="once", **words), none)
+        in_place = jitrope.qk_norm_rope_(q, k, q_weight, k_weight, *tables, eps=1e-5, norm_rounding="once", **words)
+        assert_equal(in_place, want)
+        assert in_place[0] is q
+        assert in_place[1] is k
+
+
+def host_norm(name: str, dim: int, weight: torch.Tensor) -> torch.nn.Module:
+    """A library's own RMSNorm."""
+    if name == "diffusers":
+        pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'jitrope[diffusers]'")
+        from diffusers.models.normalization import RMSNorm
+
+        module = RMSNorm(dim, eps=1e-6)
+    else:
+        pytest.importorskip("transformers", reason="transformers is not installed: pip install 'jitrope[diffusers]'")
+        from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+        module = {"llama": LlamaRMSNorm, "qwen3": Qwen3RMSNorm, "gemma": GemmaRMSNorm}[name](dim, eps=1e-6)
+    module.weight.data = weight
+    return module
+
+
+HOST_NORMS = [
+    *(("cpu", dim, dtype) for dim in (64, 72, 96, 128, 256) for dtype in DTYPES),
+    *(pytest.param("cuda", dim, dtype, marks=pytest.mark.gpu) for dim in ON_GPU for dtype in DTYPES[:2]),
+]
+
+
+@pytest.mark.parametrize(("device", "dim", "dtype"), HOST_NORMS)
+@pytest.mark.parametrize("name", ["diffusers", "llama", "qwen3"])
+def test_twice_is_the_hosts_rms_norm(name: str, device: str, dim: int, dtype: torch.dtype) -> None:
+    q, k, q_weight, k_weight = tensors(device, dtype, (2, 33, 6, dim), (2, 33, 2, dim), (dim,), (dim,))
+    tables = tables_of(device, 33, dim // 2)
+    with torch.no_grad():
+        normed = [host_norm(name, dim, w)(x) for x, w in ((q, q_weight), (k, k_weight))]
+    for words in ({}, {"interleaved": True}, {"rounding": "dtype"}):
+        want = jitrope.apply_rope(*normed, *tables, **words)
+        got = jitrope.qk_norm_rope(q, k, q_weight, k_weight, *tables, norm_rounding="twice", **words)
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_centered_is_gemmas(dtype: torch.dtype) -> None:
+    """fp32 weights beside q in bf16 too; and the same as weights that have their one."""
+    q, k = tensors("cpu", dtype, (2, 5, 4, 96), (2, 5, 2, 96))
+    weights = tensors("cpu", torch.float32, (96,), (96,), seed=1)
+    tables = tables_of("cpu", 5, 48)
+    words = {"zero_centered": True, "norm_rounding": "once"}
+    for own in (weights, [w.to(dtype) for w in weights]):
+        with torch.no_grad():
+            normed = [host_norm("gemma", 96, w)(x) for x, w in zip((q, k), own)]
+        assert_equal(jitrope.qk_norm_rope(q, k, *own, *tables, **words), jitrope.apply_rope(*normed, *tables))
+    shifted = [w + 1 for w in weights]
+    assert_equal(
+        jitrope.qk_norm_rope(q, k, *weights, *tables, zero_centered=True),
+        jitrope.qk_norm_rope(q, k, *shifted, *tables),
+    )
+
+
+ACROSS = [("wan", 12, 128, True), ("wan-14b", 40, 128, True), ("ltx", 32, 64, False)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize(("name", "heads", "dim", "interleaved"), ACROSS)
+def test_once_across_heads_is_torchs(name, heads, dim, interleaved, dtype, device) -> None:
+    """Wan's interleaved shared tables, LTX-2's halves with angles of each head."""
+    q, k = tensors(device, dtype, *[(2, 17, heads, dim)] * 2)
+    weights = tensors(device, dtype, *[(heads * dim,)] * 2, seed=1)
+    tables = tables_of(device, 17, dim // 2)
+    words = {"interleaved": interleaved}
+    if name == "ltx":
+        tables = [t.transpose(1, 2) for t in tables_of(device, 17, dim // 2, 2, heads)]
+        words["rounding"] = "addcmul"
+    normed = [F.rms_norm(x.flatten(-2), (heads * dim,), w, 1e-6).view_as(x) for x, w in zip((q, k), weights)]
+    want = jitrope.apply_rope(*normed, *tables, **words)
+    assert_equal(jitrope.qk_norm_rope(q, k, *weights, *tables, across_heads=True, norm_rounding="once", **words), want)
+
+
+# ---- what tensors and tables may be ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+def test_no_table_is_a_norm_alone(layout: str, device: str) -> None:
+    shape = {"bshd": (2, 5, 3, 64), "sbhd": (5, 2, 3, 64), "bhsd": (2, 3, 5, 64), "thd": (5, 3, 64)}[layout]
+    q, k, q_weight, k_weight = tensors(device, torch.bfloat16, shape, shape, (64,), (64,))
+    q_out, k_out = jitrope.qk_norm_rope(q, k, q_weight, k_weight, layout=layout, norm_rounding="once")
+    assert torch.equal(q_out, F.rms_norm(q, (64,), q_weight, 1e-6))
+    assert torch.equal(k_out, F.rms_norm(k, (64,), k_weight, 1e-6))
+    alone, none = jitrope.qk_norm_rope(q, None, q_weight, layout=layout, norm_rounding="once")
+    assert none is None
+    assert torch.equal(alone, q_out)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [7, 45])
+def test_a_norm_alone_of_odd_heads(dim: int, device: str) -> None:
+    q, weight = tensors(device, torch.float32, (1, 3, 2, dim), (dim,))
+    out, _ = jitrope.qk_norm_rope(q, None, weight)
+    torch.testing.assert_close(out, F.rms_norm(q, (dim,), weight, 1e-6))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fake_tensors_leave_nothing_behind(device: str) -> None:
+    """The row of no rotation is kept; a fake one would be met by the next real call."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    norm_rope._one_row.cache_clear()
+    with FakeTensorMode():
+        jitrope.qk_norm_rope(torch.ones(1, 2, 1, 10, device=device), None)
+    with torch.inference_mode():
+        jitrope.qk_norm_rope(torch.ones(1, 2, 1, 12, device=device), None)
+    for dim in (10, 12):
+        q = torch.ones(1, 2, 1, dim, device=device, requires_grad=True)
+        out, _ = jitrope.qk_norm_rope(q, None)
+        torch.testing.assert_close(out, torch.ones_like(q))
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_of_a_wide_projection(device: str) -> None:
+    """FLUX.2: q, k, v and the MLP's input are one row of 55,296 elements."""
+    heads, dim = 48, 128
+    projected, q_weight, k_weight = tensors(device, torch.bfloat16, (1, 9, 55_296), (dim,), (dim,))
+    q, k, v = (part.unflatten(-1, (heads, dim)) for part in projected[..., : 3 * heads * dim].chunk(3, -1))
+    assert q.stride(1) == 55_296
+    tables = tables_of(device, 9, dim // 2)
+    words = {"norm_rounding": "once", "interleaved": True}
+    want = jitrope.qk_norm_rope(q.contiguous(), k.contiguous(), q_weight, k_weight, *tables, **words)
+    assert_equal(jitrope.qk_norm_rope(q, k, q_weight, k_weight, *tables, **words), want)
+    both = [(x[:, :4], x[:, 4:]) for x in (q, k, v)]
+    weights = (q_weight, k_weight)
+    streams = [tuple(part[n] for part in both) for n in range(2)]
+    joint = jitrope.qk_norm_rope_joint(*streams, weights, weights, *tables, **words)
+    assert_equal(joint, (*want, v))
+    rest = projected.clone()
+    jitrope.qk_norm_rope_(q, k, q_weight, k_weight, *tables, **words)
+    assert_equal((q, k), want)
+    assert torch.equal(projected[..., 2 * heads * dim :], rest[..., 2 * heads * dim :])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8), (2, 4, 0, 8)])
+def test_nothing_to_normalise(shape: tuple[int, ...], device: str) -> None:
+    q = torch.empty(shape, device=device, requires_grad=True)
+    weight = torch.ones(8, device=device, requires_grad=True)
+    for tables in ((None, None), tables_of(device, 4, 4)):
+        out, k = jitrope.qk_norm_rope(q, q.clone(), weight, weight, *tables)
+        assert out.shape == k.shape == shape
+        q_grad, weight_grad = torch.autograd.grad(out.sum() + k.sum(), (q, weight))
+        assert q_grad.shape == shape
+        assert torch.equal(weight_grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [(0, 3), (3, 0), (0, 0)])
+def test_a_stream_may_be_empty(tokens: tuple[int, int], device: str) -> None:
+    streams = [tensors(device, torch.float32, *[(2, n, 2, 8)] * 3, seed=n) for n in tokens]
+    for x in (*streams[0], *streams[1]):
+        x.requires_grad_()
+    tables = tables_of(device, 3, 4)
+    q, k, v = jitrope.qk_norm_rope_joint(*streams, None, None, *tables)
+    assert q.shape == k.shape == v.shape == (2, sum(tokens), 2, 8)
+    if sum(tokens):
+        full = streams[0] if tokens[0] else streams[1]
+        assert_equal((q, k), jitrope.qk_norm_rope(*full[:2], None, None, *tables))
+        assert torch.equal(v, full[2])
+    (q.sum() + v.sum()).backward()
+    assert streams[0][0].grad.shape == streams[0][0].shape
+
+
+@pytest.mark.parametrize("case", [c for c in NOT_JOINT if c.rope.strides != "reversed"], ids=str)
+def test_outputs_keep_dense_strides(case: NormCase) -> None:
+    call = make_norm(case)
+    for x, out in zip(call.streams, norm_call(call)):
+        assert x is None or out.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize("case", NOT_JOINT, ids=str)
+def test_in_place_gives_the_same_bits(case: NormCase) -> None:
+    call = make_norm(case)
+    want = norm_call(call)
+    versions = [None if x is None else x._version for x in call.streams]
+    got = norm_call(call, in_place=True)
+    for x, out, expected, version in zip(call.streams, got, want, versions):
+        assert out is x
+        if x is not None:
+            assert torch.equal(x.nan_to_num(9), expected.nan_to_num(9))
+            assert x._version > version
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("which", ["q", "weight"])
+def test_in_place_has_no_gradient(which: str, device: str) -> None:
+    q, weight = tensors(device, torch.float32, (1, 3, 2, 8), (8,))
+    before = q.clone()
+    {"q": q, "weight": weight}[which].requires_grad_()
+    with pytest.raises(jitrope.JitropeError, match="qk_norm_rope_ cannot be differentiated"):
+        jitrope.qk_norm_rope_(q, None, weight)
+    assert torch.equal(q, before)
+    with torch.no_grad():
+        jitrope.qk_norm_rope_(q, None, weight)
+    assert not torch.equal(q, before)
+
+
+# ---- gradients ---------------------------------------------------------------------------------------
+
+
+def oracle(q, k, q_weight, k_weight, cos, sin, *, across_heads=False, zero_centered=False, interleaved=False,
+           rotary_dim=None, rotary_offset=0, eps=1e-6):  # fmt: skip
+    """Differentiable, in fp64, of (B, S, H, D) and tables that broadcast to (B, S, H, rotary_dim / 2)."""
+    outputs = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        if x is None:
+            outputs.append(None)
+            continue
+        rows = x.flatten(-2) if across_heads else x
+        rows = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+        rows = rows if weight is None else rows * (weight + (1 if zero_centered else 0))
+        y = rows.reshape(x.shape)
+        n = rotary_dim or x.shape[-1]
+        index = torch.arange(n).view(-1, 2) if interleaved else torch.arange(n).view(2, -1).T
+        c, s = (t.double() if t.dim() == 4 else t.double()[:, None] for t in (cos, sin))
+        out = list(y.unbind(-1))
+        for pair, (a, b) in enumerate((index + rotary_offset).tolist()):
+            out[a] = y[..., a] * c[..., pair] - y[..., b] * s[..., pair]
+            out[b] = y[..., b] * c[..., pair] + y[..., a] * s[..., pair]
+        outputs.append(torch.stack(out, -1))
+    return outputs
+
+
+GRADIENTS = {
+    "halves": {},
+    "interleaved": {"interleaved": True},
+    "partial": {"rotary_dim": 8, "rotary_offset": 4},
+    "zero-centered": {"zero_centered": True},
+    "across": {"across_heads": True},
+    "across-interleaved": {"across_heads": True, "interleaved": True, "zero_centered": True},
+}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
+
+
+def assert_gradients(got, want, dtype: torch.dtype) -> None:
+    for a, b in zip(got, want):
+        size = max(1e-3, float(b.abs().max()))
+        torch.testing.assert_close(a.double(), b, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 4 * size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("words", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradient_against_fp64(words, per_head: bool, dtype: torch.dtype, device: str) -> None:
+    """Of q, k and the weights; q's leaves in bf16 with weights in fp32 too; the same bits twice."""
+    heads, dim = (3, 3) if per_head else (4, 2), 16
+    q, k = tensors("cpu", dtype, *((2, 11, h, dim) for h in heads))
+    weights = tensors("cpu", torch.float32, *((dim * (h if "across_heads" in words else 1),) for h in heads), seed=1)
+    tables = tables_of("cpu", 11, words.get("rotary_dim", dim) // 2)
+    if per_head:
+        tables = [t.transpose(1, 2) for t in tables_of("cpu", 11, words.get("rotary_dim", dim) // 2, 2, 3)]
+    grads = tensors("cpu", dtype, q.shape, k.shape, seed=2)
+    leaves = [x.double().requires_grad_() for x in (q, k, *weights)]
+    want = torch.autograd.grad(oracle(*leaves, *tables, **words), leaves, [g.double() for g in grads])
+    leaves = [x.to(device).requires_grad_() for x in (q, k, *weights)]
+    results = []
+    for _ in range(2):
+        outputs = jitrope.qk_norm_rope(*leaves, *(t.to(device) for t in tables), **words)
+        results.append(torch.autograd.grad(outputs, leaves, [g.to(device) for g in grads]))
+    assert [g.dtype for g in results[0]] == [x.dtype for x in leaves]
+    assert_gradients([g.cpu() for g in results[0]], want, dtype)
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("across_heads", [False, True])
+@pytest.mark.parametrize("which", ["q", "k", "both", "weights"])
+def test_gradient_of_some_through_an_expanded_one(which: str, across_heads: bool, device: str) -> None:
+    """`out.sum().backward()`: gradients with strides of 0; only q's or k's; weights alone."""
+    dim, words = 16, {"across_heads": across_heads, "interleaved": True}
+    size = [dim * (h if across_heads else 1) for h in (24, 2)]
+    given = tensors("cpu", torch.float32, (2, 5, 24, dim), (2, 5, 2, dim), *((n,) for n in size))
+    tables = tables_of("cpu", 5, dim // 2)
+    wanted = {"q": (0, 2), "k": (1, 3), "both": (0, 1, 2, 3), "weights": (2, 3)}[which]
+
+    def total(outputs):
+        parts = [out for n, out in zip("qk", outputs) if which in (n, "both", "weights")]
+        return sum(part.sum() for part in parts)
+
+    leaves = [x.double().requires_grad_() for x in given]
+    want = torch.autograd.grad(total(oracle(*leaves, *tables, **words)), [leaves[i] for i in wanted])
+    leaves = [x.to(device).requires_grad_(i in wanted) for i, x in enumerate(given)]
+    outputs = jitrope.qk_norm_rope(*leaves, *(t.to(device) for t in tables), **words)
+    total(outputs).backward()
+    assert_gradients([leaves[i].grad.cpu() for i in wanted], want, torch.float32)
+    for i in set(range(4)) - set(wanted):
+        assert leaves[i].grad is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradient_of_a_transposed_layout_and_one_weight(device: str) -> None:
+    """(B, H, S, D) views of (B, S, H, D), a gradient that is not contiguous, no weight for k, no k."""
+    q, k, weight = tensors("cpu", torch.float32, (2, 5, 3, 16), (2, 5, 3, 16), (16,))
+    grads = tensors("cpu", torch.float32, (2, 3, 16, 5), (2, 3, 16, 5), seed=2)
+    grads = [g.transpose(-1, -2) for g in grads]
+    tables = tables_of("cpu", 5, 8)
+    leaves = [x.double().requires_grad_() for x in (q, k, weight)]
+    outputs = oracle(leaves[0], leaves[1], leaves[2], None, *tables)
+    want = torch.autograd.grad([y.transpose(1, 2) for y in outputs], leaves, [g.double() for g in grads])
+    leaves = [x.to(device).requires_grad_() for x in (q, k, weight)]
+    q, k = (x.transpose(1, 2) for x in leaves[:2])
+    on_device = [t.to(device) for t in tables]
+    outputs = jitrope.qk_norm_rope(q, k, leaves[2], None, *on_device, layout="bhsd")
+    got = torch.autograd.grad(outputs, leaves, [g.to(device) for g in grads])
+    assert_gradients([g.cpu() for g in got], want, torch.float32)
+    alone, _ = jitrope.qk_norm_rope(q, None, leaves[2], None, *on_device, layout="bhsd")
+    got = torch.autograd.grad(alone, (leaves[0], leaves[2]), grads[0].to(device))
+    assert_gradients([g.cpu() for g in got], (want[0], want[2]), torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("two_tables", [False, True])
+def test_joint_gradient_against_fp64(two_tables: bool, dtype: torch.dtype, device: str) -> None:
+    dim, heads, tokens = 16, 2, (3, 5)
+    streams = [tensors("cpu", dtype, *[(2, n, heads, dim)] * 3, seed=n) for n in tokens]
+    weights = tensors("cpu", torch.float32, *[(dim,)] * 4, seed=1)
+    cos, sin = tables_of("cpu", 8, dim // 2)
+    grads = tensors("cpu", dtype, *[(2, 8, heads, dim)] * 3, seed=2)
+
+    leaves = [x.double().requires_grad_() for x in (*streams[0], *streams[1], *weights)]
+    parts = [oracle(*leaves[3 * n : 3 * n + 2], *leaves[6 + 2 * n : 8 + 2 * n], c, s)
+             for n, c, s in zip(range(2), cos.split(tokens), sin.split(tokens))]  # fmt: skip
+    outputs = [torch.cat(pair, 1) for pair in zip(*parts)] + [torch.cat((leaves[2], leaves[5]), 1)]
+    want = torch.autograd.grad(outputs, leaves, [g.double() for g in grads])
+
+    leaves = [x.to(device).requires_grad_() for x in (*streams[0], *streams[1], *weights)]
+    tables = [t.to(device) for t in (cos, sin)]
+    if two_tables:
+        tables = [t.split(tokens) for t in tables]
+    outputs = jitrope.qk_norm_rope_joint(leaves[:3], leaves[3:6], leaves[6:8], leaves[8:], *tables)
+    got = torch.autograd.grad(outputs, leaves, [g.to(device) for g in grads])
+    assert_gradients([g.cpu() for g in got], want, dtype)
+    outputs = jitrope.qk_norm_rope_joint(leaves[:3], leaves[3:6], leaves[6:8], leaves[8:], *tables)
+    (v_grad,) = torch.autograd.grad(outputs[2], leaves[2], grads[2].to(device))
+    assert torch.equal(v_grad.cpu(), grads[2][:, :3])
+
+
+@pytest.mark.parametrize("name", ["ids", "mrope", "cis-starts", "complex128", "partial-offset"])
+def test_gradient_is_there_for_every_kind_of_table(name: str) -> None:
+    """Against the reference's own graph, in fp32: autograd through the same torch calls."""
+    (case,) = named(name)
+    case = replace(case, rounding="none", rope=replace(case.rope, dtype="fp32", rounding="fp32",
+                                                       ids=case.rope.ids.replace("past", "rows"),
+                                                       table_dtype="fp32"))  # fmt: skip
+    grads = []
+    for ours in (True, False):
+        call = make_norm(case)
+        leaves = [x.requires_grad_() for x in (*call.streams, *call.weights)]
+        call.streams, call.weights = leaves[:2], tuple(leaves[2:])
+        if ours:
+            outputs = norm_call(call)
+        else:
+            normed = [reference.rms_norm(x, w.float(), call.norm, case.rope.layout) for x, w in zip(leaves, leaves[2:])]
+            outputs = autograd_rope(case, call, normed)
+        torch.manual_seed(3)
+        grads.append(torch.autograd.grad(outputs, leaves, [torch.randn(y.shape) for y in outputs]))
+    for got, want in zip(*grads):
+        torch.testing.assert_close(got, want, rtol=2**-7 if got.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+def autograd_rope(case: NormCase, call, normed):
+    words = {n: v for n, v in call.arguments.items() if n not in ("norm_rounding", "zero_centered", "across_heads")}
+    tables = words.pop("cos", None), words.pop("sin", None)
+    return autograd_reference(case.rope, *normed, *tables, {"layout": "bshd", "interleaved": False, **words})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_derivative_is_refused(device: str) -> None:
+    q, weight = tensors(device, torch.float32, (1, 3, 2, 8), (8,))
+    q.requires_grad_(), weight.requires_grad_()
+    out, _ = jitrope.qk_norm_rope(q, None, weight, None, *tables_of(device, 3, 4))
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(jitrope.JitropeError, match="no second derivative"):
+        first.sum().backward()
+
+
+# ---- torch's machinery -------------------------------------------------------------------------------
+
+
+def op_arguments(call) -> tuple:
+    second = call.second_tables if len(call.streams) == 6 else ()
+    return (*call.streams, *call.weights, *second, *call.norm, *call.tables, *call.options[:-1])
+
+
+@pytest.mark.parametrize("case", named(
+    "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "mrope", "packed-qkv", "joint",
+    "joint-batch", "joint-two-tables", "cis-starts",
+), ids=str)  # fmt: skip
+@pytest.mark.parametrize("in_place", [False, True])
+def test_opcheck(case: NormCase, in_place: bool) -> None:
+    if in_place and case.first is not None:
+        case = replace(case, first=None, two_tables=False)
+    call = make_norm(case)
+    if not in_place:
+        for x in (*call.streams, *call.weights):
+            if x is not None:
+                x.requires_grad_()
+    name = "qk_norm_rope_" if in_place else "qk_norm_rope" if case.first is None else "qk_norm_rope_joint"
+    torch.library.opcheck(getattr(torch.ops.jitrope, name).default, op_arguments(call))
+
+
+@pytest.mark.parametrize("case", named(
+    "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "unweighted",
+), ids=str)  # fmt: skip
+def test_opcheck_of_the_gradient(case: NormCase) -> None:
+    """Without a test of its own gradient: there is none."""
+    call = make_norm(case)
+    grads = [None if x is None else torch.randn_like(x) for x in call.streams]
+    options = call.options._replace(conjugate=True, rounding="fp32")
+    arguments = (*grads, *call.streams, *call.weights, *call.norm, *call.tables, *options[:-1])
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_backward.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "across", "alone", "joint"])
+def test_compile_fullgraph_once_for_all_lengths(kind: str, grad: bool, device: str) -> None:
+    heads, dim = 3, 16
+    size = dim * (heads if kind == "across" else 1)
+    weights = [w.requires_grad_(grad) for w in tensors(device, torch.float32, (size,), (size,), seed=1)]
+
+    def model(q, k, v, cos, sin):
+        if kind == "joint":
+            streams = [tuple(part * 2 for part in (q, k, v)), tuple(x[:, 1:] for x in (q, k, v))]
+            return jitrope.qk_norm_rope_joint(*streams, weights, weights, cos, sin)
+        if kind == "alone":
+            return (jitrope.qk_norm_rope(q * 2, None, weights[0])[0],)
+        return jitrope.qk_norm_rope(q * 2, k, *weights, cos, sin, across_heads=kind == "across", norm_rounding="once")
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    frames = 0  # that the first length is compiled to
+    for tokens in (5, 7, 12, 33):
+        q, k, v = tensors(device, torch.float32, *[(2, tokens, heads, dim)] * 3, seed=tokens)
+        tables = tables_of(device, 2 * tokens, dim // 2)
+        results = []
+        for function in (compiled, model):
+            leaves = [x.clone().requires_grad_(grad) for x in (q, k, v)]
+            outputs = function(*leaves, *tables)
+            wanted = [x for x in (*leaves, *weights) if grad]
+            loss = sum(y.sin().sum() for y in outputs)
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True) if grad else ()
+            results.append((*outputs, *(g for g in grads if g is not None)))
+        assert len(results[0]) == len(results[1])
+        for got, want in zip(*results):
+            torch.testing.assert_close(got, want)
+        frames = frames or counter.frame_count
+    assert counter.frame_count == frames
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_in_place(device: str) -> None:
+    q, k, weight = tensors(device, torch.float32, (2, 5, 3, 16), (2, 5, 1, 16), (16,))
+    tables = tables_of(device, 5, 8)
+
+    def model(q, k):
+        q, k = q * 2, k + 1
+        jitrope.qk_norm_rope_(q, k, weight, weight, *tables)
+        return q, k * 3
+
+    for got, want in zip(torch.compile(model, fullgraph=True, backend="aot_eager")(q, k), model(q, k)):
+        torch.testing.assert_close(got, want)
+
+
+def test_compile_with_inductor() -> None:
+    """Strides as the fake tensors promise them, which Inductor's code asserts."""
+    for case in named("across-per-head", "cis-starts", "packed-qkv", "joint"):
+        call = make_norm(case)
+
+        def model(*streams, call=call):
+            call.streams = [x * 1 for x in streams]
+            return [None if y is None else y * 2 for y in norm_call(call)]
+
+        streams = call.streams
+        want = model(*streams)
+        for got, expected in zip(torch.compile(model, fullgraph=True)(*streams), want):
+            torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool, device: str) -> None:
+    given = tensors(device, torch.float32, (2, 5, 3, 16), (2, 5, 1, 16), (16,), (16,))
+    tables = tables_of(device, 5, 8)
+
+    def block(q, k, *weights):
+        q, k = jitrope.qk_norm_rope(q * 2, k, *weights, *tables)
+        return (q.sin().sum() + k.cos().sum()).square()
+
+    grads = []
+    for run in (block, lambda *leaves: checkpoint(block, *leaves, use_reentrant=reentrant)):
+        leaves = [x.clone().requires_grad_() for x in given]
+        run(*leaves).backward()
+        grads.append([x.grad for x in leaves])
+    assert_equal(*grads)
+
+
+def test_forward_mode_is_refused() -> None:
+    q = torch.randn(1, 3, 2, 8)
+    with pytest.raises(jitrope.InvalidInput, match="forward-mode"):
+        torch.func.jvp(lambda x: jitrope.qk_norm_rope(x, None)[0], (q,), (q,))
+
+
+# ---- refusals ----------------------------------------------------------------------------------------
+
+
+def arguments(**changes):
+    words = {
+        "q": torch.ones(2, 6, 4, 8), "k": torch.ones(2, 6, 2, 8), "q_weight": torch.ones(8), "k_weight": torch.ones(8),
+        "cos": torch.zeros(6, 4), "sin": torch.zeros(6, 4),
+    }  # fmt: skip
+    return {**words, **changes}
+
+
+REFUSALS = {
+    "weight-shape": (
+        arguments(q_weight=torch.ones(9)),
+        r"q is \(B=2, S=6, H=4, D=8\) but q_weight has shape \(9,\); it is \(D\), 8 numbers, or H D with across_heads",
+    ),
+    "weight-rank": (arguments(k_weight=torch.ones(1, 8)), r"k_weight has shape \(1, 8\)"),
+    "weight-across": (arguments(across_heads=True), r"q_weight has shape \(8,\); it is \(H D\), 32 numbers"),
+    "weight-per-head": (arguments(q_weight=torch.ones(32)), r"it is \(D\), 8 numbers"),
+    "weight-dtype": (arguments(q_weight=torch.ones(8).double()), "q_weight is torch.float64; allowed are fp32, fp16"),
+    "weights-dtypes": (
+        arguments(k_weight=torch.ones(8).half()),
+        "q_weight is torch.float32 but k_weight is torch.float16; they must match",
+    ),
+    "weight-device": (arguments(k_weight=torch.ones(8, device="meta")), "k_weight is on meta but q is on cpu"),
+    "weight-strided": (arguments(q_weight=torch.ones(16)[::2]), r"q_weight has stride \(2,\); it must be contiguous"),
+    "weight-expanded": (arguments(k_weight=torch.ones(1).expand(8)), "k_weight has stride .*; it must be contiguous"),
+    "weight-without-k": (arguments(k=None), "k_weight is given, but k is not"),
+    "norm-rounding": (arguments(norm_rounding="thrice"), "norm_rounding is 'thrice'; allowed are none, once, twice"),
+    "rounding": (arguments(rounding="bf16"), "rounding is 'bf16'"),
+    "layout": (arguments(layout="hsbd"), "layout is 'hsbd'"),
+    "layout-no-table": (arguments(cos=None, sin=None, layout="hsbd"), "layout is 'hsbd'"),
+    "launch": (arguments(launch="3d"), "launch is '3d'"),
+    "k-shape": (arguments(k=torch.ones(2, 5, 2, 8)), "only H may differ"),
+    "k-dtype": (arguments(k=torch.ones(2, 6, 2, 8).half()), "k is torch.float16 on cpu but q is torch.float32"),
+    "rank": (arguments(q=torch.ones(6, 4, 8)), "layout 'bshd' needs 4 axes"),
+    "table-rows": (arguments(cos=torch.zeros(5, 4), sin=torch.zeros(5, 4)), "cos has 5 rows"),
+    "table-width": (arguments(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)), "3 wide"),
+    "half-a-table": (arguments(sin=None), "give cos and sin, or one of"),
+    "table-grad": (arguments(cos=torch.zeros(6, 4, requires_grad=True)), "cos requires a gradient"),
+    "check": (arguments(position_ids=torch.tensor([0, 1, 2, 3, 4, 6]), check=True), "positions go from 0 to 6"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("function", [jitrope.qk_norm_rope, jitrope.qk_norm_rope_])
+def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> None:
+    words, message = REFUSALS[name]
+    before = words["q"].clone()
+    with pytest.raises(jitrope.InvalidInput, match=message) as error:
+        function(**words)
+    assert str(error.value).startswith(f"{function.__name__}: ")
+    assert torch.equal(words["q"], before)
+
+
+@pytest.mark.parametrize("word", ["cu_seqlens", "cp_size", "freqs", "inverse", "interleaved_out", "mscale"])
+def test_what_a_norm_does_not_take(word: str) -> None:
+    with pytest.raises(TypeError, match=word):
+        jitrope.qk_norm_rope(**arguments(), **{word: None})
+
+
+def stream(tokens: int = 3, **changes):
+    words = {"heads": 4, "k_heads": 2, "dim": 8, "batch": 2, "dtype": torch.float32, **changes}
+    shape = words["batch"], tokens
+    q = torch.ones(*shape, words["heads"], words["dim"], dtype=words["dtype"])
+    return q, *(torch.ones(*shape, words["k_heads"], words["dim"], dtype=words["dtype"]) for _ in range(2))
+
+
+ONES = torch.ones(8)
+JOINT_REFUSALS = {
+    "heads": ((stream(), stream(5, heads=6)), {}, "first's q is .*H=4.* second's .*H=6.*; only S may differ"),
+    "k-heads": ((stream(), stream(5, k_heads=1)), {}, "first's k is"),
+    "dim": ((stream(), stream(5, dim=16)), {}, "only S may differ"),
+    "batch": ((stream(), stream(5, batch=1)), {}, "only S may differ"),
+    "dtype": ((stream(), stream(5, dtype=torch.bfloat16)), {}, "second's q is .* torch.bfloat16"),
+    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v has another number of heads than k"),
+    "rank": (((*stream()[:2], torch.ones(3)), stream(5)), {}, "first's v is not a tensor"),
+    "rows": ((stream(), stream(6)), {}, "9 tokens but the table has 8 rows"),
+    "weights": ((stream(), stream(5)), {"second": (ONES.half(), ONES.half())}, "the weights are"),
+    "weight-shape": ((stream(), stream(5)), {"second": (ONES, torch.ones(4))}, "k_weight has shape"),
+    "per-head": (
+        (stream(k_heads=4), stream(5, k_heads=4)),
+        {"cos": torch.zeros(1, 8, 4, 4), "sin": torch.zeros(1, 8, 4, 4)},
+        "each head",
+    ),
+    "two-tables-rows": (
+        (stream(), stream(5)),
+        {"cos": (torch.zeros(3, 4), torch.zeros(4, 4)), "sin": (torch.zeros(3, 4), torch.zeros(4, 4))},
+        "cos has 4 rows",
+    ),
+    "norm-rounding": ((stream(), stream(5)), {"norm_rounding": "thrice"}, "norm_rounding is 'thrice'"),
+}
+
+
+@pytest.mark.parametrize("name", JOINT_REFUSALS)
+def test_joint_refusals(name: str) -> None:
+    streams, words, message = JOINT_REFUSALS[name]
+    words = {"cos": torch.zeros(8, 4), "sin": torch.zeros(8, 4), "second": (ONES, ONES), **words}
+    second = words.pop("second")
+    with pytest.raises(jitrope.InvalidInput, match=message) as error:
+        jitrope.qk_norm_rope_joint(*streams, (ONES, ONES), second, **words)
+    assert str(error.value).startswith("qk_norm_rope_joint: ")
