@@ -44,7 +44,8 @@ MAX_ROW_THREADS = 512
 MAX_ROW_ACCESSES = 24
 MAX_GRADIENT_ACCESSES = 4
 """Accesses of q or k that a thread may hold of a norm's row; a wider row has more threads, as long as
-rows of q and of k fit in a block. 24 of 16 bytes are 96 registers. The gradient holds as many of the output's gradient, and a sum for each element."""
+rows of q and of k fit in a block. 24 of 16 bytes are 96 registers. The gradient holds as many of the output's
+gradient, and a sum for each element."""
 
 NORM_HEADS_PER_THREAD = 2
 NORM_THREADS_PER_SM = 768

@@ -30,7 +30,8 @@ class Call:
     cache's, if it is "fp8"; fp8: q (and without a cache k) comes out as fp8. batch_inner: (S, B, H, D) in
     memory, B > 1. norm: norm_rounding of a `qk_norm_rope` call, "" elsewhere, and its weights' dtype;
     across_heads: the heads of q and of k of a norm over all of them, else (); two_streams: a
-    `qk_norm_rope_joint` call, two_tables: with tables for each stream. The kernels of a call are both launches, and with `backward` the gradient's.
+    `qk_norm_rope_joint` call, two_tables: with tables for each stream. The kernels of a call are both launches,
+    and with `backward` the gradient's.
     """
 
     heads: int
@@ -204,7 +205,7 @@ DEFAULT_CALLS = (
             for heads in (40, 12)
         ),
         Call(40, norm="twice", weight_dtype="bf16", backward=True),
-    ]  # fmt: skip
+    ]
     + [Call(heads, interleaved=True) for heads in (12, 40)]  # Wan 1.3B, 14B
     + [
         Call(heads, angles=True, width="full", packed=packed, backward=True)  # Megatron, TransformerEngine: q, then k

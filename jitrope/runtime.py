@@ -150,6 +150,7 @@ class Launch:
             kernel = get_kernel(plan.spec, device)
             kernel.bind_thread()
         self.device = device
+        self.alignments: list[int] = []  # of a kept call's tensors, in bytes past 16
         self.sin_offset = sin_offset  # bytes from cos to sin, where they are one tensor
         self.blocks = plan.grid[0] * plan.grid[1]
         pointers, self.pack = (_NORM_POINTERS, _PACK_NORM) if plan.spec.norm else (_POINTERS, _PACK)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...norm_rope import qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
 from ...rope import apply_rope
 from .counting import note
-from .tables import kept, lengthened, no_turn
+from .tables import kept, lengthened, moved, no_turn
 
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -54,7 +54,12 @@ def unfit(x: Tensor, tables: Any, count: int, dtypes: Sequence[torch.dtype], row
     if count and not (isinstance(tables, (tuple, list)) and len(tables) == count):
         return "the tables' form"
     for table in tables if count else ():
-        if not isinstance(table, Tensor) or table.dtype not in dtypes or table.device != x.device:
+        # Tables that stayed on the CPU are moved, as the hosts do.
+        if (
+            not isinstance(table, Tensor)
+            or table.dtype not in dtypes
+            or table.device.type not in ("cpu", x.device.type)
+        ):
             return "the tables' dtype or device"
         if table.requires_grad or (rows is not None and (table.dim() != 2 or table.shape[0] != rows)):
             return "the tables' shape or gradient"
@@ -208,7 +213,8 @@ def _words(x: Tensor, rope: Rope | None) -> dict[str, Any]:
     rounding = rope.rounding
     if rounding == "dtype" and rope.cos is not None and x.dtype != rope.cos.dtype:
         rounding = "fp32"
-    tables = {"cos": rope.cos, "sin": rope.sin, "freqs_cis": rope.freqs_cis}
+    given = {"cos": rope.cos, "sin": rope.sin, "freqs_cis": rope.freqs_cis}
+    tables = {name: None if table is None else moved(table, x.device) for name, table in given.items()}
     return {**tables, "rounding": rounding, "interleaved": rope.interleaved}
 
 
