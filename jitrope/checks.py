@@ -149,6 +149,7 @@ def check_norm(
             ),
         )
         require(_is_float(weight), lambda: f"{label}_weight is {weight.dtype}; allowed are fp32, fp16 and bf16")
+        require(weight.is_contiguous(), lambda: f"{label}_weight has stride {weight.stride()}; it must be contiguous")
         require(weight.device == q.device, lambda: f"{label}_weight is on {weight.device} but q is on {q.device}")
     if q_weight is not None and k_weight is not None:
         require(
@@ -201,6 +202,8 @@ def check_norm_joint(*arguments: Any) -> None:
         lambda: f"the streams have {tokens} tokens but the table has {rows} rows",
     )
     require(not norm.across_heads, "across_heads does not go with two streams")
+    for table in (cos, other):
+        require(table.dim() != 4 or table.shape[2] == 1, "tables for each head do not go with two streams")
 
 
 def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, require: Require) -> None:

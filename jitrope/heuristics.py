@@ -193,7 +193,7 @@ def plan(problem: RopeProblem) -> Plan:
         one_step=tiled or heads * spec.heads_per_thread >= p.heads,
         one_row=tiled and p.batch == 1,  # elsewhere the division is hidden, and would be one more kernel
     )  # fmt: skip
-    if p.norm and not tiled and not p.full_width:
+    if p.norm and not tiled and not p.full_width and p.rounding != "complex128":  # these have registers to hold
         threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
         spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads))
     return Plan(spec, grid, spec.threads, reason)

@@ -230,7 +230,9 @@ def _arguments(
 def _no_rotation(q: Tensor, layout: str, rows: int | None) -> tuple[Tensor, Tensor]:
     """Tables that turn nothing: one row, seen as many."""
     rows = q.shape[LAYOUT_AXES[layout][1]] if rows is None and layout in LAYOUT_AXES else rows or 1
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # what is made now may be fake
+    # What is made now may be fake, or a CUDA graph's.
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    watched = watched or (q.is_cuda and torch.cuda.is_current_stream_capturing())
     make = _one_row.__wrapped__ if watched else _one_row
     cos, sin = make(q.shape[-1] // 2, q.device)
     return cos.expand(rows, -1), sin.expand(rows, -1)

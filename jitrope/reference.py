@@ -175,7 +175,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm, layout: str) -> Tenso
             y = y * (weight.float() + norm.zero_centered)
         if norm.rounding != "none":
             y = y.to(x.dtype)
-    return _as_laid_out(y.view(view.shape), layout)
+    y = _as_laid_out(y.view(view.shape), layout)
+    return torch.empty_like(x, dtype=y.dtype).copy_(y)
 
 
 def qk_norm_rope(

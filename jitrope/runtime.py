@@ -479,7 +479,7 @@ def qk_norm_rope(
         given = _distinct((*tensors, *tables))
         launch.alignments = [x.data_ptr() & 15 for x in given]  # a guard does not see that
         _keep_in_mind((options, norm), given, launch)
-    return _run_norm(launch, q, k, weights, tables, norm, options[-1])
+    return _run_norm(launch, q, k, weights, tables, options, norm)
 
 
 def qk_norm_rope_again(
@@ -496,19 +496,20 @@ def qk_norm_rope_again(
         return None
     if [x.data_ptr() & 15 for x in given] != launch.alignments:
         return None
-    return _run_norm(launch, q, k, weights, tables, norm, options[-1])
+    return _run_norm(launch, q, k, weights, tables, options, norm)
 
 
 def _run_norm(
-    launch: Launch | None, q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, norm: Norm, in_place: bool
-) -> tuple[Tensor, Tensor | None]:
+    launch: Launch | None, q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, options: tuple[Any, ...],
+    norm: Norm,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     q_out, k_out = q, k
-    if not in_place:
+    if not options[-1]:
         q_out, k_out = torch.empty_like(q), None if k is None else torch.empty_like(k)
     if launch is not None:
         q_at, q_out_at = q.data_ptr(), q_out.data_ptr()
         k_at, k_out_at = (q_at, q_out_at) if k is None else (k.data_ptr(), k_out.data_ptr())  # type: ignore[union-attr]
-        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), norm), 0, 0, 0, 0, 0, 0, 0)
+        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), options[0], norm), 0, 0, 0, 0, 0, 0, 0)
         tables_at = _table_addresses(tables, launch)
         launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
     return q_out, k_out
@@ -532,7 +533,7 @@ def qk_norm_rope_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if launch is not None:
         cos, sin = _addresses(second_tables)
         at = _addresses(streams)
-        weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), norm)
+        weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), options[0], norm)
         second_at = (cos, sin + launch.sin_offset if sin else 0)
         launch(
             *at,
@@ -576,7 +577,7 @@ def qk_norm_rope_backward(
     if launch is not None:
         q_at, q_out_at, dq_at = _addresses((q, q_out, dq))
         k_at, k_out_at, dk_at = (q_at, q_out_at, dq_at) if k is None else _addresses((k, k_out, dk))
-        weights_at = _weight_addresses(weights, (q, k), norm)
+        weights_at = _weight_addresses(weights, (q, k), options[0], norm)
         norm_at = (*_NO_SOURCES, *weights_at, 0, 0, partial.data_ptr(), dq_at, dk_at, 0, 0)
         tables_at = _table_addresses(tables, launch)
         launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
@@ -588,16 +589,22 @@ def qk_norm_rope_backward(
     return q_out, k_out, *(None if w is None else part for part, w in zip(parts, weights))
 
 
-def _weight_addresses(weights: Sequence[Tensor | None], tensors: Sequence[Tensor | None], norm: Norm) -> list[int]:
-    """Where weights are missing beside others, those of a factor of one: a kernel has all of them or none."""
+def _weight_addresses(
+    weights: Sequence[Tensor | None], tensors: Sequence[Tensor | None], layout: str, norm: Norm
+) -> list[int]:
+    """Where weights are missing beside others, those of a factor of one: a kernel has all of them or none.
+
+    While a CUDA graph is captured they are made in it.
+    """
     if all(w is not None for w in weights) or all(w is None for w in weights):
         return _addresses(weights)
     dtype = next(w.dtype for w in weights if w is not None)
     addresses = []
     for weight, x in zip(weights, tensors):
-        if weight is None and x is not None:  # as many as any layout may need
-            size = x.shape[-1] * (max(x.shape[-3:-1]) if norm.across_heads else 1)
-            weight = _ones(size, dtype, x.device, norm.zero_centered)
+        if weight is None and x is not None:
+            size = x.shape[-1] * (x.shape[LAYOUT_AXES[layout][2]] if norm.across_heads else 1)
+            make = _ones.__wrapped__ if torch.cuda.is_current_stream_capturing() else _ones
+            weight = make(size, dtype, x.device, norm.zero_centered)
         addresses.append(0 if weight is None else weight.data_ptr())
     return addresses
 

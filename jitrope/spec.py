@@ -91,8 +91,8 @@ class RopeSpec:
     weights lack one; weight_dtype: theirs, None without; two_streams: q, k and v come from two tensors each,
     two_tables: cos and sin too; gradient: the norm's, of q, k and the weights. q_per_group: heads of q in a
     group of packed QKV, 1 elsewhere; values: v's heads are copied along. batch_inner: tokens of neighbouring
-    batch rows are neighbours in memory, and are taken in that order. one_row: there is one batch row; wide: a stride (or a table's
-    row) needs more than 31 bits. vec, table_vec, weight_vec: elements an access of q and k, of
+    batch rows are neighbours in memory, and are taken in that order. one_row: there is one batch row; wide: a
+    stride (or a table's row) needs more than 31 bits. vec, table_vec, weight_vec: elements an access of q and k, of
     the tables and of the weights; 1 also serves any element stride; table_step: the
     tables' own, 2 where every other element is not theirs. chunks: a thread holds one or two runs of
     neighbouring elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block

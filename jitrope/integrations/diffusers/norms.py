@@ -132,10 +132,9 @@ def norm_rope_front(q: Tensor, k: Tensor, norms: Sequence[Any], rope: Rope, *, f
 def _overwritable(q: Tensor, k: Tensor) -> bool:
     """Whether results may stand where q and k, nobody else's, are.
 
-    Traced, memory is the compiler's. Strided ones would reach an attention kernel that the host gives contiguous ones.
+    Strided ones would reach an attention kernel that the host gives contiguous ones.
     """
-    watched = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return not watched and q.is_contiguous() and k.is_contiguous()
+    return not torch.is_grad_enabled() and q.is_contiguous() and k.is_contiguous()
 
 
 def norm_alone(x: Tensor, norm: Any, across_heads: bool = False) -> Tensor:
