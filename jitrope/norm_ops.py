@@ -258,13 +258,13 @@ def call(
 ) -> Outputs:
     """Normalise and rotate, whoever watches; a plain call goes straight to the launch."""
     in_place = options[-1]
-    if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
+    wants_grad = _wants_grad(q, k, *weights)
+    if not wants_grad and not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
         out = runtime.qk_norm_rope_again(q, k, weights, tables, options, norm)
         if out is not None:
             if in_place:
                 _written((q,) if k is None else (q, k))
             return out
-    wants_grad = _wants_grad(q, k, *weights)
     if in_place and wants_grad:
         raise JitropeError("qk_norm_rope_ cannot be differentiated: its gradient needs q and k as they were; "
                            "call qk_norm_rope")  # fmt: skip

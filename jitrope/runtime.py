@@ -405,10 +405,12 @@ def _recent(options: tuple[Any, ...]) -> list[tuple[int, Callable[..., bool], La
         return []
 
 
-def _keep_in_mind(options: tuple[Any, ...], given: tuple[Tensor, ...], launch: Launch | None) -> None:
-    """Let `rope_again` know a plain call, whose tensors want no gradient."""
+def _keep_in_mind(
+    options: tuple[Any, ...], given: tuple[Tensor, ...], launch: Launch | None, grads_asked: bool = False
+) -> None:
+    """Let `rope_again` know a plain call, whose tensors want no gradient; grads_asked: the caller looks after that."""
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    if guards is None or launch is None or any(x.requires_grad for x in given):
+    if guards is None or launch is None or (not grads_asked and any(x.requires_grad for x in given)):
         return
     if not hasattr(_local, "recent") or len(_local.recent) >= MAX_RECENT:
         _local.recent = {}
@@ -478,14 +480,18 @@ def qk_norm_rope(
     if plain and launch is not None:
         given = _distinct((*tensors, *tables))
         launch.alignments = [x.data_ptr() & 15 for x in given]  # a guard does not see that
-        _keep_in_mind((options, norm), given, launch)
+        _keep_in_mind((options, norm), given, launch, grads_asked=True)
     return _run_norm(launch, q, k, weights, tables, options, norm)
 
 
 def qk_norm_rope_again(
     q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, options: tuple[Any, ...], norm: Norm
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The same for a call of a kind that this thread has had lately, or None; see `rope_again`."""
+    """The same for a call of a kind that this thread has had lately, or None; see `rope_again`.
+
+    For a call that wants no gradient: a model's weights ask for one under torch.no_grad() too, and a guard does not
+    know of that.
+    """
     kinds = _recent((options, norm))
     if not kinds:
         return None

@@ -699,6 +699,22 @@ def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
         assert torch.equal(got, want)
 
 
+def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's weights under torch.no_grad(); and with gradients on they get theirs."""
+    call = make_norm(next(case for case in NORM_CASES if case.name == "once"), "cuda")
+    for x in call.weights:
+        x.requires_grad_()
+    with torch.no_grad():
+        outputs = norm_call(call)
+        with monkeypatch.context() as patched:
+            patched.setattr(runtime, "qk_norm_rope", lambda *_: pytest.fail("looked at again"))
+            again = norm_call(call)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, again))
+    watched = norm_call(call)
+    assert all(x.requires_grad for x in watched)
+    assert all(g.any() for g in torch.autograd.grad(watched, call.weights, [torch.ones_like(y) for y in watched]))
+
+
 @pytest.mark.parametrize("name", ["once", "only-q-weight", "d192", "across-d64"])
 def test_opcheck_of_norms(name: str) -> None:
     call = make_norm(next(case for case in NORM_CASES if case.name == name), "cuda")
