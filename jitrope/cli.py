@@ -19,6 +19,7 @@ from rich.table import Table
 from . import __version__
 from .bench.cli import app as bench_app
 from .errors import JitropeError
+from .spec import ROUNDINGS
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Rotary position embeddings, compiled on first call."
@@ -32,11 +33,13 @@ JSON = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead
 HEADS = Annotated[list[str] | None, typer.Option("--heads", help="Heads of q and k, as 32,8, or of q alone, as 24.")]
 HEAD_DIM = Annotated[list[int], typer.Option(help="Elements of a head.")]
 DTYPE = Annotated[list[str], typer.Option(help="Of q and k: fp32, fp16 or bf16.")]
-TABLE_DTYPE = Annotated[list[str], typer.Option(help="Of cos and sin: fp32, fp16 or bf16.")]
+TABLE_DTYPE = Annotated[list[str], typer.Option(help="Of cos and sin: fp32, fp16 or bf16; fp64 with complex128.")]
 INTERLEAVED = Annotated[bool, typer.Option("--interleaved/--halves", help="Pairs are (2i, 2i+1) or (i, i + half).")]
 ROTARY_DIM = Annotated[int, typer.Option(help="Elements of a head that are rotated; 0: all.")]
 WIDTH = Annotated[str, typer.Option(help="Of the tables: half or full.")]
-ROUNDING = Annotated[str, typer.Option(help="fp32 or complex64.")]
+ROUNDING = Annotated[str, typer.Option(help=f"{', '.join(ROUNDINGS[:-1])} or {ROUNDINGS[-1]}.")]
+NORM = Annotated[str, typer.Option(help="Of qk_norm_rope: its norm_rounding, none, once or twice.")]
+WEIGHT_DTYPE = Annotated[str | None, typer.Option(help="Of the norm's weights: fp32, fp16 or bf16.")]
 PACKED = Annotated[str | None, typer.Option(help="cu_seqlens are given, as int32 or int64.")]
 IN_PLACE = Annotated[bool, typer.Option("--in-place", help="Of apply_rope_.")]
 BACKWARD = Annotated[bool, typer.Option("--backward", help="With the gradient's kernels.")]
@@ -98,6 +101,8 @@ def prewarm(
     angles: Annotated[bool, typer.Option("--angles", help="The table is `freqs`.")] = False,
     cp_size: Annotated[int, typer.Option(help="Context parallel ranks.")] = 1,
     q_per_group: Annotated[int, typer.Option(help="Of packed QKV, whose --heads are all three's; 0: apart.")] = 0,
+    norm: NORM = "",
+    weight_dtype: WEIGHT_DTYPE = None,
     backward: BACKWARD = False,
     file: Annotated[
         Path | None, typer.Option("--from", help="TOML or JSON with calls, or `jitrope cache ls --json` of a real run.")
@@ -124,7 +129,7 @@ def prewarm(
             "head_dim": head_dim, "dtype": dtype, "table_dtype": table_dtype, "interleaved": interleaved,
             "rotary_dim": rotary_dim, "width": width, "rounding": rounding, "packed": packed,
             "in_place": in_place, "angles": angles, "cp_size": cp_size, "q_per_group": q_per_group,
-            "backward": backward,
+            "norm": norm, "weight_dtype": weight_dtype, "backward": backward,
         }  # fmt: skip
         calls = _calls(heads, fields) if heads else DEFAULT_CALLS
         specs = list(dict.fromkeys(spec for call in calls for spec in call.specs()))
@@ -157,6 +162,8 @@ def render(
     rounding: ROUNDING = "fp32",
     packed: PACKED = None,
     in_place: IN_PLACE = False,
+    norm: NORM = "",
+    weight_dtype: WEIGHT_DTYPE = None,
     backward: Annotated[bool, typer.Option("--backward", help="The gradient's kernel.")] = False,
     launch: Annotated[str, typer.Option(help="token_linear or grid_2d.")] = "token_linear",
     as_json: JSON = False,
@@ -167,7 +174,7 @@ def render(
     fields = {
         "head_dim": head_dim, "dtype": dtype, "table_dtype": table_dtype, "interleaved": interleaved,
         "rotary_dim": rotary_dim, "width": width, "rounding": rounding, "packed": packed,
-        "in_place": in_place and not backward, "backward": backward,
+        "in_place": in_place and not backward, "norm": norm, "weight_dtype": weight_dtype, "backward": backward,
     }  # fmt: skip
     (call,) = _calls([heads], fields)
     found = [spec for spec in call.specs() if spec.launch == launch and spec.conjugate == backward]

@@ -117,6 +117,10 @@ def test_render(jitrope) -> None:
     assert data["text"].startswith("#line 1")
     assert data["spec"]["heads_per_block"] == 40
     assert jitrope("render", "--launch", "3d").returncode == 2
+    norm = ("--norm", "twice", "--weight-dtype", "bf16")
+    assert "constexpr NormRounding NORM_ROUNDING = TWICE;" in jitrope("render", *norm).stdout
+    assert "jitrope_qk_norm_rope_backward(" in jitrope("render", *norm, "--backward").stdout
+    assert "allowed are" in jitrope("render", "--norm", "thrice").stderr
 
 
 def test_cache_commands(jitrope, tmp_path: Path) -> None:
