@@ -521,3 +521,30 @@ def test_context_parallel(name, kind, tmp_path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"])
+def test_lora(name) -> None:
+    """Adapters stay in q's, k's and v's projections, and learn."""
+    peft = pytest.importorskip("peft", reason="the test extra is not installed")
+    from .diffusion_zoo import MODELS as ZOO
+    from .diffusion_zoo import forward as run
+    from .diffusion_zoo import prepared as prepare
+
+    model, inputs = prepare(ZOO[name])
+    with torch.no_grad():
+        alone = run(model, inputs)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+    with torch.no_grad():
+        stock = run(model, inputs)
+        with integration.enable(model) as report:
+            assert torch.equal(run(model, inputs), stock)
+    assert not torch.equal(stock, alone)
+    assert report.calls["host"] == 0
+    assert report.calls["fused"] > 0
+    with integration.enable(model):
+        run(model, inputs).square().sum().backward()
+    adapters = [p for key, p in model.named_parameters() if "lora" in key and p.requires_grad]
+    assert adapters
+    assert all(p.grad is not None for p in adapters)
