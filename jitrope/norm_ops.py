@@ -92,7 +92,15 @@ def _register(key: str, forward: Any, joint: Any, backward: Any) -> None:
 
 
 _register("CPU", _cpu, _cpu_joint, _cpu_backward)
-_register("CUDA", runtime.qk_norm_rope, runtime.qk_norm_rope_joint, runtime.qk_norm_rope_backward)
+
+
+def _cuda_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """Both weights' gradients are one tensor's parts, which an op's outputs may not be."""
+    dq, dk, dq_weight, dk_weight = runtime.qk_norm_rope_backward(*arguments)
+    return dq, dk, dq_weight, dk_weight if dq_weight is None or dk_weight is None else dk_weight.clone()
+
+
+_register("CUDA", runtime.qk_norm_rope, runtime.qk_norm_rope_joint, _cuda_backward)
 
 
 def _like(x: Tensor | None, other: Tensor) -> Tensor:
