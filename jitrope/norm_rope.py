@@ -60,9 +60,9 @@ def qk_norm_rope(
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         norm_rounding: between norm and rope. "none": nothing is rounded. "once": to q's dtype, behind the
             weight, as torch.nn.RMSNorm does; "twice": before the weight and behind it, as transformers' and
-            diffusers' own RMSNorm do. Both give those chains' bits: on a CPU always, on a GPU for heads of
-            128 (and of 64 and 256, rotated whole), and across heads with "once", for aligned tensors;
-            elsewhere squares are summed in another order, and a rare element differs in its last bit.
+            diffusers' own RMSNorm do. Both give those chains' bits: on a CPU always, on a GPU for heads of 64,
+            128 and 256, rotated whole and aligned, across heads only "once", in fp16 and bf16. Elsewhere
+            squares are summed in another order, and a rare element differs in its last bit.
         The others are `apply_rope`'s.
 
     Returns:
