@@ -421,11 +421,13 @@ def _check_tables(
     rotary, kind = options.rotary_dim, options.table
     angles = kind == "freqs"
     in_fp64 = options.rounding == "complex128"
-    or_fp64 = "" if in_fp64 else ", or complex128 with that rounding"
     first, both = ("cos", "cos and sin are") if kind == "cos_sin" else (kind, f"{kind} is")
     if kind == "freqs_cis":
         allowed = torch.complex128 if cos.dtype == torch.complex128 and in_fp64 else torch.complex64
-        require(cos.dtype == allowed, lambda: f"freqs_cis is {cos.dtype}; it is complex64{or_fp64}")
+        require(
+            cos.dtype == allowed,
+            lambda: f"freqs_cis is {cos.dtype}; it is complex64, or complex128 with rounding='complex128'",
+        )
     if kind == "cos_sin_cache":
         require(cos.dim() == 2, lambda: f"cos_sin_cache has shape {tuple(cos.shape)}; it is (P, rotary_dim)")
         require(

@@ -13,6 +13,7 @@ from . import reference, runtime
 from .dispatch import _dispatch_modes, _is_compiling, _plain, _wants_grad, _written
 from .errors import JitropeError
 from .ops import _ARGUMENTS, N_TABLES, Outputs, Parts, _lib, _values, turned_back
+from .problem import joint_parts
 from .reference import Tables, Weights
 from .runtime import Check
 from .spec import Norm, Options
@@ -125,11 +126,6 @@ def _joint_fake(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor, *_: Any) -> Part
 @torch.library.register_fake("jitrope::qk_norm_rope_backward", lib=_lib)
 def _backward_fake(dq: Tensor, dk: Tensor | None, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(_like(x, q) for x in (q, *rest[:3]))
-
-
-def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> Parts:
-    """Fresh q, k and v of both streams' tokens."""
-    return tuple(x.new_empty((x.shape[0], x.shape[1] + q2.shape[1], *x.shape[2:])) for x in (q1, k1, v1))  # type: ignore[return-value]
 
 
 # ---- the backward ----------------------------------------------------------------------------------

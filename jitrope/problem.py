@@ -80,6 +80,13 @@ def empty_parts(qkv: Tensor, q_per_group: int, device: Any, values: bool) -> tup
     return q, k, torch.empty_like(k) if values else value_view(qkv, q_per_group)
 
 
+def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fresh q, k and v, (B, S1 + S2, H, D), of both streams' tokens."""
+    tokens = q1.shape[1] + q2.shape[1]
+    q, k, v = (x.new_empty((x.shape[0], tokens, *x.shape[2:])) for x in (q1, k1, v1))
+    return q, k, v
+
+
 # ---- the plan ----------------------------------------------------------------------------------
 
 
@@ -121,7 +128,7 @@ def plan_call(
     tokens, heads = batch * seqlen, q_heads + k_heads * (2 if inputs[2] is not None else 1)
     if tokens * heads == 0:
         return None
-    sources, grads = _norm_views(views, inputs, normed)
+    sources, grads = _norm_views(views, normed)
     strides = [_strides(x) for x in views]
     more_strides = [_strides(x) for x in (*sources, *grads)]
     if normed and normed.second_tables:
@@ -188,9 +195,7 @@ def plan_call(
     return heuristics.plan(problem), words
 
 
-def _norm_views(
-    views: list[Tensor], inputs: Views, normed: NormCall | None
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _norm_views(views: list[Tensor], normed: NormCall | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """q, k and v of both streams, and the outputs' gradients, if there are any."""
     if normed is None:
         return (), ()

@@ -18,7 +18,17 @@ from .cache import KernelCache, Key, cubin_file
 from .compiler import Kernel
 from .config import cache_dir, log
 from .errors import CompileError, JitropeError
-from .problem import NormCall, Views, cache_view, empty_parts, head_views, plan_call, qkv_views, separate_views
+from .problem import (
+    NormCall,
+    Views,
+    cache_view,
+    empty_parts,
+    head_views,
+    joint_parts,
+    plan_call,
+    qkv_views,
+    separate_views,
+)
 from .reference import FP8, Tables, Weights, table_pair
 from .render import ingredients, render
 from .spec import LAYOUT_AXES, Norm, Options, RopeSpec
@@ -527,36 +537,23 @@ def qk_norm_rope_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     streams, weights, second_tables = arguments[:6], arguments[6:10], arguments[10:12]
     tables, options, norm, *checks = arguments[12:]
     key = ("qk_norm_rope_joint", options, norm, *map(_key, (*arguments[:12], *tables)))
-    outputs = [x.new_empty((len(x), x.shape[1] + streams[3].shape[1], *x.shape[2:])) for x in streams[:3]]
     try:
         launch = _local.launches[key]
     except (AttributeError, KeyError):
         if checks:
             checks[0](*arguments[:12], tables, options, norm)
+        outputs = joint_parts(*streams[:4])
         first, second, out = (tuple(x.unsqueeze(3) for x in xs) for xs in (streams[:3], streams[3:], outputs))
         call = NormCall(norm, weights, second, second_tables if second_tables[0] is not None else ())
         launch = _remember(key, _prepare(first, out, tables, None, Options(*options), call))
+    outputs = joint_parts(*streams[:4])
     if launch is not None:
         cos, sin = _addresses(second_tables)
         at = _addresses(streams)
         weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), options[0], norm)
-        second_at = (cos, sin + launch.sin_offset if sin else 0)
-        launch(
-            *at,
-            *weights_at,
-            0,
-            0,
-            0,
-            *second_at,
-            *at[:3],
-            *_addresses(outputs),
-            *_table_addresses(tables, launch),
-            0,
-            0,
-            0,
-            0,
-        )
-    return tuple(outputs)  # type: ignore[return-value]
+        norm_at = (*at, *weights_at, 0, 0, 0, cos, sin + launch.sin_offset if sin else 0)
+        launch(*norm_at, *at[:3], *_addresses(outputs), *_table_addresses(tables, launch), 0, 0, 0, 0)
+    return outputs
 
 
 def qk_norm_rope_backward(
