@@ -1020,7 +1020,7 @@ REFUSALS = {
     ),
     "complex128-cis": (
         call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4).cdouble()),
-        "freqs_cis is torch.complex128; it is complex64, or complex128 with that rounding",
+        "freqs_cis is torch.complex128; it is complex64, or complex128 with rounding=",
     ),
     "fp64-dtype": (
         call(cos=torch.zeros(6, 4).double(), sin=torch.zeros(6, 4).double(), rounding="dtype"),
