@@ -229,7 +229,8 @@ def _refuse_gradients(require: Require, **tensors: Tensor | None) -> None:
 def check_positions(q: Tensor, tables: Tables, values: tuple[Any, ...], name: str) -> None:
     """Refuse positions outside of the table, whichever way they are given. Waits for the device."""
     options = Options(*values)
-    cos, cu_seqlens, start_positions, position_ids = tables[0], *tables[2:]
+    whole = (getattr(x, "full_tensor", lambda x=x: x)() for x in tables[2:])  # of DTensors
+    cos, cu_seqlens, start_positions, position_ids = tables[0], *whole
     _, seqlen, _, _ = _axes(q, options.layout)
     rows, spare = table_rows(seqlen, q.device, cu_seqlens, start_positions, position_ids, options)
     if spare is not None:

@@ -47,9 +47,9 @@ class _Recorded(torch.autograd.Function):
         dq, dk = (*grads, None)[:2]
         rotated = rotate_back(call, ctx, dq, dk)
         if ctx.in_place:  # what stayed passes its gradient on
-            cu_seqlens, cp_size = ctx.saved_tensors[2], Options(*ctx.options).cp_size
+            cu_seqlens, values = ctx.saved_tensors[2], Options(*ctx.options)
             rotated = tuple(  # type: ignore[assignment]
-                y if g is None or y is None else spare_stays(g, y, cu_seqlens, cp_size)
+                y if g is None or y is None else spare_stays(g, y, cu_seqlens, values)
                 for g, y in zip((dq, dk), rotated)
             )
         return None, None, *rotated, *(None,) * N_TABLES
@@ -94,16 +94,24 @@ def _plain(x: Tensor, tables: Tables) -> bool:
     tensors, selective checkpointing) and tensor subclasses. A table that requires a gradient is
     left to the check, which refuses it.
     """
-    cos, sin = tables[:2]
+    cos, sin, lengths, starts, ids = tables
     return (
         not _is_compiling()
         and type(x) is type(cos) is type(sin) is Tensor
+        and (lengths is None or type(lengths) is Tensor)
+        and (starts is None or type(starts) is Tensor)
+        and (ids is None or type(ids) is Tensor)
         and x.is_cuda
         and _dispatch_modes() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
     )
+
+
+def sharded(*tensors: Tensor | None) -> bool:
+    """One of them is a DTensor, whose class is not imported for the question."""
+    return any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in tensors if x is not None)
 
 
 def call(q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], check: Check = None) -> Outputs:
@@ -119,6 +127,10 @@ def call(q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], 
                 _written((q,) if k is None else (q, k))
             return out
     plain = _plain(q, tables) and (k is None or type(k) is Tensor)
+    if not plain and sharded(q, k, *tables):
+        from . import sharding
+
+        return sharding.rope(call, q, k, tables, options, check)  # type: ignore[no-any-return]
     wants_grad = _wants_grad(q, k)
     if plain and not wants_grad:
         out = runtime.rope(q, k, tables, options, check, True)
@@ -135,9 +147,9 @@ def call(q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], 
         return q, k
     q_out, k_out = ops.rope(q, k, tables, options)
     if in_place:  # traced under autograd: a copy, which Inductor writes in place
-        cp_size = Options(*options).cp_size
-        q_out = q.copy_(spare_stays(q, q_out, tables[2], cp_size))
-        k_out = None if k is None else k.copy_(spare_stays(k, k_out, tables[2], cp_size))  # type: ignore[arg-type]
+        values = Options(*options)
+        q_out = q.copy_(spare_stays(q, q_out, tables[2], values))
+        k_out = None if k is None else k.copy_(spare_stays(k, k_out, tables[2], values))  # type: ignore[arg-type]
     return q_out, k_out
 
 
@@ -149,6 +161,10 @@ def call_fp8(
     tensors = (q, k, q_scale, k_scale)
     if _plain(q, tables) and (k is None or type(k) is Tensor) and not _wants_grad(q, k):
         return runtime.rope_fp8(*tensors, tables, options, check)
+    if sharded(*tensors, *tables):
+        from . import sharding
+
+        return sharding.rope_fp8(call_fp8, *tensors, tables, options, check)  # type: ignore[no-any-return]
     check(*tensors, tables, options)  # type: ignore[misc]
     q_out, k_out = torch.ops.jitrope.rope_fp8(*tensors, *tables, *options[:-1])
     return q_out, None if k is None else k_out
@@ -169,6 +185,10 @@ def call_kv_cache(tensors: Sequence[Any], tables: Tables, options: tuple[Any, ..
         out = runtime.rope_kv_cache(*tensors, tables, options, check, True)  # type: ignore[call-arg]
         _written(written)
         return out
+    if sharded(*tensors, *tables):
+        from . import sharding
+
+        return sharding.rope_kv_cache(call_kv_cache, tensors, tables, options, check)  # type: ignore[no-any-return]
     check(*tensors, tables, options)  # type: ignore[misc]
     if in_place:
         torch.ops.jitrope.rope_kv_cache_(*tensors, *tables, *options[:-1])
@@ -184,6 +204,10 @@ def call_qkv(qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check
     """`call` of packed QKV: q, k and v; three times qkv in place."""
     in_place, values = options[_IN_PLACE], options[_VALUES]
     plain = _plain(qkv, tables)
+    if not plain and sharded(qkv, *tables):
+        from . import sharding
+
+        return sharding.rope_qkv(call_qkv, qkv, tables, options, check)  # type: ignore[no-any-return]
     wants_grad = torch.is_grad_enabled() and qkv.requires_grad
     if plain and not wants_grad:
         parts = runtime.rope_qkv(qkv, tables, options, check)
@@ -203,7 +227,7 @@ def call_qkv(qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check
     if in_place:
         value = v if values else value_view(qkv, options[_Q_PER_GROUP])
         rotated = reference.join_qkv(q, k, value, options[_Q_PER_GROUP])
-        return (qkv.copy_(spare_stays(qkv, rotated, tables[2], Options(*options).cp_size)),) * 3
+        return (qkv.copy_(spare_stays(qkv, rotated, tables[2], Options(*options))),) * 3
     return q, k, v if values else value_view(qkv, options[_Q_PER_GROUP])
 
 

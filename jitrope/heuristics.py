@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from .partition import number_of_chunks
 from .spec import ACCESS_BYTES, ITEM_SIZES, RopeSpec
 
 MAX_GRID_Y = 65_535
@@ -184,7 +185,7 @@ def plan(problem: RopeProblem) -> Plan:
         grid = (p.tokens, -(-p.heads // heads))
     elif launch == "grid_2d":
         # A longer sequence than this is walked in several steps.
-        length = -(-p.max_seqlen // p.cp_size) or -(-p.tokens // max(1, p.num_sequences))
+        length = longest_share(p) or -(-p.tokens // max(1, p.num_sequences))
         grid = (-(-min(p.tokens, length) // tokens), p.num_sequences + 1)
     else:
         grid = (-(-p.tokens // tokens), 1)
@@ -245,7 +246,7 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     if p.launch != "auto":
         return p.launch, f"launch={p.launch!r} was asked for"
     if packed:
-        rows = p.num_sequences * -(-p.max_seqlen // p.cp_size)
+        rows = p.num_sequences * longest_share(p)
         if (
             0 < rows <= MAX_UNEVEN * p.tokens
             and p.tokens * p.heads <= FEW_PACKED_HEADS
@@ -257,6 +258,12 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     if threads < FEW_THREADS_PER_SM * p.sm_count and p.heads > 1:
         return "grid_2d", f"{p.tokens} tokens leave {p.sm_count} SMs room: heads are tiled too"
     return "token_linear", f"{p.tokens} tokens fill {p.sm_count} SMs"
+
+
+def longest_share(p: RopeProblem) -> int:
+    """The most tokens that a rank has of a sequence of max_seqlen: its chunks are at most one longer than others."""
+    of = number_of_chunks(p.cp_size, "dual_chunk")
+    return of // p.cp_size * -(-p.max_seqlen // of)
 
 
 def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import reference, runtime
-from .dispatch import _dispatch_modes, _is_compiling, _plain, _wants_grad, _written
+from .dispatch import _dispatch_modes, _is_compiling, _plain, _wants_grad, _written, sharded
 from .errors import JitropeError
 from .ops import _ARGUMENTS, N_TABLES, Outputs, Parts, _lib, _values, turned_back
 from .problem import joint_parts
@@ -23,6 +23,7 @@ _WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
 _N = len(Norm._fields)
 _STREAMS = ", ".join(f"Tensor {name}{n}" for n in (1, 2) for name in "qkv")
 _STREAM_WEIGHTS = ", ".join(f"Tensor? {name}_weight{n}" for n in (1, 2) for name in "qk")
+_PLAIN = (Tensor, torch.nn.Parameter)
 _N_JOINT = 12  # tensors of a joint call: those, and cos and sin of the second stream
 for _schema in (
     f"qk_norm_rope(Tensor q, Tensor? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> (Tensor, Tensor)",
@@ -272,7 +273,11 @@ def call(
     if in_place and wants_grad:
         raise JitropeError("qk_norm_rope_ cannot be differentiated: its gradient needs q and k as they were; "
                            "call qk_norm_rope")  # fmt: skip
-    plain = _plain(q, tables) and all(x is None or isinstance(x, Tensor) for x in (k, *weights))
+    plain = _plain(q, tables) and all(x is None or type(x) in _PLAIN for x in (k, *weights))
+    if not plain and sharded(q, k, *weights, *tables):
+        from . import sharding
+
+        return sharding.norm(call, q, k, weights, tables, options, norm, check)  # type: ignore[no-any-return]
     if plain and wants_grad:
         out = _Recorded.apply(check, options, norm, q, k, *weights, *tables)
         return (out, None) if k is None else out
@@ -300,6 +305,11 @@ def call_joint(
     """
     tensors = (*streams, *weights, *second_tables)
     plain = _plain(streams[0], tables) and all(type(x) is Tensor for x in streams)
+    plain = plain and all(x is None or type(x) in _PLAIN for x in (*weights, *second_tables))
+    if not plain and sharded(*tensors, *tables):
+        from . import sharding
+
+        return sharding.norm_joint(call_joint, streams, weights, second_tables, tables, options, norm, check)  # type: ignore[no-any-return]
     if plain and _wants_grad(*streams, *weights):
         return _RecordedJoint.apply(check, options, norm, *tensors, *tables)  # type: ignore[no-any-return]
     if plain:

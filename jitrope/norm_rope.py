@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from . import checks
 from .norm_ops import call, call_joint
+from .problem import constant
 from .reference import Tables
 from .rope import default_rotary_dim, one_table
 from .spec import LAYOUT_AXES, Norm
@@ -230,15 +230,10 @@ def _arguments(
 def _no_rotation(q: Tensor, layout: str, rows: int | None) -> tuple[Tensor, Tensor]:
     """Tables that turn nothing: one row, seen as many."""
     rows = q.shape[LAYOUT_AXES[layout][1]] if rows is None and layout in LAYOUT_AXES else rows or 1
-    # What is made now may be fake, or a CUDA graph's.
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    watched = watched or (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    make = _one_row.__wrapped__ if watched else _one_row
-    cos, sin = make(q.shape[-1] // 2, q.device)
+    cos, sin = _one_row(q.device, q.shape[-1] // 2)
     return cos.expand(rows, -1), sin.expand(rows, -1)
 
 
-@lru_cache(maxsize=64)
-def _one_row(pairs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):
-        return torch.ones(1, pairs, device=device), torch.zeros(1, pairs, device=device)
+@constant
+def _one_row(device: torch.device, pairs: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(1, pairs, device=device), torch.zeros(1, pairs, device=device)

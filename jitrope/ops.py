@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference, runtime
+from . import partition, reference, runtime
 from .errors import JitropeError
 from .problem import value_view
-from .reference import FP8, Tables
+from .reference import FP8, RULE, Tables
 from .spec import Options
 
 Outputs = tuple[Tensor, "Tensor | None"]
@@ -55,7 +55,7 @@ def _cpu(q: Tensor, k: Tensor | None, tables: Tables, values: tuple[Any, ...]) -
         return q_out, k_out
     for x, out in ((q, q_out), (k, k_out)):
         if x is not None and out is not None:
-            x.copy_(spare_stays(x, out, tables[2], options.cp_size))
+            x.copy_(spare_stays(x, out, tables[2], options))
     return q, k
 
 
@@ -79,7 +79,7 @@ def _cpu_qkv(qkv: Tensor, tables: Tables, values: tuple[Any, ...]) -> Parts:
     parts = reference.rope_qkv(qkv, *tables, options)
     if options.in_place:
         rotated = reference.join_qkv(*parts, options.q_per_group)
-        qkv.copy_(spare_stays(qkv, rotated, tables[2], options.cp_size))
+        qkv.copy_(spare_stays(qkv, rotated, tables[2], options))
         return qkv, qkv, qkv
     return parts if options.values else (*parts[:2], value_view(qkv, options.q_per_group))
 
@@ -88,11 +88,12 @@ def _cpu_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, values
     return reference.rope_qkv_backward(dq, dk, dv, *tables, Options(*values))
 
 
-def spare_stays(x: Tensor, rotated: Tensor, cu_seqlens: Tensor | None, cp_size: int) -> Tensor:
+def spare_stays(x: Tensor, rotated: Tensor, cu_seqlens: Tensor | None, options: Options) -> Tensor:
     """What an in-place call makes of x: the tokens after the last sequence are not touched."""
     if cu_seqlens is None:
         return rotated
-    spare = torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1] // cp_size
+    end = partition.local_rows(cu_seqlens[-1].long(), options.cp_rank, options.cp_size, RULE)
+    spare = torch.arange(x.shape[0], device=x.device) >= end
     return torch.where(spare[:, None, None], x, rotated)
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,34 @@ def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor,
     tokens = q1.shape[1] + q2.shape[1]
     q, k, v = (x.new_empty((x.shape[0], tokens, *x.shape[2:])) for x in (q1, k1, v1))
     return q, k, v
+
+
+# ---- constants -----------------------------------------------------------------------------------
+
+
+def constant(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors that depend on a device and some numbers alone, made once and then kept.
+
+    The stream that fills them is waited for, once, so that every other one may read them. What is made while
+    something watches (torch.compile, fake tensors, a CUDA graph's capture) is its own, and not kept.
+    """
+
+    @lru_cache(maxsize=4096)
+    def kept(device: torch.device, *numbers: Any) -> Any:
+        with torch.inference_mode(False):
+            made = make(device, *numbers)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return made
+
+    def get(device: torch.device, *numbers: Any) -> Any:
+        watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if watched or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return make(device, *numbers)
+        return kept(device, *numbers)
+
+    get.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+    return get
 
 
 # ---- the plan ----------------------------------------------------------------------------------

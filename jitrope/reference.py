@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import partition
 from .spec import LAYOUT_AXES, Norm, Options
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+RULE = "dual_chunk"
+"""Of `partition`: how rope's context parallelism cuts sequences."""
 Tables = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
 """cos, sin, cu_seqlens, start_positions and position_ids."""
 Weights = tuple["Tensor | None", "Tensor | None"]
@@ -59,16 +62,19 @@ def axis_of_pairs(options: Options, device: torch.device) -> Tensor:
     return torch.searchsorted(sections.cumsum(0), pair, right=True)
 
 
-def local_positions(index: Tensor, length: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions in their sequences of a rank's tokens, the index-th of the length that it has of each.
+def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions in their sequences of a rank's tokens, the index-th ones that it has of each.
 
-    A sequence is cut into 2 cp_size chunks; a rank has chunks cp_rank and 2 cp_size - 1 - cp_rank.
+    A sequence owns the tokens [first, end) of the batch and is cut into 2 cp_size chunks (`partition`); a rank
+    has chunks cp_rank and 2 cp_size - 1 - cp_rank.
     """
     if cp_size == 1:
         return index
-    half = length // 2
-    second = length * cp_size - (cp_rank + 1) * half - half
-    return index + torch.where(index < half, cp_rank * half, second)
+    of = partition.number_of_chunks(cp_size, RULE)
+    head, tail = partition.chunks_of(cp_rank, cp_size, RULE)
+    size = partition.count(end, head, of) - partition.count(first, head, of)
+    begins = [partition.before(end, chunk, of) - partition.before(first, chunk, of) for chunk in (head, tail)]
+    return torch.where(index < size, begins[0] + index, begins[1] + index - size)
 
 
 def table_rows(
@@ -91,21 +97,21 @@ def _counted_rows(
 ) -> tuple[Tensor, Tensor | None]:
     index = torch.arange(tokens, device=device)
     if cu_seqlens is None:
-        length = torch.tensor(tokens, device=device)
-        rows = local_positions(index, length, options.cp_size, options.cp_rank)[None]
+        rows = local_positions(index, 0, tokens * options.cp_size, options.cp_size, options.cp_rank)[None]
         return (rows if start_positions is None else rows + start_positions[:, None]), None
-    offsets = cu_seqlens.long() // options.cp_size
+    ends = cu_seqlens.long()
+    offsets = partition.local_rows(ends, options.cp_rank, options.cp_size, RULE)
     sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
     spare = sequence == len(offsets) - 1
     if len(offsets) == 1:
         return index[None], spare
     sequence = sequence.clamp(max=len(offsets) - 2)
-    length = offsets[sequence + 1] - offsets[sequence]
-    rows = local_positions(index - offsets[sequence], length, options.cp_size, options.cp_rank)
+    first, end = ends[sequence], ends[sequence + 1]
+    rows = local_positions(index - offsets[sequence], first, end, options.cp_size, options.cp_rank)
     if start_positions is not None:
         rows = rows + start_positions[sequence]
     if options.packed_table:
-        rows = rows + cu_seqlens[sequence]
+        rows = rows + first
     return rows[None], spare
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .spec import RopeSpec
+from .spec import Spec
 
 if TYPE_CHECKING:
     import jinja2
@@ -27,7 +27,7 @@ class Source:
     name: str
 
 
-def ingredients(spec: RopeSpec) -> str:
+def ingredients(spec: Spec) -> str:
     """All that a spec's text is made from, without making it: its constants and template files."""
     return json.dumps([_texts(spec.template), spec.constants()])
 
@@ -86,7 +86,7 @@ def environment() -> jinja2.Environment:
     )
 
 
-def render(spec: RopeSpec) -> Source:
+def render(spec: Spec) -> Source:
     """The CUDA text of a spec, includes and all."""
     text = environment().get_template(spec.template).render(spec.constants())
     return Source(text, spec.entry, spec.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from . import checks
 from .dispatch import call, call_fp8, call_kv_cache, call_qkv
 from .errors import InvalidInput
+from .problem import constant
 
 
 def apply_rope(
@@ -94,9 +94,11 @@ def apply_rope(
         packed_table: with cu_seqlens: the table has a row for each token of the packed batch, so that
             positions do not restart (mRoPE tables, say).
         cp_size, cp_rank: context parallelism. q and k hold this rank's chunks cp_rank and
-            2 cp_size - 1 - cp_rank of the 2 cp_size equal chunks of every sequence, whose length is
-            therefore a multiple of 2 cp_size. cu_seqlens, max_seqlen and the tables are those of the
-            whole batch.
+            2 cp_size - 1 - cp_rank of the 2 cp_size chunks of every sequence, one behind the other.
+            cu_seqlens, max_seqlen and the tables are those of the whole batch. With cu_seqlens
+            sequences may have any length: token t of the batch gives chunk t % (2 cp_size) of its
+            sequence a place, so that a sequence's chunks differ by one token at most (`partition`).
+            Without, they are equal.
         rounding: how products and their sum are rounded, for the bits of a model's own eager code on the same
             device: "fp32": each to fp32, as real tensors are (FLUX, Wan); "complex64" and "complex128": as
             torch's complex multiply (Qwen-Image; Lumina2, whose tables are fp64); "dtype": the tables, each
@@ -502,12 +504,10 @@ def _scale(scale: float | Tensor | None, device: torch.device) -> Tensor | None:
     """A scale as the kernels read it, on the device."""
     if scale is None or isinstance(scale, Tensor):
         return scale
-    if torch.compiler.is_compiling():
-        return torch.full((), float(scale), device=device)
-    return _scale_of(float(scale), device)
+    made: Tensor = _scale_of(device, float(scale))
+    return made
 
 
-@lru_cache(maxsize=4096)
-def _scale_of(scale: float, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((), scale, device=device)
+@constant
+def _scale_of(device: torch.device, scale: float) -> Tensor:
+    return torch.full((), scale, device=device)

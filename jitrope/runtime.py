@@ -22,6 +22,7 @@ from .problem import (
     NormCall,
     Views,
     cache_view,
+    constant,
     empty_parts,
     head_views,
     joint_parts,
@@ -31,7 +32,7 @@ from .problem import (
 )
 from .reference import FP8, Tables, Weights, table_pair
 from .render import ingredients, render
-from .spec import LAYOUT_AXES, Norm, Options, RopeSpec
+from .spec import LAYOUT_AXES, Norm, Options, Spec
 
 MAX_LAUNCHES = 4096
 """Prepared launches a thread keeps; past it they are forgotten, which costs a few microseconds each."""
@@ -49,7 +50,7 @@ _NO_SOURCES = (0,) * 6
 compiled: list[str] = []
 """Names of the kernels that this process compiled, in order."""
 
-_kernels: dict[tuple[RopeSpec, int], Kernel] = {}
+_kernels: dict[tuple[Spec, int], Kernel] = {}
 _build_lock = threading.Lock()
 _local = threading.local()
 
@@ -76,7 +77,7 @@ def kernel_cache() -> KernelCache:
     return _cache_at(cache_dir())
 
 
-def get_kernel(spec: RopeSpec, device: int) -> Kernel:
+def get_kernel(spec: Spec, device: int) -> Kernel:
     """The kernel of a spec on a device: from memory, else from disk, else compiled."""
     kernel = _kernels.get((spec, device))
     if kernel is None:
@@ -97,7 +98,7 @@ def arch_of(device: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def build(spec: RopeSpec, arch: str, rebuild: bool = False) -> tuple[Any, bytes | None, bool]:
+def build(spec: Spec, arch: str, rebuild: bool = False) -> tuple[Any, bytes | None, bool]:
     """Make sure that a spec's cubin is cached: (its path or None, its bytes or None, was it compiled).
 
     The path is None where the cache cannot be written; the bytes are given whenever it was compiled.
@@ -126,7 +127,7 @@ def missing_cupy(error: str) -> str:
     return f"jitrope compiles through CuPy, which cannot be imported ({error}): pip install 'jitrope[{extra}]'"
 
 
-def _load(spec: RopeSpec, device: int) -> Kernel:
+def _load(spec: Spec, device: int) -> Kernel:
     arch = arch_of(device)
     path, cubin, was_compiled = build(spec, arch)
     try:
@@ -139,7 +140,7 @@ def _load(spec: RopeSpec, device: int) -> Kernel:
         return _open(path, cubin, spec, device)
 
 
-def _open(path: Any, cubin: bytes | None, spec: RopeSpec, device: int) -> Kernel:
+def _open(path: Any, cubin: bytes | None, spec: Spec, device: int) -> Kernel:
     if path is not None:
         return Kernel(path, spec.entry, device)
     assert cubin is not None
@@ -595,10 +596,7 @@ def qk_norm_rope_backward(
 def _weight_addresses(
     weights: Sequence[Tensor | None], tensors: Sequence[Tensor | None], layout: str, norm: Norm
 ) -> list[int]:
-    """Where weights are missing beside others, those of a factor of one: a kernel has all of them or none.
-
-    While a CUDA graph is captured they are made in it.
-    """
+    """Where weights are missing beside others, those of a factor of one: a kernel has all of them or none."""
     if all(w is not None for w in weights) or all(w is None for w in weights):
         return _addresses(weights)
     dtype = next(w.dtype for w in weights if w is not None)
@@ -606,16 +604,14 @@ def _weight_addresses(
     for weight, x in zip(weights, tensors):
         if weight is None and x is not None:
             size = x.shape[-1] * (x.shape[LAYOUT_AXES[layout][2]] if norm.across_heads else 1)
-            make = _ones.__wrapped__ if torch.cuda.is_current_stream_capturing() else _ones
-            weight = make(size, dtype, x.device, norm.zero_centered)
+            weight = _ones(x.device, size, dtype, norm.zero_centered)
         addresses.append(0 if weight is None else weight.data_ptr())
     return addresses
 
 
-@lru_cache(maxsize=64)
-def _ones(count: int, dtype: torch.dtype, device: torch.device, zero_centered: bool) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((count,), 0 if zero_centered else 1, dtype=dtype, device=device)
+@constant
+def _ones(device: torch.device, count: int, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    return torch.full((count,), 0 if zero_centered else 1, dtype=dtype, device=device)
 
 
 def _heads_of(x: Tensor, options: Options) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 C_TYPES = {
     "fp64": "double",
@@ -35,6 +35,20 @@ LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
     "bhsd": (0, 2, 1, 3),
     "thd": (None, 0, 1, 2),
 }
+
+
+class Spec(Protocol):
+    """What rendering, compiling and keeping a kernel ask of it."""
+
+    @property
+    def template(self) -> str: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    def constants(self) -> dict[str, Any]: ...
+    def to_dict(self) -> dict[str, Any]: ...
+    def __hash__(self) -> int: ...
 
 
 class Options(NamedTuple):

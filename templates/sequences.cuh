@@ -2,18 +2,44 @@
 //
 // cu_seqlens[0..count] are the offsets of `count` sequences, ascending from 0; sequence i owns the
 // tokens [cu_seqlens[i], cu_seqlens[i + 1]) and may be empty. Under context parallelism they are those
-// of the whole batch, and a rank owns 1 / cp_size of each sequence: the local offsets are
-// cu_seqlens[i] / cp_size. cp_size is a compile-time constant wherever these are called.
+// of the whole batch, and each sequence is cut into `of` chunks by the rule of jitrope/partition.py. With
+// of = 2 cp_size a rank has chunks cp_rank and of - 1 - cp_rank, one behind the other ("dual chunk"). cp_size
+// and `of` are compile-time constants wherever these are called: they are divided by in multiplications.
 
-// The sequence of a rank's `token`, or `count` if the token lies after the last one. The lanes of a warp
-// search together: 32 probes a step, so a million sequences take four steps. No probe divides:
-// offset / cp_size <= token is offset < (token + 1) * cp_size.
+// Of the first `offset` tokens of the batch, those in chunk `chunk` of `of` of their sequences.
 template <typename Index>
-__device__ __forceinline__ long long find_sequence(
-    const Index* cu_seqlens, long long count, long long token, int cp_size
-) {
+__device__ __forceinline__ long long chunk_count(Index offset, int chunk, int of) {
+    return static_cast<long long>(offset / of) + (static_cast<int>(offset % of) > chunk);
+}
+
+// Of the first `offset` tokens of the batch, those in the chunks before `chunk`.
+template <typename Index>
+__device__ __forceinline__ long long chunk_before(Index offset, int chunk, int of) {
+    return static_cast<long long>(offset / of) * chunk + min(static_cast<int>(offset % of), chunk);
+}
+
+// Of the first `offset` tokens of the batch, those that a rank has.
+template <typename Index>
+__device__ __forceinline__ long long local_offset(Index offset, int cp_size, int cp_rank) {
+    if (cp_size == 1) return offset;
+    const int of = 2 * cp_size;
+    return chunk_count(offset, cp_rank, of) + chunk_count(offset, of - 1 - cp_rank, of);
+}
+
+// The least offset whose local one is past a rank's `token`: chunk c grows at c + 1, of + c + 1, ..., so a
+// rank's two in turn.
+__device__ __forceinline__ long long offset_past(long long token, int cp_size, int cp_rank) {
+    if (cp_size == 1) return token + 1;
+    const int of = 2 * cp_size;
+    return (token >> 1) * of + (token & 1 ? of - cp_rank : cp_rank + 1);
+}
+
+// The first of `count` sequences whose end is at least `target`, or `count`; of a rank's token, its sequence if
+// target is offset_past(token): no probe divides, local_offset(end) <= token is end < offset_past(token). The lanes of
+// a warp search together: 32 probes a step, so a million sequences take four steps.
+template <typename Index>
+__device__ __forceinline__ long long find_sequence(const Index* cu_seqlens, long long count, long long target) {
     const int lane = threadIdx.x % 32;
-    const long long target = (token + 1) * cp_size;
     long long low = 0, high = count;                 // the answer is in [low, high]
     while (low < high) {
         const long long part = (high - low + 31) / 32;   // sequences a lane stands for
@@ -26,12 +52,11 @@ __device__ __forceinline__ long long find_sequence(
     return low;
 }
 
-// The same by one thread alone, between the sequences of two tokens around it.
+// The same by one thread alone, between two sequences around it.
 template <typename Index>
 __device__ __forceinline__ long long find_between(
-    const Index* cu_seqlens, long long low, long long high, long long token, int cp_size
+    const Index* cu_seqlens, long long low, long long high, long long target
 ) {
-    const long long target = (token + 1) * cp_size;
     while (low < high) {
         const long long middle = (low + high) >> 1;
         if (static_cast<long long>(cu_seqlens[middle + 1]) < target) low = middle + 1;
@@ -40,10 +65,19 @@ __device__ __forceinline__ long long find_between(
     return low;
 }
 
-// The position in its sequence of the i-th of the n tokens that rank `cp_rank` has of it. A sequence is
-// cut into 2 cp_size chunks; a rank has chunks cp_rank and 2 cp_size - 1 - cp_rank ("dual chunk").
-__device__ __forceinline__ long long position_of(long long i, long long n, int cp_size, long long cp_rank) {
+// The position in its sequence, the tokens [first, end) of the batch, of the i-th token that a rank has of it.
+template <typename Index>
+__device__ __forceinline__ long long position_of(long long i, Index first, Index end, int cp_size, int cp_rank) {
+    if (cp_size == 1) return i;
+    const int of = 2 * cp_size;
+    const long long head = chunk_count(end, cp_rank, of) - chunk_count(first, cp_rank, of);
+    const int chunk = i < head ? cp_rank : of - 1 - cp_rank;
+    return chunk_before(end, chunk, of) - chunk_before(first, chunk, of) + (i < head ? i : i - head);
+}
+
+// The same of a sequence that is not packed, whose chunks are equal: a rank has n tokens of it, n even.
+__device__ __forceinline__ long long position_in_equal_chunks(long long i, long long n, int cp_size, int cp_rank) {
     if (cp_size == 1) return i;
     const long long half = n / 2;
-    return i + (i < half ? cp_rank * half : n * cp_size - (cp_rank + 1) * half - half);
+    return i + (i < half ? cp_rank : 2 * cp_size - 2 - cp_rank) * half;
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,6 +49,31 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def end(self) -> int | None:
+        """Tokens of a packed case before the spare ones: what this rank has of the sequences."""
+        if self.lengths is None:
+            return None
+        size, rank = self.cp
+        return len(dealt((0, *itertools.accumulate(self.lengths)), size)[rank])
+
+
+def dealt(offsets: Sequence[int], cp_size: int) -> list[list[tuple[int, int]]]:
+    """(sequence, position) of each rank's tokens of a packed batch, in their order: dealt out one by one.
+
+    Token t of the batch gives chunk t % (2 cp_size) of its sequence a place; the tokens of a sequence take its
+    chunks' places from the first chunk on; a rank has one chunk from the front and its mirror image.
+    """
+    chunks = 2 * cp_size
+    ranks: list[list[tuple[int, int]]] = [[] for _ in range(cp_size)]
+    for sequence, (first, end) in enumerate(itertools.pairwise(offsets)):
+        sizes = Counter(token % chunks for token in range(first, end))
+        positions = iter(range(end - first))
+        places = [[(sequence, next(positions)) for _ in range(sizes[chunk])] for chunk in range(chunks)]
+        for rank, mine in enumerate(ranks):
+            mine += places[rank] + places[-1 - rank]
+    return ranks
 
 
 CASES = [
@@ -135,6 +162,19 @@ CASES = [
          layout="thd", lengths=(5, 0, 6), table_rows=11, options={"packed_table": True}),
     Case("packed-table-cp", "the same under context parallelism", shape=(1, 7, 4, 2, 64), layout="thd",
          lengths=(4, 8), cp=(2, 0), table_rows=12, options={"packed_table": True}),
+    *(Case(f"ragged-{size}-{rank}", "lengths that no chunks divide, every rank", shape=(1, 2267 // size + 3, 2, 1, 8),
+           layout="thd", lengths=(137, 2041, 89), cp=(size, rank), table_rows=2041)
+      for size in (2, 4) for rank in range(size)),
+    *(Case(f"ragged-short-{rank}", "fewer tokens than ranks, empty sequences", shape=(1, 7, 2, 1, 64), layout="thd",
+           lengths=(3, 0, 1, 0, 0, 2, 1, 9, 1), cp=(4, rank), table_rows=9) for rank in range(4)),
+    Case("ragged-none", "all tokens are other ranks'", shape=(1, 3, 2, 1, 64), layout="thd", lengths=(0, 1, 0, 1),
+         cp=(4, 2), table_rows=1),
+    Case("ragged-three", "an odd number of ranks, int64, starts", shape=(1, 13, 2, 1, 64), layout="thd",
+         lengths=(19, 0, 4, 11), cp=(3, 1), starts=(2, 5, 0, 1), table_rows=21, index_dtype=torch.int64),
+    Case("ragged-table", "a row for each token of the whole pack", shape=(1, 9, 2, 1, 64), layout="thd",
+         lengths=(5, 9), cp=(2, 1), table_rows=14, options={"packed_table": True}),
+    Case("ragged-angles", "angles, starts, mscale", table="angles_repeated", shape=(1, 15, 3, 1, 64), layout="thd",
+         lengths=(7, 0, 13, 5), cp=(2, 0), starts=(1, 0, 0, 2), table_rows=13, options={"mscale": 1.25}),
     Case("inverse", "rotated back", options={"inverse": True}),
     Case("offset", "a slice inside the head (MLA)", shape=(1, 5, 3, 1, 192), rotary_dim=64,
          options={"rotary_offset": 128}),
@@ -200,6 +240,8 @@ QKV_CASES = [
          table_rows=13),
     Case("qkv-packed", "packed, spare rows, context parallelism", shape=(1, 9, 2, 2, 64), layout="thd",
          lengths=(8, 0, 4), cp=(2, 0), table_rows=9, table="angles_repeated"),
+    Case("qkv-ragged", "lengths that no chunks divide", shape=(1, 13, 2, 2, 64), layout="thd", lengths=(7, 0, 5, 10),
+         cp=(2, 1), table_rows=10),
     Case("qkv-mrope", "positions on three axes", shape=(2, 3, 2, 2, 64), ids="rows", table_rows=9,
          options={"mrope_section": (8, 12, 12)}),
     Case("qkv-scalar", "a head that no access divides", shape=(1, 3, 2, 3, 6), dtype="fp32"),
@@ -490,15 +532,17 @@ def random_case(seed: int) -> Case:
     packed = layout == "thd" and draw.random() < 0.7
     batch = 1 if layout == "thd" else draw.randint(1, 3)
     cp_size = draw.choice((1, 1, 2, 3))
-    seqlen, head_dim = 2 * draw.randint(1, 20), draw.choice((2, 6, 8, 32, 48, 64, 72, 80, 100, 112, 128, 160, 256))
+    seqlen = draw.randint(1, 40) if packed else 2 * draw.randint(1, 20)
+    head_dim = draw.choice((2, 6, 8, 32, 48, 64, 72, 80, 100, 112, 128, 160, 256))
     heads = draw.randint(1, 9)
     table = draw.choice(("half", "half", "full", "fused", "per_head", "angles", "angles_full", "angles_repeated"))
     k_heads = draw.choice((0, heads)) if table == "per_head" else draw.randint(0, heads)
     rotary = draw.choice((None, 2 * draw.randint(1, head_dim // 2)))
+    tokens, multiple = cp_size * seqlen, draw.choice((1, 2 * cp_size))
     lengths = []
-    while packed and sum(lengths) < seqlen and draw.random() < 0.8:
-        lengths.append(2 * draw.randint(0, (seqlen - sum(lengths)) // 2))
-    rows = cp_size * seqlen + draw.randint(0, 5)
+    while packed and sum(lengths) < tokens and draw.random() < 0.8:
+        lengths.append(multiple * draw.randint(0, (tokens - sum(lengths)) // multiple))
+    rows = tokens + draw.randint(0, 5)
     options: dict[str, Any] = {}
     if rotary is not None and draw.random() < 0.5:
         options["rotary_offset"] = draw.randint(0, head_dim - rotary)
@@ -527,7 +571,7 @@ def random_case(seed: int) -> Case:
         f"seed-{seed}", "the unforeseen", shape=(batch, seqlen, heads, k_heads, head_dim), layout=layout,
         dtype=draw.choice(("bf16", "fp16", "fp32")), interleaved=interleaved, rotary_dim=rotary, table=table,
         table_dtype=draw.choice(("fp32", "fp32", "bf16")), table_batch=not packed and draw.random() < 0.3,
-        lengths=tuple(cp_size * n for n in lengths) if packed else None,
+        lengths=tuple(lengths) if packed else None,
         index_dtype=draw.choice((torch.int32, torch.int64)), ids=ids,
         starts=None if ids else draw.choice((None, starts)),
         cp=(cp_size, draw.randrange(cp_size)), table_rows=rows, strides=draw.choice(("plain", "plain", "offset")),

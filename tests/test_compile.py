@@ -33,6 +33,7 @@ LARGEST = [
     *(Call(heads, angles=True, width="full", packed=packed, backward=True) for heads in (8, 24, 32, 64, 128)
       for packed in (None, "int32")),
     Call(40, angles=True, packed="int64", cp_size=2, start_positions="int64", backward=True),
+    Call(40, angles=True, packed="int64", cp_size=3, packed_table=True), Call(24, packed="int32", cp_size=6),
     Call(24, angles=True, width="full", interleaved=True, packed="int32", packed_table=True),
     Call(64, packed="int32", backward=True), Call(24, packed="int32", width="full", backward=True),
     Call(48, q_per_group=4, angles=True, width="full", packed="int32", backward=True),

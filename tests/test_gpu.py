@@ -27,6 +27,7 @@ from .cases import (
     CacheCase,
     Case,
     NormCase,
+    dealt,
     lower,
     make,
     make_cache,
@@ -73,7 +74,7 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
             outputs = runtime.rope(*device[:2], tuple(device[2:]), tuple(options._replace(in_place=in_place)))
             end = None
             if in_place and case.lengths is not None:
-                end = sum(case.lengths) // case.cp[0]
+                end = case.end
                 for x, out in zip(tensors, outputs):
                     assert out is None or torch.equal(out[end:].cpu(), x[end:])
             for out, expected in zip(outputs, want):
@@ -94,7 +95,7 @@ def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
     tensors, options = make_qkv(case, "cuda", launch=launch)
     want = reference.rope_qkv(*tensors, options)
     back = turned_back(tuple(options))
-    end = None if case.lengths is None else sum(case.lengths) // case.cp[0]
+    end = case.end
     for values in (True, False):
         parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), tuple(options._replace(values=values)))
         for got, expected in zip(parts, want):
@@ -175,6 +176,39 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
     for x, conjugate, got in ((q, False, results[0][0]), (grad, True, results[0][1])):
         want, _ = reference.rope(x, None, table, table, cu_seqlens, None, None, options._replace(conjugate=conjugate))
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("cp_size", [2, 3, 8])
+@pytest.mark.parametrize("sequences", [1, 8, 512, 2401])
+def test_ragged_packs_have_the_bits_of_the_whole(
+    sequences: int, cp_size: int, index_dtype: torch.dtype, launch: str
+) -> None:
+    """Packs whose lengths no number of chunks divides, every rank's shard: forward, gradient and in place."""
+    generator = torch.Generator().manual_seed(sequences)
+    tokens = 32_771
+    cu_seqlens = packed_offsets(tokens, sequences, 1, generator)
+    q = torch.randn(tokens, 4, 128, device="cuda", dtype=torch.bfloat16)
+    freqs = torch.rand(tokens, 64, device="cuda") * 100
+    words = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens.to(index_dtype), "launch": launch}
+    grad = torch.randn_like(q)
+    whole = jitrope.apply_rope(q, None, **words)[0]
+    gradient = jitrope.apply_rope(grad, None, **words, inverse=True)[0]
+    begins = cu_seqlens.tolist()
+    total = 0
+    for rank, places in enumerate(dealt(begins, cp_size)):
+        mine = torch.tensor([begins[sequence] + position for sequence, position in places], device="cuda")
+        total += len(mine)
+        leaf = q[mine].requires_grad_()
+        out, _ = jitrope.apply_rope(leaf, None, **words, cp_size=cp_size, cp_rank=rank)
+        assert torch.equal(out, whole[mine])
+        assert torch.equal(torch.autograd.grad(out, leaf, grad[mine])[0], gradient[mine])
+        spare = torch.ones_like(q[:5])
+        padded = torch.cat((q[mine], spare))
+        jitrope.apply_rope_(padded, None, **words, cp_size=cp_size, cp_rank=rank)
+        assert torch.equal(padded, torch.cat((whole[mine], spare)))
+    assert total == tokens
 
 
 @pytest.mark.parametrize("sequences", [100_000, 1_000_000])

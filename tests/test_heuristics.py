@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from jitrope import heuristics
+from jitrope import heuristics, partition
 from jitrope.heuristics import RopeProblem, plan
 
 BASE = RopeProblem(
@@ -194,6 +195,21 @@ def test_no_dead_blocks_under_context_parallelism(sequences) -> None:
     assert linear.spec.launch == "token_linear"
     assert linear.grid == (8192, 1)
     assert by_sequence.grid == (8192 // sequences, sequences + 1)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_a_ranks_share_of_a_sequence_is_one_step(cp_size) -> None:
+    """Wherever it begins in the batch: the grid over sequences is as wide as the longest share, and hardly wider."""
+    for length in range(1, 40):
+        shares = []
+        for rank, first in itertools.product(range(cp_size), range(2 * cp_size)):
+            begin, end = (partition.local_rows(x, rank, cp_size, "dual_chunk") for x in (first, first + length))
+            shares.append(end - begin)
+        p = replace(BASE, index_dtype="int32", num_sequences=3, max_seqlen=length, cp_size=cp_size, launch="grid_2d")
+        assert max(shares) <= heuristics.longest_share(p) <= max(shares) + 1
+        found = plan(replace(p, heads=32))
+        assert (found.grid[0] - 1) * found.spec.tokens_per_block < heuristics.longest_share(p)
+        assert found.grid[0] * found.spec.tokens_per_block >= heuristics.longest_share(p)
 
 
 def test_token_linear_does_not_depend_on_the_number_of_sequences() -> None:

@@ -60,7 +60,7 @@ def run_case(case: Case, launch: str = "auto", conjugate: bool | None = None, in
     (q, k, *tables), options = lower(make(case), launch=launch, in_place=in_place, **changes)
     expected = reference.rope(q, k, *tables, options)
     if in_place and case.lengths is not None:  # spare rows stay as they are
-        end = sum(case.lengths) // case.cp[0]
+        end = case.end
         for x, out in zip((q, k), expected):
             if x is not None:
                 out[end:] = x[end:]
@@ -91,7 +91,8 @@ def test_token_linear_matches_reference(case: Case) -> None:
     "halves", "odd-heads", "one-token", "many-heads", "d80-interleaved", "partial", "packed", "packed-int64",
     "packed-none", "packed-too-long", "per-head", "packed-qkv", "starts-packed", "cp-packed", "packed-table-cp",
     "angles-interleaved", "angles-packed-cp", "mla", "cp-packed-starts", "complex128", "dtype-fp16", "dtype-packed",
-    "addcmul-per-head",
+    "addcmul-per-head", "ragged-2-1", "ragged-4-0", "ragged-short-2", "ragged-none", "ragged-three", "ragged-table",
+    "ragged-angles",
 )], ids=str)  # fmt: skip
 def test_grid_2d_matches_reference(case: Case) -> None:
     outputs, expected, plan = run_case(case, "grid_2d")
@@ -102,7 +103,7 @@ def test_grid_2d_matches_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in (
     "halves", "interleaved", "full", "full-interleaved", "full-partial", "packed", "complex64-rounding", "mla-back",
     "angles-full", "angles-full-interleaved", "angles-packed", "cp-packed", "complex128-full", "dtype-bf16-full",
-    "addcmul",
+    "addcmul", "ragged-4-1", "ragged-three",
 )], ids=str)  # fmt: skip
 def test_backward_matches_reference(case: Case) -> None:
     outputs, expected, _ = run_case(case, conjugate=True)
@@ -111,7 +112,7 @@ def test_backward_matches_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in (
     "halves", "partial-odd", "packed", "packed-qkv", "strided-dim", "unaligned", "q-alone", "offset", "angles-packed",
-    "cp-packed-starts", "complex128-cis", "dtype", "addcmul",
+    "cp-packed-starts", "complex128-cis", "dtype", "addcmul", "ragged-4-3", "ragged-short-1", "ragged-angles",
 )], ids=str)  # fmt: skip
 @pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
 def test_in_place_matches_reference(case: Case, launch: str) -> None:
@@ -155,15 +156,16 @@ def test_wild_starts_stay_in_bounds() -> None:
     assert not out[2, 1:].isnan().any()
 
 
+@pytest.mark.parametrize("cp", [(1, 0), (3, 0), (3, 2)], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1000, 1025, 3000])
-def test_any_number_of_sequences_is_searched(count: int) -> None:
+def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) -> None:
     """The search takes a 32nd at a step; empty sequences are skipped, whatever their number."""
     generator = torch.Generator().manual_seed(count)
     lengths = torch.zeros(count, dtype=torch.long)
     for i in torch.randint(count, (8,), generator=generator):
-        lengths[i] += 2
+        lengths[i] += 2 if cp[0] == 1 else 5
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
-    call = make(Case("", "", shape=(1, 18, 1, 0, 8), layout="thd"))
+    call = make(Case("", "", shape=(1, 18, 1, 0, 8), layout="thd", cp=cp, table_rows=40))
     (q, k, cos, sin, *_), options = lower(call, launch="token_linear")
     (out, _), _ = run_rope((q, k, cos, sin, cu_seqlens, None, None), options)
     assert torch.equal(out, reference.rope(q, k, cos, sin, cu_seqlens, None, None, options)[0])
@@ -200,7 +202,7 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     """Forward with v copied and not, in place, and the gradient."""
     (qkv, *tables), options = make_qkv(case, launch=launch)
     q, k, v = reference.rope_qkv(qkv, *tables, options)
-    end = None if case.lengths is None else sum(case.lengths) // case.cp[0]
+    end = case.end
     inputs = qkv_views(qkv, options.q_per_group, options.layout)
 
     outputs = [torch.full_like(x, 777) for x in (q, k, v)]

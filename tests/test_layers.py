@@ -19,19 +19,36 @@ ROWS = [  # a module imports only from rows below its own
     {"prewarm", "bench"},
     {"integrations"},
     {"__init__", "version"},
+    {"context_parallel"},
+    {"thd"},
+    {"thd_ops"},
+    {"thd_runtime"},
+    {"thd_reference"},
     {"norm_rope"},
     {"rope", "tables", "norm_ops"},
     {"dispatch"},
+    {"sharding"},
     {"ops", "checks"},
     {"runtime"},
     {"problem"},
     {"reference"},
     {"compiler"},
-    {"heuristics", "render", "cache"},
-    {"config", "spec"},
+    {"heuristics", "render", "cache", "thd_spec"},
+    {"config", "spec", "partition"},
     {"errors"},
 ]
-TORCH_FREE = {"heuristics", "render", "cache", "compiler", "config", "spec", "errors", "version"}
+TORCH_FREE = {
+    "heuristics",
+    "render",
+    "cache",
+    "compiler",
+    "config",
+    "spec",
+    "errors",
+    "version",
+    "partition",
+    "thd_spec",
+}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

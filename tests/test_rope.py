@@ -16,10 +16,10 @@ from torch.utils.checkpoint import (
 )
 
 import jitrope
-from jitrope import reference, runtime
+from jitrope import partition, reference, runtime
 from jitrope.spec import Options
 
-from .cases import CACHE_CASES, CASES, QKV_CASES, CacheCase, Case, lower, make, make_cache, make_qkv
+from .cases import CACHE_CASES, CASES, QKV_CASES, CacheCase, Case, dealt, lower, make, make_cache, make_qkv
 
 
 def by_name(*names: str) -> list[Case]:
@@ -67,13 +67,47 @@ def test_in_place_gives_the_same_bits(case: Case) -> None:
     outputs = jitrope.apply_rope_(q, k, cos, sin, **keywords)
     assert outputs[0] is q
     assert outputs[1] is k
-    end = int(keywords["cu_seqlens"][-1]) // case.cp[0] if "cu_seqlens" in keywords else None
     for out, want, old in zip(outputs, expected, before):
         if want is not None:
-            assert torch.equal(out[:end].nan_to_num(9), want[:end].nan_to_num(9))
-            if end is not None:  # spare rows: zero in a fresh output, untouched in place
-                assert torch.equal(out[end:], old[end:])
-                assert not want[end:].any()
+            assert torch.equal(out[: case.end].nan_to_num(9), want[: case.end].nan_to_num(9))
+            if case.end is not None:  # spare rows: zero in a fresh output, untouched in place
+                assert torch.equal(out[case.end :], old[case.end :])
+                assert not want[case.end :].any()
+
+
+@pytest.mark.parametrize("how", ["fresh", "in place", "qkv", "qkv in place", "packed table"])
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_shards_of_any_lengths_are_parts_of_the_whole(cp_size: int, how: str) -> None:
+    """Each rank's tokens, taken from the batch one by one and rotated, are the rotated batch's; gradients too."""
+    lengths, starts = (37, 0, 41, 1, 2, 0, 89, 3), (0, 4, 1, 0, 3, 2, 0, 7)
+    offsets = [0, *itertools.accumulate(lengths)]
+    angles = torch.rand(offsets[-1] + max(starts), 8) * 20
+    words = {"layout": "thd", "cu_seqlens": torch.tensor(offsets), "start_positions": torch.tensor(starts)}
+    words |= {"cos": angles.cos(), "sin": angles.sin(), "packed_table": how == "packed table"}
+
+    def rotated(x, **more):
+        if how.startswith("qkv"):
+            rotate = jitrope.apply_rope_qkv_ if how == "qkv in place" else jitrope.apply_rope_qkv
+            return rotate((x * 1).flatten(1).unsqueeze(1), q_per_group=2, **words, **more)
+        rotate = jitrope.apply_rope_ if how == "in place" else jitrope.apply_rope
+        return rotate(x[:, :3] * 1, x[:, 3:] * 1, **words, **more)
+
+    whole = torch.randn(offsets[-1], 4, 16, requires_grad=True)
+    outputs = rotated(whole)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = [torch.randn_like(y) for y in outputs]
+    (gradient,) = torch.autograd.grad(outputs, whole, weights)
+    shards = [[offsets[sequence] + position for sequence, position in tokens] for tokens in dealt(offsets, cp_size)]
+    assert sorted(itertools.chain(*shards)) == list(range(offsets[-1]))
+    for rank, tokens in enumerate(shards):
+        assert len(tokens) == partition.local_rows(offsets[-1], rank, cp_size, "dual_chunk")
+        leaf = whole.detach()[tokens].requires_grad_()
+        got = rotated(leaf, cp_size=cp_size, cp_rank=rank)
+        got = got if isinstance(got, tuple) else (got,)
+        for y, want in zip(got, outputs):
+            assert torch.equal(y, want[tokens])
+        (g,) = torch.autograd.grad(got, leaf, [w[tokens] for w in weights])
+        assert torch.equal(g, gradient[tokens])
 
 
 def test_outputs_keep_dense_strides() -> None:
@@ -104,19 +138,19 @@ def autograd_reference(case: Case, q, k, cos, sin, keywords):
         cos, sin = cos.real, cos.imag
     if o.table == "cos_sin_cache":
         cos, sin = cos.chunk(2, -1)
-    sources = [sequence_of(row, cu_seqlens, o) for row in range(q.shape[0] if o.layout == "thd" else 0)]
     outputs = []
     for x in (q, k):
         view = reference.canonical(x, o.layout).float()
+        tokens = view.shape[1]
+        offsets = [0, tokens * o.cp_size] if cu_seqlens is None else cu_seqlens.tolist()
+        sources = dealt(offsets, o.cp_size)[o.cp_rank]
         rows = []
-        for b, s in itertools.product(range(view.shape[0]), range(view.shape[1])):
-            sequence, index, length = sources[s] if sources else (b, s, view.shape[1])
-            if sequence is None:
+        for b, s in itertools.product(range(view.shape[0]), range(tokens)):
+            if s >= len(sources):  # after the last sequence
                 rows.append(torch.zeros_like(view[b, s]))
                 continue
-            half, last = length // 2, 2 * o.cp_size - 1 - o.cp_rank
-            row = index if o.cp_size == 1 else index % half + half * (o.cp_rank if index < half else last)
-            row += 0 if starts is None else int(starts[sequence])
+            sequence, row = sources[s]
+            row += 0 if starts is None else int(starts[b if cu_seqlens is None else sequence])
             row += int(cu_seqlens[sequence]) if o.packed_table else 0
             c, sn = (reference.table_view(t).float() for t in (cos, sin))
             c, sn = (t[min(b, len(t) - 1)] for t in (c, sn))
@@ -146,15 +180,6 @@ def row_of_ids(table, ids, b: int, s: int, o):
         inside = all(0 <= row < len(table) for row in axes)
         columns.append(table[axes[axis], :, column] if inside else torch.full_like(table[0, :, column], torch.nan))
     return torch.stack(columns, -1)
-
-
-def sequence_of(token: int, cu_seqlens, o):
-    """(sequence or None, index in it, its length on this rank) of a packed token."""
-    if cu_seqlens is None:
-        return 0, token, 0
-    ends = [int(x) // o.cp_size for x in cu_seqlens]
-    found = next((i for i, (a, b) in enumerate(itertools.pairwise(ends)) if a <= token < b), None)
-    return (None, 0, 0) if found is None else (found, token - ends[found], ends[found + 1] - ends[found])
 
 
 def turned(x, cos, sin, o):
@@ -192,7 +217,8 @@ def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
 GRADIENT_CASES = by_name(
     "halves", "interleaved", "partial", "full", "full-interleaved", "full-partial", "sbhd", "bhsd", "packed",
     "per-head", "packed-qkv", "fp32", "batched-table", "starts", "starts-packed", "cp", "cp-packed-starts",
-    "packed-table-cp", "inverse", "offset", "mla", "angles", "angles-full", "angles-packed-cp", "angles-mla",
+    "packed-table-cp", "ragged-short-0", "ragged-short-3", "ragged-three", "ragged-table", "ragged-angles", "inverse",
+    "offset", "mla", "angles", "angles-full", "angles-packed-cp", "angles-mla",
     "ids", "ids-cis", "ids-full", "mrope", "mrope-interleaved", "mrope-angles", "decode-batched-table",
 )  # fmt: skip
 
@@ -215,8 +241,8 @@ def test_gradient_is_autograds(case: Case, in_place: bool) -> None:
         weights = [torch.randn(y.shape).to(y.dtype) for y in outputs]
         grads.append(torch.autograd.grad(outputs, leaves, weights))
     for got, want in zip(grads[1], grads[0]):
-        if in_place and case.lengths:  # spare tokens stay, so their gradient passes as it is
-            end = sum(case.lengths) // case.cp[0]
+        if in_place and case.end is not None:  # spare tokens stay, so their gradient passes as it is
+            end = case.end
             weight = weights[0] if got is grads[1][0] else weights[1]
             assert torch.equal(got[end:], weight[end:])
             got, want = got[:end], want[:end]
@@ -326,7 +352,7 @@ def test_packed_qkv_in_place(case: Case) -> None:
     base = leaf * 1
     out = jitrope.apply_rope_qkv_(base, **keywords)
     assert out is base
-    end = None if case.lengths is None else sum(case.lengths) // case.cp[0]
+    end = case.end
     for got, expected in zip(reference.split_qkv(out, keywords["q_per_group"]), want):
         assert torch.equal(got[:end], expected[:end])
     if end is not None:
@@ -422,7 +448,7 @@ def test_there_and_back_is_one_rounding(name: str, dtype: str) -> None:
     out = keywords.get("interleaved_out", keywords["interleaved"])
     back = {**keywords, "interleaved": out, "interleaved_out": keywords["interleaved"], "inverse": True}
     again, _ = jitrope.apply_rope(there, None, **back)
-    end = None if case.lengths is None else sum(case.lengths) // case.cp[0]
+    end = case.end
     o, n, w = keywords.get("rotary_offset", 0), case.rotary_dim or q.shape[-1], q.shape[-1]
     x, y = (t.float()[:end, ..., o : o + n] for t in (q, again))
     shape = (n // 2, 2) if case.interleaved else (2, n // 2)
@@ -641,8 +667,9 @@ def test_compile_with_head_sizes_that_change() -> None:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_compiled_in_place_leaves_spare_tokens(grad: bool) -> None:
-    q, k, cos, sin, keywords = make(*by_name("packed"))
+@pytest.mark.parametrize("case", by_name("packed", "ragged-short-1"), ids=str)
+def test_compiled_in_place_leaves_spare_tokens(case: Case, grad: bool) -> None:
+    q, k, cos, sin, keywords = make(case)
 
     def model(q, k):
         return jitrope.apply_rope_(q * 1, k * 1, cos, sin, **keywords)
@@ -651,11 +678,11 @@ def test_compiled_in_place_leaves_spare_tokens(grad: bool) -> None:
     for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         leaves = [x.clone().requires_grad_(grad) for x in (q, k)]
         outputs = function(*leaves)
-        assert torch.equal(outputs[0][18:], q[18:])
+        assert torch.equal(outputs[0][case.end :], q[case.end :])
         if grad:
             torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
             outputs = (*outputs, *(x.grad for x in leaves))
-            assert torch.equal(outputs[2][18:], torch.ones_like(q[18:]))
+            assert torch.equal(outputs[2][case.end :], torch.ones_like(q[case.end :]))
         results.append(outputs)
     for got, want in zip(*results):
         assert torch.equal(got, want)
