@@ -13,7 +13,8 @@ from typing import Any
 from . import runtime
 from .errors import InvalidInput, JitropeError
 from .heuristics import RopeProblem, plan
-from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, RopeSpec
+from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, RopeSpec, Spec
+from .thd_spec import spec_from_dict
 
 _MANY, _SM_COUNT = 1 << 20, 132
 
@@ -216,7 +217,7 @@ DEFAULT_CALLS = (
 )
 
 
-def read_calls(path: Path) -> list[RopeSpec]:
+def read_calls(path: Path) -> list[Spec]:
     """The kernels that a file names.
 
     TOML or JSON: `call = [...]`, each with `Call`'s fields, a list standing for each of its values;
@@ -229,12 +230,12 @@ def read_calls(path: Path) -> list[RopeSpec]:
         raise InvalidInput(f"cannot read {path}: {error}") from error
     if not isinstance(data, dict) or not data.keys() & {"call", "spec"}:
         raise InvalidInput(f"{path} has neither a `call` nor a `spec` list")
-    specs: list[RopeSpec] = []
+    specs: list[Spec] = []
     try:
         for fields in data.get("call", ()):
             for call in expand(fields):
                 specs += call.specs()
-        specs += [RopeSpec.from_dict(fields) for fields in data.get("spec", ())]
+        specs += [spec_from_dict(fields) for fields in data.get("spec", ())]
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{path}: {error}") from error
     return list(dict.fromkeys(specs))
@@ -258,18 +259,18 @@ def _toml(text: str) -> Any:
 class Built:
     """What became of one kernel: "compiled", "cached" or the error."""
 
-    spec: RopeSpec
+    spec: Spec
     arch: str
     outcome: str
     failed: bool = False
 
 
 def prewarm(
-    specs: Iterable[RopeSpec], archs: Iterable[str], jobs: int, done: Callable[[Built], None] = lambda built: None
+    specs: Iterable[Spec], archs: Iterable[str], jobs: int, done: Callable[[Built], None] = lambda built: None
 ) -> list[Built]:
     """Build every spec for every architecture; `done` is called after each, in any order."""
 
-    def one(item: tuple[RopeSpec, str]) -> Built:
+    def one(item: tuple[Spec, str]) -> Built:
         spec, arch = item
         try:
             path, _, compiled = runtime.build(spec, arch)

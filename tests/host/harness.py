@@ -21,6 +21,14 @@ FLAGS = (
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
 )  # fmt: skip
 
+# Whether the threads of a block meet, where that is not always so: a word of the template, or never.
+COLLECTIVES = {
+    "jitrope_rope": "TOGETHER",
+    "jitrope_thd_rows": "SEARCHES",
+    "jitrope_thd_tables": "false",
+    "jitrope_cp_segment_rows": "false",
+}
+
 
 @cache
 def folder() -> Path:
@@ -38,8 +46,7 @@ def build(source: Source) -> Path:
     code.write_text(text)
     compiler = shutil.which("g++")
     assert compiler, "the kernels' CPU tests need g++"
-    # rope.cu.jinja says by TOGETHER whether its threads meet.
-    defines = [f"-DJITROPE_COLLECTIVES={'TOGETHER' if source.entry == 'jitrope_rope' else 'true'}"]
+    defines = [f"-DJITROPE_COLLECTIVES={COLLECTIVES.get(source.entry, 'true')}"]
     done = subprocess.run(
         [compiler, *FLAGS, *defines, f"-I{HERE}", str(code), "-o", str(program)], capture_output=True, text=True
     )

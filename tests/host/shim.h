@@ -87,6 +87,10 @@ template <typename T> T __shfl_sync(unsigned int, T value, int from) { return ex
 template <typename T> T __shfl_xor_sync(unsigned int, T value, int mask) {
     return exchange(value, linear_thread() % 32 ^ mask);
 }
+template <typename T> T __shfl_up_sync(unsigned int, T value, int by) {
+    const unsigned int lane = linear_thread() % 32;
+    return exchange(value, lane >= static_cast<unsigned int>(by) ? lane - by : lane);
+}
 template <typename T> T __shfl_down_sync(unsigned int, T value, int by) {
     const unsigned int lane = linear_thread() % 32;
     return exchange(value, lane + by < 32 ? lane + by : lane);

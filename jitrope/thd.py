@@ -1,0 +1,299 @@
+"""Moving packed ("thd") tensors between the order of a batch and the order of context-parallel ranks.
+
+The functions of TransformerEngine's context parallelism, under its names without their prefix: rows of any size and
+alignment, any number of sequences, which need not be multiples of anything (`partition`), rows behind the last
+sequence included. Each is one launch, for two tensors too, and none waits for the device.
+
+cu_seqlens are the offsets of the sequences in the whole batch, (B + 1) int32 or int64 from 0 up, unless a function says
+that they are a rank's. Where there is padding between sequences they are the padded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import thd_ops
+from .errors import InvalidInput
+from .partition import RULES
+from .thd_reference import Shape
+
+Rows = Tensor | tuple[Tensor, ...]
+Require = Callable[[bool, Callable[[], str]], None]
+
+MAX_TOKENS = 2**31 - 1
+"""Rows are counted in 32 bits; elements in 64."""
+
+CORRECTIONS = ("", "none", "add", "copy")
+
+
+def _requirer(name: str) -> Require:
+    def require(condition: bool, message: Callable[[], str]) -> None:
+        if not condition:
+            raise InvalidInput(f"{name}: {message()}")
+
+    return require
+
+
+def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, require: Require) -> None:
+    require(
+        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
+        lambda: f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it is (sequences + 1) int32 or int64",
+    )
+    require(cu_seqlens.device == x.device, lambda: f"{label} is on {cu_seqlens.device}, the rows on {x.device}")
+    require(cu_seqlens.is_contiguous(), lambda: f"{label} is not contiguous")
+
+
+def _check_shape(x: Tensor, cu_seqlens: Tensor, shape: Shape, require: Require) -> None:
+    _check_offsets("cu_seqlens", cu_seqlens, x, require)
+    require(shape.rule in RULES, lambda: f"rule is {shape.rule!r}; allowed are {', '.join(RULES)}")
+    require(shape.cp_size >= 1, lambda: f"cp_size is {shape.cp_size}; it is at least 1")
+    require(
+        0 <= shape.cp_rank < shape.cp_size,
+        lambda: f"cp_rank is {shape.cp_rank}, which is not from 0 to cp_size - 1 = {shape.cp_size - 1}",
+    )
+    require(
+        shape.tokens + shape.cp_size <= MAX_TOKENS, lambda: f"{shape.tokens} tokens are more than {MAX_TOKENS} rows"
+    )
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """With the elements of a row next to each other; rows may lie apart."""
+    return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
+
+
+# ---- between a batch and its ranks -----------------------------------------------------------------
+
+
+class _Reordered(torch.autograd.Function):
+    """Tensors in the other order; the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, map: str, cu_seqlens: Tensor, shape: Shape, *xs: Tensor) -> Any:
+        ctx.map, ctx.shape = map, shape
+        ctx.save_for_backward(cu_seqlens)
+        return _reordered(xs, map, cu_seqlens, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back = "to_sequences" if ctx.map == "to_ranks" else "to_ranks"
+        return None, None, None, *_Reordered.apply(back, ctx.saved_tensors[0], ctx.shape, *grads)
+
+
+def _reordered(xs: tuple[Tensor, ...], map: str, cu_seqlens: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+    rows = shape.cp_size * shape.capacity if map == "to_ranks" else shape.tokens
+    out = tuple(x.new_empty((rows, *x.shape[1:])) for x in xs)
+    thd_ops.reorder([_rows_of(x) for x in xs], out, map, cu_seqlens, shape)
+    return out
+
+
+def _reorder(name: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Rows:
+    xs = x if isinstance(x, tuple) else (x,)
+    require = _requirer(name)
+    require(1 <= len(xs) <= 2, lambda: f"{len(xs)} tensors are given; one launch moves one or two")
+    require(
+        all(y.dim() >= 1 and len(y) == len(xs[0]) for y in xs), lambda: f"{[tuple(y.shape) for y in xs]} differ in rows"
+    )
+    to_ranks = name.startswith("sequence")
+    shape = Shape(tokens if tokens is not None else len(xs[0]), len(cu_seqlens) - 1, cp_size, 0, rule)
+    _check_shape(xs[0], cu_seqlens, shape, require)
+    rows = shape.tokens if to_ranks else cp_size * shape.capacity
+    require(
+        len(xs[0]) == rows,
+        lambda: f"there are {len(xs[0])} rows; {shape.tokens} tokens on {cp_size} ranks are {rows}",
+    )
+    out = _Reordered.apply("to_ranks" if to_ranks else "to_sequences", cu_seqlens, shape, *xs)
+    return out if isinstance(x, tuple) else out[0]  # type: ignore[no-any-return]
+
+
+def sequence_order_to_cp_rank_order(
+    x: Rows, cu_seqlens: Tensor, cp_size: int, total_tokens: int | None = None, *, rule: str = "dual_chunk"
+) -> Rows:
+    """The shards of all ranks, one behind the other, of a batch in its own order. Differentiable.
+
+    Args:
+        x: (T, ...), or a pair of such (k and v), moved by one launch.
+        cu_seqlens: (B + 1), of the batch, the padded ones if there is padding.
+        cp_size: ranks that share each sequence.
+        total_tokens: T, if it is to be checked.
+        rule: "dual_chunk" (a rank has a chunk from each end) or "contiguous".
+    Returns:
+        (cp_size * ceil(T / cp_size), ...): rank r's shard begins at row r * ceil(T / cp_size). Where T is not a
+        multiple of cp_size, the shards of some ranks have one row less and end in a row of zeros.
+    Raises:
+        InvalidInput: what does not fit, by name.
+    """
+    return _reorder("sequence_order_to_cp_rank_order", x, cu_seqlens, cp_size, total_tokens, rule)
+
+
+def cp_rank_order_to_sequence_order(
+    x: Rows, cu_seqlens: Tensor, cp_size: int, total_tokens: int | None = None, *, rule: str = "dual_chunk"
+) -> Rows:
+    """The inverse of `sequence_order_to_cp_rank_order`: (cp_size * ceil(T / cp_size), ...) to (T, ...).
+
+    total_tokens is T, needed where it is not x's number of rows.
+    """
+    return _reorder("cp_rank_order_to_sequence_order", x, cu_seqlens, cp_size, total_tokens, rule)
+
+
+def get_partitioned_indices(
+    cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int, *, rule: str = "dual_chunk"
+) -> Tensor:
+    """Which tokens of the batch a rank has, in its order: (rows), int32. The rule is `partition`'s.
+
+    rows is total_tokens / world_size where that divides, else one more on some ranks.
+    """
+    shape = Shape(total_tokens, len(cu_seqlens) - 1, world_size, rank, rule)
+    _check_shape(cu_seqlens, cu_seqlens, shape, _requirer("get_partitioned_indices"))
+    return thd_ops.partition_indices(cu_seqlens, shape)
+
+
+# ---- on one rank -------------------------------------------------------------------------------------
+
+
+def copy_valid_tokens_from_per_split_to_rank_local(
+    out: Tensor, x: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Copy the tokens of x that are not padding to the same rows of out; the other rows of out stay as they are.
+
+    Args:
+        out, x: (T, ...), of one shape and dtype.
+        cu_seqlens_padded: (B + 1), where each sequence of this rank (or step) begins; may begin past 0.
+        cu_seqlens: (B + 1), whose differences are how many tokens of each are valid.
+    """
+    require = _requirer("copy_valid_tokens_from_per_split_to_rank_local")
+    require(
+        out.shape == x.shape and out.dtype == x.dtype,
+        lambda: f"out is {tuple(out.shape)} {out.dtype}, x {tuple(x.shape)} {x.dtype}; they are alike",
+    )
+    for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
+        _check_offsets(label, offsets, x, require)
+    require(
+        cu_seqlens.shape == cu_seqlens_padded.shape and cu_seqlens.dtype == cu_seqlens_padded.dtype,
+        lambda: "cu_seqlens and cu_seqlens_padded differ in shape or dtype",
+    )
+    require(len(out) == 0 or out[0].is_contiguous(), lambda: "the elements of a row of out are not contiguous")
+    if len(cu_seqlens) > 1:
+        thd_ops.copy_valid([_rows_of(x)], [out], cu_seqlens_padded, cu_seqlens)
+
+
+def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
+    """The first (0) or second (1) half of each sequence of a rank's rows, one behind the other.
+
+    Args:
+        x: (T, H, D), or (2, T, H, D) with k and v, which one launch takes.
+        cu_seqlens: (B + 1), a rank's.
+    Returns:
+        (T / 2, H, D) or (2, T / 2, H, D), and of an odd T one row more for the first half. A sequence of odd length has
+        one row more in one of its halves: the halves are its chunks by `partition`, "contiguous", of two.
+    """
+    require = _requirer("read_half_tensor")
+    require(half_idx in (0, 1), lambda: f"half_idx is {half_idx!r}; it is 0 or 1")
+    both = x.dim() == 4
+    require(x.dim() == 3 or (both and len(x) == 2), lambda: f"x is {tuple(x.shape)}; it is (T, H, D) or (2, T, H, D)")
+    xs = tuple(x) if both else (x,)
+    shape = Shape(len(xs[0]), len(cu_seqlens) - 1, 2, half_idx, "contiguous")
+    _check_shape(x, cu_seqlens, shape, require)
+    out = x.new_empty((len(xs), shape.rows, *xs[0].shape[1:]))
+    thd_ops.reorder([_rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape)
+    return out if both else out[0]
+
+
+# ---- ring attention's corrections --------------------------------------------------------------------
+
+
+def _check_lse(label: str, lse: Tensor, packed: bool, require: Require) -> None:
+    words = "(H, rows)" if packed else "(B, H, rows)"
+    require(
+        lse.dim() == (2 if packed else 3) and lse.dtype == torch.float32 and lse.is_contiguous(),
+        lambda: f"{label} is {tuple(lse.shape)} {lse.dtype}; it is contiguous {words} fp32",
+    )
+
+
+def _rows_in_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool) -> int:
+    return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
+
+
+def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:
+    """Join a step's log-sum-exp with that of the second half of each sequence, in place: log(exp(lse) + exp(step)).
+
+    Args:
+        lse: fp32, (H, rows >= T) if packed, else (B, H, longest).
+        lse_per_step: the same of the second halves: (H, >= T / 2) or (B, H, >= longest / 2).
+        cu_seqlens: (B + 1), a rank's.
+    """
+    require = _requirer("second_half_lse_correction")
+    for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
+        _check_lse(label, x, lse_packed, require)
+    _check_offsets("cu_seqlens", cu_seqlens, lse, require)
+    rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
+    torch.ops.jitrope.thd_correct("lse", "nothing", "add", lse_packed, cu_seqlens, rows, None, None, lse, lse_per_step)
+
+
+def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
+    """The log-sum-exp of second halves, zero behind: (H, n) or (B, H, n) with n = second_half_lse_seqlen."""
+    require = _requirer("read_second_half_lse")
+    _check_lse("lse", lse, lse_packed, require)
+    _check_offsets("cu_seqlens", cu_seqlens, lse, require)
+    out = lse.new_zeros((*lse.shape[:-1], second_half_lse_seqlen))
+    rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
+    torch.ops.jitrope.thd_correct("read_lse", "nothing", "copy", lse_packed, cu_seqlens, rows, None, None, lse, out)
+    return out
+
+
+def out_correction(
+    out: Tensor, out_per_step: Tensor, lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, only_second_half: bool,
+    lse_packed: bool,
+) -> None:  # fmt: skip
+    """Add a step's output to out, in place: out += dtype(step * exp(lse_per_step - lse)), in fp32; zero stays zero.
+
+    Args:
+        out: (T, H, D). out_per_step: (T, H, D), or with only_second_half (T / 2, H, D), of the second halves.
+        lse, lse_per_step: as `second_half_lse_correction`'s; a whole step's is of lse's shape.
+        cu_seqlens: (B + 1), a rank's.
+    """
+    require = _requirer("out_correction")
+    first = "nothing" if only_second_half else "add"
+    _check_step(out, out_per_step, cu_seqlens, first, "add", require)
+    for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
+        _check_lse(label, x, lse_packed, require)
+        require(x.shape[-2] == out.shape[1], lambda: f"{label} has {x.shape[-2]} heads, out {out.shape[1]}")  # noqa: B023
+    torch.ops.jitrope.thd_correct(
+        "out", first, "add", lse_packed, cu_seqlens, len(out), out, _rows_of(out_per_step), lse, lse_per_step
+    )
+
+
+def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str) -> None:
+    """Add a step's gradient to that of each sequence, or copy it there, in place, each half on its own.
+
+    Args:
+        grad: (T, H, D) or (2, T, H, D).
+        grad_per_step: of the same shape if both halves are written, else with T / 2 rows, those of one half.
+        cu_seqlens: (B + 1), a rank's.
+        first_half, second_half: "add", "copy" or "none".
+    """
+    require = _requirer("grad_correction")
+    for label, what in (("first_half", first_half), ("second_half", second_half)):
+        require(what in CORRECTIONS, lambda: f"{label} is {what!r}; allowed are add, copy, none")  # noqa: B023
+    first, second = (what if what in ("add", "copy") else "nothing" for what in (first_half, second_half))
+    pairs = zip(grad, grad_per_step) if grad.dim() == 4 else ((grad, grad_per_step),)
+    require(grad.dim() in (3, 4), lambda: f"grad is {tuple(grad.shape)}; it is (T, H, D) or (2, T, H, D)")
+    for one, step in pairs:
+        _check_step(one, step, cu_seqlens, first, second, require)
+        torch.ops.jitrope.thd_correct(
+            "grad", first, second, True, cu_seqlens, len(one), one, _rows_of(step), None, None
+        )
+
+
+def _check_step(out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, require: Require) -> None:
+    require(out.dim() == 3, lambda: f"out is {tuple(out.shape)}; it is (T, H, D)")
+    rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
+    require(
+        step.shape[1:] == out.shape[1:] and len(step) >= rows and step.dtype == out.dtype,
+        lambda: f"the step is {tuple(step.shape)} {step.dtype}; to out, {tuple(out.shape)} {out.dtype}, go {rows} rows",
+    )
+    require(len(out) == 0 or out[0].is_contiguous(), lambda: "the elements of a row of out are not contiguous")
+    _check_offsets("cu_seqlens", cu_seqlens, out, require)

@@ -1,0 +1,177 @@
+"""Rows of packed batches between ranks, on a GPU: the kernels against plain torch on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from jitrope import thd, thd_ops
+from jitrope import thd_reference as reference
+from jitrope.partition import RULES
+from jitrope.thd_reference import Shape
+
+from .test_thd import MASKS, MOVES, STEPS, WIDTHS, Pack, offsets, rows, step_of
+
+pytestmark = pytest.mark.gpu
+
+
+def cuda(x):
+    return None if x is None else x.cuda()
+
+
+@contextlib.contextmanager
+def nobody_waits():
+    """Whoever waits for the device fails."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tables(seed: int) -> None:
+    pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
+    slots = pack.slots.cuda()
+    for name in ("partition_indices", "position_ids", "to_ranks", "to_sequences"):
+        want = getattr(reference, name)(pack.slots, pack.shape)
+        assert torch.equal(getattr(thd_ops, name)(slots, pack.shape).cpu(), want), name
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("seed", range(4))
+def test_segments(seed: int, mask: str) -> None:
+    pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
+    padded = pack.slots if pack.padded else None
+    want = reference.segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
+    on_gpu = pack.cu_seqlens.cuda(), cuda(padded)
+    with nobody_waits():
+        got = thd_ops.segments(*on_gpu, pack.shape, MASKS[mask])
+    for name, x in want._asdict().items():
+        there = getattr(got, name)
+        assert (x is None) == (there is None), name
+        assert x is None or torch.equal(x, there.cpu()), name
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_exchanged_segments_of_thousands(rule: str) -> None:
+    """More sequences than a block takes at a time, a window, every rank."""
+    torch.manual_seed(0)
+    lengths = [*torch.randint(0, 60, (3000,)).tolist(), 40_000, 30_000]
+    cu_seqlens = offsets(lengths)
+    for rank in range(4):
+        for mask in (MASKS["causal-window"], MASKS["two-sided"]):
+            shape = Shape(sum(lengths) + 3, len(lengths), 4, rank, rule)
+            want = reference.segments(cu_seqlens, None, shape, mask)
+            got = thd_ops.segments(cu_seqlens.cuda(), None, shape, mask)
+            for name, x in want._asdict().items():
+                assert x is None or torch.equal(x, getattr(got, name).cpu()), name
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("seed", range(8))
+def test_rows(seed: int, move: str) -> None:
+    torch.manual_seed(seed)
+    pack = Pack(1000 * MOVES.index(move) + seed)
+    draw, shape = pack.draw, pack.shape._replace(cp_rank=0)
+    everyone = shape.cp_size * shape.capacity
+    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
+    count = {"to_ranks": everyone, "stay": pack.tokens + 3, "table": 70, "sum": 33}.get(move, pack.tokens)
+    widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
+    inputs = [rows(draw, everyone if move == "to_sequences" else pack.tokens, width, dtype) for width in widths]
+    outputs = [torch.full((count, *width), 77, dtype=dtype) for width in widths]
+    table = lengths = None
+    if move in ("table", "sum"):
+        table = torch.randint(-1, pack.tokens, (count,) if move == "table" else (draw.choice((1, 2, 5)), count)).int()
+    if move == "valid":
+        lengths = pack.cu_seqlens
+    if move == "tail":
+        inputs = outputs
+    map = "table" if move == "sum" else move
+    there = [x.cuda() for x in outputs]
+    given = there if move == "tail" else [x.cuda() for x in inputs]
+    on_gpu = [cuda(x) for x in (pack.slots, lengths, table)]
+    with nobody_waits():
+        torch.ops.jitrope.thd_rows(given, there, map, *on_gpu, *shape)
+    torch.ops.jitrope.thd_rows(inputs, outputs, map, pack.slots, lengths, table, *shape)
+    for out, want in zip(there, outputs):
+        assert torch.equal(out.cpu(), want)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: "-".join(step))
+@pytest.mark.parametrize("seed", range(4))
+def test_corrections(seed: int, step: tuple[str, str, str]) -> None:
+    cu_seqlens, packed, t, tensors = step_of(10 * STEPS.index(step) + seed, *step)
+    there = [cuda(x) for x in tensors]
+    torch.ops.jitrope.thd_correct(*step, packed, cu_seqlens.cuda(), t, *there)
+    torch.ops.jitrope.thd_correct(*step, packed, cu_seqlens, t, *tensors)
+    for got, want in zip(there, tensors):
+        if got is not None:
+            rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(got.cpu(), want, rtol=rtol, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [1, 2401, 20_000, 300_000])
+def test_any_number_of_sequences(count: int) -> None:
+    """TransformerEngine keeps the offsets of at most 12,287 in shared memory."""
+    torch.manual_seed(0)
+    lengths = torch.randint(0, 2 * 300_000 // count + 1, (count,)).tolist()
+    cu_seqlens = offsets(lengths)
+    tokens = sum(lengths) + 7
+    x = torch.arange(tokens)
+    ranks = thd.sequence_order_to_cp_rank_order(x.cuda(), cu_seqlens.cuda(), 4)
+    assert torch.equal(ranks.cpu(), thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 4))
+    assert torch.equal(thd.cp_rank_order_to_sequence_order(ranks, cu_seqlens.cuda(), 4, tokens).cpu(), x)
+
+
+def test_elements_past_31_bits() -> None:
+    """2^31 and some elements: offsets are 64 bits."""
+    cu_seqlens = offsets((300_000, 7, 240_000)).cuda()
+    tokens, width = 540_007, 4096
+    x = torch.empty(tokens, width, dtype=torch.int8, device="cuda")
+    x.copy_((torch.arange(tokens, device="cuda") % 127)[:, None])
+    assert x.numel() > 2**31
+    ranks = thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 2)
+    indices = thd.get_partitioned_indices(cu_seqlens, tokens, 2, 1)
+    there = ranks[-(-tokens // 2) :][: len(indices)]
+    assert torch.equal(there[:, 0].long(), indices.long() % 127)
+    assert torch.equal(there[:, -1], there[:, 0])
+    back = thd.cp_rank_order_to_sequence_order(ranks, cu_seqlens, 2, tokens)
+    assert torch.equal(back, x)
+
+
+def test_in_a_cuda_graph() -> None:
+    """Other lengths of as many sequences, on replay."""
+    slots, shape = offsets((40, 3, 21)).cuda(), Shape(64, 3, 2, 1)
+    x = torch.randn(64, 2, 8, device="cuda")
+
+    def call():
+        segments = thd_ops.segments(slots, None, shape, MASKS["causal"])
+        out = torch.empty(len(segments.key_rows), 2, 8, device="cuda")
+        thd_ops.move_rows([x], [out], segments.key_rows)
+        return thd.sequence_order_to_cp_rank_order(x, slots, 2), out, segments.cu_seqlens_k
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    for lengths in ((1, 60, 2), (64, 0, 0), (0, 0, 5)):
+        slots.copy_(offsets(lengths))
+        graph.replay()
+        for a, b in zip(got, call()):
+            assert torch.equal(a, b)
+
+
+def test_gradients_and_streams() -> None:
+    cu_seqlens = offsets((137, 2041, 89)).cuda()
+    x = torch.randn(2267, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        ranks = thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 4)
+        weight = torch.randn_like(ranks)
+        (grad,) = torch.autograd.grad((ranks.float() * weight).sum(), x)
+        want = thd.cp_rank_order_to_sequence_order(weight, cu_seqlens, 4, 2267)
+    torch.cuda.synchronize()
+    assert torch.equal(grad, want)

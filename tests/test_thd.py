@@ -1,0 +1,397 @@
+"""Rows of packed batches between ranks: the kernels on the CPU against plain torch, and the user's functions."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+
+import jitrope
+from jitrope import compiler, thd, thd_ops, thd_runtime
+from jitrope import thd_reference as reference
+from jitrope.partition import RULES, Mask
+from jitrope.render import render
+from jitrope.thd_reference import Shape
+from jitrope.thd_spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
+
+from .host import harness
+from .test_compile import ARCHS, DIVISION, disassemble, instructions
+
+SCAN_THREADS = 32  # few, so that a few dozen sequences are more than a block takes at a time
+MASKS = {
+    "causal": Mask(-1, 0), "full": Mask(-1, -1), "causal-window": Mask(3, 0), "diagonal": Mask(0, 0),
+    "two-sided": Mask(4, 1), "ahead": Mask(-1, 2), "behind": Mask(3, -1), "only-ahead": Mask(0, 5),
+}  # fmt: skip
+
+
+def run(call) -> None:
+    """A kernel's call, under ASan and UBSan."""
+    if call is not None:
+        spec, grid, tensors, words = call
+        harness.run(render(spec), grid, spec.threads, tensors, words)
+
+
+def offsets(lengths, dtype=torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
+
+
+class Pack:
+    """A random batch: lengths, with padding or not, some spare rows."""
+
+    def __init__(self, seed: int, cp_sizes=(1, 2, 3)) -> None:
+        self.draw = draw = random.Random(seed)
+        count = draw.choice((1, 2, 5, 40))
+        slots = [draw.choice((0, 1, 3, 9, 17, 30)) for _ in range(count)]
+        self.padded = draw.random() < 0.5
+        lengths = [draw.randint(0, n) for n in slots] if self.padded else slots
+        self.dtype = draw.choice((torch.int32, torch.int64))
+        self.cu_seqlens = offsets(lengths, self.dtype)
+        self.slots = offsets(slots, self.dtype)
+        cp_size = draw.choice(cp_sizes)
+        self.tokens = sum(slots) + draw.choice((0, 5)) or 1
+        self.shape = Shape(self.tokens, count, cp_size, draw.randrange(cp_size), draw.choice(RULES))
+
+
+# ---- the kernels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tables_match_reference(seed: int) -> None:
+    pack = Pack(seed)
+    for map, want in (
+        ("to_ranks", reference.partition_indices(pack.slots, pack.shape)),
+        ("positions", reference.position_ids(pack.slots, pack.shape)),
+        ("to_sequences", reference.to_sequences(pack.slots, pack.shape)),
+    ):
+        out = torch.full((len(want),), -7, dtype=torch.int32)
+        run(thd_runtime.rows_call(map, (), (), pack.slots, None, None, out, pack.shape))
+        assert torch.equal(out, want), map
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_segments_match_reference(mask: str) -> None:
+    pack = Pack(list(MASKS).index(mask))
+    padded = pack.slots if pack.padded else None
+    want = reference.segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
+    calls, flat = thd_runtime.segments_calls(pack.cu_seqlens, padded, pack.shape, MASKS[mask], SCAN_THREADS)
+    for call in calls:
+        run(call)
+    got = reference.split(flat, reference.layout(pack.shape, MASKS[mask], pack.padded))
+    for name, x in want._asdict().items():
+        assert (x is None) == (got[name] is None), name
+        assert x is None or torch.equal(x, got[name]), name
+
+
+def test_exchanged_segments_match_reference() -> None:
+    """Long sequences and a short window: ranks send each other only what is needed."""
+    cu_seqlens, mask = offsets((97, 60, 0, 41, 2)), Mask(3, 0)
+    for rule in RULES:
+        for rank in range(4):
+            shape = Shape(203, 5, 4, rank, rule)
+            want = reference.segments(cu_seqlens, None, shape, mask)
+            assert want.send_rows is not None
+            calls, flat = thd_runtime.segments_calls(cu_seqlens, None, shape, mask, SCAN_THREADS)
+            for call in calls:
+                run(call)
+            got = reference.split(flat, reference.layout(shape, mask, False))
+            for name, x in want._asdict().items():
+                assert x is None or torch.equal(x, got[name]), name
+
+
+def rows(draw: random.Random, count: int, width: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Of a tensor whose rows may lie apart, at any alignment."""
+    wide = torch.randint(-99, 99, (count, *width[:-1], width[-1] + (draw.choice((0, 8, 1)) if len(width) == 1 else 0)))
+    return wide.to(dtype)[..., : width[-1]]
+
+
+WIDTHS = ((16,), (3,), (1,), (24,), (2, 8), (65,), (520,))
+MOVES = ("to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail")
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_match_reference(seed: int, move: str) -> None:
+    """Rows of any size, dtype and alignment, one tensor or two of different widths; what is not written stays."""
+    pack = Pack(1000 * MOVES.index(move) + seed)
+    draw, shape, everyone = pack.draw, pack.shape, pack.shape.cp_size * pack.shape.capacity
+    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
+    count = {"to_ranks": everyone, "stay": pack.tokens + draw.choice((0, 3)), "table": 70, "sum": 33}.get(
+        move, pack.tokens
+    )
+    widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
+    inputs = [rows(draw, everyone if move == "to_sequences" else pack.tokens, width, dtype) for width in widths]
+    outputs = [torch.full((count, *width), 77, dtype=dtype) for width in widths]
+    wants = [x.clone() for x in outputs]
+    table = lengths = None
+    if move in ("table", "sum"):
+        table = torch.randint(-1, pack.tokens, (count,) if move == "table" else (draw.choice((1, 2, 5)), count)).int()
+    shape = shape._replace(cp_rank=0)
+    if move == "valid":
+        lengths = pack.cu_seqlens
+        reference.copy_valid(inputs, wants, pack.slots, lengths)
+    elif move == "tail":
+        inputs = outputs
+        reference.zero_tail_(wants[0], pack.slots)
+    else:
+        tables = {"to_ranks": reference.to_ranks, "to_sequences": reference.to_sequences}
+        reference.move_rows(inputs, wants, tables[move](pack.slots, shape) if move in tables else table)
+    map = "table" if move == "sum" else move
+    run(thd_runtime.rows_call(map, inputs, outputs, pack.slots, lengths, table, None, shape))
+    for out, want in zip(outputs, wants):
+        assert torch.equal(out, want)
+
+
+STEPS = (
+    ("lse", "nothing", "add"), ("read_lse", "nothing", "copy"), ("out", "add", "add"), ("out", "nothing", "add"),
+    ("grad", "add", "nothing"), ("grad", "copy", "nothing"), ("grad", "nothing", "add"), ("grad", "nothing", "copy"),
+    ("grad", "add", "copy"), ("grad", "copy", "add"),
+)  # fmt: skip
+
+
+def step_of(seed: int, quantity: str, first: str, second: str):
+    """(cu_seqlens, packed, out, step, lse, lse_step) of a random rank's rows; sequences of odd length too."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    lengths = [draw.choice((0, 1, 2, 5, 8)) for _ in range(draw.choice((1, 3, 7)))]
+    t, longest, packed = sum(lengths) + draw.choice((0, 3)), max(lengths) + 1, draw.random() < 0.5
+    heads, size = draw.choice(((2, 8), (3, 5), (4, 16)))
+    half = "nothing" in (first, second)
+    dtype = draw.choice((torch.bfloat16, torch.float32))
+    out = torch.randn(t, heads, size).to(dtype)
+    step = torch.randn(t // 2 + 4 if half else t, heads, size).to(dtype)
+    step[torch.rand(step.shape) < 0.1] = 0
+    lse = torch.randn((heads, t) if packed else (len(lengths), heads, longest))
+    ends = (t // 2 + 4 if packed else longest // 2 + 2) if half else (t if packed else longest)
+    lse_step = torch.randn((*lse.shape[:-1], ends))
+    lse_step[torch.rand(lse_step.shape) < 0.1] = -torch.inf
+    if quantity != "out":
+        lse[torch.rand(lse.shape) < 0.1] = -torch.inf
+    tensors = {"out": (out, step, lse, lse_step), "grad": (out, step, None, None)}.get(
+        quantity, (None, None, lse, lse_step)
+    )
+    return offsets(lengths, draw.choice((torch.int32, torch.int64))), packed, t, tensors
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: "-".join(step))
+def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
+    cu_seqlens, packed, t, tensors = step_of(STEPS.index(step), *step)
+    wants = [None if x is None else x.clone() for x in tensors]
+    run(thd_runtime.correction_call(*step, packed, cu_seqlens, t, *tensors))
+    reference.correct(*step, packed, cu_seqlens, t, *wants)
+    for got, want in zip(tensors, wants):
+        if got is not None:
+            rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(got, want, rtol=rtol, atol=1e-5, equal_nan=True)
+
+
+def test_steps_of_halves_make_the_whole() -> None:
+    """Attention in two steps, all queries to some keys, then second halves to the others, is attention."""
+    torch.manual_seed(0)
+    lengths, heads, size = (8, 0, 12, 3), 2, 8
+    cu_seqlens = offsets(lengths)
+    t = sum(lengths)
+    scores = [torch.randn(heads, t, 5), torch.randn(heads, t, 7)]
+    values = [torch.randn(5, heads, size), torch.randn(7, heads, size)]
+    second = reference.halves(cu_seqlens, t)[2]
+    out = torch.einsum("hqk,khd->qhd", scores[0].softmax(-1), values[0]).contiguous()
+    lse = scores[0].logsumexp(-1)
+    half = thd.read_half_tensor(scores[1].transpose(0, 1), cu_seqlens, 1).transpose(0, 1)
+    step, step_lse = torch.einsum("hqk,khd->qhd", half.softmax(-1), values[1]), half.logsumexp(-1).contiguous()
+    before = lse.clone()
+    thd.second_half_lse_correction(lse, step_lse, cu_seqlens, True)
+    assert torch.equal(lse[:, ~second], before[:, ~second])
+    rest = torch.zeros_like(out)
+    thd.out_correction(rest, out, lse, before, cu_seqlens, False, True)
+    thd.out_correction(rest, step, lse, step_lse, cu_seqlens, True, True)
+    both = torch.cat(scores, -1).masked_fill(~second[:, None] & (torch.arange(12) >= 5), -torch.inf)
+    want = torch.einsum("hqk,khd->qhd", both.softmax(-1), torch.cat(values))
+    torch.testing.assert_close(rest, want)
+    torch.testing.assert_close(lse, both.logsumexp(-1))
+    read = thd.read_second_half_lse(lse, cu_seqlens, True, t // 2)
+    assert torch.equal(read, lse[:, second])
+
+
+def test_sanitizer_sees_a_row_past_the_input() -> None:
+    """The harness can fail: a table that names a row too many is caught."""
+    x, out, table = torch.zeros(4, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
+    with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
+        run(thd_runtime.rows_call("table", [x], [out], None, None, table, None, None))
+
+
+# ---- compiled by NVRTC -------------------------------------------------------------------------------
+
+
+def every_kind() -> list[ThdSpec]:
+    """Kernels as a GPU gets them: each map, sums, segments of each mask, corrections."""
+    moving = [plan_rows(RowsSpec(map, cp_size=4), (2048,), (2048,)) for map in MAPS if map != "positions"]
+    moving += [plan_rows(RowsSpec("to_sequences", False, "int64", 3, rule), (2048,), (2048,)) for rule in RULES]
+    tables = [
+        RowsSpec(map, True, index, 4, rule)
+        for map in ("to_ranks", "to_sequences", "positions")
+        for index, rule in zip(("int32", "int64"), RULES)
+    ]
+    sums = [
+        plan_rows(RowsSpec("table", sums=True, dtype=dtype, out_dtype=out), (2048,), (2048,))
+        for dtype, out in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32"))
+    ]
+    flags = ((False,) * 4, (True, False, True, False), (False, True, False, True), (False, False, True, True))
+    segments = [
+        SegmentsSpec(rows, index, 4, rule, *some, threads=256 if rows else 1024)
+        for rows in (False, True)
+        for some in flags
+        for index, rule in zip(("int32", "int64"), RULES)
+    ]
+    corrections = [CorrectionSpec(*step, True, "bf16", "int32", 8) for step in STEPS]
+    return [*moving, *tables, *sums, *segments, *corrections]
+
+
+@pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
+def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
+    """On sm_90 all of them, also for accesses of 16 bytes and 64-bit divisions; elsewhere some in turn."""
+    turn = ["sm_75", *ARCHS].index(arch)
+    for number, spec in enumerate(every_kind()):
+        if arch != "sm_90" and number % 5 != turn:
+            continue
+        cubin, log = compiler.compile_source(render(spec), arch, ("--ptxas-options=-v",))
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in log, f"{spec.name}: {log}"
+        assert "warning" not in log, log
+        text = disassemble(cubin, tmp_path)
+        assert not DIVISION.search(text), spec.name
+        if isinstance(spec, RowsSpec) and not spec.writes:
+            wide = [name for name in instructions(text) if name.startswith("STG")]
+            assert wide, spec.name
+            assert all(".128" in name for name in wide), spec.name
+
+
+# ---- TransformerEngine's functions -------------------------------------------------------------------
+
+
+def test_transformer_engines_worked_example() -> None:
+    """cp 2, lengths 7 and 3, padded to 8 and 4."""
+    padded, valid = offsets((8, 4)), offsets((7, 3))
+    assert thd.get_partitioned_indices(padded, 12, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert thd.get_partitioned_indices(padded, 12, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    x = torch.arange(12)
+    ranks = thd.sequence_order_to_cp_rank_order(x, padded, 2)
+    assert ranks.tolist() == [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
+    assert torch.equal(thd.cp_rank_order_to_sequence_order(ranks, padded, 2), x)
+    local = offsets((4, 2))
+    halves = [thd.read_half_tensor(torch.arange(6).view(6, 1, 1), local, half).flatten().tolist() for half in (0, 1)]
+    assert halves == [[0, 1, 4], [2, 3, 5]]
+    for rank, steps in ((0, ([0, 1, 4], [2])), (1, ([0, 1, 4], [2, 3, 5]))):
+        shape = Shape(12, 2, 2, rank)
+        cu_q = thd_ops.segments(valid, padded, shape, Mask(-1, 0)).cu_seqlens_q.tolist()
+        for step, written in enumerate(steps):
+            out = torch.zeros(6, 1)
+            begins = torch.tensor([cu_q[3 * b + step] for b in range(2)] + [6], dtype=torch.int32)
+            ends = [cu_q[3 * b + step + 1] - cu_q[3 * b + step] for b in range(2)]
+            thd.copy_valid_tokens_from_per_split_to_rank_local(out, torch.ones(6, 1), begins, offsets(ends))
+            assert out[:, 0].nonzero()[:, 0].tolist() == written
+
+
+def test_copy_valid_may_begin_past_zero() -> None:
+    out = torch.full((12, 2, 4), -1, dtype=torch.float16)
+    x = torch.arange(96, dtype=torch.float16).view(12, 2, 4)
+    padded = torch.tensor((2, 6, 12), dtype=torch.int32)
+    thd.copy_valid_tokens_from_per_split_to_rank_local(out, x, padded, offsets((3, 4)))
+    valid = [2, 3, 4, 6, 7, 8, 9]
+    assert torch.equal(out[valid], x[valid])
+    assert (out[[0, 1, 5, 10, 11]] == -1).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_there_and_back(seed: int) -> None:
+    """Of one tensor and of two, of any length, with their gradients."""
+    pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
+    size, rule = pack.shape.cp_size, pack.shape.rule
+    k, v = (torch.randn(pack.tokens, 2, d, requires_grad=True) for d in (4, 3))
+    ranks = thd.sequence_order_to_cp_rank_order((k, v), pack.slots, size, rule=rule)
+    assert ranks[0].shape == (size * -(-pack.tokens // size), 2, 4)
+    shards = []
+    for rank in range(size):
+        indices = thd.get_partitioned_indices(pack.slots, pack.tokens, size, rank, rule=rule).long()
+        shards.append(indices)
+        there = ranks[0].view(size, -1, 2, 4)[rank]
+        assert torch.equal(there[: len(indices)], k[indices])
+        assert not there[len(indices) :].any()
+    assert sorted(torch.cat(shards).tolist()) == list(range(pack.tokens))
+    back = thd.cp_rank_order_to_sequence_order(ranks, pack.slots, size, pack.tokens, rule=rule)
+    assert torch.equal(back[0], k)
+    assert torch.equal(back[1], v)
+    weight = torch.randn_like(ranks[1])
+    (grad,) = torch.autograd.grad((ranks[1] * weight).sum(), v, retain_graph=True)
+    assert torch.equal(grad, thd.cp_rank_order_to_sequence_order(weight, pack.slots, size, pack.tokens, rule=rule))
+    (grad,) = torch.autograd.grad(back[0].sum(), k)
+    assert torch.equal(grad, torch.ones_like(k))
+
+
+def test_gradient_corrections() -> None:
+    cu = offsets((4, 2))
+    grad, whole, half = torch.ones(2, 6, 1, 1), torch.full((2, 6, 1, 1), 2.0), torch.full((2, 3, 1, 1), 3.0)
+    for first, second, step, want in (
+        ("add", "none", half, [4, 4, 1, 1, 4, 1]), ("none", "copy", half, [1, 1, 3, 3, 1, 3]),
+        ("add", "copy", whole, [3, 3, 2, 2, 3, 2]), ("copy", "add", whole, [2, 2, 3, 3, 2, 3]),
+    ):  # fmt: skip
+        out = grad.clone()
+        thd.grad_correction(out, step, cu, first, second)
+        assert out.view(2, 6).tolist() == [want, want]
+
+
+@pytest.mark.parametrize("op", ["thd_table", "thd_rows", "cp_segments", "thd_correct"])
+def test_opcheck(op: str) -> None:
+    cu, shape = offsets((7, 0, 6)), Shape(14, 3, 2, 1)
+    x, out = torch.randn(14, 3), torch.empty(14, 3)
+    arguments = {
+        "thd_table": (cu, "to_ranks", shape.rows, *shape),
+        "thd_rows": ([x], [out], "to_ranks", cu, None, None, *shape._replace(cp_rank=0)),
+        "cp_segments": (cu, None, 2, 1, *shape),
+        "thd_correct": ("grad", "add", "copy", True, cu, 14, out.view(14, 3, 1), x.view(14, 3, 1), None, None),
+    }[op]
+    torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
+
+
+REFUSED = {
+    "dtype": (lambda: thd.get_partitioned_indices(torch.zeros(3), 4, 2, 0), "cu_seqlens is"),
+    "rank": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 2), "cp_rank is 2"),
+    "rule": (lambda: thd.get_partitioned_indices(offsets((4,)), 4, 2, 0, rule="striped"), "rule is 'striped'"),
+    "too-many": (lambda: thd.get_partitioned_indices(offsets((4,)), 2**31, 2, 0), "tokens are more than"),
+    "rows": (lambda: thd.cp_rank_order_to_sequence_order(torch.ones(7, 1), offsets((6,)), 2, 6), "there are 7 rows; 6"),
+    "pair": (
+        lambda: thd.sequence_order_to_cp_rank_order((torch.ones(7, 1), torch.ones(6, 1)), offsets((6,)), 2),
+        "differ in rows",
+    ),
+    "three": (lambda: thd.sequence_order_to_cp_rank_order((torch.ones(1),) * 3, offsets((1,)), 1), "3 tensors"),
+    "valid": (
+        lambda: thd.copy_valid_tokens_from_per_split_to_rank_local(
+            torch.ones(4, 1), torch.ones(5, 1), offsets((4,)), offsets((4,))
+        ), "out is",
+    ),
+    "half": (lambda: thd.read_half_tensor(torch.ones(4, 1, 1), offsets((4,)), 2), "half_idx is 2"),
+    "lse": (
+        lambda: thd.second_half_lse_correction(torch.ones(2, 4).half(), torch.ones(2, 2), offsets((4,)), True),
+        "lse is",
+    ),
+    "heads": (
+        lambda: thd.out_correction(
+            torch.ones(4, 3, 1), torch.ones(4, 3, 1), torch.ones(2, 4), torch.ones(2, 4), offsets((4,)), False, True
+        ), "lse has 2 heads, out 3",
+    ),
+    "step": (
+        lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(1, 1, 1), offsets((4,)), "add", "none"),
+        "the step is",
+    ),
+    "what": (
+        lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(4, 1, 1), offsets((4,)), "plus", "none"),
+        "first_half is 'plus'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(jitrope.InvalidInput, match=message):
+        call()
