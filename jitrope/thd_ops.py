@@ -135,7 +135,7 @@ def partition_indices(cu_seqlens: Tensor, shape: Shape) -> Tensor:
 
 
 def position_ids(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The position in its sequence of each of a rank's rows: (rows), int32. Spare rows count on from 0."""
+    """The position in its sequence of each of a rank's rows: (rows), int32. That of spare rows is 0."""
     return torch.ops.jitrope.thd_table(cu_seqlens, "positions", shape.rows, *shape)  # type: ignore[no-any-return]
 
 

@@ -162,9 +162,11 @@ def partition_indices(cu_seqlens: Tensor, shape: Shape) -> Tensor:
 
 
 def position_ids(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The position in its sequence of each of a rank's rows: (rows), int32. Spare rows count on from 0."""
+    """The position in its sequence of each of a rank's rows: (rows), int32. That of spare rows is 0."""
     offsets = _offsets(cu_seqlens, shape)
-    return _place(torch.arange(shape.rows, device=cu_seqlens.device), offsets, shape, shape.cp_rank)[1].int()
+    row = torch.arange(shape.rows, device=cu_seqlens.device)
+    sequence, position = _place(row, offsets, shape, shape.cp_rank)
+    return torch.where(sequence < shape.sequences, position, 0).int()
 
 
 def to_ranks(cu_seqlens: Tensor, shape: Shape) -> Tensor:

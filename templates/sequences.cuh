@@ -3,8 +3,9 @@
 // cu_seqlens[0..count] are the offsets of `count` sequences, ascending from 0; sequence i owns the
 // tokens [cu_seqlens[i], cu_seqlens[i + 1]) and may be empty. Under context parallelism they are those
 // of the whole batch, and each sequence is cut into `of` chunks by the rule of jitrope/partition.py. With
-// of = 2 cp_size a rank has chunks cp_rank and of - 1 - cp_rank, one behind the other ("dual chunk"). cp_size
-// and `of` are compile-time constants wherever these are called: they are divided by in multiplications.
+// of = 2 cp_size a rank has chunks cp_rank and of - 1 - cp_rank, one behind the other ("dual chunk"), with
+// of = cp_size chunk cp_rank ("contiguous"). Both are compile-time constants wherever these are called: they
+// are divided by in multiplications.
 
 // Of the first `offset` tokens of the batch, those in chunk `chunk` of `of` of their sequences.
 template <typename Index>
@@ -20,17 +21,16 @@ __device__ __forceinline__ long long chunk_before(Index offset, int chunk, int o
 
 // Of the first `offset` tokens of the batch, those that a rank has.
 template <typename Index>
-__device__ __forceinline__ long long local_offset(Index offset, int cp_size, int cp_rank) {
-    if (cp_size == 1) return offset;
-    const int of = 2 * cp_size;
-    return chunk_count(offset, cp_rank, of) + chunk_count(offset, of - 1 - cp_rank, of);
+__device__ __forceinline__ long long local_offset(Index offset, int cp_size, int of, int cp_rank) {
+    if (of == 1) return offset;
+    const long long head = chunk_count(offset, cp_rank, of);
+    return of == cp_size ? head : head + chunk_count(offset, of - 1 - cp_rank, of);
 }
 
 // The least offset whose local one is past a rank's `token`: chunk c grows at c + 1, of + c + 1, ..., so a
 // rank's two in turn.
-__device__ __forceinline__ long long offset_past(long long token, int cp_size, int cp_rank) {
-    if (cp_size == 1) return token + 1;
-    const int of = 2 * cp_size;
+__device__ __forceinline__ long long offset_past(long long token, int cp_size, int of, int cp_rank) {
+    if (of == cp_size) return token * of + cp_rank + 1;
     return (token >> 1) * of + (token & 1 ? of - cp_rank : cp_rank + 1);
 }
 
@@ -67,9 +67,11 @@ __device__ __forceinline__ long long find_between(
 
 // The position in its sequence, the tokens [first, end) of the batch, of the i-th token that a rank has of it.
 template <typename Index>
-__device__ __forceinline__ long long position_of(long long i, Index first, Index end, int cp_size, int cp_rank) {
-    if (cp_size == 1) return i;
-    const int of = 2 * cp_size;
+__device__ __forceinline__ long long position_of(
+    long long i, Index first, Index end, int cp_size, int of, int cp_rank
+) {
+    if (of == 1) return i;
+    if (of == cp_size) return chunk_before(end, cp_rank, of) - chunk_before(first, cp_rank, of) + i;
     const long long head = chunk_count(end, cp_rank, of) - chunk_count(first, cp_rank, of);
     const int chunk = i < head ? cp_rank : of - 1 - cp_rank;
     return chunk_before(end, chunk, of) - chunk_before(first, chunk, of) + (i < head ? i : i - head);

@@ -1,0 +1,278 @@
+"""Attention of a batch that is sharded over ranks: every rank gathers the keys that its queries see."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from ..checks import Require, _requirer
+from .agreement import check_ranks
+from .backends import choose
+from .checks import check_head_groups, check_heads, check_size
+from .groups import Pending, all_gather, all_reduce_max, all_to_all, ranks_of
+from .interface import Case
+from .schedule import Schedule
+from .steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
+
+_NAME = "all_gather_attention"
+
+
+def all_gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    layout: str = "thd",
+    cu_seqlens_padded: Tensor | None = None,
+    max_seqlen: int | None = None,
+    tokens: int | None = None,
+    causal: bool | None = None,
+    window: tuple[int, int] | None = None,
+    softmax_scale: float | None = None,
+    rule: str | None = None,
+    schedule: Schedule | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    keep_gathered: bool = False,
+    head_groups: int = 1,
+    check: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """softmax(scale q k^T + mask) v of a batch whose rows are cut between ranks. Every rank of the group calls it.
+
+    Keys and values go in one collective each way: gathered, or, for windows that are short beside the sequences,
+    only the rows that some query sees (`Schedule.saving`). Their gradients come back rounded to the input's dtype and
+    are added up in fp32. No lengths are read by the host.
+
+    >>> part = Partition(cu_seqlens, tokens, group=group)
+    >>> q, k, v = (part.shard(x) for x in (q, k, v))  # or made from part.shard(hidden_states)
+    >>> out = all_gather_attention(q, k, v, cu_seqlens, tokens=tokens, group=group)
+
+    Args:
+        q: (t, Hq, D), this rank's rows in the order of `Partition`; fp16, bf16, fp32 or fp64.
+        k, v: (t, Hk, D) and (t, Hk, Dv), with Hk a divisor of Hq (GQA, MQA).
+        cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, on q's device; with "thd", without a schedule.
+        group: a process group; default: torch's default group, or this process alone.
+        layout: "thd", or "bshd" and "sbhd" for sequences of one length: (B, S / cp_size, H, D), each with its chunks
+            of this rank in order, as `Partition` has them.
+        cu_seqlens_padded: offsets where sequences have padding behind them, by which the rows are then cut;
+            cu_seqlens is the real lengths, added up. Padding is neither read nor seen: its rows of out and of all
+            gradients are zero, as are those of spare rows after the last sequence.
+        max_seqlen: the longest sequence, its padding included, if the host knows it; see `Schedule`.
+        tokens: T, rows of the whole batch. Default: t times the group's size; rows of ranks may differ by one.
+        causal: default True: a query sees the keys up to its own.
+        window: (left, right), default (-1, -1): of those only from `left` before to `right` behind its own; -1: no
+            bound. causal sets right to 0.
+        softmax_scale: default 1 / sqrt(D).
+        rule: how sequences are cut, "dual_chunk" (the default) or "contiguous"; see `Partition`.
+        schedule: made once for all layers; all above but layout and softmax_scale then come from it.
+        backend: "auto", or one of `backends`; one that cannot do what is asked is refused, never replaced.
+        return_lse: also the logarithm of each softmax's sum, fp32, (t, Hq), or as q without D; -inf where a row sees
+            no key. No gradient.
+        return_max_logit: also the largest logit of each head over all ranks, (Hq), fp32. No gradient.
+        keep_gathered: the backward has no gather of its own; the keys and values that this rank sees are kept.
+        head_groups: the heads of k are gathered in so many groups, each while the attention of the one before runs;
+            takes so much less memory for keys.
+        check: compare the ranks' arguments, and refuse lengths that are no lengths. Waits for the device.
+
+    Returns:
+        out (t, Hq, Dv), in q's layout and dtype; with lse and max_logit, as asked for, a tuple of them in this order.
+
+    Raises:
+        InvalidInput: the arguments do not fit together, or no backend takes them; without `check` nothing was sent.
+    """
+    require = _requirer(_NAME)
+    check_heads(q, k, v, layout, require)
+    check_head_groups(head_groups, k.shape[-2], require)
+    batch = _Batch(cu_seqlens, cu_seqlens_padded, tokens, max_seqlen, group, causal, window, rule)
+    schedule = batch.of(schedule, require) if schedule is not None else batch.schedule(q, layout, require)
+    shape = q.shape
+    q, k, v = (_packed(x, layout) for x in (q, k, v))
+    _check_rows(q, shape, layout, schedule, require)
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    case = Case(
+        q.device, q.dtype, q.shape[1] // head_groups, k.shape[1] // head_groups, q.shape[2], v.shape[2], schedule.mask,
+        schedule.most_segments, schedule.equal, wants_grad, return_lse, return_max_logit,
+    )  # fmt: skip
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    call = Call(schedule, choose(backend, case), case, scale, head_groups, keep_gathered)
+    if check:
+        check_ranks(call, require)
+    out, lse, max_logit = _Attention.apply(q, k, v, call)
+    outputs = [_unpacked(x, shape, layout) for x in (out, lse) if x is not None]
+    outputs += [max_logit] if return_max_logit else []
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+# ---- arguments -------------------------------------------------------------------------------------
+
+
+class _Batch(NamedTuple):
+    """What a schedule is made of, as it was given."""
+
+    cu_seqlens: Tensor | None
+    cu_seqlens_padded: Tensor | None
+    tokens: int | None
+    max_seqlen: int | None
+    group: ProcessGroup | None
+    causal: bool | None
+    window: tuple[int, int] | None
+    rule: str | None
+
+    def of(self, schedule: Schedule, require: Require) -> Schedule:
+        """The schedule given, if nothing is besides."""
+        besides = [name for name, value in self._asdict().items() if value is not None]
+        require(not besides, lambda: f"{', '.join(besides)} given besides a schedule, which says so itself")
+        return schedule
+
+    def schedule(self, q: Tensor, layout: str, require: Require) -> Schedule:
+        """One for this call alone."""
+        rest: dict[str, Any] = {
+            "group": self.group,
+            "causal": self.causal is None or self.causal,
+            "window": (-1, -1) if self.window is None else self.window,
+            "rule": "dual_chunk" if self.rule is None else self.rule,
+        }
+        if layout != "thd":
+            given = [name for name in self._fields[:4] if getattr(self, name) is not None]
+            require(
+                not given, lambda: f"{', '.join(given)} given with layout {layout!r}, whose sequences are of one length"
+            )
+            size = ranks_of(self.group, None, None, require).cp_size
+            rows, seqlen = q.shape[:2] if layout == "bshd" else (q.shape[1], q.shape[0])
+            return Schedule.fixed(rows, seqlen * size, q.device, **rest)
+        require(self.cu_seqlens is not None, "cu_seqlens is missing; layout 'thd' needs it, or a schedule")
+        check_size("tokens", self.tokens, require)
+        tokens = len(q) * ranks_of(self.group, None, None, require).cp_size if self.tokens is None else self.tokens
+        rest |= {"cu_seqlens_padded": self.cu_seqlens_padded, "max_seqlen": self.max_seqlen}
+        assert self.cu_seqlens is not None
+        return Schedule(self.cu_seqlens, tokens, **rest)
+
+
+def _packed(x: Tensor, layout: str) -> Tensor:
+    """(rows, H, D)."""
+    if layout == "thd":
+        return x
+    return (x if layout == "bshd" else x.transpose(0, 1)).flatten(0, 1)
+
+
+def _unpacked(x: Tensor, shape: torch.Size, layout: str) -> Tensor:
+    """(rows, ...) in the layout and with the first axes of `shape`."""
+    if layout == "thd":
+        return x
+    if layout == "bshd":
+        return x.view(*shape[:2], *x.shape[1:])
+    return x.view(shape[1], shape[0], *x.shape[1:]).transpose(0, 1)
+
+
+def _check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule, require: Require) -> None:
+    shape, device = schedule.shape, schedule.cu_seqlens.device
+    batch = {"bshd": given[0], "sbhd": given[1]}.get(layout)
+    require(
+        batch is None or (batch == shape.sequences and schedule.equal),
+        lambda: f"q has B={batch} in layout {layout!r}; the schedule has to be one of Schedule.fixed, with that batch",
+    )
+    require(q.device == device, lambda: f"q is on {q.device} but cu_seqlens on {device}")
+    require(
+        len(q) == shape.rows,
+        lambda: f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of T={shape.tokens}",
+    )
+    require(
+        shape.cp_size == 1 or schedule.ranks.group is not None,
+        "the schedule was made with cp_size and cp_rank; make it with a group",
+    )
+
+
+# ---- autograd ----------------------------------------------------------------------------------------
+
+
+def _gather(k: Tensor, v: Tensor, call: Call) -> Pending:
+    schedule, rows = call.schedule, pack(k, v, call)
+    if schedule.exchange is None:
+        return all_gather(rows, schedule.ranks)
+    return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
+
+
+def _give_back(dk: Tensor, dv: Tensor, call: Call) -> Pending:
+    schedule = call.schedule
+    return all_to_all(pack_gradients(dk, dv, call), schedule.received, schedule.sent, schedule.ranks)
+
+
+class _Gathered:
+    """Keys and values of one head group after the other; the next is on its way while one is in use."""
+
+    def __init__(self, k: Tensor, v: Tensor, call: Call) -> None:
+        self.call = call
+        self.groups = list(zip(k.chunk(call.head_groups, 1), v.chunk(call.head_groups, 1)))
+        self.pending: Pending | None = self._start()
+
+    def _start(self) -> Pending | None:
+        return _gather(*self.groups.pop(0), self.call) if self.groups else None
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """See `unpack`."""
+        assert self.pending is not None
+        rows, self.pending = self.pending.wait(), None
+        self.pending = self._start()
+        return unpack(rows, self.call)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        gathered = _Gathered(k, v, call)
+        results, kept = [], []
+        for part in q.chunk(call.head_groups, 1):
+            keys, values = gathered.next()
+            results.append(attend(part, keys, values, call))
+            kept += [keys, values] if call.keep_gathered else []
+            del keys, values
+        out, lse, row_max = (_together([result[i] for result in results]) for i in range(3))
+        max_logit = None
+        if call.case.max_logit:
+            highest = row_max.new_full((1, row_max.shape[1]), -torch.inf)
+            max_logit = all_reduce_max(torch.cat((row_max, highest)).amax(0), call.schedule.ranks)
+        lse = lse if call.case.lse else None
+        ctx.call, ctx.n_kept, ctx.n_saved = call, len(kept), len(results[0].saved)
+        inputs = (q, None, None) if kept else (q, k, v)
+        ctx.save_for_backward(*inputs, out, *kept, *(x for result in results for x in result.saved))
+        ctx.mark_non_differentiable(*(x for x in (lse, max_logit) if x is not None))
+        ctx.set_materialize_grads(False)
+        return out, lse, max_logit
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor, Tensor, Tensor, None]:
+        call: Call = ctx.call
+        q, k, v, out, *rest = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        kept, saved = rest[: ctx.n_kept], rest[ctx.n_kept :]
+        gathered = None if kept else _Gathered(k, v, call)
+        dk, dv = (q.new_empty(len(q), call.head_groups, width) for width in call.widths)
+        parts, back = [], None
+        for i, (dout_i, q_i, out_i) in enumerate(zip(*(x.chunk(call.head_groups, 1) for x in (dout, q, out)))):
+            keys, values = kept[2 * i : 2 * i + 2] if gathered is None else gathered.next()
+            state = tuple(saved[i * ctx.n_saved : (i + 1) * ctx.n_saved])
+            dq, dkeys, dvalues = attend_backward(dout_i, q_i, keys, values, out_i, state, call)
+            del keys, values
+            parts.append(dq)
+            if back is not None:
+                unpack_gradients(back.wait(), dk[:, i - 1], dv[:, i - 1], call)
+            back = _give_back(dkeys, dvalues, call)
+            del dkeys, dvalues
+        assert back is not None
+        unpack_gradients(back.wait(), dk[:, -1], dv[:, -1], call)
+        heads = call.head_groups * call.case.kv_heads
+        dk, dv = (x.view(len(q), heads, x.shape[2] // call.case.kv_heads) for x in (dk, dv))
+        return _together(parts), dk, dv, None
+
+
+def _together(parts: list[Any]) -> Any:
+    """Head groups side by side again."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1)

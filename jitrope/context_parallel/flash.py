@@ -1,0 +1,184 @@
+"""FlashAttention 2, 3 and 4 and cuDNN, as torch has them."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .interface import Case, Result, Varlen
+
+_HALVES = (torch.float16, torch.bfloat16)
+_MAX_SEGMENTS = 65535  # FlashAttention 2 has them on CUDA's second grid axis
+
+
+class Limits(NamedTuple):
+    """What a FlashAttention takes."""
+
+    impl: str | None  # its name among torch.nn.attention's implementations; None: torch's own
+    module: str  # the package that it is in
+    capabilities: range  # of the device, major
+    max_segments: int | None = None
+
+
+LIMITS = {
+    "flash": Limits(None, "torch", range(8, 100), _MAX_SEGMENTS),
+    "flash3": Limits("FA3", "flash_attn_interface", range(9, 10)),
+    "flash4": Limits("FA4", "flash_attn.cute.interface", range(9, 11)),
+}
+
+
+class Flash:
+    """torch.ops.aten._flash_attention_forward and _backward: whichever implementation is active behind them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.limits = LIMITS[name]
+
+    def refuses(self, case: Case) -> str | None:
+        """See `Backend`."""
+        return (
+            _refuses_inputs(case)
+            or self._refuses_case(case)
+            or self._refuses_impl(case)
+            or _refuses_device(case, self.limits.capabilities)
+        )
+
+    def _refuses_case(self, case: Case) -> str | None:
+        most = self.limits.max_segments
+        if case.head_dim % 8 or case.head_dim > 256:
+            return f"D is {case.head_dim}; it is a multiple of 8 up to 256"
+        if case.head_dim_v != case.head_dim:
+            return f"v has D={case.head_dim_v} and k D={case.head_dim}; they must be equal"
+        if most is not None and case.segments > most:
+            return f"there are {case.segments} segments, at most {most} are possible"
+        if case.max_logit:
+            return "it gives no max_logit"
+        return None
+
+    def _refuses_impl(self, case: Case) -> str | None:
+        wanted, active = self.limits.impl, active_impl()
+        if wanted == active:
+            windowed = case.mask.left >= 0 or case.mask.right > 0
+            return "it has no windows in this torch" if wanted == "FA4" and windowed and not _fa4_windows() else None
+        if wanted is None:
+            return f"torch has {active} active in its place; ask for {'flash' + str(active)[2:]!r}"
+        if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+            return f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
+        if not _installed(self.limits.module):
+            return f"the module {self.limits.module} is not installed"
+        return f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
+        """See `Backend`."""
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *_lengths(varlen), 0.0, _causal(varlen), False, scale=varlen.scale, **_window(varlen)
+        )
+        # Rows without keys have +inf or -inf, whichever its own backward wants.
+        told = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
+        return Result(out, told, None, (lse, state, unused))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Backend`."""
+        lse, state, unused = saved
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout.contiguous(), q, k, v, out, lse, *_lengths(varlen), 0.0, _causal(varlen), state, unused,
+            scale=varlen.scale, **_window(varlen),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class Cudnn:
+    """torch.ops.aten._cudnn_attention_forward and _backward.
+
+    Its causal mask is counted from the first key, and what it does where a segment is empty is not said: only full
+    masks over sequences of one length.
+    """
+
+    name = "cudnn"
+
+    def refuses(self, case: Case) -> str | None:
+        """See `Backend`."""
+        for refused, why in (
+            (not case.mask.full, "it has full masks only: its causal mask counts from the first key"),
+            (not case.equal, "sequences may be empty or of different lengths; it takes fixed-length batches only"),
+            (case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"),
+            (
+                case.head_dim_v != case.head_dim,
+                f"v has D={case.head_dim_v} and k D={case.head_dim}; they must be equal",
+            ),
+            (case.head_dim % 8 or case.head_dim > 128, f"D is {case.head_dim}; it is a multiple of 8 up to 128"),
+            (case.lse or case.max_logit, "it gives neither lse nor max_logit"),
+        ):
+            if refused:
+                return _refuses_inputs(case) or why
+        return _refuses_inputs(case) or _refuses_device(case, range(9, 100))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
+        """See `Backend`."""
+        out, lse, *_, seed, offset, _ = torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, *varlen[:4], True, 0.0, False, False, scale=varlen.scale
+        )
+        return Result(out, None, None, (lse, seed, offset))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Backend`."""
+        lse, seed, offset = saved
+        dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
+            dout.contiguous(), q, k, v, out, lse, seed, offset, None, *varlen[:4], 0.0, False, scale=varlen.scale
+        )
+        return dq, dk, dv
+
+
+def active_impl() -> str | None:
+    """Which implementation torch has in place of its own FlashAttention, if any."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current() if current else None
+
+
+def _refuses_inputs(case: Case) -> str | None:
+    if case.device.type != "cuda" or torch.version.hip:
+        return f"q is on {case.device}; it needs a CUDA device"
+    return None if case.dtype in _HALVES else f"q is {case.dtype}; allowed are fp16 and bf16"
+
+
+def _refuses_device(case: Case, capabilities: range) -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability(case.device)
+    if major in capabilities:
+        return None
+    return f"the device has compute capability {major}.{minor}; allowed are {capabilities[0]} to {capabilities[-1]}"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+def _fa4_windows() -> bool:
+    """Before torch 2.13 its backward refuses them."""
+    return hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size")
+
+
+def _lengths(varlen: Varlen) -> tuple[Tensor, Tensor, int, int]:
+    """At one query a segment FlashAttention 2 takes it that none is empty and no row spare."""
+    return varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k
+
+
+def _causal(varlen: Varlen) -> bool:
+    return varlen.mask.left < 0 and varlen.mask.right == 0
+
+
+def _window(varlen: Varlen) -> dict[str, int]:
+    if varlen.mask.full or _causal(varlen):
+        return {}
+    return {"window_size_left": varlen.mask.left, "window_size_right": varlen.mask.right}

@@ -1,0 +1,86 @@
+"""The ranks of a call, and the two collectives of rows between them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..checks import Require
+from ..thd_reference import Shape
+
+
+class Ranks(NamedTuple):
+    """Who takes part; group is None where only one process does, or none is known."""
+
+    group: ProcessGroup | None
+    cp_size: int
+    cp_rank: int
+
+
+class Pending(NamedTuple):
+    """Rows under way."""
+
+    rows: Tensor
+    work: Any
+    sent: Tensor  # stays until the rows have come
+
+    def wait(self) -> Tensor:
+        """The rows; on a CUDA device only its current stream waits."""
+        if self.work is not None:
+            self.work.wait()
+        return self.rows
+
+
+def ranks_of(group: ProcessGroup | None, cp_size: int | None, cp_rank: int | None, require: Require) -> Ranks:
+    """From cp_size and cp_rank, else the group, else torch's default one, else one process."""
+    if cp_size is not None or cp_rank is not None:
+        require(group is None, "group is given besides cp_size and cp_rank; give one of the two")
+        size, rank = cp_size or 1, cp_rank or 0
+        require(0 <= rank < size, lambda: f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
+        return Ranks(None, size, rank)
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return Ranks(None, 1, 0)
+    group = dist.group.WORLD if group is None else group
+    rank = dist.get_rank(group)
+    require(rank >= 0, "this process is not in the group")
+    return Ranks(group, dist.get_world_size(group), rank)
+
+
+def everyones_rows(shape: Shape, device: torch.device) -> Tensor:
+    """(cp_size, rows) int32: where a row's values are, if each rank has sent them in the order of an all-gather."""
+    first = torch.arange(shape.cp_size, dtype=torch.int32, device=device) * shape.capacity
+    return first[:, None] + torch.arange(shape.rows, dtype=torch.int32, device=device)
+
+
+def all_gather(rows: Tensor, ranks: Ranks) -> Pending:
+    """Everyone's rows (R, ...), one behind the other: (cp_size * R, ...). R is the same for all."""
+    if ranks.cp_size == 1 or rows.numel() == 0:
+        return Pending(rows.expand(ranks.cp_size * len(rows), *rows.shape[1:]), None, rows)
+    out = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
+    # Its name from torch 2.13 on.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return Pending(out, gather(out, rows, group=ranks.group, async_op=True), rows)
+
+
+def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Pending:
+    """sent[r] rows go to rank r, received[r] come from it."""
+    if ranks.cp_size == 1:
+        return Pending(rows, None, rows)
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    return Pending(out, dist.all_to_all_single(out, rows, received, sent, group=ranks.group, async_op=True), rows)
+
+
+def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
+    """In place."""
+    if ranks.cp_size > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=ranks.group)
+    return x
+
+
+def gather_values(x: Tensor, ranks: Ranks) -> list[list[int]]:
+    """Everyone's numbers, to the host."""
+    return all_gather(x[None], ranks).wait().tolist() if x.numel() else [[]] * ranks.cp_size  # type: ignore[no-any-return]

@@ -1,0 +1,803 @@
+"""Partition, schedules and all-gather attention, on gloo processes, against an oracle with an explicit mask."""
+
+from __future__ import annotations
+
+import random
+import re
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from jitrope import InvalidInput, thd_ops
+from jitrope.context_parallel import (
+    Case,
+    Partition,
+    Schedule,
+    all_gather_attention,
+    backends,
+    local_cu_seqlens,
+    partition_indices,
+    position_ids,
+    shard,
+    unshard,
+)
+from jitrope.context_parallel.flex import _block_mask
+from jitrope.context_parallel.interface import Varlen, key_ranges
+from jitrope.context_parallel.plain import Math
+from jitrope.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
+from jitrope.thd_reference import Segments, Shape
+
+# ---- the oracle ------------------------------------------------------------------------------------
+
+
+class Pack(NamedTuple):
+    """A packed batch: real lengths, lengths with their padding, rows in all."""
+
+    lengths: list[int]
+    pads: list[int]
+    tokens: int
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor | None:
+        return None if self.lengths == self.pads else self.offsets
+
+    @property
+    def offsets(self) -> Tensor:
+        """Those that the rows are cut by."""
+        return torch.tensor([0, *accumulate(self.pads)], dtype=torch.int32)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(sequence, position) of every row; sequence -1: padding or spare."""
+        rows = []
+        for i, (length, pad) in enumerate(zip(self.lengths, self.pads)):
+            rows += [(i if p < length else -1, p) for p in range(pad)]
+        return rows + [(-1, 0)] * (self.tokens - len(rows))
+
+
+def visible(pack: Pack, mask: Mask) -> Tensor:
+    """(T, T): which rows each row sees."""
+    sequence, position = torch.tensor(pack.places).T
+    distance = position[None] - position[:, None]
+    seen = (sequence[:, None] == sequence) & (sequence >= 0)[:, None]
+    if mask.left >= 0:
+        seen &= distance >= -mask.left
+    if mask.right >= 0:
+        seen &= distance <= mask.right
+    return seen
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv, lse (T, Hq), max_logit (Hq), in fp64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = (torch.einsum("qhd,khd->hqk", q, keys) * scale).masked_fill(~seen, -torch.inf)
+    weights = torch.where(seen, scores, -1e30).softmax(-1) * seen
+    out = torch.einsum("hqk,khd->qhd", weights, values)
+    gradients = torch.autograd.grad(out, (q, k, v), dout.double())
+    return out.detach(), *gradients, scores.detach().logsumexp(-1).T, scores.detach().amax((1, 2))
+
+
+# ---- pure functions, against dealing tokens out one by one -----------------------------------------
+
+
+def dealt(pack: Pack, cp_size: int, rule: str) -> list[list[int]]:
+    """Every rank's tokens: chunk c is as long as its sequence has tokens t of the batch with t % of == c."""
+    of = number_of_chunks(cp_size, rule)
+    bounds = [0, *accumulate(pack.pads), pack.tokens]
+    ranks: list[list[int]] = [[] for _ in range(cp_size)]
+    for first, end in pairwise(bounds):
+        sizes = [sum(t % of == chunk for t in range(first, end)) for chunk in range(of)]
+        starts = [first, *accumulate(sizes, initial=first)][1:]
+        for rank, rows in enumerate(ranks):
+            for chunk in chunks_of(rank, cp_size, rule):
+                rows += range(starts[chunk], starts[chunk + 1])
+    return ranks
+
+
+MASKS = [(-1, 0), (-1, -1), (3, 0), (2, 2), (0, 0), (4, 1), (-1, 2), (3, -1), (0, 5)]
+
+
+def random_pack(seed: int) -> tuple[Pack, int, str, Mask]:
+    """A batch, a number of ranks, a rule and a mask."""
+    rng = random.Random(seed)
+    cp_size, rule = 1 + seed % 8, rng.choice(RULES)
+    multiple = rng.choice([1, 1, 2 * cp_size])
+    pads = [rng.choice([0, 1, 3, 9, 17, 30]) * multiple for _ in range(rng.choice([1, 2, 3, 6]))]
+    lengths = [rng.randint(0, n) for n in pads] if rng.random() < 0.5 else pads
+    tokens = max(1, sum(pads) + rng.choice([0, 0, 5, 2 * cp_size]))
+    return Pack(lengths, pads, tokens), cp_size, rule, Mask(*rng.choice(MASKS))
+
+
+def shape_of(pack: Pack, cp_size: int, cp_rank: int, rule: str) -> Shape:
+    return Shape(pack.tokens, len(pack.lengths), cp_size, cp_rank, rule)
+
+
+@pytest.mark.parametrize("seed", range(48))
+def test_partition(seed: int) -> None:
+    """Every token is in one row of one rank; places, positions and offsets are those of dealing out."""
+    pack, cp_size, rule, _ = random_pack(seed)
+    want, offsets = dealt(pack, cp_size, rule), pack.offsets
+    assert sorted(t for rows in want for t in rows) == list(range(pack.tokens))
+    starts = [0, *accumulate(pack.pads)]
+    x = torch.randn(pack.tokens, 2, 3)
+    for rank, tokens in enumerate(want):
+        part = Partition(offsets, pack.tokens, cp_size=cp_size, cp_rank=rank, rule=rule)
+        assert part.rows == len(tokens)
+        assert part.indices.tolist() == tokens
+        assert partition_indices(offsets, pack.tokens, cp_size, rank, rule).tolist() == tokens
+        first = [max(s for s in starts if s <= t) for t in tokens]
+        assert part.position_ids.tolist() == [t - s for t, s in zip(tokens, first)]
+        assert torch.equal(position_ids(offsets, pack.tokens, cp_size, rank, rule), part.position_ids)
+        local = [sum(t < s for t in tokens) for s in starts]
+        assert part.cu_seqlens.tolist() == local
+        assert local_cu_seqlens(offsets, cp_size, rank, rule).tolist() == local
+        assert torch.equal(part.shard(x), x[tokens])
+        assert torch.equal(shard(x, offsets, cp_size, rank, rule), x[tokens])
+        assert part.to_ranks.view(cp_size, -1)[rank, : len(tokens)].tolist() == tokens
+        assert torch.equal(part.to_ranks[part.to_sequences.long()], torch.arange(pack.tokens).int())
+
+
+def test_partition_by_hand() -> None:
+    """Lengths that nothing divides, and TransformerEngine's own example."""
+    assert partition_indices(torch.tensor([0, 8, 12]), 12, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert partition_indices(torch.tensor([0, 8, 12]), 12, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    cu = torch.tensor([0, 137, 2178, 2267])  # 137, 2041, 89
+    rows = [partition_indices(cu, 2267, 4, rank) for rank in range(4)]
+    assert [len(x) for x in rows] == [567, 567, 567, 566]
+    assert torch.equal(torch.cat(rows).sort().values, torch.arange(2267).int())
+
+
+def test_shard_of_any_tensor() -> None:
+    """One axis, many, integers; the gradient is zero in the rows of others."""
+    cu = torch.tensor([0, 5, 11])
+    part = Partition(cu, 12, cp_size=2, cp_rank=1)
+    for x in (torch.arange(12), torch.randn(12, 2, 3, 2).double(), torch.randn(24)[::2] > 0):
+        assert torch.equal(part.shard(x), x[part.indices.long()])
+    x = torch.randn(12, 4, requires_grad=True)
+    part.shard(x).sum().backward()
+    want = torch.zeros(12, 4)
+    want[part.indices.long()] = 1
+    assert torch.equal(x.grad, want)
+
+
+@pytest.mark.parametrize("seed", range(96))
+def test_segments(seed: int) -> None:
+    """What every query sees through a schedule's tables is what the mask says; the tables' inverses are inverse."""
+    pack, cp_size, rule, mask = random_pack(seed)
+    shards = dealt(pack, cp_size, rule)
+    shapes = [shape_of(pack, cp_size, rank, rule) for rank in range(cp_size)]
+    tables = [thd_ops.segments(pack.cu_seqlens, pack.cu_seqlens_padded, shape, mask) for shape in shapes]
+    exchange = exchange_rows(pack.tokens, cp_size, len(pack.lengths), mask, rule)
+    want = visible(pack, mask)
+    for rank, (shape, table) in enumerate(zip(shapes, tables)):
+        gathered = gathered_tokens(rank, shards, tables, shapes, exchange)
+        assert [len(table.key_rows), queries_of(table, shape)] == list(
+            capacity(pack.tokens, rank, cp_size, len(pack.lengths), mask, rule)
+        )
+        seen = seen_through(table, mask, shards[rank], gathered, pack.tokens)
+        for token in shards[rank]:
+            assert torch.equal(seen[token], want[token]), (pack, mask, token)
+        check_inverses(table, exchange, rank)
+
+
+def queries_of(table: Segments, shape: Shape) -> int:
+    return shape.rows if table.query_rows is None else len(table.query_rows)
+
+
+def gathered_tokens(
+    rank: int, shards: list[list[int]], tables: list[Segments], shapes: list[Shape], exchange: list[list[int]] | None
+) -> list[int]:
+    """The token of each row that comes to a rank, or -1."""
+    if exchange is None:
+        return [t for rows in shards for t in rows + [-1] * (shapes[0].capacity - len(rows))]
+    tokens = []
+    for source, table in enumerate(tables):
+        base = sum(exchange[source][:rank])
+        rows = table.send_rows[base : base + exchange[source][rank]].tolist()
+        tokens += [-1 if row < 0 else shards[source][row] for row in rows]
+    return tokens
+
+
+def seen_through(table: Segments, mask: Mask, rows: list[int], gathered: list[int], tokens: int) -> Tensor:
+    """(T, T): which tokens the tokens `rows` see. Each at most once."""
+    queries = list(range(len(rows))) if table.query_rows is None else table.query_rows.tolist()
+    keys = [-1 if row < 0 else gathered[row] for row in table.key_rows.tolist()]
+    low, high = key_ranges(Varlen(table.cu_seqlens_q, table.cu_seqlens_k, 0, 0, mask, 1.0), len(queries))
+    seen, times = torch.zeros(tokens, tokens, dtype=torch.bool), torch.zeros(tokens)
+    for query, first, end in zip(queries, low.tolist(), high.tolist()):
+        if query >= 0:
+            assert -1 not in keys[first:end]
+            seen[rows[query], keys[first:end]] = True
+            times[rows[query]] += 1
+    assert times.max() <= 1
+    return seen
+
+
+def check_inverses(table: Segments, exchange: list[list[int]] | None, rank: int) -> None:
+    for chunk in table.gathered_rows:
+        there = chunk >= 0
+        assert torch.equal(table.key_rows[chunk[there].long()], torch.arange(len(chunk)).int()[there])
+    assert (table.gathered_rows >= 0).sum() == table.cu_seqlens_k[-1] == (table.key_rows >= 0).sum()
+    if table.output_rows is not None:
+        there = table.output_rows >= 0
+        rows = torch.arange(len(table.output_rows)).int()
+        assert torch.equal(table.query_rows[table.output_rows[there].long()], rows[there])
+    if exchange is not None:
+        for other, sent in enumerate(table.sent_rows):
+            there = sent >= 0
+            assert torch.equal(table.send_rows[sent[there].long()], torch.arange(len(sent)).int()[there])
+            base = sum(exchange[rank][:other])
+            assert ((sent[there] >= base) & (sent[there] < base + exchange[rank][other])).all()
+
+
+@pytest.mark.parametrize("seed", range(64))
+def test_longest_segment(seed: int) -> None:
+    """max_q and max_k are at least the longest segments, with max_seqlen the longest sequence and without."""
+    pack, cp_size, rule, mask = random_pack(seed)
+    for rank in range(cp_size):
+        for max_seqlen in (None, max(1, *pack.pads)):
+            schedule = Schedule(
+                pack.cu_seqlens, pack.tokens, cp_size=cp_size, cp_rank=rank, cu_seqlens_padded=pack.cu_seqlens_padded,
+                max_seqlen=max_seqlen, causal=False, window=mask, rule=rule,
+            )  # fmt: skip
+            varlen = schedule.varlen(1.0)
+            assert varlen.cu_seqlens_q.diff().max() <= varlen.max_q
+            assert varlen.cu_seqlens_k.diff().max() <= varlen.max_k
+            assert len(varlen.cu_seqlens_q) - 1 == schedule.most_segments
+
+
+def test_saving_of_a_window() -> None:
+    """A short window over one long sequence: rows are exchanged, and few; else all are gathered."""
+    cu = torch.tensor([0, 4096])
+    # Chunks of 512; of one d chunks ahead ceil(64 / d) rows are sent, unless it is the rank's own.
+    assert Schedule(cu, 4096, cp_size=4, cp_rank=0, window=(64, 0)).saving == 1 - 776 / (3 * 4096)
+    for causal, window in ((True, (-1, 0)), (False, (-1, -1)), (True, (4000, 0)), (False, (64, -1))):
+        assert Schedule(cu, 4096, cp_size=4, cp_rank=0, causal=causal, window=window).saving == 0
+
+
+# ---- attention, one process standing for all ranks -------------------------------------------------
+
+
+def d1(lengths: list[int], cp_size: int, window: int, token: int) -> list[int]:
+    """The positions that a token of the last sequence sees under a two-sided window."""
+    pack = Pack(lengths, lengths, sum(lengths))
+    mask = Mask(window, window)
+    shards = dealt(pack, cp_size, "dual_chunk")
+    shapes = [shape_of(pack, cp_size, rank, "dual_chunk") for rank in range(cp_size)]
+    tables = [thd_ops.segments(pack.cu_seqlens, None, shape, mask) for shape in shapes]
+    exchange = exchange_rows(pack.tokens, cp_size, len(lengths), mask, "dual_chunk")
+    row = sum(lengths[:-1]) + token
+    rank = next(r for r, rows in enumerate(shards) if row in rows)
+    gathered = gathered_tokens(rank, shards, tables, shapes, exchange)
+    seen = seen_through(tables[rank], mask, shards[rank], gathered, pack.tokens)[row]
+    return (seen.nonzero().view(-1) - sum(lengths[:-1])).tolist()
+
+
+def test_d1_unequal_lengths() -> None:
+    """TransformerEngine shifts one window for all: token 8 of 16 would see keys 0 to 12."""
+    assert d1([36, 16], 2, 8, 8) == list(range(16))
+
+
+def test_d1_one_sequence_alone() -> None:
+    """... which a rounded max_seqlen does to one sequence too: 567 to 967."""
+    assert d1([1032], 4, 200, 774) == list(range(574, 975))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_math_backend_alone(dtype: torch.dtype) -> None:
+    """Segments with and without keys or queries, more keys than queries, rows of none, GQA, Dv != D."""
+    cu_q, cu_k = torch.tensor([0, 5, 5, 9, 11]), torch.tensor([0, 7, 9, 13, 13])
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(rows, h, d, dtype=dtype) for rows, h, d in ((14, 4, 6), (15, 2, 6), (15, 2, 3)))
+    dout = torch.randn(14, 4, 3, dtype=dtype)
+    q[9:], dout[9:] = torch.nan, torch.nan
+    for mask in (Mask(*m) for m in MASKS):
+        seen = torch.zeros(14, 15, dtype=torch.bool)
+        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
+            for i in range(b - a):
+                key = d - (b - a) + i
+                low = c if mask.left < 0 else max(c, key - mask.left)
+                high = d if mask.right < 0 else min(d, key + mask.right + 1)
+                seen[a + i, low : max(low, high)] = True
+        want = oracle(q.nan_to_num(), k, v, dout.nan_to_num(), seen, 0.3)
+        case = Case(q.device, dtype, 4, 2, 6, 3, mask, 4, lse=True, max_logit=True)
+        varlen = Varlen(cu_q.int(), cu_k.int(), 5, 7, mask, 0.3)
+        result = Math().forward(q, k, v, varlen, case)
+        gradients = Math().backward(dout, q, k, v, result.out, result.saved, varlen)
+        close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 1e-5}
+        for x, y in zip((result.out, *gradients), want):
+            torch.testing.assert_close(x.double(), y, **close)
+        torch.testing.assert_close(result.lse.T.double(), want[4], rtol=0, atol=1e-5)
+        torch.testing.assert_close(result.row_max.amax(1).double(), want[5], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_blocks_of_flex(seed: int) -> None:
+    """Only a compiled kernel skips blocks: those listed are those with a visible score, and whole ones are whole."""
+    pack, cp_size, rule, mask = random_pack(1000 + seed)
+    pack = Pack([23 * n for n in pack.lengths], [23 * n for n in pack.pads], 23 * pack.tokens)
+    for rank in {0, cp_size - 1}:
+        table = thd_ops.segments(pack.cu_seqlens, pack.cu_seqlens_padded, shape_of(pack, cp_size, rank, rule), mask)
+        rows, keys = queries_of(table, shape_of(pack, cp_size, rank, rule)), len(table.key_rows)
+        low, high = key_ranges(Varlen(table.cu_seqlens_q, table.cu_seqlens_k, 0, 0, mask, 1.0), rows)
+        key = torch.arange(keys)
+        scores = (key >= low[:, None]) & (key < high[:, None])
+        scores = torch.nn.functional.pad(scores, (0, -keys % 128, 0, -rows % 128))
+        blocks = scores.view(len(scores) // 128, 128, -1, 128).transpose(1, 2).flatten(2)
+        made = _block_mask(low, high, keys, lambda *_: None)
+        some, whole = (
+            _dense(*x) for x in ((made.kv_num_blocks, made.kv_indices), (made.full_kv_num_blocks, made.full_kv_indices))
+        )
+        assert not (some & whole).any()
+        assert torch.equal(whole, blocks.all(2))
+        assert torch.equal(some | whole, blocks.any(2))
+
+
+def _dense(count: Tensor, order: Tensor) -> Tensor:
+    """Which blocks are listed."""
+    listed = torch.zeros(order.shape[2:], dtype=torch.bool)
+    for row, (n, columns) in enumerate(zip(count[0, 0].tolist(), order[0, 0])):
+        listed[row, columns[:n].long()] = True
+    return listed
+
+
+# ---- what is refused, and by whom ------------------------------------------------------------------
+
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+PLAIN = Case(CUDA, torch.bfloat16, 8, 2, 128, 128, Mask(-1, 0), 10)
+REFUSED = [  # by whom, what of, why
+    ("flash", PLAIN._replace(device=CPU), "needs a CUDA device"),
+    ("flash", PLAIN._replace(dtype=torch.float32), "allowed are fp16 and bf16"),
+    ("flash", PLAIN._replace(head_dim=100, head_dim_v=100), "multiple of 8"),
+    ("flash", PLAIN._replace(head_dim=264, head_dim_v=264), "up to 256"),
+    ("flash", PLAIN._replace(head_dim=192), "v has D=128 and k D=192"),
+    ("flash", PLAIN._replace(max_logit=True), "no max_logit"),
+    ("flash", PLAIN._replace(segments=65536), "at most 65535"),
+    ("flash3", PLAIN, "not installed|not active|no registry"),
+    ("flash4", PLAIN, "not installed|not active|no registry"),
+    ("cudnn", PLAIN, "full masks only"),
+    ("cudnn", PLAIN._replace(mask=Mask(-1, -1)), "fixed-length batches only"),
+    ("cudnn", PLAIN._replace(mask=Mask(-1, -1), equal=True), "q has H=8 and k H=2"),
+    ("cudnn", PLAIN._replace(mask=Mask(-1, -1), equal=True, kv_heads=8, lse=True), "neither lse"),
+    ("flex", PLAIN._replace(dtype=torch.float64), "allowed are fp32, fp16 and bf16"),
+    ("flex", PLAIN._replace(head_dim=8), "from 16 to 256"),
+    ("flex", PLAIN._replace(device=CPU), "no backward on CPUs"),
+    ("flex", PLAIN._replace(device=CPU, grad=False, max_logit=True), "no max_logit on CPUs"),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "why"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_backend_refuses(name: str, case: Case, why: str) -> None:
+    """D3: what a backend cannot do it says, and "math" does everything."""
+    reasons = backends(case)
+    assert re.search(why, reasons[name])
+    assert reasons["math"] is None
+
+
+def test_a_refused_backend_is_not_replaced() -> None:
+    """D3: asked for by name it is an error that says why; "auto" takes another."""
+    q, cu = torch.randn(6, 2, 16, requires_grad=True), torch.tensor([0, 6])
+    for name, why in (("flash", "CUDA"), ("cudnn", "CUDA"), ("flex", "no backward"), ("flash5", "allowed are auto")):
+        with pytest.raises(InvalidInput, match=f"backend (is )?'{name}'.*{why}"):
+            all_gather_attention(q, q, q, cu, backend=name)
+    assert all_gather_attention(q, q, q, cu).shape == q.shape
+
+
+def test_without_process_groups() -> None:
+    """A group of one: no torch.distributed at all."""
+    assert not dist.is_initialized()
+    case = Attention("alone", RAGGED, pads=8, spare=3)
+    made, pack = make(case), case.pack
+    q, k, v, dout = (x.clone().requires_grad_() for x in made.inputs)
+    out = all_gather_attention(
+        q, k, v, pack.cu_seqlens, cu_seqlens_padded=pack.cu_seqlens_padded, tokens=pack.tokens, check=True
+    )
+    for name, x, want in zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, (q, k, v), dout)), made.want):
+        assert_rows(x, want, made.spare, 1e-10 * largest(want), name)
+
+
+GOOD: dict[str, Any] = {"q": (6, 4, 8), "k": (6, 2, 8), "v": (6, 2, 8), "cu_seqlens": torch.tensor([0, 2, 6])}
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"layout": "tdh"}, "layout is 'tdh'; allowed are thd, bshd, sbhd"),
+    ({"q": (6, 4)}, r"q has shape \(6, 4\), layout 'thd' needs 3 axes"),
+    ({"layout": "bshd", "cu_seqlens": None}, "needs 4 axes"),
+    ({"k": (5, 2, 8), "v": (5, 2, 8)}, r"q is \(T=6, H=4, D=8\), k \(T=5, H=2, D=8\)"),
+    ({"v": (6, 1, 8)}, "k's H is v's"),
+    ({"k": (6, 2, 4)}, "k's D is q's"),
+    ({"k": (6, 3, 8), "v": (6, 3, 8)}, "q has H=4, which k's H=3 does not divide"),
+    ({"v": (6, 2, 0)}, "H or D is 0"),
+    ({"q": torch.zeros(6, 4, 8, dtype=torch.int32)}, "k is torch.float32 on cpu but q is torch.int32"),
+    ({name: torch.zeros(6, 2, 8, dtype=torch.int32) for name in "qkv"}, "q is torch.int32; allowed are"),
+    ({"v": torch.zeros(6, 2, 8, dtype=torch.float16)}, "v is torch.float16 on cpu but q is torch.float32"),
+    ({"k": None}, "k is NoneType; it is a tensor"),
+    ({"cu_seqlens": None}, "cu_seqlens is missing"),
+    ({"cu_seqlens": [0, 6]}, "cu_seqlens is list"),
+    ({"cu_seqlens": torch.tensor([0.0, 6.0])}, "int32 or int64"),
+    ({"cu_seqlens": torch.tensor([0])}, "with one sequence at least"),
+    ({"cu_seqlens": torch.zeros(2, 2).int()}, r"\(N \+ 1\)"),
+    ({"cu_seqlens": torch.zeros(3).int().to("meta")}, "q is on cpu but cu_seqlens on meta"),
+    ({"cu_seqlens_padded": torch.tensor([0, 6])}, "they must match"),
+    ({"tokens": 7}, "q has 6 rows; rank 0 of 1 has 7 of T=7"),
+    ({"tokens": -1}, "tokens is -1"),
+    ({"max_seqlen": 2.5}, "max_seqlen is 2.5"),
+    ({"rule": "striped"}, "rule is 'striped'; allowed are dual_chunk, contiguous"),
+    ({"window": (-2, 0)}, r"window is \(-2, 0\)"),
+    ({"window": 5}, "window is 5"),
+    ({"head_groups": 3}, "head_groups is 3, which does not divide k's H=2"),
+    ({"head_groups": 0}, "head_groups is 0"),
+    ({"backend": "best"}, "backend is 'best'"),
+    ({"layout": "bshd", **dict.fromkeys("qkv", (2, 3, 2, 8))}, "cu_seqlens given with layout 'bshd'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), INVALID, ids=[message for _, message in INVALID])
+def test_invalid_input(change: dict[str, Any], message: str) -> None:
+    """Refused in words, before anything is sent."""
+    arguments = {
+        name: torch.zeros(x) if isinstance(x, tuple) and name in "qkv" else x for name, x in (GOOD | change).items()
+    }
+    with pytest.raises(InvalidInput, match=message):
+        all_gather_attention(**arguments)
+
+
+def test_invalid_schedules_and_partitions() -> None:
+    """What is not for this rank, this batch or this group."""
+    cu, x = torch.tensor([0, 6]), torch.zeros(3, 1, 8)
+    of_two = Schedule(cu, 6, cp_size=2, cp_rank=1)
+    for message, call in (
+        ("made with cp_size and cp_rank", lambda: all_gather_attention(x, x, x, schedule=of_two)),
+        (
+            "has to be one of Schedule.fixed",
+            lambda: all_gather_attention(*[x[None]] * 3, layout="bshd", schedule=of_two),
+        ),
+        ("q has 2 rows; rank 1 of 2 has 3 of T=6", lambda: all_gather_attention(*[x[:2]] * 3, schedule=of_two)),
+        ("cp_rank is 2, cp_size 2", lambda: Partition(cu, 6, cp_size=2, cp_rank=2)),
+        ("x has shape", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).shard(x)),
+        ("made with cp_size", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x)),
+        ("this rank has 3 of T=6 rows", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x[:2])),
+        ("tokens is None", lambda: Partition(cu, None)),
+        ("seqlen is 5; it is a multiple", lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0)),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            call()
+
+
+# ---- attention, on processes -----------------------------------------------------------------------
+
+
+class Attention(NamedTuple):
+    """A case: sequences, mask, and what is asked for. `pads`: lengths with padding, or a multiple to pad to."""
+
+    name: str
+    lengths: tuple[int, ...]
+    pads: tuple[int, ...] | int = 1
+    spare: int = 0
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    rule: str = "dual_chunk"
+    heads: tuple[int, int, int, int] = (4, 2, 8, 8)  # Hq, Hk, D, Dv
+    dtype: torch.dtype = torch.float64
+    options: dict[str, Any] = {}  # noqa: RUF012
+    scale: float | None = None
+    backend: str = "auto"
+    grad: bool = True
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(self.window[0], 0 if self.causal else self.window[1])
+
+    @property
+    def pack(self) -> Pack:
+        pads = self.pads
+        if isinstance(pads, int):
+            pads = tuple(-(-n // pads) * pads for n in self.lengths)
+        return Pack(list(self.lengths), list(pads), sum(pads) + self.spare)
+
+
+RAGGED = (37, 0, 141, 29, 1, 3)
+CASES = [
+    Attention("causal", RAGGED),
+    Attention("full", RAGGED, causal=False),
+    Attention("window", RAGGED, window=(20, 0)),
+    Attention("two-sided", RAGGED, causal=False, window=(7, 5)),
+    Attention("to the right alone", RAGGED, causal=False, window=(-1, 6)),
+    Attention("to the left and all behind", RAGGED, causal=False, window=(6, -1)),
+    Attention("diagonal", RAGGED, window=(0, 0)),
+    Attention("causal takes the right side away", RAGGED, window=(9, 9)),
+    Attention("one long, short window", (301,), window=(5, 0)),
+    Attention("one long, two-sided", (301,), causal=False, window=(4, 6)),
+    Attention("D1: unequal", (36, 16), causal=False, window=(8, 8)),
+    Attention("D1: one alone", (258,), causal=False, window=(50, 50)),
+    Attention("contiguous, causal", RAGGED, rule="contiguous"),
+    Attention("contiguous, full", RAGGED, rule="contiguous", causal=False),
+    Attention("contiguous, two-sided", RAGGED, rule="contiguous", causal=False, window=(6, 4)),
+    Attention("contiguous, short window", (203, 98), rule="contiguous", window=(3, 0)),
+    Attention("padded, causal", RAGGED, pads=16),
+    Attention("padded, full", RAGGED, pads=16, causal=False, spare=5),
+    Attention("padded, window", RAGGED, pads=16, window=(11, 0)),
+    Attention("padded, two-sided", RAGGED, pads=16, causal=False, window=(11, 3), spare=7),
+    Attention("padded, short window", (150, 40), pads=(160, 64), window=(2, 0)),
+    Attention("all padding", (0, 0), pads=(9, 16)),
+    Attention("spare", RAGGED, spare=21),
+    Attention("spare, two-sided", RAGGED, spare=21, causal=False, window=(5, 5)),
+    Attention("shorter than ranks", (1, 2, 1, 3, 2), causal=False),
+    Attention("more ranks than tokens", (2, 1)),
+    Attention("more ranks than tokens, two-sided", (2, 1), causal=False, window=(1, 1)),
+    Attention("more ranks than tokens, window", (3,), window=(1, 0), rule="contiguous"),
+    Attention("no tokens", (0, 0)),
+    Attention("MHA", RAGGED, heads=(3, 3, 8, 8)),
+    Attention("MQA", RAGGED, heads=(4, 1, 8, 8), causal=False),
+    Attention("Dv larger", RAGGED, heads=(4, 2, 6, 10)),
+    Attention("Dv smaller", RAGGED, heads=(2, 2, 24, 16), causal=False, window=(9, 9), pads=8),
+    Attention("scale", RAGGED, scale=0.5),
+    Attention("kept", RAGGED, options={"keep_gathered": True}),
+    Attention("kept, groups", RAGGED, heads=(8, 4, 8, 6), options={"keep_gathered": True, "head_groups": 4}),
+    Attention("groups", RAGGED, heads=(8, 4, 8, 6), options={"head_groups": 2}, pads=8),
+    Attention("groups, exchange", (203, 98), heads=(4, 4, 8, 8), window=(3, 0), options={"head_groups": 4}),
+    Attention("checked", RAGGED, pads=16, options={"check": True, "max_seqlen": 144}),
+    Attention("fp32", RAGGED, dtype=torch.float32, pads=8),
+    Attention("fp32, two-sided", RAGGED, dtype=torch.float32, causal=False, window=(7, 5)),
+    Attention("bf16", RAGGED, dtype=torch.bfloat16, pads=8),
+    Attention("bf16, exchange", (203, 98), dtype=torch.bfloat16, window=(3, 0)),
+    Attention("fp16", RAGGED, dtype=torch.float16, causal=False),
+    Attention("flex", RAGGED, dtype=torch.float32, backend="flex", grad=False, pads=8),
+    Attention("flex, two-sided", RAGGED, dtype=torch.float32, backend="flex", grad=False, causal=False, window=(7, 5)),
+]
+CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+class Made(NamedTuple):
+    """Inputs of the whole batch, those without NaN, and what must come out."""
+
+    inputs: list[Tensor]  # q, k, v, dout
+    want: tuple[Tensor, ...]
+    scale: float
+    spare: Tensor  # (T): rows of padding and spare ones
+
+
+def make(case: Attention, poison: bool = True) -> Made:
+    """NaN where nothing may be read."""
+    pack = case.pack
+    hq, hk, d, dv = case.heads
+    generator = torch.Generator().manual_seed(len(case.name))
+    inputs = [
+        torch.randn(pack.tokens, *size, generator=generator, dtype=torch.float64).to(case.dtype)
+        for size in ((hq, d), (hk, d), (hk, dv), (hq, dv))
+    ]
+    scale = d**-0.5 if case.scale is None else case.scale
+    spare = torch.tensor([sequence < 0 for sequence, _ in pack.places], dtype=torch.bool)
+    if pack.tokens == 0:
+        sizes = ((0, hq, dv), (0, hq, d), (0, hk, d), (0, hk, dv), (0, hq))
+        return Made(inputs, (*(torch.zeros(*s).double() for s in sizes), torch.full((hq,), -torch.inf)), scale, spare)
+    want = oracle(*inputs, visible(pack, case.mask), scale)
+    if poison:
+        for x in inputs:
+            x[spare] = torch.nan
+    return Made(inputs, want, scale, spare)
+
+
+def assert_rows(got: Tensor | None, want: Tensor, spare: Tensor | None, atol: float, what: str) -> None:
+    assert got is not None, what
+    got = got.detach().cpu()
+    torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=atol, msg=lambda text: f"{what}: {text}")
+    if spare is not None:
+        assert not got[spare].any(), f"{what}: padding is not zero"
+
+
+def largest(x: Tensor) -> float:
+    """What a rounding error is measured by: sums over many rows are larger than 1."""
+    return max([1.0, *x.abs().flatten().tolist()])
+
+
+def check_attention(case: Attention, device: str = "cpu") -> None:
+    """One case on this rank: out, lse, max_logit and the gradients of its rows."""
+    pack, made = case.pack, make(case)
+    part = Partition(pack.offsets, pack.tokens, rule=case.rule)
+    rows = part.indices.long()
+    q, k, v, dout = (part.shard(x).to(device).requires_grad_(case.grad) for x in made.inputs)
+    max_logit = case.backend in ("auto", "math")
+    with torch.set_grad_enabled(case.grad):
+        cu_seqlens, padded = (None if x is None else x.to(device) for x in (pack.cu_seqlens, pack.cu_seqlens_padded))
+        out, lse, *rest = all_gather_attention(
+            q, k, v, cu_seqlens, cu_seqlens_padded=padded, tokens=pack.tokens, causal=case.causal,
+            window=case.window, rule=case.rule, softmax_scale=case.scale, backend=case.backend,
+            return_lse=True, return_max_logit=max_logit, **case.options,
+        )  # fmt: skip
+    if case.grad:
+        out.backward(dout)
+    # Only now, when the ranks have done with each other, may one of them fail.
+    atol, spare = CLOSE[case.dtype], made.spare[rows]
+    assert out.dtype == case.dtype
+    assert lse.dtype == torch.float32
+    assert_rows(out, made.want[0][rows], spare, atol, "out")
+    assert_rows(lse, made.want[4][rows], None, max(atol, 1e-5), "lse")
+    if max_logit:
+        assert_rows(rest[0], made.want[5], None, max(atol, 1e-5), "max_logit")
+    for name, x, want in zip(("dq", "dk", "dv"), (q, k, v), made.want[1:4] if case.grad else ()):
+        assert_rows(x.grad, want[rows], spare, atol * largest(want), name)
+
+
+def check_fixed(layout: str) -> None:
+    """A batch of sequences of one length, with an odd number of rows on each rank."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    lengths = (5 * size,) * 3
+    case = Attention(layout, lengths, causal=False, window=(6, 2))
+    made, pack = make(case), case.pack
+    rows = partition_indices(pack.cu_seqlens, pack.tokens, size, rank).long()
+
+    def cut(x: Tensor) -> Tensor:
+        x = x[rows].unflatten(0, (3, 5))
+        return x if layout == "bshd" else x.transpose(0, 1).contiguous()
+
+    q, k, v, dout = (cut(x).requires_grad_() for x in made.inputs)
+    schedule = Schedule.fixed(3, 5 * size, "cpu", causal=False, window=(6, 2))
+    for options in ({"schedule": schedule}, {"causal": False, "window": (6, 2)}):
+        out, lse = all_gather_attention(q, k, v, layout=layout, return_lse=True, **options)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        for name, x, want in zip(("out", "dq", "dk", "dv"), (out, *gradients), made.want):
+            assert_rows(x, cut(want), None, 1e-10, name)
+        assert_rows(lse, cut(made.want[4]), None, 1e-5, "lse")
+
+
+def check_unshard() -> None:
+    """All rows again, of any tensor; the gradient is the sum of all ranks'."""
+    cu, tokens, size, rank = torch.tensor([0, 5, 5, 16]), 19, dist.get_world_size(), dist.get_rank()
+    for rule in RULES:
+        part = Partition(cu, tokens, rule=rule)
+        for x in (torch.arange(tokens), torch.randn(tokens, 2, 3, generator=torch.Generator().manual_seed(0))):
+            assert torch.equal(part.unshard(part.shard(x)), x)
+            assert torch.equal(unshard(part.shard(x), cu, tokens, rule=rule), x)
+        local = torch.randn(part.rows, 2, dtype=torch.float64, requires_grad=True)
+        weight = torch.arange(2.0 * tokens, dtype=torch.float64).view(tokens, 2)
+        (part.unshard(local) * weight * (rank + 1)).sum().backward()
+        torch.testing.assert_close(local.grad, weight[part.indices.long()] * sum(range(1, size + 1)))
+
+
+def check_schedule_of_many_layers() -> None:
+    """One schedule, many calls, some without gradients; nothing besides may be given."""
+    case = Attention("schedule", RAGGED, causal=False, window=(5, 5))
+    made, pack = make(case), case.pack
+    part, schedule = (
+        Partition(pack.offsets, pack.tokens),
+        Schedule(pack.cu_seqlens, pack.tokens, causal=False, window=(5, 5)),
+    )
+    q, k, v, _ = (part.shard(x) for x in made.inputs)
+    with torch.inference_mode():
+        assert_rows(
+            all_gather_attention(q, k, v, schedule=schedule), made.want[0][part.indices.long()], None, 1e-10, ""
+        )
+    out = all_gather_attention(q.requires_grad_(), k, v, schedule=schedule)
+    out.sum().backward()
+    assert q.grad is not None
+    assert k.grad is None
+    for name, value in (("causal", False), ("tokens", pack.tokens), ("rule", "dual_chunk")):
+        with pytest.raises(InvalidInput, match=f"{name} given besides a schedule"):
+            all_gather_attention(q, k, v, schedule=schedule, **{name: value})
+
+
+COUNTS = [  # (case, calls forward, calls backward), by kind
+    ("causal", {"_allgather_base_": 1}, {"_allgather_base_": 1, "alltoall_base_": 1}),
+    ("kept", {"_allgather_base_": 1}, {"alltoall_base_": 1}),
+    ("groups", {"_allgather_base_": 2}, {"_allgather_base_": 2, "alltoall_base_": 2}),
+    ("one long, short window", {"alltoall_base_": 1}, {"alltoall_base_": 2}),
+]
+
+
+def check_collectives() -> None:
+    """One collective for keys and values together, one for their gradients; of one rank none."""
+    for name, forward, backward in COUNTS:
+        case = next(case for case in CASES if case.name == name)
+        pack, made = case.pack, make(case)
+        part = Partition(pack.offsets, pack.tokens)
+        q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
+        with CommDebugMode() as there:
+            out = all_gather_attention(
+                q, k, v, pack.cu_seqlens, cu_seqlens_padded=pack.cu_seqlens_padded, tokens=pack.tokens,
+                window=case.window, **case.options,
+            )  # fmt: skip
+        with CommDebugMode() as back:
+            out.backward(dout)
+        for mode, want in ((there, forward), (back, backward)):
+            got = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items() if n}
+            assert got == (want if dist.get_world_size() > 1 else {}), (name, got)
+
+
+def check_subgroup() -> None:
+    """Every other process: ranks are those in the group."""
+    if dist.get_world_size() < 4:
+        return
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[dist.get_rank() % 2]
+    case = CASES[3]
+    made, pack = make(case), case.pack
+    part = Partition(pack.offsets, pack.tokens, group=group)
+    q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
+    out = all_gather_attention(
+        q, k, v, pack.cu_seqlens, tokens=pack.tokens, causal=False, window=case.window, group=group
+    )
+    out.backward(dout)
+    assert_rows(part.unshard(out.detach()), made.want[0], None, 1e-10, "out")
+    assert_rows(part.unshard(k.grad), made.want[2], None, 1e-10, "dk")
+    with pytest.raises(InvalidInput, match="not in the group"):
+        Partition(pack.offsets, pack.tokens, group=groups[1 - dist.get_rank() % 2])
+
+
+def check_faults() -> None:
+    """What only a comparison of ranks finds is refused on every rank, and the group works on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tokens = 8 * size
+    q = torch.randn(8, 2, 8)
+    good = torch.tensor([0, 3, tokens])
+    faults: list[tuple[str, dict[str, Any]]] = [
+        ("cu_seqlens does not ascend from 0", {"cu_seqlens": torch.tensor([0, 5, 4])}),
+        ("cu_seqlens does not ascend from 0", {"cu_seqlens": torch.tensor([1, 5, 6])}),
+        ("goes up to", {"cu_seqlens": torch.tensor([0, 3, tokens + 1])}),
+        ("more than max_seqlen=4", {"cu_seqlens": good, "max_seqlen": 4}),
+        (
+            "longer in cu_seqlens than",
+            {"cu_seqlens": torch.tensor([0, 4, 5]), "cu_seqlens_padded": torch.tensor([0, 3, 6])},
+        ),
+    ]
+    if size > 1:
+        faults += [
+            ("cu_seqlens differs between ranks: entry 1 is", {"cu_seqlens": torch.tensor([0, 3 + rank, tokens])}),
+            (r"len\(cu_seqlens\) differs", {"cu_seqlens": torch.tensor([0, 3] + [tokens] * (1 + rank % 2))}),
+            ("left differs", {"cu_seqlens": good, "window": (rank, 0)}),
+            ("rule differs", {"cu_seqlens": good, "rule": RULES[rank % 2]}),
+        ]
+    for message, options in faults:
+        with pytest.raises(InvalidInput, match=message):
+            all_gather_attention(q, q, q, check=True, **options)
+    all_gather_attention(q, q, q, good, check=True)
+
+
+CHECKS: list[tuple[str, Callable[[], None]]] = [
+    *((case.name, lambda case=case: check_attention(case)) for case in CASES),
+    ("bshd", lambda: check_fixed("bshd")),
+    ("sbhd", lambda: check_fixed("sbhd")),
+    ("unshard", check_unshard),
+    ("schedule", check_schedule_of_many_layers),
+    ("collectives", check_collectives),
+    ("subgroup", check_subgroup),
+    ("faults", check_faults),
+]
+
+
+def process(rank: int, size: int, folder: str) -> None:
+    """All checks on one rank; those that failed go into its file. A barrier after each keeps ranks together."""
+    torch.set_num_threads(1)
+    minute = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=size, timeout=minute)
+    failed = []
+    for name, run in CHECKS:
+        try:
+            run()
+        except Exception:
+            failed.append(f"rank {rank}, {name}: {traceback.format_exc()}")
+        dist.barrier()
+    Path(folder, f"rank{rank}").write_text("\n".join(failed))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_processes(size: int, tmp_path: Path) -> None:
+    """Every check above on so many gloo processes."""
+    torch.multiprocessing.spawn(process, (size, str(tmp_path)), size)
+    failed = [(tmp_path / f"rank{rank}").read_text() for rank in range(size)]
+    assert not any(failed), "\n".join(failed)
