@@ -41,7 +41,25 @@ def test_example(command: list[str], tmp_path: Path) -> None:
         assert "hidden states within" in done.stdout
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "torchrun"])
+def test_context_parallel(launcher: list[str]) -> None:
+    """On two processes, started by itself and by torchrun; it compares with one process under both masks."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "context_parallel.py"), "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "on 2 ranks (cpu" in done.stdout
+    lines = [line.split() for line in done.stdout.split("\n")]
+    differ = [float(line[3]) for line in lines if line[1:3] == ["differs", "by"]]
+    assert len(differ) == 2 * 8  # of the output and of each weight's gradient
+    assert 0 < max(differ) < 1e-5
+    assert [line[2:4] for line in lines if line[:1] == ["rank"]] == [["100", "rows,"]] * 4
+
+
 def test_every_example_is_run() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {
-        "quickstart.py", "packed_training.py", "serving.py", "diffusion_pipeline.py",
+        "quickstart.py", "packed_training.py", "serving.py", "diffusion_pipeline.py", "context_parallel.py",
     }  # fmt: skip

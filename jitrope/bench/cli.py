@@ -86,14 +86,48 @@ def bench_decode(
     """A serving step, hot: GPU and host time of q + k and of their KV-cache write, beside copies of their bytes."""
     from . import decode
 
-    counts = _numbers("--tokens", tokens)
-    pairs = [tuple(_numbers("--heads", text.replace("/", ","))) for text in heads.split(",")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise typer.BadParameter(f"--heads takes heads of q / heads of k and v, as 32/8, not {heads!r}")
+    counts, pairs = _numbers("--tokens", tokens), _pairs("--heads", heads)
     _bench(
         lambda step: decode.run(counts, pairs, head_dim, prefill, peers, step),
         as_json, len(counts) * len(pairs) + bool(prefill), decode.plot, plot,
     )  # fmt: skip
+
+
+@app.command("cp")
+def bench_cp(
+    only: Annotated[str, typer.Option(help="Parts to run, of rows,metadata,step; under torchrun step.")] = "",
+    cp: Annotated[str, typer.Option(help="Ranks, one of which this GPU stands for.")] = "2,4,8",
+    sequences: Annotated[int, typer.Option(help="Sequences of the batch.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens of the batch, over all ranks.")] = 65536,
+    heads: Annotated[
+        str, typer.Option(help="Heads of q and of k and v, as 16/16,32/8; rows: the first.")
+    ] = "16/16,32/8",
+    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 64,
+    window: Annotated[int, typer.Option(help="Keys before a query's own, of the mask with a window.")] = 512,
+    plot: PLOT = None,
+    as_json: JSON = False,
+) -> None:
+    """Context parallelism, one rank of several: moves of rows beside copies, tables, the step and its memory.
+
+    torchrun --nproc-per-node 2 -m jitrope bench cp --only step: whole steps of real ranks, a GPU each.
+    """
+    from . import cp as context
+    from . import cp_step
+
+    names, sizes = _names(only, context.PARTS), _numbers("--cp", cp)
+    batch = context.Batch(tokens, sequences, tuple(_pairs("--heads", heads)), head_dim, window)
+    if not cp_step.launched():
+        total = len(context.steps(names, sizes, batch))
+        _bench(lambda step: context.run(names, sizes, batch, step), as_json, total, context.plot, plot)
+        return
+    if only != "step":
+        raise typer.BadParameter("--only is 'step' under torchrun, whose ranks do nothing else together")
+    with cp_step.joined() as rank:
+        if rank == 0:
+            total = len(batch.heads) * len(batch.windows())
+            _bench(lambda step: cp_step.run_ranks(batch, step), as_json, total, context.plot, plot)
+        else:
+            cp_step.run_ranks(batch)
 
 
 @app.command("thd")
@@ -142,6 +176,13 @@ def _numbers(option: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"{option} takes numbers with commas between: {error}") from error
+
+
+def _pairs(option: str, text: str) -> list[tuple[int, int]]:
+    pairs = [_numbers(option, part.replace("/", ",")) for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise typer.BadParameter(f"{option} takes heads of q / heads of k and v, as 32/8, not {text!r}")
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 @app.command("train")
