@@ -190,6 +190,14 @@ def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, option
     return torch.ops.jitrope.rope_qkv_backward(dq, dk, dv, *tables, *options[:-1])  # type: ignore[no-any-return]
 
 
+def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: tuple[Any, ...]) -> None:
+    """`runtime.rope_into` in plain torch."""
+    q, k, v = inputs
+    q, k = reference.rope(q, k, *tables, Options(*options))  # type: ignore[assignment]
+    for out, x in zip(outputs, (q, k, v)):
+        out.copy_(x)
+
+
 # ---- the backward ----------------------------------------------------------------------------------
 
 

@@ -62,6 +62,7 @@ _get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 _empty_like = torch.empty_like
 
 Check = Callable[..., None] | None
+Parts = tuple[Tensor, Tensor, Tensor]
 
 
 # ---- spec -> kernel ---------------------------------------------------------------------------
@@ -393,6 +394,21 @@ def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, option
         at = dqkv.data_ptr()
         launch(*_addresses(grads), at, at + k_offset, at + v_offset, *_table_addresses(tables, launch), 0, 0, 0, 0)
     return dqkv
+
+
+def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: tuple[Any, ...]) -> None:
+    """q and k rotated, v copied, in one launch, into tensors of the caller's, whose heads may lie apart."""
+    key = ("rope_into", options, *map(_key, (*inputs, *outputs, *tables)))
+    try:
+        launch = _local.launches[key]
+    except (AttributeError, KeyError):
+        o = Options(*options)
+        seen = o._replace(in_place=True)
+        q, k, v, *outs = (head_views(x, None, seen)[0][0] for x in (*inputs, *outputs))
+        launch = _remember(key, _prepare((q, k, v), (outs[0], outs[1], outs[2]), tables, None, o))
+    if launch is not None:
+        at = _addresses((*inputs, *outputs))
+        launch(*at, *_table_addresses(tables, launch), 0, 0, 0, 0)
 
 
 def _aligned(*tensors: Tensor) -> bool:

@@ -131,28 +131,30 @@ torch.library.register_fake("jitrope::thd_correct", lambda *_: None, lib=_lib)
 
 def partition_indices(cu_seqlens: Tensor, shape: Shape) -> Tensor:
     """The token of the batch that each of a rank's rows is: (rows), int32."""
-    return torch.ops.jitrope.thd_table(cu_seqlens, "to_ranks", shape.rows, *shape)  # type: ignore[no-any-return]
+    return torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), "to_ranks", shape.rows, *shape)  # type: ignore[no-any-return]
 
 
 def position_ids(cu_seqlens: Tensor, shape: Shape) -> Tensor:
     """The position in its sequence of each of a rank's rows: (rows), int32. That of spare rows is 0."""
-    return torch.ops.jitrope.thd_table(cu_seqlens, "positions", shape.rows, *shape)  # type: ignore[no-any-return]
+    return torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), "positions", shape.rows, *shape)  # type: ignore[no-any-return]
 
 
 def to_ranks(cu_seqlens: Tensor, shape: Shape) -> Tensor:
     """For each row of all ranks' shards, one behind the other: its token, or -1. (cp_size * capacity), int32."""
     everyone = shape._replace(cp_rank=0)
-    return torch.ops.jitrope.thd_table(cu_seqlens, "to_ranks", shape.cp_size * shape.capacity, *everyone)  # type: ignore[no-any-return]
+    return torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), "to_ranks", shape.cp_size * shape.capacity, *everyone)  # type: ignore[no-any-return]
 
 
 def to_sequences(cu_seqlens: Tensor, shape: Shape) -> Tensor:
     """The inverse: where each token is among all ranks' shards. (tokens), int32."""
-    return torch.ops.jitrope.thd_table(cu_seqlens, "to_sequences", shape.tokens, *shape)  # type: ignore[no-any-return]
+    return torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), "to_sequences", shape.tokens, *shape)  # type: ignore[no-any-return]
 
 
 def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Segments:
     """A rank's attention as plain variable-length attention; see `Segments`."""
-    flat = torch.ops.jitrope.cp_segments(cu_seqlens, cu_seqlens_padded, *mask, *shape)
+    if cu_seqlens_padded is not None:
+        cu_seqlens_padded = cu_seqlens_padded.to(cu_seqlens.dtype).contiguous()
+    flat = torch.ops.jitrope.cp_segments(cu_seqlens.contiguous(), cu_seqlens_padded, *mask, *shape)
     tables = reference.split(flat, reference.layout(shape, mask, cu_seqlens_padded is not None))
     tables.pop("pairs")
     return Segments(**tables)  # type: ignore[arg-type]
@@ -173,7 +175,7 @@ def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor
 
 def reorder(inputs: Sequence[Tensor], outputs: Sequence[Tensor], map: str, cu_seqlens: Tensor, shape: Shape) -> None:
     """The same with the rows that `map`, "to_ranks" (from shape.cp_rank on) or "to_sequences", says."""
-    torch.ops.jitrope.thd_rows(list(inputs), list(outputs), map, cu_seqlens, None, None, *shape)
+    torch.ops.jitrope.thd_rows(list(inputs), list(outputs), map, cu_seqlens.contiguous(), None, None, *shape)
 
 
 def copy_valid(
@@ -181,7 +183,9 @@ def copy_valid(
 ) -> None:
     """Copy the rows that are not padding; the others stay as they are."""
     shape = _NO_SHAPE._replace(sequences=len(cu_seqlens) - 1)
-    torch.ops.jitrope.thd_rows(list(inputs), list(outputs), "valid", cu_seqlens_padded, cu_seqlens, None, *shape)
+    torch.ops.jitrope.thd_rows(
+        list(inputs), list(outputs), "valid", cu_seqlens_padded.contiguous(), cu_seqlens.contiguous(), None, *shape
+    )
 
 
 def zero_tail_(x: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def segments_calls(
     offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     tensors = [cu_seqlens, offsets, *(tables[name] for name in names)]
     words = [shape.sequences, shape.tokens, shape.cp_rank, *mask, shape.capacity, shape.rows, keys, queries]
-    words += [sizes["gathered_rows"][1], *bases]
+    words += [sizes["gathered_rows"][1], sum(sizes["send_rows"]), *bases]
     flags = (mask.full, mask.extends, padded, exchange is not None)
     word = _WORDS[cu_seqlens.dtype]
     calls = []

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+import jitrope
 from jitrope import InvalidInput, thd_ops
 from jitrope.context_parallel import (
     Case,
     Partition,
+    Rope,
     Schedule,
     all_gather_attention,
     backends,
@@ -141,7 +143,8 @@ def test_partition(seed: int) -> None:
         assert part.indices.tolist() == tokens
         assert partition_indices(offsets, pack.tokens, cp_size, rank, rule).tolist() == tokens
         first = [max(s for s in starts if s <= t) for t in tokens]
-        assert part.position_ids.tolist() == [t - s for t, s in zip(tokens, first)]
+        positions = [t - s if t < starts[-1] else 0 for t, s in zip(tokens, first)]
+        assert part.position_ids.tolist() == positions
         assert torch.equal(position_ids(offsets, pack.tokens, cp_size, rank, rule), part.position_ids)
         local = [sum(t < s for t in tokens) for s in starts]
         assert part.cu_seqlens.tolist() == local
@@ -655,6 +658,50 @@ def check_fixed(layout: str) -> None:
         assert_rows(lse, cut(made.want[4]), None, 1e-5, "lse")
 
 
+ROPED = [
+    Attention("causal", RAGGED, dtype=torch.float32, spare=3),
+    Attention("padded, two-sided", RAGGED, pads=16, causal=False, window=(11, 3), spare=7, dtype=torch.float32),
+    Attention("contiguous", RAGGED, pads=8, rule="contiguous", spare=5, dtype=torch.float32),
+    Attention("kept", RAGGED, dtype=torch.float32, options={"keep_gathered": True}),
+    Attention("groups", RAGGED, heads=(8, 4, 8, 8), dtype=torch.float32, options={"head_groups": 2}),
+    Attention("exchange", (203, 98), heads=(4, 4, 8, 8), window=(3, 0), dtype=torch.float32),
+    Attention("Dv larger", RAGGED, heads=(4, 2, 6, 10), dtype=torch.float32),
+    Attention("more ranks than tokens", (2, 1), dtype=torch.float32),
+]
+
+
+def check_rope(case: Attention) -> None:
+    """`rope=` is apply_rope at each row's position, then attention; so are the gradients."""
+    pack, made = case.pack, make(case)
+    part = Partition(pack.offsets, pack.tokens, rule=case.rule)
+    angles = torch.outer(torch.arange(210.0), torch.tensor([1.0, 0.1, 0.01]))
+    words: dict[str, Any] = {"freqs": angles, "interleaved": True, "rotary_dim": 6}
+    given: dict[str, Any] = {
+        "cu_seqlens_padded": pack.cu_seqlens_padded, "tokens": pack.tokens, "causal": case.causal,
+        "window": case.window, "rule": case.rule, **case.options,
+    }  # fmt: skip
+    results = []
+    for fused in (True, False):
+        q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
+        if fused:
+            out = all_gather_attention(q, k, v, pack.cu_seqlens, rope=Rope(**words), **given)
+        else:
+            rotated = jitrope.apply_rope(q, k, layout="thd", position_ids=part.position_ids, **words)
+            out = all_gather_attention(*rotated, v, pack.cu_seqlens, **given)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
+    spare = made.spare[part.indices.long()]
+    for name, got, want in zip(("out", "dq", "dk", "dv"), *results):
+        assert_rows(got, want, spare, 1e-5 * largest(want), name)
+
+
+def check_rope_is_refused() -> None:
+    q, cu = torch.randn(4, 2, 8), torch.tensor([0, 4 * dist.get_world_size()])
+    with pytest.raises(InvalidInput, match="rope is dict; it is a Rope"):
+        all_gather_attention(q, q, q, cu, rope={})  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="all_gather_attention: give cos and sin, or one of"):
+        all_gather_attention(q, q, q, cu, rope=Rope())
+
+
 def check_unshard() -> None:
     """All rows again, of any tensor; the gradient is the sum of all ranks'."""
     cu, tokens, size, rank = torch.tensor([0, 5, 5, 16]), 19, dist.get_world_size(), dist.get_rank()
@@ -771,6 +818,8 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
     *((case.name, lambda case=case: check_attention(case)) for case in CASES),
     ("bshd", lambda: check_fixed("bshd")),
     ("sbhd", lambda: check_fixed("sbhd")),
+    *((f"rope, {case.name}", lambda case=case: check_rope(case)) for case in ROPED),
+    ("rope, refused", check_rope_is_refused),
     ("unshard", check_unshard),
     ("schedule", check_schedule_of_many_layers),
     ("collectives", check_collectives),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jitrope.context_parallel import Case, Partition, Schedule, all_gather_attention, backends
+import jitrope
+from jitrope.context_parallel import Case, Partition, Rope, Schedule, all_gather_attention, backends
 from jitrope.context_parallel.backends import BACKENDS, choose
 from jitrope.context_parallel.flex import _module
 from jitrope.context_parallel.interface import Result, Varlen
@@ -361,3 +363,26 @@ def test_on_processes_over_nccl(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(process, (size, str(tmp_path)), size)
     failed = [(tmp_path / f"rank{rank}").read_text() for rank in range(size)]
     assert not any(failed), "\n".join(failed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spare", [0, 5])
+def test_rope_on_the_way(spare: int) -> None:
+    """One launch rotates q and k and packs k and v: the bits of apply_rope, then attention."""
+    lengths = (137, 2041, 0, 89)
+    tokens = sum(lengths) + spare
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+    )
+    freqs = torch.outer(torch.arange(2041.0, device="cuda"), torch.rand(32, device="cuda"))
+    dout = torch.randn_like(q)
+    schedule = Schedule(cu_seqlens, tokens, max_seqlen=2041)
+    rotated = jitrope.apply_rope(q, k, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens)
+    want = all_gather_attention(*rotated, v, schedule=schedule)
+    wants = torch.autograd.grad(want, (q, k, v), dout)
+    out = all_gather_attention(q, k, v, schedule=schedule, rope=Rope(freqs=freqs))
+    assert torch.equal(out, want)
+    for got, expected in zip(torch.autograd.grad(out, (q, k, v), dout), wants):
+        torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jitrope import heuristics, reference
-from jitrope.ops import turned_back
+from jitrope import heuristics, partition, reference
+from jitrope.ops import rope_into, turned_back
 from jitrope.problem import NormCall, cache_view, head_views, plan_call, qkv_views, separate_views
 from jitrope.render import Source, environment, render
 from jitrope.spec import Options
@@ -228,6 +228,27 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     packed = torch.full_like(qkv, 777)
     run_kernel(separate_views(q, k, v, options), qkv_views(packed, options.q_per_group, options.layout), tables, back)
     assert_same([packed], [reference.rope_qkv_backward(q, k, v, *tables, back)], case)
+
+
+@pytest.mark.parametrize("cp", [(1, 0), (2, 1)], ids=str)
+def test_k_and_v_go_side_by_side(cp: tuple[int, int]) -> None:
+    """What context parallelism sends: q rotated, k rotated and v copied into one tensor's columns, in one launch."""
+    cu_seqlens = torch.tensor([0, 7, 7, 30], dtype=torch.int32)
+    rows = int(partition.local_rows(32, cp[1], cp[0], "dual_chunk"))
+    q, k, v = (torch.randn(rows, heads, 16).bfloat16() for heads in (6, 2, 2))
+    angles = torch.outer(torch.arange(30.0), torch.rand(8))
+    tables = (angles.cos(), angles.sin(), cu_seqlens, None, None)
+    options = Options(layout="thd", rotary_dim=16, cp_size=cp[0], cp_rank=cp[1])
+    out, sent = torch.full_like(q, 777), torch.full((rows + 1, 64), 777.0).bfloat16()
+    outputs = (out, *(x.view(rows, 2, 16) for x in sent[:rows].split(32, 1)))
+    seen = options._replace(in_place=True)
+    views = [tuple(head_views(x, None, seen)[0][0] for x in xs) for xs in ((q, k, v), outputs)]
+    run_kernel(*views, tables, options)
+    wants = [torch.full_like(q, 7), *(torch.full_like(k, 7) for _ in range(2))]
+    rope_into((q, k, v), tuple(wants), tables, tuple(options))
+    assert_same(outputs, wants)
+    assert torch.equal(wants[2], v)
+    assert (sent[rows] == 777).all()
 
 
 # ---- KV caches and fp8 -----------------------------------------------------------------------------

@@ -215,10 +215,30 @@ def test_steps_of_halves_make_the_whole() -> None:
 
 
 def test_sanitizer_sees_a_row_past_the_input() -> None:
-    """The harness can fail: a table that names a row too many is caught."""
-    x, out, table = torch.zeros(4, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
+    """The harness can fail: an input with a row less than was said is caught."""
+    x, out, table = torch.zeros(5, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
+    spec, grid, tensors, words = thd_runtime.rows_call("table", [x], [out], None, None, table, None, None)
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
-        run(thd_runtime.rows_call("table", [x], [out], None, None, table, None, None))
+        run((spec, grid, [x[:4].clone(), *tensors[1:]], words))
+
+
+WILD = ([0, 9, 4, 40], [0, -5, 3, 10], [0, 2**31 - 1, 2, 4], [7, 3, 1, 0], [0, 100, 200, 300])
+
+
+@pytest.mark.parametrize("wild", WILD, ids=str)
+def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
+    """Rows come out as they may, but no byte beside the tensors is read or written."""
+    cu_seqlens, shape = torch.tensor(wild, dtype=torch.int32), Shape(20, 3, 2, 1)
+    for map, rows in (("to_ranks", 20), ("to_sequences", 20), ("valid", 20), ("tail", 20)):
+        x, out = torch.ones(20, 8), torch.zeros(rows, 8)
+        run(thd_runtime.rows_call(map, [x], [out], cu_seqlens, cu_seqlens, None, None, shape._replace(cp_rank=0)))
+    table = torch.tensor([5, 20, -9, 2**31 - 1], dtype=torch.int32)
+    out = torch.full((4, 8), 7.0)
+    run(thd_runtime.rows_call("table", [torch.ones(20, 8)], [out], None, None, table, None, None))
+    assert out[:, 0].tolist() == [1, 0, 0, 0]
+    for mask in (Mask(-1, 0), Mask(2, 1)):
+        for call in thd_runtime.segments_calls(cu_seqlens, None, shape, mask, SCAN_THREADS)[0]:
+            run(call)
 
 
 # ---- compiled by NVRTC -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from .backends import choose
 from .checks import check_head_groups, check_heads, check_size
 from .groups import Pending, all_gather, all_reduce_max, all_to_all, ranks_of
 from .interface import Case
+from .rotary import Rope, one_launch, require_rope
 from .schedule import Schedule
 from .steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
 
@@ -37,6 +39,7 @@ def all_gather_attention(
     softmax_scale: float | None = None,
     rule: str | None = None,
     schedule: Schedule | None = None,
+    rope: Rope | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -72,6 +75,8 @@ def all_gather_attention(
         softmax_scale: default 1 / sqrt(D).
         rule: how sequences are cut, "dual_chunk" (the default) or "contiguous"; see `Partition`.
         schedule: made once for all layers; all above but layout and softmax_scale then come from it.
+        rope: rotate q and k first, by their positions; with all heads in one group and no exchange for a window by the
+            launch that packs keys and values, else by one of its own.
         backend: "auto", or one of `backends`; one that cannot do what is asked is refused, never replaced.
         return_lse: also the logarithm of each softmax's sum, fp32, (t, Hq), or as q without D; -inf where a row sees
             no key. No gradient.
@@ -90,6 +95,7 @@ def all_gather_attention(
     require = _requirer(_NAME)
     check_heads(q, k, v, layout, require)
     check_head_groups(head_groups, k.shape[-2], require)
+    require_rope(rope, require)
     batch = _Batch(cu_seqlens, cu_seqlens_padded, tokens, max_seqlen, group, causal, window, rule)
     schedule = batch.of(schedule, require) if schedule is not None else batch.schedule(q, layout, require)
     shape = q.shape
@@ -101,9 +107,14 @@ def all_gather_attention(
         schedule.most_segments, schedule.equal, wants_grad, return_lse, return_max_logit,
     )  # fmt: skip
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    rotation = None if rope is None else rope.call(q, k, schedule, _NAME)
     call = Call(schedule, choose(backend, case), case, scale, head_groups, keep_gathered)
     if check:
         check_ranks(call, require)
+    if rotation is not None and one_launch(k, v, schedule, head_groups):
+        call = call._replace(rotation=rotation)
+    elif rotation is not None:
+        q, k = rotation.apart(q, k)
     out, lse, max_logit = _Attention.apply(q, k, v, call)
     outputs = [_unpacked(x, shape, layout) for x in (out, lse) if x is not None]
     outputs += [max_logit] if return_max_logit else []
@@ -192,28 +203,29 @@ def _check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule, r
 # ---- autograd ----------------------------------------------------------------------------------------
 
 
-def _gather(k: Tensor, v: Tensor, call: Call) -> Pending:
-    schedule, rows = call.schedule, pack(k, v, call)
+def _gather(rows: Tensor, call: Call) -> Pending:
+    schedule = call.schedule
     if schedule.exchange is None:
         return all_gather(rows, schedule.ranks)
     return all_to_all(rows, schedule.sent, schedule.received, schedule.ranks)
 
 
-def _give_back(dk: Tensor, dv: Tensor, call: Call) -> Pending:
-    schedule = call.schedule
-    return all_to_all(pack_gradients(dk, dv, call), schedule.received, schedule.sent, schedule.ranks)
-
-
 class _Gathered:
     """Keys and values of one head group after the other; the next is on its way while one is in use."""
 
-    def __init__(self, k: Tensor, v: Tensor, call: Call) -> None:
-        self.call = call
-        self.groups = list(zip(k.chunk(call.head_groups, 1), v.chunk(call.head_groups, 1)))
-        self.pending: Pending | None = self._start()
+    def __init__(self, rows: Iterator[Tensor], call: Call) -> None:
+        self.call, self.rows = call, rows
+        self.pending = self._start()
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, call: Call) -> _Gathered:
+        """Of this rank's keys and values, packed as they are due."""
+        pairs = zip(k.chunk(call.head_groups, 1), v.chunk(call.head_groups, 1))
+        return cls((pack(*pair, call) for pair in pairs), call)
 
     def _start(self) -> Pending | None:
-        return _gather(*self.groups.pop(0), self.call) if self.groups else None
+        rows = next(self.rows, None)
+        return None if rows is None else _gather(rows, self.call)
 
     def next(self) -> tuple[Tensor, Tensor]:
         """See `unpack`."""
@@ -223,10 +235,49 @@ class _Gathered:
         return unpack(rows, self.call)
 
 
+class _Given:
+    """What comes back from the ranks for this rank's keys and values; takes memory when the first of it is there."""
+
+    def __init__(self, like: Tensor, call: Call) -> None:
+        self.like, self.call = like, call
+        self.back: list[Pending] = []
+        self.sums: list[Tensor] = []
+        self.done = 0
+
+    def send(self, rows: Tensor) -> None:
+        """One head group's gradients; see `pack_gradients`."""
+        self.collect()
+        schedule = self.call.schedule
+        self.back.append(all_to_all(rows, schedule.received, schedule.sent, schedule.ranks))
+
+    def collect(self) -> None:
+        """Add up what has been sent here."""
+        while self.back:
+            received = self.back.pop().wait()
+            if not self.sums:
+                shape = len(self.like), self.call.head_groups
+                self.sums = [self.like.new_empty(*shape, width) for width in self.call.widths]
+            dk, dv = (x[:, self.done] for x in self.sums)
+            unpack_gradients(received, dk, dv, self.call)
+            self.done += 1
+
+    def gradients(self) -> list[Tensor]:
+        """dk and dv of all heads."""
+        self.collect()
+        heads = self.call.head_groups * self.call.case.kv_heads
+        return [x.view(len(x), heads, x.shape[2] // self.call.case.kv_heads) for x in self.sums]
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        gathered = _Gathered(k, v, call)
+        sent = None
+        if call.rotation is None:
+            gathered = _Gathered.of(k, v, call)
+        else:
+            sent = k.new_empty(call.schedule.shape.capacity, sum(call.widths))
+            q = call.rotation.into(q, k, v, sent)
+            gathered = _Gathered(iter((sent,)), call)
         results, kept = [], []
         for part in q.chunk(call.head_groups, 1):
             keys, values = gathered.next()
@@ -240,8 +291,8 @@ class _Attention(torch.autograd.Function):
             max_logit = all_reduce_max(torch.cat((row_max, highest)).amax(0), call.schedule.ranks)
         lse = lse if call.case.lse else None
         ctx.call, ctx.n_kept, ctx.n_saved = call, len(kept), len(results[0].saved)
-        inputs = (q, None, None) if kept else (q, k, v)
-        ctx.save_for_backward(*inputs, out, *kept, *(x for result in results for x in result.saved))
+        keys_too = (None, None) if kept else (k, v) if sent is None else (sent, None)
+        ctx.save_for_backward(q, *keys_too, out, *kept, *(x for result in results for x in result.saved))
         ctx.mark_non_differentiable(*(x for x in (lse, max_logit) if x is not None))
         ctx.set_materialize_grads(False)
         return out, lse, max_logit
@@ -253,24 +304,24 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, *rest = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         kept, saved = rest[: ctx.n_kept], rest[ctx.n_kept :]
-        gathered = None if kept else _Gathered(k, v, call)
-        dk, dv = (q.new_empty(len(q), call.head_groups, width) for width in call.widths)
-        parts, back = [], None
+        gathered = None
+        if not kept:  # with a rotation k is what was sent
+            gathered = _Gathered.of(k, v, call) if call.rotation is None else _Gathered(iter((k,)), call)
+        parts, given = [], _Given(q, call)
         for i, (dout_i, q_i, out_i) in enumerate(zip(*(x.chunk(call.head_groups, 1) for x in (dout, q, out)))):
             keys, values = kept[2 * i : 2 * i + 2] if gathered is None else gathered.next()
             state = tuple(saved[i * ctx.n_saved : (i + 1) * ctx.n_saved])
             dq, dkeys, dvalues = attend_backward(dout_i, q_i, keys, values, out_i, state, call)
             del keys, values
             parts.append(dq)
-            if back is not None:
-                unpack_gradients(back.wait(), dk[:, i - 1], dv[:, i - 1], call)
-            back = _give_back(dkeys, dvalues, call)
-            del dkeys, dvalues
-        assert back is not None
-        unpack_gradients(back.wait(), dk[:, -1], dv[:, -1], call)
-        heads = call.head_groups * call.case.kv_heads
-        dk, dv = (x.view(len(q), heads, x.shape[2] // call.case.kv_heads) for x in (dk, dv))
-        return _together(parts), dk, dv, None
+            rows = pack_gradients(dkeys, dvalues, call)
+            del dkeys, dvalues  # before the rows that come take memory
+            given.send(rows)
+            del rows
+        dq, (dk, dv) = _together(parts), given.gradients()
+        if call.rotation is not None:
+            call.rotation.back_(dq, dk)
+        return dq, dk, dv, None
 
 
 def _together(parts: list[Any]) -> Any:

@@ -96,6 +96,16 @@ class Schedule:
         schedule.equal = seqlen > 0
         return schedule
 
+    @property
+    def offsets(self) -> Tensor:
+        """Those that the rows are cut by: with the padding, if there is some."""
+        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Each row's position in its sequence: (rows), int32."""
+        return thd_ops.position_ids(self.offsets, self.shape)
+
     @cached_property
     def segments(self) -> Segments:
         """Tables of rows on the device."""

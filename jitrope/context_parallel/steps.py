@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import thd_ops
 from .interface import Backend, Case, Result
+from .rotary import Rotation
 from .schedule import Schedule
 from .shards import taken
 
@@ -22,6 +23,7 @@ class Call(NamedTuple):
     scale: float
     head_groups: int = 1
     keep_gathered: bool = False
+    rotation: Rotation | None = None  # of q and k, by the launch that packs
 
     @property
     def widths(self) -> list[int]:

@@ -1,0 +1,92 @@
+"""Rope on the way to the other ranks: q and k are rotated by the launch that packs what is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks, ops, runtime
+from ..checks import Require
+from ..dispatch import call
+from ..ops import turned_back
+from ..reference import Tables
+from ..rope import default_rotary_dim, one_table
+from ..spec import Options
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Rope:
+    """What `all_gather_attention` turns q and k by, at their positions in their sequences; words of `apply_rope`.
+
+    cos, sin, or one of cos_sin_cache, freqs (angles) and freqs_cis: tables over positions, (P, W), with a row for each
+    position of the longest sequence, its padding included. They get no gradient.
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    cos_sin_cache: Tensor | None = None
+    freqs: Tensor | None = None
+    freqs_cis: Tensor | None = None
+    interleaved: bool = False
+    rotary_dim: int | None = None
+    rotary_offset: int = 0
+    rounding: str = "fp32"
+
+    def call(self, q: Tensor, k: Tensor, schedule: Schedule, name: str) -> Rotation:
+        """Its tables and options for this rank's rows, checked."""
+        cos, sin, kind = one_table(name, self.cos, self.sin, self.cos_sin_cache, self.freqs, self.freqs_cis)
+        rest = q.shape[-1] - self.rotary_offset
+        rotary_dim = default_rotary_dim(kind, cos, rest) if self.rotary_dim is None else self.rotary_dim
+        shape = schedule.shape
+        counted = shape.rule == "dual_chunk" or shape.cp_size == 1  # by the kernel, from the offsets
+        tables = (cos, sin, schedule.offsets if counted else None, None, None if counted else schedule.position_ids)
+        options = Options(
+            layout="thd", interleaved=self.interleaved, interleaved_out=self.interleaved, rotary_dim=rotary_dim,
+            rotary_offset=self.rotary_offset, table=kind, rounding=self.rounding,
+            cp_size=shape.cp_size if counted else 1, cp_rank=shape.cp_rank if counted else 0,
+        )  # fmt: skip
+        checks.check(q, k, tables, tuple(options), name)
+        return Rotation(tables, tuple(options))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A `Rope` of one call."""
+
+    tables: Tables
+    options: tuple[Any, ...]
+
+    def into(self, q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> Tensor:
+        """q rotated; k rotated and v go side by side into `sent` (rows at least, widths of k and of v). One launch."""
+        rows = len(q)
+        keys, values = (
+            x.view(rows, *k.shape[1:]) for x in sent[:rows].split([k[0].numel(), v[0].numel()], 1)
+        ) if rows else (k, v)  # fmt: skip
+        sent[rows:] = 0
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        into = runtime.rope_into if q.is_cuda else ops.rope_into
+        into((q, k, v), (out, keys, values), self.tables, self.options)
+        return out
+
+    def apart(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k rotated, with gradients, by a launch of their own."""
+        return call(q, k, self.tables, self.options)  # type: ignore[return-value]
+
+    def back_(self, dq: Tensor, dk: Tensor) -> None:
+        """Gradients of what was rotated become those of what was given, in place."""
+        if len(dq):
+            call(dq, dk, self.tables, turned_back(self.options, in_place=True))
+
+
+def one_launch(k: Tensor, v: Tensor, schedule: Schedule, head_groups: int) -> bool:
+    """Whether `Rotation.into` does it: all rows of all heads are sent, and heads of k and v are alike."""
+    return head_groups == 1 and schedule.exchange is None and k.shape == v.shape
+
+
+def require_rope(rope: Any, require: Require) -> None:
+    """A `Rope`, or None."""
+    require(rope is None or isinstance(rope, Rope), lambda: f"rope is {type(rope).__name__}; it is a Rope")
