@@ -14,13 +14,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import jitrope
+from jitrope.context_parallel import Partition
 
 HEADS, GROUPS, HEAD_DIM, VOCABULARY = 8, 2, 64, 256
 
 
-def document_lengths(documents: int, tokens: int, multiple: int) -> torch.Tensor:
-    """Random lengths that are multiples (of 2 cp_size, for context parallelism) and fill the pack."""
-    cuts = torch.randint(0, tokens // multiple + 1, (documents - 1,)).sort().values * multiple
+def document_lengths(documents: int, tokens: int) -> torch.Tensor:
+    """Random lengths that fill the pack; some may be 0."""
+    cuts = torch.randint(0, tokens + 1, (documents - 1,)).sort().values
     return torch.cat((cuts, torch.tensor([tokens]))).diff(prepend=torch.tensor([0]))
 
 
@@ -49,8 +50,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    cp_size = 2
-    lengths = document_lengths(arguments.documents, arguments.tokens, 2 * cp_size)
+    lengths = document_lengths(arguments.documents, arguments.tokens)
     cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int().to(device)
     document = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
     index = torch.arange(arguments.tokens, device=device)
@@ -81,15 +81,15 @@ def main() -> None:
     )
     assert losses[-1] < losses[0]
 
-    # Two ranks: each has chunks r and 3 - r of the four chunks of every document.
+    # Two ranks: each has chunks r and 3 - r of the four chunks of every document, whatever its length.
+    cp_size = 2
     q = torch.randn(arguments.tokens, HEADS, HEAD_DIM, device=device)
     whole, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens)
-    chunk = ((index - cu_seqlens[document]) * 2 * cp_size) // lengths.to(device)[document]
     for rank in range(cp_size):
-        mine = (chunk == rank) | (chunk == 2 * cp_size - 1 - rank)
+        part = Partition(cu_seqlens, arguments.tokens, cp_size=cp_size, cp_rank=rank)
         words = {"layout": "thd", "cu_seqlens": cu_seqlens, "cp_size": cp_size, "cp_rank": rank}
-        local, _ = jitrope.apply_rope(q[mine], None, freqs=freqs, **words)
-        assert torch.equal(local, whole[mine])
+        local, _ = jitrope.apply_rope(part.shard(q), None, freqs=freqs, **words)
+        assert torch.equal(local, part.shard(whole))
         print(f"rank {rank} of {cp_size}: its {len(local)} tokens have the whole batch's bits")
 
 
