@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
     "command",
     [
         ["quickstart.py"],
+        ["layouts_and_tables.py"],
         ["packed_training.py", "--documents", "5", "--tokens", "128", "--steps", "4"],
         ["serving.py", "--layers", "2", "--batch", "3", "--steps", "10"],
         ["serving.py", "--fp8", "--layers", "1", "--batch", "2", "--steps", "10"],
@@ -61,5 +62,6 @@ def test_context_parallel(launcher: list[str]) -> None:
 
 def test_every_example_is_run() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {
-        "quickstart.py", "packed_training.py", "serving.py", "diffusion_pipeline.py", "context_parallel.py",
+        "quickstart.py", "layouts_and_tables.py", "packed_training.py", "serving.py", "diffusion_pipeline.py",
+        "context_parallel.py",
     }  # fmt: skip

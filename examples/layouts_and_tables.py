@@ -1,0 +1,77 @@
+"""Every layout and every table of cosines is a view, not a conversion: the same rotation, said in different ways.
+
+python examples/layouts_and_tables.py
+
+Runs on a GPU, or on the CPU through the torch reference.
+"""
+
+import torch
+
+import jitrope
+from jitrope import tables
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+B, S, HEADS, KV_HEADS, D = 2, 48, 8, 2, 64
+torch.manual_seed(0)
+
+
+def report(what: str, same: bool) -> None:
+    print(f"  {what:<58} {'the same bits' if same else 'DIFFERS'}")
+    assert same
+
+
+# Frequencies of YaRN, as transformers computes them, for a context four times as long as the model was trained on.
+# `factor` scales the cosines and sines; the angles behind them are fp64.
+inv_freq, factor = tables.inv_freq("yarn", rotary_dim=D, factor=4.0, original_max_position_embeddings=32)
+inv_freq = inv_freq.to(device)
+cos, sin = tables.cos_sin(4 * S, inv_freq, attention_factor=factor)  # (P, D / 2): an angle a pair
+q, k = (torch.randn(B, S, heads, D, device=device, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS))
+q_out, k_out = jitrope.apply_rope(q, k, cos, sin)  # layout "bshd", pairs (i, i + D / 2)
+
+print("Layouts are strides.")
+for layout, axes in (("sbhd", (1, 0, 2, 3)), ("bhsd", (0, 2, 1, 3))):
+    x, y = (t.permute(axes) for t in (q, k))  # views: nothing is copied
+    out, _ = jitrope.apply_rope(x, y, cos, sin, layout=layout)
+    report(f"{layout}, a view of bshd", torch.equal(out, q_out.permute(axes)))
+
+# Packed: the sequences one behind the other, as many tokens as there are, no padding.
+cu_seqlens = torch.arange(B + 1, device=device, dtype=torch.int32) * S
+out, _ = jitrope.apply_rope(q.flatten(0, 1), k.flatten(0, 1), cos, sin, layout="thd", cu_seqlens=cu_seqlens)
+report("thd with cu_seqlens", torch.equal(out, q_out.flatten(0, 1)))
+
+# A projection's output before it is split: q, k and v of a token side by side.
+qkv = torch.randn(B, S, HEADS + 2 * KV_HEADS, D, device=device, dtype=torch.bfloat16)
+qkv[:, :, :HEADS], qkv[:, :, HEADS : HEADS + KV_HEADS] = q, k
+jitrope.apply_rope_(*qkv.split((HEADS, KV_HEADS, KV_HEADS), 2)[:2], cos, sin)  # in place, in the packed tensor
+report("in place, inside of a packed projection", torch.equal(qkv[:, :, :HEADS], q_out))
+
+print("Tables are read as they are.")
+twice = [torch.cat((t, t), -1) for t in (cos, sin)]
+report("full width, as transformers has it", torch.equal(jitrope.apply_rope(q, k, *twice)[0], q_out))
+cache = torch.cat((cos, sin), -1)
+report("one tensor, as vLLM has it", torch.equal(jitrope.apply_rope(q, k, cos_sin_cache=cache)[1], k_out))
+cis = torch.complex(cos, sin)
+report("complex64, as torchtitan has it", torch.equal(jitrope.apply_rope(q, k, freqs_cis=cis)[0], q_out))
+
+# Angles, as Megatron and TransformerEngine have them: the kernel takes their cosines and sines itself. fp32 angles
+# are not fp64 ones rounded late, so this is close, not the same.
+angles = torch.outer(torch.arange(4 * S, device=device), inv_freq)
+out, _ = jitrope.apply_rope(q, k, freqs=angles, mscale=factor)
+print(f"  angles instead of cosines: within {(out.float() - q_out.float()).abs().max():.1e} of them")
+
+print("Positions are the table's rows.")
+ids = torch.arange(S, device=device).flip(0)
+out, _ = jitrope.apply_rope(q.flip(1), k, cos, sin, position_ids=ids)
+report("position_ids for tokens in another order", torch.equal(out.flip(1), q_out))
+starts = torch.tensor([0, 17], device=device)
+later, _ = jitrope.apply_rope(q[1:], k[1:], cos[17:], sin[17:])
+out, _ = jitrope.apply_rope(q, k, cos, sin, start_positions=starts)
+report("start_positions, a sequence that goes on at 17", torch.equal(out[1:], later))
+
+# Pairs (2i, 2i + 1) in place of (i, i + D / 2): the same rotation of heads whose elements are in another order.
+order = torch.arange(D, device=device).view(2, -1).t().flatten()
+out, _ = jitrope.apply_rope(q[..., order], k[..., order], cos, sin, interleaved=True)
+report("interleaved pairs", torch.equal(out, q_out[..., order]))
+
+back, _ = jitrope.apply_rope(q_out, k_out, cos / factor**2, sin / factor**2, inverse=True)
+print(f"Rotated back: within {(back.float() - q.float()).abs().max():.1e} of where it was.")
