@@ -3,9 +3,11 @@
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
 """
 
+from .config import configure
 from .config import set_up_logging as _set_up_logging
-from .errors import CacheError, CompileError, InvalidInput, JitropeError
+from .errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .norm_rope import qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
+from .recording import record
 from .rope import (
     apply_rope,
     apply_rope_,
@@ -22,6 +24,7 @@ __all__ = [
     "CompileError",
     "InvalidInput",
     "JitropeError",
+    "MissingKernel",
     "__version__",
     "apply_rope",
     "apply_rope_",
@@ -30,9 +33,11 @@ __all__ = [
     "apply_rope_kv_cache_",
     "apply_rope_qkv",
     "apply_rope_qkv_",
+    "configure",
     "qk_norm_rope",
     "qk_norm_rope_",
     "qk_norm_rope_joint",
+    "record",
 ]
 
 _set_up_logging()

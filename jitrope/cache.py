@@ -1,213 +1,387 @@
-"""Kernels on disk: `<name>-<digest>/{kernel.cu, kernel.cubin, spec.json}`.
+"""Kernels on disk: `<name>-<arch>-<source>-<compiler>/{kernel.cu, kernel.cubin, spec.json}`.
 
-The digest is the hash of what a kernel is made from: templates, constants, options, architecture,
-compiler, format; so a hit renders nothing. An entry
-is written in a temporary folder and renamed, so it is there whole or not at all, and no lock is
-taken. An entry that cannot be read is a miss: said once, removed, rebuilt.
+The name holds hashes of what a kernel is made from (templates, constants, options, architecture, format) and by what
+compiler, so a hit renders nothing and an upgrade finds nothing old. An entry is written in a temporary folder,
+fsynced and renamed: it is there whole or not at all, and no lock is taken. What cannot be trusted or read is a miss,
+said once and written anew. Below the user's own folder lie read-only ones and bundles (`SystemLayer`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
+import errno
 import os
 import shutil
-import stat
-import tempfile
+import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .config import log
+from .entry import ANY, CUBIN, DAMAGE, FILES, FOUND, META, NAME, Entry, Key, OtherFormat, belongs, pack, parse, read
+from .entry import untrusted as untrusted
 from .errors import CacheError
+from .system_cache import SystemLayer
 
-FORMAT = 1
-"""Layout of an entry; part of every key."""
+YOUNG = 3600.0
+"""Seconds: an entry that was used in them is not pruned, a temporary folder may be somebody's; how often is looked."""
 
+_TEMPORARY, _PRUNED = ".tmp-", ".pruned"
+_BROKEN = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM)
+"""Errors that an entry has for good. Others (ESTALE, EBUSY, EMFILE, EIO) are the moment's, or the disk's."""
 
-@dataclass(frozen=True)
-class Key:
-    """What identifies a compiled kernel. `name` is only for the reader."""
-
-    name: str
-    ingredients: str
-    options: tuple[str, ...]
-    arch: str
-    compiler: str
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 over everything but the name."""
-        parts = json.dumps([FORMAT, self.ingredients, self.options, self.arch, self.compiler])
-        return hashlib.sha256(parts.encode()).hexdigest()
-
-    @property
-    def folder(self) -> str:
-        """The entry's folder name."""
-        return f"{self.name}-{self.arch}-{self.digest[:20]}"
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY, errno.EACCES, errno.EPERM)
+"""Errors of a rename to where something is."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One kernel on disk, for `jitrope cache`."""
+@dataclass
+class Counts:
+    """What a process's cache did. hits: kernels found in any layer; repaired: entries that were not usable."""
 
-    path: Path
-    name: str
-    arch: str
-    size: int
-    spec: dict[str, Any]
+    hits: int = 0
+    misses: int = 0
+    compiled: int = 0
+    repaired: int = 0
+    compile_ms: float = 0.0
 
 
 class KernelCache:
-    """The kernels under one folder. Never raises where the disk is the trouble: it misses."""
+    """The kernels under one folder, and layers below it. Never raises where the disk is the trouble: it misses.
 
-    def __init__(self, root: Path) -> None:
+    system: read-only folders and bundles that are asked after the folder; max_bytes: a bound for the folder, kept
+    after a store, once an hour; 0: none.
+    """
+
+    def __init__(self, root: Path, system: tuple[Path, ...] = (), max_bytes: int = 0) -> None:
         self.root = root
+        self.max_bytes = max_bytes
+        self.counts = Counts()
         self._warned: set[str] = set()
+        self._loaded: set[str] = set()
+        self._lock = threading.Lock()
+        self.system = [SystemLayer(path, self._warn) for path in system]
+
+    # ---- finding ---------------------------------------------------------------------------------
+
+    def find(self, key: Key) -> Path | bytes | None:
+        """The key's cubin, checked: a path in a folder, or bytes from a bundle; the user's own first. Counts."""
+        found: Path | bytes | None = self.load(key)
+        for layer in self.system if found is None else ():
+            found = layer.find(key)
+            if found is not None:
+                break
+        self.count(**{"misses" if found is None else "hits": 1})
+        return found
 
     def load(self, key: Key) -> Path | None:
-        """The path of the key's cubin, checked against its checksum, or None."""
-        path = self.root / key.folder
-        try:
-            if not path.exists() or not self._trusted(path):
-                return None
-            meta = read_entry(path)
-            if meta["digest"] != key.digest:
-                raise ValueError("it belongs to another key")
-            return path / "kernel.cubin"
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._warn(f"cache entry {path.name} is not usable ({error}); it is rebuilt")
-            shutil.rmtree(path, ignore_errors=True)
+        """The path of the key's cubin in the user's own folder, checked against its checksum, or None."""
+        if not self._usable():
             return None
+        names = [key.folder, key.portable_folder]
+        if not key.compiler:  # nothing can be made here: whatever compiler made it
+            names += [name for name in self._names() if name.startswith(f"{key.stem}-") and name not in names]
+        for name in names:
+            try:
+                meta, _ = self._read(name, FOUND)
+                if not belongs(meta, key, name != key.folder):
+                    raise ValueError("it belongs to another key")
+            except OSError as error:
+                self._unreadable(name, error)
+            except DAMAGE as error:
+                self._repair(name, error)
+            else:
+                self._loaded.add(name)
+                with contextlib.suppress(OSError):
+                    os.utime(self.root / name)  # least recently used goes first
+                return self.root / name / CUBIN
+        return None
+
+    def read(self, key: Key) -> dict[str, bytes] | None:
+        """The files of the key's entry in any layer, or None."""
+        if path := self.load(key):
+            with contextlib.suppress(OSError, *DAMAGE):
+                return read(path.parent)[1]
+        return next((files for layer in self.system if (files := layer.read(key))), None)
+
+    def _read(self, name: str, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """As `read`; twice before it is called damaged: another process may have put a new one in between two files."""
+        folder = self.root / name
+        for last in (False, True):
+            try:
+                return read(folder, names)
+            except FileNotFoundError as error:
+                if error.filename is None or Path(error.filename) == folder:
+                    raise
+                if last:
+                    raise ValueError(f"it has no {Path(error.filename).name}") from error
+            except DAMAGE:
+                if last:
+                    raise
+        raise AssertionError
+
+    def _unreadable(self, name: str, error: OSError) -> None:
+        if error.errno == errno.ENOENT:
+            return  # the ordinary miss
+        if error.errno in _BROKEN:
+            self._repair(name, error)
+        else:
+            self._warn(f"read {error.errno}", f"cannot read the cache entry {name} ({error.strerror}); it is made anew")
+
+    def _repair(self, name: str, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        self._warn(f"repair {name}", f"cache entry {name} is not usable ({reason}); it is rebuilt")
+        self.count(repaired=1)
+        self._take_away(self.root / name)
+
+    def _usable(self) -> bool:
+        """Whether the folder is there; said once if code in it may be somebody else's."""
+        try:
+            reason = untrusted(self.root)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            reason = f"cannot be read ({error.strerror})"
+        if reason:
+            self._warn("root", f"{self.root} {reason}; kernels are not loaded from it and stay in memory")
+        return not reason
+
+    # ---- writing ---------------------------------------------------------------------------------
 
     def store(self, key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> Path | None:
-        """Write an entry; the path of its cubin, or None where the folder cannot be written."""
-        final = self.root / key.folder
-        temporary = self.root / f".tmp-{uuid.uuid4().hex}"
-        meta = {
-            "format": FORMAT,
-            "digest": key.digest,
-            "name": key.name,
-            "arch": key.arch,
-            "options": key.options,
-            "compiler": key.compiler,
-            "sha256": hashlib.sha256(cubin).hexdigest(),
-            "spec": spec,
-        }
+        """Write an entry; the path of its cubin, or None where the folder cannot be written.
+
+        If another process was faster the path is its entry's, which is not read: use the bytes you have.
+        """
+        if not self.install(key.folder, pack(key, text, cubin, spec)):
+            return None
+        self._keep_bound()
+        return self.root / key.folder / CUBIN
+
+    def install(self, name: str, files: Mapping[str, bytes]) -> bool:
+        """Put an entry's files in its place, all at once; whether they, or another process's, are there now."""
+        temporary = self.root / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._trusted(self.root):
-                return None
-            temporary.mkdir(mode=0o700)
-            _write(temporary / "kernel.cu", text.encode())
-            _write(temporary / "kernel.cubin", cubin)
-            _write(temporary / "spec.json", json.dumps(meta, indent=1).encode())
-            os.rename(temporary, final)
+            if not self._usable():
+                return False
+            os.mkdir(temporary, 0o755)  # less the umask: who shares the folder shares what is in it
+            for file, data in files.items():
+                _write(temporary / file, data)
+            _sync(temporary)
+            self._publish(temporary, name, parse(files[META], META))
+            _sync(self.root)
         except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if path := self.load(key):  # another process was faster, which is as good
-                return path
-            self._warn(f"cannot write the kernel cache {self.root} ({error}); kernels stay in memory")
-            return None
-        return final / "kernel.cubin"
+            text = f"cannot write the kernel cache {self.root} ({error.strerror or error}); kernels stay in memory"
+            self._warn("write", text)
+            return False
+        finally:
+            _remove(temporary)
+        self._loaded.add(name)
+        return True
+
+    def _publish(self, temporary: Path, name: str, meta: dict[str, Any]) -> None:
+        """Rename; where an entry is already, it is as good, unless it is damaged: then it makes room, once."""
+        try:
+            os.rename(temporary, self.root / name)
+        except OSError as error:
+            if error.errno not in _TAKEN or not os.path.lexists(self.root / name):
+                raise
+            try:
+                theirs, _ = self._read(name, FOUND)
+                if theirs["source"] != meta["source"]:
+                    raise ValueError("it belongs to another key")
+            except OSError:
+                return  # on a network the winner's files may show up later
+            except DAMAGE:
+                self._take_away(self.root / name)
+                os.rename(temporary, self.root / name)
 
     def discard(self, key: Key) -> None:
         """Drop an entry that the driver refused."""
-        shutil.rmtree(self.root / key.folder, ignore_errors=True)
+        for name in (key.folder, key.portable_folder):
+            self._take_away(self.root / name)
+
+    def _take_away(self, path: Path) -> bool:
+        """Out of sight in one step, so that nobody sees half an entry, then away."""
+        grave = self.root / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            os.rename(path, grave)
+        except OSError:
+            return False
+        _remove(grave)
+        return True
+
+    # ---- looking after the folder ----------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
         """The readable entries, by name."""
         for path in self._folders():
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                meta = read_entry(path)
-                size = sum(file.stat().st_size for file in path.iterdir())
-                yield Entry(path, meta["name"], meta["arch"], size, meta["spec"])
+            with contextlib.suppress(OSError, *DAMAGE):
+                meta, files = read(path)
+                size, used = sum(map(len, files.values())), path.stat().st_mtime
+                yield Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], used)
 
     def verify(self) -> tuple[int, list[tuple[Path, str]]]:
-        """How many entries are whole, and those that are not with the reason."""
+        """How many entries are whole, and those that are not with the reason. Another version's are neither."""
         good, bad = 0, []
         for path in self._folders():
             try:
-                read_entry(path)
+                self._read(path.name, FILES)
                 good += 1
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except OtherFormat:
+                continue
+            except (OSError, *DAMAGE) as error:
                 bad.append((path, str(error)))
         return good, bad
 
     def clear(self) -> int:
-        """Remove every entry; how many there were."""
-        paths = list(self._folders(temporary=True))
-        for path in paths:
-            try:
-                shutil.rmtree(path)
-            except OSError as error:
-                raise CacheError(f"cannot remove {path}: {error}") from error
-        return sum(not path.name.startswith(".tmp-") for path in paths)
+        """Remove every entry, of bundles too; how many there were."""
+        paths = list(self._folders())
+        for path in (*paths, *self._leftovers(0.0)):
+            if not self._take_away(path) and os.path.lexists(path):
+                raise CacheError(f"cannot remove {path}")
+        with contextlib.suppress(OSError):
+            (self.root / _PRUNED).unlink()
+        return len(paths)
 
-    def _folders(self, temporary: bool = False) -> Iterator[Path]:
-        try:
-            paths = sorted(self.root.iterdir())
-        except FileNotFoundError:
+    def prune(self, max_bytes: int, dry_run: bool = False) -> list[Entry]:
+        """Remove the entries that were not used for longest until the rest has at most so many bytes; which they are.
+
+        Not removed, and so perhaps above the bound: what was used in the last hour or by this process. Bundles'
+        entries neither count nor go, because nothing here may be able to make them again.
+        """
+        own = (path for path in self._folders() if not path.name.endswith(f"-{ANY}"))
+        found = sorted((used, size, path) for path in own for used, size in [_used_and_size(path)])
+        total, gone = sum(size for _, size, _ in found), []
+        for used, size, path in found:
+            if total <= max_bytes:
+                break
+            if used > time.time() - YOUNG or path.name in self._loaded:
+                continue
+            entry = _entry(path, size, used)
+            if dry_run or (_used_and_size(path)[0] == used and self._take_away(path)):
+                total -= size
+                gone.append(entry)
+        if not dry_run:
+            for path in self._leftovers(YOUNG):
+                _remove(path)
+        return gone
+
+    def explain(self, key: Key) -> str:
+        """Why a key is not here: in which part it differs from the nearest entry of the same name."""
+        wanted, nearest = key.parts, None
+        for name in self._names():
+            if name.startswith(f"{key.name[:150]}-"):
+                with contextlib.suppress(OSError, *DAMAGE):
+                    parts = read(self.root / name, FOUND)[0]["parts"]
+                    differ = [part for part in {**wanted, **parts} if wanted.get(part) != parts.get(part)]
+                    if nearest is None or len(differ) < len(nearest[1]):
+                        nearest = name, differ, parts
+        if nearest is None:
+            return f"there is no entry of {key.name}"
+        name, differ, parts = nearest
+        if not differ:
+            return f"{name} is the same"
+        changes = (f"{part}: {parts.get(part)!r} there, {wanted.get(part)!r} here" for part in sorted(differ))
+        return f"{name} differs in {'; '.join(changes)}"
+
+    def count(self, **more: float) -> None:
+        """Add to `counts`."""
+        with self._lock:
+            for name, number in more.items():
+                setattr(self.counts, name, getattr(self.counts, name) + number)
+
+    def _keep_bound(self) -> None:
+        """Prune, if nobody did in the last hour: what is younger would stay anyway."""
+        if not self.max_bytes:
             return
-        except OSError as error:
-            raise CacheError(f"cannot read the kernel cache {self.root}: {error}") from error
-        for path in paths:
-            if path.name.startswith(".tmp-"):
-                if temporary:
-                    yield path
-            elif (path / "spec.json").exists() or (path / "kernel.cubin").exists():
+        stamp = self.root / _PRUNED
+        with contextlib.suppress(OSError, CacheError):
+            if stamp.exists() and stamp.stat().st_mtime > time.time() - YOUNG:
+                return
+            stamp.touch(mode=0o600)  # now, so that others that start beside us do not do the same
+            for entry in self.prune(self.max_bytes):
+                log.info("pruned %s from the kernel cache", entry.path.name)
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(name for name in os.listdir(self.root) if NAME.fullmatch(name))
+        except OSError:
+            return []
+
+    def _folders(self) -> Iterator[Path]:
+        """Entries, whole or not, of other versions too."""
+        for path in self._listed():
+            if NAME.fullmatch(path.name) or (
+                path.name[0] != "." and any(os.path.lexists(path / file) for file in FOUND)
+            ):
                 yield path
 
-    def _trusted(self, path: Path) -> bool:
-        """Code is loaded from a folder only if nobody else can have written it."""
-        for folder in {self.root, path}:
-            reason = untrusted(folder)
-            if reason:
-                self._warn(f"{folder} {reason}; kernels are not loaded from it and stay in memory")
-                return False
-        return True
+    def _leftovers(self, age: float) -> Iterator[Path]:
+        """Temporary folders of processes that died, older than so many seconds."""
+        for path in self._listed():
+            with contextlib.suppress(OSError):
+                if path.name.startswith(_TEMPORARY) and path.lstat().st_mtime <= time.time() - age:
+                    yield path
 
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _listed(self) -> list[Path]:
+        try:
+            return sorted(self.root.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
+
+    def _warn(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             log.warning(message)
 
 
-def untrusted(folder: Path) -> str | None:
-    """Why code in `folder` may not be ours, or None."""
-    info = folder.stat()
-    if hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0):
-        return "belongs to another user"
-    if os.name == "posix" and stat.S_IMODE(info.st_mode) & 0o022:
-        return "can be written by other users"
-    return None
+def _entry(path: Path, size: int, used: float) -> Entry:
+    with contextlib.suppress(OSError, *DAMAGE):
+        meta, _ = read(path, FOUND)
+        return Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], used)
+    return Entry(path, path.name, "", size, used=used)
 
 
-def read_entry(path: Path) -> dict[str, Any]:
-    """An entry's `spec.json`; raises ValueError if the cubin does not match it."""
-    meta: dict[str, Any] = json.loads((path / "spec.json").read_text())
-    if meta["format"] != FORMAT:
-        raise ValueError(f"format {meta['format']}, not {FORMAT}")
-    if hashlib.sha256((path / "kernel.cubin").read_bytes()).hexdigest() != meta["sha256"]:
-        raise ValueError("kernel.cubin does not match its checksum")
-    return meta
-
-
-@contextlib.contextmanager
-def cubin_file(cubin: bytes) -> Iterator[Path]:
-    """A cubin that could not be cached, as a file for as long as it takes to load it."""
-    with tempfile.TemporaryDirectory(prefix="jitrope-") as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        yield path
+def _used_and_size(path: Path) -> tuple[float, int]:
+    try:
+        with os.scandir(path) as files:
+            return path.lstat().st_mtime, sum(file.stat(follow_symlinks=False).st_size for file in files)
+    except OSError:
+        return 0.0, 0
 
 
 def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+    with open(number, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """What is in a folder stays in it through a crash."""
+    if os.name != "posix":
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # file systems that cannot
+            raise
+    finally:
+        os.close(number)
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is; links are not followed."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,46 +1,96 @@
-"""The `jitrope` command: results on stdout, talk on stderr, an exit code that tells."""
+"""The `jitrope` command: results on stdout, talk on stderr, an exit code that tells.
+
+It is longer than other files because its options and their help are the interface.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.syntax import Syntax
 from rich.table import Table
+from rich.text import Text
 
-from . import __version__
+from . import __version__, config
 from .bench.cli import app as bench_app
-from .errors import JitropeError
-from .spec import ROUNDINGS
+from .errors import InvalidInput, JitropeError, MissingKernel
+from .spec import DTYPES, INDEX_DTYPES, NORM_ROUNDINGS, ROUNDINGS
+
+EXIT_CODES = "Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."
+
+
+def _examples(*lines: str) -> str:
+    """The last lines of a help text: each a paragraph, which is what keeps them apart."""
+    return "\n\n".join(["Examples:", *map(escape, lines)])
+
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Rotary position embeddings, compiled on first call."
+    no_args_is_help=True,
+    help="Rotary position embeddings, compiled on first call.",
+    epilog=_examples("jitrope doctor", "jitrope prewarm --arch sm_90", "jitrope cache ls") + f"\n\n{EXIT_CODES}",
 )
-cache_app = typer.Typer(no_args_is_help=True, help="Look at the kernels on disk, check them, remove them.")
+cache_app = typer.Typer(
+    no_args_is_help=True,
+    help="Look at the kernels on disk, check them, remove them.",
+    epilog=_examples("jitrope cache ls", "jitrope cache verify --cold", "jitrope cache prune --max-size 200M"),
+)
+bundle_app = typer.Typer(
+    no_args_is_help=True,
+    help="Carry kernels to machines that cannot compile.",
+    epilog=_examples("jitrope bundle write kernels.tar --arch sm_90", "jitrope bundle load kernels.tar"),
+)
 app.add_typer(cache_app, name="cache")
+app.add_typer(bundle_app, name="bundle")
 app.add_typer(bench_app, name="bench")
 out, err = Console(), Console(stderr=True)
 
+
+def _one_of(what: str, words: Sequence[str], more: str = "") -> Any:
+    """An option that takes one of a few words, which its help names and a shell completes."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return typer.Option(help=f"{what}: {', '.join(words[:-1])} or {words[-1]}{more}.", autocompletion=complete)
+
+
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
+DRY_RUN = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+ARCH = Annotated[str, typer.Option(help="Architectures, as sm_80,sm_90; default: this machine's GPUs.")]
+JOBS = Annotated[int, typer.Option(min=0, help="Compiles at a time; 0: one a core.")]
 HEADS = Annotated[list[str] | None, typer.Option("--heads", help="Heads of q and k, as 32,8, or of q alone, as 24.")]
 HEAD_DIM = Annotated[list[int], typer.Option(help="Elements of a head.")]
-DTYPE = Annotated[list[str], typer.Option(help="Of q and k: fp32, fp16 or bf16.")]
-TABLE_DTYPE = Annotated[list[str], typer.Option(help="Of cos and sin: fp32, fp16 or bf16; fp64 with complex128.")]
+DTYPE = Annotated[list[str], _one_of("Of q and k", DTYPES)]
+TABLE_DTYPE = Annotated[list[str], _one_of("Of cos and sin", DTYPES, "; fp64 with complex128")]
 INTERLEAVED = Annotated[bool, typer.Option("--interleaved/--halves", help="Pairs are (2i, 2i+1) or (i, i + half).")]
 ROTARY_DIM = Annotated[int, typer.Option(help="Elements of a head that are rotated; 0: all.")]
-WIDTH = Annotated[str, typer.Option(help="Of the tables: half or full.")]
-ROUNDING = Annotated[str, typer.Option(help=f"{', '.join(ROUNDINGS[:-1])} or {ROUNDINGS[-1]}.")]
-NORM = Annotated[str, typer.Option(help="Of qk_norm_rope: its norm_rounding, none, once or twice.")]
-WEIGHT_DTYPE = Annotated[str | None, typer.Option(help="Of the norm's weights: fp32, fp16 or bf16.")]
-PACKED = Annotated[str | None, typer.Option(help="cu_seqlens are given, as int32 or int64.")]
+WIDTH = Annotated[str, _one_of("Of the tables", ("half", "full"))]
+ROUNDING = Annotated[str, _one_of("Arithmetic", ROUNDINGS)]
+NORM = Annotated[str, _one_of("Of qk_norm_rope: its norm_rounding", NORM_ROUNDINGS)]
+WEIGHT_DTYPE = Annotated[str | None, _one_of("Of the norm's weights", DTYPES)]
+PACKED = Annotated[str | None, _one_of("cu_seqlens are given, as", INDEX_DTYPES)]
 IN_PLACE = Annotated[bool, typer.Option("--in-place", help="Of apply_rope_.")]
 BACKWARD = Annotated[bool, typer.Option("--backward", help="With the gradient's kernels.")]
 
@@ -48,7 +98,7 @@ BACKWARD = Annotated[bool, typer.Option("--backward", help="With the gradient's 
 def main() -> None:
     """The console script: one line for an error that is not ours to trace."""
     try:
-        app()
+        app(prog_name="jitrope")
     except JitropeError as error:
         say("error:", error)
         sys.exit(1)
@@ -59,9 +109,59 @@ def say(word: str, text: object) -> None:
     err.print(f"[red]{word}[/red] {escape(str(text))}", highlight=False, soft_wrap=True)
 
 
+def tell(text: object) -> None:
+    """A line on stdout, as it is."""
+    out.print(escape(str(text)), highlight=False, soft_wrap=True)
+
+
 def print_json(data: Any) -> None:
     """Machine-readable output, whatever the terminal."""
     print(json.dumps(data, indent=1, default=str))
+
+
+def _size(count: float) -> str:
+    """Bytes for a reader."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 10 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _bytes(text: str) -> int:
+    try:
+        return config.parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _age(used: float) -> str:
+    """How long ago, in the largest whole unit."""
+    if not used:
+        return ""
+    seconds = max(0, int(time.time() - used))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return "now"
+
+
+class _Rate(ProgressColumn):
+    """Steps a second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:.1f}/s" if speed else "", style="progress.data.speed")
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[Any], None]]:
+    """A bar on stderr, if that is a terminal; what is given is called after each step."""
+    columns = (BarColumn(), MofNCompleteColumn(), _Rate(), TimeElapsedColumn(), TimeRemainingColumn())
+    disable = not err.is_terminal
+    with Progress(TextColumn(what), *columns, console=err, transient=True, disable=disable) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda _: progress.advance(task)
 
 
 @app.callback(invoke_without_command=True)
@@ -83,10 +183,31 @@ def _calls(heads: list[str], fields: dict[str, Any]) -> list[Any]:
         totals = [sum(int(part) for part in text.split(",")) for text in heads]
     except ValueError as error:
         raise typer.BadParameter(f"--heads takes numbers, as 32,8: {error}") from error
-    return expand({"heads": totals, **fields})
+    try:
+        return expand({"heads": totals, **fields})
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-@app.command()
+def _archs(text: str) -> list[str]:
+    import torch
+
+    from .runtime import arch_of
+
+    given = [name for name in text.replace(" ", "").split(",") if name]
+    local = {arch_of(i) for i in range(torch.cuda.device_count())} if torch.cuda.is_available() else set()
+    if not given and not local:
+        raise JitropeError("there is no GPU here; say for which to build, as --arch sm_80,sm_90")
+    return list(dict.fromkeys(given)) or sorted(local)
+
+
+@app.command(
+    epilog=_examples(
+        "jitrope prewarm --arch sm_80,sm_90 --jobs 8",
+        "jitrope prewarm --heads 32,8 --head-dim 128 --backward",
+        "JITROPE_RECORD=run.json python train.py && jitrope prewarm --from run.json",
+    )
+)
 def prewarm(
     heads: HEADS = None,
     head_dim: HEAD_DIM = [128],  # noqa: B006  typer's way of a repeatable option
@@ -105,23 +226,22 @@ def prewarm(
     weight_dtype: WEIGHT_DTYPE = None,
     backward: BACKWARD = False,
     file: Annotated[
-        Path | None, typer.Option("--from", help="TOML or JSON with calls, or `jitrope cache ls --json` of a real run.")
+        Path | None, typer.Option("--from", help="TOML or JSON: calls, a recorded run, or `jitrope cache ls --json`.")
     ] = None,
-    arch: Annotated[str, typer.Option(help="Architectures, as sm_80,sm_90; default: this machine's GPUs.")] = "",
-    jobs: Annotated[int, typer.Option(help="Compiles at a time; 0: one a core.")] = 0,
+    record: Annotated[Path | None, typer.Option(help="Add the kernels to this file, for --from elsewhere.")] = None,
+    arch: ARCH = "",
+    jobs: JOBS = 0,
+    dry_run: DRY_RUN = False,
     as_json: JSON = False,
 ) -> None:
     """Compile kernels ahead of time, for this machine or, with --arch, for any; no GPU is needed.
 
-    Without --heads or --from it builds the kernels of popular models. A file may set every field of a
-    call, those without a flag here too.
+    Without --heads or --from it builds the kernels of popular models. A file may set every field of a call,
+    those without a flag here too.
     """
     from .prewarm import DEFAULT_CALLS, read_calls
     from .prewarm import prewarm as build
 
-    archs = [name for name in arch.replace(" ", "").split(",") if name] or _local_archs()
-    if not archs:
-        raise JitropeError("there is no GPU here; say for which to build, as --arch sm_80,sm_90")
     if file is not None:
         specs = read_calls(file)
     else:
@@ -133,24 +253,57 @@ def prewarm(
         }  # fmt: skip
         calls = _calls(heads, fields) if heads else DEFAULT_CALLS
         specs = list(dict.fromkeys(spec for call in calls for spec in call.specs()))
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("", total=len(specs) * len(archs))
-        built = build(specs, archs, jobs or os.cpu_count() or 1, lambda _: progress.advance(task))
+    archs = _archs(arch)
+    if record is not None and not dry_run:
+        from .recording import add
+
+        add(record, specs)
+    _build(specs, archs, dry_run, as_json, lambda done: build(specs, archs, jobs or os.cpu_count() or 1, done))
+
+
+def _build(
+    specs: Sequence[Any], archs: Sequence[str], dry_run: bool, as_json: bool, build: Callable[[Any], list[Any]]
+) -> None:
+    """Compile, or say what would be, and say how it went; exit code 1 unless every kernel is there or would be."""
+    config.configure(compile=True)  # it is asked for, whatever the environment says
+    with _progress("compiling", len(specs) * len(archs)) as step:
+        built = [_would(spec, arch) for arch in archs for spec in specs] if dry_run else build(step)
     failed = [item for item in built if item.failed]
-    counts = {word: sum(item.outcome == word for item in built) for word in ("compiled", "cached")}
+    words = ("would compile", "cached") if dry_run else ("compiled", "cached")
+    counts = {word: sum(item.outcome == word for item in built) for word in words}
     if as_json:
         kernels = [{"name": b.spec.name, "arch": b.arch, "outcome": b.outcome, "failed": b.failed} for b in built]
         print_json({**counts, "failed": len(failed), "kernels": kernels})
     else:
-        out.print(f"{counts['compiled']} compiled, {counts['cached']} cached, {len(failed)} failed", highlight=False)
+        tell(", ".join(f"{count} {word}" for word, count in {**counts, "failed": len(failed)}.items()))
     for item in failed:
         say("failed", f"{item.spec.name} {item.arch}: {item.outcome}")
+    if not built:
+        say("error:", "there was nothing to build")
     if failed or not built:
         raise typer.Exit(1)
 
 
-@app.command()
+def _would(spec: Any, arch: str) -> Any:
+    """What building a kernel would do: the same look into the caches, and the compiler's own list of architectures."""
+    from . import compiler, kernels
+    from .prewarm import Built
+
+    config.configure(compile=False)
+    try:
+        kernels.build(spec, arch)
+    except MissingKernel:
+        if wrong := compiler.unsupported(arch, compiler.supported_archs(), compiler.nvrtc_version()):
+            return Built(spec, arch, "; ".join(wrong), failed=True)
+        return Built(spec, arch, "would compile")
+    except JitropeError as error:
+        return Built(spec, arch, str(error), failed=True)
+    return Built(spec, arch, "cached")
+
+
+@app.command(
+    epilog=_examples("jitrope render --heads 24 --interleaved --head-dim 64", "jitrope render --json | jq -r .text")
+)
 def render(
     heads: Annotated[str, typer.Option(help="Heads of q and k, as 32,8, or of q alone, as 24.")] = "32,8",
     head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
@@ -189,93 +342,255 @@ def render(
         print(source.text, end="")
 
 
-def _local_archs() -> list[str]:
-    import torch
-
-    from .runtime import arch_of
-
-    return sorted({arch_of(i) for i in range(torch.cuda.device_count())}) if torch.cuda.is_available() else []
-
-
 # ---- cache -------------------------------------------------------------------------------------
 
 
-@cache_app.command("ls")
+def _print_entries(entries: Sequence[Any]) -> None:
+    """A row a name, and in it a line for each kernel; not on a terminal a line a kernel: name, arch, bytes, path."""
+    named: dict[str, list[Any]] = {}
+    for entry in sorted(entries, key=lambda entry: (entry.name, int("".join(filter(str.isdigit, entry.arch)) or 0))):
+        named.setdefault(entry.name, []).append(entry)
+    if not out.is_terminal:
+        for entry in itertools.chain.from_iterable(named.values()):
+            print(entry.name, entry.arch, entry.size, entry.path, sep="\t")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("kernel")
+    table.add_column("arch", style="cyan", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("used", justify="right", no_wrap=True, style="dim")
+    for name, some in named.items():
+        lines = ([e.arch for e in some], [_size(e.size) for e in some], [_age(e.used) for e in some])
+        table.add_row(_folded(name, max(30, out.width - 26)), *("\n".join(column) for column in lines))
+    if named:
+        out.print(table)
+
+
+def _folded(name: str, width: int) -> Text:
+    """A kernel's name in lines, cut behind an underscore."""
+    lines = [""]
+    for part in name.replace("_", "_ ").split():
+        if len(lines[-1] + part) > width:
+            lines.append("  ")
+        lines[-1] += part
+    return Text("\n".join(lines), overflow="fold")
+
+
+def _rows(entries: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"name": e.name, "arch": e.arch, "bytes": e.size, "path": e.path} for e in entries]
+
+
+def _total(entries: Sequence[Any]) -> str:
+    return f"{len(entries)} kernel{'s' * (len(entries) != 1)}, {_size(sum(entry.size for entry in entries))}"
+
+
+@cache_app.command("ls", epilog=_examples("jitrope cache ls", "jitrope cache ls --json > run.json"))
 def cache_ls(as_json: JSON = False) -> None:
     """List the kernels; with --json in the form that `jitrope prewarm --from` reads."""
-    from .runtime import kernel_cache
-
-    entries = list(kernel_cache().entries())
-    if as_json:
-        specs = list({json.dumps(entry.spec): entry.spec for entry in entries}.values())
-        rows = [{"name": e.name, "arch": e.arch, "bytes": e.size, "path": e.path} for e in entries]
-        print_json({"spec": specs, "entries": rows})
-        return
-    table = Table("kernel", "arch", "KiB", box=None)
-    for entry in entries:
-        table.add_row(entry.name, entry.arch, f"{entry.size / 1024:.0f}")
-    out.print(table)
-
-
-@cache_app.command("info")
-def cache_info(as_json: JSON = False) -> None:
-    """Where the cache is and how much is in it."""
-    from .runtime import kernel_cache
+    from .kernels import kernel_cache
 
     cache = kernel_cache()
     entries = list(cache.entries())
-    facts = {"folder": cache.root, "kernels": len(entries), "bytes": sum(entry.size for entry in entries)}
-    _print_facts(facts, as_json)
+    if as_json:
+        specs = list({json.dumps(entry.spec): entry.spec for entry in entries}.values())
+        print_json({"spec": specs, "entries": _rows(entries)})
+        return
+    _print_entries(entries)
+    err.print(f"{_total(entries)} in {escape(str(cache.root))}", highlight=False, soft_wrap=True)
 
 
-@cache_app.command("verify")
-def cache_verify(as_json: JSON = False) -> None:
-    """Check every kernel against its checksum; exit code 1 if one is damaged."""
-    from .runtime import kernel_cache
+@cache_app.command("path", epilog=_examples("jitrope cache path", 'du -sh "$(jitrope cache path)"'))
+def cache_path(as_json: JSON = False) -> None:
+    """Print the folder of the kernels, and with --json the read-only caches below it."""
+    from .kernels import kernel_cache
+
+    cache = kernel_cache()
+    if as_json:
+        print_json({"path": cache.root, "system": [layer.path for layer in cache.system]})
+    else:
+        tell(cache.root)
+
+
+@cache_app.command("size", epilog=_examples("jitrope cache size", "jitrope cache size --json"))
+def cache_size(as_json: JSON = False) -> None:
+    """Print how much the kernels take, and the bound (JITROPE_CACHE_SIZE)."""
+    from .kernels import kernel_cache
+
+    entries, bound = list(kernel_cache().entries()), config.cache_size()
+    if as_json:
+        print_json({"kernels": len(entries), "bytes": sum(e.size for e in entries), "max_bytes": bound})
+    else:
+        tell(f"{_total(entries)} of {_size(bound) if bound else 'any size'}")
+
+
+@cache_app.command("verify", epilog=_examples("jitrope cache verify", "jitrope cache verify --cold --json"))
+def cache_verify(
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Start a process that may not compile, and load every kernel there.")
+    ] = False,
+    as_json: JSON = False,
+) -> None:
+    """Check every kernel against its checksums; exit code 1 if one is damaged, or with --cold would be compiled.
+
+    With --cold the kernels of this machine's GPUs are loaded on them; the others are looked up as a call would.
+    """
+    from .kernels import kernel_cache
 
     good, bad = kernel_cache().verify()
+    found: dict[str, Any] = {"good": good, "bad": [{"path": path, "reason": reason} for path, reason in bad]}
+    if cold:
+        from .doctor import cold_start
+
+        found["cold"] = cold_start()
     if as_json:
-        print_json({"good": good, "bad": [{"path": path, "reason": reason} for path, reason in bad]})
+        print_json(found)
     else:
-        out.print(f"{good} good, {len(bad)} damaged", highlight=False)
-        for path, reason in bad:
-            say("damaged", f"{path}: {reason}")
-    if bad:
+        tell(f"{good} good, {len(bad)} damaged")
+        if cold:
+            tell("cold start: {loaded} loaded, {checked} looked up, {compiled} compiled".format(**found["cold"]))
+    for item in found["bad"] if not as_json else ():
+        say("damaged", f"{item['path']}: {item['reason']}")
+    for item in found["cold"]["bad"] if cold and not as_json else ():
+        say("missing", f"{item['name']} {item['arch']}: {item['reason']}")
+    if bad or (cold and (found["cold"]["bad"] or found["cold"]["compiled"])):
         raise typer.Exit(1)
 
 
-@cache_app.command("clear")
-def cache_clear(as_json: JSON = False) -> None:
-    """Remove every kernel."""
-    from .runtime import kernel_cache
+@cache_app.command("clear", epilog=_examples("jitrope cache clear --dry-run", "jitrope cache clear"))
+def cache_clear(dry_run: DRY_RUN = False, as_json: JSON = False) -> None:
+    """Remove every kernel from your folder; read-only caches stay."""
+    from .kernels import kernel_cache
 
-    removed = kernel_cache().clear()
-    _print_facts({"removed": removed}, as_json)
-
-
-def _print_facts(facts: dict[str, Any], as_json: bool) -> None:
+    cache = kernel_cache()
+    removed = sum(map(len, cache.verify()[1:])) + cache.verify()[0] if dry_run else cache.clear()
     if as_json:
-        print_json(facts)
+        print_json({"removed": removed, "dry_run": dry_run})
+    else:
+        tell(f"{removed} kernels {'would be ' * dry_run}removed from {cache.root}")
+
+
+@cache_app.command("prune", epilog=_examples("jitrope cache prune", "jitrope cache prune --max-size 200M --dry-run"))
+def cache_prune(
+    max_size: Annotated[
+        str, typer.Option(help="What may stay, as 200M, 1GiB or bytes; default: JITROPE_CACHE_SIZE.")
+    ] = "",
+    dry_run: DRY_RUN = False,
+    as_json: JSON = False,
+) -> None:
+    """Remove the kernels that were not used for longest, but none of the last hour."""
+    from .kernels import kernel_cache
+
+    cache, bound = kernel_cache(), _bytes(max_size) if max_size else config.cache_size()
+    gone = cache.prune(bound, dry_run) if bound or max_size else []
+    if as_json:
+        print_json({"removed": _rows(gone), "bytes": sum(entry.size for entry in gone), "dry_run": dry_run})
         return
-    for name, value in facts.items():
-        out.print(f"{name}: {escape(str(value))}", highlight=False, soft_wrap=True)
+    _print_entries(gone)
+    left = _total([entry for entry in cache.entries() if entry.path not in {e.path for e in gone}])
+    tell(f"{_total(gone)} {'would be ' * dry_run}removed, {left} left in {cache.root}")
+
+
+# ---- bundle ------------------------------------------------------------------------------------
+
+
+@bundle_app.command(
+    "write",
+    epilog=_examples(
+        "jitrope bundle write kernels.tar",
+        "jitrope bundle write kernels.tar --from run.json --arch sm_90,sm_100",
+        "JITROPE_SYSTEM_CACHE=kernels.tar JITROPE_NO_COMPILE=1 python serve.py",
+    ),
+)
+def bundle_write(
+    path: Annotated[Path, typer.Argument(help="The file to write, a tar.")],
+    file: Annotated[
+        Path | None, typer.Option("--from", help="TOML or JSON as for `jitrope prewarm`; default: what the cache has.")
+    ] = None,
+    arch: Annotated[
+        str, typer.Option(help="Architectures, as sm_80,sm_90; default: the cache's, else the GPUs'.")
+    ] = "",
+    jobs: JOBS = 0,
+    dry_run: DRY_RUN = False,
+    as_json: JSON = False,
+) -> None:
+    """Write kernels to a file for JITROPE_SYSTEM_CACHE or `jitrope bundle load`, compiling what is not cached."""
+    from . import bundle
+    from .kernels import kernel_cache
+    from .prewarm import read_calls
+    from .thd_spec import spec_from_dict
+
+    if file is not None:
+        specs, archs = read_calls(file), _archs(arch)
+    else:
+        entries = list(kernel_cache().entries())
+        specs = list(dict.fromkeys(spec_from_dict(entry.spec) for entry in entries))
+        archs = _archs(arch or ",".join(sorted({entry.arch for entry in entries})))
+    workers = jobs or os.cpu_count() or 1
+    _build(specs, archs, dry_run, as_json, lambda step: bundle.write(path, specs, archs, workers, step))
+    if not dry_run and not as_json:
+        err.print(f"wrote {escape(str(path))}, {_size(path.stat().st_size)}", highlight=False, soft_wrap=True)
+
+
+@bundle_app.command("load", epilog=_examples("jitrope bundle load kernels.tar", "jitrope bundle load k.tar --dry-run"))
+def bundle_load(
+    path: Annotated[Path, typer.Argument(help="A file that `jitrope bundle write` wrote.")],
+    dry_run: DRY_RUN = False,
+    as_json: JSON = False,
+) -> None:
+    """Put a bundle's kernels into your kernel cache, all of them checked before the first is written."""
+    from . import bundle
+    from .kernels import kernel_cache
+
+    loaded = bundle.entries(path) if dry_run else bundle.load(path)
+    if as_json:
+        print_json({"loaded": _rows(loaded), "dry_run": dry_run})
+    else:
+        tell(f"{_total(loaded)} {'would be ' * dry_run}put into {kernel_cache().root}")
+
+
+@bundle_app.command("ls", epilog=_examples("jitrope bundle ls kernels.tar", "jitrope bundle ls kernels.tar --json"))
+def bundle_ls(
+    path: Annotated[Path, typer.Argument(help="A file that `jitrope bundle write` wrote.")], as_json: JSON = False
+) -> None:
+    """List a bundle's kernels, each checked against its digest; exit code 1 if it is damaged."""
+    from . import bundle
+
+    entries = bundle.entries(path)
+    if as_json:
+        specs = list({json.dumps(entry.spec): entry.spec for entry in entries}.values())
+        print_json({"spec": specs, "entries": _rows(entries)})
+        return
+    _print_entries(entries)
+    err.print(f"{_total(entries)} in {escape(str(path))}", highlight=False, soft_wrap=True)
 
 
 # ---- doctor ------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(epilog=_examples("jitrope doctor", "jitrope doctor --json > report.json"))
 def doctor(as_json: JSON = False) -> None:
-    """Look at everything jitrope needs and run it once; exit code 1 if something is missing."""
+    """Look at everything jitrope needs and run it once; exit code 1 if something is broken."""
     from . import doctor as checks
 
     results = checks.run()
+    faults, notes = ([r.what for r in results if r.status == status] for status in ("fault", "note"))
     if as_json:
-        print_json({"ok": all(r.ok for r in results), "checks": [dataclasses.asdict(r) for r in results]})
+        rows = [{**dataclasses.asdict(result), "ok": result.status != "fault"} for result in results]
+        print_json({"ok": not faults, "checks": rows})
     else:
-        table = Table("", "what", "found", box=None)
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for style in ("bold", "", None):
+            table.add_column(style=style, no_wrap=style is not None, overflow="fold")
         for result in results:
-            table.add_row("[green]ok[/green]" if result.ok else "[red]no[/red]", result.what, escape(result.found))
-        out.print(table)
-    if not all(result.ok for result in results):
+            color = {"ok": "green", "note": "yellow", "fault": "red"}[result.status]
+            table.add_row(f"[{color}]{result.status}[/{color}]", result.what, escape(result.found))
+            if result.advice:
+                table.add_row("", "", f"[cyan]to do:[/cyan] {escape(result.advice)}")
+        out.print(table, highlight=False)
+        out.print()
+        if faults:
+            out.print(f"[red]{len(faults)} broken:[/red] {', '.join(faults)}", highlight=False)
+        else:
+            out.print("[green]jitrope works here.[/green]" + f" Worth a look: {', '.join(notes)}" * bool(notes))
+    if faults:
         raise typer.Exit(1)

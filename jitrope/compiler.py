@@ -7,8 +7,12 @@ NVRTC is called one level below CuPy's own compiler, because that needs no GPU a
 from __future__ import annotations
 
 import ctypes
+import json
+import os
+import re
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,9 @@ from .render import Source
 OPTIONS = ("-std=c++17",)
 """What every kernel is compiled with. No fast-math, no flush to zero; products and sums are
 contracted only where a template says so, with intrinsics."""
+
+OLDEST_ARCH = {12: 50, 13: 75}
+"""The oldest architecture that NVRTC of each CUDA compiles for."""
 
 _NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
@@ -41,10 +48,14 @@ def _nvrtc() -> Any:
     try:
         nvrtc.getVersion()
     except Exception as error:  # CuPy raises what its loader raised
-        raise CompileError(
-            f"NVRTC cannot be loaded ({error}); install it: pip install 'jitrope[cuda13]', or 'jitrope[cuda12]'"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise CompileError(f"NVRTC cannot be loaded ({reason}); install it: {install(cuda_major())}") from error
     return nvrtc
+
+
+def install(major: int) -> str:
+    """The command that brings CuPy and NVRTC for a CUDA of this major version."""
+    return f"pip install 'jitrope[cuda{max(12, major)}]'"
 
 
 @lru_cache(maxsize=1)
@@ -57,7 +68,7 @@ def compiler_version() -> str:
     import importlib.metadata  # CuPy has imported it by now
 
     cupy_version = import_cupy().__version__
-    for package in _NVRTC_PACKAGES[:: 1 if _cuda_major() >= 13 else -1]:
+    for package in _NVRTC_PACKAGES[:: 1 if cuda_major() >= 13 else -1]:
         try:
             return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError:
@@ -66,7 +77,9 @@ def compiler_version() -> str:
     return f"cupy {cupy_version}, nvrtc {major}.{minor}"
 
 
-def _cuda_major() -> int:
+def cuda_major() -> int:
+    """The major version of the CUDA that CuPy was built for."""
+    import_cupy()
     from cupy_backends.cuda.api import driver
 
     return int(driver.get_build_version()) // 1000
@@ -83,13 +96,51 @@ def supported_archs() -> list[str]:
     return [f"sm_{number}" for number in _nvrtc().getSupportedArchs()]
 
 
+def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> tuple[str, str] | None:
+    """(what is wrong, what to do about it) where an NVRTC of this version cannot compile for `arch`, or None."""
+    numbers = sorted(int(name.removeprefix("sm_")) for name in supported)
+    nvrtc, range_ = f"NVRTC {version[0]}.{version[1]}", f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if match is None:
+        return f"{arch!r} is not an architecture such as sm_90", f"{range_}: {', '.join(supported)}"
+    number = int(match[1])
+    if number in numbers:
+        return None
+    if number > numbers[-1]:
+        package = "nvidia-cuda-nvrtc-cu12" if version[0] == 12 else "nvidia-cuda-nvrtc"
+        advice = f"pip install --upgrade {package}, or {install(13)}"
+        return f"{arch}{_gpus(arch)} is newer than {nvrtc}: {range_}", advice
+    if number < numbers[0]:
+        older = OLDEST_ARCH.get(version[0] - 1)
+        if older is not None and number >= older:
+            return f"{arch}{_gpus(arch)} is older than {nvrtc} takes: {range_}", install(version[0] - 1)
+        return f"{arch}{_gpus(arch)} is older than any NVRTC of jitrope's takes: {range_}", "use another GPU"
+    return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
+
+
+def _gpus(arch: str) -> str:
+    """The names of this machine's GPUs of an architecture, in brackets; nothing where there are none."""
+    try:
+        runtime = import_cupy().cuda.runtime
+        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
+    except Exception:  # no driver, no GPU; an error message can do without the name
+        return ""
+    names = {p["name"].decode() for p in found if f"sm_{p['major']}{p['minor']}" == arch}
+    return f" ({', '.join(sorted(names))})" if names else ""
+
+
 def options_for(arch: str) -> tuple[str, ...]:
     """NVRTC's options for an architecture such as `sm_90`."""
     return (*OPTIONS, f"-arch={arch}")
 
 
-def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = ()) -> tuple[bytes, str]:
-    """(cubin, compiler's log) of a source for `arch`. Needs neither a GPU nor a driver."""
+def compile_source(
+    source: Source, arch: str, extra_options: tuple[str, ...] = (), spec: dict[str, Any] | None = None
+) -> tuple[bytes, str]:
+    """(cubin, compiler's log) of a source for `arch`. Needs neither a GPU nor a driver.
+
+    spec: `to_dict` of what the source was rendered from, for the message of a CompileError.
+    """
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
     try:
@@ -97,11 +148,24 @@ def compile_source(source: Source, arch: str, extra_options: tuple[str, ...] = (
         # CuPy's getCUBIN drops the last byte, taking a cubin for a C string.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program).strip()
-        hint = f"; this NVRTC compiles for {', '.join(supported_archs())}" if "OPTION" in str(error) else ""
-        raise CompileError(f"{source.name}, {arch}: {error}{hint}\n{log}") from error
+        if wrong := unsupported(arch, supported_archs(), nvrtc_version()):
+            raise CompileError(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
+        lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
+        lines += [f"spec: {json.dumps(spec)}"] if spec is not None else []
+        raise CompileError("\n".join([*lines, f"source: {_keep(source)}"])) from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _keep(source: Source) -> str:
+    """Where the text of a source that does not compile is from now on; of a failed write the reason."""
+    try:
+        number, path = tempfile.mkstemp(prefix=f"{source.name[:80]}-", suffix=".cu")
+        with os.fdopen(number, "w") as file:
+            file.write(source.text)
+    except OSError as error:
+        return f"not kept ({error})"
+    return path
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute

@@ -1,10 +1,11 @@
-"""The environment: where things are and how loud we are. No other file reads `os.environ`."""
+"""The environment: where things are, what is allowed and how loud we are. No other file reads `os.environ`."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,101 @@ from pathlib import Path
 log = logging.getLogger("jitrope")
 
 
+VARIABLES = {
+    "JITROPE_CACHE_DIR": "the folder that kernels are kept in",
+    "JITROPE_CACHE_SIZE": "how large it may become, as 500M, 2GiB or bytes; 0: without a bound",
+    "JITROPE_SYSTEM_CACHE": "read-only caches below it: folders or bundles, joined as in PATH",
+    "JITROPE_NO_COMPILE": "1: a kernel that is in no cache is an error",
+    "JITROPE_RECORD": "a JSON file that is told every kernel a run asks for, for `jitrope prewarm --from`",
+    "JITROPE_LOG": "debug, info, warning or error",
+}
+"""Every variable that jitrope reads."""
+
+DEFAULT_CACHE_SIZE = 1 << 30
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_may_compile: bool | None = None  # None: what the environment says
+_warned: set[str] = set()
+
+
+def unknown_variables() -> list[str]:
+    """Variables that begin with JITROPE_ and mean nothing."""
+    return sorted(name for name in os.environ if name.startswith("JITROPE_") and name not in VARIABLES)
+
+
+def configure(*, compile: bool | None = None) -> None:
+    """Settings of this process, over the environment's.
+
+    Args:
+        compile: False: a kernel that is in no cache raises `MissingKernel`, which names it and the command that
+            makes it; True: it is compiled, whatever `JITROPE_NO_COMPILE` says; None: as that says.
+    """
+    global _may_compile
+    _may_compile = compile
+
+
+def compile_allowed() -> bool:
+    """Whether a kernel that is in no cache may be compiled: `configure`, else `JITROPE_NO_COMPILE`."""
+    if _may_compile is not None:
+        return _may_compile
+    word = os.environ.get("JITROPE_NO_COMPILE", "").strip().lower()
+    if word not in _TRUE + _FALSE:
+        _warn_once(f"JITROPE_NO_COMPILE={word} is neither 1 nor 0; it is taken as 1")
+    return word in _FALSE
+
+
 def cache_dir() -> Path:
-    """The kernel cache: `JITROPE_CACHE_DIR`, else `$XDG_CACHE_HOME/jitrope`, else `~/.cache/jitrope`."""
+    """The kernel cache: `JITROPE_CACHE_DIR`, else `$XDG_CACHE_HOME/jitrope`, else `~/.cache/jitrope`.
+
+    Where there is no home folder (an unknown user in a container) it is one of this user in the temporary folder.
+    """
     if given := os.environ.get("JITROPE_CACHE_DIR"):
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path(os.path.expanduser("~/.cache"))) / "jitrope"
+        return Path(given).expanduser().absolute()
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():  # the standard has others ignored
+        return base / "jitrope"
+    home = Path(os.path.expanduser("~"))
+    if home.is_absolute():
+        return home / ".cache" / "jitrope"
+    return Path(tempfile.gettempdir()) / f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+
+
+def cache_size() -> int:
+    """`JITROPE_CACHE_SIZE` in bytes, 1 GiB by default; 0: without a bound."""
+    text = os.environ.get("JITROPE_CACHE_SIZE", "").strip()
+    if not text:
+        return DEFAULT_CACHE_SIZE
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        _warn_once(f"JITROPE_CACHE_SIZE: {error}; it is taken as 1GiB")
+        return DEFAULT_CACHE_SIZE
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 500M, 2GiB or 1048576; a thousand is 1024. ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 500M or 2GiB")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def system_caches() -> tuple[Path, ...]:
+    """The folders and bundles of `JITROPE_SYSTEM_CACHE`, the first before the others."""
+    given = os.environ.get("JITROPE_SYSTEM_CACHE", "")
+    return tuple(Path(part).expanduser().absolute() for part in given.split(os.pathsep) if part)
+
+
+def record_file() -> Path | None:
+    """`JITROPE_RECORD`."""
+    given = os.environ.get("JITROPE_RECORD")
+    return Path(given).expanduser().absolute() if given else None
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        log.warning(message)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import runtime
+from . import kernels
 from .errors import InvalidInput, JitropeError
 from .heuristics import RopeProblem, plan
 from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, RopeSpec, Spec
@@ -221,11 +221,12 @@ def read_calls(path: Path) -> list[Spec]:
     """The kernels that a file names.
 
     TOML or JSON: `call = [...]`, each with `Call`'s fields, a list standing for each of its values;
-    and `spec = [...]`, whole specs, as `jitrope cache ls --json` prints after a real run.
+    and `spec = [...]`, whole specs, as `jitrope.record` writes and `jitrope cache ls --json` prints.
     """
     try:
         text = path.read_text()
-        data = json.loads(text) if path.suffix == ".json" else _toml(text)
+        is_json = path.suffix == ".json" or text.lstrip().startswith("{")  # which no TOML does
+        data = json.loads(text) if is_json else _toml(text)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"cannot read {path}: {error}") from error
     if not isinstance(data, dict) or not data.keys() & {"call", "spec"}:
@@ -273,9 +274,9 @@ def prewarm(
     def one(item: tuple[Spec, str]) -> Built:
         spec, arch = item
         try:
-            path, _, compiled = runtime.build(spec, arch)
-            built = Built(spec, arch, "compiled" if compiled else "cached")
-            if path is None:
+            found = kernels.build(spec, arch)
+            built = Built(spec, arch, "compiled" if found.compiled else "cached")
+            if not found.kept:
                 built = Built(spec, arch, "the kernel cache cannot be written", failed=True)
         except JitropeError as error:
             built = Built(spec, arch, str(error), failed=True)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import compiler, heuristics
-from .cache import KernelCache, Key, cubin_file
-from .compiler import Kernel
-from .config import cache_dir, log
-from .errors import CompileError, JitropeError
+from . import heuristics
+from .config import log
+from .kernels import arch_of as arch_of
+from .kernels import build as build
+from .kernels import compiled as compiled
+from .kernels import get_kernel as get_kernel
+from .kernels import kernel_cache as kernel_cache
+from .kernels import missing_cupy as missing_cupy
 from .problem import (
     NormCall,
     Views,
@@ -31,8 +32,7 @@ from .problem import (
     separate_views,
 )
 from .reference import FP8, Tables, Weights, table_pair
-from .render import ingredients, render
-from .spec import LAYOUT_AXES, Norm, Options, Spec
+from .spec import LAYOUT_AXES, Norm, Options
 
 MAX_LAUNCHES = 4096
 """Prepared launches a thread keeps; past it they are forgotten, which costs a few microseconds each."""
@@ -47,11 +47,6 @@ _NORM_POINTERS = 15 + _POINTERS
 _PACK, _PACK_NORM = (struct.Struct(f"{count}q").pack_into for count in (_POINTERS, _NORM_POINTERS))
 _NO_SOURCES = (0,) * 6
 
-compiled: list[str] = []
-"""Names of the kernels that this process compiled, in order."""
-
-_kernels: dict[tuple[Spec, int], Kernel] = {}
-_build_lock = threading.Lock()
 _local = threading.local()
 
 _NOTHING = [torch.empty(0, dtype=torch.int8) for _ in range(14)]  # for tensors that are not given; at address 0
@@ -63,90 +58,6 @@ _empty_like = torch.empty_like
 
 Check = Callable[..., None] | None
 Parts = tuple[Tensor, Tensor, Tensor]
-
-
-# ---- spec -> kernel ---------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=8)
-def _cache_at(root: Any) -> KernelCache:
-    return KernelCache(root)
-
-
-def kernel_cache() -> KernelCache:
-    """The cache that `JITROPE_CACHE_DIR` names now."""
-    return _cache_at(cache_dir())
-
-
-def get_kernel(spec: Spec, device: int) -> Kernel:
-    """The kernel of a spec on a device: from memory, else from disk, else compiled."""
-    kernel = _kernels.get((spec, device))
-    if kernel is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise JitropeError(
-                f"{spec.name} is not loaded yet, and nothing can be loaded while a CUDA graph is "
-                "captured; make the same call once before the capture"
-            )
-        with _build_lock:
-            kernel = _kernels.get((spec, device)) or _load(spec, device)
-            _kernels[spec, device] = kernel
-    return kernel
-
-
-def arch_of(device: int) -> str:
-    """`sm_90` and the like."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
-def build(spec: Spec, arch: str, rebuild: bool = False) -> tuple[Any, bytes | None, bool]:
-    """Make sure that a spec's cubin is cached: (its path or None, its bytes or None, was it compiled).
-
-    The path is None where the cache cannot be written; the bytes are given whenever it was compiled.
-    """
-    cache = kernel_cache()
-    try:
-        options, version = compiler.options_for(arch), compiler.compiler_version()
-        key = Key(spec.name, ingredients(spec), options, arch, version)
-        if rebuild:
-            cache.discard(key)
-        elif path := cache.load(key):
-            return path, None, False
-        start = time.perf_counter()
-        source = render(spec)
-        cubin, _ = compiler.compile_source(source, arch)
-    except ImportError as error:
-        raise CompileError(missing_cupy(str(error))) from error
-    compiled.append(spec.name)
-    log.info("compiled %s for %s in %.0f ms", spec.name, arch, 1e3 * (time.perf_counter() - start))
-    return cache.store(key, source.text, cubin, spec.to_dict()), cubin, True
-
-
-def missing_cupy(error: str) -> str:
-    """What to install, from the CUDA version that torch was built for."""
-    extra = f"cuda{max(12, int((torch.version.cuda or '13').split('.')[0]))}"
-    return f"jitrope compiles through CuPy, which cannot be imported ({error}): pip install 'jitrope[{extra}]'"
-
-
-def _load(spec: Spec, device: int) -> Kernel:
-    arch = arch_of(device)
-    path, cubin, was_compiled = build(spec, arch)
-    try:
-        return _open(path, cubin, spec, device)
-    except CompileError:
-        if was_compiled:
-            raise
-        log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
-        path, cubin, _ = build(spec, arch, rebuild=True)
-        return _open(path, cubin, spec, device)
-
-
-def _open(path: Any, cubin: bytes | None, spec: Spec, device: int) -> Kernel:
-    if path is not None:
-        return Kernel(path, spec.entry, device)
-    assert cubin is not None
-    with cubin_file(cubin) as temporary:
-        return Kernel(temporary, spec.entry, device)
 
 
 # ---- the launch -------------------------------------------------------------------------------

@@ -5,9 +5,12 @@ Pure Python, no torch: dtypes are the words "fp32", "fp16", "bf16".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
+
+from .errors import InvalidInput
 
 C_TYPES = {
     "fp64": "double",
@@ -20,13 +23,18 @@ C_TYPES = {
 }
 ITEM_SIZES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 DTYPES = ("fp32", "fp16", "bf16")
+INDEX_DTYPES = ("int32", "int64")
 LAUNCHES = ("token_linear", "grid_2d")
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 MAX_AXES = 4  # of position_ids
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")
+ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 MAX_HEAD_DIM = 512
+MAX_INT = 2**31 - 1
+MAX_THREADS = 1024  # of a block: CUDA's limit
 ACCESS_BYTES = 16  # the widest load or store of one thread
+ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one
 
 # Where a layout keeps (batch, seq, head, dim); None: it has no batch axis.
 LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
@@ -49,6 +57,38 @@ class Spec(Protocol):
     def constants(self) -> dict[str, Any]: ...
     def to_dict(self) -> dict[str, Any]: ...
     def __hash__(self) -> int: ...
+
+
+def check_fields(spec: Any, words: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse whatever a field must not hold: source is made of words from `words`, flags and whole numbers only.
+
+    words: what each field of text may be. It is looked at where constants are made, so before anything is rendered
+    and once for each kernel, not at each call.
+    """
+    for field in fields(spec):
+        name, kind, value = field.name, field.type, getattr(spec, field.name)
+        if kind in ("str", "str | None"):
+            good = (type(value) is str and value in words[name]) or (value is None and kind == "str | None")
+            wanted = " or ".join(map(repr, words[name]))
+        elif kind == "bool":
+            good, wanted = type(value) is bool, "True or False"
+        elif kind == "int":
+            good, wanted = _is_count(value), f"a whole number up to {MAX_INT}"
+        else:
+            good = type(value) is tuple and len(value) <= MAX_AXES and all(map(_is_count, value))
+            wanted = f"at most {MAX_AXES} whole numbers"
+        if not good:
+            raise InvalidInput(f"{type(spec).__name__}: {name} is {value!r}, not {wanted}")
+
+
+def refuse_unless(spec: str, good: bool, text: str) -> None:
+    """Raise InvalidInput with what is asked of a spec, unless it is so."""
+    if not good:
+        raise InvalidInput(f"{spec}: {text}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT
 
 
 class Options(NamedTuple):
@@ -167,7 +207,7 @@ class RopeSpec:
     @property
     def kind(self) -> str:
         """What the kernel does, in its file's name and its entry's."""
-        return "rope" if not self.norm else "qk_norm_rope_backward" if self.gradient else "qk_norm_rope"
+        return ROPE_KINDS[0 if not self.norm else 2 if self.gradient else 1]
 
     @property
     def template(self) -> str:
@@ -227,8 +267,22 @@ class RopeSpec:
         rows = self.tokens_per_block * (len(self.row_heads) or 1)
         return -(-rows * self.heads_per_block * self.team // 32) * 32
 
+    def check(self) -> None:
+        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
+        check_fields(self, _WORDS)
+        dims = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}: even, and at most {MAX_HEAD_DIM}"
+        refuse_unless("RopeSpec", 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
+        refuse_unless("RopeSpec", self.rotary_dim % 2 == 0, dims)
+        refuse_unless("RopeSpec", {self.chunks, self.table_step} <= {1, 2}, "chunks and table_step are 1 or 2")
+        for name in ("vec", "table_vec", "weight_vec"):
+            refuse_unless("RopeSpec", getattr(self, name) in ACCESSES, f"{name} is one of {ACCESSES}")
+        for name in _COUNTS:
+            refuse_unless("RopeSpec", getattr(self, name) > 0, f"{name} is at least 1")
+        refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
+
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block."""
+        self.check()
         return {
             "c_type": C_TYPES[self.dtype],
             "q_out_c_type": C_TYPES[self.q_out],
@@ -303,8 +357,29 @@ class RopeSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RopeSpec:
-        """The inverse of `to_dict`; names a missing or an unknown field."""
+        """The inverse of `to_dict`; raises InvalidInput with a missing, an unknown or a wrong field."""
         known = {field.name for field in fields(cls)}
         if data.keys() != known:
-            raise ValueError(f"RopeSpec: missing {sorted(known - data.keys())}, unknown {sorted(data.keys() - known)}")
-        return cls(**{**data, "sections": tuple(data["sections"]), "row_heads": tuple(data["row_heads"])})
+            missing, unknown = sorted(known - data.keys()), sorted(data.keys() - known)
+            raise InvalidInput(f"RopeSpec: missing {missing}, unknown {unknown}")
+        lists = {name: tuple(data[name]) for name in ("sections", "row_heads") if isinstance(data[name], list)}
+        spec = cls(**{**data, **lists})
+        spec.check()
+        return spec
+
+
+_WORDS = {
+    "dtype": DTYPES,
+    "table_dtype": (*DTYPES, "fp64"),
+    "q_out": (*DTYPES, "fp8"),
+    "kv_out": (*DTYPES, "fp8"),
+    "weight_dtype": DTYPES,
+    "index_dtype": INDEX_DTYPES,
+    "start_dtype": INDEX_DTYPES,
+    "position_dtype": INDEX_DTYPES,
+    "slot_dtype": INDEX_DTYPES,
+    "rounding": ROUNDINGS,
+    "norm": ("", *NORM_ROUNDINGS),
+    "launch": LAUNCHES,
+}
+_COUNTS = ("cp_size", "q_per_group", "heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block")

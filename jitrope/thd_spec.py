@@ -9,10 +9,33 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .partition import number_of_chunks
-from .spec import ACCESS_BYTES, C_TYPES, RopeSpec
+from .errors import InvalidInput
+from .partition import RULES, number_of_chunks
+from .spec import (
+    ACCESS_BYTES,
+    ACCESSES,
+    C_TYPES,
+    DTYPES,
+    INDEX_DTYPES,
+    MAX_THREADS,
+    RopeSpec,
+    check_fields,
+    refuse_unless,
+)
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
+QUANTITIES = ("lse", "read_lse", "out", "grad")
+STEPS = ("nothing", "add", "copy")
+_WORDS = {
+    "map": MAPS,
+    "rule": RULES,
+    "index_dtype": INDEX_DTYPES,
+    "dtype": DTYPES,
+    "out_dtype": DTYPES,
+    "quantity": QUANTITIES,
+    "first": STEPS,
+    "second": STEPS,
+}
 
 BLOCK_THREADS = 256
 ROWS_IN_FLIGHT = 4
@@ -79,8 +102,16 @@ class RowsSpec:
         """Rows that a block moves."""
         return self.threads if self.writes else self.threads // self.lanes * self.unroll
 
+    def check(self) -> None:
+        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
+        check_fields(self, _WORDS)
+        refuse_unless("RowsSpec", self.access_bytes in ACCESSES, f"access_bytes is one of {ACCESSES}")
+        refuse_unless("RowsSpec", self.cp_size > 0 < self.unroll, "cp_size and unroll are at least 1")
+        refuse_unless("RowsSpec", 0 < self.lanes <= self.threads, f"lanes is 1 to {self.threads}")
+
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block."""
+        self.check()
         return {
             "index_c_type": C_TYPES[self.index_dtype],
             "c_type": C_TYPES[self.dtype],
@@ -140,8 +171,15 @@ class SegmentsSpec:
         flags = [name for name in ("full", "extends", "padded", "exchange") if getattr(self, name)]
         return "_".join([self.kind, self.rule, f"cp{self.cp_size}", *flags])
 
+    def check(self) -> None:
+        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
+        check_fields(self, _WORDS)
+        refuse_unless("SegmentsSpec", self.cp_size > 0, "cp_size is at least 1")
+        refuse_unless("SegmentsSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
+
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block."""
+        self.check()
         return {
             "index_c_type": C_TYPES[self.index_dtype],
             "cp_size": self.cp_size,
@@ -184,8 +222,14 @@ class CorrectionSpec:
         """A readable name."""
         return "_".join([self.kind, self.quantity, self.first, self.second, self.dtype] + ["packed"] * self.packed)
 
+    def check(self) -> None:
+        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
+        check_fields(self, _WORDS)
+        refuse_unless("CorrectionSpec", self.vec in ACCESSES, f"vec is one of {ACCESSES}")
+
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block."""
+        self.check()
         return {
             "c_type": C_TYPES[self.dtype],
             "index_c_type": C_TYPES[self.index_dtype],
@@ -204,7 +248,7 @@ class CorrectionSpec:
 
 ThdSpec = RowsSpec | SegmentsSpec | CorrectionSpec
 
-_KINDS: dict[str, Callable[..., ThdSpec]] = {
+KINDS: dict[str, Callable[..., ThdSpec]] = {  # by the template and what it is given
     "thd_rows": RowsSpec,
     "thd_tables": RowsSpec,
     "cp_segments": SegmentsSpec,
@@ -214,13 +258,20 @@ _KINDS: dict[str, Callable[..., ThdSpec]] = {
 
 
 def spec_from_dict(data: dict[str, Any]) -> RopeSpec | ThdSpec:
-    """The inverse of every spec's `to_dict`; a rope's has no `kind`."""
+    """The inverse of every spec's `to_dict`; a rope's has no `kind`. Raises InvalidInput with what is wrong."""
+    if not isinstance(data, dict):
+        raise InvalidInput(f"a spec is a table of fields, not {data!r}")
     if "kind" not in data:
         return RopeSpec.from_dict(data)
-    if data["kind"] not in _KINDS:
-        raise ValueError(f"kind is {data['kind']!r}; allowed are {', '.join(_KINDS)}")
-    fields = {name: value for name, value in data.items() if name != "kind"}
-    return _KINDS[data["kind"]](**fields)
+    if data["kind"] not in tuple(KINDS):
+        raise InvalidInput(f"kind is {data['kind']!r}; allowed are {', '.join(KINDS)}")
+    try:
+        spec = KINDS[data["kind"]](**{name: value for name, value in data.items() if name != "kind"})
+    except TypeError as error:  # a missing or an unknown field
+        raise InvalidInput(f"{data['kind']}: {error}") from error
+    spec.check()
+    refuse_unless(type(spec).__name__, spec.kind == data["kind"], f"its fields are those of a {spec.kind}")
+    return spec
 
 
 def plan_rows(spec: RowsSpec, widths: tuple[int, ...], multiples: tuple[int, ...]) -> RowsSpec:

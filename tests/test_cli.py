@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
+from jitrope import cli, compiler, config, render, version
+from jitrope.entry import Entry, Key, pack
 from jitrope.ops import turned_back
 from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
 from jitrope.problem import NormCall, cache_view, head_views, plan_call
 from jitrope.reference import FP8
 from jitrope.spec import Norm, Options
+from jitrope.thd_spec import spec_from_dict
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def jitrope(tmp_path: Path):
-    """Run the command with a cache of its own."""
+def process(tmp_path: Path):
+    """Run the command in a process of its own, with a cache of its own and no GPU."""
 
     def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         environment = {
@@ -35,18 +46,93 @@ def jitrope(tmp_path: Path):
     return run
 
 
-def test_help_of_every_command(jitrope) -> None:
-    bench = [["bench"], ["bench", "rope"], ["bench", "decode"]]
-    for command in ([], ["prewarm"], ["render"], ["cache"], ["cache", "ls"], ["doctor"], *bench):
-        done = jitrope(*command, "--help")
-        assert done.returncode == 0
-        assert "Usage" in done.stdout
+@pytest.fixture
+def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same in this process, which spares importing torch again."""
+
+    def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        stdout, stderr, code = io.StringIO(), io.StringIO(), 0
+        width = int(changes.get("COLUMNS", "150"))
+        with monkeypatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+            for name, value in {"JITROPE_CACHE_DIR": str(tmp_path / "kernels"), "COLUMNS": "150", **changes}.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "argv", ["jitrope", *arguments])
+            patch.setattr(cli, "out", Console(width=width))
+            patch.setattr(cli, "err", Console(width=width, stderr=True))
+            patch.setattr(config, "_warned", set())
+            patch.chdir(tmp_path)
+            try:
+                cli.main()
+            except SystemExit as stop:
+                code = int(stop.code or 0)
+            finally:
+                config.configure(compile=None)
+        return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
+
+    return run
+
+
+COMMANDS = [
+    (), ("prewarm",), ("render",), ("doctor",), ("cache",), *(("cache", name) for name in (
+        "ls", "path", "size", "verify", "clear", "prune")),
+    ("bundle",), ("bundle", "write"), ("bundle", "load"), ("bundle", "ls"),
+]  # fmt: skip
+BENCH = [("bench",), ("bench", "rope"), ("bench", "decode")]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *BENCH], ids=" ".join)
+def test_help_of_every_command(jitrope, command: tuple[str, ...]) -> None:
+    done = jitrope(*command, "--help", COLUMNS="80")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    if command not in BENCH:
+        examples = done.stdout.split("Examples:")[1]
+        assert f"jitrope {' '.join(command)}".strip() in examples
+
+
+def test_commands_are_all_of_them() -> None:
+    names = {("cache", c.name) for c in cli.cache_app.registered_commands}
+    names |= {("bundle", c.name) for c in cli.bundle_app.registered_commands}
+    assert names == {command for command in COMMANDS if len(command) == 2}
+    assert {(c.callback.__name__,) for c in cli.app.registered_commands} <= set(COMMANDS)
+
+
+def test_exit_codes_are_listed_and_kept(jitrope, tmp_path: Path) -> None:
+    assert "Exit codes: 0 done, 1 something failed" in jitrope("--help", COLUMNS="80").stdout
+    for wrong in (
+        ("nothing",), ("cache", "ls", "--nothing"), ("prewarm", "--jobs", "-1"), ("bundle", "load"),
+        ("prewarm", "--heads", "8", "--dtype", "int8"), ("cache", "prune", "--max-size", "much"),
+    ):  # fmt: skip
+        done = jitrope(*wrong)
+        assert done.returncode == 2, wrong
+        assert done.stdout == ""
+    for failed in (("bundle", "load", "none.tar"), ("prewarm", "--from", "none.json", "--arch", "sm_90")):
+        done = jitrope(*failed)
+        assert done.returncode == 1
+        assert "none." in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [("jitrope ca", ["cache"]), ("jitrope bundle ", ["write", "load", "ls"]),
+     ("jitrope prewarm --dtype b", ["bf16"]), ("jitrope prewarm --rounding complex", ["complex64", "complex128"])],
+)  # fmt: skip
+def test_a_shell_completes_commands_and_words(jitrope, words: str, offered: list[str]) -> None:
+    count = str(len(words.split()) - (not words.endswith(" ")))
+    done = jitrope(_JITROPE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
+    assert done.stdout.split() == offered
+
+
+def test_completion_can_be_installed(jitrope) -> None:
+    shown = jitrope("--show-completion", "bash")
+    assert shown.returncode == 0
+    assert "_JITROPE_COMPLETE=complete_bash" in shown.stdout
 
 
 def test_version(jitrope) -> None:
-    import jitrope as package
-
-    assert jitrope("--version").stdout.strip() == package.__version__
+    assert jitrope("--version").stdout.strip() == version.__version__
 
 
 def test_prewarm_then_everything_is_cached(jitrope) -> None:
@@ -59,8 +145,8 @@ def test_prewarm_then_everything_is_cached(jitrope) -> None:
     assert second["compiled"] == 0
 
 
-def test_prewarm_needs_to_know_for_what(jitrope) -> None:
-    done = jitrope("prewarm")
+def test_prewarm_needs_to_know_for_what(process) -> None:
+    done = process("prewarm")
     assert done.returncode == 1
     assert "--arch" in done.stderr
     assert done.stdout == ""
@@ -70,7 +156,62 @@ def test_prewarm_reports_failures(jitrope) -> None:
     done = jitrope("prewarm", "--heads", "8", "--arch", "sm_20")
     assert done.returncode == 1
     assert "2 failed" in done.stdout
-    assert "this NVRTC compiles for" in done.stderr
+    assert "sm_20 is older than any NVRTC" in done.stderr
+    assert jitrope("prewarm", "--heads", "8", "--arch", "sm_20", "--dry-run").returncode == 1
+
+
+def test_a_dry_run_builds_nothing_and_says_what_would_be(jitrope, tmp_path: Path) -> None:
+    arguments = ("prewarm", "--heads", "8", "--arch", "sm_80,sm_90", "--json")
+    dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
+    assert (dry["would compile"], dry["cached"], dry["failed"]) == (4, 0, 0)
+    assert not (tmp_path / "kernels").exists()
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_80")
+    dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
+    assert (dry["would compile"], dry["cached"]) == (2, 2)
+    assert {k["arch"] for k in dry["kernels"] if k["outcome"] == "cached"} == {"sm_80"}
+    assert json.loads(jitrope(*arguments).stdout)["compiled"] == 2
+
+
+def test_prewarm_of_nothing_fails(jitrope, tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text('{"spec": []}')
+    done = jitrope("prewarm", "--from", "empty.json", "--arch", "sm_90", "--json")
+    assert done.returncode == 1
+    assert "nothing to build" in done.stderr
+    assert json.loads(done.stdout)["kernels"] == []
+
+
+def test_prewarm_fails_where_nothing_can_be_kept(jitrope, tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text("a file in its place")
+    done = jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    assert done.returncode == 1
+    assert "2 failed" in done.stdout
+
+
+def test_prewarm_compiles_where_calls_may_not(jitrope) -> None:
+    done = jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--json", JITROPE_NO_COMPILE="1")
+    assert json.loads(done.stdout)["compiled"] == 2
+
+
+def test_what_prewarm_records_is_built_elsewhere(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--record", "run.json")
+    jitrope("prewarm", "--heads", "40", "--arch", "sm_90", "--record", "run.json")
+    assert set(read_calls(tmp_path / "run.json")) == {*Call(8).specs(), *Call(40).specs()}
+    before = (tmp_path / "run.json").read_bytes()
+    jitrope("prewarm", "--heads", "24", "--arch", "sm_90", "--record", "run.json", "--dry-run")
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_progress_is_for_terminals_and_has_a_rate(jitrope) -> None:
+    assert "/s" not in jitrope("prewarm", "--heads", "8", "--arch", "sm_90").stderr
+    before, cli.err = cli.err, Console(stderr=True, file=io.StringIO(), force_terminal=True, width=100)
+    try:
+        with cli._progress("compiling", 3) as step:
+            for _ in range(3):
+                time.sleep(0.05)
+                step(None)
+        assert re.search(r"3/3.*\d+\.\d/s", cli.err.file.getvalue())
+    finally:
+        cli.err = before
 
 
 @pytest.mark.parametrize("option", [("--head-dim", "7"), ("--dtype", "fp8"), ("--width", "third"), ("--heads", "x")])
@@ -124,35 +265,302 @@ def test_render(jitrope) -> None:
 
 
 def test_cache_commands(jitrope, tmp_path: Path) -> None:
-    assert json.loads(jitrope("cache", "info", "--json").stdout)["kernels"] == 0
+    kernels = tmp_path / "kernels"
+    assert json.loads(jitrope("cache", "size", "--json").stdout)["kernels"] == 0
+    assert jitrope("cache", "path").stdout == f"{kernels}\n"
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
-    assert "rope_bf16_d128" in jitrope("cache", "ls").stdout
+    listed = jitrope("cache", "ls")  # a line a kernel, where it is no terminal
+    rows = [line.split("\t") for line in listed.stdout.splitlines()]
+    assert [(row[1], Path(row[3]).parent) for row in rows] == [("sm_90", kernels)] * 2
+    assert "2 kernels" in listed.stderr
+    size = json.loads(jitrope("cache", "size", "--json").stdout)
+    assert size["bytes"] == sum(file.stat().st_size for file in kernels.glob("*/*"))
+    assert size["max_bytes"] == 1 << 30
+    assert json.loads(jitrope("cache", "path", "--json", JITROPE_SYSTEM_CACHE="/a:/b").stdout)["system"] == ["/a", "/b"]
     assert jitrope("cache", "verify").returncode == 0
-    victim = next((tmp_path / "kernels").glob("*/kernel.cubin"))
+    victim = next(kernels.glob("*/kernel.cubin"))
     victim.write_bytes(b"broken")
     done = jitrope("cache", "verify", "--json")
     assert done.returncode == 1
     assert str(victim.parent) == json.loads(done.stdout)["bad"][0]["path"]
-    assert json.loads(jitrope("cache", "clear", "--json").stdout) == {"removed": 2}
-    assert json.loads(jitrope("cache", "info", "--json").stdout)["kernels"] == 0
+    assert json.loads(jitrope("cache", "clear", "--dry-run", "--json").stdout) == {"removed": 2, "dry_run": True}
+    assert len(list(kernels.glob("*/kernel.cubin"))) == 2
+    assert json.loads(jitrope("cache", "clear", "--json").stdout) == {"removed": 2, "dry_run": False}
+    assert json.loads(jitrope("cache", "size", "--json").stdout)["kernels"] == 0
 
 
-def test_doctor(jitrope, tmp_path: Path) -> None:
-    done = jitrope("doctor", "--json")
-    report = json.loads(done.stdout)
-    assert done.returncode == 0, done.stdout
-    assert {check["what"] for check in report["checks"]} >= {
-        "torch",
-        "GPU",
-        "CuPy and NVRTC",
-        "kernel cache",
-        "self-test",
-    }
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels").chmod(0o777)
-    done = jitrope("doctor")
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_a_table_that_fits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(cli, "out", out)
+    specs = [spec for call in NORM_CALLS for spec in call.specs()]
+    now = time.time()
+    entries = [Entry(Path("x"), s.name, arch, 81234, used=now - 7200) for s in specs for arch in ("sm_90", "sm_100")]
+    cli._print_entries(entries)
+    text = out.file.getvalue()
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert text.count("79 KiB") == text.count("2 h") == len(entries)
+    assert text.index("sm_90") < text.index("sm_100")
+    assert "".join(line[: width - 26].strip() for line in lines).count("rope_") >= len({s.name for s in specs})
+
+
+def test_prune_removes_what_was_not_used_for_longest(process, jitrope) -> None:
+    process("prewarm", "--heads", "8", "--arch", "sm_80,sm_90")  # a process keeps what it made itself
+    entries = json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]
+    assert json.loads(jitrope("cache", "prune", "--max-size", "0", "--json").stdout)["removed"] == []  # all are young
+    for hours, entry in enumerate(entries, start=2):
+        os.utime(entry["path"], (time.time() - 3600 * hours,) * 2)
+    bound = str(sum(entry["bytes"] for entry in entries[:2]))
+    dry = json.loads(jitrope("cache", "prune", "--max-size", bound, "--dry-run", "--json").stdout)
+    assert {entry["path"] for entry in dry["removed"]} == {entry["path"] for entry in entries[2:]}
+    assert len(json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]) == 4
+    done = jitrope("cache", "prune", "--max-size", bound)
+    assert "2 kernels" in done.stdout
+    left = json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]
+    assert [entry["path"] for entry in left] == [entry["path"] for entry in entries[:2]]
+
+
+def test_verify_by_a_cold_start(jitrope, tmp_path: Path) -> None:
+    """What a call would not find, though it is whole, is found out: here an entry that another compiler made."""
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_80,sm_90")
+    done = jitrope("cache", "verify", "--cold", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["cold"] == {"loaded": 0, "checked": 4, "bad": [], "compiled": 0}
+    entry = next((tmp_path / "kernels").glob("*sm_90*"))
+    files = {file.name: file.read_bytes() for file in entry.iterdir()}
+    meta = json.loads(files["spec.json"])
+    other = Key(meta["name"], render.ingredients(spec_from_dict(meta["spec"])), tuple(meta["options"]), "sm_90", "old")
+    old = pack(other, files["kernel.cu"].decode(), files["kernel.cubin"], meta["spec"])
+    entry.rename(entry.with_name(other.folder))
+    for name, data in old.items():
+        (tmp_path / "kernels" / other.folder / name).write_bytes(data)
+    assert jitrope("cache", "verify").returncode == 0
+    done = jitrope("cache", "verify", "--cold")
     assert done.returncode == 1
-    assert "can be written by other users" in done.stdout
+    assert "3 looked up, 0 compiled" in done.stdout
+    assert "would be compiled" in done.stderr
+    assert "compiler: 'old' there" in done.stderr
+
+
+def test_a_bundle_serves_where_nothing_can_be_compiled(jitrope, tmp_path: Path) -> None:
+    assert jitrope("bundle", "write", "none.tar", "--arch", "sm_90").returncode == 1  # there is nothing to write
+    assert not (tmp_path / "none.tar").exists()
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_80,sm_90", "--record", "run.json")
+    dry = json.loads(jitrope("bundle", "write", "k.tar", "--dry-run", "--json").stdout)
+    assert (dry["cached"], dry["would compile"]) == (4, 0)
+    assert not (tmp_path / "k.tar").exists()
+    assert json.loads(jitrope("bundle", "write", "k.tar", "--json").stdout)["cached"] == 4
+    elsewhere = {"JITROPE_CACHE_DIR": str(tmp_path / "elsewhere"), "JITROPE_NO_COMPILE": "1"}
+    again = jitrope("bundle", "write", "again.tar", "--from", "run.json", "--arch", "sm_90,sm_80", **elsewhere)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again.tar").read_bytes() == (tmp_path / "k.tar").read_bytes()
+
+    listed = json.loads(jitrope("bundle", "ls", "k.tar", "--json").stdout)
+    assert len(listed["entries"]) == 4
+    assert "rope_bf16_d128" in jitrope("bundle", "ls", "k.tar").stdout
+    production = {"JITROPE_CACHE_DIR": str(tmp_path / "production"), "JITROPE_NO_COMPILE": "1"}
+    assert json.loads(jitrope("bundle", "load", "k.tar", "--dry-run", "--json", **production).stdout)["dry_run"]
+    assert not (tmp_path / "production").exists()
+    assert len(json.loads(jitrope("bundle", "load", "k.tar", "--json", **production).stdout)["loaded"]) == 4
+    for environment in (production, {**elsewhere, "JITROPE_CACHE_DIR": "/none", "JITROPE_SYSTEM_CACHE": "k.tar"}):
+        cold = json.loads(jitrope("cache", "verify", "--cold", "--json", **environment).stdout)["cold"]
+        assert cold == {"loaded": 0, "checked": 4, "bad": [], "compiled": 0}
+
+    data = bytearray((tmp_path / "k.tar").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "k.tar").write_bytes(data)
+    for command in ("ls", "load"):
+        done = jitrope("bundle", command, "k.tar")
+        assert done.returncode == 1
+        assert "damaged" in done.stderr
+
+
+# ---- doctor --------------------------------------------------------------------------------------
+
+
+def status(done: subprocess.CompletedProcess[str], what: str) -> tuple[str, str, str]:
+    """(status, found, advice) of a check."""
+    report = json.loads(done.stdout)
+    assert report["ok"] == (done.returncode == 0) == all(check["ok"] for check in report["checks"])
+    (check,) = (check for check in report["checks"] if check["what"] == what)
+    return check["status"], check["found"], check["advice"]
+
+
+def test_doctor(process, jitrope) -> None:
+    done = process("doctor", "--json")
+    checks = {check["what"]: check["status"] for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, done.stdout
+    assert set(checks) == {
+        "jitrope", "torch", "GPU", "templates", "CuPy", "NVRTC", "kernel cache", "entries", "variables", "self-test",
+    }  # fmt: skip
+    assert [what for what, status in checks.items() if status != "ok"] == ["GPU"]
+    assert status(done, "GPU")[2].startswith("CPU tensors take the torch reference")
+    for columns in (80, 120):
+        done = jitrope("doctor", COLUMNS=str(columns))
+        assert "jitrope works here." in done.stdout
+        assert all(len(line) <= columns for line in done.stdout.splitlines())
+
+
+def shared(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def foreign(folder: Path) -> None:
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+
+
+FAULTY_FOLDERS = {
+    "written by others": (shared, "can be written by other users", "chmod 700"),
+    "of another user": (foreign, "belongs to another user", "set JITROPE_CACHE_DIR"),
+    "a file": (Path.touch, "is not a folder", "remove it"),
+    "a broken link": (lambda folder: folder.symlink_to("nowhere"), "is not a folder", "remove it"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY_FOLDERS)
+def test_doctor_of_a_faulty_cache_folder(jitrope, tmp_path: Path, name: str) -> None:
+    if name == "of another user" and os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    make, text, advice = FAULTY_FOLDERS[name]
+    make(tmp_path / "kernels")
+    found = status(jitrope("doctor", "--json"), "kernel cache")
+    assert found[0] == "fault"
+    assert text in found[1]
+    assert advice in found[2]
+
+
+def test_doctor_of_a_folder_that_cannot_be_written(jitrope, tmp_path: Path) -> None:
+    """/proc is read-only for root too."""
+    found = status(jitrope("doctor", "--json", JITROPE_CACHE_DIR="/proc/jitrope"), "kernel cache")
+    assert found[0] == "fault"
+    assert "cannot be written" in found[1]
+    assert "set JITROPE_CACHE_DIR" in found[2]
+
+
+def test_doctor_of_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a disk with less room than a kernel takes."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
+    code += "from jitrope.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JITROPE_CACHE_DIR": str(tmp_path / "kernels")}
+    command = [sys.executable, "-c", code, "doctor", "--json"]
+    found = status(subprocess.run(command, capture_output=True, text=True, env=environment), "kernel cache")
+    assert found[0] == "fault"
+    assert "no room" in found[1]
+    assert "jitrope cache prune" in found[2]
+
+
+def test_doctor_of_damaged_entries(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    victim = next((tmp_path / "kernels").glob("*/kernel.cubin"))
+    victim.write_bytes(victim.read_bytes()[:-9])
+    done = jitrope("doctor", "--json")
+    found = status(done, "entries")
+    assert done.returncode == 0  # it is made again by itself
+    assert found[0] == "note"
+    assert "1 good, 1 damaged" in found[1]
+    assert victim.parent.name in found[1]
+
+
+def test_doctor_of_system_caches(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    jitrope("bundle", "write", "k.tar")
+    layer = {"JITROPE_SYSTEM_CACHE": str(tmp_path / "k.tar")}
+    assert status(jitrope("doctor", "--json", **layer), "system cache") == ("ok", f"{tmp_path}/k.tar, 2 kernels", "")
+    (tmp_path / "k.tar").chmod(0o666)
+    assert "can be written by other users" in status(jitrope("doctor", "--json", **layer), "system cache")[1]
+    (tmp_path / "k.tar").chmod(0o644)
+    (tmp_path / "k.tar").write_bytes(b"no tar")
+    found = status(jitrope("doctor", "--json", **layer), "system cache")
+    assert (found[0], found[2]) == ("fault", "write it again: jitrope bundle write")
+    found = status(jitrope("doctor", "--json", JITROPE_SYSTEM_CACHE=str(tmp_path / "none")), "system cache")
+    assert found[0] == "fault"
+    assert "No such file" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "result", "text", "advice"),
+    [
+        ("JITROPE_CACHE_DR", "/x", "note", "JITROPE_CACHE_DR is unknown", "JITROPE_CACHE_DR may be JITROPE_CACHE_DIR"),
+        ("JITROPE_ZZZ", "1", "note", "JITROPE_ZZZ is unknown", "jitrope reads JITROPE_CACHE_DIR"),
+        ("JITROPE_CACHE_SIZE", "lots", "fault", "'lots' is not a size", "set it to what it may be"),
+        ("JITROPE_NO_COMPILE", "maybe", "fault", "JITROPE_NO_COMPILE=maybe", "set it to what it may be"),
+        ("JITROPE_LOG", "loud", "fault", "JITROPE_LOG=loud is not a logging level", "set it to what it may be"),
+    ],
+)
+def test_doctor_of_variables(jitrope, name: str, value: str, result: str, text: str, advice: str) -> None:
+    found = status(jitrope("doctor", "--json", **{name: value}), "variables")
+    assert found[0] == result
+    assert text in found[1]
+    assert advice in found[2]
+
+
+def test_doctor_of_missing_templates(process, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "jitrope", tmp_path / "broken" / "jitrope", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "templates", tmp_path / "broken" / "templates")
+    (tmp_path / "broken" / "templates" / "vec.cuh").unlink()
+    done = process("doctor", "--json", PYTHONPATH=str(tmp_path / "broken"))
+    found = status(done, "templates")
+    assert found[0] == "fault"
+    assert "vec.cuh" in found[1]
+    assert "pip install --force-reinstall" in found[2]
+    assert "no kernel was compiled" in status(done, "self-test")[1]
+
+
+def test_doctor_of_two_cupys(jitrope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "more" / "cupy_cuda11x-14.2.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupy-cuda11x\nVersion: 14.2.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "more")
+    done = jitrope("doctor", "--json")
+    found = status(done, "CuPy")
+    assert found[0] == "fault"
+    assert re.search(r"cupy-cuda11x and cupy-cuda1[23]x are installed", found[1])
+    assert re.match(r"pip uninstall -y cupy-cuda11x cupy-cuda1[23]x && pip install 'jitrope\[cuda1[23]\]'", found[2])
+
+
+def test_doctor_of_a_torch_for_another_cuda(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
+    major = compiler.cuda_major()
+    monkeypatch.setattr(torch.version, "cuda", f"{25 - major}.8")  # 12 beside 13, 13 beside 12
+    done = jitrope("doctor", "--json")
+    found = status(done, "CuPy")
+    assert found[0] == "note"
+    assert f"for CUDA {major}, but torch is for CUDA {25 - major}.8" in found[1]
+    assert found[2] == f"pip uninstall -y cupy-cuda{major}x && pip install 'jitrope[cuda{25 - major}]'"
+    if not torch.cuda.is_available():
+        assert "nvidia-smi" in status(done, "GPU")[2]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch for CUDA needs these libraries itself")
+@pytest.mark.parametrize(
+    ("missing", "check", "text"),
+    [("nvidia*", "NVRTC", "cannot be loaded"), ("cupy*", "CuPy", "cannot be imported (No module named 'cupy'")],
+)
+def test_doctor_without(tmp_path: Path, missing: str, check: str, text: str) -> None:
+    """Python with all packages of this one but some: nothing is faked."""
+    packages, site = Path(sysconfig.get_paths()["purelib"]), tmp_path / "site"
+    site.mkdir()
+    for path in packages.iterdir():
+        if not path.match(missing):
+            (site / path.name).symlink_to(path)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "JITROPE_CACHE_DIR": str(tmp_path / "k")}
+
+    def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", "-m", "jitrope", *arguments]  # without the folder of packages
+        return subprocess.run(command, capture_output=True, text=True, env={**environment, **changes}, cwd=tmp_path)
+
+    found = status(run("doctor", "--json"), check)
+    assert found[0] == "fault"
+    assert text in found[1]
+    assert re.match(r"pip install 'jitrope\[cuda1[23]\]'$", found[2])
+    done = run("prewarm", "--heads", "8", "--arch", "sm_90")
+    assert done.returncode == 1
+    assert re.search(r"pip install 'jitrope\[cuda1[23]\]'", done.stderr)
+    assert "Traceback" not in done.stderr
+    if check == "NVRTC":  # as in an image that only loads kernels
+        assert status(run("doctor", "--json", JITROPE_NO_COMPILE="1"), "NVRTC")[0] == "note"
 
 
 def test_without_cupy_the_extra_is_named_whole(jitrope, tmp_path: Path) -> None:
@@ -166,8 +574,8 @@ def test_without_cupy_the_extra_is_named_whole(jitrope, tmp_path: Path) -> None:
         assert "pip install 'jitrope[cuda13]'" in done.stdout + done.stderr
 
 
-def test_bench_says_that_it_needs_a_gpu(jitrope) -> None:
-    done = jitrope("bench", "host")
+def test_bench_says_that_it_needs_a_gpu(process) -> None:
+    done = process("bench", "host")
     assert done.returncode == 1
     assert "needs a CUDA device" in done.stderr
 
@@ -192,7 +600,6 @@ def test_prewarmed_spec_is_what_a_call_asks_for(call: Call) -> None:
 
 def plans_of(call: Call, launch: str):
     """What calls with aligned, ordinary tensors plan: of a norm its gradient too."""
-    import torch
 
     def empty(*shape, dtype=None):
         return torch.empty(shape, dtype=dtype or torch_dtype[call.dtype], device="meta")

@@ -16,6 +16,7 @@ ROWS = [  # a module imports only from rows below its own
     {"__main__"},
     {"cli"},
     {"doctor"},
+    {"bundle"},
     {"prewarm", "bench"},
     {"integrations"},
     {"__init__", "version"},
@@ -31,9 +32,11 @@ ROWS = [  # a module imports only from rows below its own
     {"ops", "checks"},
     {"runtime"},
     {"problem"},
-    {"reference"},
-    {"compiler"},
-    {"heuristics", "render", "cache", "thd_spec"},
+    {"reference", "kernels"},
+    {"compiler", "cache"},
+    {"system_cache"},
+    {"archive"},
+    {"heuristics", "render", "recording", "entry", "thd_spec"},
     {"config", "spec", "partition"},
     {"errors"},
 ]
@@ -48,6 +51,10 @@ TORCH_FREE = {
     "version",
     "partition",
     "thd_spec",
+    "entry",
+    "archive",
+    "system_cache",
+    "recording",
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

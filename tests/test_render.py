@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,9 +94,9 @@ def test_text_is_whole_and_deterministic(spec: Spec) -> None:
 
 def test_ingredients_follow_every_field_and_file() -> None:
     changes = {
-        "dtype": "fp16", "table_dtype": "bf16", "head_dim": 64, "rotary_dim": 64, "interleaved": True,
+        "dtype": "fp16", "table_dtype": "bf16", "head_dim": 256, "rotary_dim": 64, "interleaved": True,
         "conjugate": True, "full_width": True, "per_head": True, "rounding": "complex64", "in_place": True,
-        "index_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2, "tokens_per_block": 7,
+        "index_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2, "tokens_per_block": 2,
         "heads_per_block": 7, "one_step": False, "rotary_offset": 8, "interleaved_out": True, "angles": True,
         "packed_table": True, "start_dtype": "int64", "cp_size": 2, "q_per_group": 4, "values": True,
         "batch_inner": True, "position_dtype": "int64", "sections": (16, 48), "spread": True, "one_row": True,
@@ -130,7 +131,7 @@ def test_ingredients_follow_every_field_of_moving_rows() -> None:
     }  # fmt: skip
     for spec in (THD_SPECS[0], THD_SPECS[2], THD_SPECS[4]):
         for name in spec.to_dict().keys() - {"kind"}:
-            changed = changes[name] if changes[name] != getattr(spec, name) else "int64"
+            changed = changes[name] if changes[name] != getattr(spec, name) else "fp16"
             other = replace(spec, **{name: changed})
             assert render.ingredients(other) != render.ingredients(spec), name
             assert render.render(other).text != render.render(spec).text, name
@@ -170,6 +171,55 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
             compiler.compile_source(render.render(spec), "sm_90")
     finally:
         render.environment.cache_clear()
+
+
+def test_a_compile_error_has_the_spec_and_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = replace(render.render(SPEC), text=render.render(SPEC).text.replace("HEAD_DIM = 128", "HEAD_DIM = nope"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(CompileError) as caught:
+        compiler.compile_source(source, "sm_90", spec=SPEC.to_dict())
+    first, *_, spec, kept = str(caught.value).splitlines()
+    assert first.startswith(f"{SPEC.name} for sm_90: ")
+    assert re.search(r'heads\.cuh\.jinja\(\d+\): error: identifier "nope"', str(caught.value))
+    assert spec_from_dict(json.loads(spec.removeprefix("spec: "))) == SPEC
+    assert Path(kept.removeprefix("source: ")).read_text() == source.text
+    assert Path(kept.removeprefix("source: ")).parent == tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    with pytest.raises(CompileError, match=r"source: not kept \(.*No such file"):
+        compiler.compile_source(source, "sm_90")
+
+
+NVRTC_12, NVRTC_13 = [f"sm_{n}" for n in (50, 60, 75, 80, 90, 120)], [f"sm_{n}" for n in (75, 80, 90, 100, 120, 121)]
+
+
+@pytest.mark.parametrize(
+    ("arch", "supported", "version", "found", "advice"),
+    [
+        ("sm_70", NVRTC_13, (13, 0), "sm_70 is older than NVRTC 13.0 takes: this NVRTC compiles for sm_75 to sm_121",
+         "pip install 'jitrope[cuda12]'"),
+        ("sm_35", NVRTC_13, (13, 0), "sm_35 is older than any NVRTC of jitrope's", "use another GPU"),
+        ("sm_35", NVRTC_12, (12, 9), "sm_35 is older than any NVRTC of jitrope's", "use another GPU"),
+        ("sm_130", NVRTC_13, (13, 5), "sm_130 is newer than NVRTC 13.5: this NVRTC compiles for sm_75 to sm_121",
+         "pip install --upgrade nvidia-cuda-nvrtc, or pip install 'jitrope[cuda13]'"),
+        ("sm_121", NVRTC_12, (12, 8), "sm_121 is newer than NVRTC 12.8",
+         "pip install --upgrade nvidia-cuda-nvrtc-cu12, or pip install 'jitrope[cuda13]'"),
+        ("sm_83", NVRTC_12, (12, 8), "there is no sm_83", "this NVRTC compiles for sm_50 to sm_120: sm_50, sm_60"),
+        ("hopper", NVRTC_12, (12, 8), "'hopper' is not an architecture such as sm_90", "this NVRTC compiles for"),
+    ],
+)  # fmt: skip
+def test_an_unknown_architecture_is_explained(arch, supported, version, found, advice) -> None:
+    got = compiler.unsupported(arch, supported, version)
+    assert got is not None
+    assert got[0].startswith(found)
+    assert got[1].startswith(advice)
+
+
+def test_known_architectures_are_not() -> None:
+    for arch in ("sm_75", "sm_90", "sm_90a", "sm_120f"):
+        assert compiler.unsupported(arch, NVRTC_13, (13, 0)) is None
+    for arch, text in (("sm_20", "older"), ("sm_999", "newer"), ("sm_79", "no sm_79"), ("90", "'90' is not")):
+        with pytest.raises(CompileError, match=f"{SPEC.name}: .*{text}"):
+            compiler.compile_source(render.render(SPEC), arch)
 
 
 def test_names_are_short_and_different() -> None:

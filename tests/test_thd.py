@@ -268,6 +268,12 @@ def every_kind() -> list[ThdSpec]:
     return [*moving, *tables, *sums, *segments, *corrections]
 
 
+def test_every_kind_compiles() -> None:
+    """With the oldest NVRTC too, which CI runs this with."""
+    for spec in every_kind():
+        assert compiler.compile_source(render(spec), "sm_90")[0].startswith(b"\x7fELF"), spec.name
+
+
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
 def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
     """On sm_90 all of them, also for accesses of 16 bytes and 64-bit divisions; elsewhere some in turn."""

@@ -1,0 +1,103 @@
+"""Kernels in a file, for machines that compile nothing: `JITROPE_SYSTEM_CACHE=kernels.tar` or `load`.
+
+A bundle is a tar of entries with a manifest and a SHA-256 of every file. Its kernels are found by what they are made
+from (templates, constants, options, architecture, format), not by what compiler made them, so where they are used
+neither NVRTC nor a header nor CuPy's compiler is needed: only CuPy's driver part, which loads a cubin. The digests
+find damage, not malice: a bundle is code, take it from where you would take a wheel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import archive
+from .cache import KernelCache
+from .entry import Entry, Key, pack
+from .errors import CacheError, CompileError, JitropeError
+from .kernels import build, kernel_cache, key_of
+from .prewarm import Built
+from .render import render
+from .spec import Spec
+
+
+def write(
+    path: Path, specs: Iterable[Spec], archs: Iterable[str], jobs: int, done: Callable[[Built], None] = lambda _: None
+) -> list[Built]:
+    """Write the kernels of every spec and architecture to `path`, compiling those that no cache has; needs no GPU.
+
+    The same kernels give the same bytes, and a bundle is there whole or not at all. `done` is called after each.
+
+    Raises:
+        CompileError: a kernel could not be made; nothing is written.
+        CacheError: the file cannot be written, or there is nothing to write.
+    """
+    cache = kernel_cache()
+
+    def one(item: tuple[Spec, str]) -> tuple[Built, str, dict[str, bytes]]:
+        spec, arch = item
+        files: dict[str, bytes] = {}
+        name = ""
+        try:
+            found = build(spec, arch)
+            key = key_of(spec, arch)
+            files, name = _files(cache, key, spec, found.data if found.compiled else None), key.portable_folder
+            built = Built(spec, arch, "compiled" if found.compiled else "cached")
+        except JitropeError as error:
+            built = Built(spec, arch, str(error), failed=True)
+        done(built)
+        return built, name, files
+
+    work = list(dict.fromkeys(itertools.product(specs, list(archs))))
+    if not work:
+        raise CacheError("there is nothing to bundle")
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        results = list(pool.map(one, work))
+    if failed := [built for built, _, _ in results if built.failed]:
+        reasons = "\n".join(f"{item.spec.name} {item.arch}: {item.outcome}" for item in failed)
+        raise CompileError(f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:\n{reasons}")
+    archive.write(path, {name: files for _, name, files in results})
+    return [built for built, _, _ in results]
+
+
+def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
+    """Put a bundle's kernels into a cache, by default the user's; which they are.
+
+    All of it is checked before anything is written. In the cache they serve beside any compiler, and pruning leaves
+    them alone.
+
+    Raises:
+        CacheError: the file is not a bundle, is damaged, has anything else in it, or the cache cannot be written.
+    """
+    cache = kernel_cache() if into is None else into
+    found = archive.Archive(path)
+    for _ in found.read_all():
+        pass
+    loaded: list[Entry] = []
+    for folder, meta, files in found.read_all():
+        if not cache.install(folder, files):
+            raise CacheError(f"cannot write the kernel cache {cache.root}; {len(loaded)} kernels of {path} are in it")
+        loaded.append(_entry(cache.root / folder, meta, files))
+    return loaded
+
+
+def entries(path: Path) -> list[Entry]:
+    """What is in a bundle, checked; raises CacheError."""
+    return [_entry(path / folder, meta, files) for folder, meta, files in archive.Archive(path).read_all()]
+
+
+def _entry(path: Path, meta: dict[str, object], files: dict[str, bytes]) -> Entry:
+    size = sum(map(len, files.values()))
+    return Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"])  # type: ignore[arg-type]
+
+
+def _files(cache: KernelCache, key: Key, spec: Spec, cubin: bytes | None) -> dict[str, bytes]:
+    """An entry's files: from the bytes just compiled, else from where they are."""
+    if cubin is not None:
+        return pack(key, render(spec).text, cubin, spec.to_dict())
+    files = cache.read(key)
+    if files is None:
+        raise CacheError(f"{key.folder} is gone from the cache; try again")
+    return files

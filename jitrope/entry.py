@@ -1,0 +1,222 @@
+"""One kernel on disk or in a bundle: `kernel.cu`, `kernel.cubin` and `spec.json`, and what makes it whole and ours."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+FORMAT = 2
+"""Layout of an entry; part of every key."""
+
+TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
+FILES = (TEXT, CUBIN, META)
+FOUND = (META, CUBIN)
+"""What is read of an entry to use it."""
+
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading an entry raises where something else was written in its place."""
+
+ANY = "any"
+"""Stands for the compiler in the name of an entry from a bundle: it serves whatever compiler is there, or none."""
+
+MAX_FILE = 64 << 20
+"""Bytes of one file; a kernel has some thousands."""
+
+NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-[0-9a-f]{20})-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
+"""An entry's folder: name, architecture, what it is made from, by what compiler."""
+
+
+class OtherFormat(ValueError):
+    """The entry is another version's: not damaged, but nothing for this one."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What identifies a compiled kernel. `name` is only for the reader. compiler: "" where there is none."""
+
+    name: str
+    ingredients: str
+    options: tuple[str, ...]
+    arch: str
+    compiler: str
+
+    @cached_property
+    def source(self) -> str:
+        """SHA-256 over all that a kernel is made from, but not by what: format, text, options, architecture."""
+        return _sha(json.dumps([FORMAT, self.ingredients, self.options, self.arch]).encode())
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over everything but the name."""
+        return _sha(json.dumps([self.source, self.compiler]).encode())
+
+    @property
+    def stem(self) -> str:
+        """The folder's name without the compiler."""
+        return f"{self.name[:150]}-{self.arch}-{self.source[:20]}"
+
+    @property
+    def folder(self) -> str:
+        """The entry's folder name."""
+        return f"{self.stem}-{_sha(self.compiler.encode())[:8]}"
+
+    @property
+    def portable_folder(self) -> str:
+        """The same for an entry that serves beside any compiler."""
+        return f"{self.stem}-{ANY}"
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The key in pieces that can be compared: every constant, a hash of every template, and the rest."""
+        parts: dict[str, Any] = {"format": FORMAT, "arch": self.arch, "options": list(self.options)}
+        parts["compiler"] = self.compiler
+        try:
+            texts, constants = json.loads(self.ingredients)
+            parts |= {f"template {name}": _sha(text.encode())[:12] for name, text in texts.items()}
+            parts |= {f"constant {name}": value for name, value in constants.items()}
+        except DAMAGE:  # not made by `render`
+            parts["ingredients"] = _sha(self.ingredients.encode())[:12]
+        return parts
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel, for listings. used: when it was last loaded or written, seconds since 1970."""
+
+    path: Path
+    name: str
+    arch: str
+    size: int
+    spec: dict[str, Any] = field(default_factory=dict)
+    compiler: str = ""
+    used: float = 0.0
+
+
+def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, bytes]:
+    """The files of an entry. The same key gives the same bytes: no time and no path is in them."""
+    meta = {
+        "format": FORMAT,
+        "digest": key.digest,
+        "source": key.source,
+        "name": key.name,
+        "arch": key.arch,
+        "options": list(key.options),
+        "compiler": key.compiler,
+        "parts": key.parts,
+        "sha256": {TEXT: _sha(text.encode()), CUBIN: _sha(cubin)},
+        "spec": spec,
+    }
+    meta["seal"] = seal(meta)
+    return {TEXT: text.encode(), CUBIN: cubin, META: json.dumps(meta, indent=1).encode()}
+
+
+def check(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """An entry's `spec.json`; raises ValueError if it or one of the files beside it is not what was written."""
+    meta = parse(files[META], "spec.json")
+    if meta.get("format") != FORMAT:
+        raise OtherFormat(f"format {meta.get('format')}, not {FORMAT}")
+    if meta.get("seal") != seal(meta):
+        raise ValueError("spec.json does not match its checksum")
+    for name, data in files.items():
+        if name != META and _sha(data) != meta["sha256"][name]:
+            raise ValueError(f"{name} does not match its checksum")
+    return meta
+
+
+def parse(data: bytes, what: str) -> dict[str, Any]:
+    """A JSON object; ValueError with anything else."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not JSON") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is not a JSON object")
+    return found
+
+
+def seal(meta: Mapping[str, Any]) -> str:
+    """SHA-256 over a JSON object, but for the seal itself."""
+    rest = {name: value for name, value in meta.items() if name != "seal"}
+    return _sha(json.dumps(rest, sort_keys=True).encode())
+
+
+def belongs(meta: Mapping[str, Any], key: Key, any_compiler: bool) -> bool:
+    """Whether an entry is the key's."""
+    return bool(meta["source"] == key.source if any_compiler else meta["digest"] == key.digest)
+
+
+def read(folder: Path, names: tuple[str, ...] = FILES) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(`spec.json`, files) of an entry. Raises OSError if it cannot be read, ValueError if it is damaged or if
+    somebody else can have written it."""
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode):
+        raise ValueError("it is not a folder" if not stat.S_ISLNK(info.st_mode) else "it is a symbolic link")
+    if reason := _others(info):
+        raise ValueError(f"it {reason}")
+    files = {name: read_file(folder / name) for name in names}
+    return check(files), files
+
+
+def read_file(path: Path, follow: bool = False) -> bytes:
+    """The bytes of a regular file that nobody else can have written; ValueError with any other."""
+    with open_own(path, follow) as file:
+        return file.read()  # type: ignore[no-any-return]
+
+
+def open_own(path: Path, follow: bool = False) -> Any:
+    """A regular file that nobody else can have written, open for reading; ValueError with any other.
+
+    What is looked at is the open file, so it cannot be exchanged in between.
+    """
+    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))  # FIFOs wait
+    try:
+        number = os.open(path, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path.name} is a symbolic link") from error
+        raise
+    try:
+        info = os.fstat(number)
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError(f"{path.name} is not a file")
+        if reason := _others(info):
+            raise ValueError(f"{path.name} {reason}")
+        if info.st_size > MAX_FILE and not follow:
+            raise ValueError(f"{path.name} has {info.st_size} bytes, which no kernel has")
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def untrusted(path: Path) -> str | None:
+    """Why code in a folder or file may not be ours, or None; of a symbolic link, its own owner counts too."""
+    link = os.lstat(path)
+    if stat.S_ISLNK(link.st_mode) and _foreign(link):
+        return "is a symbolic link of another user"
+    return _others(path.stat())
+
+
+def _others(info: os.stat_result) -> str | None:
+    if _foreign(info):
+        return "belongs to another user"
+    if os.name == "posix" and stat.S_IMODE(info.st_mode) & 0o022:
+        return "can be written by other users"
+    return None
+
+
+def _foreign(info: os.stat_result) -> bool:
+    return hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0)
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

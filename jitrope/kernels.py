@@ -1,0 +1,191 @@
+"""Spec -> kernel: from memory, else from a cache, else compiled; and what may not be compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import compiler, config, recording
+from .cache import KernelCache
+from .compiler import Kernel
+from .config import log
+from .entry import CUBIN, Key
+from .errors import CompileError, JitropeError, MissingKernel
+from .render import ingredients, render
+from .spec import Spec
+
+compiled: list[str] = []
+"""Names of the kernels that this process compiled, in order."""
+
+_kernels: dict[tuple[Spec, int], Kernel] = {}
+_build_lock = threading.Lock()
+
+
+@lru_cache(maxsize=8)
+def _cache_at(root: Path, system: tuple[Path, ...], max_bytes: int) -> KernelCache:
+    return KernelCache(root, system, max_bytes)
+
+
+def kernel_cache() -> KernelCache:
+    """The caches that the environment names now."""
+    return _cache_at(config.cache_dir(), config.system_caches(), config.cache_size())
+
+
+def _after_fork() -> None:
+    """A child must not wait for a thread that it does not have; what it counts is its own."""
+    global _build_lock
+    _build_lock = threading.Lock()
+    _cache_at.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def get_kernel(spec: Spec, device: int) -> Kernel:
+    """The kernel of a spec on a device: from memory, else from disk, else compiled."""
+    kernel = _kernels.get((spec, device))
+    if kernel is None:
+        recording.note(spec)
+        if torch.cuda.is_current_stream_capturing():
+            raise JitropeError(
+                f"{spec.name} is not loaded yet, and nothing can be loaded while a CUDA graph is "
+                "captured; make the same call once before the capture"
+            )
+        with _build_lock:
+            kernel = _kernels.get((spec, device)) or _load(spec, device)
+            _kernels[spec, device] = kernel
+    return kernel
+
+
+def arch_of(device: int) -> str:
+    """`sm_90` and the like."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+class Cubin(NamedTuple):
+    """A spec's cubin: a file's path or its bytes. kept: it is on disk now, or was."""
+
+    path: Path | None
+    data: bytes | None
+    compiled: bool
+    kept: bool
+
+
+def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
+    """Make sure that a spec's cubin is cached. What was compiled comes as bytes: they are not read again.
+
+    Raises MissingKernel where it would have to be compiled and that is forbidden, CompileError where it cannot be.
+    """
+    cache = kernel_cache()
+    try:
+        key = key_of(spec, arch)
+        if not rebuild and (found := cache.find(key)) is not None:
+            return Cubin(None, found, False, True) if isinstance(found, bytes) else Cubin(found, None, False, True)
+        if not config.compile_allowed():
+            raise missing_kernel(spec, arch, cache)
+        if rebuild:
+            cache.discard(key)
+        start = time.perf_counter()
+        source = render(spec)
+        cubin, _ = compiler.compile_source(source, arch, spec=spec.to_dict())
+    except ImportError as error:
+        raise CompileError(missing_cupy(str(error))) from error
+    ms = 1e3 * (time.perf_counter() - start)
+    compiled.append(spec.name)
+    cache.count(compiled=1, compile_ms=ms)
+    if log.isEnabledFor(logging.INFO):
+        log.info("compiled %s for %s in %.0f ms: %s", spec.name, arch, ms, cache.explain(key))
+    kept = cache.store(key, source.text, cubin, spec.to_dict()) is not None
+    return Cubin(None, cubin, True, kept)
+
+
+def key_of(spec: Spec, arch: str) -> Key:
+    """What identifies a spec's kernel here; without NVRTC its compiler is "", and any serves."""
+    try:
+        version = compiler.compiler_version()
+    except CompileError:
+        version = ""
+    return Key(spec.name, ingredients(spec), compiler.options_for(arch), arch, version)
+
+
+def missing_cupy(error: str) -> str:
+    """What to install, from the CUDA version that torch was built for."""
+    command = compiler.install(int((torch.version.cuda or "13").split(".")[0]))
+    return f"jitrope compiles through CuPy, which cannot be imported ({error}): {command}"
+
+
+def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
+    """The error of a kernel that is in no cache where nothing may be compiled."""
+    fields = spec.to_dict()
+    text = shlex.quote(json.dumps({"spec": [fields]}))
+    command = f"echo {text} > missing.json && jitrope prewarm --from missing.json --arch {arch}"
+    places = ", ".join(map(str, (cache.root, *(layer.path for layer in cache.system))))
+    message = (
+        f"{spec.name} for {arch} is not in {places}, and compiling is forbidden (JITROPE_NO_COMPILE or "
+        f"jitrope.configure). This makes it, where compiling is allowed:\n{command}"
+    )
+    return MissingKernel(message, fields, arch, command)
+
+
+def _load(spec: Spec, device: int) -> Kernel:
+    arch = arch_of(device)
+    found = build(spec, arch)
+    try:
+        return _open(found, spec, device)
+    except CompileError:
+        if found.compiled or not config.compile_allowed():
+            raise
+        log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
+        return _open(build(spec, arch, rebuild=True), spec, device)
+
+
+def _open(found: Cubin, spec: Spec, device: int) -> Kernel:
+    if found.path is not None:
+        return Kernel(found.path, spec.entry, device)
+    assert found.data is not None
+    with cubin_file(found.data) as temporary:
+        return Kernel(temporary, spec.entry, device)
+
+
+@contextlib.contextmanager
+def cubin_file(cubin: bytes) -> Iterator[Path]:
+    """A cubin as a file for as long as it takes to load it; in memory, where no temporary folder can be written."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="jitrope-")
+    except OSError:
+        with _memory_file(cubin) as path:
+            yield path
+        return
+    with folder as name:
+        path = Path(name) / CUBIN
+        try:
+            path.write_bytes(cubin)
+        except OSError:  # a full disk
+            with _memory_file(cubin) as path:
+                yield path
+        else:
+            yield path
+
+
+@contextlib.contextmanager
+def _memory_file(data: bytes) -> Iterator[Path]:
+    if not hasattr(os, "memfd_create"):
+        raise CompileError("there is neither a temporary folder that can be written nor, as on Linux, a file in memory")
+    with open(os.memfd_create("jitrope"), "wb") as file:
+        file.write(data)
+        file.flush()
+        yield Path(f"/proc/self/fd/{file.fileno()}")

@@ -1,0 +1,359 @@
+"""Over random values: no field carries code into a source, every plan is a kernel's, every key is its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields, replace
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jitrope import compiler, partition, render
+from jitrope.entry import Key
+from jitrope.errors import InvalidInput
+from jitrope.heuristics import MAX_GRID_Y, RopeProblem, plan
+from jitrope.prewarm import Call
+from jitrope.spec import DTYPES, INDEX_DTYPES, ITEM_SIZES, MAX_INT, NORM_ROUNDINGS, ROUNDINGS, RopeSpec, Spec
+from jitrope.thd_spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows, spec_from_dict
+
+# The same examples in every run: what fails here fails everywhere.
+settings.register_profile(
+    "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fixed")
+
+SPECS: list[Spec] = [
+    Call(40).specs()[0],
+    Call(24, position_ids="int64", mrope_section=(16, 24, 24)).specs()[0],
+    *Call(40, norm="once", weight_dtype="bf16", backward=True).specs(),
+    plan_rows(RowsSpec("to_ranks", cp_size=2), (2048, 1024), (1024,)),
+    RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
+    SegmentsSpec(True, "int32", 2, "dual_chunk", full=False, extends=False, padded=True, exchange=True, threads=256),
+    CorrectionSpec("out", "nothing", "add", True, "bf16", "int32", 8),
+]
+BY_NAME = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+FLAG, COUNTS = st.booleans(), st.integers(1, 64)
+
+# ---- code in a field -----------------------------------------------------------------------------
+
+PAYLOADS = [
+    "float; } __device__ int x = 1; {", "bf16\n#include <evil>", "{{ 7 * 7 }}", "{% include 'x' %}", "*/ int y; /*",
+    "../../../etc/passwd", "fp32 ", "FP32", "fp32\0", "\u212aB", 'fp32"', "true", "1;//", "fp32//", "",
+]  # fmt: skip
+TEXTS = st.one_of(st.sampled_from(PAYLOADS), st.text(), st.from_regex(r"[a-z0-9_]{1,12}", fullmatch=True))
+JSON = st.recursive(
+    st.one_of(st.none(), FLAG, st.integers(), st.floats(), TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(TEXTS, inner, max_size=3)),
+    max_leaves=6,
+)
+LITERAL = re.compile(r"true|false|\d{1,10}|[A-Za-z][A-Za-z0-9_ ]{0,20}|\{\d{1,11}(, \d{1,11}){0,3}\}")
+
+
+def is_harmless(spec: Spec) -> bool:
+    """Whatever is put into the templates is a number, a flag, a word or a list of numbers."""
+    literals = [str(render.cpp_literal(value)) for value in spec.constants().values()]
+    return all(LITERAL.fullmatch(text) for text in literals)
+
+
+@BY_NAME
+def test_constants_are_harmless(spec: Spec) -> None:
+    assert is_harmless(spec)
+
+
+@BY_NAME
+@settings(max_examples=300)
+@given(data=st.data())
+def test_no_text_gets_into_a_source(spec: Any, data: st.DataObject) -> None:
+    """Of any value in any field, from Python or from JSON: it is refused, or it is one that the field may have."""
+    name = data.draw(st.sampled_from([field.name for field in fields(spec)]))
+    value = data.draw(JSON)
+    changed = replace(spec, **{name: value})
+    try:
+        text = render.render(changed).text
+    except InvalidInput:
+        for use in (render.render, render.ingredients, lambda wrong: wrong.constants()):
+            with pytest.raises(InvalidInput):
+                use(changed)
+    else:
+        assert is_harmless(changed)
+        base = render.render(spec).text
+        assert len(text.splitlines()) == len(base.splitlines()) or changed.template != spec.template
+    try:
+        again = spec_from_dict({**spec.to_dict(), name: value})
+    except InvalidInput:
+        return
+    assert is_harmless(again)
+    assert spec_from_dict(json.loads(json.dumps(again.to_dict()))) == again
+
+
+@settings(max_examples=300)
+@given(JSON)
+def test_whatever_a_file_has_for_a_spec_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidInput):
+        spec_from_dict(value)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(SPECS), st.dictionaries(TEXTS, JSON, max_size=2), st.sets(st.integers(0, 60), max_size=2))
+def test_missing_and_unknown_fields_are_refused(spec: Any, more: dict[str, Any], without: set[int]) -> None:
+    given_fields = list(spec.to_dict().items())
+    kept = dict(item for i, item in enumerate(given_fields) if i not in without) | more
+    if kept.keys() == spec.to_dict().keys() and not more.keys() & kept.keys():
+        assert spec_from_dict(kept) == spec
+    elif kept.keys() != spec.to_dict().keys():
+        # A field with a default may be left out of a spec of rows.
+        try:
+            assert is_harmless(spec_from_dict(kept))
+            assert isinstance(spec, RowsSpec)
+        except InvalidInput:
+            pass
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: Any) -> RopeProblem:
+    """A call that the host's checks let through, in integers; the rest is refused before it is planned."""
+
+    def pick(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    def some(strategy: Any, chosen: bool, otherwise: Any) -> Any:
+        return draw(strategy) if chosen else otherwise
+
+    kind = pick("plain", "plain", "packed", "ids", "cache", "qkv", "norm", "streams", "across", "gradient")
+    normed = kind in ("norm", "streams", "across", "gradient")
+    head_dim = 2 * draw(st.one_of(st.sampled_from([32, 40, 64, 128]), st.integers(1, 256)))
+    rotary = some(st.integers(1, head_dim // 2).map(lambda n: 2 * n), pick(True, False), head_dim)
+    offset = draw(st.integers(0, head_dim - rotary))
+    rounding = pick(*ROUNDINGS)
+    dtype, exact = pick(*DTYPES), rounding == "complex128"
+    angles = draw(FLAG) and not normed and not exact
+    if kind == "packed" and exact:
+        rounding, exact = "complex64", False
+    interleaved = draw(FLAG)
+    mixed = kind in ("plain", "packed", "ids") and pick(True, False, False)
+    in_place = draw(FLAG) and not mixed and kind not in ("streams", "gradient", "qkv")
+    values = kind in ("cache", "streams", "qkv")
+    per_head = pick(True, False, False) and not angles and not values and not mixed and kind != "ids"
+    heads_each = draw(COUNTS)
+    q_per_group = some(st.integers(1, 8), kind == "qkv", 1)
+    row_heads = some(st.sampled_from([(heads_each,), (heads_each, 1 + heads_each // 4)]), kind == "across", ())
+    q_heads = heads_each * q_per_group
+    heads = sum(row_heads) or (q_heads + (2 if values else pick(0, 1)) * heads_each)
+    pairs = rotary // 2
+    sections: tuple[int, ...] = ()
+    if kind == "ids" and pairs >= 3 and draw(FLAG):
+        first, second = draw(st.integers(1, pairs - 2)), 1
+        sections = (first, second, pairs - first - second)
+    fp8 = pick(True, False, False) and not normed and not in_place and kind in ("plain", "cache")
+    gradient = kind == "gradient"
+    weight = pick(None, *DTYPES) if normed else None
+    weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
+    tokens = draw(st.one_of(st.integers(1, 300), st.integers(1, 1 << 24)))
+    return RopeProblem(
+        dtype=dtype, table_dtype=pick(*DTYPES, *(["fp64"] if exact else [])), head_dim=head_dim, rotary_dim=rotary,
+        rotary_offset=offset, interleaved=interleaved, interleaved_out=interleaved != mixed,
+        conjugate=gradient or draw(FLAG), angles=angles, full_width=draw(FLAG) and not mixed,
+        per_head=per_head and kind == "plain",
+        packed_table=draw(FLAG) and kind == "packed", rounding=rounding, in_place=in_place,
+        index_dtype=pick(*INDEX_DTYPES) if kind == "packed" else None,
+        start_dtype=pick(None, *INDEX_DTYPES) if kind in ("plain", "packed") and not exact else None,
+        cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv") else 1,
+        position_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
+        sections=sections, spread=bool(sections) and draw(FLAG),
+        slot_dtype=pick(*INDEX_DTYPES) if kind == "cache" else None,
+        page_size=pick(0, 16, 784) if kind == "cache" else 0, k_too=kind == "cache" and draw(FLAG),
+        q_out="fp8" if fp8 else dtype, kv_out="fp8" if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
+        norm=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
+        row_heads=row_heads, zero_centered=normed and draw(FLAG),
+        weight_dtype=weight, two_streams=kind == "streams",
+        two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, values=values,
+        batch_inner=kind != "packed" and draw(FLAG), wide=draw(FLAG), batch=draw(st.integers(1, 4)), tokens=tokens,
+        heads=heads, q_heads=q_heads if not row_heads else row_heads[0],
+        num_sequences=draw(st.one_of(st.integers(1, 9), st.just(MAX_GRID_Y), st.just(100_000)))
+        if kind == "packed" else 0,
+        max_seqlen=draw(st.integers(0, tokens)) if kind == "packed" else 0,
+        vec_limit=pick(1, 2, 4, 8, 16), table_vec_limit=pick(1, 2, 4, 8), table_step_limit=pick(1, 1, 2),
+        weight_vec_limit=weight_vec, launch=pick("auto", "token_linear", "grid_2d"), sm_count=pick(1, 80, 132),
+    )  # fmt: skip
+
+
+@settings(max_examples=1000)
+@given(problems())
+def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
+    chosen = plan(p)
+    spec, (x, y) = chosen.spec, chosen.grid
+    assert 1 <= x <= MAX_INT
+    assert 1 <= y <= MAX_GRID_Y
+    assert chosen.block == spec.threads <= 1024
+    assert spec.threads % 32 == 0
+    assert spec.lanes <= spec.team <= spec.threads
+    run = spec.chunk * spec.chunks  # every element of a head has one lane
+    rest = 0 if p.in_place and not p.slot_dtype and not p.norm else p.head_dim - p.rotary_dim
+    assert spec.lanes * run >= p.rotary_dim
+    assert p.rotary_dim % run == rest % spec.vec == p.rotary_offset % spec.vec == 0
+    assert spec.lanes == p.rotary_dim // run + rest // spec.vec
+    assert spec.vec <= p.vec_limit
+    assert spec.table_vec <= p.table_vec_limit
+    step = spec.heads_per_block * spec.heads_per_thread
+    if p.across_heads or p.gradient:  # a block walks tokens, or rows
+        assert p.across_heads or y * step >= p.heads
+    elif spec.launch == "token_linear":
+        assert x * spec.tokens_per_block >= p.tokens
+        assert y == 1
+        assert spec.one_step == (step >= p.heads)
+    elif p.index_dtype:
+        assert y == p.num_sequences + 1
+    else:
+        assert x * spec.tokens_per_block >= p.tokens
+        assert y * step >= p.heads
+
+
+@settings(max_examples=150)
+@given(problems())
+def test_every_planned_spec_renders_and_round_trips(p: RopeProblem) -> None:
+    spec = plan(p).spec
+    source = render.render(spec)
+    assert f" {spec.entry}(" in source.text
+    assert "{{" not in source.text
+    assert is_harmless(spec)
+    assert re.fullmatch(r"[a-z0-9_]+", source.name)
+    assert spec_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+@settings(max_examples=30)
+@given(problems())
+def test_a_sample_compiles(p: RopeProblem) -> None:
+    cubin, _ = compiler.compile_source(render.render(plan(p).spec), "sm_90")
+    assert cubin.startswith(b"\x7fELF")
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+PARTS = st.tuples(st.text(), st.lists(st.text(), max_size=3).map(tuple), st.text(), st.text())
+
+
+@settings(max_examples=300)
+@given(PARTS, PARTS, st.text(), st.text())
+def test_keys_are_equal_only_of_equal_parts(first: Any, second: Any, name: str, other_name: str) -> None:
+    assert (Key(name, *first).digest == Key(other_name, *second).digest) == (first == second)
+    assert Key(name, *first).digest == Key(other_name, *first).digest
+
+
+@settings(max_examples=300)
+@given(PARTS, st.integers(0, 3), st.data())
+def test_text_that_moves_from_part_to_part_is_another_key(parts: Any, at: int, data: st.DataObject) -> None:
+    """ "ab" + "c" is not "a" + "bc"."""
+    ingredients, options, arch, version = parts
+    joined = data.draw(st.text(min_size=1, max_size=8))
+    cuts = [(joined[:i], joined[i:]) for i in range(len(joined) + 1)]
+    digests = {Key("x", ingredients, options, arch + left, right + version).digest for left, right in cuts}
+    assert len(digests) == len({(arch + left, right + version) for left, right in cuts})
+
+
+@settings(max_examples=200)
+@given(problems(), problems())
+def test_specs_share_a_key_only_if_they_share_a_text(p: RopeProblem, q: RopeProblem) -> None:
+    first, second = plan(p).spec, plan(q).spec
+    same = render.ingredients(first) == render.ingredients(second)
+    assert same == (render.render(first).text == render.render(second).text)
+
+
+# ---- rows of packed batches ----------------------------------------------------------------------
+
+
+@settings(max_examples=500)
+@given(
+    st.sampled_from(MAPS), st.lists(st.integers(0, 1 << 20), min_size=1, max_size=2),
+    st.lists(st.integers(0, 1 << 40), max_size=8), FLAG,
+)  # fmt: skip
+def test_planned_rows_are_whole_accesses(map: str, widths: list[int], others: list[int], sums: bool) -> None:
+    spec = plan_rows(RowsSpec(map, sums=sums), tuple(widths), (*widths, *others))
+    assert spec.access_bytes in (1, 2, 4, 8, 16)
+    assert gcd(16, *widths, *others) == spec.access_bytes
+    assert spec.lanes & (spec.lanes - 1) == 0
+    assert 1 <= spec.lanes <= spec.threads <= 1024
+    assert spec.rows_per_block * spec.lanes == spec.threads * spec.unroll
+    # A power of two of lanes, none of which only waits.
+    assert spec.lanes <= max(1, 2 * max(widths) // spec.access_bytes)
+    spec.check()
+
+
+# ---- the rule of the partition -------------------------------------------------------------------
+
+OFFSETS, RANKS, RULE = st.integers(0, 1 << 40), st.integers(1, 64), st.sampled_from(partition.RULES)
+
+
+@settings(max_examples=500)
+@given(OFFSETS, OFFSETS, RANKS, RULE)
+def test_chunks_share_out_every_token(first: int, end: int, cp_size: int, rule: str) -> None:
+    first, end = sorted((first, end))
+    of = partition.number_of_chunks(cp_size, rule)
+    counts = [partition.count(end, chunk, of) for chunk in range(of)]
+    assert sum(counts) == end
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] - counts[-1] <= 1
+    assert [partition.before(end, chunk, of) for chunk in range(of)] == [sum(counts[:chunk]) for chunk in range(of)]
+    mine = [partition.local_rows(end, rank, cp_size, rule) for rank in range(cp_size)]
+    assert sum(mine) == end
+    assert max(mine) <= partition.rows_per_rank(end, cp_size)
+    assert partition.rows_per_rank(end, cp_size) - min(mine) <= 1
+    for chunk in range(of):  # a sequence's share of a chunk is never negative
+        assert partition.count(first, chunk, of) <= counts[chunk]
+
+
+@given(RANKS, RULE)
+def test_every_chunk_has_one_rank(cp_size: int, rule: str) -> None:
+    owned = [partition.chunks_of(rank, cp_size, rule) for rank in range(cp_size)]
+    chunks = [chunk for some in owned for chunk in some]
+    assert sorted(chunks) == list(range(partition.number_of_chunks(cp_size, rule)))
+    for rank, some in enumerate(owned):
+        assert list(some) == sorted(some)
+        assert [partition.rank_of(chunk, cp_size, rule) for chunk in some] == [rank] * len(some)
+
+
+@settings(max_examples=200)
+@given(st.lists(OFFSETS, min_size=1, max_size=9), RANKS, RULE, st.data())
+def test_tensors_and_integers_agree(offsets: list[int], cp_size: int, rule: str, data: st.DataObject) -> None:
+    of, tensor = partition.number_of_chunks(cp_size, rule), torch.tensor(offsets)
+    chunk, rank = data.draw(st.integers(0, of - 1)), data.draw(st.integers(0, cp_size - 1))
+    for function in (
+        lambda x: partition.count(x, chunk, of),
+        lambda x: partition.before(x, chunk, of),
+        lambda x: partition.local_rows(x, rank, cp_size, rule),
+    ):
+        assert function(tensor).tolist() == [function(offset) for offset in offsets]
+    chunks = torch.arange(of)
+    assert partition.rank_of(chunks, cp_size, rule).tolist() == [partition.rank_of(c, cp_size, rule) for c in range(of)]
+
+
+@settings(max_examples=300)
+@given(
+    st.integers(0, 4096), st.integers(1, 8), st.integers(1, 9), st.integers(-1, 300), st.integers(-1, 300), RULE
+)  # fmt: skip
+def test_capacity_and_exchange_are_bounds(
+    tokens: int, cp_size: int, sequences: int, left: int, right: int, rule: str
+) -> None:
+    mask = partition.Mask(left, right)
+    for rank in range(cp_size):
+        keys, queries = partition.capacity(tokens, rank, cp_size, sequences, mask, rule)
+        local = partition.local_rows(tokens, rank, cp_size, rule)
+        assert local <= queries
+        assert local <= keys
+        assert mask.full or keys <= 2 * tokens
+    rows = partition.exchange_rows(tokens, cp_size, sequences, mask, rule)
+    for source, needed in enumerate(rows or []):
+        own = partition.local_rows(tokens, source, cp_size, rule)
+        assert needed[source] == own
+        assert all(0 <= count <= own for count in needed)
+
+
+def test_specs_of_every_kind_are_fuzzed() -> None:
+    assert {type(spec) for spec in SPECS} == {RopeSpec, RowsSpec, SegmentsSpec, CorrectionSpec}

@@ -1,0 +1,493 @@
+"""Threads, forks, spawned workers: one compile where one is enough, one whole entry, nothing that waits for ever."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import jitrope
+from jitrope import heuristics, kernels, recording
+from jitrope.cache import KernelCache
+from jitrope.context_parallel import Partition
+from jitrope.entry import CUBIN
+from jitrope.partition import Mask
+from jitrope.prewarm import DEFAULT_CALLS, Built, Call, read_calls
+from jitrope.spec import Norm, Options
+from jitrope.thd_spec import CorrectionSpec, RowsSpec, SegmentsSpec, spec_from_dict
+
+from .test_cache import IMPORTS, on_the_gpu, run_in_child
+from .test_heuristics import BASE
+
+SPECS = list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in call.specs()))
+SPEC = SPECS[0]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
+    """The process's cache, empty."""
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
+    return kernels.kernel_cache()
+
+
+class Loaded:
+    """In the place of the driver, which is not there: keeps what it is given to load."""
+
+    def __init__(self, path: Path, entry: str, device: int) -> None:
+        self.cubin, self.entry, self.device = Path(path).read_bytes(), entry, device
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`get_kernel` as on a machine with GPUs of sm_90; all but the loading is real."""
+    monkeypatch.setattr(kernels, "Kernel", Loaded)
+    monkeypatch.setattr(kernels, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(kernels.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(recording, "_asked", {})
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh process prints."""
+    given = {**os.environ, "PYTHONPATH": IMPORTS, **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("driver")
+def test_32_threads_on_one_spec_compile_once(cache: KernelCache) -> None:
+    barrier, found, before = threading.Barrier(32), [], len(kernels.compiled)
+
+    def work() -> None:
+        barrier.wait()
+        found.append(kernels.get_kernel(SPEC, 0))
+
+    threads = [threading.Thread(target=work) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 32
+    assert all(kernel is found[0] for kernel in found)
+    assert found[0].cubin.startswith(b"\x7fELF")
+    assert kernels.compiled[before:] == [SPEC.name]
+    assert cache.counts.compiled == cache.counts.misses == 1
+
+
+@pytest.mark.usefixtures("driver")
+def test_devices_have_kernels_of_their_own_and_one_compile(cache: KernelCache) -> None:
+    first, second = (kernels.get_kernel(SPEC, device) for device in (0, 1))
+    assert (first.device, second.device) == (0, 1)
+    assert first.cubin == second.cubin
+    assert kernels.get_kernel(SPEC, 1) is second
+    assert (cache.counts.compiled, cache.counts.hits) == (1, 1)
+
+
+@pytest.mark.usefixtures("driver")
+def test_no_disk_and_no_lock_after_the_first_call(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.get_kernel(SPEC, 0)
+
+    def work() -> None:
+        kernels._build_lock.acquire()  # whoever takes it waits for ever
+        seen = []
+        sys.addaudithook(lambda name, _: seen.append(name) if name == "open" or name.startswith("os.") else None)
+        for _ in range(1000):
+            kernels.get_kernel(SPEC, 0)
+        assert not seen, seen
+        os.listdir(".")
+        assert seen  # the hook works
+
+    assert run_in_child(work) == 0
+
+
+# ---- processes on one cache ----------------------------------------------------------------------
+
+RANKS = """
+import hashlib, json, multiprocessing, os, sys
+from pathlib import Path
+import jitrope
+from jitrope import kernels
+from jitrope.entry import CUBIN
+from jitrope.prewarm import Call
+spec = Call(40).specs()[0]
+context = multiprocessing.get_context("fork")
+barrier, results = context.Barrier(16), context.Queue()
+
+def rank(number):
+    barrier.wait()
+    seen = set()
+    for turn in range(TURNS):
+        found = kernels.build(spec, "sm_90")
+        try:
+            data = found.data or found.path.read_bytes()
+        except FileNotFoundError:  # taken away by a rank that tears: the driver's refusal, and a rebuild
+            continue
+        seen.add(hashlib.sha256(data).hexdigest())
+        if TEARS and number == 0:
+            for path in Path(os.environ["JITROPE_CACHE_DIR"]).glob("rope*/" + CUBIN):
+                os.replace(path, path.with_suffix(".old"))
+                path.write_bytes(b"torn")
+    results.put((sorted(seen), len(kernels.compiled)))
+
+ranks = [context.Process(target=rank, args=(i,)) for i in range(16)]
+for process in ranks: process.start()
+found = [results.get(timeout=200) for _ in ranks]
+for process in ranks: process.join()
+print(json.dumps({"codes": [p.exitcode for p in ranks], "found": found}))
+"""
+
+
+def run_ranks(cache: KernelCache, turns: int, tears: bool) -> dict:
+    code = RANKS.replace("TURNS", str(turns)).replace("TEARS", str(tears))
+    return json.loads(python(code, JITROPE_CACHE_DIR=str(cache.root)).splitlines()[-1])
+
+
+def test_16_ranks_on_one_empty_cache(cache: KernelCache) -> None:
+    """All at once; each gets the right bytes, one whole entry is left, and nothing else. No lock is taken."""
+    report = run_ranks(cache, 1, tears=False)
+    assert report["codes"] == [0] * 16
+    assert len({digest for seen, _ in report["found"] for digest in seen}) == 1
+    assert cache.verify() == (1, [])
+    assert sorted(p.name for p in cache.root.iterdir() if p.name != ".pruned") == [next(cache.entries()).path.name]
+
+
+def test_16_ranks_one_of_which_tears_entries(cache: KernelCache) -> None:
+    report = run_ranks(cache, 3, tears=True)
+    assert report["codes"] == [0] * 16
+    digests = {digest for seen, _ in report["found"] for digest in seen}
+    torn = hashlib.sha256(b"torn").hexdigest()  # between build's look and the rank's own: the driver would refuse it
+    assert len(digests - {torn}) == 1
+    kernels.build(SPEC, "sm_90")
+    assert kernels.build(SPEC, "sm_90").path is not None
+
+
+SLOW = """
+import os, sys, time
+from jitrope import compiler, kernels
+from jitrope.prewarm import Call
+real = compiler.compile_source
+def slow(*arguments, **keywords):
+    print("compiling", flush=True)
+    time.sleep(60)
+compiler.compile_source = slow
+kernels.build(Call(40).specs()[0], "sm_90")
+"""
+
+
+def test_a_rank_that_is_killed_while_it_compiles_holds_up_nobody(cache: KernelCache) -> None:
+    environment = {**os.environ, "PYTHONPATH": IMPORTS}
+    rank = subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, env=environment)
+    assert rank.stdout.readline() == b"compiling\n"
+    start = time.monotonic()
+    assert kernels.build(SPEC, "sm_90").kept  # beside it
+    assert time.monotonic() - start < 30
+    rank.kill()
+    rank.wait()
+    assert cache.verify() == (1, [])
+
+
+# ---- forks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_fork_while_a_thread_compiles_does_not_wait_for_it(cache: KernelCache) -> None:
+    """The child has the lock of a thread that it does not have."""
+    with kernels._build_lock:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                kernels.get_kernel(SPEC, 0)
+                os._exit(kernels.kernel_cache().counts.compiled - 1)
+            finally:
+                os._exit(9)
+        deadline = time.monotonic() + 60
+        while (done := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if done == (0, 0):
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+    assert done == (pid, 0)
+
+
+FORK_AFTER_IMPORT = """
+import os, sys
+before = set(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else set()
+import torch, jitrope
+assert not torch.cuda.is_initialized()
+pid = os.fork()
+if pid == 0:
+    assert not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork()
+    assert not {"cupy", "cupy_backends"} & set(sys.modules)
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert jitrope.apply_rope(torch.ones(1, 2, 1, 8), None, torch.ones(2, 4), torch.zeros(2, 4))[0].sum() == 16
+assert not torch.cuda.is_initialized()
+assert not {"cupy", "cupy_backends"} & set(sys.modules)
+"""
+
+
+def test_neither_import_nor_fork_nor_a_cpu_call_touches_cuda(tmp_path: Path) -> None:
+    python(FORK_AFTER_IMPORT, JITROPE_CACHE_DIR=str(tmp_path / "k"))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Rotated(torch.utils.data.Dataset):
+    """Its items are rotated by whoever loads them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        q = torch.full((1, 4, 2, 8), float(index))
+        angles = torch.arange(16.0).view(4, 4)
+        out, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin())
+        assert not torch.cuda.is_initialized()
+        return out[0]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_dataloader_workers(method: str) -> None:
+    dataset = Rotated()
+    loader = torch.utils.data.DataLoader(dataset, batch_size=4, num_workers=2, multiprocessing_context=method)
+    got = torch.cat(list(loader))
+    assert torch.equal(got, torch.stack([dataset[i] for i in range(8)]))
+
+
+# ---- pickling ------------------------------------------------------------------------------------
+
+
+def missing() -> jitrope.MissingKernel:
+    return kernels.missing_kernel(SPEC, "sm_90", KernelCache(Path("/a")))
+
+
+PICKLED = {
+    "rope spec": SPEC,
+    "rows spec": RowsSpec("table"),
+    "segments spec": SegmentsSpec(False, "int32", 2, "dual_chunk", False, False, False, True, 128),
+    "correction spec": CorrectionSpec("lse", "add", "copy", True, "fp32", "int32", 1),
+    "call": DEFAULT_CALLS[0],
+    "options": Options(layout="thd"),
+    "norm": Norm("once"),
+    "built": Built(SPEC, "sm_90", "cached"),
+    "mask": Mask(),
+    "counts": KernelCache(Path("/a")).counts,
+}
+
+
+@pytest.mark.parametrize("what", PICKLED)
+def test_what_users_hold_is_pickled(what: str) -> None:
+    assert pickle.loads(pickle.dumps(PICKLED[what])) == PICKLED[what]
+
+
+def test_plans_are_pickled() -> None:
+    plan = heuristics.plan(BASE)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_partitions_are_pickled() -> None:
+    cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)
+    part = pickle.loads(pickle.dumps(Partition(cu_seqlens, 10)))
+    x = torch.arange(10.0).unsqueeze(1)
+    assert torch.equal(part.unshard(part.shard(x)), x)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jitrope.JitropeError("a"),
+        jitrope.InvalidInput("b"),
+        jitrope.CompileError("c"),
+        jitrope.CacheError("d"),
+        missing(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_are_pickled_and_have_one_base(error: jitrope.JitropeError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+    assert isinstance(error, jitrope.JitropeError)
+
+
+def test_an_error_of_a_worker_reaches_its_parent(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
+    with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(jitrope.MissingKernel) as caught:
+        pool.apply(kernels.build, (SPEC, "sm_90"))
+    assert caught.value.spec == SPEC.to_dict()
+
+
+# ---- recording -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("driver")
+def test_record_notes_what_was_asked_for(cache: KernelCache, tmp_path: Path) -> None:
+    kernels.get_kernel(SPECS[0], 0)  # before: a prepared launch asks nobody again
+    with jitrope.record(tmp_path / "run.json") as seen:
+        kernels.get_kernel(SPECS[1], 0)
+        kernels.get_kernel(SPECS[1], 1)
+    assert seen.specs == SPECS[:2]
+    assert read_calls(tmp_path / "run.json") == SPECS[:2]
+    with jitrope.record(tmp_path / "run.json"):
+        kernels.get_kernel(SPECS[2], 0)
+    assert read_calls(tmp_path / "run.json") == SPECS[:3]
+    with jitrope.record() as seen:
+        pass
+    assert seen.specs == SPECS[:3]
+
+
+@pytest.mark.usefixtures("driver")
+def test_record_notes_what_was_missing_too(cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
+    with pytest.raises(jitrope.MissingKernel), jitrope.record(tmp_path / "run.txt"):
+        kernels.get_kernel(SPEC, 0)
+    assert read_calls(tmp_path / "run.txt") == [SPEC]  # JSON, whatever the file is called
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_record_keeps_what_the_file_has(cache: KernelCache, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"call": [{"heads": 64}], "spec": [SPECS[1].to_dict()], "by": "me"}))
+    with jitrope.record(path):
+        kernels.get_kernel(SPECS[0], 0)
+        kernels.get_kernel(SPECS[1], 0)
+    data = json.loads(path.read_text())
+    assert (data["call"], data["by"]) == ([{"heads": 64}], "me")
+    assert [spec_from_dict(spec) for spec in data["spec"]] == [SPECS[1], SPECS[0]]
+    assert set(read_calls(path)) == {*Call(64).specs(), *SPECS[:2]}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"spec": 1}', "\0"])
+def test_a_file_that_is_no_record_is_refused_before_the_run(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(jitrope.CacheError, match=r"run\.json"), jitrope.record(path):
+        raise AssertionError("not reached")
+    assert path.read_text() == text
+
+
+def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(jitrope.CacheError, match="run"):
+        recording.add(tmp_path / "file" / "run.json", [SPEC])
+    monkeypatch.setattr(recording, "_asked", {})
+    monkeypatch.setenv("JITROPE_RECORD", str(tmp_path / "file" / "run.json"))
+    recording.note(SPEC)  # the run goes on
+    recording.note(SPEC)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("number", ["ENOLCK", "ENOSYS"])
+def test_a_record_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
+    import fcntl
+
+    def no_locks(*_: object) -> None:
+        raise OSError(getattr(errno, number), "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    recording.add(tmp_path / "run.json", SPECS[:2])
+    assert read_calls(tmp_path / "run.json") == SPECS[:2]
+
+
+def test_a_lock_that_is_never_let_go_is_waited_for_only_so_long(tmp_path: Path, monkeypatch) -> None:
+    import fcntl
+
+    monkeypatch.setattr(recording, "LOCK_SECONDS", 0.1)
+    with open(tmp_path / ".run.json.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        recording.add(tmp_path / "run.json", SPECS[:1])
+    assert read_calls(tmp_path / "run.json") == SPECS[:1]
+
+
+WORKERS = """
+import multiprocessing, os, signal
+from jitrope import recording
+from jitrope.prewarm import DEFAULT_CALLS
+SPECS = list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in call.specs()))
+
+def work(number, barrier):
+    barrier.wait()
+    for spec in SPECS[number::8]:
+        recording.note(spec)
+    if number % 2:
+        os.kill(os.getpid(), signal.SIGKILL)  # as a worker that is not given time to say good-bye
+
+if __name__ == "__main__":
+    for method, numbers in (("fork", range(7)), ("spawn", range(7, 8))):
+        context = multiprocessing.get_context(method)
+        barrier = context.Barrier(len(numbers))
+        ranks = [context.Process(target=work, args=(i, barrier)) for i in numbers]
+        for rank in ranks: rank.start()
+        for rank in ranks: rank.join()
+"""
+
+
+def test_workers_record_into_one_file(tmp_path: Path) -> None:
+    """Forked and spawned, all at once, some of them killed; also in the process's own words, `read_calls`."""
+    (tmp_path / "workers.py").write_text(WORKERS)
+    environment = {**os.environ, "PYTHONPATH": IMPORTS, "JITROPE_RECORD": "run.json"}
+    subprocess.run([sys.executable, "workers.py"], check=True, cwd=tmp_path, env=environment, timeout=200)
+    assert set(read_calls(tmp_path / "run.json")) == set(SPECS)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".run.json.lock", "run.json", "workers.py"]
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_forked_child_may_be_the_first_to_use_the_gpu(tmp_path: Path) -> None:
+    code = """
+import os
+import torch, jitrope
+pid = os.fork()
+if pid == 0:
+    q = torch.ones(1, 2, 1, 8, device="cuda")
+    table = torch.ones(2, 4, device="cuda")
+    out, _ = jitrope.apply_rope(q, None, table, table * 0)
+    os._exit(0 if out.sum().item() == 16 else 1)
+assert os.waitpid(pid, 0)[1] == 0
+assert not torch.cuda.is_initialized()
+"""
+    python(code, JITROPE_CACHE_DIR=str(tmp_path / "k"))
+
+
+@pytest.mark.gpu
+def test_jitrope_record_notes_a_gpu_run(tmp_path: Path) -> None:
+    on_the_gpu("call(); call()", tmp_path / "k", JITROPE_RECORD=str(tmp_path / "run.json"))
+    entries = list(KernelCache(tmp_path / "k").entries())
+    assert read_calls(tmp_path / "run.json") == [spec_from_dict(entry.spec) for entry in entries]
+    assert (entries[0].path / CUBIN).exists()
+
+
+@pytest.mark.gpu
+def test_32_threads_on_a_cold_gpu_compile_once(tmp_path: Path) -> None:
+    code = """
+import threading
+from jitrope import kernels
+barrier, wrong = threading.Barrier(32), []
+want = []
+def work():
+    barrier.wait()
+    out = call()
+    want.append(out)
+threads = [threading.Thread(target=work) for _ in range(32)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(want), all(torch.equal(out, want[0]) for out in want), len(kernels.compiled))
+"""
+    assert on_the_gpu(code, tmp_path / "k") == "32 True 1"
