@@ -126,8 +126,24 @@ class Norm(NamedTuple):
     eps: float = 1e-6
 
 
+class Named:
+    """A spec whose file and entry are named after its kind."""
+
+    kind: Any
+
+    @property
+    def template(self) -> str:
+        """The file that it is rendered from."""
+        return f"{self.kind}.cu.jinja"
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name in the source."""
+        return f"jitrope_{self.kind}"
+
+
 @dataclass(frozen=True)
-class RopeSpec:
+class RopeSpec(Named):
     """One kernel: of `rope.cu.jinja`, or with a norm of `qk_norm_rope.cu.jinja` and its backward.
 
     dtype, table_dtype: of q and k, and of cos and sin. The rotary_dim elements from rotary_offset on
@@ -208,16 +224,6 @@ class RopeSpec:
     def kind(self) -> str:
         """What the kernel does, in its file's name and its entry's."""
         return ROPE_KINDS[0 if not self.norm else 2 if self.gradient else 1]
-
-    @property
-    def template(self) -> str:
-        """The file that it is rendered from."""
-        return f"{self.kind}.cu.jinja"
-
-    @property
-    def entry(self) -> str:
-        """The kernel's name in the source."""
-        return f"jitrope_{self.kind}"
 
     @property
     def name(self) -> str:

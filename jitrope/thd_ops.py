@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import thd_corrections
 from . import thd_reference as reference
 from . import thd_runtime as runtime
 from .partition import Mask
@@ -115,7 +116,7 @@ def _segments_fake(
 
 
 for _key, _impls in {
-    "CPU": (_cpu_table, _cpu_rows, _cpu_segments, reference.correct),
+    "CPU": (_cpu_table, _cpu_rows, _cpu_segments, thd_corrections.correct),
     "CUDA": (_cuda_table, _cuda_rows, _cuda_segments, runtime.correct),
 }.items():
     for _name, _impl in zip(("thd_table", "thd_rows", "cp_segments", "thd_correct"), _impls):

@@ -18,6 +18,7 @@ from .spec import (
     DTYPES,
     INDEX_DTYPES,
     MAX_THREADS,
+    Named,
     RopeSpec,
     check_fields,
     refuse_unless,
@@ -47,7 +48,7 @@ MIN_LANE_USE = 0.9
 
 
 @dataclass(frozen=True)
-class RowsSpec:
+class RowsSpec(Named):
     """A kernel that moves rows (`thd_rows.cu.jinja`), or writes where they come from (`thd_tables.cu.jinja`).
 
     map: how a row's source is found, one of `MAPS`: in a table, by where it stands, or by the partition: from the
@@ -75,16 +76,6 @@ class RowsSpec:
     def kind(self) -> str:
         """What the kernel does, in its file's name and its entry's."""
         return "thd_tables" if self.writes else "thd_rows"
-
-    @property
-    def template(self) -> str:
-        """The file that it is rendered from."""
-        return f"{self.kind}.cu.jinja"
-
-    @property
-    def entry(self) -> str:
-        """The kernel's name in the source."""
-        return f"jitrope_{self.kind}"
 
     @property
     def name(self) -> str:
@@ -132,7 +123,7 @@ class RowsSpec:
 
 
 @dataclass(frozen=True)
-class SegmentsSpec:
+class SegmentsSpec(Named):
     """A kernel that lays out a rank's attention: its segments (`cp_segments.cu.jinja`) or their rows.
 
     rows: it is the latter (`cp_segment_rows.cu.jinja`). full, extends: of the mask (`partition.Mask`). padded: there
@@ -154,16 +145,6 @@ class SegmentsSpec:
     def kind(self) -> str:
         """What the kernel does, in its file's name and its entry's."""
         return "cp_segment_rows" if self.rows else "cp_segments"
-
-    @property
-    def template(self) -> str:
-        """The file that it is rendered from."""
-        return f"{self.kind}.cu.jinja"
-
-    @property
-    def entry(self) -> str:
-        """The kernel's name in the source."""
-        return f"jitrope_{self.kind}"
 
     @property
     def name(self) -> str:
@@ -197,7 +178,7 @@ class SegmentsSpec:
 
 
 @dataclass(frozen=True)
-class CorrectionSpec:
+class CorrectionSpec(Named):
     """A kernel that joins a step of ring attention with the steps before it (`thd_corrections.cu.jinja`).
 
     quantity: "lse", "read_lse", "out" or "grad". first, second: what is done with the halves of a sequence, "nothing",
@@ -213,8 +194,6 @@ class CorrectionSpec:
     vec: int
 
     kind = "thd_corrections"
-    template = "thd_corrections.cu.jinja"
-    entry = "jitrope_thd_corrections"
     threads = 128
 
     @property

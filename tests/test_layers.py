@@ -24,7 +24,7 @@ ROWS = [  # a module imports only from rows below its own
     {"thd"},
     {"thd_ops"},
     {"thd_runtime"},
-    {"thd_reference"},
+    {"thd_reference", "thd_corrections"},
     {"norm_rope"},
     {"rope", "tables", "norm_ops"},
     {"dispatch"},

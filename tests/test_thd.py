@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import jitrope
-from jitrope import compiler, thd, thd_ops, thd_runtime
+from jitrope import compiler, thd, thd_corrections, thd_ops, thd_runtime
 from jitrope import thd_reference as reference
 from jitrope.partition import RULES, Mask
 from jitrope.render import render
@@ -180,7 +180,7 @@ def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
     cu_seqlens, packed, t, tensors = step_of(STEPS.index(step), *step)
     wants = [None if x is None else x.clone() for x in tensors]
     run(thd_runtime.correction_call(*step, packed, cu_seqlens, t, *tensors))
-    reference.correct(*step, packed, cu_seqlens, t, *wants)
+    thd_corrections.correct(*step, packed, cu_seqlens, t, *wants)
     for got, want in zip(tensors, wants):
         if got is not None:
             rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
@@ -195,7 +195,7 @@ def test_steps_of_halves_make_the_whole() -> None:
     t = sum(lengths)
     scores = [torch.randn(heads, t, 5), torch.randn(heads, t, 7)]
     values = [torch.randn(5, heads, size), torch.randn(7, heads, size)]
-    second = reference.halves(cu_seqlens, t)[2]
+    second = thd_corrections.halves(cu_seqlens, t)[2]
     out = torch.einsum("hqk,khd->qhd", scores[0].softmax(-1), values[0]).contiguous()
     lse = scores[0].logsumexp(-1)
     half = thd.read_half_tensor(scores[1].transpose(0, 1), cu_seqlens, 1).transpose(0, 1)
