@@ -458,13 +458,12 @@ def test_a_read_only_folder_is_read(cache: KernelCache, monkeypatch, caplog) -> 
 def test_a_folder_without_write_permission(tmp_path: Path) -> None:
     """The same for real: as a user that is not root, on a folder of mode 0555 of its own."""
     tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
-    root = tmp_path / "kernels"
-    root.mkdir()
-    os.chown(root, 12345, 12345)
+    root = Path("kernels")
+    (tmp_path / root).mkdir()
+    os.chown(tmp_path / root, 12345, 12345)
 
     def work() -> None:
+        os.chdir(tmp_path)  # the folders above need not let another user through
         os.setuid(12345)
         cache = KernelCache(root)
         path = filled(cache)
