@@ -10,32 +10,22 @@ that they are a rank's. Where there is padding between sequences they are the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import thd_ops
-from .errors import InvalidInput
+from .checks import Require, _requirer
 from .partition import RULES
 from .thd_reference import Shape
 
 Rows = Tensor | tuple[Tensor, ...]
-Require = Callable[[bool, Callable[[], str]], None]
 
 MAX_TOKENS = 2**31 - 1
 """Rows are counted in 32 bits; elements in 64."""
 
-CORRECTIONS = ("", "none", "add", "copy")
-
-
-def _requirer(name: str) -> Require:
-    def require(condition: bool, message: Callable[[], str]) -> None:
-        if not condition:
-            raise InvalidInput(f"{name}: {message()}")
-
-    return require
+CORRECTIONS = ("none", "add", "copy")
 
 
 def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, require: Require) -> None:

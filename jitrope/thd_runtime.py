@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 from .partition import Mask, exchange_rows
-from .runtime import get_kernel
+from .problem import DTYPE_NAMES
+from .runtime import MAX_LAUNCHES, get_kernel
 from .spec import ACCESS_BYTES
 from .thd_reference import Shape, layout, split
 from .thd_spec import BLOCK_THREADS, SCAN_THREADS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
 
-_WORDS = {
-    torch.int32: "int32", torch.int64: "int64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
-}  # fmt: skip
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that the kernel adds up, in fp32."""
 
-MAX_LAUNCHES = 4096
 _local = threading.local()
 
 
@@ -62,8 +59,8 @@ def rows_call(
     cp_size, rule = (
         (shape.cp_size, shape.rule) if map in ("to_ranks", "to_sequences", "positions") else (1, "dual_chunk")
     )
-    dtypes = (_WORDS[inputs[0].dtype], _WORDS[outputs[0].dtype]) if sums else ("fp32", "fp32")
-    index_dtype = "int32" if offsets is None else _WORDS[offsets.dtype]
+    dtypes = (DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ("fp32", "fp32")
+    index_dtype = "int32" if offsets is None else DTYPE_NAMES[offsets.dtype]
     spec = RowsSpec(map, ones, index_dtype, cp_size, rule, sums, *dtypes)
     strides = [(x.stride(0) * x.element_size() if len(x) > 1 else 0) for x in (*inputs, *outputs)]
     widths = [x[0].numel() * x.element_size() if len(x) else 0 for x in outputs]
@@ -140,7 +137,7 @@ def segments_calls(
     words = [shape.sequences, shape.tokens, shape.cp_rank, *mask, shape.capacity, shape.rows, keys, queries]
     words += [sizes["gathered_rows"][1], sum(sizes["send_rows"]), *bases]
     flags = (mask.full, mask.extends, padded, exchange is not None)
-    word = _WORDS[cu_seqlens.dtype]
+    word = DTYPE_NAMES[cu_seqlens.dtype]
     calls = []
     for rows, threads, blocks in (
         (False, scan_threads, 1 + (0 if exchange is None else 2 * shape.cp_size)),
@@ -181,8 +178,8 @@ def correction_call(
             vec //= 2
     if rows == 0 or heads == 0:
         return None
-    dtype = "fp32" if out is None else _WORDS[out.dtype]
-    spec = CorrectionSpec(quantity, first, second, packed, dtype, _WORDS[offsets.dtype], vec)
+    dtype = "fp32" if out is None else DTYPE_NAMES[out.dtype]
+    spec = CorrectionSpec(quantity, first, second, packed, dtype, DTYPE_NAMES[offsets.dtype], vec)
     widths = [0 if x is None else x.shape[-1] for x in (lse, lse_step)]
     words = [len(offsets) - 1, heads, head_dim, *strides, *widths]
     return spec, (rows, 1), [out, step, lse, lse_step, offsets], words
