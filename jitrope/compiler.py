@@ -28,6 +28,11 @@ contracted only where a template says so, with intrinsics."""
 OLDEST_ARCH = {12: 50, 13: 75}
 """The oldest architecture that NVRTC of each CUDA compiles for."""
 
+
+class Refused(CompileError):
+    """NVRTC does not know an architecture, or the driver does not take its cubin: PTX may do (`virtual_arch`)."""
+
+
 _NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
 
@@ -118,6 +123,16 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
     return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
 
 
+def virtual_arch(arch: str) -> str | None:
+    """What the PTX that a GPU of `arch` takes is compiled for, as `compute_90`; None: this NVRTC has none.
+
+    A driver compiles PTX of any earlier architecture: CUDA C++ Programming Guide, "Just-in-Time Compilation".
+    """
+    known = [int(name.removeprefix("sm_")) for name in supported_archs()]
+    older = [number for number in known if number <= int(arch.removeprefix("sm_"))]
+    return f"compute_{max(older)}" if older else None
+
+
 def _gpus(arch: str) -> str:
     """The names of this machine's GPUs of an architecture, in brackets; nothing where there are none."""
     try:
@@ -130,14 +145,14 @@ def _gpus(arch: str) -> str:
 
 
 def options_for(arch: str) -> tuple[str, ...]:
-    """NVRTC's options for an architecture such as `sm_90`."""
+    """NVRTC's options for an architecture such as `sm_90`, or `compute_90`, whose image is PTX."""
     return (*OPTIONS, f"-arch={arch}")
 
 
 def compile_source(
     source: Source, arch: str, extra_options: tuple[str, ...] = (), spec: dict[str, Any] | None = None
 ) -> tuple[bytes, str]:
-    """(cubin, compiler's log) of a source for `arch`. Needs neither a GPU nor a driver.
+    """(cubin or, for `compute_90` and the like, PTX; compiler's log) of a source. Needs neither a GPU nor a driver.
 
     spec: `to_dict` of what the source was rendered from, for the message of a CompileError.
     """
@@ -145,11 +160,12 @@ def compile_source(
     program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options_for(arch) + extra_options)
-        # CuPy's getCUBIN drops the last byte, taking a cubin for a C string.
-        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+        # CuPy's getCUBIN drops the last byte, taking a cubin for a C string, which PTX is.
+        get = nvrtc.getPTX if arch.startswith("compute_") else nvrtc.getCUBIN
+        return get(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
-        if wrong := unsupported(arch, supported_archs(), nvrtc_version()):
-            raise CompileError(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
+        if wrong := unsupported(arch.replace("compute_", "sm_"), supported_archs(), nvrtc_version()):
+            raise Refused(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
         lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
         lines += [f"spec: {json.dumps(spec)}"] if spec is not None else []
         raise CompileError("\n".join([*lines, f"source: {_keep(source)}"])) from error
@@ -201,7 +217,9 @@ class Kernel:
                 self.module = cupy.RawModule(path=str(path))
                 self.handle: int = self.module.get_function(entry).kernel.ptr
             except Exception as error:
-                raise CompileError(f"the driver refuses {path}: {error}") from error
+                cuda = cupy.cuda.runtime.driverGetVersion()
+                text = f"the driver (CUDA {cuda // 1000}.{cuda % 1000 // 10}) refuses {path}: {error}"
+                raise Refused(text) from error
             self._context = driver.ctxGetCurrent()
             self._may_overlap = int(this.compute_capability) >= 90
         self._driver = driver

@@ -143,6 +143,18 @@ def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
 
 def _load(spec: Spec, device: int) -> Kernel:
     arch = arch_of(device)
+    try:
+        return _load_own(spec, arch, device)
+    except compiler.Refused as error:
+        virtual = compiler.virtual_arch(arch) if config.compile_allowed() else None
+        if virtual is None:
+            raise
+        _tell_of_ptx(arch, virtual, str(error))
+        return _open(build(spec, virtual), spec, device)
+
+
+def _load_own(spec: Spec, arch: str, device: int) -> Kernel:
+    """From a cubin of the device's own architecture."""
     found = build(spec, arch)
     try:
         return _open(found, spec, device)
@@ -151,6 +163,15 @@ def _load(spec: Spec, device: int) -> Kernel:
             raise
         log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
         return _open(build(spec, arch, rebuild=True), spec, device)
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def _tell_of_ptx(arch: str, virtual: str, reason: str) -> None:
+    if (arch, virtual) not in _told:
+        _told.add((arch, virtual))
+        log.warning("%s; the driver compiles PTX for %s in its place, at each process's first call", reason, virtual)
 
 
 def _open(found: Cubin, spec: Spec, device: int) -> Kernel:

@@ -13,9 +13,11 @@ device.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 RULES = ("dual_chunk", "contiguous")
+Rows = tuple[tuple[int, ...], ...]
 
 
 class Mask(NamedTuple):
@@ -99,7 +101,7 @@ def capacity(tokens: int, cp_rank: int, cp_size: int, sequences: int, mask: Mask
     return keys, queries
 
 
-def exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: str) -> list[list[int]] | None:
+def exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: str) -> Rows | None:
     """rows[source][rank]: the most keys of `source` that `rank` needs; None: exchanging them saves nothing.
 
     Of a chunk d chunks away no sequence needs more than ceil(window / d) keys: those between take up the rest. None
@@ -107,6 +109,11 @@ def exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: s
     """
     if cp_size == 1 or mask.full or mask.left < 0 or mask.right < 0:
         return None
+    known = type(tokens) is int and type(sequences) is int  # a traced size is one number here, another there
+    return (_kept_rows if known else _exchange_rows)(tokens, cp_size, sequences, mask, rule)
+
+
+def _exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: str) -> Rows | None:
     of = number_of_chunks(cp_size, rule)
 
     def needed(chunk: int, by: int) -> int:
@@ -114,8 +121,8 @@ def exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: s
         own = int(count(tokens, chunk, of))
         return own if chunk == by else min(own, sequences * -(-reach // abs(by - chunk)))
 
-    rows = [
-        [
+    rows = tuple(
+        tuple(
             min(
                 local_rows(tokens, source, cp_size, rule),
                 sum(
@@ -125,11 +132,14 @@ def exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: s
                 ),
             )
             for rank in range(cp_size)
-        ]
+        )
         for source in range(cp_size)
-    ]
+    )
     moved = sum(rows[source][rank] for source in range(cp_size) for rank in range(cp_size) if source != rank)
     return rows if 4 * moved <= 3 * (cp_size - 1) * cp_size * rows_per_rank(tokens, cp_size) else None
+
+
+_kept_rows = lru_cache(maxsize=256)(_exchange_rows)
 
 
 def _at_most(rest: Any, chunk: Any) -> Any:

@@ -86,7 +86,7 @@ def _cuda_rows(
     table: Tensor | None, *shape: Any,
 ) -> None:  # fmt: skip
     sums = table is not None and table.dim() == 2
-    whole = all(x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
+    whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
     if whole and len(outputs) <= 2 and not (sums and inputs[0].dtype not in runtime.SUMMED):
         runtime.move(map, inputs, outputs, cu_seqlens, lengths, table, Shape(*shape))
     else:

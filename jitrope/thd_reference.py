@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .partition import (
     Mask,
+    Rows,
     before,
     capacity,
     chunks_of,
@@ -322,7 +323,7 @@ def _count_before(
 
 def _exchanged(
     position: Tensor, sequence: Tensor, rank: Tensor, lengths: Tensor, offsets: Tensor, shape: Shape, mask: Mask,
-    exchange: list[list[int]],
+    exchange: Rows,
 ) -> tuple[Tensor, int]:  # fmt: skip
     """(where a key is among the rows received, how many there are)."""
     at, base = torch.zeros_like(position), 0
@@ -334,9 +335,7 @@ def _exchanged(
     return at, base
 
 
-def _sent(
-    lengths: Tensor, offsets: Tensor, shape: Shape, mask: Mask, exchange: list[list[int]]
-) -> tuple[Tensor, Tensor]:
+def _sent(lengths: Tensor, offsets: Tensor, shape: Shape, mask: Mask, exchange: Rows) -> tuple[Tensor, Tensor]:
     """Which row goes where, and the inverse."""
     device, rows = offsets.device, shape.rows
     total = sum(exchange[shape.cp_rank])

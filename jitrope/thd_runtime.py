@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .partition import Mask, exchange_rows
 from .problem import DTYPE_NAMES
-from .runtime import MAX_LAUNCHES, get_kernel
+from .runtime import MAX_LAUNCHES, _get_device, _get_stream, get_kernel
 from .spec import ACCESS_BYTES
 from .thd_reference import Shape, layout, split
 from .thd_spec import BLOCK_THREADS, SCAN_THREADS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
@@ -26,19 +26,22 @@ _local = threading.local()
 
 def _launch(spec: ThdSpec, grid: tuple[int, int], device: torch.device, arguments: Sequence[int]) -> None:
     """Enqueue on torch's current stream of the device; arguments: addresses, then words."""
+    index: int = device.index
+    if index != _get_device():
+        with torch.cuda.device(device):
+            return _launch(spec, grid, device, arguments)
     kept = _local.__dict__.setdefault("launches", {})
-    key = (spec, grid, device.index)
-    with torch.cuda.device(device):
-        if key not in kept:
-            if len(kept) >= MAX_LAUNCHES:
-                kept.clear()
-            kernel = get_kernel(spec, device.index)
-            kernel.bind_thread()
-            words = (ctypes.c_int64 * len(arguments))()
-            kept[key] = words, kernel.enqueuer(grid, spec.threads, ctypes.addressof(words))
-        words, enqueue = kept[key]
-        words[:] = arguments
-        enqueue(torch.cuda.current_stream(device).cuda_stream)
+    key = (spec, grid, index)
+    if key not in kept:
+        if len(kept) >= MAX_LAUNCHES:
+            kept.clear()
+        kernel = get_kernel(spec, index)
+        kernel.bind_thread()
+        words = (ctypes.c_int64 * len(arguments))()
+        kept[key] = words, kernel.enqueuer(grid, spec.threads, ctypes.addressof(words))
+    words, enqueue = kept[key]
+    words[:] = arguments
+    enqueue(_get_stream(index))
 
 
 # ---- rows --------------------------------------------------------------------------------------------
@@ -54,7 +57,7 @@ def rows_call(
     """
     shape = shape or Shape(0, 0, 1, 0)
     ones = indices is not None
-    rows = len(indices) if ones else len(outputs[0])  # type: ignore[arg-type]
+    rows = outputs[0].shape[0] if indices is None else indices.shape[0]
     sums = table is not None and table.dim() == 2
     cp_size, rule = (
         (shape.cp_size, shape.rule) if map in ("to_ranks", "to_sequences", "positions") else (1, "dual_chunk")
@@ -62,9 +65,8 @@ def rows_call(
     dtypes = (DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ("fp32", "fp32")
     index_dtype = "int32" if offsets is None else DTYPE_NAMES[offsets.dtype]
     spec = RowsSpec(map, ones, index_dtype, cp_size, rule, sums, *dtypes)
-    strides = [(x.stride(0) * x.element_size() if len(x) > 1 else 0) for x in (*inputs, *outputs)]
-    widths = [x[0].numel() * x.element_size() if len(x) else 0 for x in outputs]
-    in_widths = [x[0].numel() * x.element_size() if len(x) else 0 for x in inputs]
+    strides = [(x.stride(0) * x.element_size() if x.shape[0] > 1 else 0) for x in (*inputs, *outputs)]
+    widths, in_widths = ([_row_bytes(x) for x in xs] for xs in (outputs, inputs))
     if rows == 0 or (not ones and max(widths) == 0):
         return None
     if not ones:
@@ -76,9 +78,13 @@ def rows_call(
     count = len(inputs)
     pad = [0] * (2 - count)
     words = [*strides[:count], *pad, *strides[count:], *pad, *(in_widths if sums else widths), *pad, rows]
-    words += [len(inputs[0]) if inputs else 0, len(table) if sums else 1, shape.sequences]  # type: ignore[arg-type]
+    words += [inputs[0].shape[0] if inputs else 0, table.shape[0] if sums else 1, shape.sequences]  # type: ignore[union-attr]
     words += [shape.tokens, shape.cp_rank, max(1, shape.capacity)]
     return spec, grid, tensors, words
+
+
+def _row_bytes(x: Tensor) -> int:
+    return x.shape[1:].numel() * x.element_size() if x.shape[0] else 0
 
 
 def _run(call: tuple[Any, ...] | None, device: torch.device) -> None:

@@ -5,8 +5,10 @@ Pure Python, no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from .errors import InvalidInput
@@ -258,9 +260,11 @@ def plan_rows(spec: RowsSpec, widths: tuple[int, ...], multiples: tuple[int, ...
 
     multiples: what must be a multiple of an access, in bytes: addresses, strides and widths.
     """
-    access = ACCESS_BYTES
-    while any(number % access for number in multiples):
-        access //= 2
+    return _planned(spec, widths, math.gcd(ACCESS_BYTES, *multiples))
+
+
+@lru_cache(maxsize=1024)
+def _planned(spec: RowsSpec, widths: tuple[int, ...], access: int) -> RowsSpec:
     columns = max(1, max(widths) // access)
     lanes, best = 1, 0.0
     for candidate in (1 << shift for shift in range(BLOCK_THREADS.bit_length())):
@@ -268,4 +272,4 @@ def plan_rows(spec: RowsSpec, widths: tuple[int, ...], multiples: tuple[int, ...
         if use >= best or use >= MIN_LANE_USE:
             lanes, best = candidate, use
     unroll = 1 if spec.sums else ROWS_IN_FLIGHT
-    return RowsSpec(**{**asdict(spec), "access_bytes": access, "lanes": lanes, "unroll": unroll})
+    return replace(spec, access_bytes=access, lanes=lanes, unroll=unroll)

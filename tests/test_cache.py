@@ -811,6 +811,7 @@ def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, capl
 
 ON_THE_GPU = """
 import torch, jitrope
+torch.manual_seed(0)
 q = torch.randn(1, 64, 4, 128, device="cuda", dtype=torch.bfloat16)
 angles = torch.rand(64, 64, device="cuda")
 cos, sin = angles.cos(), angles.sin()
@@ -852,6 +853,44 @@ def test_an_image_that_the_driver_refuses_is_rebuilt_once(tmp_path: Path) -> Non
     assert cache.store(key, "text", alien, entry.spec)
     assert on_the_gpu(COUNTED, tmp_path / "k") == "1 1"
     assert on_the_gpu(COUNTED, tmp_path / "k") == "0 1"
+
+
+ALIEN = """
+from jitrope import compiler, kernels
+whole = compiler.compile_source
+def alien(source, arch, **rest):
+    return whole(source, arch if arch.startswith("compute_") else "sm_75", **rest)
+compiler.compile_source = alien
+"""
+
+NEWER = """
+from jitrope import compiler, kernels
+compiler._nvrtc()
+class Older:  # an NVRTC that does not know this GPU
+    def __init__(self, nvrtc):
+        self.nvrtc = nvrtc
+    def __getattr__(self, name):
+        return getattr(self.nvrtc, name)
+    def getSupportedArchs(self):
+        return [number for number in self.nvrtc.getSupportedArchs() if number < OWN]
+    def compileProgram(self, program, options):
+        if f"-arch=sm_{OWN}" in options:
+            raise self.nvrtc.NVRTCError(5)  # NVRTC_ERROR_INVALID_OPTION
+        return self.nvrtc.compileProgram(program, options)
+older = Older(compiler._nvrtc())
+compiler._nvrtc = lambda: older
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", [ALIEN, NEWER], ids=["the driver refuses it twice", "NVRTC does not know the GPU"])
+def test_ptx_where_no_cubin_can_be_had(tmp_path: Path, fault: str) -> None:
+    major, minor = kernels.torch.cuda.get_device_capability()
+    expected = on_the_gpu("print(call().float().norm().item())", tmp_path / "cubin")
+    code = fault.replace("OWN", f"{major}{minor}") + "print(call().float().norm().item())"
+    assert on_the_gpu(code, tmp_path / "ptx") == expected
+    archs = {entry.arch for entry in KernelCache(tmp_path / "ptx").entries()}
+    assert any(arch.startswith("compute_") for arch in archs), archs
 
 
 @pytest.mark.gpu

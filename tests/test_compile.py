@@ -245,3 +245,15 @@ def test_cubin_is_whole(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_explained() -> None:
     with pytest.raises(CompileError, match="this NVRTC compiles for sm_75"):
         compiler.compile_source(render(PREWARM[0]), "sm_20")
+
+
+def test_ptx_for_what_no_cubin_can_be_made_for() -> None:
+    """For a GPU that this NVRTC does not know yet; that a driver takes it is tested on a GPU (test_cache.py)."""
+    ptx, _ = compiler.compile_source(render(PREWARM[0]), "compute_90")
+    assert b".target sm_90" in ptx and ptx.endswith(b"}\n\n\0"), ptx[-20:]
+    newest = max(int(name.removeprefix("sm_")) for name in compiler.supported_archs())
+    assert compiler.virtual_arch("sm_90") == "compute_90"
+    assert compiler.virtual_arch("sm_999") == f"compute_{newest}"
+    assert compiler.virtual_arch("sm_50") is None
+    with pytest.raises(compiler.Refused, match="sm_999 is newer than NVRTC"):
+        compiler.compile_source(render(PREWARM[0]), "sm_999")

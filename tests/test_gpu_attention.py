@@ -246,10 +246,11 @@ def test_flex(case: Attention) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", ["dual_chunk", "contiguous"])
-def test_cudnn(dtype: torch.dtype, rule: str) -> None:
+@pytest.mark.parametrize("length", [256, 192, 90])
+def test_cudnn(length: int, dtype: torch.dtype, rule: str) -> None:
     """What it takes: full masks over sequences of one length."""
     case = Attention(
-        "fixed", (256, 256), causal=False, rule=rule, heads=(4, 4, 64, 64), dtype=dtype, backend="cudnn",
+        "fixed", (length, length, length), causal=False, rule=rule, heads=(4, 4, 64, 64), dtype=dtype, backend="cudnn",
         options={"fixed": True},
     )  # fmt: skip
     check(case, 2, "cuda", lse=False)

@@ -27,7 +27,7 @@ from ..context_parallel.steps import (
     unpack_gradients,
 )
 from ..errors import JitropeError
-from ..partition import Mask
+from ..partition import Mask, Rows
 from .cp import SHAPES, Batch, host_us, row
 from .thd import Progress
 from .timing import turn_by_turn
@@ -324,7 +324,7 @@ def _ranks(heads: tuple[int, int], mask: str, batch: Batch) -> list[dict[str, An
     ]
 
 
-def _most_exchanged(exchange: list[list[int]]) -> int:
+def _most_exchanged(exchange: Rows) -> int:
     """The most rows that a rank gets from others."""
     received = [sum(rows[rank] for rows in exchange) - exchange[rank][rank] for rank in range(len(exchange))]
     return max(received)

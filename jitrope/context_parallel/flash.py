@@ -93,10 +93,11 @@ class Flash:
 
 
 class Cudnn:
-    """torch.ops.aten._cudnn_attention_forward and _backward.
+    """torch.ops.aten._scaled_dot_product_cudnn_attention and its backward.
 
-    Its causal mask is counted from the first key, and what it does where a segment is empty is not said: only full
-    masks over sequences of one length.
+    Its causal mask is counted from the first key: only full masks. And only sequences of one length, as batches: of
+    packed ones torch's backward takes the head size for the longest length (pytorch/pytorch#186142), which gives
+    a wrong dq in 2.11.
     """
 
     name = "cudnn"
@@ -120,20 +121,29 @@ class Cudnn:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         """See `Backend`."""
-        out, lse, *_, seed, offset, _ = torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, *varlen[:4], True, 0.0, False, False, scale=varlen.scale
+        out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(_batched(x, varlen) for x in (q, k, v)), None, True, 0.0, False, False, scale=varlen.scale
         )
-        return Result(out, None, None, (lse, seed, offset))
+        return Result(_packed(out), None, None, (lse, seed, offset))
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Backend`."""
-        lse, seed, offset = saved
-        dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
-            dout.contiguous(), q, k, v, out, lse, seed, offset, None, *varlen[:4], 0.0, False, scale=varlen.scale
+        dout, q, k, v, out = (_batched(x, varlen) for x in (dout.contiguous(), q, k, v, out))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, *saved, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=varlen.scale
         )
-        return dq, dk, dv
+        return _packed(dq), _packed(dk), _packed(dv)
+
+
+def _batched(x: Tensor, varlen: Varlen) -> Tensor:
+    """Packed rows of equal segments (T, H, D) as (B, H, S, D)."""
+    return x.view(len(varlen.cu_seqlens_q) - 1, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def active_impl() -> str | None:

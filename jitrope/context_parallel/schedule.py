@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from .. import thd_ops
 from ..checks import _requirer
-from ..partition import Mask, capacity, exchange_rows
+from ..partition import Mask, Rows, capacity, exchange_rows
 from ..thd_reference import Segments, Shape
 from .checks import check_cu_seqlens, check_size, check_window
 from .groups import Ranks, everyones_rows, ranks_of
@@ -80,7 +80,16 @@ class Schedule:
         window: tuple[int, int] = (-1, -1),
         rule: str = "dual_chunk",
     ) -> Schedule:
-        """For the layouts bshd and sbhd: `batch` sequences of `seqlen` tokens, a multiple of the group's size."""
+        """For the layouts bshd and sbhd: sequences of one length. The other arguments are those of `Schedule`.
+
+        Args:
+            batch: B, how many sequences.
+            seqlen: tokens of each on all ranks together, a multiple of the group's size.
+            device: that of q.
+
+        Raises:
+            InvalidInput: the arguments do not fit together.
+        """
         require = _requirer("Schedule.fixed")
         ranks = ranks_of(group, cp_size, cp_rank, require)
         require(batch > 0, lambda: f"batch is {batch}; it is at least 1")
@@ -98,7 +107,7 @@ class Schedule:
 
     @property
     def offsets(self) -> Tensor:
-        """Those that the rows are cut by: with the padding, if there is some."""
+        """Those that the rows are cut by, (N + 1): with the padding, if there is some."""
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
     @cached_property
@@ -112,7 +121,7 @@ class Schedule:
         return thd_ops.segments(self.cu_seqlens, self.cu_seqlens_padded, self.shape, self.mask)
 
     @cached_property
-    def exchange(self) -> list[list[int]] | None:
+    def exchange(self) -> Rows | None:
         """rows[source][rank] that are sent; None: all ranks gather all rows."""
         shape = self.shape
         return exchange_rows(shape.tokens, shape.cp_size, shape.sequences, self.mask, shape.rule)
@@ -122,7 +131,7 @@ class Schedule:
         """How many rows of keys go from here to each rank."""
         if self.exchange is None:
             return [self.shape.capacity] * self.shape.cp_size
-        return self.exchange[self.shape.cp_rank]
+        return [*self.exchange[self.shape.cp_rank]]
 
     @property
     def received(self) -> list[int]:
@@ -154,7 +163,7 @@ class Schedule:
         return self.shape.sequences * (each + padding)
 
     def varlen(self, scale: float) -> Varlen:
-        """The segments as backends take them."""
+        """The segments as backends take them; scale is that of the softmax."""
         return Varlen(self.segments.cu_seqlens_q, self.segments.cu_seqlens_k, *self._longest(), self.mask, scale)
 
     def _longest(self) -> tuple[int, int]:
