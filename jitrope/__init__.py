@@ -1,6 +1,20 @@
 """jitrope: rotary position embeddings at the speed of memory, compiled on first call.
 
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
+
+Besides the functions below:
+
+- `jitrope.tables`: cosines, sines and angles of every common kind of rope
+- `jitrope.context_parallel`: packed batches cut between ranks, and attention over them
+- `jitrope.thd`: rows of packed batches, as TransformerEngine's context parallelism moves them
+- `jitrope.integrations.transformers`, `jitrope.integrations.diffusers`, `jitrope.integrations.vllm`,
+  `jitrope.integrations.sglang`, `jitrope.integrations.torchtitan`, `jitrope.integrations.transformer_engine`,
+  `jitrope.integrations.megatron`, `jitrope.integrations.deepspeed`: in place of a host's own rope
+- `jitrope.prewarm`, `jitrope.bundle`, `jitrope.cache`: kernels made ahead of time, in a file, on the disk
+
+In shapes B is the batch, S the tokens of a sequence, T those of a packed batch of N sequences, H heads (Hq of q, Hk of
+k and v), D elements of a head, P rows of a table, W its width, R the elements of a head that are rotated. Angles are in
+radians, positions and offsets in tokens, sizes in bytes.
 """
 
 from .config import configure

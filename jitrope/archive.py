@@ -30,7 +30,8 @@ def write(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
     manifest["seal"] = seal(manifest)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        with open(temporary, "xb") as file:
+        # A cache's bundle must not be others' to write, whatever the umask.
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
                 for folder in kernels:

@@ -28,7 +28,17 @@ def write(
 ) -> list[Built]:
     """Write the kernels of every spec and architecture to `path`, compiling those that no cache has; needs no GPU.
 
-    The same kernels give the same bytes, and a bundle is there whole or not at all. `done` is called after each.
+    The same kernels give the same bytes, and a bundle is there whole or not at all.
+
+    Args:
+        path: the file; its folder has to be there.
+        specs: of `jitrope.prewarm.Call.specs`, `jitrope.prewarm.read_calls` or `jitrope.record`.
+        archs: architectures, as "sm_90".
+        jobs: how many are compiled at a time.
+        done: called after each, in any order.
+
+    Returns:
+        What became of each kernel, in order.
 
     Raises:
         CompileError: a kernel could not be made; nothing is written.
@@ -63,10 +73,14 @@ def write(
 
 
 def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
-    """Put a bundle's kernels into a cache, by default the user's; which they are.
+    """Put a bundle's kernels into a cache, by default the user's; returns which they are.
 
     All of it is checked before anything is written. In the cache they serve beside any compiler, and pruning leaves
     them alone.
+
+    Args:
+        path: the bundle's file.
+        into: the cache.
 
     Raises:
         CacheError: the file is not a bundle, is damaged, has anything else in it, or the cache cannot be written.
@@ -84,7 +98,11 @@ def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
 
 
 def entries(path: Path) -> list[Entry]:
-    """What is in a bundle, checked; raises CacheError."""
+    """What is in a bundle, checked.
+
+    Raises:
+        CacheError: the file is not a bundle, is damaged, or has anything else in it.
+    """
     return [_entry(path / folder, meta, files) for folder, meta, files in archive.Archive(path).read_all()]
 
 

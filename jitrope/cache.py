@@ -39,7 +39,14 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUS
 
 @dataclass
 class Counts:
-    """What a process's cache did. hits: kernels found in any layer; repaired: entries that were not usable."""
+    """What a process's cache did.
+
+    Attributes:
+        hits, misses: kernels found in any layer, and in none.
+        compiled: kernels made by this process.
+        repaired: entries that were not usable, and were taken away.
+        compile_ms: milliseconds spent on what was compiled.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -51,8 +58,10 @@ class Counts:
 class KernelCache:
     """The kernels under one folder, and layers below it. Never raises where the disk is the trouble: it misses.
 
-    system: read-only folders and bundles that are asked after the folder; max_bytes: a bound for the folder, kept
-    after a store, once an hour; 0: none.
+    Args:
+        root: the folder, made when something is written.
+        system: read-only folders and bundles that are asked after it.
+        max_bytes: a bound for the folder, kept after a store, once an hour; 0: none.
     """
 
     def __init__(self, root: Path, system: tuple[Path, ...] = (), max_bytes: int = 0) -> None:
@@ -217,7 +226,11 @@ class KernelCache:
     # ---- looking after the folder ----------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
-        """The readable entries, by name."""
+        """The readable entries, by name.
+
+        Raises:
+            CacheError: the folder cannot be listed.
+        """
         for path in self._folders():
             with contextlib.suppress(OSError, *DAMAGE):
                 meta, files = read(path)
@@ -225,7 +238,11 @@ class KernelCache:
                 yield Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], used)
 
     def verify(self) -> tuple[int, list[tuple[Path, str]]]:
-        """How many entries are whole, and those that are not with the reason. Another version's are neither."""
+        """How many entries are whole, and those that are not with the reason. Another version's are neither.
+
+        Raises:
+            CacheError: the folder cannot be listed.
+        """
         good, bad = 0, []
         for path in self._folders():
             try:
@@ -238,7 +255,11 @@ class KernelCache:
         return good, bad
 
     def clear(self) -> int:
-        """Remove every entry, of bundles too; how many there were."""
+        """Remove every entry, of bundles too; how many there were.
+
+        Raises:
+            CacheError: the folder cannot be listed, or an entry cannot be removed.
+        """
         paths = list(self._folders())
         for path in (*paths, *self._leftovers(0.0)):
             if not self._take_away(path) and os.path.lexists(path):
@@ -252,6 +273,13 @@ class KernelCache:
 
         Not removed, and so perhaps above the bound: what was used in the last hour or by this process. Bundles'
         entries neither count nor go, because nothing here may be able to make them again.
+
+        Args:
+            max_bytes: the bound, over all files of the entries.
+            dry_run: remove nothing; say what would be.
+
+        Raises:
+            CacheError: the folder cannot be listed.
         """
         own = (path for path in self._folders() if not path.name.endswith(f"-{ANY}"))
         found = sorted((used, size, path) for path in own for used, size in [_used_and_size(path)])

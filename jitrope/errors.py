@@ -14,13 +14,16 @@ class InvalidInput(JitropeError, ValueError):
 
 
 class CompileError(JitropeError):
-    """A kernel could not be compiled or loaded."""
+    """A kernel could not be compiled or loaded; the message says why, and what to install if something is missing."""
 
 
 class MissingKernel(CompileError):
     """A kernel is in no cache, and compiling is forbidden (`JITROPE_NO_COMPILE=1`, `jitrope.configure`).
 
-    spec: the kernel's, as `to_dict` gives it; arch: as `sm_90`; command: the shell line that makes it.
+    Attributes:
+        spec: the kernel's constants, a dict that JSON takes, as `jitrope.prewarm.read_calls` reads it back.
+        arch: the GPU's architecture, as "sm_90".
+        command: the shell line that makes the kernel.
     """
 
     def __init__(self, message: str, spec: dict[str, Any], arch: str, command: str) -> None:

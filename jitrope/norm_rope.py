@@ -44,7 +44,7 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor | None]:
     """RMSNorm of q and k, then rope, in one launch; returns fresh tensors.
 
-    A head x becomes x / sqrt(mean(x^2) + eps) times the weight (arXiv:1910.07467, equation 4), then is
+    A head x becomes x / sqrt(mean(x^2) + eps) times the weight (RMSNorm, arXiv:1910.07467, equation 4), then is
     rotated as `apply_rope` does it. Differentiable in q, k and the weights; the gradient is one launch too
     and the same from run to run.
 
@@ -55,7 +55,8 @@ def qk_norm_rope(
         q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight.
         cos, sin: as `apply_rope`'s, as are cos_sin_cache and freqs_cis in their place. No table at all: q and k are
             normalised only.
-        eps: added to the mean of the squares.
+        eps: added to the mean of the squares. The default is that of Qwen3, FLUX, Qwen-Image and Wan in transformers
+            and diffusers.
         across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         norm_rounding: between norm and rope. "none": nothing is rounded. "once": to q's dtype, behind the
@@ -115,8 +116,11 @@ def qk_norm_rope_(
 ) -> tuple[Tensor, Tensor | None]:
     """`qk_norm_rope` in place: q and k themselves are normalised and rotated, and returned.
 
-    Arguments and errors are those of `qk_norm_rope`. There is no gradient, which would need q and k as they
-    were: a call that asks for one is refused.
+    Arguments and errors are those of `qk_norm_rope`. There is no gradient, which would need q and k as they were.
+
+    Raises:
+        InvalidInput: also where a gradient is asked for, and for a tensor whose elements overlap in memory.
+        CompileError: as `qk_norm_rope`.
     """
     tables, kind, rotary_dim = _arguments(
         "qk_norm_rope_", q, cos, sin, cos_sin_cache, freqs_cis, start_positions, position_ids, layout, rotary_dim,

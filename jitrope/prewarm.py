@@ -1,4 +1,8 @@
-"""Which kernels a program will ask for, and building them ahead of time. Needs no GPU."""
+"""Which kernels a program will ask for, and building them ahead of time. Needs no GPU.
+
+>>> specs = prewarm.Call(heads=40, position_ids="int64").specs()     # 32 heads of q and 8 of k, bf16, by position_ids
+>>> prewarm.prewarm(specs, ["sm_80", "sm_90"], jobs=4)
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,29 @@ class Call:
     """A kind of `apply_rope`, with q_per_group `apply_rope_qkv`, with slots `apply_rope_kv_cache` call with
     aligned, ordinary tensors.
 
-    heads: those of q and k (and v, if the call moves it) together, since one block takes all of a
-    token's. width: "half" or "full" tables; angles: they are `freqs`; freqs_cis: complex64. packed,
-    start_positions, position_ids, slots: None or the dtype of cu_seqlens, start_positions, position_ids
-    and slot_mapping. page_size: of a cache whose pages do not follow each other, else 0; kv_dtype: the
-    cache's, if it is "fp8"; fp8: q (and without a cache k) comes out as fp8. batch_inner: (S, B, H, D) in
-    memory, B > 1. norm: norm_rounding of a `qk_norm_rope` call, "" elsewhere, and its weights' dtype;
-    across_heads: the heads of q and of k of a norm over all of them, else (); two_streams: a
-    `qk_norm_rope_joint` call, two_tables: with tables for each stream. The kernels of a call are both launches,
-    and with `backward` the gradient's.
+    The kernels of a call are both launches, and with `backward` the gradient's. Fields that are not listed are
+    arguments of those functions.
+
+    Attributes:
+        heads: those of q and k (and v, if the call moves it) together, since one block takes all of a token's.
+        dtype, table_dtype: "fp32", "fp16" or "bf16", of q and of the tables; "fp64" tables with "complex128".
+        rotary_dim: 0: the whole head.
+        width: "half" or "full" tables.
+        angles: they are `freqs`.
+        freqs_cis: they are complex64.
+        packed, start_positions, position_ids, slots: None, or "int32" or "int64", the dtype of cu_seqlens,
+            start_positions, position_ids and slot_mapping.
+        page_size: rows, of a cache whose pages do not follow each other, else 0.
+        kv_dtype: the cache's, if it is "fp8".
+        fp8: q (and without a cache k) comes out as fp8.
+        batch_inner: (S, B, H, D) in memory, B > 1.
+        norm, weight_dtype: norm_rounding of a `qk_norm_rope` call, "" elsewhere, and its weights' dtype.
+        across_heads: the heads of q and of k of a norm over all of them, else ().
+        two_streams, two_tables: a `qk_norm_rope_joint` call, and one with tables for each stream.
+        backward: the gradient's kernels too.
+
+    Raises:
+        InvalidInput: a field has a value that no call has.
     """
 
     heads: int
@@ -222,6 +240,9 @@ def read_calls(path: Path) -> list[Spec]:
 
     TOML or JSON: `call = [...]`, each with `Call`'s fields, a list standing for each of its values;
     and `spec = [...]`, whole specs, as `jitrope.record` writes and `jitrope cache ls --json` prints.
+
+    Raises:
+        InvalidInput: the file cannot be read, or names something that no call or spec has.
     """
     try:
         text = path.read_text()
@@ -243,7 +264,12 @@ def read_calls(path: Path) -> list[Spec]:
 
 
 def expand(fields: dict[str, Any]) -> list[Call]:
-    """The calls of a description in which any field may be a list."""
+    """The calls of a description in which any field may be a list, which stands for each of its values.
+
+    Raises:
+        InvalidInput: as `Call`.
+        TypeError: `Call` has no field of a name, or one without a default is missing.
+    """
     axes = [value if isinstance(value, list) else [value] for value in fields.values()]
     return [Call(**dict(zip(fields, values))) for values in itertools.product(*axes)]
 
@@ -258,7 +284,13 @@ def _toml(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Built:
-    """What became of one kernel: "compiled", "cached" or the error."""
+    """What became of one kernel.
+
+    Attributes:
+        spec, arch: which it is.
+        outcome: "compiled", "cached" or the error's words.
+        failed: it is an error.
+    """
 
     spec: Spec
     arch: str
@@ -269,7 +301,17 @@ class Built:
 def prewarm(
     specs: Iterable[Spec], archs: Iterable[str], jobs: int, done: Callable[[Built], None] = lambda built: None
 ) -> list[Built]:
-    """Build every spec for every architecture; `done` is called after each, in any order."""
+    """Build every spec for every architecture into the kernel cache. What fails is said, not raised.
+
+    Args:
+        specs: of `Call.specs`, `read_calls` or `jitrope.record`.
+        archs: architectures, as "sm_90".
+        jobs: how many are compiled at a time.
+        done: called after each, in any order.
+
+    Returns:
+        What became of each, in order.
+    """
 
     def one(item: tuple[Spec, str]) -> Built:
         spec, arch = item

@@ -22,7 +22,7 @@ _asked: dict[Spec, None] = {}
 
 
 class Recording:
-    """What `record` gives: `specs`, complete when it ends."""
+    """What `record` gives: `specs`, a list of the kernels asked for, complete when it ends."""
 
     def __init__(self) -> None:
         self.specs: list[Spec] = []
@@ -37,6 +37,9 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
 
     Args:
         path: the file; without, the specs are only in the `Recording` that the block gets.
+
+    Yields:
+        A `Recording`, whose `specs` are there when the block has ended.
 
     Raises:
         CacheError: the file is there and not such a list, which is seen before the block; or it cannot be written.

@@ -97,8 +97,8 @@ def apply_rope(
             2 cp_size - 1 - cp_rank of the 2 cp_size chunks of every sequence, one behind the other.
             cu_seqlens, max_seqlen and the tables are those of the whole batch. With cu_seqlens
             sequences may have any length: token t of the batch gives chunk t % (2 cp_size) of its
-            sequence a place, so that a sequence's chunks differ by one token at most (`partition`).
-            Without, they are equal.
+            sequence a place, so that a sequence's chunks differ by one token at most
+            (`jitrope.context_parallel.Partition`). Without, they are equal.
         rounding: how products and their sum are rounded, for the bits of a model's own eager code on the same
             device: "fp32": each to fp32, as real tensors are (FLUX, Wan); "complex64" and "complex128": as
             torch's complex multiply (Qwen-Image; Lumina2, whose tables are fp64); "dtype": the tables, each
@@ -163,9 +163,12 @@ def apply_rope_(
 ) -> tuple[Tensor, Tensor | None]:
     """`apply_rope` in place: q and k themselves are rotated, and returned.
 
-    Arguments and errors are those of `apply_rope`; the pairing of the output is the input's. A tensor
-    whose elements overlap in memory (an expanded one) is refused. Under autograd torch's rules for
-    in-place operations hold: q and k may not be leaves that require a gradient.
+    Arguments and errors are those of `apply_rope`; the pairing of the output is the input's. Under autograd
+    torch's rules for in-place operations hold: q and k may not be leaves that require a gradient.
+
+    Raises:
+        InvalidInput: also for a tensor whose elements overlap in memory (an expanded one).
+        CompileError: as `apply_rope`.
     """
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
@@ -280,7 +283,11 @@ def apply_rope_qkv_(
 ) -> Tensor:
     """Rotate q and k where they lie in packed QKV, and return it; v is not touched.
 
-    For attention that takes packed input or views. Arguments and errors are `apply_rope_qkv`'s.
+    For attention that takes packed input or views. Arguments and errors are `apply_rope_qkv`'s, those of an overlap in
+    memory `apply_rope_`'s.
+
+    Returns:
+        qkv itself, (B, S, G, (q_per_group + 2) D).
     """
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
@@ -322,16 +329,17 @@ def apply_rope_fp8(
     launch: str = "auto",
     check: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`apply_rope` with fp8 outputs (e4m3), for attention that takes them. Without gradient.
+    """`apply_rope` with fp8 outputs (e4m3; arXiv:2209.05433), for attention that takes them. Without gradient.
 
     Args:
+        q, k: as `apply_rope`'s, (B, S, H, D) in the default layout; k may be None.
         q_scale, k_scale: what one unit of the output stands for: stored is y / scale, at most 448 in size,
             rounded once from fp32 (times the reciprocal of the scale). Numbers, or fp32 tensors of one element
             on q's device, which are not read on the host.
         The others are `apply_rope`'s.
 
     Returns:
-        (q, k) as torch.float8_e4m3fn.
+        (q, k) as torch.float8_e4m3fn, of the shapes of the inputs.
 
     Raises:
         InvalidInput, CompileError: as `apply_rope`.
@@ -392,13 +400,17 @@ def apply_rope_kv_cache(
         k, v: (B, S, Hk, D) in the default layout, of one shape, any strides; v is stored as it is.
         k_cache, v_cache: (slots, Hk, D), or pages (pages, rows, Hk, D) (a cache with the heads before the
             rows is a transposed view); any strides; of k's dtype or torch.float8_e4m3fn.
-        slot_mapping: int32 or int64, an entry for each token, (B, S) or flat: the slot page x rows + row its k
-            and v go to. Negative slots are padding, and slots past the end do not exist: nothing is stored
-            (`check` refuses the latter). Of two tokens with one slot either may win.
+        slot_mapping: int32 or int64, an entry for each token, (B, S) or flat: the slot, page * rows + row, that its
+            k and v go to (vLLM's paged cache, arXiv:2309.06180). Negative slots are padding, and
+            slots past the end do not exist: nothing is stored (`check` refuses the latter). Of two tokens with one
+            slot either may win.
         k_scale, v_scale: with fp8 caches, which hold k / k_scale and v / v_scale; see `apply_rope_fp8`.
         q_scale: q comes back as torch.float8_e4m3fn, divided by it.
         rotate_k: k itself is rotated too, in place.
         The others are `apply_rope`'s.
+
+    Returns:
+        q rotated, of its shape and dtype; torch.float8_e4m3fn with q_scale.
 
     Raises:
         InvalidInput, CompileError: as `apply_rope`; nothing was written.
@@ -437,7 +449,10 @@ def apply_rope_kv_cache_(
     launch: str = "auto",
     check: bool = False,
 ) -> Tensor:
-    """`apply_rope_kv_cache` with q in place, which is returned."""
+    """`apply_rope_kv_cache` with q in place, which is returned; so there is no q_scale.
+
+    Arguments and errors are those of `apply_rope_kv_cache`, those of an overlap in memory `apply_rope_`'s.
+    """
     return _kv_cache(
         True, q, k, v, cos, sin, cos_sin_cache, freqs, freqs_cis, position_ids, start_positions,
         (k_cache, v_cache, slot_mapping), (None, k_scale, v_scale), rotate_k, mrope_section, mrope_interleaved,

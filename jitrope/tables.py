@@ -24,17 +24,23 @@ from torch import Tensor
 from .errors import InvalidInput
 
 Device = torch.device | str | int | None
+"""Where tensors are made; None: torch's default."""
+
 Length = int | Tensor | None
+"""Tokens of the longest sequence, on the host or in a tensor of one integer."""
 
 INTEGERS = (torch.int32, torch.int64)
-# Numbers that have to be above something; logarithms of those above 1 are divided by.
+"""Dtypes of positions."""
+
 ABOVE = {
     "theta": 1, "max_position_embeddings": 1, "original_max_position_embeddings": 1, "factor": 0, "attention_factor": 0,
     "beta_fast": 0, "beta_slow": 0, "low_freq_factor": 0, "high_freq_factor": 0, "short_factor": 0, "long_factor": 0,
 }  # fmt: skip
-# Angles worked on at a time: 8 MiB in fp64, beside their cosines and sines. 2^22 took half the time on an H100 (9 of
-# 18 ms for 2^22 positions of 64 pairs) and twice as long on a CPU, whose caches it exceeds.
+"""Parameters of `inv_freq` that have to be above something; logarithms of those above 1 are divided by."""
+
 BLOCK_ANGLES = 2**20
+"""Angles worked on at a time: 8 MiB in fp64, beside their cosines and sines. 2^22 took half the time on an H100 (9 of
+18 ms for 2^22 positions of 64 pairs) and twice as long on a CPU, whose caches it exceeds."""
 
 
 # ---- frequencies ---------------------------------------------------------------------------------
@@ -45,29 +51,29 @@ def inv_freq(
 ) -> tuple[Tensor, float]:
     """The frequencies of rotary_dim / 2 pairs, and the factor of their cosines and sines.
 
-    ============ ============================================================== ==================================
-    rope_type    parameters; in brackets optional, by default as the source has source
-    ============ ============================================================== ==================================
-    default                                                                     RoFormer, arXiv:2104.09864
-    linear       factor                                                         interpolation, arXiv:2306.15595
-    ntk          factor                                                         arXiv:2309.00071, section 3.1
-    dynamic      factor, max_position_embeddings, [seq_len]                     arXiv:2309.00071, section 3.3
-    yarn         factor, original_max_position_embeddings, [beta_fast=32,       YaRN, arXiv:2309.00071, 3.2 to 3.4;
-                 beta_slow=1, attention_factor, mscale, mscale_all_dim,         mscale: DeepSeek-V2,
-                 truncate=True]                                                 arXiv:2405.04434
-    llama3       factor, low_freq_factor, high_freq_factor,                     Llama 3.1's rope_scaling
-                 original_max_position_embeddings
-    longrope     factor, short_factor, long_factor, [attention_factor,          LongRoPE, arXiv:2402.13753;
-                 seq_len], original_max_position_embeddings                     Phi-3's configuration
-    proportional partial_rotary_factor, [factor=1]                              Gemma 4's configuration
-    ============ ============================================================== ==================================
+    Pair i of d = rotary_dim elements turns by theta^(-2 i / d) radians a position (RoFormer, arXiv:2104.09864, section
+    3.2.2), which the other types change, most of them for sequences longer than those of the training. Parameters in
+    brackets are optional, by default as the source has them.
+
+    | rope_type | parameters | source |
+    | --- | --- | --- |
+    | default | | RoFormer |
+    | linear | factor | position interpolation, arXiv:2306.15595 |
+    | ntk | factor | arXiv:2309.00071, section 3.1 |
+    | dynamic | factor, max_position_embeddings, [seq_len] | arXiv:2309.00071, section 3.3 |
+    | yarn | factor, original_max_position_embeddings, [beta_fast=32, beta_slow=1, attention_factor, mscale, \
+mscale_all_dim, truncate=True] | YaRN, arXiv:2309.00071, 3.2 to 3.4; mscale: DeepSeek-V2, arXiv:2405.04434 |
+    | llama3 | factor, low_freq_factor, high_freq_factor, original_max_position_embeddings | Llama 3.1's rope_scaling |
+    | longrope | factor, short_factor, long_factor, [attention_factor, seq_len], original_max_position_embeddings | \
+LongRoPE, arXiv:2402.13753; Phi-3's configuration |
+    | proportional | partial_rotary_factor, [factor=1] | Gemma 4's configuration |
 
     Args:
         rope_type: one of the above, by transformers' names, as all parameters. "ntk", which is not
             there, multiplies theta by factor^(d / (d - 2)).
         rotary_dim: even; elements of a head that are rotated. For "proportional" that is the whole
             head; the pairs past partial_rotary_factor of it have frequency 0, and stay as they are.
-        theta: the base, above 1.
+        theta: the base, above 1; the default is RoFormer's.
         device: where they are computed; None: torch's default. Some of a GPU's differ from the CPU's
             in the last bit, up to 0.1 radians at a million positions: where a host computes them
             on the CPU and moves them (as transformers' models do), do the same.
@@ -217,6 +223,7 @@ ROPE_TYPES: dict[str, Callable[..., tuple[Tensor, float]]] = {
     "longrope": _longrope,
     "proportional": _proportional,
 }
+"""What computes each type; the keyword-only parameters of a function are the type's."""
 
 
 def _powers(theta: Any, dim: int, device: Device) -> Tensor:
@@ -261,8 +268,11 @@ def from_config(
         seq_len: for "dynamic" and "longrope"; the others do not depend on it.
         head_dim: in place of the configuration's, where a dict has it by a name of its own.
 
-    Returns, Raises:
-        as `inv_freq`; the number of rotated elements is twice that of the frequencies.
+    Returns:
+        As `inv_freq`, (R / 2,) fp32 and a number; R, the rotated elements, is twice the number of frequencies.
+
+    Raises:
+        InvalidInput: as `inv_freq`; or the configuration has no such parameters, or not for this layer_type.
     """
     parameters = _rope_parameters(config, layer_type)
     if layer_type is not None and not isinstance(config, Mapping):
@@ -371,9 +381,9 @@ def cos_sin_cache(
     dtype: torch.dtype = torch.float32,
     angles: str = "fp64",
 ) -> Tensor:
-    """R / 2 cosines and then R / 2 sines a row, (P, R): the `cos_sin_cache` of vLLM and SGLang.
+    """R / 2 cosines and then R / 2 sines a row, (P, R) or (*positions.shape, R): `cos_sin_cache` of vLLM and SGLang.
 
-    Arguments and errors are `cos_sin`'s. It serves both pairings (their is_neox_style).
+    Arguments and errors are those of `cos_sin`. It serves both pairings (their is_neox_style).
     """
     tables = cos_sin(positions, inv_freq, attention_factor=attention_factor, dtype=dtype, angles=angles)
     return torch.cat(tables, dim=-1)
@@ -386,7 +396,7 @@ def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", int
     one (modulo 2 pi) at any position below 2^29, where fp32 has no digits left for all of it. One
     below pi has the bits of the fp32 product. attention_factor is `apply_rope`'s `mscale`.
 
-    Arguments and errors are `cos_sin`'s; the table is (P, W) or (*positions.shape, W).
+    Arguments and errors are those of `cos_sin`; the table is (P, W) or (*positions.shape, W).
     """
     positions = _positions("freqs", positions, inv_freq)
     table, each = _empty("freqs", positions, inv_freq, width, interleaved, torch.float32)

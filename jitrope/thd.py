@@ -1,11 +1,14 @@
 """Moving packed ("thd") tensors between the order of a batch and the order of context-parallel ranks.
 
-The functions of TransformerEngine's context parallelism, under its names without their prefix: rows of any size and
-alignment, any number of sequences, which need not be multiples of anything (`partition`), rows behind the last
-sequence included. Each is one launch, for two tensors too, and none waits for the device.
+The functions of TransformerEngine's context parallelism, under its names without their prefix "thd_": rows of any size
+and alignment, any number of sequences, which need not be multiples of anything, rows behind the last sequence included.
+Each is one launch, for two tensors too, and none waits for the device. Which rank has which rows is the rule of
+`jitrope.context_parallel.Partition`. The halves and corrections are for ring attention (arXiv:2310.01889), which joins
+softmaxes over parts of the keys by their log-sum-exp (FlashAttention, arXiv:2205.14135 and 2307.08691).
 
 cu_seqlens are the offsets of the sequences in the whole batch, (B + 1) int32 or int64 from 0 up, unless a function says
-that they are a rank's. Where there is padding between sequences they are the padded ones.
+that they are a rank's. Where there is padding between sequences they are the padded ones. In shapes T counts tokens, of
+the batch or of the rank, and B sequences.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from .partition import RULES
 from .thd_reference import Shape
 
 Rows = Tensor | tuple[Tensor, ...]
+"""A tensor (T, ...), or a pair of them with as many rows."""
 
 MAX_TOKENS = 2**31 - 1
 """Rows are counted in 32 bits; elements in 64."""
 
 CORRECTIONS = ("none", "add", "copy")
+"""What `grad_correction` does with a half."""
 
 
 def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, require: Require) -> None:
@@ -110,11 +115,13 @@ def sequence_order_to_cp_rank_order(
         cp_size: ranks that share each sequence.
         total_tokens: T, if it is to be checked.
         rule: "dual_chunk" (a rank has a chunk from each end) or "contiguous".
+
     Returns:
         (cp_size * ceil(T / cp_size), ...): rank r's shard begins at row r * ceil(T / cp_size). Where T is not a
         multiple of cp_size, the shards of some ranks have one row less and end in a row of zeros.
+
     Raises:
-        InvalidInput: what does not fit, by name.
+        InvalidInput: the arguments do not fit together.
     """
     return _reorder("sequence_order_to_cp_rank_order", x, cu_seqlens, cp_size, total_tokens, rule)
 
@@ -124,7 +131,8 @@ def cp_rank_order_to_sequence_order(
 ) -> Rows:
     """The inverse of `sequence_order_to_cp_rank_order`: (cp_size * ceil(T / cp_size), ...) to (T, ...).
 
-    total_tokens is T, needed where it is not x's number of rows.
+    Arguments and errors are those of `sequence_order_to_cp_rank_order`, which is its gradient; total_tokens is T,
+    needed where it is not x's number of rows.
     """
     return _reorder("cp_rank_order_to_sequence_order", x, cu_seqlens, cp_size, total_tokens, rule)
 
@@ -132,9 +140,19 @@ def cp_rank_order_to_sequence_order(
 def get_partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int, *, rule: str = "dual_chunk"
 ) -> Tensor:
-    """Which tokens of the batch a rank has, in its order: (rows), int32. The rule is `partition`'s.
+    """Which tokens of the batch a rank has, in its order: (rows), int32.
 
-    rows is total_tokens / world_size where that divides, else one more on some ranks.
+    Args:
+        cu_seqlens: (B + 1), of the batch.
+        total_tokens: T, rows of the batch, those behind the last sequence included.
+        world_size, rank: ranks that share each sequence, and which of them.
+        rule: as `sequence_order_to_cp_rank_order`'s.
+
+    Returns:
+        Indices into the batch. rows is T / world_size where that divides, else one more on some ranks.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
     """
     shape = Shape(total_tokens, len(cu_seqlens) - 1, world_size, rank, rule)
     _check_shape(cu_seqlens, cu_seqlens, shape, _requirer("get_partitioned_indices"))
@@ -153,6 +171,9 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         out, x: (T, ...), of one shape and dtype.
         cu_seqlens_padded: (B + 1), where each sequence of this rank (or step) begins; may begin past 0.
         cu_seqlens: (B + 1), whose differences are how many tokens of each are valid.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
     """
     require = _requirer("copy_valid_tokens_from_per_split_to_rank_local")
     require(
@@ -176,9 +197,14 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     Args:
         x: (T, H, D), or (2, T, H, D) with k and v, which one launch takes.
         cu_seqlens: (B + 1), a rank's.
+        half_idx: 0 or 1.
+
     Returns:
         (T / 2, H, D) or (2, T / 2, H, D), and of an odd T one row more for the first half. A sequence of odd length has
-        one row more in one of its halves: the halves are its chunks by `partition`, "contiguous", of two.
+        one row more in one of its halves: they are its chunks by the rule "contiguous" of two ranks.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
     """
     require = _requirer("read_half_tensor")
     require(half_idx in (0, 1), lambda: f"half_idx is {half_idx!r}; it is 0 or 1")
@@ -211,9 +237,13 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
     """Join a step's log-sum-exp with that of the second half of each sequence, in place: log(exp(lse) + exp(step)).
 
     Args:
-        lse: fp32, (H, rows >= T) if packed, else (B, H, longest).
+        lse: fp32, contiguous, natural logarithms: (H, rows >= T) if packed, else (B, H, longest).
         lse_per_step: the same of the second halves: (H, >= T / 2) or (B, H, >= longest / 2).
         cu_seqlens: (B + 1), a rank's.
+        lse_packed: which of the two shapes.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
     """
     require = _requirer("second_half_lse_correction")
     for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
@@ -224,7 +254,18 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
 
 
 def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
-    """The log-sum-exp of second halves, zero behind: (H, n) or (B, H, n) with n = second_half_lse_seqlen."""
+    """The log-sum-exp of the second half of each sequence.
+
+    Args:
+        lse, cu_seqlens, lse_packed: as `second_half_lse_correction`'s.
+        second_half_lse_seqlen: n, columns of the result.
+
+    Returns:
+        fp32, (H, n) if packed, else (B, H, n); zero behind the last row of the halves.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
+    """
     require = _requirer("read_second_half_lse")
     _check_lse("lse", lse, lse_packed, require)
     _check_offsets("cu_seqlens", cu_seqlens, lse, require)
@@ -241,9 +282,15 @@ def out_correction(
     """Add a step's output to out, in place: out += dtype(step * exp(lse_per_step - lse)), in fp32; zero stays zero.
 
     Args:
-        out: (T, H, D). out_per_step: (T, H, D), or with only_second_half (T / 2, H, D), of the second halves.
+        out: (T, H, D).
+        out_per_step: (T, H, D), or with only_second_half (T / 2, H, D), of the second halves; of out's dtype.
         lse, lse_per_step: as `second_half_lse_correction`'s; a whole step's is of lse's shape.
         cu_seqlens: (B + 1), a rank's.
+        only_second_half: the step has queries of the second halves alone.
+        lse_packed: as `second_half_lse_correction`'s.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
     """
     require = _requirer("out_correction")
     first = "nothing" if only_second_half else "add"
@@ -264,6 +311,9 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         grad_per_step: of the same shape if both halves are written, else with T / 2 rows, those of one half.
         cu_seqlens: (B + 1), a rank's.
         first_half, second_half: "add", "copy" or "none".
+
+    Raises:
+        InvalidInput: the arguments do not fit together; of (2, T, H, D) the first may have been written.
     """
     require = _requirer("grad_correction")
     for label, what in (("first_half", first_half), ("second_half", second_half)):

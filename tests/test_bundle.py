@@ -83,6 +83,19 @@ def test_a_bundle_is_written_without_a_cache(written: Path, tmp_path: Path, monk
     assert (tmp_path / "a.tar").read_bytes() == written.read_bytes()
 
 
+def test_a_bundle_is_its_owners_to_write_whatever_the_umask(cache: KernelCache, tmp_path: Path, monkeypatch) -> None:
+    """Else `JITROPE_SYSTEM_CACHE` would refuse what has just been written."""
+    before = os.umask(0o002)
+    try:
+        bundle.write(tmp_path / "a.tar", SPECS[:1], ["sm_90"], 1)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.tar").stat().st_mode & 0o777 == 0o644
+    monkeypatch.setenv("JITROPE_SYSTEM_CACHE", str(tmp_path / "a.tar"))
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "empty"))
+    assert not kernels.build(SPECS[0], "sm_90").compiled
+
+
 def test_a_bundle_that_would_lack_a_kernel_is_not_written(cache: KernelCache, tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_text("before")
     seen = []

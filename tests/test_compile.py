@@ -250,7 +250,8 @@ def test_an_unknown_architecture_is_explained() -> None:
 def test_ptx_for_what_no_cubin_can_be_made_for() -> None:
     """For a GPU that this NVRTC does not know yet; that a driver takes it is tested on a GPU (test_cache.py)."""
     ptx, _ = compiler.compile_source(render(PREWARM[0]), "compute_90")
-    assert b".target sm_90" in ptx and ptx.endswith(b"}\n\n\0"), ptx[-20:]
+    assert b".target sm_90" in ptx
+    assert ptx.endswith(b"\n\0")
     newest = max(int(name.removeprefix("sm_")) for name in compiler.supported_archs())
     assert compiler.virtual_arch("sm_90") == "compute_90"
     assert compiler.virtual_arch("sm_999") == f"compute_{newest}"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
         ["diffusion_pipeline.py", "--model", "flux", "--steps", "2", "--blocks", "1"],
         ["diffusion_pipeline.py", "--model", "qwen", "--steps", "2", "--blocks", "1"],
         ["diffusion_pipeline.py", "--model", "wan", "--steps", "2", "--blocks", "1"],
+        ["caching.py"],
+        ["new_kernel.py"],
     ],
     ids=lambda command: " ".join(command[:3]),
 )
@@ -40,6 +43,14 @@ def test_example(command: list[str], tmp_path: Path) -> None:
         assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"]
     if "serving" in command[0]:
         assert "hidden states within" in done.stdout
+    if "caching" in command[0]:
+        assert done.stdout.count(" 0 compiled in 0 ms") == 2  # by the second process, and by the image
+        assert ("NVRTC: none" in done.stdout) == (torch.version.cuda is None)
+        for said in ("MissingKernel", "8 good, 1 damaged", "kernels stay in memory", "KiB removed"):
+            assert said in done.stdout
+    if "new_kernel" in command[0]:
+        assert done.stdout.count(": compiled, ") == done.stdout.count(": cached, ") == 3
+        assert done.stdout.count("the same bits as plain torch") == 4  # by g++; the GPU's are not shown here
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -63,5 +74,5 @@ def test_context_parallel(launcher: list[str]) -> None:
 def test_every_example_is_run() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {
         "quickstart.py", "layouts_and_tables.py", "packed_training.py", "serving.py", "diffusion_pipeline.py",
-        "context_parallel.py",
+        "context_parallel.py", "caching.py", "new_kernel.py",
     }  # fmt: skip

@@ -1,4 +1,14 @@
-"""Context parallelism: packed batches cut between ranks, and attention over them, on torch.distributed."""
+"""Context parallelism: packed batches cut between ranks, and attention over them, on torch.distributed.
+
+Every rank gathers the keys and values that its queries see, and has two chunks of each sequence so that a causal mask
+gives all ranks equal work: as Llama 3 was trained (arXiv:2407.21783, section 3.3.2) and as TransformerEngine's
+`all_gather` does it, but for lengths, which may be any here.
+
+>>> from jitrope.context_parallel import Partition, Schedule, all_gather_attention
+>>> part = Partition(cu_seqlens, tokens, group=group)
+>>> q, k, v = (part.shard(x) for x in (q, k, v))                                       # (T, H, D) to (t, H, D)
+>>> out = all_gather_attention(q, k, v, cu_seqlens, tokens=tokens, group=group)        # (t, Hq, D)
+"""
 
 from .attention import all_gather_attention
 from .backends import backends

@@ -49,6 +49,8 @@ def all_gather_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale q k^T + mask) v of a batch whose rows are cut between ranks. Every rank of the group calls it.
 
+    Context parallelism by all-gather: Llama 3, arXiv:2407.21783, section 3.3.2.
+
     Keys and values go in one collective each way: gathered, or, for windows that are short beside the sequences,
     only the rows that some query sees (`Schedule.saving`). Their gradients come back rounded to the input's dtype and
     are added up in fp32. No lengths are read by the host.
@@ -72,7 +74,7 @@ def all_gather_attention(
         causal: default True: a query sees the keys up to its own.
         window: (left, right), default (-1, -1): of those only from `left` before to `right` behind its own; -1: no
             bound. causal sets right to 0.
-        softmax_scale: default 1 / sqrt(D).
+        softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
         rule: how sequences are cut, "dual_chunk" (the default) or "contiguous"; see `Partition`.
         schedule: made once for all layers; all above but layout and softmax_scale then come from it.
         rope: rotate q and k first, by their positions; with all heads in one group and no exchange for a window by the

@@ -11,7 +11,18 @@ from ..partition import Mask
 
 
 class Case(NamedTuple):
-    """What the host knows of a rank's attention: all that a backend may be refused for."""
+    """What the host knows of a rank's attention: all that a backend may be refused for.
+
+    Attributes:
+        device, dtype: those of q, k and v.
+        heads, kv_heads: of q, and of k and v, in one head group.
+        head_dim, head_dim_v: elements of a head of q and k, and of v.
+        mask: (left, right): how many keys before and behind its own a query sees; -1: no bound.
+        segments: pairs of a chunk's queries and the keys that they see, at most.
+        equal: every segment has as many queries, at least one, and as many keys.
+        grad: a gradient is asked for.
+        lse, max_logit: so are these outputs.
+    """
 
     device: torch.device
     dtype: torch.dtype

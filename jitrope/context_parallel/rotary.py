@@ -22,8 +22,11 @@ from .schedule import Schedule
 class Rope:
     """What `all_gather_attention` turns q and k by, at their positions in their sequences; words of `apply_rope`.
 
-    cos, sin, or one of cos_sin_cache, freqs (angles) and freqs_cis: tables over positions, (P, W), with a row for each
-    position of the longest sequence, its padding included. They get no gradient.
+    Attributes:
+        cos, sin: tables over positions, (P, W), with a row for each position of the longest sequence, its padding
+            included. They get no gradient.
+        cos_sin_cache, freqs, freqs_cis: one of them in place of cos and sin, of as many rows; freqs in radians.
+        interleaved, rotary_dim, rotary_offset, rounding: as `apply_rope`'s.
     """
 
     cos: Tensor | None = None
@@ -37,7 +40,11 @@ class Rope:
     rounding: str = "fp32"
 
     def call(self, q: Tensor, k: Tensor, schedule: Schedule, name: str) -> Rotation:
-        """Its tables and options for this rank's rows, checked."""
+        """Its tables and options for this rank's rows, q (t, Hq, D) and k (t, Hk, D), checked.
+
+        Raises:
+            InvalidInput: they do not fit together; the message begins with `name`.
+        """
         cos, sin, kind = one_table(name, self.cos, self.sin, self.cos_sin_cache, self.freqs, self.freqs_cis)
         rest = q.shape[-1] - self.rotary_offset
         rotary_dim = default_rotary_dim(kind, cos, rest) if self.rotary_dim is None else self.rotary_dim

@@ -23,7 +23,8 @@ class Partition:
     """A packed batch cut between context-parallel ranks. Lengths need not be multiples of anything.
 
     Each sequence is cut into 2 cp_size chunks ("dual_chunk": a rank has chunk cp_rank and, counted from the end, chunk
-    cp_rank: under a causal mask all ranks have equal work), or cp_size ("contiguous"). Chunks of a sequence differ by
+    cp_rank: under a causal mask all ranks have equal work; Llama 3, arXiv:2407.21783, section 3.3.2, and
+    TransformerEngine), or cp_size ("contiguous"). Chunks of a sequence differ by
     one token at most, and so do the rows of ranks. A rank's rows: of each sequence in turn, its chunks in order.
     Spare tokens after the last sequence are cut as one more. Nothing is read by the host.
 
@@ -82,7 +83,10 @@ class Partition:
 
     @cached_property
     def to_ranks(self) -> Tensor:
-        """The token of each row of all ranks, one behind the other, each padded to the same number of rows; or -1."""
+        """The token of each row of all ranks, one behind the other, each padded to the same number of rows; or -1.
+
+        (cp_size * ceil(T / cp_size)), int32.
+        """
         return thd_ops.to_ranks(self._offsets, self.shape)
 
     @cached_property
@@ -97,7 +101,11 @@ class Partition:
         return torch.where((row >= 0) & (row < self.shape.capacity), row, -1)
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's rows (rows, ...) of x (T, ...). The gradient has those rows, and zeros elsewhere."""
+        """This rank's rows (rows, ...) of x (T, ...). The gradient has those rows, and zeros elsewhere.
+
+        Raises:
+            InvalidInput: x has not T rows.
+        """
         _requirer("shard")(
             x.dim() > 0 and len(x) == self.shape.tokens,
             lambda: f"x has shape {tuple(x.shape)}; the batch has T={self.shape.tokens} tokens",
@@ -108,6 +116,9 @@ class Partition:
         """All rows (T, ...) of everyone's x (rows, ...), in the order of the batch. A collective.
 
         The gradient is that of the sum of all ranks' losses: everyone's gradients of a row added up, in fp32.
+
+        Raises:
+            InvalidInput: x has not this rank's rows, or the partition was made without a group; nothing was sent.
         """
         require = _requirer("unshard")
         require(
@@ -122,29 +133,29 @@ class Partition:
 
 
 def partition_indices(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
-    """The token of the batch that each of a rank's rows is: (rows), int32. See `Partition`."""
+    """The token of the batch that each of a rank's rows is: (rows), int32. Arguments and errors are `Partition`'s."""
     return Partition(cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, rule=rule).indices
 
 
 def position_ids(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
-    """The position in its sequence of each of a rank's rows: (rows), int32. See `Partition`."""
+    """The position in its sequence of each of a rank's rows: (rows), int32. Arguments and errors are `Partition`'s."""
     return Partition(cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, rule=rule).position_ids
 
 
 def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
-    """Offsets (N + 1) of the sequences among a rank's rows. See `Partition`."""
+    """Offsets (N + 1) of the sequences among a rank's rows. Arguments and errors are `Partition`'s."""
     return Partition(cu_seqlens, 0, cp_size=cp_size, cp_rank=cp_rank, rule=rule).cu_seqlens
 
 
 def shard(x: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
-    """A rank's rows of x (T, ...). See `Partition.shard`."""
+    """A rank's rows (rows, ...) of x (T, ...), as `Partition.shard`. Arguments and errors are `Partition`'s."""
     return Partition(cu_seqlens, len(x), cp_size=cp_size, cp_rank=cp_rank, rule=rule).shard(x)
 
 
 def unshard(
     x: Tensor, cu_seqlens: Tensor, tokens: int, *, group: ProcessGroup | None = None, rule: str = "dual_chunk"
 ) -> Tensor:
-    """All rows (T, ...) of everyone's x. A collective; see `Partition.unshard`."""
+    """All rows (T, ...) of everyone's x (rows, ...). A collective, as `Partition.unshard`, whose errors are its own."""
     return Partition(cu_seqlens, tokens, group=group, rule=rule).unshard(x)
 
 

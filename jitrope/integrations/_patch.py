@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 calls: Counter[str] = Counter()
-"""Calls so far of a host's functions while it is patched, by "<host>: jitrope" and "<host>: host"."""
+"""Calls so far of a host's functions while it is patched, by "HOST: jitrope" and "HOST: host"."""
 
 
 @torch.compiler.assume_constant_result
@@ -27,9 +27,15 @@ def note(what: str) -> None:
 class Patch:
     """What `enable` of a host did: which names in which modules are ours. As a context manager it undoes it.
 
-    replacements: "module:name" of the host's functions, and ours. A module, the host's or another's, that
-    came to hold a function by `from ... import` is found among those that are loaded; what loads later
-    gets ours by itself.
+    A module, the host's or another's, that came to hold a function by `from ... import` is found among those that are
+    loaded; what loads later gets ours by itself.
+
+    Attributes:
+        host: its name.
+        replacements: "module:name" of the host's functions, and ours.
+        optional: those of them that a version may not have.
+        originals: by the same names, the host's own while it is patched.
+        holders: (module, name, the host's function) of every place that has ours.
     """
 
     host: str
@@ -41,6 +47,7 @@ class Patch:
 
     @property
     def enabled(self) -> bool:
+        """Whether anything is ours."""
         return bool(self.holders)
 
     @property
@@ -59,7 +66,11 @@ class Patch:
             note(f"{self.host}: {who}")
 
     def enable(self) -> Patch:
-        """Put ours everywhere; twice changes nothing."""
+        """Put ours everywhere; twice changes nothing.
+
+        Raises:
+            ImportError: the host is not installed.
+        """
         if self.enabled:
             return self
         found = {}

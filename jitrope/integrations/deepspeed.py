@@ -28,13 +28,16 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
 
     Returns:
         t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to.
-        What the kernels do not take (fp64, say) is computed in plain torch.
+        What the kernels do not take (fp64, say) is computed in plain torch, whose errors those are.
     """
     return _apply(t, freqs_cos, freqs_sin, inverse=False)
 
 
 def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """The gradient of `apply_rotary_pos_emb` with regard to t, as FPDT's attention asks for it."""
+    """The gradient of `apply_rotary_pos_emb` with regard to t, as FPDT's attention asks for it.
+
+    grad_output and the result are (..., D), of t's shape; the tables and errors are those of `apply_rotary_pos_emb`.
+    """
     return _apply(grad_output, freqs_cos, freqs_sin, inverse=True)
 
 
@@ -115,7 +118,11 @@ _patch = Patch(
 
 
 def enable() -> Patch:
-    """Replace DeepSpeed's rope in every module that holds it; returns a report, which counts the calls."""
+    """Replace DeepSpeed's rope in every module that holds it; returns a report, which counts the calls.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
     return _patch.enable()
 
 

@@ -31,6 +31,9 @@ def fused_apply_rotary_pos_emb(
     """Rotate t [s, b, h, d] by angles freqs [s, 1 or b, 1, r] in fp32.
 
     transpose_output_memory is taken and ignored, as by Megatron's own hook; the output is contiguous.
+
+    Raises:
+        InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
     return _rotate(t, freqs, interleaved=interleaved)
 
@@ -47,6 +50,9 @@ def fused_apply_rotary_pos_emb_thd(
 
     cu_seqlens are those of the whole batch. As in Megatron, a table with as many rows as the batch has
     tokens has a row for each token (mRoPE), and any other a row for each position.
+
+    Raises:
+        InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
     return _rotate(t, freqs, interleaved, cu_seqlens, cp_size, cp_rank)
 
@@ -63,11 +69,18 @@ def apply_rotary_pos_emb(
 
     Args:
         t: [s, b, h, d], or [tokens, h, d] with cu_seqlens.
-        freqs: angles [s, 1 or b, 1, r], without cu_seqlens those of this rank's positions.
+        freqs: angles in radians [s, 1 or b, 1, r], without cu_seqlens those of this rank's positions.
         config: `rotary_interleaved` and `multi_latent_attention` are read.
-        cu_seqlens: offsets of the whole packed batch.
+        cu_seqlens: offsets of the whole packed batch, int32 or int64 [sequences + 1].
         mscale: factor of sines and cosines.
         cp_group: with cu_seqlens: the context parallel group; default: Megatron's own, if it is set up.
+
+    Returns:
+        t rotated, of its shape and dtype, contiguous.
+
+    Raises:
+        InvalidInput: the arguments do not fit together, or multi_latent_attention is asked for with rotary_interleaved.
+        CompileError: the kernel could not be built.
     """
     cp_size = cp_rank = None
     if cu_seqlens is not None:
@@ -132,7 +145,11 @@ _patch = Patch(
 
 
 def enable() -> Patch:
-    """Replace Megatron's rope in every module that holds it; returns a report, which counts the calls."""
+    """Replace Megatron's rope in every module that holds it; returns a report, which counts the calls.
+
+    Raises:
+        ImportError: Megatron-core is not installed.
+    """
     return _patch.enable()
 
 

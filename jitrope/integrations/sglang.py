@@ -28,10 +28,11 @@ from ._serving import heads, take_over
 class FusedSetKVBufferArg:
     """Where k and v go: the host's own do as well.
 
-    value: (T, Hk * head_size) or (T, Hk, head_size).
-    k_buffer, v_buffer: (slots, Hk * head_size) or (slots, Hk, head_size), of k's dtype or torch.float8_e4m3fn.
-    k_scale, v_scale: with fp8 buffers, which hold k / k_scale and v / v_scale; None is 1.
-    cache_loc: int32 or int64 (T), the slot of each token; negative ones are padding.
+    Attributes:
+        value: (T, Hk * head_size) or (T, Hk, head_size).
+        k_buffer, v_buffer: (slots, Hk * head_size) or (slots, Hk, head_size), of k's dtype or torch.float8_e4m3fn.
+        k_scale, v_scale: with fp8 buffers, which hold k / k_scale and v / v_scale; None is 1.
+        cache_loc: int32 or int64 (T), the slot of each token; negative ones are padding.
     """
 
     value: Tensor

@@ -53,7 +53,10 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
 
 
 def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`rotate_cos_sin` of neighbours, by complex64 cos + i sin, (max_seq_len, D / 2), as `ComplexRoPE` has them."""
+    """`rotate_cos_sin` of neighbours, by complex64 cos + i sin, (max_seq_len, D / 2), as `ComplexRoPE` has them.
+
+    The other arguments and the errors are those of `rotate_cos_sin`.
+    """
     return apply_rope(  # type: ignore[return-value]
         query, key, freqs_cis=cache, position_ids=positions, interleaved=True, rounding="complex64"
     )
@@ -164,7 +167,11 @@ def complex_rope(config: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Tell torchtitan of the two overrides. Importing this module does it, unless torchtitan is imported later."""
+    """Tell torchtitan of the two overrides. Importing this module does it, unless torchtitan is imported later.
+
+    Raises:
+        ImportError: torchtitan is not installed.
+    """
     from torchtitan.config.override import override  # type: ignore[import]
     from torchtitan.models.common import rope as host  # type: ignore[import]
 

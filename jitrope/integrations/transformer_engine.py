@@ -20,7 +20,7 @@ from ._patch import Patch
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
-    """Angles of rotary position embeddings (arXiv:2104.09864), fp32 [positions, 1, 1, dim].
+    """Angles of rotary position embeddings (arXiv:2104.09864), in radians, fp32 [positions, 1, 1, dim].
 
     Args:
         dim: elements of a head that are rotated.
@@ -55,7 +55,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return 1.0 / self.rotary_base**exponents
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles of positions offset to offset + max_seq_len - 1; fp32 whatever the model was cast to."""
+        """Angles [max_seq_len, 1, 1, dim] of positions from offset up; fp32 whatever the model was cast to."""
         inverse = self.inv_freq
         assert isinstance(inverse, Tensor)
         if inverse.dtype != torch.float32:  # a model's `.to(bf16)` rounds the buffer, and would the angles
@@ -85,13 +85,19 @@ def apply_rotary_pos_emb(
 
     Args:
         t: [s, b, h, d], [b, s, h, d] or [t, h, d]; any strides. The output is contiguous.
-        freqs: angles [s2, 1 or b, 1, d2], d2 <= d, of all positions also under context parallelism.
+        freqs: angles in radians [s2, 1 or b, 1, d2], d2 <= d, of all positions also under context parallelism.
         tensor_format: "sbhd", "bshd" or "thd".
         start_positions: (b,) position of the first token of each sequence, int32 or int64.
         interleaved: pairs of neighbours.
         fused: ignored.
         cu_seqlens: (b + 1,) offsets of the whole packed batch; needed by "thd".
         cp_size, cp_rank: context parallelism, two chunks a rank, in every format.
+
+    Returns:
+        t rotated, of its shape and dtype.
+
+    Raises:
+        InvalidInput, CompileError: as `jitrope.apply_rope`; and "thd" without cu_seqlens.
     """
     if tensor_format == "thd" and cu_seqlens is None:
         raise InvalidInput("apply_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens")
@@ -129,6 +135,9 @@ def apply_fused_qkv_rotary_pos_emb(
 
     Returns:
         q [.., g * split[0] / split[1], split[1]], k [.., g, split[1]], v [.., g, split[2]].
+
+    Raises:
+        InvalidInput, CompileError: as `apply_rotary_pos_emb`; and a split that does not fit qkv.
     """
     if tensor_format == "thd" and cu_seqlens is None:
         raise InvalidInput("apply_fused_qkv_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens")
@@ -174,7 +183,11 @@ _patch = Patch(
 
 
 def enable() -> Patch:
-    """Replace TransformerEngine's rope in every module that holds it; returns a report, which counts the calls."""
+    """Replace TransformerEngine's rope in every module that holds it; returns a report, which counts the calls.
+
+    Raises:
+        ImportError: TransformerEngine is not installed.
+    """
     return _patch.enable()
 
 

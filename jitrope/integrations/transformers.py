@@ -31,8 +31,11 @@ from ._patch import _holders
 from ._variants import Function, Rotated, Variant, mixed, recognise, replacement, rotate
 
 HALVES = Variant(partial=True, widens=True, alone="pair")
+"""What `apply_rotary_pos_emb` computes."""
+
 _VISION = HALVES._replace(widens=False)
 INTERLEAVED = HALVES._replace(interleaved=True, interleaved_out=True)
+"""What `apply_rotary_pos_emb` computes with interleaved=True."""
 
 calls: Counter[str] = Counter()
 """Calls so far, by "jitrope" and "host"; one of a compiled model counts when it is traced."""
@@ -88,14 +91,14 @@ def apply_rotary_pos_emb(
 
 
 def apply_rotary_pos_emb_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """`apply_rotary_pos_emb` of Gemma 3n's and Gemma 4's files: one tensor alone. Shapes are those of q and k."""
+    """`apply_rotary_pos_emb` of Gemma 3n's and Gemma 4's files: one tensor alone, (B, H, S, D). Errors are its own."""
     return apply_rotary_pos_emb(x, None, cos, sin, unsqueeze_dim)[0]
 
 
 def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """That of the Qwen-VL vision towers: q, k (S, H, D) or (B, S, H, D); cos, sin (S, D) or (B, S, D), any dtype.
 
-    q and k keep their dtypes.
+    q and k keep their dtypes. What the kernels do not take is computed in plain torch, whose errors those are.
     """
     out = _taken(_VISION, q, k, cos, sin, -2)
     if out is None:
@@ -113,7 +116,10 @@ def apply_multimodal_rotary_pos_emb(
         q, k: as for `apply_rotary_pos_emb`.
         cos, sin: (3, B, S, W). Of each half of W, the first mrope_section[0] columns are the first table's, the next
             mrope_section[1] the second's, and so on, in turn.
-        mrope_section: widths that add up to W / 2.
+        mrope_section: widths that add up to W / 2 (arXiv:2409.12191).
+
+    Returns:
+        q and k as of `apply_rotary_pos_emb`, whose errors are those here.
     """
     return apply_rotary_pos_emb(q, k, mixed(cos, mrope_section), mixed(sin, mrope_section), unsqueeze_dim)
 
@@ -127,7 +133,12 @@ _placed: dict[Function, tuple[str, Function, Variant]] = {}
 
 @dataclass
 class Report:
-    """What `enable` did. As a context manager it undoes that, and nothing that was done before it."""
+    """What `enable` did. As a context manager it undoes that, and nothing that was done before it.
+
+    Attributes:
+        replaced: by a function's name, what it computes.
+        left: by a function's name, why it stays the host's.
+    """
 
     replaced: dict[str, Variant] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -156,6 +167,9 @@ def enable(model: nn.Module | None = None) -> Report:
 
     A model file's functions are replaced for all models of that file, wherever they are held. Enabling twice changes
     nothing.
+
+    Args:
+        model: whose files; None: all that are loaded.
 
     Returns:
         A report: `replaced` (each function's name and variant), `left` (functions that stay the host's, and why) and
@@ -193,7 +207,7 @@ def enable(model: nn.Module | None = None) -> Report:
 
 
 def disable(model: nn.Module | None = None) -> None:
-    """Give the functions of a model's files, or all, back."""
+    """Give the functions of a model's files, or all, back. What is not replaced stays as it is."""
     if model is None:
         _restore(list(_placed))
     else:
@@ -236,6 +250,7 @@ class RotaryPosEmb(nn.Module):
     has_backward = True
 
     def forward(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        """As the host's function, or, by itself, `apply_rotary_pos_emb`: q and k (B, H, S, D). Errors are theirs."""
         if type(self) is RotaryPosEmb:
             return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
         variant = _variant_of(type(self))
@@ -263,6 +278,7 @@ class Repository:
     layer_name: str = "RotaryPosEmb"
 
     def load(self) -> type[nn.Module]:
+        """The layer's class, as `kernels` asks for it."""
         return RotaryPosEmb
 
 

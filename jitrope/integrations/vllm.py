@@ -123,6 +123,9 @@ def triton_mrope(
 
     Returns:
         (q, k), rotated.
+
+    Raises:
+        InvalidInput, CompileError: as `mrope`.
     """
     if cos.dim() != 3:
         raise InvalidInput(f"cos has shape {tuple(cos.shape)}; it is (A, T, rotary_dim / 2)")

@@ -36,8 +36,12 @@ _HOST = "diffusers.models."
 class Report:
     """What `enable` did. As a context manager it undoes it.
 
-    replaced: by class, how many of the host's processors and modules are ours; fused: those of them in which
-    norm and rope are one launch; left: attention processors that are not ours; notes: why a class is not.
+    Attributes:
+        models: the transformers and ControlNets in which something is replaced.
+        replaced: by class, how many of the host's processors and modules are ours.
+        fused: those of them in which norm and rope are one launch.
+        left: attention processors that are not ours.
+        notes: by class, why it is not, or not fused.
     """
 
     models: list[nn.Module]

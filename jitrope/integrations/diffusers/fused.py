@@ -426,8 +426,8 @@ def _ltx2_perturbed(
     mask = _ltx_mask(attn, attention_mask, source)
     gates = None if attn.to_gate_logits is None else attn.to_gate_logits(x)
     v = attn.to_v(source)
-    if all_perturbed is None:
-        all_perturbed = torch.all(perturbation_mask == 0) if perturbation_mask is not None else False
+    if all_perturbed is None and perturbation_mask is not None:
+        all_perturbed = not perturbation_mask.any()
     if all_perturbed:
         return _ltx2_out(attn, v, gates)
     out = _ltx2_attention(self, attn, x, source, v, mask, *tables)

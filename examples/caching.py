@@ -1,0 +1,168 @@
+"""The kernel cache: what is on disk and why, kernels ahead of time, and images that compile nothing.
+
+python examples/caching.py
+
+All of it runs, in a temporary folder. On a GPU kernels are asked for by calls; without one by the same steps up to the
+driver, which need no more than CuPy and NVRTC (`pip install "jitrope[cuda13]"`). What a container needs of it:
+
+    JITROPE_RECORD=run.json python serve.py         # once, where there is a GPU: which kernels does the program use?
+
+    FROM python:3.12-slim AS kernels                # has NVRTC, needs no GPU
+    RUN pip install "jitrope[cuda13]"
+    COPY run.json .
+    RUN jitrope bundle write /kernels.tar --from run.json --arch sm_90,sm_100
+
+    FROM python:3.12-slim                           # the same version of jitrope, CuPy alone beside it
+    RUN pip install torch jitrope cupy-cuda13x
+    COPY --from=kernels /kernels.tar /opt/kernels.tar
+    ENV JITROPE_SYSTEM_CACHE=/opt/kernels.tar JITROPE_NO_COMPILE=1
+    RUN jitrope cache verify --cold                 # fails the build if a call would have to compile one of them
+
+`jitrope bundle load kernels.tar` copies the kernels into the image's own cache instead. Where compiling is fine but
+slow starts are not, a volume at ~/.cache/jitrope, or at JITROPE_CACHE_DIR, is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import jitrope
+from jitrope import compiler, config, kernels
+from jitrope.prewarm import Call
+
+GPU = torch.cuda.is_available()
+ARCH = kernels.arch_of(0) if GPU else "sm_90"
+FILE, PACKAGE = Path(__file__).resolve(), Path(jitrope.__file__).parent
+
+
+def call(interleaved: bool = False) -> None:
+    """The first call of a program: 32 heads of q, 8 of k. Without a GPU it ends before loading and launching."""
+    if GPU:
+        q, k = (torch.randn(1, 256, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, 8))
+        cos, sin = torch.rand(2, 256, 64, device="cuda")
+        jitrope.apply_rope(q, k, cos, sin, interleaved=interleaved)
+    else:
+        kernels.build(Call(32 + 8, interleaved=interleaved).specs()[0], ARCH)
+
+
+def counts() -> str:
+    count = kernels.kernel_cache().counts
+    return f"{count.hits} found, {count.compiled} compiled in {count.compile_ms:.0f} ms, {count.repaired} repaired"
+
+
+def nvrtc() -> str:
+    try:
+        return ".".join(map(str, compiler.nvrtc_version()))
+    except jitrope.CompileError:
+        return "none"
+
+
+def shell(line: str, **variables: str) -> str:
+    """What a line of shell says, with these variables beside ours; `jitrope` and `program` are this Python's."""
+    shown = line if len(line) < 120 else f"{line[:60]} ... {line[-60:]}"
+    print("$", *(f"{name}={value}" for name, value in variables.items() if name in config.VARIABLES), shown)
+    cli, program = f'"{sys.executable}" -m jitrope "$@"', f'"{sys.executable}" $OPTIONS "{FILE}" call'
+    script = f"exec 2>&1\njitrope() {{ {cli}; }}\nprogram() {{ {program}; }}\n{line}"
+    done = subprocess.run(["sh", "-c", script], env={**os.environ, **variables}, text=True, stdout=subprocess.PIPE)
+    print("".join(f"    {text}\n" for text in done.stdout.splitlines()), end="")
+    return done.stdout
+
+
+def without_nvidia(site: Path) -> dict[str, str]:
+    """For a Python that has all packages of this one less NVIDIA's: no NVRTC and no header. Its variables."""
+    site.mkdir()
+    folders = [Path(path) for path in sys.path if path.endswith("-packages") and Path(path).is_dir()]
+    for path in [PACKAGE, *(path for folder in folders for path in folder.iterdir())]:
+        if not path.name.startswith("nvidia") and path.suffix != ".pth" and not (site / path.name).exists():
+            (site / path.name).symlink_to(path)
+    return {"OPTIONS": "-S", "PYTHONPATH": str(site)}
+
+
+def main(folder: Path) -> None:
+    for name in config.VARIABLES:  # the reader's own settings stay out of it
+        os.environ.pop(name, None)
+    os.environ["JITROPE_CACHE_DIR"] = str(folder / "cache")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(PACKAGE.parent), *sys.path])  # for processes in another folder
+    os.chdir(folder)
+    cache = kernels.kernel_cache()
+
+    print(f"1. The first call ({ARCH}) renders, compiles, stores, and is recorded.")
+    with jitrope.record(folder / "run.json") as recording:
+        call()
+    print(counts())
+    # The folder's name: the kernel's, the architecture, a hash of what it is made from, and one of what compiled it.
+    # kernel.cu is the whole text, for reading or compiling by hand; spec.json has the constants and the checksums.
+    (entry,) = cache.entries()
+    print(entry.path.name)
+    for file in sorted(entry.path.iterdir()):
+        print(f"    {file.stat().st_size:7d} {file.name}")
+
+    print("2. The key is all that a kernel is made from. No time, path or driver is in it, so it is never stale.")
+    parts = json.loads((entry.path / "spec.json").read_text())["parts"]
+    for name in parts:
+        if not name.startswith("constant"):
+            print(f"    {name}: {parts[name]}")
+    print(f"    {sum(name.startswith('constant') for name in parts)} constants of the template")
+    assert " 0 compiled" in shell("program")  # any process that comes to the same key loads the file
+
+    print("3. Ahead of time, for GPUs that are elsewhere: from a description of calls, or from what a run asked for.")
+    shell("jitrope prewarm --heads 32,8 --arch sm_80,sm_100")  # both launches of each
+    if not recording.specs:  # torch's path, which CPU tensors take, asks for no kernel: describe it
+        assert not GPU
+        shell(f"jitrope prewarm --heads 32,8 --arch {ARCH} --record run.json")
+    shell("jitrope prewarm --from run.json --arch sm_120")
+
+    print("4. One file for images. It serves beside any compiler, or none; the user's own folder is still empty there.")
+    # A file that a group may write is not trusted, hence the umask, which is most machines' anyway.
+    shell(f"umask 022 && jitrope bundle write kernels.tar --from run.json --arch {ARCH}")
+    image = {"JITROPE_CACHE_DIR": "image", "JITROPE_SYSTEM_CACHE": "kernels.tar", "JITROPE_NO_COMPILE": "1"}
+    if torch.version.cuda is None:
+        assert " 0 compiled" in shell("program", **image, **without_nvidia(folder / "site"))
+    else:  # torch for CUDA is not imported without NVIDIA's packages: NVRTC is there, and is not asked
+        assert " 0 compiled" in shell("program", **image)
+
+    print("5. A kernel that was forgotten is an error there, not a slow request. It says what makes it.")
+    jitrope.configure(compile=False)  # the same as JITROPE_NO_COMPILE=1
+    try:
+        call(interleaved=True)
+    except jitrope.MissingKernel as error:
+        print(f"    {type(error).__name__}: {str(error).splitlines()[0]}")
+        command = error.command
+    shell(command)
+    call(interleaved=True)  # now it is there
+    jitrope.configure(compile=None)
+
+    print("6. Every load is checked. What is damaged is said, and made anew.")
+    cubin = entry.path / "kernel.cubin"
+    cubin.write_bytes(cubin.read_bytes()[:-1] + b"x")
+    shell("jitrope cache verify")
+    assert re.search("1 compiled in .* ms, 1 repaired", shell("program"))
+    assert not cache.verify()[1]
+
+    print(
+        "7. A folder that cannot be written is one warning; kernels stay in memory. (Nobody can write below /dev/null.)"
+    )
+    assert "1 compiled" in shell("program", JITROPE_CACHE_DIR="/dev/null/kernels")
+
+    print("8. JITROPE_CACHE_SIZE (1 GiB) bounds it: the least recently used go, none of the last hour. A day later:")
+    for old in cache.entries():
+        os.utime(old.path, (time.time() - 86400,) * 2)
+    shell("jitrope cache prune --max-size 200K | tail -n 1")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["call"]:
+        call()
+        print(f"{counts()}; NVRTC: {nvrtc()}")
+    else:
+        with tempfile.TemporaryDirectory(prefix="jitrope-example-") as name:
+            main(Path(name))
