@@ -26,6 +26,8 @@ from .entry import untrusted as untrusted
 from .errors import CacheError
 from .system_cache import SystemLayer
 
+__all__ = ["Counts", "KernelCache"]
+
 YOUNG = 3600.0
 """Seconds: an entry that was used in them is not pruned, a temporary folder may be somebody's; how often is looked."""
 

@@ -20,6 +20,8 @@ from .heuristics import RopeProblem, plan
 from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, RopeSpec, Spec
 from .thd_spec import spec_from_dict
 
+__all__ = ["DEFAULT_CALLS", "Built", "Call", "expand", "prewarm", "read_calls"]
+
 _MANY, _SM_COUNT = 1 << 20, 132
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from .errors import InvalidInput
 
+__all__ = ["ROPE_TYPES", "cos_sin", "cos_sin_cache", "freqs", "from_config", "inv_freq"]
+
 Device = torch.device | str | int | None
 """Where tensors are made; None: torch's default."""
 

@@ -23,6 +23,18 @@ from .checks import Require, _requirer
 from .partition import RULES
 from .thd_reference import Shape
 
+__all__ = [
+    "copy_valid_tokens_from_per_split_to_rank_local",
+    "cp_rank_order_to_sequence_order",
+    "get_partitioned_indices",
+    "grad_correction",
+    "out_correction",
+    "read_half_tensor",
+    "read_second_half_lse",
+    "second_half_lse_correction",
+    "sequence_order_to_cp_rank_order",
+]
+
 Rows = Tensor | tuple[Tensor, ...]
 """A tensor (T, ...), or a pair of them with as many rows."""
 
