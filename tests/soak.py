@@ -1,0 +1,362 @@
+"""Minutes of random calls from many threads over shared streams, every result checked, memory watched.
+
+    python -m tests.soak --minutes 10 --threads 8 --streams 4 --json soak.json
+
+Every thread draws calls of `soak_pool`'s jobs, several in flight at a time, on one of the shared streams, some of
+them with inputs that another stream made. Half of the calls have fresh inputs and are held against the same call on
+CPU tensors; the other half repeat one of the warm-up's, whose bits they must have again. Every 20 seconds all threads
+meet and nothing is in flight: memory is then as it was after the warm-up, or something is kept. Exit code 1 if not all
+is well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import random
+import threading
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from jitrope import kernels, runtime, thd_runtime
+
+from .soak_pool import Call, Job, Outputs, check, pool
+
+MIB = 1 << 20
+MOST_IN_FLIGHT = 6
+KEPT_LAUNCHES = 512
+"""In place of 4096: threads then forget what they have prepared many times in ten minutes, and the memory that it may
+take is reached in the warm-up."""
+
+MOST_RSS_GROWTH = 64 * MIB
+MOST_DEVICE_GROWTH = 16 * MIB
+"""Of all that the process has there: a kernel that is first needed after the warm-up is loaded then."""
+
+MOST_ALLOCATED_GROWTH = 64 << 10
+"""Constants of a few elements, which are made once; a call that kept 16 bytes would be seen."""
+
+MOST_EXCEPTIONS = 50
+MEETING_TIMEOUT = 300.0
+
+
+class Plan(NamedTuple):
+    """What a soak is asked to do; seconds are of the whole run, the warm-up included."""
+
+    device: str = "cuda"
+    seconds: float = 600.0
+    threads: int = 8
+    streams: int = 4
+    cases: int = 150
+    seed: int = 0
+    between_meetings: float = 20.0
+    between_samples: float = 10.0
+
+
+class Flight(NamedTuple):
+    """A call that was started."""
+
+    job: Job
+    number: int  # of the job in the pool
+    seed: int
+    repeated: bool
+    call: Call  # holds the inputs, which another stream may have made, until the results are there
+    outputs: Outputs
+
+
+def bits(outputs: Outputs) -> list[bytes | None]:
+    """The bytes of the outputs: NaNs and signs of zeros count."""
+    return [None if x is None else x.contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in outputs]
+
+
+def in_host_memory(outputs: Outputs) -> Outputs:
+    return [None if x is None else x.detach().cpu() for x in outputs]
+
+
+class Soak:
+    """Threads, what they find, and the meetings at which nothing is in flight."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.jobs = pool(plan.cases, plan.seed)
+        self.seeds = [random.Random(f"{plan.seed} {n}").getrandbits(32) for n in range(len(self.jobs))]
+        self.on_gpu = plan.device.startswith("cuda")
+        self.streams = [torch.cuda.Stream(plan.device) for _ in range(plan.streams)] if self.on_gpu else [None]
+        self.kept: list[list[bytes | None] | None] = [None] * len(self.jobs)
+        self.lock = threading.Lock()
+        self.barrier = threading.Barrier(plan.threads + 1)
+        self.meeting_is_due = threading.Event()
+        self.stop = threading.Event()
+        self.calls: Counter[str] = Counter()
+        self.repeats: Counter[str] = Counter()
+        self.wrong: dict[str, list[str]] = {}  # of each job
+        self.exceptions: list[str] = []
+
+    # ---- a thread ------------------------------------------------------------------------------------
+
+    def work(self, number: int) -> None:
+        torch.set_num_threads(1)
+        draw = random.Random(f"{self.plan.seed} thread {number}")
+        stream = self.streams[number % len(self.streams)]
+        try:
+            with self.on(stream):
+                order = list(range(len(self.jobs)))
+                draw.shuffle(order)
+                for first in range(0, len(order), MOST_IN_FLIGHT):
+                    self.burst([(n, True) for n in order[first : first + MOST_IN_FLIGHT]], draw, stream)
+                    if self.stop.is_set():
+                        break
+                self.meet()
+                while not self.stop.is_set():
+                    if self.meeting_is_due.is_set():
+                        self.meet()
+                        continue
+                    some = draw.randint(1, MOST_IN_FLIGHT)
+                    self.burst(
+                        [(draw.randrange(len(self.jobs)), draw.random() < 0.5) for _ in range(some)], draw, stream
+                    )
+        except threading.BrokenBarrierError:
+            pass
+        except Exception:
+            self.failed("a thread", traceback.format_exc())
+            self.barrier.abort()
+
+    def on(self, stream: Any) -> Any:
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def burst(self, drawn: list[tuple[int, bool]], draw: random.Random, stream: Any) -> None:
+        """Start all calls, then look at all results."""
+        flights = []
+        for number, repeated in drawn:
+            job, seed = self.jobs[number], self.seeds[number] if repeated else draw.getrandbits(32)
+            side = draw.choice(self.streams) if draw.random() < 0.25 else stream
+            try:
+                with self.on(side):
+                    call = job.make(self.plan.device, seed)
+                if side is not stream:
+                    stream.wait_stream(side)
+                flights.append(Flight(job, number, seed, repeated, call, call()))
+            except Exception:
+                self.failed(f"{job} seed {seed}", traceback.format_exc())
+        for flight in flights:
+            try:
+                self.look_at(flight, in_host_memory(flight.outputs))
+            except Exception:
+                self.failed(f"{flight.job} seed {flight.seed}", traceback.format_exc())
+
+    def look_at(self, flight: Flight, got: Outputs) -> None:
+        job, number = flight.job, flight.number
+        with self.lock:
+            self.calls[job.op] += 1
+            kept = self.kept[number] if flight.repeated else None
+        if flight.repeated and job.repeatable and kept is not None:
+            with self.lock:
+                self.repeats[job.op] += 1
+            if bits(got) != kept:
+                self.is_wrong(flight, "has other bits than the first time")
+            return
+        try:
+            check(got, job.make("cpu", flight.seed)(), job.slack)
+        except AssertionError as error:
+            self.is_wrong(flight, str(error))
+            return
+        if flight.repeated:
+            with self.lock:
+                self.kept[number] = self.kept[number] or bits(got)
+
+    def is_wrong(self, flight: Flight, how: str) -> None:
+        with self.lock:
+            self.wrong.setdefault(str(flight.job), []).append(f"seed {flight.seed}: {' '.join(how.split())[:400]}")
+
+    def failed(self, where: str, text: str) -> None:
+        with self.lock:
+            self.exceptions.append(f"{where}: {text[-1500:]}")
+            if len(self.exceptions) >= MOST_EXCEPTIONS:
+                self.stop.set()
+                self.barrier.abort()  # nobody waits for those who have stopped
+
+    def meet(self) -> None:
+        """A thread's part: come, and go on when the memory was measured."""
+        self.barrier.wait(MEETING_TIMEOUT)
+        self.barrier.wait(MEETING_TIMEOUT)
+
+    # ---- the main thread -----------------------------------------------------------------------------
+
+    def meeting(self, last: bool = False) -> dict[str, Any]:
+        """Memory while nothing is in flight."""
+        self.meeting_is_due.set()
+        self.barrier.wait(MEETING_TIMEOUT)
+        self.meeting_is_due.clear()
+        try:
+            gc.collect()
+            if self.on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            with contextlib.suppress(AttributeError, OSError):  # glibc's
+                ctypes.CDLL(None).malloc_trim(0)
+            return self.memory()
+        finally:
+            if last:
+                self.stop.set()
+            self.barrier.wait(MEETING_TIMEOUT)
+
+    def memory(self) -> dict[str, Any]:
+        now = {
+            "seconds": round(time.monotonic() - self.start, 1), "calls": sum(self.calls.values()),
+            "rss": resident_bytes(), "allocated": 0, "reserved": 0, "device": 0, "kernels": len(kernels._kernels),
+        }  # fmt: skip
+        if self.on_gpu:
+            free, total = torch.cuda.mem_get_info()
+            now |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+            now["device"] = total - free
+        return now
+
+    def run(self, kept_at: Path | None = None) -> dict[str, Any]:
+        """The report; written to a file after every meeting, so that a run that is cut off leaves one."""
+        self.start = time.monotonic()
+        samples: list[dict[str, Any]] = []
+        meetings: list[dict[str, Any]] = []
+        threads = [threading.Thread(target=self.work, args=(n,), daemon=True) for n in range(self.plan.threads)]
+        for thread in threads:
+            thread.start()
+        report: dict[str, Any] = {}
+        try:
+            first = self.meeting()  # behind a pass over all jobs
+            settled = first["seconds"] + 0.1 * max(0.0, self.plan.seconds - first["seconds"])
+            self.sample_until(settled, samples)
+            while not self.stop.is_set():
+                now = time.monotonic() - self.start
+                last = now >= self.plan.seconds
+                meetings.append(self.meeting(last))
+                report = self.report(samples, meetings)
+                if kept_at is not None:
+                    kept_at.write_text(json.dumps(report, indent=1))
+                if not last:
+                    self.sample_until(min(now + self.plan.between_meetings, self.plan.seconds), samples)
+        except threading.BrokenBarrierError:
+            self.failed("the meeting", f"a thread did not come within {MEETING_TIMEOUT:.0f} s, or failed")
+        except Exception:
+            self.failed("the meeting", traceback.format_exc())
+        self.stop.set()
+        self.barrier.abort()  # whoever waits does so in vain
+        for thread in threads:
+            thread.join(10)
+        report = self.report(samples, meetings)
+        if kept_at is not None:
+            kept_at.write_text(json.dumps(report, indent=1))
+        return report
+
+    def sample_until(self, end: float, samples: list[dict[str, Any]]) -> None:
+        while not self.stop.is_set() and (rest := end - (time.monotonic() - self.start)) > 0:
+            due = samples[-1]["seconds"] + self.plan.between_samples if samples else 0.0
+            if time.monotonic() - self.start >= due:
+                samples.append(self.memory())
+            time.sleep(min(rest, 0.2))
+
+    def report(self, samples: list[dict[str, Any]], meetings: list[dict[str, Any]]) -> dict[str, Any]:
+        with self.lock:
+            report = {
+                **self.plan._asdict(),
+                "torch": torch.__version__,
+                "gpu": torch.cuda.get_device_name() if self.on_gpu else None,
+                "ops": {
+                    op: {"calls": count, "against the CPU": count - self.repeats[op], "against bits": self.repeats[op]}
+                    for op, count in sorted(self.calls.items())
+                },
+                "kernels": len(kernels._kernels), "compiled": len(kernels.compiled),
+                "wrong results": sum(map(len, self.wrong.values())),
+                "wrong": [f"{len(each)} x {job}, first {each[0]}" for job, each in self.wrong.items()],
+                "exceptions": len(self.exceptions), "failed": self.exceptions[:20],
+                "samples": samples, "meetings": meetings,
+            }  # fmt: skip
+        report["calls"] = sum(op["calls"] for op in report["ops"].values())
+        report["problems"] = problems(report)
+        return report
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where there is no /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------
+
+LIMITS = {"rss": MOST_RSS_GROWTH, "device": MOST_DEVICE_GROWTH, "allocated": MOST_ALLOCATED_GROWTH}
+
+
+def growth(meetings: list[dict[str, Any]], name: str) -> int:
+    """The most bytes that any meeting had more than the first, which is behind the warm-up."""
+    return max((later[name] - meetings[0][name] for later in meetings), default=0)
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    """All that a soak must not have."""
+    found = [f"{report[name]} {name}" for name in ("wrong results", "exceptions") if report[name]]
+    meetings = report["meetings"]
+    if len(meetings) < 2:
+        found.append("too short: memory was measured less than twice after the warm-up")
+    for name, limit in LIMITS.items():
+        more = growth(meetings, name)
+        if more > limit:
+            found.append(f"memory is not flat: {name} grew by {more / MIB:.2f} MiB, {limit / MIB:.2f} are allowed")
+    return found
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report to read."""
+    lines = [f"{'op':<34}{'calls':>10}{'against CPU':>14}{'against bits':>14}"]
+    for op, count in report["ops"].items():
+        lines.append(f"{op:<34}" + f"{count['calls']:>10}{count['against the CPU']:>14}{count['against bits']:>14}")
+    lines.append("")
+    lines.append(
+        "nothing in flight, at" + f"{'calls':>10}{'allocated':>11}{'reserved':>10}{'device':>9}{'RSS':>9}   MiB"
+    )
+    for at in report["meetings"]:
+        mib = [at[name] / MIB for name in ("allocated", "reserved", "device", "rss")]
+        lines.append(
+            f"{at['seconds']:>19.0f} s{at['calls']:>10}{mib[0]:>11.3f}{mib[1]:>10.1f}{mib[2]:>9.0f}{mib[3]:>9.0f}"
+        )
+    lines += ["", *report["wrong"], *report["failed"]]
+    flat = not any(problem.startswith(("memory", "too short")) for problem in report["problems"])
+    lines += [
+        f"{report['gpu'] or 'CPU'}, torch {report['torch']}: {report['threads']} threads, {report['streams']} streams, "
+        f"{report['cases']} cases of seed {report['seed']}, {report['kernels']} kernels",
+        f"calls {report['calls']}, wrong results {report['wrong results']}, exceptions {report['exceptions']}",
+        f"memory flat: {'yes' if flat else 'no'}",
+        *report["problems"],
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="of the whole run, the warm-up included")
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--cases", type=int, default=150, help="kinds of calls, each of one or two kernels")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="a file for the report")
+    parser.add_argument("--between-meetings", type=float, default=20.0, help="seconds")
+    given = parser.parse_args(arguments)
+    runtime.MAX_LAUNCHES = thd_runtime.MAX_LAUNCHES = KEPT_LAUNCHES
+    plan = Plan(
+        given.device, 60 * given.minutes, given.threads, given.streams, given.cases, given.seed, given.between_meetings
+    )
+    report = Soak(plan).run(given.json)
+    print(text(report), flush=True)
+    return 1 if report["problems"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,511 @@
+"""Calls of the public functions that the soak and the sanitizers draw: what is compiled in is a job's, the rest random.
+
+A job makes the same inputs on any device from a seed: lengths, positions and contents are the seed's, while dtypes,
+head sizes, strides and options are the job's, so that a job stays with one or a few kernels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import thd
+from jitrope.context_parallel import Schedule, all_gather_attention, local_cu_seqlens, position_ids, shard
+from jitrope.partition import RULES, Mask
+from jitrope.thd_reference import Shape
+
+from .cases import (
+    CACHE_CASES,
+    CASES,
+    NORM_CASES,
+    QKV_CASES,
+    CacheCase,
+    Case,
+    NormCase,
+    make,
+    make_cache,
+    make_norm,
+    norm_call,
+    random_case,
+    random_norm_case,
+)
+
+MOST_TOKENS = 40
+
+Outputs = list["Tensor | None"]
+Call = Callable[[], Outputs]
+
+
+class Job(NamedTuple):
+    """A kind of call.
+
+    make: (device, seed) -> the call, whose inputs it holds. slack: 0, the bits of the CPU's result; else how many times
+    the tolerance of `check`. repeatable: the same call has the same bits twice.
+    """
+
+    op: str
+    name: str
+    make: Callable[[str, int], Call]
+    slack: float = 0.0
+    repeatable: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.name}"
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+
+
+def check(got: Outputs, want: Outputs, slack: float) -> None:
+    """Raise AssertionError where results on a device are not the CPU's, NaN for NaN."""
+    assert len(got) == len(want), f"{len(got)} outputs, not {len(want)}"
+    for number, (x, y) in enumerate(zip(got, want)):
+        assert (x is None) == (y is None), f"output {number} is {x}, not {y}"
+        if x is None or y is None:
+            continue
+        rtol = slack * TOLERANCE.get(y.dtype, 0)
+        if y.dtype.is_floating_point:
+            x, y = x.float(), y.float()
+        size = float(y.nan_to_num(0, 0, 0).abs().max()) if rtol and y.numel() else 1.0
+        torch.testing.assert_close(
+            x, y, rtol=rtol, atol=rtol / 2 * max(1.0, size), equal_nan=True, msg=lambda m, n=number: f"output {n}: {m}"
+        )
+
+
+def noise(generator: torch.Generator, shape: Any, dtype: torch.dtype, device: str) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.randint(-99, 99, tuple(shape), generator=generator).to(dtype).to(device)
+    return torch.randn(tuple(shape), generator=generator).to(dtype).to(device)
+
+
+def gradients(
+    call: Callable[[], Any], leaves: Outputs, generator: torch.Generator, device: str, dtype: torch.dtype | None = None
+) -> Call:
+    """The call with what its backward gives for random gradients: outputs, then the gradients of leaves.
+
+    dtype: the random ones are values of this dtype, by default of the outputs'.
+    """
+    given = [x.requires_grad_() for x in leaves if x is not None]
+
+    def both() -> Outputs:
+        outputs = [y for y in call() if y is not None]
+        weights = [noise(generator, y.shape, dtype or y.dtype, device).to(y.dtype) for y in outputs]
+        return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, given, weights)]
+
+    return both
+
+
+# ---- rope --------------------------------------------------------------------------------------------
+
+
+def resized(case: Case, draw: random.Random) -> Case:
+    """The case with other lengths: as many sequences, table rows for most positions; a decode step has other rows."""
+    b, s, *rest = case.shape
+    size = case.cp[0]
+    if case.lengths is not None or size == 1:
+        tokens = draw.randint(1, MOST_TOKENS)
+    else:
+        tokens = 2 * draw.randint(1, MOST_TOKENS // 2)  # chunks of a dense batch are even
+    if s == 1 and b > 1:
+        b, tokens = draw.randint(2, MOST_TOKENS), 1
+    left, lengths = size * tokens, []
+    for _ in case.lengths or ():
+        lengths.append(draw.randint(0, min(left, 2 * size * tokens // len(case.lengths or (0,)) + 1)))
+        left -= lengths[-1]
+    return replace(
+        case,
+        shape=(b, tokens, *rest),
+        lengths=None if case.lengths is None else tuple(lengths),
+        starts=None if case.starts is None else tuple(draw.randint(-2, 6) for _ in case.starts),
+        table_rows=draw.randint(1, MOST_TOKENS) if case.ids else size * tokens + draw.randint(0, 5),
+    )
+
+
+def rope_slack(case: Case) -> float:
+    """Sines are the device's, complex and addcmul products contracted there, or not."""
+    return 0.0 if case.rounding in ("fp32", "dtype") and not case.table.startswith("angles") else 1.0
+
+
+def can_be_in_place(case: Case) -> bool:
+    return case.options.get("interleaved_out", case.interleaved) == case.interleaved
+
+
+def rope_job(case: Case, mode: str, launch: str = "auto") -> Job:
+    """mode: "" | "in place" | "backward"."""
+
+    def made(device: str, seed: int) -> Call:
+        q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
+        words["launch"] = launch
+        if mode == "in place":
+            return lambda: [*jitrope.apply_rope_(q, k, cos, sin, **words)]
+        call = lambda: [*jitrope.apply_rope(q, k, cos, sin, **words)]  # noqa: E731
+        return gradients(call, [q, k], torch.Generator().manual_seed(seed), device) if mode else call
+
+    op = {"": "apply_rope", "in place": "apply_rope_", "backward": "apply_rope, backward"}[mode]
+    return Job(op, f"{case.name}-{launch}", made, rope_slack(case))
+
+
+def qkv_job(case: Case, mode: str, launch: str = "auto") -> Job:
+    """Packed QKV; modes as `rope_job`'s."""
+
+    def made(device: str, seed: int) -> Call:
+        sized = resized(case, random.Random(seed))
+        b, s, groups, q_per_group, d = sized.shape
+        shape = (b, s, groups, 0, d * (q_per_group + 2))
+        packed = replace(sized, shape=shape, rotary_dim=sized.rotary_dim or d)
+        qkv, _, cos, sin, words = make(packed, device, seed)
+        words.update(q_per_group=q_per_group, launch=launch)
+        if mode == "in place":
+            return lambda: [jitrope.apply_rope_qkv_(qkv, cos, sin, **words)]
+        call = lambda: [*jitrope.apply_rope_qkv(qkv, cos, sin, **words)]  # noqa: E731
+        return gradients(call, [qkv], torch.Generator().manual_seed(seed), device) if mode else call
+
+    op = {"": "apply_rope_qkv", "in place": "apply_rope_qkv_", "backward": "apply_rope_qkv, backward"}[mode]
+    return Job(op, f"{case.name}-{launch}", made, rope_slack(case))
+
+
+# ---- serving -----------------------------------------------------------------------------------------
+
+
+def fp8_job(case: Case, launch: str = "auto") -> Job:
+    def made(device: str, seed: int) -> Call:
+        q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
+        del words["rounding"]
+        scale = torch.tensor(0.02, device=device)
+        return lambda: [
+            *jitrope.apply_rope_fp8(q, k, cos, sin, q_scale=scale, k_scale=0.3 if k is not None else None, **words,
+                                    launch=launch)
+        ]  # fmt: skip
+
+    return Job("apply_rope_fp8", f"{case.name}-{launch}", made, rope_slack(case))
+
+
+def cache_job(case: CacheCase, in_place: bool = False, launch: str = "auto") -> Job:
+    """k and v into a cache full of noise, slots without repetition, some of them padding or past the end."""
+
+    def made(device: str, seed: int) -> Call:
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        b, s, *rest = case.shape
+        b, s = (draw.randint(2, MOST_TOKENS), 1) if s == 1 else (b, draw.randint(3, MOST_TOKENS))
+        first, *page = case.cache
+        cache = (b * s + first, *page) if not page else (-(-b * s // page[0]) + first, *page)
+        c = make_cache(replace(case, shape=(b, s, *rest), cache=cache, padding=(draw.randrange(b * s),)), device)
+        for x in (c.q, c.k, c.v, c.k_cache, c.v_cache):
+            x.copy_(noise(generator, x.shape, torch.float32, device))
+        slots = torch.randperm(torch.Size(cache).numel() + 2, generator=generator)[: b * s]
+        c.slots.copy_(torch.where(c.slots.cpu() < 0, -1, slots).to(device))
+        words: dict[str, Any] = {
+            **case.options, "layout": case.layout, "launch": launch, "rotate_k": case.k_too, case.table: c.tables[0],
+            "position_ids": c.tables[4], "k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots,
+            "k_scale": c.scales[1], "v_scale": c.scales[2],
+        }  # fmt: skip
+        if not in_place:
+            words["q_scale"] = c.scales[0]
+        function = jitrope.apply_rope_kv_cache_ if in_place else jitrope.apply_rope_kv_cache
+        return lambda: [function(c.q, c.k, c.v, **words), c.k, c.k_cache, c.v_cache]
+
+    op = "apply_rope_kv_cache_" if in_place else "apply_rope_kv_cache"
+    return Job(op, f"{case.name}-{launch}", made, 1.0 if case.table == "freqs" else 0.0)
+
+
+# ---- QK-norm -----------------------------------------------------------------------------------------
+
+NORM_SLACK = 2.0
+"""Sums have another order on a GPU; over millions of elements two roundings of one go another way now and then."""
+
+
+def resized_norm(case: NormCase, draw: random.Random) -> NormCase:
+    rope = resized(case.rope, draw)
+    tokens = rope.shape[1]
+    if case.first is None:
+        return replace(case, rope=rope)
+    if case.two_tables:  # each with a row at least
+        tokens = max(2, tokens)
+        rope = replace(rope, shape=(rope.shape[0], tokens, *rope.shape[2:]), table_rows=tokens)
+        return replace(case, rope=rope, first=draw.randint(1, tokens - 1))
+    return replace(case, rope=rope, first=draw.randint(0, tokens))
+
+
+def norm_job(case: NormCase, mode: str, launch: str = "auto") -> Job:
+    """modes as `rope_job`'s."""
+
+    def made(device: str, seed: int) -> Call:
+        call = make_norm(resized_norm(case, random.Random(seed)), device, seed)
+        call.arguments["launch"] = launch
+        if mode == "in place":
+            return lambda: [*norm_call(call, True)]
+        if mode == "":
+            return lambda: [*norm_call(call)]
+        leaves = [*call.streams, *call.weights]
+        return gradients(lambda: norm_call(call), leaves, torch.Generator().manual_seed(seed), device)
+
+    name = "qk_norm_rope" if case.first is None else "qk_norm_rope_joint"
+    op = {"": name, "in place": f"{name}_", "backward": f"{name}, backward"}[mode]
+    return Job(op, f"{case.name}-{launch}", made, NORM_SLACK)
+
+
+# ---- packed batches between ranks ----------------------------------------------------------------------
+
+
+class Batch:
+    """Sequences of random lengths, with padding behind them or not, and spare rows; a rank of some."""
+
+    def __init__(self, seed: int, index_dtype: torch.dtype, padded: bool, cp_size: int, rule: str) -> None:
+        self.draw = draw = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        slots = [draw.choice((0, 1, 3, 9, 17, 30)) for _ in range(draw.choice((1, 2, 5, 20)))]
+        lengths = [draw.randint(0, n) for n in slots] if padded else slots
+        self.slots, self.cu_seqlens = (
+            torch.tensor([0, *accumulate(x)], dtype=index_dtype) for x in (slots, lengths)
+        )  # fmt: skip
+        self.tokens = sum(slots) + draw.choice((0, 5)) or 1
+        self.shape = Shape(self.tokens, len(slots), cp_size, draw.randrange(cp_size), rule)
+
+
+class Trait(NamedTuple):
+    """What a job of packed batches has compiled in."""
+
+    index_dtype: torch.dtype
+    padded: bool
+    cp_size: int
+    rule: str
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> Trait:
+        return cls(
+            draw.choice((torch.int32, torch.int64)), draw.random() < 0.5, draw.choice((1, 2, 3, 4)), draw.choice(RULES)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.rule}-cp{self.cp_size}{'-padded' * self.padded}-{str(self.index_dtype)[6:]}"
+
+
+WIDTHS = ((16,), (3,), (1,), (24,), (2, 8), (65,), (520,))
+MOVES = ("to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail")
+MASKS = (Mask(-1, 0), Mask(-1, -1), Mask(3, 0), Mask(4, 1), Mask(3, -1))
+STEPS = (
+    ("lse", "none", "add"), ("read_lse", "none", "copy"), ("out", "add", "add"), ("out", "none", "add"),
+    ("grad", "add", "none"), ("grad", "none", "copy"), ("grad", "add", "copy"), ("grad", "copy", "add"),
+)  # fmt: skip
+
+
+def rows_job(move: str, draw: random.Random) -> Job:
+    """Rows of any size and alignment by any map, one tensor or two; what is not written stays."""
+    trait = Trait.drawn(draw)
+    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
+    widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
+    apart, terms = draw.choice((0, 8, 1)), draw.choice((1, 2, 5))
+
+    def made(device: str, seed: int) -> Call:
+        batch = Batch(seed, *trait)
+        tokens, generator = batch.tokens, batch.generator
+        shape = batch.shape._replace(cp_rank=0)
+        everyone = shape.cp_size * shape.capacity
+        count = {"to_ranks": everyone, "stay": tokens + 3, "table": 70, "sum": 33}.get(move, tokens)
+        rows = everyone if move == "to_sequences" else tokens
+        spread = [(rows, *width[:-1], width[-1] + apart * (len(width) == 1)) for width in widths]
+        # Whole numbers, whose sums are exact in any order.
+        inputs = [
+            noise(generator, s, torch.int64, "cpu").to(dtype).to(device)[..., : w[-1]] for s, w in zip(spread, widths)
+        ]
+        outputs = [torch.full((count, *width), 77, dtype=dtype, device=device) for width in widths]
+        table = None
+        if move in ("table", "sum"):
+            size = (count,) if move == "table" else (terms, count)
+            table = torch.randint(-1, tokens, size, generator=generator).int().to(device)
+        lengths = batch.cu_seqlens.to(device) if move == "valid" else None
+        slots, map = batch.slots.to(device), "table" if move == "sum" else move
+
+        def call() -> Outputs:
+            given = outputs if move == "tail" else inputs
+            torch.ops.jitrope.thd_rows(given, outputs, map, slots, lengths, table, *shape)
+            return [*outputs]
+
+        return call
+
+    return Job("thd rows", f"{move}-{trait}-{dtype}-{widths}-{apart}", made)
+
+
+def reorder_job(draw: random.Random) -> Job:
+    """A batch into the order of its ranks and back, k and v in one launch, with their gradients."""
+    trait, dtype = Trait.drawn(draw), draw.choice((torch.bfloat16, torch.float32))
+    shapes = [(2, draw.choice((3, 8))), (2, draw.choice((5, 16)))]
+
+    def made(device: str, seed: int) -> Call:
+        batch = Batch(seed, *trait)
+        slots, cp_size, rule = batch.slots.to(device), trait.cp_size, trait.rule
+        k, v = (noise(batch.generator, (batch.tokens, *shape), dtype, device) for shape in shapes)
+
+        def call() -> Outputs:
+            ranks = thd.sequence_order_to_cp_rank_order((k, v), slots, cp_size, rule=rule)
+            back = thd.cp_rank_order_to_sequence_order(ranks, slots, cp_size, batch.tokens, rule=rule)
+            return [*ranks, *back]
+
+        return gradients(call, [k, v], batch.generator, device)
+
+    return Job("thd order", f"{trait}-{dtype}", made)
+
+
+def tables_job(draw: random.Random) -> Job:
+    """Tables of a rank, its rows of a tensor, the halves of its sequences, and what of them is not padding."""
+    trait = Trait.drawn(draw)
+
+    def made(device: str, seed: int) -> Call:
+        batch = Batch(seed, *trait)
+        slots, real = batch.slots.to(device), batch.cu_seqlens.to(device)
+        x = noise(batch.generator, (batch.tokens, 2, 8), torch.float16, device)
+        tokens, where = batch.tokens, (trait.cp_size, batch.shape.cp_rank)
+
+        def call() -> Outputs:
+            indices = thd.get_partitioned_indices(slots, tokens, *where, rule=trait.rule)
+            mine, local = position_ids(slots, tokens, *where, trait.rule), local_cu_seqlens(slots, *where, trait.rule)
+            part, halves = shard(x, slots, *where, trait.rule), [thd.read_half_tensor(x, slots, n) for n in (0, 1)]
+            valid = torch.zeros_like(x)
+            thd.copy_valid_tokens_from_per_split_to_rank_local(valid, x, slots, real)
+            return [indices, mine, local, part, *halves, valid]
+
+        return call
+
+    return Job("thd tables", str(trait), made)
+
+
+def segments_job(mask: Mask, draw: random.Random) -> Job:
+    """A rank's attention as segments."""
+    trait = Trait.drawn(draw)
+
+    def made(device: str, seed: int) -> Call:
+        batch = Batch(seed, *trait)
+        real, padded = batch.cu_seqlens.to(device), batch.slots.to(device) if trait.padded else None
+        words = {"cp_size": trait.cp_size, "cp_rank": batch.shape.cp_rank, "rule": trait.rule, "window": tuple(mask)}
+        causal = mask.right == 0
+        return lambda: [
+            *Schedule(real, batch.tokens, cu_seqlens_padded=padded, causal=causal, **words).segments
+        ]  # fmt: skip
+
+    return Job("cp segments", f"{mask.left},{mask.right}-{trait}", made)
+
+
+def correction_job(step: tuple[str, str, str], draw: random.Random) -> Job:
+    """A step of ring attention into those before it; sequences of odd length too."""
+    quantity, first, second = step
+    packed, index_dtype = draw.random() < 0.5, draw.choice((torch.int32, torch.int64))
+    dtype, (heads, size) = draw.choice((torch.bfloat16, torch.float32)), draw.choice(((2, 8), (3, 5), (4, 16)))
+
+    def made(device: str, seed: int) -> Call:
+        batch = Batch(seed, index_dtype, False, 1, "dual_chunk")
+        cu_seqlens, generator, t, half = batch.slots.to(device), batch.generator, batch.tokens, "none" in step
+        longest = max(batch.slots.diff().tolist()) + 1
+        out, into = (
+            noise(generator, (n, heads, size), dtype, device) for n in (t, t // 2 + 4 if half else t)
+        )  # fmt: skip
+        lead = (heads,) if packed else (batch.shape.sequences, heads)
+        rows, ends = (t, t // 2 + 4) if packed else (longest, longest // 2 + 2)
+        widths = (rows, ends if half else rows)
+        lse, lse_step = (noise(generator, (*lead, n), torch.float32, "cpu") for n in widths)
+        for x in (lse_step,) if quantity == "out" else (lse, lse_step):
+            x[torch.rand(x.shape, generator=generator) < 0.1] = -torch.inf  # rows that saw no key
+        lse, lse_step = lse.to(device), lse_step.to(device)
+
+        def call() -> Outputs:
+            if quantity == "lse":
+                thd.second_half_lse_correction(lse, lse_step, cu_seqlens, packed)
+            elif quantity == "read_lse":
+                return [thd.read_second_half_lse(lse, cu_seqlens, packed, ends)]
+            elif quantity == "out":
+                thd.out_correction(out, into, lse, lse_step, cu_seqlens, first == "none", packed)
+            else:
+                thd.grad_correction(out, into, cu_seqlens, first, second)
+            return [lse, out]
+
+        return call
+
+    return Job("thd corrections", f"{'-'.join(step)}-{packed}-{dtype}-{size}", made, 1.0)
+
+
+def attention_job(draw: random.Random) -> Job:
+    """Attention of a group of one, with its backward, which adds in any order."""
+    window, padded = draw.choice(((-1, -1), (9, 0))), draw.random() < 0.5
+
+    def made(device: str, seed: int) -> Call:
+        batch = Batch(seed, torch.int32, padded, 1, "dual_chunk")
+        # A CPU's attention is in fp32, of the same values.
+        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        q, k, v = (
+            noise(batch.generator, (batch.tokens, heads, 64), torch.bfloat16, device).to(dtype) for heads in (4, 2, 2)
+        )
+        real, slots = batch.cu_seqlens.to(device), batch.slots.to(device) if padded else None
+        words = {"cu_seqlens_padded": slots, "window": window, "tokens": batch.tokens}
+        call = lambda: [all_gather_attention(q, k, v, real, **words)]  # noqa: E731
+        both = gradients(call, [q, k, v], batch.generator, device, torch.bfloat16)
+        return lambda: [x.to(torch.bfloat16) for x in both() if x is not None]
+
+    return Job("all_gather_attention", f"{window}{'-padded' * padded}", made, 2.0, False)
+
+
+# ---- the pool ----------------------------------------------------------------------------------------
+
+LAUNCHES = ("auto", "token_linear", "grid_2d")
+FP8 = ("halves", "ids", "partial-odd", "d72", "packed")
+
+
+def _ropes(draw: random.Random) -> Iterator[Job]:
+    cases = [case for case in CASES if not case.name.startswith("ragged-2") and not case.name.startswith("ragged-4")]
+    while True:
+        case = draw.choice((draw.choice(cases), random_case(draw.randrange(10_000))))
+        modes = ("", "in place", "backward") if can_be_in_place(case) else ("", "backward")
+        yield rope_job(case, draw.choice(modes), draw.choice(LAUNCHES))
+
+
+def _norms(draw: random.Random) -> Iterator[Job]:
+    while True:
+        case = draw.choice((draw.choice(NORM_CASES), random_norm_case(draw.randrange(10_000))))
+        modes = [""] if case.first is not None else ["", "in place"]
+        if case in NORM_CASES and case.rope.ids != "past":
+            modes.append("backward")
+        yield norm_job(case, draw.choice(modes), draw.choice(LAUNCHES))
+
+
+def _serving(draw: random.Random) -> Iterator[Job]:
+    while True:
+        case = draw.choice(CACHE_CASES)
+        yield cache_job(case, not case.q_fp8 and draw.random() < 0.5, draw.choice(LAUNCHES))
+        yield fp8_job(draw.choice([c for c in CASES if c.name in FP8]), draw.choice(LAUNCHES))
+
+
+def _packed(draw: random.Random) -> Iterator[Job]:
+    while True:
+        yield rows_job(draw.choice(MOVES), draw)
+        yield correction_job(draw.choice(STEPS), draw)
+        yield segments_job(draw.choice(MASKS), draw)
+        yield reorder_job(draw)
+        yield tables_job(draw)
+
+
+def _qkvs(draw: random.Random) -> Iterator[Job]:
+    while True:
+        yield qkv_job(draw.choice(QKV_CASES), draw.choice(("", "in place", "backward")), draw.choice(LAUNCHES))
+
+
+def _attentions(draw: random.Random) -> Iterator[Job]:
+    while True:
+        yield attention_job(draw)
+
+
+SHARES = ((_ropes, 12), (_norms, 7), (_packed, 6), (_serving, 3), (_qkvs, 2), (_attentions, 1))
+"""Jobs of each kind in turn."""
+
+
+def pool(count: int, seed: int) -> list[Job]:
+    """`count` jobs of all kinds; the same for the same seed."""
+    draw = random.Random(seed)
+    kinds = {kind: kind(random.Random(draw.getrandbits(32))) for kind, _ in SHARES}
+    order = [kinds[kind] for kind, share in SHARES for _ in range(share)]
+    draw.shuffle(order)
+    return [next(order[n % len(order)]) for n in range(count)]

@@ -1,0 +1,261 @@
+"""The soak on CPU tensors, what it must find, and the sanitizers' cases and verdicts."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jitrope
+from jitrope import runtime, thd, thd_runtime
+from jitrope.thd_spec import KINDS
+
+from . import sanitizer, soak
+from .sanitizer import FOUND, GROUPS, WRONG, Done
+from .soak_pool import check, pool
+from .test_fuzz import SPECS
+
+OPS = {
+    "apply_rope", "apply_rope_", "apply_rope, backward", "apply_rope_fp8", "apply_rope_kv_cache",
+    "apply_rope_kv_cache_", "apply_rope_qkv", "apply_rope_qkv_", "apply_rope_qkv, backward", "qk_norm_rope",
+    "qk_norm_rope_", "qk_norm_rope, backward", "qk_norm_rope_joint", "thd order", "thd rows", "thd tables",
+    "thd corrections", "cp segments", "all_gather_attention",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _launches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`soak.main` keeps fewer."""
+    for module in (runtime, thd_runtime):
+        monkeypatch.setattr(module, "MAX_LAUNCHES", module.MAX_LAUNCHES)
+
+
+def soaked(folder: Path, seconds: float = 3.0, cases: int = 31) -> tuple[int, dict[str, Any]]:
+    """The exit code and the report of a short run with 8 threads."""
+    file = folder / "report.json"
+    words = ["--device", "cpu", "--minutes", str(seconds / 60), "--threads", "8", "--cases", str(cases)]
+    code = soak.main([*words, "--between-meetings", "0.5", "--json", str(file)])
+    return code, json.loads(file.read_text())
+
+
+# ---- the pool ----------------------------------------------------------------------------------------
+
+
+def test_the_pool_has_every_op_and_is_the_same_again() -> None:
+    jobs = pool(150, 0)
+    assert {job.op for job in jobs} >= OPS
+    assert [str(job) for job in jobs] == [str(job) for job in pool(150, 0)]
+    assert [str(job) for job in jobs] != [str(job) for job in pool(150, 1)]
+
+
+def test_a_seed_is_a_call_and_another_is_another() -> None:
+    """Sizes and contents are the seed's."""
+    sizes: dict[str, set[Any]] = {}
+    for job in pool(60, 3):
+        results = [job.make("cpu", seed)() for seed in (1, 1, 2)]
+        check(results[0], results[1], 0.0)
+        sizes.setdefault(job.op, set()).update(tuple(y.shape for y in out if y is not None) for out in results)
+    assert all(len(seen) > 1 for seen in sizes.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32], ids=str)
+def test_check_sees_one_element(dtype: torch.dtype) -> None:
+    x = torch.arange(1, 9).to(dtype)
+    check([x, None], [x.clone(), None], 0.0)
+    wrong = x.float().index_add(0, torch.tensor([5]), torch.tensor([1.0])).to(dtype)
+    for slack in (0.0, 2.0):
+        with pytest.raises(AssertionError, match="output 0"):
+            check([wrong, None], [x, None], slack)
+    with pytest.raises(AssertionError, match="output 1"):
+        check([x, x], [x, None], 0.0)
+
+
+# ---- the soak ----------------------------------------------------------------------------------------
+
+
+def test_soak_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = soaked(tmp_path, 4.0)
+    assert code == 0, report["problems"]
+    assert report["calls"] > 8 * 31
+    assert report["wrong results"] == report["exceptions"] == 0
+    assert sum(op["against bits"] for op in report["ops"].values()) > 7 * 20
+    assert sum(op["against the CPU"] for op in report["ops"].values()) > 31
+    assert len(report["meetings"]) >= 2
+    assert report["samples"]
+    text = capsys.readouterr().out
+    assert "memory flat: yes" in text
+    assert "wrong results 0" in text
+
+
+def test_a_planted_wrong_result_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call in twenty with one element off by a tenth."""
+    real, calls, lock = jitrope.apply_rope, [0], threading.Lock()
+
+    def planted(*arguments: Any, **words: Any) -> Any:
+        q, k = real(*arguments, **words)
+        with lock:
+            calls[0] += 1
+            if calls[0] % 20:
+                return q, k
+        q = q.nan_to_num(0)
+        off = torch.zeros_like(q)
+        off.view(-1)[0] = 0.1 + q.abs().max()
+        return q + off, k
+
+    monkeypatch.setattr(jitrope, "apply_rope", planted)
+    code, report = soaked(tmp_path)
+    assert code == 1
+    assert report["wrong results"] >= 1
+    assert report["problems"] == [f"{report['wrong results']} wrong results"]
+    assert all(" x apply_rope" in line for line in report["wrong"])
+    assert report["wrong"][0] in capsys.readouterr().out
+
+
+def test_a_planted_exception_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And after fifty of them the run is over."""
+
+    def planted(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(jitrope, "apply_rope", planted)
+    start = time.monotonic()
+    code, report = soaked(tmp_path, 60.0)
+    assert code == 1
+    assert time.monotonic() - start < 30
+    assert report["exceptions"] >= soak.MOST_EXCEPTIONS
+    assert "RuntimeError: planted" in report["failed"][0]
+    assert not report["wrong results"]
+
+
+def test_a_thread_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "MEETING_TIMEOUT", 1.0)
+    monkeypatch.setattr(jitrope, "apply_rope_", lambda *_, **__: time.sleep(5))
+    code, report = soaked(tmp_path)
+    assert code == 1
+    assert "a thread did not come" in " ".join(report["failed"])
+
+
+@pytest.mark.parametrize("name", soak.LIMITS)
+def test_memory_that_grows_is_reported(name: str) -> None:
+    meetings = [dict.fromkeys(soak.LIMITS, 1 << 30) for _ in range(5)]
+    report = {"wrong results": 0, "exceptions": 0, "meetings": meetings}
+    meetings[3][name] += soak.LIMITS[name]
+    assert soak.problems(report) == []
+    meetings[3][name] += 1
+    assert [problem.split(":")[0] for problem in soak.problems(report)] == ["memory is not flat"]
+    assert name in soak.problems(report)[0]
+    assert soak.problems({**report, "meetings": meetings[:1]})[0].startswith("too short")
+
+
+def test_resident_bytes_are_this_process() -> None:
+    before = soak.resident_bytes()
+    held = torch.ones(32 << 20, dtype=torch.int8)
+    assert 24 << 20 < soak.resident_bytes() - before < 64 << 20
+    assert len(held) == 32 << 20
+
+
+# ---- the sanitizers ----------------------------------------------------------------------------------
+
+
+def test_every_template_has_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one without a case is refused before anything runs."""
+    assert {group.template for group in GROUPS.values()} == set(sanitizer.templates())
+    assert sanitizer.groups_named(None) == list(GROUPS)
+    assert sanitizer.groups_named(["rope"]) == ["rope-token_linear", "rope-grid_2d", "rope-serving"]
+    for path in sanitizer.TEMPLATE_PATHS:
+        for template in path.glob("*.cu.jinja"):
+            (tmp_path / template.name).touch()
+    (tmp_path / "a_new_one.cu.jinja").touch()
+    monkeypatch.setattr(sanitizer, "TEMPLATE_PATHS", [tmp_path])
+    with pytest.raises(SystemExit, match="no case runs a_new_one"):
+        sanitizer.groups_named(None)
+    with pytest.raises(SystemExit, match="no such case: rop;"):
+        sanitizer.groups_named(["rop"])
+
+
+def test_entries_are_found_by_the_filter() -> None:
+    """compute-sanitizer looks at kernels whose names contain this."""
+    entries = {spec.template: spec.entry for spec in SPECS}
+    assert set(KINDS) | {"rope", "qk_norm_rope", "qk_norm_rope_backward"} == set(sanitizer.templates())
+    for template, entry in entries.items():
+        assert "kns=" + entry == sanitizer.ENTRY.format(template.removesuffix(".cu.jinja"))
+
+
+def test_a_case_compares_its_results(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sanitizer.run_group("thd_corrections", "cpu") == 0
+    assert "48 calls" in capsys.readouterr().out
+    real, calls = thd.grad_correction, [0]
+
+    def planted(grad: Any, *rest: Any) -> None:
+        real(grad, *rest)
+        calls[0] += 1
+        if calls[0] == 7:
+            grad.view(-1)[0] += 1
+
+    monkeypatch.setattr(thd, "grad_correction", planted)
+    assert sanitizer.run_group("thd_corrections", "cpu") == WRONG
+    assert ", 1 wrong" in capsys.readouterr().out
+
+
+CLEAN, RACES = "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)"
+
+
+@pytest.mark.parametrize(
+    ("tool", "code", "output", "verdict"),
+    [
+        ("memcheck", 0, CLEAN, "clean"),
+        ("", 0, "", "clean"),
+        ("racecheck", 0, "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "clean"),
+        ("memcheck", FOUND, "ERROR SUMMARY: 2 errors", "found errors"),
+        ("memcheck", FOUND, CLEAN, "found errors"),
+        ("memcheck", 0, "ERROR SUMMARY: 12 errors", "found errors"),
+        ("racecheck", 0, RACES, "found errors"),
+        ("memcheck", 0, "", "no summary"),
+        ("memcheck", WRONG, CLEAN, "wrong results"),
+        ("", WRONG, "", "wrong results"),
+        ("initcheck", 124, "", "took too long"),
+        ("initcheck", 255, CLEAN, "exit code 255"),
+        ("memcheck", -11, CLEAN, "exit code -11"),
+    ],
+)
+def test_verdict(tool: str, code: int, output: str, verdict: str) -> None:
+    assert Done("rope-grid_2d", tool, code, output, 1.0).verdict == verdict
+
+
+TOOL = """#!/bin/bash
+# Takes compute-sanitizer's arguments, runs the program behind them and counts the errors that it is told.
+[ "$1" = --help ] && { echo "  --kernel-name arg"; exit; }
+echo "asked: $*"
+while [[ "$1" == --* ]]; do shift 2; done
+"$@" || exit
+echo "========= ERROR SUMMARY: ERRORS errors"
+[ ERRORS = 0 ] || exit 9
+"""
+
+
+@pytest.mark.parametrize("errors", [0, 4])
+def test_the_parents_verdict_is_its_childrens(
+    errors: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """The whole way, with a program in the tool's place, since there is no GPU that it could watch."""
+    program = tmp_path / "tool"
+    program.write_text(TOOL.replace("ERRORS", str(errors)))
+    program.chmod(0o755)
+    words = ["--case", "thd_tables", "--tool", "memcheck", "--tool", "initcheck", "--program", str(program)]
+    code = sanitizer.main([*words, "--device", "cpu", "--log", str(tmp_path / "logs")])
+    assert code == (1 if errors else 0)
+    text = capsys.readouterr().out
+    assert ("all 3 runs are clean" in text) == (errors == 0)
+    assert text.count("found errors") >= 2 * (errors > 0)
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert set(logs) == {f"thd_tables.{tool}.txt" for tool in ("plain", "memcheck", "initcheck")}
+    assert "--kernel-name kns=jitrope_thd_tables" in logs["thd_tables.memcheck.txt"]
+    assert "kns" not in logs["thd_tables.initcheck.txt"]
+    assert all("18 calls" in text for text in logs.values())
