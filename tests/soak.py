@@ -16,7 +16,9 @@ import contextlib
 import ctypes
 import gc
 import json
+import os
 import random
+import subprocess
 import threading
 import time
 import traceback
@@ -213,9 +215,8 @@ class Soak:
             "rss": resident_bytes(), "allocated": 0, "reserved": 0, "device": 0, "kernels": len(kernels._kernels),
         }  # fmt: skip
         if self.on_gpu:
-            free, total = torch.cuda.mem_get_info()
             now |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
-            now["device"] = total - free
+            now["device"] = device_bytes()
         return now
 
     def run(self, kept_at: Path | None = None) -> dict[str, Any]:
@@ -287,6 +288,18 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:
         return 0
+
+
+def device_bytes() -> int:
+    """This process's on the device, kernels included; where the driver does not tell whose is what, all that is used."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, ValueError):
+        told = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+        used = dict(map(int, line.split(",")) for line in told)
+        if os.getpid() in used:
+            return used[os.getpid()] * MIB
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------

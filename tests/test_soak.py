@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -259,3 +263,49 @@ def test_the_parents_verdict_is_its_childrens(
     assert "--kernel-name kns=jitrope_thd_tables" in logs["thd_tables.memcheck.txt"]
     assert "kns" not in logs["thd_tables.initcheck.txt"]
     assert all("18 calls" in text for text in logs.values())
+
+
+# ---- the tools themselves --------------------------------------------------------------------------------
+
+MOVE = """
+import sys
+from pathlib import Path
+import torch
+from jitrope import render, thd
+render.TEMPLATE_PATHS.insert(0, Path(sys.argv[1]))
+cu_seqlens = torch.tensor([0, 37, 100, 256], dtype=torch.int32, device="cuda")
+x = torch.empty(256, 64, device="cuda")
+if sys.argv[2] != "initcheck":
+    x.fill_(1)
+print(len(thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 2).cpu()))
+"""
+FAULTS = {  # of the template, but for initcheck's, which is of the input
+    "memcheck": ("let_the_next_begin();", "let_the_next_begin(); p.out[0][1ll << 40] = 1;"),
+    "racecheck": ("__syncthreads();", ""),
+    "initcheck": ("", ""),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", FAULTS)
+@pytest.mark.parametrize("planted", [True, False])
+def test_a_planted_fault_is_found(tool: str, planted: bool, tmp_path: Path) -> None:
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(program).exists():
+        pytest.skip("compute-sanitizer comes with the CUDA toolkit, which is not installed")
+    before, after = FAULTS[tool] if planted else ("", "")
+    text = (sanitizer.ROOT / "templates" / "thd_rows.cu.jinja").read_text()
+    assert before in text
+    (tmp_path / "thd_rows.cu.jinja").write_text(text.replace(before, after, 1) if before else text)
+    option = sanitizer.kernel_option(program)
+    arguments = sanitizer.command("thd_rows", tool, program, option, "cuda")
+    own = arguments.index(sys.executable)
+    fault = tool if planted else ""
+    arguments[own:] = [sys.executable, "-c", MOVE, str(tmp_path), fault]
+    environment = {
+        **os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "k"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": os.pathsep.join([str(sanitizer.ROOT), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    ran = subprocess.run(arguments, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = sanitizer.Done("thd_rows", tool, ran.returncode, ran.stdout, 0.0)
+    assert done.verdict == ("found errors" if planted else "clean"), ran.stdout[-3000:]
