@@ -291,7 +291,7 @@ def resident_bytes() -> int:
 
 
 def device_bytes() -> int:
-    """This process's on the device, kernels included; where the driver does not tell whose is what, all that is used."""
+    """This process's on the device, kernels included; where the driver does not tell whose is what, all that is."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, ValueError):
         told = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
