@@ -138,7 +138,7 @@ __device__ __forceinline__ Vec<T, N> load_global(const T* address) {
 }
 
 // The same for what others will read again, this kernel's blocks and the next launches: the last to
-// leave L2.
+// leave L2. Volatile: else NVRTC takes the load for arithmetic, and does it before the condition it is under.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_kept(const T* address) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -146,15 +146,15 @@ __device__ __forceinline__ Vec<T, N> load_kept(const T* address) {
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(keep));
     Vec<T, N> v;
     if constexpr (sizeof(T) * N == 16) {
-        asm("ld.global.L2::cache_hint.v4.u32 { %0, %1, %2, %3 }, [%4], %5;"
+        asm volatile("ld.global.L2::cache_hint.v4.u32 { %0, %1, %2, %3 }, [%4], %5;"
             : "=r"(v.word.x), "=r"(v.word.y), "=r"(v.word.z), "=r"(v.word.w) : "l"(address), "l"(keep));
     } else if constexpr (sizeof(T) * N == 8) {
-        asm("ld.global.L2::cache_hint.v2.u32 { %0, %1 }, [%2], %3;"
+        asm volatile("ld.global.L2::cache_hint.v2.u32 { %0, %1 }, [%2], %3;"
             : "=r"(v.word.x), "=r"(v.word.y) : "l"(address), "l"(keep));
     } else if constexpr (sizeof(T) * N == 4) {
-        asm("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v.word) : "l"(address), "l"(keep));
+        asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v.word) : "l"(address), "l"(keep));
     } else {
-        asm("ld.global.L2::cache_hint.u16 %0, [%1], %2;" : "=h"(v.word) : "l"(address), "l"(keep));
+        asm volatile("ld.global.L2::cache_hint.u16 %0, [%1], %2;" : "=h"(v.word) : "l"(address), "l"(keep));
     }
     return v;
 #else

@@ -296,6 +296,8 @@ NORM_CASES = [
             norm="twice"),
     _normed("d6", "scalar accesses", (1, 4, 3, 2, 6), norm="once"),
     _normed("partial", "what is not rotated is normalised too", (1, 4, 4, 2, 128), rotary_dim=64, norm="once"),
+    _normed("partial-looped", "a lane that is not rotated reads no table, in a loop whose loads could be hoisted",
+            (1, 4, 9, 3, 80), rotary_dim=26, dtype="fp32", weight_dtype="fp32", norm="twice"),
     _normed("partial-offset", "the rotary part behind, fp16 tables, in the model's dtype", (1, 4, 3, 1, 96),
             rotary_dim=32, options={"rotary_offset": 64}, norm="twice", rounding="dtype", table_dtype="fp16"),
     _normed("zero-centered", "Gemma: 1 + weight", zero_centered=True, norm="none", weight_dtype="fp32"),

@@ -56,6 +56,19 @@ def test_every_constant_is_used_and_none_is_missing(spec: Spec) -> None:
     assert used == set(spec.constants())
 
 
+def test_assembly_that_reads_or_writes_memory_is_volatile() -> None:
+    """Else it is arithmetic to the compiler, which may do a load before the condition that guards it."""
+    found = [
+        (path.name, volatile, text)
+        for path in sorted(TEMPLATES.glob("*.cu*"))
+        for volatile, text in re.findall(
+            r'\basm\b(\s+volatile)?\s*\(\s*"((?:ld|st|red|atom|prefetch)\b[^"]*)', path.read_text()
+        )
+    ]
+    assert len(found) > 5
+    assert not [(name, text) for name, volatile, text in found if not volatile]
+
+
 @pytest.mark.parametrize("name", sorted(ENTRIES | PARAMETERS))
 def test_no_jinja_below_the_parameter_block(name: str) -> None:
     text = (TEMPLATES / name).read_text()
