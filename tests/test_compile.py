@@ -258,3 +258,33 @@ def test_ptx_for_what_no_cubin_can_be_made_for() -> None:
     assert compiler.virtual_arch("sm_50") is None
     with pytest.raises(compiler.Refused, match="sm_999 is newer than NVRTC"):
         compiler.compile_source(render(PREWARM[0]), "sm_999")
+
+
+GUARDED = """
+extern "C" __global__ void guarded(const float* from, float* to, int n, int lanes) {{
+    const int lane = threadIdx.x;
+    #pragma unroll 1
+    for (int i = blockIdx.x; i < n; i += 7) {{
+        Vec<float, {width}> x = {{}};
+        if (lane < lanes) x = {load}<float, {width}>(from + {width} * lane);   // the same in every round
+        to[i * 128 + lane] = x.item[0] * i;
+    }}
+}}
+"""
+
+
+@pytest.mark.parametrize("load", ["load", "load_global", "load_kept", "load_once"])
+def test_no_load_is_done_before_its_condition(load: str, tmp_path: Path) -> None:
+    """Assembly that is not volatile was: it is arithmetic, and moves out of a loop."""
+    text = (Path(__file__).parent.parent / "templates" / "vec.cuh").read_text()
+    for width in (1, 2, 4):
+        source = Source(text + GUARDED.format(load=load, width=width), "guarded", "guarded")
+        loads = [
+            x for x in disassemble(compiler.compile_source(source, "sm_90")[0], tmp_path).splitlines() if "LDG" in x
+        ]
+        assert loads
+        assert all(re.search(r"@!?P\d\s+LDG", x) for x in loads), "\n".join(loads)
+    if load == "load_kept":
+        source = Source(text.replace("asm volatile", "asm") + GUARDED.format(load=load, width=1), "guarded", "guarded")
+        hoisted = disassemble(compiler.compile_source(source, "sm_90")[0], tmp_path)
+        assert re.search(r"\*/\s+LDG", hoisted), "this compiler would not have; the test says nothing"
