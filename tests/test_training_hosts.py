@@ -460,6 +460,16 @@ def test_deepspeed_enable(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fpdt_layer.apply_rotary_pos_emb_backward is host_backward
 
 
+def test_a_version_without_a_function_is_refused_whole(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.sequence import fpdt_layer
+
+    host = layer.apply_rotary_pos_emb
+    monkeypatch.delattr(fpdt_layer, "apply_rotary_pos_emb_backward")
+    with pytest.raises(jitrope.JitropeError, match=r"deepspeed has no .*fpdt_layer:apply_rotary_pos_emb_backward"):
+        deepspeed.enable()
+    assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is host
+
+
 def test_deepspeed_attention_calls_it(layer: Any) -> None:
     """Its Ulysses layer in a group of one: the patched function takes its calls, the result is the host's."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ..errors import JitropeError
+
 calls: Counter[str] = Counter()
 """Calls so far of a host's functions while it is patched, by "HOST: jitrope" and "HOST: host"."""
 
@@ -70,6 +72,7 @@ class Patch:
 
         Raises:
             ImportError: the host is not installed.
+            JitropeError: this version of it lacks a function that is to be replaced; nothing was.
         """
         if self.enabled:
             return self
@@ -82,8 +85,10 @@ class Patch:
                 if where in self.optional:
                     continue
                 raise
-            if where not in self.optional or hasattr(module, name):
+            if hasattr(module, name):
                 found[where] = (module, name, getattr(module, name), ours)
+            elif where not in self.optional:
+                raise JitropeError(f"this version of {self.host} has no {where}, which jitrope would replace")
         self._before = Counter({who: calls[f"{self.host}: {who}"] for who in ("jitrope", "host")})
         for where, (module, name, original, ours) in found.items():
             self.originals[where] = original
