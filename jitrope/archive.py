@@ -35,6 +35,7 @@ def write(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
                 for folder in kernels:
+                    _add(tar, folder, None)
                     for name in FILES:
                         _add(tar, f"{folder}/{name}", entries[folder][name])
             file.flush()
@@ -45,32 +46,35 @@ def write(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
         raise CacheError(f"cannot write the bundle {path}: {error.strerror or error}") from error
 
 
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+def _add(tar: tarfile.TarFile, name: str, data: bytes | None) -> None:
+    """A file, or without data a folder: its mode keeps `tar xf` from making one that a group can write."""
     info = tarfile.TarInfo(name)  # no time, no owner
-    info.size, info.mode = len(data), 0o644
-    tar.addfile(info, io.BytesIO(data))
+    if data is None:
+        info.type, info.mode = tarfile.DIRTYPE, 0o755
+    else:
+        info.size, info.mode = len(data), 0o644
+    tar.addfile(info, io.BytesIO(data or b""))
 
 
 class Archive:
     """A bundle that is read. Its manifest is checked at once, an entry when it is read.
 
-    own: refuse a file that somebody else can have written. Raises CacheError: not a bundle, of another format,
-    or with anything in it but the entries of its manifest (other files, links, folders, paths out of it).
+    own: refuse a file that others than its owner can have written. Raises CacheError: not a bundle, of another format,
+    or with anything in it but the entries of its manifest (other files, links, other folders, paths out of it).
     """
 
     def __init__(self, path: Path, own: bool = False) -> None:
         self.path = path
         self._own = own
         with self._open() as tar:
-            members = {}
+            members: dict[str, tuple[int, int]] = {}
             for member in tar:
-                folder, _, name = member.name.rpartition("/")
-                entry = name in FILES and NAME.fullmatch(folder)
-                if not (entry or member.name == MANIFEST) or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                limit = _limit(member)
+                if limit is None:
                     raise CacheError(f"{path} is not a bundle of kernels: {member.name!r} is not a kernel's file")
                 if member.name in members:
                     raise CacheError(f"{path} has {member.name} twice")
-                if member.size > (MAX_FILE if entry else MAX_MANIFEST):
+                if member.size > limit:
                     raise CacheError(f"{path}: {member.name} has {member.size} bytes, which no kernel has")
                 members[member.name] = member.offset_data, member.size
             self.kernels = self._manifest(tar, members)
@@ -86,8 +90,9 @@ class Archive:
             raise CacheError(f"{self.path} is damaged: {MANIFEST} does not match its checksum")
         kernels: dict[str, dict[str, str]] = manifest["kernels"]
         listed = {MANIFEST} | {f"{folder}/{name}" for folder, files in kernels.items() for name in files}
-        if listed != members.keys():
-            names = ", ".join(sorted(listed ^ members.keys())[:3])
+        found = members.keys() - kernels.keys()  # folders need not be in it
+        if listed != found:
+            names = ", ".join(sorted(listed ^ found)[:3])
             raise CacheError(f"{self.path} is damaged: its manifest and its files differ in {names}")
         return kernels
 
@@ -117,13 +122,25 @@ class Archive:
     @contextmanager
     def _open(self) -> Iterator[tarfile.TarFile]:
         try:
-            file = open_own(self.path, follow=True) if self._own else open(self.path, "rb")  # noqa: SIM115
+            file = open_own(self.path, None) if self._own else open(self.path, "rb")  # noqa: SIM115
             with file, tarfile.open(fileobj=file, mode="r:") as tar:
                 yield tar
         except (tarfile.TarError, OverflowError, *DAMAGE) as error:
             raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
         except OSError as error:
             raise CacheError(f"cannot read the bundle {self.path}: {error.strerror or error}") from error
+
+
+def _limit(member: tarfile.TarInfo) -> int | None:
+    """How many bytes a member may have; None: it is nothing of a bundle's."""
+    folder, _, name = member.name.rpartition("/")
+    if member.type == tarfile.DIRTYPE:
+        return 0 if NAME.fullmatch(member.name) else None
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+        return None
+    if member.name == MANIFEST:
+        return MAX_MANIFEST
+    return MAX_FILE if name in FILES and NAME.fullmatch(folder) else None
 
 
 def _at(tar: tarfile.TarFile, place: tuple[int, int]) -> bytes:

@@ -8,14 +8,13 @@ find damage, not malice: a bundle is code, take it from where you would take a w
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import archive
 from .cache import KernelCache
-from .entry import Entry, Key, pack
+from .entry import Entry, listed, pack
 from .errors import CacheError, CompileError, JitropeError
 from .kernels import build, kernel_cache, key_of
 from .prewarm import Built
@@ -24,16 +23,16 @@ from .spec import Spec
 
 
 def write(
-    path: Path, specs: Iterable[Spec], archs: Iterable[str], jobs: int, done: Callable[[Built], None] = lambda _: None
+    path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int, done: Callable[[Built], None] = lambda _: None
 ) -> list[Built]:
-    """Write the kernels of every spec and architecture to `path`, compiling those that no cache has; needs no GPU.
+    """Write kernels to `path`, compiling those that no cache has; needs no GPU.
 
     The same kernels give the same bytes, and a bundle is there whole or not at all.
 
     Args:
         path: the file; its folder has to be there.
-        specs: of `jitrope.prewarm.Call.specs`, `jitrope.prewarm.read_calls` or `jitrope.record`.
-        archs: architectures, as "sm_90".
+        kernels: (spec, architecture) of each, as (spec, "sm_90"); specs are of `jitrope.prewarm.Call.specs`,
+            `jitrope.prewarm.read_calls` or `jitrope.record`. What comes twice is written once.
         jobs: how many are compiled at a time.
         done: called after each, in any order.
 
@@ -48,19 +47,24 @@ def write(
 
     def one(item: tuple[Spec, str]) -> tuple[Built, str, dict[str, bytes]]:
         spec, arch = item
-        files: dict[str, bytes] = {}
+        files: dict[str, bytes] | None = None
         name = ""
         try:
             found = build(spec, arch)
             key = key_of(spec, arch)
-            files, name = _files(cache, key, spec, found.data if found.compiled else None), key.portable_folder
+            name = key.portable_folder
+            if not found.compiled and (files := cache.read(key)) is None:  # its text is damaged, or it went meanwhile
+                found = build(spec, arch, rebuild=True)
+            if files is None:
+                assert found.data is not None
+                files = pack(key, render(spec).text, found.data, spec.to_dict())
             built = Built(spec, arch, "compiled" if found.compiled else "cached")
         except JitropeError as error:
             built = Built(spec, arch, str(error), failed=True)
         done(built)
-        return built, name, files
+        return built, name, files or {}
 
-    work = list(dict.fromkeys(itertools.product(specs, list(archs))))
+    work = list(dict.fromkeys(kernels))
     if not work:
         raise CacheError("there is nothing to bundle")
     with ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -75,8 +79,8 @@ def write(
 def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
     """Put a bundle's kernels into a cache, by default the user's; returns which they are.
 
-    All of it is checked before anything is written. In the cache they serve beside any compiler, and pruning leaves
-    them alone.
+    All of it is checked before anything is written. In the cache they serve beside any compiler, in place of those of
+    a bundle that was loaded before, and pruning leaves them alone.
 
     Args:
         path: the bundle's file.
@@ -91,7 +95,7 @@ def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
         pass
     loaded: list[Entry] = []
     for folder, meta, files in found.read_all():
-        if not cache.install(folder, files):
+        if not cache.install(folder, files, replace=True):
             raise CacheError(f"cannot write the kernel cache {cache.root}; {len(loaded)} kernels of {path} are in it")
         loaded.append(_entry(cache.root / folder, meta, files))
     return loaded
@@ -108,14 +112,4 @@ def entries(path: Path) -> list[Entry]:
 
 def _entry(path: Path, meta: dict[str, object], files: dict[str, bytes]) -> Entry:
     size = sum(map(len, files.values()))
-    return Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"])  # type: ignore[arg-type]
-
-
-def _files(cache: KernelCache, key: Key, spec: Spec, cubin: bytes | None) -> dict[str, bytes]:
-    """An entry's files: from the bytes just compiled, else from where they are."""
-    if cubin is not None:
-        return pack(key, render(spec).text, cubin, spec.to_dict())
-    files = cache.read(key)
-    if files is None:
-        raise CacheError(f"{key.folder} is gone from the cache; try again")
-    return files
+    return listed(path, meta, size)

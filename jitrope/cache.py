@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import threading
 import time
@@ -20,9 +21,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import log
-from .entry import ANY, CUBIN, DAMAGE, FILES, FOUND, META, NAME, Entry, Key, OtherFormat, belongs, pack, parse, read
-from .entry import untrusted as untrusted
+from .config import compile_allowed, log
+from .entry import (
+    ANY,
+    CUBIN,
+    DAMAGE,
+    FILES,
+    FOUND,
+    META,
+    NAME,
+    Entry,
+    Key,
+    OtherFormat,
+    belongs,
+    listed,
+    pack,
+    parse,
+    read,
+    sync,
+    untrusted,
+    write,
+)
 from .errors import CacheError
 from .system_cache import SystemLayer
 
@@ -31,7 +50,10 @@ __all__ = ["Counts", "KernelCache"]
 YOUNG = 3600.0
 """Seconds: an entry that was used in them is not pruned, a temporary folder may be somebody's; how often is looked."""
 
-_TEMPORARY, _PRUNED = ".tmp-", ".pruned"
+_PRUNED = ".pruned"
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
+"""What `_temporary` names. It and entries are all that is ever removed: the folder may be one of the user's."""
+
 _BROKEN = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM)
 """Errors that an entry has for good. Others (ESTALE, EBUSY, EMFILE, EIO) are the moment's, or the disk's."""
 
@@ -77,9 +99,12 @@ class KernelCache:
 
     # ---- finding ---------------------------------------------------------------------------------
 
-    def find(self, key: Key) -> Path | bytes | None:
-        """The key's cubin, checked: a path in a folder, or bytes from a bundle; the user's own first. Counts."""
-        found: Path | bytes | None = self.load(key)
+    def find(self, key: Key, whole: bool = False) -> Path | bytes | None:
+        """The key's cubin, checked: a path in a folder, or bytes from a bundle; the user's own first. Counts.
+
+        whole: as `load`.
+        """
+        found: Path | bytes | None = self.load(key, whole)
         for layer in self.system if found is None else ():
             found = layer.find(key)
             if found is not None:
@@ -87,16 +112,20 @@ class KernelCache:
         self.count(**{"misses" if found is None else "hits": 1})
         return found
 
-    def load(self, key: Key) -> Path | None:
-        """The path of the key's cubin in the user's own folder, checked against its checksum, or None."""
+    def load(self, key: Key, whole: bool = False) -> Path | None:
+        """The path of the key's cubin in the user's own folder, checked against its checksum, or None.
+
+        whole: an entry whose `kernel.cu` is damaged, which no launch needs, is a miss too, where it can be made anew.
+        """
         if not self._usable():
             return None
+        files = FILES if whole and key.compiler and compile_allowed() else FOUND
         names = [key.folder, key.portable_folder]
         if not key.compiler:  # nothing can be made here: whatever compiler made it
             names += [name for name in self._names() if name.startswith(f"{key.stem}-") and name not in names]
         for name in names:
             try:
-                meta, _ = self._read(name, FOUND)
+                meta, _ = self._read(name, files)
                 if not belongs(meta, key, name != key.folder):
                     raise ValueError("it belongs to another key")
             except OSError as error:
@@ -112,7 +141,7 @@ class KernelCache:
 
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry in any layer, or None."""
-        if path := self.load(key):
+        if path := self.load(key, whole=True):
             with contextlib.suppress(OSError, *DAMAGE):
                 return read(path.parent)[1]
         return next((files for layer in self.system if (files := layer.read(key))), None)
@@ -171,19 +200,19 @@ class KernelCache:
         self._keep_bound()
         return self.root / key.folder / CUBIN
 
-    def install(self, name: str, files: Mapping[str, bytes]) -> bool:
-        """Put an entry's files in its place, all at once; whether they, or another process's, are there now."""
-        temporary = self.root / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    def install(self, name: str, files: Mapping[str, bytes], replace: bool = False) -> bool:
+        """Put an entry's files in its place, all at once; whether they, or another process's, are there now.
+
+        replace: these, and no other's that are there already.
+        """
+        temporary = self._temporary()
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._usable():
                 return False
-            os.mkdir(temporary, 0o755)  # less the umask: who shares the folder shares what is in it
-            for file, data in files.items():
-                _write(temporary / file, data)
-            _sync(temporary)
-            self._publish(temporary, name, parse(files[META], META))
-            _sync(self.root)
+            write(temporary, files)
+            self._publish(temporary, name, files, replace)
+            sync(self.root)
         except OSError as error:
             text = f"cannot write the kernel cache {self.root} ({error.strerror or error}); kernels stay in memory"
             self._warn("write", text)
@@ -193,7 +222,7 @@ class KernelCache:
         self._loaded.add(name)
         return True
 
-    def _publish(self, temporary: Path, name: str, meta: dict[str, Any]) -> None:
+    def _publish(self, temporary: Path, name: str, files: Mapping[str, bytes], replace: bool) -> None:
         """Rename; where an entry is already, it is as good, unless it is damaged: then it makes room, once."""
         try:
             os.rename(temporary, self.root / name)
@@ -201,9 +230,11 @@ class KernelCache:
             if error.errno not in _TAKEN or not os.path.lexists(self.root / name):
                 raise
             try:
-                theirs, _ = self._read(name, FOUND)
-                if theirs["source"] != meta["source"]:
+                meta, theirs = self._read(name, FILES)
+                if meta["source"] != parse(files[META], META)["source"]:
                     raise ValueError("it belongs to another key")
+                if replace and theirs != files:
+                    raise ValueError("it is another compiler's")
             except OSError:
                 return  # on a network the winner's files may show up later
             except DAMAGE:
@@ -217,13 +248,16 @@ class KernelCache:
 
     def _take_away(self, path: Path) -> bool:
         """Out of sight in one step, so that nobody sees half an entry, then away."""
-        grave = self.root / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        grave = self._temporary()
         try:
             os.rename(path, grave)
         except OSError:
             return False
         _remove(grave)
         return True
+
+    def _temporary(self) -> Path:
+        return self.root / f".tmp-{uuid.uuid4().hex}"
 
     # ---- looking after the folder ----------------------------------------------------------------
 
@@ -236,15 +270,18 @@ class KernelCache:
         for path in self._folders():
             with contextlib.suppress(OSError, *DAMAGE):
                 meta, files = read(path)
-                size, used = sum(map(len, files.values())), path.stat().st_mtime
-                yield Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], used)
+                yield listed(path, meta, sum(map(len, files.values())), path.stat().st_mtime)
 
     def verify(self) -> tuple[int, list[tuple[Path, str]]]:
-        """How many entries are whole, and those that are not with the reason. Another version's are neither.
+        """How many entries are whole, and those that are not with the reason; or the folder itself with the reason why
+        nothing in it is loaded. Another version's are neither.
 
         Raises:
             CacheError: the folder cannot be listed.
         """
+        with contextlib.suppress(OSError):  # `_folders` says it
+            if reason := untrusted(self.root):
+                return 0, [(self.root, f"it {reason}")]
         good, bad = 0, []
         for path in self._folders():
             try:
@@ -256,13 +293,15 @@ class KernelCache:
                 bad.append((path, str(error)))
         return good, bad
 
-    def clear(self) -> int:
-        """Remove every entry, of bundles too; how many there were.
+    def clear(self, dry_run: bool = False) -> int:
+        """Remove every entry, of bundles too; how many there were. dry_run: remove nothing.
 
         Raises:
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
         paths = list(self._folders())
+        if dry_run:
+            return len(paths)
         for path in (*paths, *self._leftovers(0.0)):
             if not self._take_away(path) and os.path.lexists(path):
                 raise CacheError(f"cannot remove {path}")
@@ -344,17 +383,13 @@ class KernelCache:
 
     def _folders(self) -> Iterator[Path]:
         """Entries, whole or not, of other versions too."""
-        for path in self._listed():
-            if NAME.fullmatch(path.name) or (
-                path.name[0] != "." and any(os.path.lexists(path / file) for file in FOUND)
-            ):
-                yield path
+        return (path for path in self._listed() if NAME.fullmatch(path.name))
 
     def _leftovers(self, age: float) -> Iterator[Path]:
         """Temporary folders of processes that died, older than so many seconds."""
         for path in self._listed():
             with contextlib.suppress(OSError):
-                if path.name.startswith(_TEMPORARY) and path.lstat().st_mtime <= time.time() - age:
+                if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime <= time.time() - age:
                     yield path
 
     def _listed(self) -> list[Path]:
@@ -374,7 +409,7 @@ class KernelCache:
 def _entry(path: Path, size: int, used: float) -> Entry:
     with contextlib.suppress(OSError, *DAMAGE):
         meta, _ = read(path, FOUND)
-        return Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], used)
+        return listed(path, meta, size, used)
     return Entry(path, path.name, "", size, used=used)
 
 
@@ -384,28 +419,6 @@ def _used_and_size(path: Path) -> tuple[float, int]:
             return path.lstat().st_mtime, sum(file.stat(follow_symlinks=False).st_size for file in files)
     except OSError:
         return 0.0, 0
-
-
-def _write(path: Path, data: bytes) -> None:
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
-    with open(number, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """What is in a folder stays in it through a crash."""
-    if os.name != "posix":
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # file systems that cannot
-            raise
-    finally:
-        os.close(number)
 
 
 def _remove(path: Path) -> None:

@@ -35,7 +35,7 @@ from rich.text import Text
 
 from . import __version__, config
 from .bench.cli import app as bench_app
-from .errors import InvalidInput, JitropeError, MissingKernel
+from .errors import CacheError, InvalidInput, JitropeError, MissingKernel
 from .spec import DTYPES, INDEX_DTYPES, NORM_ROUNDINGS, ROUNDINGS
 
 EXIT_CODES = "Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."
@@ -192,9 +192,12 @@ def _calls(heads: list[str], fields: dict[str, Any]) -> list[Any]:
 def _archs(text: str) -> list[str]:
     import torch
 
+    from .prewarm import ARCH
     from .runtime import arch_of
 
     given = [name for name in text.replace(" ", "").split(",") if name]
+    if wrong := [name for name in given if not ARCH.fullmatch(name)]:
+        raise typer.BadParameter(f"--arch takes architectures, as sm_80,sm_90: {', '.join(wrong)}")
     local = {arch_of(i) for i in range(torch.cuda.device_count())} if torch.cuda.is_available() else set()
     if not given and not local:
         raise JitropeError("there is no GPU here; say for which to build, as --arch sm_80,sm_90")
@@ -258,22 +261,31 @@ def prewarm(
         from .recording import add
 
         add(record, specs)
-    _build(specs, archs, dry_run, as_json, lambda done: build(specs, archs, jobs or os.cpu_count() or 1, done))
+    kernels = list(itertools.product(specs, archs))
+    workers = jobs or os.cpu_count() or 1
+    _build(kernels, dry_run, as_json, lambda done: build(specs, archs, workers, done), _unkept() if dry_run else "")
 
 
 def _build(
-    specs: Sequence[Any], archs: Sequence[str], dry_run: bool, as_json: bool, build: Callable[[Any], list[Any]]
+    kernels: Sequence[tuple[Any, str]],
+    dry_run: bool,
+    as_json: bool,
+    build: Callable[[Any], list[Any]],
+    unkept: str = "",
 ) -> None:
-    """Compile, or say what would be, and say how it went; exit code 1 unless every kernel is there or would be."""
+    """Compile, or say what would be, and say how it went; exit code 1 unless every kernel is there or would be.
+
+    unkept: why what is compiled would be lost, which is a failure, or "".
+    """
     config.configure(compile=True)  # it is asked for, whatever the environment says
-    with _progress("compiling", len(specs) * len(archs)) as step:
-        built = [_would(spec, arch) for arch in archs for spec in specs] if dry_run else build(step)
+    with _progress("compiling", len(kernels)) as step:
+        built = [_would(*kernel, unkept) for kernel in kernels] if dry_run else build(step)
     failed = [item for item in built if item.failed]
     words = ("would compile", "cached") if dry_run else ("compiled", "cached")
     counts = {word: sum(item.outcome == word for item in built) for word in words}
     if as_json:
-        kernels = [{"name": b.spec.name, "arch": b.arch, "outcome": b.outcome, "failed": b.failed} for b in built]
-        print_json({**counts, "failed": len(failed), "kernels": kernels})
+        rows = [{"name": b.spec.name, "arch": b.arch, "outcome": b.outcome, "failed": b.failed} for b in built]
+        print_json({**counts, "failed": len(failed), "kernels": rows})
     else:
         tell(", ".join(f"{count} {word}" for word, count in {**counts, "failed": len(failed)}.items()))
     for item in failed:
@@ -284,21 +296,31 @@ def _build(
         raise typer.Exit(1)
 
 
-def _would(spec: Any, arch: str) -> Any:
-    """What building a kernel would do: the same look into the caches, and the compiler's own list of architectures."""
-    from . import compiler, kernels
-    from .prewarm import Built
+def _would(spec: Any, arch: str, unkept: str) -> Any:
+    """What building a kernel would do: the same look into the caches, and the same compiler is asked."""
+    from . import kernels
+    from .prewarm import Built, refused
 
     config.configure(compile=False)
     try:
         kernels.build(spec, arch)
+        return Built(spec, arch, "cached")
     except MissingKernel:
-        if wrong := compiler.unsupported(arch, compiler.supported_archs(), compiler.nvrtc_version()):
-            return Built(spec, arch, "; ".join(wrong), failed=True)
-        return Built(spec, arch, "would compile")
+        reason = refused(arch) or unkept
     except JitropeError as error:
-        return Built(spec, arch, str(error), failed=True)
-    return Built(spec, arch, "cached")
+        reason = str(error)
+    return Built(spec, arch, reason or "would compile", failed=bool(reason))
+
+
+def _unkept() -> str:
+    """What `prewarm` says where nothing can be written to the kernel cache, or is read from it; else ""."""
+    from .doctor import cannot_write
+    from .entry import untrusted
+    from .kernels import kernel_cache
+    from .prewarm import UNKEPT
+
+    root = kernel_cache().root
+    return UNKEPT if cannot_write(root) or (root.exists() and untrusted(root)) else ""
 
 
 @app.command(
@@ -430,29 +452,38 @@ def cache_verify(
     ] = False,
     as_json: JSON = False,
 ) -> None:
-    """Check every kernel against its checksums; exit code 1 if one is damaged, or with --cold would be compiled.
+    """Check every kernel, of read-only caches too, against its checksums; exit code 1 if one is damaged.
 
-    With --cold the kernels of this machine's GPUs are loaded on them; the others are looked up as a call would.
+    With --cold also if one would be compiled, or if there is none. The kernels of this machine's GPUs are then loaded
+    on them; the others are looked up as a call would.
     """
-    from .kernels import kernel_cache
+    from .doctor import cold_start, verify_all
 
-    good, bad = kernel_cache().verify()
+    good, bad = verify_all()
+    wrong = [("damaged", f"{path}: {reason}") for path, reason in bad]
     found: dict[str, Any] = {"good": good, "bad": [{"path": path, "reason": reason} for path, reason in bad]}
-    if cold:
-        from .doctor import cold_start
-
-        found["cold"] = cold_start()
+    lines = [f"{good} good, {len(bad)} damaged"]
+    try:
+        if cold:
+            found["cold"] = looked = cold_start()
+            lines.append("cold start: {loaded} loaded, {checked} looked up, {compiled} compiled".format(**looked))
+            if others := looked["others"]:
+                lines[-1] += f"; {others} of another version, for which no call asks"
+            wrong += [("missing", f"{item['name']} {item['arch']}: {item['reason']}") for item in looked["bad"]]
+            if looked["compiled"]:
+                wrong.append(("error:", f"{looked['compiled']} kernels were compiled"))
+            if not (looked["loaded"] or looked["checked"] or wrong):
+                wrong.append(("error:", "there is nothing to look up"))
+    except CacheError as error:
+        found["cold"] = {"error": str(error)}
+        wrong.append(("error:", str(error)))
     if as_json:
         print_json(found)
-    else:
-        tell(f"{good} good, {len(bad)} damaged")
-        if cold:
-            tell("cold start: {loaded} loaded, {checked} looked up, {compiled} compiled".format(**found["cold"]))
-    for item in found["bad"] if not as_json else ():
-        say("damaged", f"{item['path']}: {item['reason']}")
-    for item in found["cold"]["bad"] if cold and not as_json else ():
-        say("missing", f"{item['name']} {item['arch']}: {item['reason']}")
-    if bad or (cold and (found["cold"]["bad"] or found["cold"]["compiled"])):
+    for line in () if as_json else lines:
+        tell(line)
+    for word, text in wrong:
+        say(word, text)
+    if wrong:
         raise typer.Exit(1)
 
 
@@ -462,7 +493,7 @@ def cache_clear(dry_run: DRY_RUN = False, as_json: JSON = False) -> None:
     from .kernels import kernel_cache
 
     cache = kernel_cache()
-    removed = sum(map(len, cache.verify()[1:])) + cache.verify()[0] if dry_run else cache.clear()
+    removed = cache.clear(dry_run)
     if as_json:
         print_json({"removed": removed, "dry_run": dry_run})
     else:
@@ -507,7 +538,7 @@ def bundle_write(
         Path | None, typer.Option("--from", help="TOML or JSON as for `jitrope prewarm`; default: what the cache has.")
     ] = None,
     arch: Annotated[
-        str, typer.Option(help="Architectures, as sm_80,sm_90; default: the cache's, else the GPUs'.")
+        str, typer.Option(help="Architectures, as sm_80,sm_90; default: as cached; of --from the GPUs'.")
     ] = "",
     jobs: JOBS = 0,
     dry_run: DRY_RUN = False,
@@ -515,20 +546,32 @@ def bundle_write(
 ) -> None:
     """Write kernels to a file for JITROPE_SYSTEM_CACHE or `jitrope bundle load`, compiling what is not cached."""
     from . import bundle
-    from .kernels import kernel_cache
     from .prewarm import read_calls
-    from .thd_spec import spec_from_dict
 
     if file is not None:
-        specs, archs = read_calls(file), _archs(arch)
+        kernels = list(itertools.product(read_calls(file), _archs(arch)))
     else:
-        entries = list(kernel_cache().entries())
-        specs = list(dict.fromkeys(spec_from_dict(entry.spec) for entry in entries))
-        archs = _archs(arch or ",".join(sorted({entry.arch for entry in entries})))
+        kernels = _cached()
+        if arch:
+            kernels = list(itertools.product(dict.fromkeys(spec for spec, _ in kernels), _archs(arch)))
     workers = jobs or os.cpu_count() or 1
-    _build(specs, archs, dry_run, as_json, lambda step: bundle.write(path, specs, archs, workers, step))
+    _build(kernels, dry_run, as_json, lambda step: bundle.write(path, kernels, workers, step))
     if not dry_run and not as_json:
         err.print(f"wrote {escape(str(path))}, {_size(path.stat().st_size)}", highlight=False, soft_wrap=True)
+
+
+def _cached() -> list[tuple[Any, str]]:
+    """(spec, arch) of the kernels in the user's own folder, of this version. CacheError: one is damaged."""
+    from .doctor import verify_all
+    from .kernels import kernel_cache
+    from .prewarm import this_versions
+
+    if bad := verify_all(own_only=True)[1]:
+        reasons = "\n".join(f"{path}: {reason}" for path, reason in bad)
+        raise CacheError(f"these would be left out; remove them, or name the kernels with --from:\n{reasons}")
+    entries = list(kernel_cache().entries())
+    specs = this_versions(entry.spec for entry in entries)
+    return [(spec, entry.arch) for spec, entry in zip(specs, entries) if spec is not None]
 
 
 @bundle_app.command("load", epilog=_examples("jitrope bundle load kernels.tar", "jitrope bundle load k.tar --dry-run"))

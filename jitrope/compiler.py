@@ -39,9 +39,12 @@ _NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 @lru_cache(maxsize=1)
 def import_cupy() -> Any:
     """CuPy, imported on the first use of a kernel, not with jitrope."""
-    with cupy_import_environment():
-        import cupy
-
+    try:
+        with cupy_import_environment():
+            import cupy
+    except OSError as error:
+        text = f"CuPy cannot make its own cache folder ({error}): set CUPY_CACHE_DIR to a folder that can be written"
+        raise CompileError(text) from error
     return cupy
 
 
@@ -205,6 +208,11 @@ def _launch_function() -> Any:
     return ctypes.CDLL(name).cuLaunchKernelEx
 
 
+_OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
+"""Errors (CUresult) that another image may not have: it is no image, not for this GPU or CUDA, gone, or without the
+entry. Any other, as out of memory or what an earlier kernel did, comes with every image."""
+
+
 class Kernel:
     """A kernel that is loaded on one device."""
 
@@ -217,6 +225,8 @@ class Kernel:
                 self.module = cupy.RawModule(path=str(path))
                 self.handle: int = self.module.get_function(entry).kernel.ptr
             except Exception as error:
+                if getattr(error, "status", None) not in _OF_THE_IMAGE:
+                    raise CompileError(f"{path} cannot be loaded: {error}") from error
                 cuda = cupy.cuda.runtime.driverGetVersion()
                 text = f"the driver (CUDA {cuda // 1000}.{cuda % 1000 // 10}) refuses {path}: {error}"
                 raise Refused(text) from error

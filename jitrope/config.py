@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import tempfile
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 log = logging.getLogger("jitrope")
@@ -61,15 +63,27 @@ def cache_dir() -> Path:
 
     Where there is no home folder (an unknown user in a container) it is one of this user in the temporary folder.
     """
-    if given := os.environ.get("JITROPE_CACHE_DIR"):
-        return Path(given).expanduser().absolute()
+    given = os.environ.get("JITROPE_CACHE_DIR", "")
+    if os.path.expanduser(given).startswith("~"):
+        _warn_once(f"JITROPE_CACHE_DIR={given}: there is no such home folder; it is taken as not set")
+    elif given:
+        return _path(given)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if base.is_absolute():  # the standard has others ignored
         return base / "jitrope"
     home = Path(os.path.expanduser("~"))
     if home.is_absolute():
         return home / ".cache" / "jitrope"
-    return Path(tempfile.gettempdir()) / f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+    try:
+        temporary = tempfile.gettempdir()
+    except OSError:  # nothing can be written, so nothing will be
+        temporary = os.sep
+    return Path(temporary) / f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+
+
+def _path(given: str) -> Path:
+    """Absolute, `~` expanded where there is such a home folder."""
+    return Path(os.path.expanduser(given)).absolute()
 
 
 def cache_size() -> int:
@@ -89,19 +103,22 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 500M or 2GiB")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    size = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")
+    if size == math.inf:
+        raise ValueError(f"{text[:20]}... is more than any disk has")
+    return int(size)
 
 
 def system_caches() -> tuple[Path, ...]:
     """The folders and bundles of `JITROPE_SYSTEM_CACHE`, the first before the others."""
     given = os.environ.get("JITROPE_SYSTEM_CACHE", "")
-    return tuple(Path(part).expanduser().absolute() for part in given.split(os.pathsep) if part)
+    return tuple(_path(part) for part in given.split(os.pathsep) if part)
 
 
 def record_file() -> Path | None:
     """`JITROPE_RECORD`."""
     given = os.environ.get("JITROPE_RECORD")
-    return Path(given).expanduser().absolute() if given else None
+    return _path(given) if given else None
 
 
 def _warn_once(message: str) -> None:
@@ -142,15 +159,39 @@ def set_up_logging() -> None:
 def cupy_import_environment() -> Iterator[None]:
     """Let CuPy be imported where the home folder cannot be written.
 
-    CuPy makes its own kernel cache folder when it is imported and fails where it cannot. We keep
-    our kernels ourselves, so unless the user chose a folder it gets a temporary one.
+    CuPy makes its own kernel cache folder when it is imported, fails where it cannot, and keeps to it. We keep our
+    kernels ourselves, so unless the user chose a folder it gets another one that is there.
     """
-    if "CUPY_CACHE_DIR" in os.environ or os.access(os.path.expanduser("~"), os.W_OK):
+    if "CUPY_CACHE_DIR" in os.environ or _home_takes_cupy():
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="jitrope-cupy-") as folder:
-        os.environ["CUPY_CACHE_DIR"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["CUPY_CACHE_DIR"]
+    os.environ["CUPY_CACHE_DIR"] = _folder_for_cupy()
+    try:
+        yield
+    finally:
+        del os.environ["CUPY_CACHE_DIR"]
+
+
+def _home_takes_cupy() -> bool:
+    """Whether CuPy can make its folder: made here, as CuPy would, because nothing else tells."""
+    folder = os.path.expanduser("~/.cupy/kernel_cache")
+    if not os.path.isabs(folder):
+        return False
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="jitrope-cupy-")
+
+
+def _folder_for_cupy() -> str:
+    """A temporary one, as long as this process lives; where nothing can be written, one that is there."""
+    try:
+        return _temporary_folder().name
+    except OSError:
+        return str(Path(__file__).parent)

@@ -22,18 +22,20 @@ from typing import Any
 
 import torch
 
-from . import __version__, apply_rope, bundle, compiler, config, kernels, reference, render
-from .cache import KernelCache
-from .entry import untrusted
+from . import __version__, apply_rope, compiler, config, kernels, reference, render
+from .entry import Entry, untrusted
 from .errors import CacheError, CompileError, JitropeError, MissingKernel
-from .prewarm import Call
+from .prewarm import Call, this_versions
 from .spec import ROPE_KINDS, Options
-from .thd_spec import KINDS, spec_from_dict
+from .system_cache import SystemLayer
+from .thd_spec import KINDS
 
 ROOM = 1 << 20
 """Bytes that a kernel cache must have room for: a kernel and its text are a tenth of it."""
 
 REINSTALL = "pip install --force-reinstall --no-deps jitrope"
+IF_ALL_CACHED = "nothing, if the kernels that are needed are all there: jitrope cache verify --cold"
+WRITE_AGAIN = "a damaged one is written again by jitrope bundle write"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def run() -> list[Check]:
         _check("NVRTC", _nvrtc),
         _check("kernel cache", _cache),
         _check("entries", _entries),
-        *(_check("system cache", partial(_system, path)) for path in config.system_caches()),
+        *(_check("system cache", partial(_system, layer)) for layer in kernels.kernel_cache().system),
         variables,
     ]
     compiles = all(check.status != "fault" for check in checks if check.what in ("templates", "CuPy", "NVRTC"))
@@ -112,7 +114,7 @@ def _templates() -> str:
     kinds = (*ROPE_KINDS, *KINDS)
     try:
         files = {name for kind in kinds for name in render._texts(f"{kind}.cu.jinja")}
-    except FileNotFoundError as error:
+    except CompileError as error:
         raise Fault(str(error), REINSTALL) from error
     return f"all {len(files)} files, of {len(kinds)} kinds of kernels; they include no CUDA headers"
 
@@ -170,53 +172,86 @@ def _one_line(error: BaseException | None) -> str:
 def _cache() -> str:
     root = kernels.kernel_cache().root
     elsewhere = "set JITROPE_CACHE_DIR to a folder of your own; until then every process compiles its kernels"
+    error = cannot_write(root)
+    if error and error.errno == errno.ENOTDIR:
+        raise Fault(f"{error.filename} is not a folder", f"remove it, or {elsewhere}")
+    if root.exists() and (reason := untrusted(root)):
+        mine = f"chmod 700 {root}, if you trust what is in it" if "written" in reason else f"remove {root}"
+        raise Fault(f"{root} {reason}; its kernels are not loaded", f"{mine}, or {elsewhere}")
+    if error and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise Fault(f"{root}: there is no room ({error.strerror})", f"jitrope cache prune, or {elsewhere}") from error
+    if error:
+        found = f"{root} cannot be written ({error.strerror})"
+        if not config.compile_allowed():
+            raise Note(f"{found}, and need not: compiling is forbidden", IF_ALL_CACHED) from error
+        if good := verify_all(own_only=True)[0]:
+            text = f"{found}; its {good} kernels are loaded, and every process compiles the others it needs"
+            raise Note(text, IF_ALL_CACHED) from error
+        raise Fault(found, elsewhere) from error
+    if not root.exists():
+        return f"{root}, made on the first call"
+    return f"{root}, mode {stat.S_IMODE(root.stat().st_mode):o}"
+
+
+def cannot_write(root: Path) -> OSError | None:
+    """Why a kernel cache in `root` could not keep a kernel, tried in the folder or where it would be made, or None."""
     nearest = next(folder for folder in (root, *root.absolute().parents) if os.path.lexists(folder))
-    if not nearest.is_dir():
-        raise Fault(f"{nearest} is not a folder", f"remove it, or {elsewhere}")
     try:
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(bytes(ROOM))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise Fault(
-                f"{root}: there is no room ({error.strerror})", f"jitrope cache prune, or {elsewhere}"
-            ) from error
-        raise Fault(f"{root} cannot be written ({error.strerror})", elsewhere) from error
-    if not root.exists():
-        return f"{root}, made on the first call"
-    if reason := untrusted(root):
-        mine = f"chmod 700 {root}, if you trust what is in it" if "written" in reason else f"remove {root}"
-        raise Fault(f"{root} {reason}; its kernels are not loaded", f"{mine}, or {elsewhere}")
-    return f"{root}, mode {stat.S_IMODE(root.stat().st_mode):o}"
+        return error
+    return None
+
+
+def verify_all(own_only: bool = False) -> tuple[int, list[tuple[Path, str]]]:
+    """How many kernels are whole, and what is not with the reason, in the user's own folder and the layers below it.
+
+    A folder or bundle of which nothing is used is one item.
+    """
+    cache = kernels.kernel_cache()
+    try:
+        good, bad = cache.verify()
+    except CacheError as error:
+        good, bad = 0, [(cache.root, str(error))]
+    for layer in () if own_only else cache.system:
+        more, worse = layer.verify()
+        good, bad = good + more, bad + worse
+    return good, bad
+
+
+def _some(bad: list[tuple[Path, str]]) -> str:
+    """The first two of what is damaged, for one line."""
+    return ", ".join(f"{path.name} ({reason})" for path, reason in bad[:2]) + (", ..." if len(bad) > 2 else "")
 
 
 def _entries() -> str:
-    try:
-        good, bad = kernels.kernel_cache().verify()
-    except CacheError as error:
-        raise Note(str(error), "see the kernel cache") from error
+    root = kernels.kernel_cache().root
+    good, bad = verify_all(own_only=True)
+    if bad and bad[0][0] == root:
+        raise Note(f"none are loaded: {bad[0][1]}", "see the kernel cache")
     if bad:
-        names = ", ".join(f"{path.name} ({reason})" for path, reason in bad[:2]) + (", ..." if len(bad) > 2 else "")
         raise Note(
-            f"{good} good, {len(bad)} damaged: {names}",
+            f"{good} good, {len(bad)} damaged: {_some(bad)}",
             "nothing: a damaged kernel is made again on its next use; jitrope cache verify lists all of them",
         )
     return f"{good} kernels, none damaged"
 
 
-def _system(path: Path) -> str:
-    advice = "JITROPE_SYSTEM_CACHE names folders and bundles that exist and that only root and you can write"
-    try:
-        if reason := untrusted(path):
-            raise Fault(f"{path} {reason}; it is not used", advice)
-        found = bundle.entries(path) if path.is_file() else list(KernelCache(path).entries())
-    except OSError as error:
-        raise Fault(f"{path} cannot be read ({error.strerror})", advice) from error
-    except CacheError as error:
-        raise Fault(str(error), "write it again: jitrope bundle write") from error
-    return f"{path}, {len(found)} kernels"
+def _system(layer: SystemLayer) -> str:
+    good, bad = layer.verify()
+    if bad and bad[0][0] == layer.path:
+        advice = "JITROPE_SYSTEM_CACHE names folders and bundles that are there and that only their owner can write; "
+        raise Fault(f"{layer.path} is not used: {bad[0][1]}", advice + WRITE_AGAIN)
+    if bad:
+        raise Fault(f"{layer.path}, {good} good, {len(bad)} damaged: {_some(bad)}", WRITE_AGAIN)
+    if not good:
+        raise Note(f"{layer.path}, 0 kernels", "jitrope bundle ls lists a bundle, another version's is written again")
+    return f"{layer.path}, {good} kernels"
 
 
 # ---- the environment -----------------------------------------------------------------------------
@@ -258,7 +293,10 @@ def _self_test(compiles: bool) -> str:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = (torch.randn(1, 9, heads, 64).to(device, torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(9, 32, device=device) * 9
-    got = apply_rope(q, k, angles.cos(), angles.sin())
+    try:
+        got = apply_rope(q, k, angles.cos(), angles.sin())
+    except MissingKernel as error:  # only where nothing may be compiled: no bundle has to have this one
+        raise Note("not run: its kernel is in no cache, and compiling is forbidden", IF_ALL_CACHED) from error
     want = reference.rope(q, k, angles.cos(), angles.sin(), None, None, None, Options(rotary_dim=64))
     if not all(torch.equal(a, b) for a, b in zip(got, want) if a is not None and b is not None):
         raise Fault("wrong numbers", "report it, with the output of `jitrope doctor --json`")
@@ -274,31 +312,37 @@ _COLD = "import json; from jitrope.doctor import look_up_all; print(json.dumps(l
 
 
 def cold_start() -> dict[str, Any]:
-    """`look_up_all` in a fresh process: nothing of this one's memory helps it."""
+    """`look_up_all` in a fresh process: nothing of this one's memory helps it.
+
+    Raises:
+        CacheError: the process failed; its last words.
+    """
     done = subprocess.run([sys.executable, "-c", _COLD], capture_output=True, text=True)
     if done.returncode:
-        raise CacheError(f"the cold start failed: {done.stderr.strip()}")
+        words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise CacheError(f"the cold start failed: {words[-1]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def look_up_all() -> dict[str, Any]:
-    """Ask for every kernel of every cache as a call would, in a process that must not compile.
+    """Ask for every whole kernel of every cache as a call would, in a process that must not compile.
 
     loaded: on a GPU of this machine; checked: found whole, for an architecture that is not here; bad: those that
-    would have been compiled, or that the driver refuses; compiled: how many were, which is none.
+    would have been compiled, or that the driver refuses; others: how many are another version's, for which no call
+    asks; compiled: how many were, which is none. What is damaged `verify_all` says.
     """
     config.configure(compile=False)
     cache = kernels.kernel_cache()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = {kernels.arch_of(i): i for i in range(count)}
-    entries = list(cache.entries())
-    for layer in cache.system:
-        entries += bundle.entries(layer.path) if layer.path.is_file() else KernelCache(layer.path).entries()
-    loaded, checked, bad = 0, 0, []
-    for entry in entries:
+    entries = _own_entries() + [entry for layer in cache.system for entry in layer.entries()]
+    loaded, checked, others, bad = 0, 0, 0, []
+    for entry, spec in zip(entries, this_versions(entry.spec for entry in entries)):
+        if spec is None:
+            others += 1
+            continue
         try:
-            spec = spec_from_dict(entry.spec)
             if entry.arch in devices:
                 kernels.get_kernel(spec, devices[entry.arch])
                 loaded += 1
@@ -306,8 +350,18 @@ def look_up_all() -> dict[str, Any]:
                 kernels.build(spec, entry.arch)
                 checked += 1
         except MissingKernel:
-            reason = cache.explain(kernels.key_of(spec, entry.arch))
+            own = entry.path.parent == cache.root
+            reason = cache.explain(kernels.key_of(spec, entry.arch)) if own else "it is made from another source"
             bad.append({"name": entry.name, "arch": entry.arch, "reason": f"would be compiled: {reason}"})
         except JitropeError as error:
             bad.append({"name": entry.name, "arch": entry.arch, "reason": str(error)})
-    return {"loaded": loaded, "checked": checked, "bad": bad, "compiled": len(kernels.compiled)}
+    return {"loaded": loaded, "checked": checked, "bad": bad, "others": others, "compiled": len(kernels.compiled)}
+
+
+def _own_entries() -> list[Entry]:
+    """Those of the user's own folder, if any of them is loaded."""
+    cache = kernels.kernel_cache()
+    try:
+        return [] if untrusted(cache.root) else list(cache.entries())
+    except (OSError, CacheError):
+        return []

@@ -101,6 +101,11 @@ class Entry:
     used: float = 0.0
 
 
+def listed(path: Path, meta: Mapping[str, Any], size: int, used: float = 0.0) -> Entry:
+    """An entry as its `spec.json` describes it."""
+    return Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], used)
+
+
 def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, bytes]:
     """The files of an entry. The same key gives the same bytes: no time and no path is in them."""
     meta = {
@@ -154,29 +159,30 @@ def belongs(meta: Mapping[str, Any], key: Key, any_compiler: bool) -> bool:
     return bool(meta["source"] == key.source if any_compiler else meta["digest"] == key.digest)
 
 
-def read(folder: Path, names: tuple[str, ...] = FILES) -> tuple[dict[str, Any], dict[str, bytes]]:
+def read(
+    folder: Path, names: tuple[str, ...] = FILES, owners: tuple[int, ...] = ()
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(`spec.json`, files) of an entry. Raises OSError if it cannot be read, ValueError if it is damaged or if
-    somebody else can have written it."""
+    somebody other than root, this user and `owners` can have written it."""
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode):
         raise ValueError("it is not a folder" if not stat.S_ISLNK(info.st_mode) else "it is a symbolic link")
-    if reason := _others(info):
+    if reason := _others(info, owners):
         raise ValueError(f"it {reason}")
-    files = {name: read_file(folder / name) for name in names}
+    files = {}
+    for name in names:
+        with open_own(folder / name, owners) as file:
+            files[name] = file.read()
     return check(files), files
 
 
-def read_file(path: Path, follow: bool = False) -> bytes:
-    """The bytes of a regular file that nobody else can have written; ValueError with any other."""
-    with open_own(path, follow) as file:
-        return file.read()  # type: ignore[no-any-return]
-
-
-def open_own(path: Path, follow: bool = False) -> Any:
-    """A regular file that nobody else can have written, open for reading; ValueError with any other.
+def open_own(path: Path, owners: tuple[int, ...] | None = ()) -> Any:
+    """A regular file that nobody but root, this user and `owners` can have written, open for reading; ValueError
+    with any other. owners: None: a bundle, which may be anybody's and a link, if only its owner can write it.
 
     What is looked at is the open file, so it cannot be exchanged in between.
     """
+    follow = owners is None
     flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))  # FIFOs wait
     try:
         number = os.open(path, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
@@ -188,7 +194,7 @@ def open_own(path: Path, follow: bool = False) -> Any:
         info = os.fstat(number)
         if not stat.S_ISREG(info.st_mode):
             raise ValueError(f"{path.name} is not a file")
-        if reason := _others(info):
+        if reason := _others(info, (info.st_uid,) if owners is None else owners):
             raise ValueError(f"{path.name} {reason}")
         if info.st_size > MAX_FILE and not follow:
             raise ValueError(f"{path.name} has {info.st_size} bytes, which no kernel has")
@@ -198,24 +204,51 @@ def open_own(path: Path, follow: bool = False) -> Any:
         raise
 
 
-def untrusted(path: Path) -> str | None:
-    """Why code in a folder or file may not be ours, or None; of a symbolic link, its own owner counts too."""
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Make a folder with an entry's files in it, on the disk when this returns. Raises OSError."""
+    os.mkdir(folder, 0o755)  # less the umask: who shares the folder shares what is in it
+    for name, data in files.items():
+        number = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+        with open(number, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    sync(folder)
+
+
+def sync(folder: Path) -> None:
+    """What is in a folder stays in it through a crash."""
+    if os.name != "posix":
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # file systems that cannot
+            raise
+    finally:
+        os.close(number)
+
+
+def untrusted(path: Path, owners: tuple[int, ...] = ()) -> str | None:
+    """Why somebody other than root, this user and `owners` can have written a folder or file, or None; of a
+    symbolic link, its own owner counts too."""
     link = os.lstat(path)
-    if stat.S_ISLNK(link.st_mode) and _foreign(link):
+    if stat.S_ISLNK(link.st_mode) and _foreign(link, owners):
         return "is a symbolic link of another user"
-    return _others(path.stat())
+    return _others(path.stat(), owners)
 
 
-def _others(info: os.stat_result) -> str | None:
-    if _foreign(info):
+def _others(info: os.stat_result, owners: tuple[int, ...]) -> str | None:
+    if _foreign(info, owners):
         return "belongs to another user"
     if os.name == "posix" and stat.S_IMODE(info.st_mode) & 0o022:
         return "can be written by other users"
     return None
 
 
-def _foreign(info: os.stat_result) -> bool:
-    return hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0)
+def _foreign(info: os.stat_result, owners: tuple[int, ...]) -> bool:
+    return hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0, *owners)
 
 
 def _sha(data: bytes) -> str:

@@ -30,7 +30,9 @@ compiled: list[str] = []
 """Names of the kernels that this process compiled, in order."""
 
 _kernels: dict[tuple[Spec, int], Kernel] = {}
-_build_lock = threading.Lock()
+_build_lock = threading.RLock()
+LONGEST_BUILD = 60.0
+"""Seconds that a fork waits for a kernel that another thread builds."""
 
 
 @lru_cache(maxsize=8)
@@ -43,15 +45,25 @@ def kernel_cache() -> KernelCache:
     return _cache_at(config.cache_dir(), config.system_caches(), config.cache_size())
 
 
-def _after_fork() -> None:
-    """A child must not wait for a thread that it does not have; what it counts is its own."""
+def _before_fork() -> None:
+    """A child has only the thread that forks: what another was importing or compiling would hang there for ever."""
+    _build_lock.acquire(timeout=LONGEST_BUILD)
+
+
+def _after_fork_in_parent() -> None:
+    with contextlib.suppress(RuntimeError):  # it was not had in time
+        _build_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """Its lock and what it counts are its own."""
     global _build_lock
-    _build_lock = threading.Lock()
+    _build_lock = threading.RLock()
     _cache_at.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def get_kernel(spec: Spec, device: int) -> Kernel:
@@ -85,20 +97,20 @@ class Cubin(NamedTuple):
     kept: bool
 
 
-def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
+def build(spec: Spec, arch: str, rebuild: bool = False, whole: bool = False) -> Cubin:
     """Make sure that a spec's cubin is cached. What was compiled comes as bytes: they are not read again.
+
+    rebuild: what a cache has is no good. whole: what a call does not read, the text, has to be intact too.
 
     Raises MissingKernel where it would have to be compiled and that is forbidden, CompileError where it cannot be.
     """
     cache = kernel_cache()
     try:
         key = key_of(spec, arch)
-        if not rebuild and (found := cache.find(key)) is not None:
+        if not rebuild and (found := cache.find(key, whole)) is not None:
             return Cubin(None, found, False, True) if isinstance(found, bytes) else Cubin(found, None, False, True)
         if not config.compile_allowed():
             raise missing_kernel(spec, arch, cache)
-        if rebuild:
-            cache.discard(key)
         start = time.perf_counter()
         source = render(spec)
         cubin, _ = compiler.compile_source(source, arch, spec=spec.to_dict())
@@ -109,6 +121,8 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
     cache.count(compiled=1, compile_ms=ms)
     if log.isEnabledFor(logging.INFO):
         log.info("compiled %s for %s in %.0f ms: %s", spec.name, arch, ms, cache.explain(key))
+    if rebuild:
+        cache.discard(key)
     kept = cache.store(key, source.text, cubin, spec.to_dict()) is not None
     return Cubin(None, cubin, True, kept)
 
@@ -158,7 +172,7 @@ def _load_own(spec: Spec, arch: str, device: int) -> Kernel:
     found = build(spec, arch)
     try:
         return _open(found, spec, device)
-    except CompileError:
+    except compiler.Refused:
         if found.compiled or not config.compile_allowed():
             raise
         log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)

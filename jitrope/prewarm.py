@@ -8,21 +8,39 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import kernels
-from .errors import InvalidInput, JitropeError
+from . import compiler, kernels
+from .config import log
+from .errors import CompileError, InvalidInput, JitropeError
 from .heuristics import RopeProblem, plan
+from .render import Source
 from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, RopeSpec, Spec
 from .thd_spec import spec_from_dict
 
-__all__ = ["DEFAULT_CALLS", "Built", "Call", "expand", "prewarm", "read_calls"]
+__all__ = ["DEFAULT_CALLS", "Built", "Call", "expand", "prewarm", "read_calls", "refused", "this_versions"]
 
 _MANY, _SM_COUNT = 1 << 20, 132
+
+ARCH = re.compile(r"(sm|compute)_[1-9]\d*[af]?")
+"""How an architecture is written; which of them there are, the compiler says (`refused`)."""
+
+UNKEPT = "the kernel cache cannot be written"
+"""What becomes of a kernel that is compiled and not kept."""
+
+_NUMBERS = "tuple[int, ...]"
+_KINDS = {  # by a field's annotation
+    "int": lambda value: type(value) is int,
+    "bool": lambda value: type(value) is bool,
+    "bool | None": lambda value: value is None or type(value) is bool,
+    _NUMBERS: lambda value: type(value) is tuple and all(type(number) is int for number in value),
+}
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,10 @@ class Call:
     backward: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in _KINDS and not _KINDS[field.type](value):
+                raise InvalidInput(f"{field.name} is {value!r}, not {field.type}")
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
             ("table_dtype", self.table_dtype, (*DTYPES, "fp64") if self.rounding == "complex128" else DTYPES),
@@ -135,7 +157,7 @@ class Call:
             start_dtype=self.start_positions,
             cp_size=self.cp_size,
             position_dtype=self.position_ids,
-            sections=tuple(self.mrope_section),
+            sections=self.mrope_section,
             spread=self.mrope_interleaved,
             slot_dtype=self.slots,
             page_size=self.page_size,
@@ -240,8 +262,9 @@ DEFAULT_CALLS = (
 def read_calls(path: Path) -> list[Spec]:
     """The kernels that a file names.
 
-    TOML or JSON: `call = [...]`, each with `Call`'s fields, a list standing for each of its values;
-    and `spec = [...]`, whole specs, as `jitrope.record` writes and `jitrope cache ls --json` prints.
+    TOML or JSON: `call = [...]`, each with `Call`'s fields, of which a list stands for each of its values (`expand`);
+    and `spec = [...]`, whole specs, as `jitrope.record` writes and `jitrope cache ls --json` prints. Of such a
+    listing, which has `entries` too, another version's specs are left out, and the log says how many.
 
     Raises:
         InvalidInput: the file cannot be read, or names something that no call or spec has.
@@ -252,28 +275,62 @@ def read_calls(path: Path) -> list[Spec]:
         data = json.loads(text) if is_json else _toml(text)
     except (OSError, ValueError) as error:
         raise InvalidInput(f"cannot read {path}: {error}") from error
+    except RecursionError as error:
+        raise InvalidInput(f"cannot read {path}: it is nested too deeply") from error
     if not isinstance(data, dict) or not data.keys() & {"call", "spec"}:
         raise InvalidInput(f"{path} has neither a `call` nor a `spec` list")
-    specs: list[Spec] = []
+    calls, whole = data.get("call", []), data.get("spec", [])
     try:
-        for fields in data.get("call", ()):
-            for call in expand(fields):
-                specs += call.specs()
-        specs += [spec_from_dict(fields) for fields in data.get("spec", ())]
+        for name, value in (("call", calls), ("spec", whole)):
+            if not isinstance(value, list):
+                raise InvalidInput(f"`{name}` is {value!r}, not a list")
+        specs: list[Spec] = [spec for described in calls for call in expand(described) for spec in call.specs()]
+        specs += filter(None, this_versions(whole)) if "entries" in data else map(spec_from_dict, whole)
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise InvalidInput(f"{path} is nested too deeply") from error
     return list(dict.fromkeys(specs))
 
 
-def expand(fields: dict[str, Any]) -> list[Call]:
+def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
+    """The specs that a cache's entries tell of; None for another version's, of which the log says how many."""
+    specs: list[Spec | None] = []
+    for described in listed:
+        try:
+            specs.append(spec_from_dict(described))
+        except InvalidInput:
+            specs.append(None)
+    if others := specs.count(None):
+        log.warning("%d of the cache's %d kernels are another version's and are left out", others, len(specs))
+    return specs
+
+
+def expand(described: dict[str, Any]) -> list[Call]:
     """The calls of a description in which any field may be a list, which stands for each of its values.
 
+    A list of numbers is one value of a field that has several (`mrope_section`, `across_heads`); a list of such lists
+    stands for each of them.
+
     Raises:
-        InvalidInput: as `Call`.
+        InvalidInput: as `Call`, or it is no description.
         TypeError: `Call` has no field of a name, or one without a default is missing.
     """
-    axes = [value if isinstance(value, list) else [value] for value in fields.values()]
-    return [Call(**dict(zip(fields, values))) for values in itertools.product(*axes)]
+    if not isinstance(described, dict):
+        raise InvalidInput(f"a call is a table of fields, not {described!r}")
+    tuples = {field.name for field in fields(Call) if field.type == _NUMBERS}
+    axes = [_values(value, name in tuples) for name, value in described.items()]
+    return [Call(**dict(zip(described, values))) for values in itertools.product(*axes)]
+
+
+def _values(value: Any, of_numbers: bool) -> list[Any]:
+    """The values that a field takes in turn."""
+    if not isinstance(value, list):
+        return [value]
+    if not of_numbers:
+        return value
+    several = value if value and all(isinstance(item, list) for item in value) else [value]
+    return [tuple(numbers) for numbers in several]
 
 
 def _toml(text: str) -> Any:
@@ -318,10 +375,10 @@ def prewarm(
     def one(item: tuple[Spec, str]) -> Built:
         spec, arch = item
         try:
-            found = kernels.build(spec, arch)
+            found = kernels.build(spec, arch, whole=True)
             built = Built(spec, arch, "compiled" if found.compiled else "cached")
             if not found.kept:
-                built = Built(spec, arch, "the kernel cache cannot be written", failed=True)
+                built = Built(spec, arch, UNKEPT, failed=True)
         except JitropeError as error:
             built = Built(spec, arch, str(error), failed=True)
         done(built)
@@ -330,3 +387,13 @@ def prewarm(
     work = list(itertools.product(specs, archs))
     with ThreadPoolExecutor(max(1, jobs)) as pool:  # NVRTC lets go of the interpreter while it works
         return list(pool.map(one, work))
+
+
+@lru_cache
+def refused(arch: str) -> str:
+    """Why the compiler here makes nothing for an architecture, or "": it is asked to compile an empty source."""
+    try:
+        compiler.compile_source(Source("", "", "nothing"), arch)
+    except CompileError as error:
+        return str(error).splitlines()[0].removeprefix("nothing: ")
+    return ""

@@ -92,6 +92,8 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise CacheError(f"cannot add kernels to {path}: {error}") from error
+    except RecursionError as error:
+        raise CacheError(f"cannot add kernels to {path}: it is nested too deeply") from error
     if not isinstance(data, dict) or not isinstance(data.get("spec", []), list):
         raise CacheError(f"cannot add kernels to {path}: it has no `spec` list")
     return data

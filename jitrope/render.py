@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import CompileError
 from .spec import Spec
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def _texts(name: str) -> dict[str, str]:
             text = path.read_text()
             break
     else:
-        raise FileNotFoundError(f"template {name} is in none of {', '.join(map(str, TEMPLATE_PATHS))}")
+        folders = " and ".join(map(str, TEMPLATE_PATHS))
+        raise CompileError(f"the template {name} is missing in {folders}; install jitrope again")
     texts = {name: text}
     for included in re.findall(r'{%\s*include\s*"([^"]+)"', text):
         texts.update(_texts(included))

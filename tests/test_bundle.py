@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
+import shutil
 import site
 import subprocess
 import sys
@@ -16,17 +18,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from jitrope import bundle, compiler, kernels
+from jitrope import archive, bundle, compiler, kernels
 from jitrope.archive import MANIFEST
 from jitrope.cache import KernelCache
-from jitrope.entry import CUBIN, Key, seal
+from jitrope.entry import CUBIN, META, TEXT, Key, pack, seal
 from jitrope.errors import CacheError, CompileError
 from jitrope.prewarm import Call
 
-from .test_cache import COUNTED, DATA, KEY, ROOT, filled, on_the_gpu
+from .test_cache import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu, run_in_child
 
 SPECS = Call(40).specs()
 ARCHS = ["sm_80", "sm_90"]
+KERNELS = list(itertools.product(SPECS, ARCHS))
+ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="giving files to another user needs root")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JITROPE_CACHE_DIR", str(folder / "kernels"))
-        outcomes = [built.outcome for built in bundle.write(folder / "kernels.tar", SPECS, ARCHS, 2)]
+        outcomes = [built.outcome for built in bundle.write(folder / "kernels.tar", KERNELS, 2)]
     assert outcomes == ["compiled"] * 4
     return folder / "kernels.tar"
 
@@ -63,23 +67,51 @@ def test_what_is_in_a_bundle(written: Path) -> None:
         manifest = json.load(tar.extractfile(MANIFEST))
     assert members[0].name == MANIFEST
     assert [m.name for m in members[1:]] == sorted(m.name for m in members[1:])
-    assert all((m.mtime, m.uid, m.gid, m.uname, m.mode, m.isreg()) == (0, 0, 0, "", 0o644, True) for m in members)
+    assert [m.name for m in members if m.isdir()] == sorted(manifest["kernels"])
+    for m in members:
+        mode = 0o755 if m.isdir() else 0o644
+        assert (m.mtime, m.uid, m.gid, m.uname, m.mode, m.isreg()) == (0, 0, 0, "", mode, not m.isdir())
     assert len(manifest["kernels"]) == 4
     assert all(len(digest) == 64 for files in manifest["kernels"].values() for digest in files.values())
 
 
 def test_the_same_kernels_give_the_same_bytes(written: Path, cache: KernelCache, tmp_path: Path) -> None:
     """Compiled anew, in another order, from a cache."""
-    for name, specs in (("a.tar", SPECS[::-1]), ("b.tar", SPECS * 2)):
-        bundle.write(tmp_path / name, specs, ARCHS[::-1], 1)
+    for name, made in (("a.tar", KERNELS[::-1]), ("b.tar", KERNELS * 2)):
+        bundle.write(tmp_path / name, made, 1)
         assert (tmp_path / name).read_bytes() == written.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "b.tar", "kernels"]
+
+
+def test_a_bundle_has_the_kernels_that_were_named_and_no_other(cache: KernelCache, tmp_path: Path) -> None:
+    """Not every spec for every architecture: what a cache has of one kernel may be sm_80's, of another sm_90's."""
+    named = [(SPECS[1], "sm_90"), (SPECS[0], "sm_80"), (SPECS[1], "sm_90")]
+    built = bundle.write(tmp_path / "a.tar", iter(named), 2)
+    assert [(b.spec, b.arch) for b in built] == named[:2]
+    assert {(e.name, e.arch) for e in bundle.entries(tmp_path / "a.tar")} == {(s.name, a) for s, a in named}
+    assert len(list(cache.entries())) == 2
+
+
+@pytest.mark.parametrize("where", ["own", "layer"])
+def test_a_kernel_whose_text_is_damaged_is_made_anew_for_a_bundle(written, cache, tmp_path, monkeypatch, where) -> None:
+    layer = unpacked(written, tmp_path / "layer")
+    if where == "layer":
+        monkeypatch.setenv("JITROPE_SYSTEM_CACHE", str(layer))
+        cache = kernels.kernel_cache()
+    else:
+        bundle.load(written)
+    folder = kernels.key_of(*KERNELS[0]).portable_folder
+    ((layer if where == "layer" else cache.root) / folder / TEXT).unlink()
+    outcomes = [built.outcome for built in bundle.write(tmp_path / "a.tar", KERNELS, 1)]
+    assert outcomes == ["compiled", "cached", "cached", "cached"]
+    assert (tmp_path / "a.tar").read_bytes() == written.read_bytes()
+    assert cache.verify()[1] == []
 
 
 def test_a_bundle_is_written_without_a_cache(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-    bundle.write(tmp_path / "a.tar", SPECS, ARCHS, 1)
+    bundle.write(tmp_path / "a.tar", KERNELS, 1)
     assert (tmp_path / "a.tar").read_bytes() == written.read_bytes()
 
 
@@ -87,7 +119,7 @@ def test_a_bundle_is_its_owners_to_write_whatever_the_umask(cache: KernelCache, 
     """Else `JITROPE_SYSTEM_CACHE` would refuse what has just been written."""
     before = os.umask(0o002)
     try:
-        bundle.write(tmp_path / "a.tar", SPECS[:1], ["sm_90"], 1)
+        bundle.write(tmp_path / "a.tar", KERNELS[1:2], 1)
     finally:
         os.umask(before)
     assert (tmp_path / "a.tar").stat().st_mode & 0o777 == 0o644
@@ -100,13 +132,13 @@ def test_a_bundle_that_would_lack_a_kernel_is_not_written(cache: KernelCache, tm
     (tmp_path / "a.tar").write_text("before")
     seen = []
     with pytest.raises(CompileError, match="2 of 4 kernels are missing") as caught:
-        bundle.write(tmp_path / "a.tar", SPECS, ["sm_90", "sm_20"], 1, seen.append)
+        bundle.write(tmp_path / "a.tar", itertools.product(SPECS, ["sm_90", "sm_20"]), 1, seen.append)
     assert "sm_20" in str(caught.value)
     assert [built.failed for built in seen].count(True) == 2
     with pytest.raises(CacheError, match="nothing to bundle"):
-        bundle.write(tmp_path / "a.tar", [], ARCHS, 1)
+        bundle.write(tmp_path / "a.tar", [], 1)
     with pytest.raises(CacheError, match="cannot write the bundle"):
-        bundle.write(tmp_path / "no" / "a.tar", SPECS[:1], ["sm_90"], 1)
+        bundle.write(tmp_path / "no" / "a.tar", KERNELS[1:2], 1)
     assert (tmp_path / "a.tar").read_text() == "before"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "kernels"]
 
@@ -157,6 +189,22 @@ def test_a_damaged_loaded_kernel_is_a_miss(written: Path, cache: KernelCache) ->
     assert cache.verify() == (5, [])
 
 
+def test_a_newer_bundles_kernel_takes_an_older_ones_place(cache: KernelCache, tmp_path: Path) -> None:
+    """Of the same source, by another compiler: what was said to be loaded is what is there."""
+    for name in ("old", "new"):
+        files = pack(replace(KEY, compiler=name), "text", DATA + name.encode(), {})
+        archive.write(tmp_path / f"{name}.tar", {KEY.portable_folder: files})
+    for name in ("old", "new", "old"):
+        (entry,) = bundle.load(tmp_path / f"{name}.tar", cache)
+        assert entry.compiler == name
+        assert (entry.path / CUBIN).read_bytes() == DATA + name.encode()
+        assert cache.load(KEY) == entry.path / CUBIN
+        assert cache.verify() == (1, [])
+    before = entry.path.stat().st_ino
+    bundle.load(tmp_path / "old.tar", cache)
+    assert entry.path.stat().st_ino == before  # the same is left alone
+
+
 def test_a_cache_that_cannot_be_written_is_an_error_here(written: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CacheError, match="cannot write the kernel cache"):
@@ -171,7 +219,7 @@ Members = list[tuple[tarfile.TarInfo, bytes]]
 def rewritten(written: Path, path: Path, change: Callable[[Members], object]) -> Path:
     """The bundle with other members."""
     with tarfile.open(written) as tar:
-        members = [(m, tar.extractfile(m).read()) for m in tar.getmembers()]
+        members = [(m, tar.extractfile(m).read() if m.isreg() else b"") for m in tar.getmembers()]
     change(members)
     with tarfile.open(path, "w") as tar:
         for info, data in members:
@@ -193,7 +241,7 @@ def put(members: Members, at: int, data: bytes) -> None:
 
 
 def first_kernel(members: Members) -> str:
-    return members[1][0].name.split("/")[0]
+    return members[1][0].name
 
 
 def rename_kernel(members: Members) -> None:
@@ -206,8 +254,8 @@ def rename_kernel(members: Members) -> None:
     manifest["seal"] = seal(manifest)
     members[0] = (members[0][0], json.dumps(manifest).encode())
     for info, _ in members[1:]:
-        folder, name = info.name.split("/")
-        info.name = f"{ {first: last, last: first}.get(folder, folder) }/{name}"
+        folder, slash, name = info.name.partition("/")
+        info.name = {first: last, last: first}.get(folder, folder) + slash + name
 
 
 ALIEN = "x-sm_90-" + "0" * 20 + "-any/kernel.cubin"
@@ -217,11 +265,15 @@ CHANGES: dict[str, Callable[[Members], object]] = {
     "foreign file": lambda m: m.append(member("setup.py")),
     "foreign file in a kernel": lambda m: m.append(member(f"{first_kernel(m)}/evil.so")),
     "folder": lambda m: m.append(member("folder", type=tarfile.DIRTYPE)),
+    "folder of no kernel": lambda m: m.append(member(Path(ALIEN).parent.name, type=tarfile.DIRTYPE)),
+    "folder in a kernel": lambda m: m.append(member(f"{first_kernel(m)}/kernel.cubin", type=tarfile.DIRTYPE)),
+    "folder out of the folder": lambda m: m.append(member("../" + first_kernel(m), type=tarfile.DIRTYPE)),
+    "folder twice": lambda m: m.append(m[1]),
     "symbolic link": lambda m: m.append(member(ALIEN, b"", tarfile.SYMTYPE, "/x")),
     "hard link": lambda m: m.append(member(ALIEN, b"", tarfile.LNKTYPE, "/x")),
     "device": lambda m: m.append(member(ALIEN, b"", tarfile.CHRTYPE)),
     "kernel of no manifest": lambda m: m.append(member(ALIEN)),
-    "twice": lambda m: m.append(m[1]),
+    "twice": lambda m: m.append(m[2]),
     "a file less": lambda m: m.pop(),
     "no manifest": lambda m: m.pop(0),
     "nothing": lambda m: m.clear(),
@@ -229,9 +281,9 @@ CHANGES: dict[str, Callable[[Members], object]] = {
     "manifest changed": lambda m: put(m, 0, m[0][1].replace(b"any", b"amy", 1)),
     "manifest no JSON": lambda m: put(m, 0, b"{"),
     "manifest a list": lambda m: put(m, 0, b"[]"),
-    "cubin changed": lambda m: put(m, 2, m[2][1][:-1] + b"x"),
-    "cubin cut": lambda m: put(m, 2, m[2][1][:-1]),
-    "text changed": lambda m: put(m, 1, m[1][1] + b"x"),
+    "cubin changed": lambda m: put(m, 3, m[3][1][:-1] + b"x"),
+    "cubin cut": lambda m: put(m, 3, m[3][1][:-1]),
+    "text changed": lambda m: put(m, 2, m[2][1] + b"x"),
     "kernels exchanged": rename_kernel,
 }  # fmt: skip
 
@@ -249,6 +301,16 @@ def test_anything_else_is_refused_and_nothing_is_written(written, cache, tmp_pat
         key = kernels.key_of(spec, "sm_90")
         found = layered.find(key)
         assert found is None or found == bundle_bytes(written, key)
+
+
+def test_folders_may_be_left_out_of_a_bundle(written: Path, tmp_path: Path) -> None:
+    """As `tar c */kernel.*` has it, and older bundles."""
+
+    def files_only(members: Members) -> None:
+        members[:] = [(info, data) for info, data in members if info.isreg()]
+
+    path = rewritten(written, tmp_path / "a.tar", files_only)
+    assert [e.name for e in bundle.entries(path)] == [e.name for e in bundle.entries(written)]
 
 
 def bundle_bytes(written: Path, key: Key) -> bytes:
@@ -327,7 +389,7 @@ def test_a_system_cache_is_found_by_what_its_kernels_are_made_from(written, cach
 def test_a_system_caches_kernels_can_be_bundled_again(written, cache, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("JITROPE_SYSTEM_CACHE", str(written))
     monkeypatch.setattr(compiler, "compiler_version", no_nvrtc)
-    assert [built.outcome for built in bundle.write(tmp_path / "a.tar", SPECS, ARCHS, 1)] == ["cached"] * 4
+    assert [built.outcome for built in bundle.write(tmp_path / "a.tar", KERNELS, 1)] == ["cached"] * 4
     assert (tmp_path / "a.tar").read_bytes() == written.read_bytes()
 
 
@@ -377,6 +439,193 @@ def test_a_system_cache_that_cannot_be_trusted_is_not_used(written, cache, tmp_p
     for arch in ARCHS:
         assert layered.find(kernels.key_of(SPECS[0], arch)) is None
     assert len([r for r in caplog.records if "is not used" in r.message]) == 1
+
+
+@pytest.mark.skipif(shutil.which("tar") is None, reason="there is no tar program")
+@pytest.mark.parametrize("mask", ["002", "000", "077"])
+def test_what_tar_unpacks_is_used_whatever_the_umask(written, cache, tmp_path, mask: str) -> None:
+    """As a user whose group is theirs alone has it; the folder that it is unpacked into is that user's to protect."""
+    layer = tmp_path / "layer"
+    layer.mkdir(mode=0o755)
+    command = f"umask {mask} && tar xf {written} --no-same-permissions --no-same-owner -C {layer}"
+    subprocess.run(["sh", "-c", command], check=True)
+    layered = KernelCache(cache.root, (layer,))
+    for kernel in KERNELS:
+        assert layered.find(kernels.key_of(*kernel)) is not None
+    assert layered.system[0].verify() == (4, [])
+
+
+OWNER, THIRD = 23456, 34567
+
+
+def owned(written: Path, layer: Path, kind: str) -> Path:
+    """A layer of another user."""
+    if kind == "bundle":
+        shutil.copyfile(written, layer)
+    else:
+        layer.mkdir(mode=0o755)
+        unpacked(written, layer)
+    for path in (layer, *layer.rglob("*")):
+        os.chown(path, OWNER, OWNER)
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return layer
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("kind", ["bundle", "folder", "link to a bundle", "link to a folder"])
+def test_who_names_a_system_cache_trusts_its_owner(written, cache, tmp_path, kind: str, caplog) -> None:
+    """As a cluster's administrator's, who need not be root. What the owner's is not in the user's own folder."""
+    layer = owned(written, tmp_path / "layer", kind.split()[-1])
+    if "link" in kind:
+        (tmp_path / "link").symlink_to(layer)
+        os.chown(tmp_path / "link", OWNER, OWNER, follow_symlinks=False)
+        layer = tmp_path / "link"
+    layered = KernelCache(cache.root, (layer,))
+    for kernel in KERNELS:
+        key = kernels.key_of(*kernel)
+        found = layered.find(key)
+        assert (found if isinstance(found, bytes) else found.read_bytes()) == bundle_bytes(written, key)
+        assert layered.read(key)[CUBIN] == bundle_bytes(written, key)
+    (system,) = layered.system
+    assert [e.path.name for e in system.entries()] == [e.path.name for e in bundle.entries(written)]
+    assert system.verify() == (4, [])
+    assert not caplog.records
+    if "folder" in kind:
+        assert KernelCache(layer).load(key) is None
+        assert "belongs to another user" in caplog.text or "of another user" in caplog.text
+
+
+@ROOT_ONLY
+def test_users_that_are_not_root_share_a_layer(written: Path, tmp_path: Path) -> None:
+    """The user is one, the layer's owner another, and who made one of its entries a third."""
+    owned(written, tmp_path / "layer", "folder")
+    keys = [kernels.key_of(*kernel) for kernel in KERNELS]
+    os.chown(tmp_path / "layer" / keys[0].portable_folder, THIRD, THIRD)
+    os.chown(tmp_path / "layer" / keys[1].portable_folder, 0, 0)
+
+    def work() -> None:
+        tmp_path.chmod(0o755)
+        os.chdir(tmp_path)  # the folders above need not let another user through
+        os.setuid(12345)
+        layered = KernelCache(Path("own"), (Path("layer"),))
+        assert [layered.find(key) is not None for key in keys] == [False, True, True, True]
+
+    assert run_in_child(work) == 0
+
+
+STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a third user's entry": (lambda folder: os.chown(folder, THIRD, THIRD), "belongs to another user"),
+    "a third user's file": (lambda folder: os.chown(folder / CUBIN, THIRD, THIRD), "belongs to another user"),
+    "an entry that the group can write": (lambda folder: folder.chmod(0o775), "can be written by other users"),
+    "a file that others can write": (lambda folder: (folder / META).chmod(0o646), "can be written by other users"),
+}  # fmt: skip
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("how", STRANGE)
+def test_in_another_users_system_cache_only_that_user_is_trusted(written, cache, tmp_path, how: str, caplog) -> None:
+    layer = owned(written, tmp_path / "layer", "folder")
+    bad, good = (kernels.key_of(*kernel) for kernel in KERNELS[:2])
+    change, reason = STRANGE[how]
+    change(layer / bad.portable_folder)
+    layered = KernelCache(cache.root, (layer,))
+    assert layered.find(bad) is layered.read(bad) is None
+    assert reason in caplog.text
+    assert layered.find(good) == layer / good.portable_folder / CUBIN
+    (system,) = layered.system
+    assert len(system.entries()) == 3
+    count, ((path, said),) = system.verify()
+    assert (count, path) == (3, layer / bad.portable_folder)
+    assert reason in said
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("kind", ["bundle", "folder"])
+@pytest.mark.parametrize("how", ["group", "others", "a third user's link"])
+def test_another_users_system_cache_that_a_third_can_write_is_not_used(written, cache, tmp_path, kind, how) -> None:
+    layer = owned(written, tmp_path / "layer", kind)
+    if "link" in how:
+        (tmp_path / "link").symlink_to(layer)
+        os.chown(tmp_path / "link", THIRD, THIRD, follow_symlinks=False)
+        layer = tmp_path / "link"
+    else:
+        layer.chmod(layer.stat().st_mode | (0o020 if how == "group" else 0o002))
+    layered = KernelCache(cache.root, (layer,))
+    assert layered.find(kernels.key_of(*KERNELS[0])) is None
+    (system,) = layered.system
+    assert system.entries() == []
+    reason = "it is a symbolic link of another user" if "link" in how else "it can be written by other users"
+    assert system.verify() == (0, [(layer, reason)])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_in_a_layer_and_whether_it_is_whole(written, tmp_path, kind: str) -> None:
+    layer = LAYERS[kind](written, tmp_path)
+    (system,) = KernelCache(tmp_path / "own", (layer,)).system
+    found = system.entries()
+    want = bundle.entries(layer) if kind == "bundle" else list(KernelCache(layer).entries())
+    assert found == want
+    assert len(found) == 4
+    assert system.verify() == (4, [])
+
+
+def test_verify_finds_what_a_layer_would_refuse(written, tmp_path) -> None:
+    layer = unpacked(written, tmp_path / "layer")
+    first, second, third = sorted(layer.iterdir())[1:4]
+    (first / CUBIN).write_bytes(b"")
+    (second / TEXT).unlink()
+    edit(third, "format", 1)
+    (layer / "api").mkdir()
+    (layer / "api" / META).write_text("of the user")
+    (system,) = KernelCache(tmp_path / "own", (layer,)).system
+    assert len(system.entries()) == 1
+    good, bad = system.verify()
+    assert good == 1
+    assert [path for path, _ in bad] == [first, second]
+    assert "checksum" in bad[0][1]
+    assert sorted(layer.glob("*/*"))  # nothing is taken away
+    assert (first / CUBIN).exists()
+
+
+UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: None, "No such file"),
+    "others may write it": (lambda path: (path.mkdir(), path.chmod(0o777)), "it can be written by other users"),
+    "no bundle": (lambda path: path.write_text("x" * 1000), "cannot be read as a bundle"),
+    "a pipe": (os.mkfifo, "Not a directory"),
+    "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
+}
+
+
+@pytest.mark.parametrize("how", UNUSABLE)
+def test_a_layer_that_cannot_be_used_is_one_bad_item(tmp_path: Path, how: str) -> None:
+    make, reason = UNUSABLE[how]
+    make(tmp_path / "layer")
+    (system,) = KernelCache(tmp_path / "own", (tmp_path / "layer",)).system
+    assert system.entries() == []
+    good, ((path, said),) = system.verify()
+    assert (good, path) == (0, tmp_path / "layer")
+    assert reason in said
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("kind", ["bundle", "folder"])
+def test_a_layer_that_may_not_be_read_is_one_bad_item(written: Path, tmp_path: Path, kind: str) -> None:
+    layer = tmp_path / "layer"
+    shutil.copyfile(written, layer) if kind == "bundle" else unpacked(written, layer)
+    layer.chmod(0o700 if kind == "folder" else 0o600)
+    (system,) = KernelCache(tmp_path / "own", (Path(layer.name),)).system
+
+    def work() -> None:
+        tmp_path.chmod(0o755)
+        os.chdir(tmp_path)  # the folders above need not let another user through
+        os.setuid(12345)
+        assert system.find(kernels.key_of(*KERNELS[0])) is None
+        assert system.entries() == []
+        good, ((path, said),) = system.verify()
+        assert (good, path) == (0, Path(layer.name))
+        assert "Permission denied" in said
+
+    assert run_in_child(work) == 0
 
 
 def test_a_damaged_entry_of_a_system_cache_is_said_and_left(written, cache, tmp_path, caplog) -> None:
@@ -454,7 +703,7 @@ from jitrope import bundle, kernels
 from jitrope.thd_spec import spec_from_dict
 call()
 specs = [spec_from_dict(entry.spec) for entry in kernels.kernel_cache().entries()]
-bundle.write(Path(r"%s"), specs, [kernels.arch_of(0)], 1)
+bundle.write(Path(r"%s"), [(spec, kernels.arch_of(0)) for spec in specs], 1)
 """ % (tmp_path / "kernels.tar")
     on_the_gpu(code, tmp_path / "made")
     hidden = """

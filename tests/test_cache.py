@@ -186,13 +186,50 @@ def test_a_damaged_entry_is_a_miss_said_once_and_rebuilt(cache: KernelCache, how
     assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
 
 
-@pytest.mark.parametrize("how", DAMAGE)
+TEXT_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "text truncated": lambda folder: (folder / TEXT).write_bytes(b"tex"),
+    "no text": lambda folder: (folder / TEXT).unlink(),
+    "text as a folder": lambda folder: instead(folder, Path.mkdir, TEXT),
+    "text as a link": lambda folder: instead(folder, lambda path: path.symlink_to("../../elsewhere"), TEXT),
+    "text that others may write": lambda folder: (folder / TEXT).chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("how", [*DAMAGE, *TEXT_DAMAGE])
 def test_a_store_on_top_of_damage_replaces_it(cache: KernelCache, how: str) -> None:
     """As when it was damaged between the look and the compile's end."""
-    DAMAGE[how](filled(cache).parent)
+    (DAMAGE | TEXT_DAMAGE)[how](filled(cache).parent)
     path = filled(cache)
     assert cache.load(KEY) == path
     assert cache.verify() == (1, [])
+
+
+@pytest.mark.parametrize("how", TEXT_DAMAGE)
+@pytest.mark.parametrize("ask", ["read", "find"])
+def test_a_damaged_text_does_not_keep_a_kernel_from_running_and_is_repaired(cache, how: str, ask: str) -> None:
+    """Whoever asks for all files makes them anew: else `verify` would find the same for ever."""
+    path = filled(cache)
+    TEXT_DAMAGE[how](path.parent)
+    assert cache.load(KEY) == cache.find(KEY) == path
+    assert cache.counts.repaired == 0
+    assert (cache.read(KEY) if ask == "read" else cache.find(KEY, whole=True)) is None
+    assert cache.counts.repaired == 1
+    assert cache.verify() == (0, [])
+    filled(cache)
+    assert cache.read(KEY)[TEXT] == b"text"
+    assert cache.find(KEY, whole=True) == path
+
+
+@pytest.mark.parametrize("why", ["forbidden", "no compiler"])
+def test_a_kernel_that_nothing_here_can_make_stays_without_its_text(cache, monkeypatch, why: str) -> None:
+    path = filled(cache)
+    (path.parent / TEXT).unlink()
+    if why == "forbidden":
+        monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
+    key = KEY if why == "forbidden" else replace(KEY, compiler="")
+    assert cache.read(key) is None
+    assert cache.find(key, whole=True) == path
+    assert cache.counts.repaired == 0
 
 
 @pytest.mark.parametrize("name", [META, CUBIN, TEXT])
@@ -395,6 +432,7 @@ for i in range(10**9):
 def test_a_folder_that_others_can_write_is_not_trusted(cache: KernelCache, mode: int, caplog) -> None:
     filled(cache)
     cache.root.chmod(mode)
+    assert cache.verify() == (0, [(cache.root, "it can be written by other users")])
     fresh = KernelCache(cache.root)
     assert fresh.load(KEY) is None
     assert fresh.load(KEY) is None
@@ -417,6 +455,8 @@ def test_what_is_of_another_user_is_not_trusted(cache: KernelCache, what: str, c
         os.chown({"root": cache.root, "entry": path.parent, "file": path}[what], 12345, 12345)
     assert cache.load(KEY) is None
     assert "another user" in caplog.text
+    if what in ("root", "link"):
+        assert [bad for bad, reason in cache.verify()[1] if "another user" in reason] == [cache.root]
 
 
 def test_a_link_of_our_own_to_the_cache_is_followed(cache: KernelCache, tmp_path: Path) -> None:
@@ -494,11 +534,55 @@ def test_a_bad_entry_that_cannot_be_replaced_is_not_loaded(cache: KernelCache, m
 
 def test_clear_and_leftovers(cache: KernelCache) -> None:
     filled(cache)
-    (cache.root / ".tmp-dead").mkdir()
+    (cache.root / DEAD).mkdir()
     (cache.root / "of-the-user.txt").write_text("keep")
     (cache.root / "folder").mkdir()
     assert cache.clear() == 1
     assert sorted(p.name for p in cache.root.iterdir()) == ["folder", "of-the-user.txt"]
+
+
+DEAD, BUSY = f".tmp-{0:032x}", f".tmp-{1:032x}"
+"""Temporary folders as a store makes them."""
+
+OF_THE_USER = (
+    "api/spec.json",
+    "api/kernel.cubin",
+    "api/src/main.c",
+    "kernel.cubin",
+    f"{KEY.stem}/spec.json",
+    f"{KEY.folder}.bak/spec.json",
+    f".{KEY.folder}/kernel.cubin",
+    ".tmp-mine/notes",
+    f"{DEAD}x/notes",
+    f"{DEAD[:-1]}/notes",
+    f"{DEAD[:-1]}G",
+    "notes",
+)
+
+
+@pytest.mark.parametrize("how", ["clear", "prune", "store"])
+def test_what_jitrope_did_not_make_is_never_removed(cache: KernelCache, how: str) -> None:
+    """`JITROPE_CACHE_DIR` may be a folder with work in it."""
+    for name in OF_THE_USER:
+        (cache.root / name).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        (cache.root / name).write_text(name)
+    cache.root.chmod(0o700)
+    (cache.root / DEAD).mkdir()
+    folder = filled(cache).parent
+    for path in (*cache.root.rglob("*"), *cache.root.iterdir()):
+        os.utime(path, (1, 1))
+    fresh = KernelCache(cache.root, max_bytes=1)
+    assert [entry.path for entry in fresh.entries()] == [folder]
+    assert fresh.verify() == (1, [])
+    if how == "clear":
+        assert fresh.clear() == 1
+    elif how == "prune":
+        assert [entry.path for entry in fresh.prune(1)] == [folder]
+    else:
+        filled(fresh, replace(KEY, arch="sm_80"))
+    assert not folder.exists()
+    assert not (cache.root / DEAD).exists()
+    assert [name for name in OF_THE_USER if (cache.root / name).read_text() != name] == []
 
 
 def test_a_folder_that_cannot_be_listed_is_said(tmp_path: Path) -> None:
@@ -555,14 +639,14 @@ def test_damaged_entries_and_those_of_other_versions_are_pruned_too(cache: Kerne
 
 def test_a_store_keeps_the_bound_once_an_hour(cache: KernelCache) -> None:
     keys = aged(cache, 5)
-    (cache.root / ".tmp-dead").mkdir()
-    (cache.root / ".tmp-busy").mkdir()
-    os.utime(cache.root / ".tmp-dead", (1, 1))
+    (cache.root / DEAD).mkdir()
+    (cache.root / BUSY).mkdir()
+    os.utime(cache.root / DEAD, (1, 1))
     bounded = KernelCache(cache.root, max_bytes=40_000)
     filled(bounded)
     assert {p.name for p in cache.root.glob("rope*")} == {KEY.folder, keys[3].folder, keys[4].folder, keys[2].folder}
-    assert not (cache.root / ".tmp-dead").exists()
-    assert (cache.root / ".tmp-busy").exists()
+    assert not (cache.root / DEAD).exists()
+    assert (cache.root / BUSY).exists()
     bounded.max_bytes = 1
     filled(bounded, replace(KEY, arch="sm_80"))
     assert len(list(bounded.entries())) == 5  # not again so soon
@@ -598,6 +682,9 @@ def test_a_cache_size_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setenv("JITROPE_CACHE_SIZE", "much")
     assert config.cache_size() == config.cache_size() == 1 << 30
     assert caplog.text.count("'much' is not a size") == 1
+    monkeypatch.setenv("JITROPE_CACHE_SIZE", "9" * 400)
+    assert config.cache_size() == 1 << 30
+    assert "more than any disk has" in caplog.text
 
 
 # ---- where it is ---------------------------------------------------------------------------------
@@ -621,6 +708,22 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert config.cache_dir() == tmp_path / f"jitrope-{os.getuid()}"
+
+    def nowhere() -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", nowhere)
+    assert config.cache_dir() == Path(f"/jitrope-{os.getuid()}")
+
+
+def test_a_home_folder_that_nobody_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JITROPE_CACHE_DIR", "~nobody-of-this-name/k")
+    assert config.cache_dir() == config.cache_dir() == tmp_path / "jitrope"
+    assert caplog.text.count("there is no such home folder") == 1
+    monkeypatch.setenv("JITROPE_SYSTEM_CACHE", "~nobody-of-this-name/k:~/k")
+    monkeypatch.setenv("JITROPE_RECORD", "~nobody-of-this-name/k.json")
+    assert [path.is_absolute() for path in (*config.system_caches(), config.record_file())] == [True] * 3
 
 
 def test_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:

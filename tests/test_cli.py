@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from jitrope import cli, compiler, config, render, version
+from jitrope import cli, compiler, config, doctor, kernels, render, version
 from jitrope.entry import Entry, Key, pack
 from jitrope.ops import turned_back
 from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
@@ -60,6 +60,7 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             patch.setattr(cli, "out", Console(width=width))
             patch.setattr(cli, "err", Console(width=width, stderr=True))
             patch.setattr(config, "_warned", set())
+            kernels._cache_at.cache_clear()
             patch.chdir(tmp_path)
             try:
                 cli.main()
@@ -250,6 +251,98 @@ def test_prewarm_names_a_bad_file(jitrope, tmp_path: Path, text: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "5", "[5]", '"abc"', '{"heads": 8}', "null", '[["heads", 8]]', '[{"heads": "8"}]', '[{"heads": 8.5}]',
+        '[{"heads": null}]', '[{"heads": true}]', '[{"heads": 8, "interleaved": 1}]', '[{"heads": 8, "dtype": {}}]',
+        '[{"heads": 8, "mrope_section": 16}]', '[{"heads": 8, "across_heads": [4, [4]]}]',
+        '[{"heads": 8, "across_heads": [[[4]]]}]', '[{"heads": [[8]]}]', "[" * 100000, '{"a":' * 100000,
+    ],
+    ids=range(18),
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["call", "spec"])
+def test_a_file_of_something_else_is_one_line(jitrope, tmp_path: Path, kind: str, call: str) -> None:
+    (tmp_path / "bad.json").write_text(f'{{"{kind}": {call}}}')
+    done = jitrope("prewarm", "--from", "bad.json", "--arch", "sm_90", "--dry-run")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error:")
+    assert "bad.json" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_recording_into_a_file_of_something_else_is_one_line(jitrope, tmp_path: Path) -> None:
+    for text in ("[" * 100000, '{"spec": 5}', "[]", "{"):
+        (tmp_path / "bad.json").write_text(text)
+        done = jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--record", "bad.json")
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: cannot add kernels to bad.json")
+        assert done.stderr.count("\n") == 1
+        assert (tmp_path / "bad.json").read_text() == text
+
+
+CALLS_OF_LISTS = [
+    ({"heads": 80, "norm": "once", "across_heads": [40, 40]}, [{"across_heads": (40, 40)}]),
+    ({"heads": 80, "norm": "once", "across_heads": [[40, 40], [64, 16]]},
+     [{"across_heads": (40, 40)}, {"across_heads": (64, 16)}]),
+    ({"heads": 40, "position_ids": "int64", "mrope_section": [16, 24, 24]}, [{"mrope_section": (16, 24, 24)}]),
+    ({"heads": 40, "position_ids": "int64", "mrope_section": [[16, 24, 24], []]},
+     [{"mrope_section": (16, 24, 24)}, {"mrope_section": ()}]),
+    ({"heads": 40, "mrope_section": []}, [{}]),
+    ({"heads": [8, 40], "dtype": "fp16"}, [{"heads": 8}, {"heads": 40}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "meant"), CALLS_OF_LISTS, ids=range(len(CALLS_OF_LISTS)))
+def test_every_field_of_a_call_can_be_written(tmp_path: Path, written: dict, meant: list[dict]) -> None:
+    (tmp_path / "calls.json").write_text(json.dumps({"call": [written]}))
+    specs = [spec for fields in meant for spec in Call(**{**written, **fields}).specs()] if any(meant) else (
+        Call(40).specs()
+    )  # fmt: skip
+    assert read_calls(tmp_path / "calls.json") == list(dict.fromkeys(specs))
+
+
+@pytest.mark.parametrize(
+    ("arch", "code"),
+    [("sm_90", 0), ("sm_90a", 0), ("compute_90", 0), ("sm_75a", 1), ("sm_20", 1), ("compute_20", 1), ("sm_999", 1),
+     ("sm_090", 2), ("compute_090", 2), ("90", 2), ("sm90", 2), ("sm_", 2)],
+)  # fmt: skip
+def test_a_dry_run_knows_the_architectures_of_the_run(jitrope, arch: str, code: int) -> None:
+    arguments = ("prewarm", "--heads", "8", "--arch", arch)
+    dry, done = jitrope(*arguments, "--dry-run"), jitrope(*arguments)
+    assert dry.returncode == done.returncode == code
+    assert dry.stdout.replace("would compile", "compiled") == done.stdout
+    if arch.endswith("_20"):
+        assert "sm_20 is older than any NVRTC" in dry.stderr
+
+
+@pytest.mark.parametrize("folder", ["/proc/jitrope", "shared"])
+def test_a_dry_run_fails_where_the_run_can_keep_nothing(jitrope, tmp_path: Path, folder: str) -> None:
+    if folder == "shared":
+        shared(tmp_path / folder)
+    environment = {"JITROPE_CACHE_DIR": str(tmp_path / folder)}
+    arguments = ("prewarm", "--heads", "8", "--arch", "sm_90", "--json")
+    dry, done = (jitrope(*arguments, *more, **environment) for more in (("--dry-run",), ()))
+    assert dry.returncode == done.returncode == 1
+    assert json.loads(dry.stdout)["kernels"] == json.loads(done.stdout)["kernels"]
+    assert json.loads(dry.stdout)["failed"] == 2
+    arguments = ("bundle", "write", "k.tar", "--from", "run.json", "--arch", "sm_90")  # which keeps them elsewhere
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--record", "run.json")
+    assert jitrope(*arguments, "--dry-run", **environment).returncode == 0
+    assert jitrope(*arguments, **environment).returncode == 0
+
+
+def test_clear_counts_alike_with_and_without_dry_run(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_80,sm_90")
+    entries = sorted((tmp_path / "kernels").glob("rope_*"))
+    (entries[0] / "spec.json").write_text('{"format": 1}')  # an older jitrope's
+    (entries[1] / "kernel.cubin").unlink()
+    (tmp_path / "kernels").chmod(0o777)
+    dry = json.loads(jitrope("cache", "clear", "--dry-run", "--json").stdout)
+    assert dry == {"removed": 4, "dry_run": True}
+    assert json.loads(jitrope("cache", "clear", "--json").stdout)["removed"] == 4
+
+
 def test_render(jitrope) -> None:
     text = jitrope("render", "--heads", "24", "--interleaved", "--head-dim", "64", "--backward").stdout
     assert "constexpr int HEAD_DIM = 64;" in text
@@ -327,7 +420,7 @@ def test_verify_by_a_cold_start(jitrope, tmp_path: Path) -> None:
     jitrope("prewarm", "--heads", "8", "--arch", "sm_80,sm_90")
     done = jitrope("cache", "verify", "--cold", "--json")
     assert done.returncode == 0
-    assert json.loads(done.stdout)["cold"] == {"loaded": 0, "checked": 4, "bad": [], "compiled": 0}
+    assert json.loads(done.stdout)["cold"] == {"loaded": 0, "checked": 4, "bad": [], "others": 0, "compiled": 0}
     entry = next((tmp_path / "kernels").glob("*sm_90*"))
     files = {file.name: file.read_bytes() for file in entry.iterdir()}
     meta = json.loads(files["spec.json"])
@@ -342,6 +435,141 @@ def test_verify_by_a_cold_start(jitrope, tmp_path: Path) -> None:
     assert "3 looked up, 0 compiled" in done.stdout
     assert "would be compiled" in done.stderr
     assert "compiler: 'old' there" in done.stderr
+
+
+def emptied(layer: Path) -> None:
+    for cubin in layer.glob("*/kernel.cubin"):
+        cubin.write_bytes(b"")
+
+
+FAULTY_LAYERS = {
+    "of damaged kernels": (emptied, 2, "kernel.cubin does not match its checksum"),
+    "no bundle": (lambda layer: (shutil.rmtree(layer), layer.write_bytes(b"no tar")), 1, "cannot be read as a bundle"),
+    "not there": (shutil.rmtree, 1, "No such file"),
+    "written by others": (lambda layer: layer.chmod(0o777), 1, "can be written by other"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY_LAYERS)
+def test_verify_and_doctor_see_faulty_layers(jitrope, tmp_path: Path, name: str) -> None:
+    """Each is of no use in production, and no call there says so before it is too late."""
+    make, count, text = FAULTY_LAYERS[name]
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90", JITROPE_CACHE_DIR=str(tmp_path / "layer"))
+    environment = {"JITROPE_SYSTEM_CACHE": str(tmp_path / "layer"), "JITROPE_CACHE_DIR": "/none"}
+    assert jitrope("cache", "verify", "--cold", **environment).returncode == 0
+    make(tmp_path / "layer")
+    for cold in ((), ("--cold",)):
+        done = jitrope("cache", "verify", *cold, "--json", **environment)
+        assert done.returncode == 1
+        bad = json.loads(done.stdout)["bad"]
+        assert len(bad) == count
+        assert all(text in item["reason"] and str(tmp_path / "layer") in item["path"] for item in bad)
+        done = jitrope("cache", "verify", *cold, **environment)
+        assert text in done.stderr
+        assert "Traceback" not in done.stderr
+    found = status(jitrope("doctor", "--json", **environment), "system cache")
+    assert found[0] == "fault"
+    assert text in found[1]
+    assert found[2]
+
+
+def test_a_cold_start_that_finds_nothing_fails(jitrope, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for environment in ({}, {"JITROPE_SYSTEM_CACHE": str(tmp_path / "empty")}):
+        done = jitrope("cache", "verify", "--cold", "--json", **environment)
+        assert done.returncode == 1
+        assert "there is nothing to look up" in done.stderr
+        assert json.loads(done.stdout)["cold"]["checked"] == 0
+        assert jitrope("cache", "verify", **environment).returncode == 0
+    found = status(jitrope("doctor", "--json", **environment), "system cache")
+    assert found[:2] == ("note", f"{tmp_path}/empty, 0 kernels")
+
+
+def test_a_cold_start_that_fails_is_one_line(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("raise RuntimeError('no such library')")
+    done = jitrope("cache", "verify", "--cold", "--json", PYTHONPATH=str(tmp_path / "broken"))
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["good"] == 2
+    text = "the cold start failed: RuntimeError: no such library"
+    assert json.loads(done.stdout)["cold"] == {"error": text}
+    assert done.stderr.strip() == f"error: {text}"
+
+
+@pytest.mark.parametrize("name", ["shared", "a file"])
+def test_verify_of_a_folder_that_nothing_is_loaded_from(jitrope, tmp_path: Path, name: str) -> None:
+    kernels = tmp_path / "kernels"
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    if name == "shared":
+        kernels.chmod(0o777)
+    else:
+        shutil.rmtree(kernels)
+        kernels.touch()
+    for cold in ((), ("--cold",)):
+        done = jitrope("cache", "verify", *cold)
+        assert done.returncode == 1
+        assert done.stdout.startswith("0 good, 1 damaged")
+        assert ("can be written by other users" if name == "shared" else "cannot read the kernel cache") in done.stderr
+        assert "is the same" not in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def of_another_version(kernels: Path) -> None:
+    """An intact entry beside the others whose spec has a field that none has here."""
+    entry = next(kernels.glob("*sm_90*"))
+    meta = json.loads((entry / "spec.json").read_text())
+    key = Key(meta["name"], '[{"rope.cuh": "older"}, {}]', tuple(meta["options"]), "sm_90", meta["compiler"])
+    spec = {**meta["spec"], "of_another_version": 1}
+    (kernels / key.folder).mkdir()
+    for name, data in pack(key, (entry / "kernel.cu").read_text(), (entry / "kernel.cubin").read_bytes(), spec).items():
+        (kernels / key.folder / name).write_bytes(data)
+
+
+def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
+    process("prewarm", "--heads", "8", "--arch", "sm_90")
+    of_another_version(tmp_path / "kernels")
+    said = "1 of the cache's 3 kernels are another version's"
+    done = process("bundle", "write", "k.tar", "--json")
+    assert (done.returncode, json.loads(done.stdout)["cached"]) == (0, 2)
+    assert said in done.stderr
+    (tmp_path / "listing.json").write_text(process("cache", "ls", "--json").stdout)
+    done = process("prewarm", "--from", "listing.json", "--arch", "sm_90", "--json")
+    assert (done.returncode, json.loads(done.stdout)["cached"]) == (0, 2)
+    assert said in done.stderr
+    done = process("cache", "verify", "--cold", "--json")
+    cold = json.loads(done.stdout)["cold"]
+    assert (done.returncode, cold) == (0, {"loaded": 0, "checked": 2, "bad": [], "others": 1, "compiled": 0})
+    assert "1 of another version" in process("cache", "verify", "--cold").stdout
+    recorded = {"spec": json.loads((tmp_path / "listing.json").read_text())["spec"]}
+    (tmp_path / "run.json").write_text(json.dumps(recorded))  # which nobody's cache is: all of it is asked for
+    done = process("prewarm", "--from", "run.json", "--arch", "sm_90")
+    assert done.returncode == 1
+    assert "of_another_version" in done.stderr
+
+
+def test_a_bundle_of_the_cache_has_what_the_cache_has(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_80")
+    jitrope("prewarm", "--heads", "40", "--arch", "sm_90")
+    dry = json.loads(jitrope("bundle", "write", "k.tar", "--dry-run", "--json").stdout)
+    assert (dry["cached"], dry["would compile"]) == (4, 0)
+    assert json.loads(jitrope("bundle", "write", "k.tar", "--json").stdout)["cached"] == 4
+    kernels, bundled = (
+        {(e["name"], e["arch"]) for e in json.loads(jitrope(*command, "--json").stdout)["entries"]}
+        for command in (("cache", "ls"), ("bundle", "ls", "k.tar"))
+    )
+    assert bundled == kernels
+    done = json.loads(jitrope("bundle", "write", "k.tar", "--arch", "sm_90,sm_89", "--dry-run", "--json").stdout)
+    assert (done["cached"], done["would compile"]) == (2, 4)  # of three specs
+
+    victim = next((tmp_path / "kernels").glob("*sm_90*/kernel.cubin"))
+    victim.write_bytes(b"")
+    (tmp_path / "k.tar").unlink()
+    for dry_run in ((), ("--dry-run",)):
+        failed = jitrope("bundle", "write", "k.tar", *dry_run)
+        assert failed.returncode == 1
+        assert str(victim.parent) in failed.stderr
+        assert not (tmp_path / "k.tar").exists()
 
 
 def test_a_bundle_serves_where_nothing_can_be_compiled(jitrope, tmp_path: Path) -> None:
@@ -366,7 +594,7 @@ def test_a_bundle_serves_where_nothing_can_be_compiled(jitrope, tmp_path: Path) 
     assert len(json.loads(jitrope("bundle", "load", "k.tar", "--json", **production).stdout)["loaded"]) == 4
     for environment in (production, {**elsewhere, "JITROPE_CACHE_DIR": "/none", "JITROPE_SYSTEM_CACHE": "k.tar"}):
         cold = json.loads(jitrope("cache", "verify", "--cold", "--json", **environment).stdout)["cold"]
-        assert cold == {"loaded": 0, "checked": 4, "bad": [], "compiled": 0}
+        assert cold == {"loaded": 0, "checked": 4, "bad": [], "others": 0, "compiled": 0}
 
     data = bytearray((tmp_path / "k.tar").read_bytes())
     data[len(data) // 2] ^= 1
@@ -441,6 +669,61 @@ def test_doctor_of_a_folder_that_cannot_be_written(jitrope, tmp_path: Path) -> N
     assert "set JITROPE_CACHE_DIR" in found[2]
 
 
+AS_OTHERS_MAY = "import ctypes, os, sys; os.geteuid() or ctypes.CDLL(None).prctl(24, 1, 0, 0, 0); "
+AS_OTHERS_MAY += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+"""Without CAP_DAC_OVERRIDE (1), taken out of the bounding set (24), a mode holds for root too."""
+
+
+def test_doctor_of_a_read_only_folder_of_kernels(jitrope, tmp_path: Path) -> None:
+    """As in an image whose kernels were made when it was built."""
+    folder = tmp_path / "kernels"
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    folder.chmod(0o555)
+
+    def run(**changes: str) -> tuple[str, str, str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **changes}
+        command = [sys.executable, "-c", AS_OTHERS_MAY, "-m", "jitrope", "doctor", "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        found = status(done, "kernel cache")
+        assert "cannot be written (Permission denied)" in found[1]
+        return found
+
+    found = run(JITROPE_CACHE_DIR=str(folder))
+    assert found[0] == "note"
+    assert "its 2 kernels are loaded" in found[1]
+    found = run(JITROPE_CACHE_DIR=f"{folder}/none", JITROPE_NO_COMPILE="1")
+    assert found[0] == "note"
+    assert "compiling is forbidden" in found[1]
+    assert run(JITROPE_CACHE_DIR=f"{folder}/none")[0] == "fault"
+    folder.chmod(0o755)
+
+
+def missing_kernel(*arguments: object) -> None:
+    config.configure(compile=False)
+    kernels.build(Call(6, head_dim=64).specs()[0], "sm_90")
+
+
+def test_doctor_where_the_self_tests_kernel_is_in_no_cache(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU a call asks for no kernel, so this one does; the next test has the real thing."""
+    monkeypatch.setattr(doctor, "apply_rope", missing_kernel)
+    done = jitrope("doctor", "--json", JITROPE_NO_COMPILE="1")
+    found = status(done, "self-test")
+    assert done.returncode == 0
+    assert found[0] == "note"
+    assert found[1].startswith("not run: its kernel is in no cache, and compiling is forbidden")
+
+
+@pytest.mark.gpu
+def test_doctor_of_a_gpu_that_nothing_may_be_compiled_for(process) -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    done = process("doctor", "--json", JITROPE_NO_COMPILE="1", CUDA_VISIBLE_DEVICES=visible)
+    assert done.returncode == 0, done.stdout
+    assert status(done, "self-test")[0] == "note"
+    assert status(process("doctor", "--json", CUDA_VISIBLE_DEVICES=visible), "self-test")[0] == "ok"
+    found = status(process("doctor", "--json", JITROPE_NO_COMPILE="1", CUDA_VISIBLE_DEVICES=visible), "self-test")
+    assert found[0] == "ok"  # it is cached now
+
+
 def test_doctor_of_a_full_disk(tmp_path: Path) -> None:
     """A limit on the size of files stands for a disk with less room than a kernel takes."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
@@ -475,7 +758,9 @@ def test_doctor_of_system_caches(jitrope, tmp_path: Path) -> None:
     (tmp_path / "k.tar").chmod(0o644)
     (tmp_path / "k.tar").write_bytes(b"no tar")
     found = status(jitrope("doctor", "--json", **layer), "system cache")
-    assert (found[0], found[2]) == ("fault", "write it again: jitrope bundle write")
+    assert found[0] == "fault"
+    assert "cannot be read as a bundle" in found[1]
+    assert "written again by jitrope bundle write" in found[2]
     found = status(jitrope("doctor", "--json", JITROPE_SYSTEM_CACHE=str(tmp_path / "none")), "system cache")
     assert found[0] == "fault"
     assert "No such file" in found[1]

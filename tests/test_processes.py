@@ -22,6 +22,7 @@ from jitrope import heuristics, kernels, recording
 from jitrope.cache import KernelCache
 from jitrope.context_parallel import Partition
 from jitrope.entry import CUBIN
+from jitrope.errors import CompileError
 from jitrope.partition import Mask
 from jitrope.prewarm import DEFAULT_CALLS, Built, Call, read_calls
 from jitrope.spec import Norm, Options
@@ -103,7 +104,10 @@ def test_no_disk_and_no_lock_after_the_first_call(cache: KernelCache, monkeypatc
     kernels.get_kernel(SPEC, 0)
 
     def work() -> None:
-        kernels._build_lock.acquire()  # whoever takes it waits for ever
+        thread = threading.Thread(target=kernels._build_lock.acquire)  # whoever takes it now waits for ever
+        thread.start()
+        thread.join()
+        assert not kernels._build_lock.acquire(timeout=0.01)
         seen = []
         sys.addaudithook(lambda name, _: seen.append(name) if name == "open" or name.startswith("os.") else None)
         for _ in range(1000):
@@ -113,6 +117,22 @@ def test_no_disk_and_no_lock_after_the_first_call(cache: KernelCache, monkeypatc
         assert seen  # the hook works
 
     assert run_in_child(work) == 0
+
+
+def test_what_is_not_the_images_fault_is_not_compiled_again(cache: KernelCache, driver, monkeypatch, caplog) -> None:
+    """Out of memory, or an earlier kernel's fault: the entry, which others use too, stays."""
+    path = cache.root / kernels.key_of(SPEC, "sm_90").folder
+    kernels.build(SPEC, "sm_90")
+
+    def out_of_memory(*_: object) -> None:
+        raise CompileError("cannot be loaded: CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(kernels, "Kernel", out_of_memory)
+    before = len(kernels.compiled), path.stat().st_ino
+    with pytest.raises(CompileError, match="OUT_OF_MEMORY"):
+        kernels.get_kernel(SPEC, 0)
+    assert (len(kernels.compiled), path.stat().st_ino) == before
+    assert not caplog.text
 
 
 # ---- processes on one cache ----------------------------------------------------------------------
@@ -205,9 +225,22 @@ def test_a_rank_that_is_killed_while_it_compiles_holds_up_nobody(cache: KernelCa
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_fork_while_a_thread_compiles_does_not_wait_for_it(cache: KernelCache) -> None:
-    """The child has the lock of a thread that it does not have."""
-    with kernels._build_lock:
+def test_a_fork_does_not_wait_for_ever_for_a_thread_that_builds(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child then has a lock that no thread of its own holds."""
+    monkeypatch.setattr(kernels, "LONGEST_BUILD", 0.1)
+    held, over = threading.Event(), threading.Event()
+
+    def build() -> None:
+        with kernels._build_lock:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    held.wait()
+    try:
         pid = os.fork()
         if pid == 0:
             try:
@@ -221,7 +254,39 @@ def test_a_fork_while_a_thread_compiles_does_not_wait_for_it(cache: KernelCache)
         if done == (0, 0):
             os.kill(pid, 9)
             os.waitpid(pid, 0)
+    finally:
+        over.set()
+        thread.join()
     assert done == (pid, 0)
+
+
+FORK_WHILE_BUILDING = """
+import faulthandler, os, threading, time
+import torch
+from jitrope import kernels
+from jitrope.prewarm import DEFAULT_CALLS
+kernels.Kernel = lambda path, entry, device: entry      # in the driver's place
+kernels.arch_of = lambda device: "sm_90"
+torch.cuda.is_current_stream_capturing = lambda: False
+specs = list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in call.specs()))
+thread = threading.Thread(target=lambda: [kernels.get_kernel(spec, 0) for spec in specs[:12]])
+thread.start()
+for number in range(8):
+    time.sleep(0.04 * number)                           # the first are in the imports of CuPy and Jinja
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.dump_traceback_later(40, exit=True)
+        kernels.get_kernel(specs[12 + number], 0)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, f"child {number} hung"
+thread.join()
+assert len(kernels._kernels) == 12
+"""
+
+
+def test_a_child_forked_while_a_thread_imports_or_compiles_can_build(tmp_path: Path) -> None:
+    """It has no thread that would let go of what importlib and NVRTC hold."""
+    python(FORK_WHILE_BUILDING, JITROPE_CACHE_DIR=str(tmp_path / "k"))
 
 
 FORK_AFTER_IMPORT = """
@@ -491,3 +556,70 @@ for thread in threads: thread.join()
 print(len(want), all(torch.equal(out, want[0]) for out in want), len(kernels.compiled))
 """
     assert on_the_gpu(code, tmp_path / "k") == "32 True 1"
+
+
+@pytest.mark.gpu
+def test_errors_of_an_image_and_others_are_told_apart(tmp_path: Path) -> None:
+    """No image, a file that is gone, an image without the entry; and what an earlier kernel did to the context."""
+    code = """
+import sys
+from pathlib import Path
+import cupy
+from jitrope import CompileError, compiler, kernels
+
+def raised(path, entry):
+    try:
+        compiler.Kernel(Path(path), entry, 0)
+    except CompileError as error:
+        return type(error).__name__
+
+call()
+((spec, _),) = kernels._kernels
+good = kernels.build(spec, kernels.arch_of(0)).path
+print(raised("garbage", spec.entry), raised("missing", spec.entry), raised(good, "other"), raised(good, spec.entry))
+cupy.RawKernel('extern "C" __global__ void f() { *reinterpret_cast<volatile int*>(0) = 1; }', "f")((1,), (1,), ())
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    print(raised(good, spec.entry))
+"""
+    (tmp_path / "garbage").write_bytes(b"\x7fELF" + bytes(500))
+    code = f"import os; os.chdir({str(tmp_path)!r}){code}"
+    assert on_the_gpu(code, tmp_path / "k").split() == ["Refused", "Refused", "Refused", "None", "CompileError"]
+
+
+@pytest.mark.gpu
+def test_tensors_on_another_gpu_than_the_current_one(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    code = """
+import threading
+from jitrope import kernels, thd
+
+def on(device):
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 4, 128).to(device, torch.bfloat16).requires_grad_()
+    w = torch.ones(128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    angles = torch.rand(64, 64).to(device)
+    q, k = jitrope.apply_rope(x, x, angles.cos(), angles.sin())
+    n, _ = jitrope.qk_norm_rope(q, k, w, w, angles.cos(), angles.sin())
+    n.float().square().sum().backward()
+    lengths = torch.tensor([0, 24, 64], dtype=torch.int32, device=device)
+    shards = thd.sequence_order_to_cp_rank_order(n.detach()[0], lengths, 2)
+    return [t.cpu() for t in (q, n, x.grad, w.grad, shards)]
+
+want = on("cuda:0")
+found = {"current 0": on("cuda:1")}
+assert torch.cuda.current_device() == 0
+with torch.cuda.device(1):
+    found["current 1"], found["and back"] = on("cuda:1"), on("cuda:0")
+with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+    found["a stream"] = on("cuda:1")
+thread = threading.Thread(target=lambda: found.update(thread=on("cuda:1")))
+thread.start()
+thread.join()
+for where, got in found.items():
+    assert all(torch.equal(a, b) for a, b in zip(want, got)), where
+print(len(found), sorted({device for _, device in kernels._kernels}))
+"""
+    assert on_the_gpu(code, tmp_path / "k") == "5 [0, 1]"
