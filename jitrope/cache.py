@@ -120,10 +120,7 @@ class KernelCache:
         if not self._usable():
             return None
         files = FILES if whole and key.compiler and compile_allowed() else FOUND
-        names = [key.folder, key.portable_folder]
-        if not key.compiler:  # nothing can be made here: whatever compiler made it
-            names += [name for name in self._names() if name.startswith(f"{key.stem}-") and name not in names]
-        for name in names:
+        for name in self._names_of(key):
             try:
                 meta, _ = self._read(name, files)
                 if not belongs(meta, key, name != key.folder):
@@ -138,6 +135,21 @@ class KernelCache:
                     os.utime(self.root / name)  # least recently used goes first
                 return self.root / name / CUBIN
         return None
+
+    def holds(self, key: Key) -> bool:
+        """Whether `find`, asked for what is whole, would find the key's entry. Changes nothing, and counts nothing."""
+        for name in self._names_of(key) if self._usable() else ():
+            with contextlib.suppress(OSError, *DAMAGE):
+                if belongs(self._read(name, FILES)[0], key, name != key.folder):
+                    return True
+        return any(layer.find(key) is not None for layer in self.system)
+
+    def _names_of(self, key: Key) -> list[str]:
+        """The entries that may serve a key, the first before the others."""
+        names = [key.folder, key.portable_folder]
+        if not key.compiler:  # nothing can be made here: whatever compiler made it
+            names += [name for name in self._names() if name.startswith(f"{key.stem}-") and name not in names]
+        return names
 
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry in any layer, or None."""

@@ -35,7 +35,7 @@ from rich.text import Text
 
 from . import __version__, config
 from .bench.cli import app as bench_app
-from .errors import CacheError, InvalidInput, JitropeError, MissingKernel
+from .errors import CacheError, InvalidInput, JitropeError
 from .spec import DTYPES, INDEX_DTYPES, NORM_ROUNDINGS, ROUNDINGS
 
 EXIT_CODES = "Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."
@@ -239,8 +239,8 @@ def prewarm(
 ) -> None:
     """Compile kernels ahead of time, for this machine or, with --arch, for any; no GPU is needed.
 
-    Without --heads or --from it builds the kernels of popular models. A file may set every field of a call,
-    those without a flag here too.
+    Without --heads or --from it builds the kernels of popular models. A file
+    may set every field of a call, those without a flag here too.
     """
     from .prewarm import DEFAULT_CALLS, read_calls
     from .prewarm import prewarm as build
@@ -301,11 +301,9 @@ def _would(spec: Any, arch: str, unkept: str) -> Any:
     from . import kernels
     from .prewarm import Built, refused
 
-    config.configure(compile=False)
     try:
-        kernels.build(spec, arch)
-        return Built(spec, arch, "cached")
-    except MissingKernel:
+        if kernels.is_cached(spec, arch):
+            return Built(spec, arch, "cached")
         reason = refused(arch) or unkept
     except JitropeError as error:
         reason = str(error)
@@ -454,8 +452,8 @@ def cache_verify(
 ) -> None:
     """Check every kernel, of read-only caches too, against its checksums; exit code 1 if one is damaged.
 
-    With --cold also if one would be compiled, or if there is none. The kernels of this machine's GPUs are then loaded
-    on them; the others are looked up as a call would.
+    With --cold also if one would be compiled, or if there is none: kernels of
+    this machine's GPUs are loaded, the others looked up as a call would.
     """
     from .doctor import cold_start, verify_all
 

@@ -237,7 +237,7 @@ def _entries() -> str:
     if bad:
         raise Note(
             f"{good} good, {len(bad)} damaged: {_some(bad)}",
-            "nothing: a damaged kernel is made again on its next use; jitrope cache verify lists all of them",
+            "nothing: a call makes a damaged kernel again, jitrope prewarm its text too; cache verify lists them",
         )
     return f"{good} kernels, none damaged"
 

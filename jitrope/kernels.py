@@ -127,6 +127,14 @@ def build(spec: Spec, arch: str, rebuild: bool = False, whole: bool = False) -> 
     return Cubin(None, cubin, True, kept)
 
 
+def is_cached(spec: Spec, arch: str) -> bool:
+    """Whether a cache has a spec's kernel, whole; nothing is changed. CompileError where CuPy is missing."""
+    try:
+        return kernel_cache().holds(key_of(spec, arch))
+    except ImportError as error:
+        raise CompileError(missing_cupy(str(error))) from error
+
+
 def key_of(spec: Spec, arch: str) -> Key:
     """What identifies a spec's kernel here; without NVRTC its compiler is "", and any serves."""
     try:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from jitrope import cli, compiler, config, doctor, kernels, render, version
-from jitrope.entry import Entry, Key, pack
+from jitrope.entry import FILES, Entry, Key, pack
 from jitrope.ops import turned_back
 from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
 from jitrope.problem import NormCall, cache_view, head_views, plan_call
@@ -330,6 +330,20 @@ def test_a_dry_run_fails_where_the_run_can_keep_nothing(jitrope, tmp_path: Path,
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--record", "run.json")
     assert jitrope(*arguments, "--dry-run", **environment).returncode == 0
     assert jitrope(*arguments, **environment).returncode == 0
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_dry_run_tells_of_damage_and_leaves_it(jitrope, tmp_path: Path, file: str) -> None:
+    arguments = ("prewarm", "--heads", "8", "--arch", "sm_90", "--json")
+    jitrope(*arguments)
+    folder = next(tmp_path.rglob("spec.json")).parent
+    (folder / file).write_bytes(b"no")
+    for _ in range(2):
+        dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
+        assert (dry["would compile"], dry["cached"]) == (1, 1)
+        assert (folder / file).read_bytes() == b"no"
+    done = json.loads(jitrope(*arguments).stdout)
+    assert (done["compiled"], done["cached"]) == (1, 1)
 
 
 def test_clear_counts_alike_with_and_without_dry_run(jitrope, tmp_path: Path) -> None:
