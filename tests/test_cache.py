@@ -726,6 +726,47 @@ def test_a_home_folder_that_nobody_has(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [path.is_absolute() for path in (*config.system_caches(), config.record_file())] == [True] * 3
 
 
+COMPILE = """
+import os, sys, tempfile
+if sys.argv[1] == "nothing":
+    def nowhere(*_, **__):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+    tempfile.TemporaryDirectory = tempfile.gettempdir = nowhere
+from jitrope import kernels
+from jitrope.prewarm import Call
+found = kernels.build(Call(8).specs()[0], "sm_90")
+from cupy.cuda import compiler
+kept = compiler._kernel_cache_backend._cache_dir        # where a user's own CuPy kernels will be put
+print(found.compiled, found.kept, os.path.isdir(kept), "CUPY_CACHE_DIR" in os.environ)
+"""
+
+
+@pytest.mark.parametrize("home", ["missing", "under a file", "with a file in CuPy's place", "unknown"])
+@pytest.mark.parametrize("temporary", ["something", "nothing"])
+def test_compiling_with_a_home_that_cannot_be_written(tmp_path: Path, home: str, temporary: str) -> None:
+    """`import cupy` makes a folder in the home directory, fails where it cannot, and keeps to it."""
+    (tmp_path / "file").touch()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".cupy").touch()
+    homes = {"missing": "/proc/missing", "under a file": f"{tmp_path}/file/home", "unknown": "~"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("CUPY", "JITROPE", "XDG"))}
+    environment |= {"HOME": homes.get(home, f"{tmp_path}/home"), "PYTHONPATH": IMPORTS}
+    environment["JITROPE_CACHE_DIR"] = str(tmp_path / "kernels")
+    command = [sys.executable, "-c", COMPILE, temporary]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True", "True", "False"]
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_cupy_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code = "from jitrope import CompileError, compiler\ntry: compiler.import_cupy()\nexcept CompileError as e: print(e)"
+    environment = {**os.environ, "CUPY_CACHE_DIR": f"{tmp_path}/file/x", "PYTHONPATH": IMPORTS}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "set CUPY_CACHE_DIR to a folder that can be written" in done.stdout, done.stderr
+
+
 def test_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JITROPE_CACHEDIR", "/a/b")
     assert config.unknown_variables() == ["JITROPE_CACHEDIR"]
