@@ -17,6 +17,8 @@ k and v), D elements of a head, P rows of a table, W its width, R the elements o
 radians, positions and offsets in tokens, sizes in bytes.
 """
 
+from typing import Any as _Any
+
 from .config import configure
 from .config import set_up_logging as _set_up_logging
 from .errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
@@ -53,5 +55,21 @@ __all__ = [
     "qk_norm_rope_joint",
     "record",
 ]
+
+_LAZY = ("context_parallel", "tables", "thd")
+
+
+def __getattr__(name: str) -> _Any:
+    """`jitrope.tables` and the other modules of functions are imported when they are first asked for."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])
+
 
 _set_up_logging()

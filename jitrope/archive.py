@@ -28,7 +28,7 @@ def write(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
     }
     manifest: dict[str, Any] = {"format": FORMAT, "kernels": kernels}
     manifest["seal"] = seal(manifest)
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
     try:
         # A cache's bundle must not be others' to write, whatever the umask.
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
@@ -85,14 +85,14 @@ class Archive:
             raise CacheError(f"{self.path} is not a bundle of kernels: it has no {MANIFEST}")
         manifest = parse(_at(tar, members[MANIFEST]), MANIFEST)
         if manifest.get("format") != FORMAT:
-            raise CacheError(f"{self.path} has format {manifest.get('format')}, not {FORMAT}; write it again")
+            raise CacheError(f"{self.path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
         if manifest.get("seal") != seal(manifest):
             raise CacheError(f"{self.path} is damaged: {MANIFEST} does not match its checksum")
         kernels: dict[str, dict[str, str]] = manifest["kernels"]
         listed = {MANIFEST} | {f"{folder}/{name}" for folder, files in kernels.items() for name in files}
         found = members.keys() - kernels.keys()  # folders need not be in it
         if listed != found:
-            names = ", ".join(sorted(listed ^ found)[:3])
+            names = ", ".join(map(repr, sorted(listed ^ found)[:3]))
             raise CacheError(f"{self.path} is damaged: its manifest and its files differ in {names}")
         return kernels
 

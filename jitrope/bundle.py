@@ -8,16 +8,17 @@ find damage, not malice: a bundle is code, take it from where you would take a w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import archive
+from . import archive, arguments
 from .cache import KernelCache
 from .entry import Entry, listed, pack
 from .errors import CacheError, CompileError, JitropeError
 from .kernels import build, kernel_cache, key_of
-from .prewarm import Built
+from .prewarm import Built, checked_kernels
 from .render import render
 from .spec import Spec
 
@@ -40,9 +41,17 @@ def write(
         What became of each kernel, in order.
 
     Raises:
+        InvalidInput: an argument is not of its kind.
         CompileError: a kernel could not be made; nothing is written.
         CacheError: the file cannot be written, or there is nothing to write.
     """
+    path = arguments.path("write", "path", path)
+    jobs = arguments.whole("write", "jobs", jobs, 0)
+    work = list(dict.fromkeys(checked_kernels("write", kernels)))
+    if not work:
+        raise CacheError("kernels is empty: there is nothing to bundle")
+    if os.path.isdir(path):
+        raise CacheError(f"cannot write the bundle {path}: it is a folder")
     cache = kernel_cache()
 
     def one(item: tuple[Spec, str]) -> tuple[Built, str, dict[str, bytes]]:
@@ -64,9 +73,6 @@ def write(
         done(built)
         return built, name, files or {}
 
-    work = list(dict.fromkeys(kernels))
-    if not work:
-        raise CacheError("there is nothing to bundle")
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         results = list(pool.map(one, work))
     if failed := [built for built, _, _ in results if built.failed]:
@@ -89,6 +95,9 @@ def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
     Raises:
         CacheError: the file is not a bundle, is damaged, has anything else in it, or the cache cannot be written.
     """
+    path = arguments.path("load", "path", path)
+    if into is not None and not isinstance(into, KernelCache):
+        arguments.refuse("load", "into", into, "a KernelCache, or None")
     cache = kernel_cache() if into is None else into
     found = archive.Archive(path)
     for _ in found.read_all():
@@ -107,6 +116,7 @@ def entries(path: Path) -> list[Entry]:
     Raises:
         CacheError: the file is not a bundle, is damaged, or has anything else in it.
     """
+    path = arguments.path("entries", "path", path)
     return [_entry(path / folder, meta, files) for folder, meta, files in archive.Archive(path).read_all()]
 
 

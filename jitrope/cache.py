@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import arguments
 from .config import compile_allowed, log
 from .entry import (
     ANY,
@@ -89,13 +90,22 @@ class KernelCache:
     """
 
     def __init__(self, root: Path, system: tuple[Path, ...] = (), max_bytes: int = 0) -> None:
-        self.root = root
-        self.max_bytes = max_bytes
+        self.root = arguments.path("KernelCache", "root", root)
+        self.max_bytes = arguments.whole("KernelCache", "max_bytes", max_bytes, 0)
         self.counts = Counts()
         self._warned: set[str] = set()
         self._loaded: set[str] = set()
         self._lock = threading.Lock()
-        self.system = [SystemLayer(path, self._warn) for path in system]
+        if not isinstance(system, (list, tuple)):
+            arguments.refuse("KernelCache", "system", system, "a list or tuple of paths")
+        layers = [arguments.path("KernelCache", f"system[{i}]", path) for i, path in enumerate(system)]
+        self.system = [SystemLayer(path, self._warn) for path in layers]
+
+    def __repr__(self) -> str:
+        return f"KernelCache({str(self.root)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KernelCache, (self.root, tuple(layer.path for layer in self.system), self.max_bytes)
 
     # ---- finding ---------------------------------------------------------------------------------
 
@@ -282,7 +292,7 @@ class KernelCache:
         for path in self._folders():
             with contextlib.suppress(OSError, *DAMAGE):
                 meta, files = read(path)
-                yield listed(path, meta, sum(map(len, files.values())), path.stat().st_mtime)
+                yield listed(path, meta, sum(map(len, files.values())), _used(path))
 
     def verify(self) -> tuple[int, list[tuple[Path, str]]]:
         """How many entries are whole, and those that are not with the reason; or the folder itself with the reason why
@@ -311,6 +321,7 @@ class KernelCache:
         Raises:
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
+        dry_run = arguments.flag("clear", "dry_run", dry_run)
         paths = list(self._folders())
         if dry_run:
             return len(paths)
@@ -334,6 +345,8 @@ class KernelCache:
         Raises:
             CacheError: the folder cannot be listed.
         """
+        max_bytes = arguments.whole("prune", "max_bytes", max_bytes, 0)
+        dry_run = arguments.flag("prune", "dry_run", dry_run)
         own = (path for path in self._folders() if not path.name.endswith(f"-{ANY}"))
         found = sorted((used, size, path) for path in own for used, size in [_used_and_size(path)])
         total, gone = sum(size for _, size, _ in found), []
@@ -381,7 +394,7 @@ class KernelCache:
             return
         stamp = self.root / _PRUNED
         with contextlib.suppress(OSError, CacheError):
-            if stamp.exists() and stamp.stat().st_mtime > time.time() - YOUNG:
+            if stamp.exists() and _used(stamp) > time.time() - YOUNG:
                 return
             stamp.touch(mode=0o600)  # now, so that others that start beside us do not do the same
             for entry in self.prune(self.max_bytes):
@@ -401,7 +414,7 @@ class KernelCache:
         """Temporary folders of processes that died, older than so many seconds."""
         for path in self._listed():
             with contextlib.suppress(OSError):
-                if _TEMPORARY.fullmatch(path.name) and path.lstat().st_mtime <= time.time() - age:
+                if _TEMPORARY.fullmatch(path.name) and _used(path) <= time.time() - age:
                     yield path
 
     def _listed(self) -> list[Path]:
@@ -425,10 +438,16 @@ def _entry(path: Path, size: int, used: float) -> Entry:
     return Entry(path, path.name, "", size, used=used)
 
 
+def _used(path: Path) -> float:
+    """When a file or folder was last used; 0, long ago, if its date is more than an hour ahead: a clock was wrong."""
+    when = path.lstat().st_mtime
+    return when if when < time.time() + YOUNG else 0.0
+
+
 def _used_and_size(path: Path) -> tuple[float, int]:
     try:
         with os.scandir(path) as files:
-            return path.lstat().st_mtime, sum(file.stat(follow_symlinks=False).st_size for file in files)
+            return _used(path), sum(file.stat(follow_symlinks=False).st_size for file in files)
     except OSError:
         return 0.0, 0
 

@@ -3,54 +3,222 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .arguments import flag, number, refuse, whole, wholes, word
 from .errors import InvalidInput
-from .problem import DTYPE_NAMES
+from .problem import DTYPE_NAMES, overlaps_itself, refuse_meeting
 from .reference import FP8, Tables, table_pair, table_rows
-from .spec import DTYPES, LAUNCHES, LAYOUT_AXES, MAX_AXES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, Norm, Options
+from .spec import (
+    DTYPES,
+    LAUNCHES,
+    LAYOUT_AXES,
+    MAX_AXES,
+    MAX_HEAD_DIM,
+    NORM_ROUNDINGS,
+    ROUNDINGS,
+    TABLES,
+    Norm,
+    Options,
+)
 
 _MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
 
 
-def check_qkv(qkv: Tensor, tables: Tables, values: tuple[Any, ...]) -> None:
-    """Refuse what does not fit of a packed call."""
+_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS, "launch": ("auto", *LAUNCHES), "table": TABLES}
+_LABELS = {"conjugate": "inverse", "k_too": "rotate_k", "values": "copy_v"}
+_TABLE = Options._fields.index("table")
+_TABLE_LABELS = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")
+
+
+# ---- arguments of any type -------------------------------------------------------------------------
+
+
+def resolved(
+    name: str, needed: dict[str, Any], optional: dict[str, Any], tables: Tables, values: tuple[Any, ...],
+    known: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The options of a call, each of its type, with defaults filled in; the tensors are checked first.
+
+    The head size is taken from the first needed tensor. known: all are tensors.
+    """
+    kind = values[_TABLE]
+    labels = _TABLE_LABELS if kind == "cos_sin" else (kind, kind, *_TABLE_LABELS[2:])
+    must = {*needed, *labels[:2]}
+    for label, x in () if known else (*needed.items(), *optional.items(), *zip(labels, tables)):
+        if x is None and label not in must:
+            continue
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+            tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
+            refuse(name, label, x, tensor if label in must else f"{tensor} or None")
+    q, cos = next(iter(needed.values())), tables[0]
+    widths = q.shape[-1] if q.dim() else 0, cos.shape[-1] if cos.dim() else 0
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return _resolved(name, values, *widths)
+    try:
+        return _kept(name, values, *widths)
+    except TypeError:  # an option without a hash
+        return _resolved(name, values, *widths)
+
+
+def _resolved(name: str, values: tuple[Any, ...], width: int, table_width: int) -> tuple[Any, ...]:
+    o = Options(*[_typed(name, field, value) for field, value in zip(Options._fields, values)])
+    if o.rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
+        head_dim = width // (o.q_per_group + 2) if o.q_per_group > 0 else width
+        twice = {"cos_sin_cache": 1, "freqs_cis": 2}.get(o.table)
+        o = o._replace(rotary_dim=twice * table_width if twice else head_dim - o.rotary_offset)
+        if twice and (o.rotary_dim < 2 or o.rotary_dim % 2):
+            width_words = "rotary_dim (even)" if twice == 1 else "rotary_dim / 2"
+            raise InvalidInput(f"{name}: {o.table} is {table_width} wide; it must be (P, W) with W = {width_words}")
+    interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
+    return tuple(o._replace(interleaved_out=interleaved_out, max_seqlen=o.max_seqlen or 0))
+
+
+_kept = lru_cache(maxsize=4096)(_resolved)
+
+
+def _typed(name: str, field: str, value: Any) -> Any:
+    label, default = _LABELS.get(field, field), Options._field_defaults[field]
+    if value is None and field in ("interleaved_out", "rotary_dim", "max_seqlen"):
+        return None
+    if field in _WORDS:
+        return word(name, label, value, _WORDS[field])
+    if field == "mrope_section":
+        return wholes(name, label, value, 0)
+    kinds: dict[type, Callable[..., Any]] = {bool: flag, int: whole, float: number}
+    return kinds[type(default)](name, label, value)
+
+
+def resolved_norm(
+    name: str, needed: dict[str, Any], optional: dict[str, Any], tables: Tables, values: tuple[Any, ...], norm: Norm
+) -> tuple[tuple[Any, ...], Norm]:
+    """The same of a call with a norm."""
+    values = resolved(name, needed, optional, tables, values)
+    rounding = word(name, "norm_rounding", norm.rounding, NORM_ROUNDINGS)
+    across, centered = flag(name, "across_heads", norm.across_heads), flag(name, "zero_centered", norm.zero_centered)
+    return values, Norm(rounding, across, centered, number(name, "eps", norm.eps))
+
+
+def check_all(
+    name: str, check: Callable[..., Any], asked: Any, needed: dict[str, Any], optional: dict[str, Any], tables: Tables,
+    values: tuple[Any, ...], *norm: Norm,
+) -> bool:  # fmt: skip
+    """With `check=True`: everything, the positions too, which waits for the device; whether it was asked for."""
+    if not flag(name, "check", asked):
+        return False
+    if norm:
+        values, *norm = resolved_norm(name, needed, optional, tables, values, *norm)  # type: ignore[assignment]
+    else:
+        values = resolved(name, needed, optional, tables, values)
+    check(*needed.values(), *optional.values(), tables, values, *norm)
+    check_positions(next(iter(needed.values())), tables, values, name)
+    return True
+
+
+def check_written(name: str, wants_grad: bool, **tensors: Tensor | None) -> None:
+    """Refuse what cannot be written: leaves and some views under autograd, inference tensors, lazy negatives."""
+    if torch.compiler.is_compiling():
+        return
+    _refuse_transforms(name, written=True)
+    for label, x in tensors.items():
+        if x is None:
+            continue
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            refuse(name, label, x, "a tensor that was not made in inference mode, because it is written outside of it")
+        if x.is_neg():
+            refuse(name, label, x, f"a tensor without torch's lazy negative bit; pass {label}.resolve_neg()")
+        if wants_grad and x.requires_grad:
+            leaf = x.is_leaf or (x._is_view() and x._base.is_leaf)  # type: ignore[union-attr]
+            views = getattr(torch._C._autograd, "_get_creation_meta", None)
+            if leaf or (views and x._is_view() and views(x) != torch._C._autograd.CreationMeta.DEFAULT):
+                kind = "a leaf" if leaf else "a view by unbind, split or chunk, or made under no_grad"
+                raise InvalidInput(
+                    f"{name}: {label} requires a gradient and is {kind}, which torch cannot write in place; "
+                    f"call {name.removesuffix('_')}"
+                )
+
+
+def check_watched(
+    name: str, wants_grad: bool, tables: Tables, written: dict[str, Any], **kept: Tensor | None
+) -> None:  # fmt: skip
+    """Refuse what torch does not let a call write, and what autograd cannot keep for a backward."""
+    if torch.compiler.is_compiling():
+        return
+    if written:
+        check_written(name, wants_grad, **written)
+    if wants_grad:
+        _refuse_transforms(name)
+        for label, table in zip(_TABLE_LABELS[:2], tables[:2]):
+            if table is not None and table.requires_grad:
+                raise InvalidInput(
+                    f"{name}: {label} requires a gradient, which jitrope does not compute; pass {label}.detach()"
+                )
+        for label, x in zip((*_TABLE_LABELS, *kept), (*tables, *kept.values())):
+            if x is not None and x.is_inference():
+                refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
+
+
+def _refuse_transforms(name: str, written: bool = False) -> None:
+    """Refuse torch.func's transforms, but for vmap where nothing is written."""
+    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
+        kind = interpreter.key().name.lower()
+        if kind != "jvp" and (written or kind != "vmap"):  # the check refuses jvp
+            raise InvalidInput(
+                f"{name}: torch.func's {kind} is not supported here; "
+                + ("give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad")
+            )
+
+
+# ---- what does not fit -----------------------------------------------------------------------------
+
+
+def check_qkv(qkv: Tensor, tables: Tables, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Refuse what does not fit of a packed call; see `check`."""
+    name = "apply_rope_qkv_" if values[-1] else "apply_rope_qkv"
+    values = resolved(name, {"qkv": qkv}, {}, tables, values)
     cos = tables[0]
     options = Options(*values)
-    name = "apply_rope_qkv_" if options.in_place else "apply_rope_qkv"
-    groups, width = options.q_per_group, qkv.shape[-1]
+    groups, width = options.q_per_group, qkv.shape[-1] if qkv.dim() else 0
     require = _requirer(name)
-    require(isinstance(groups, int) and groups > 0, lambda: f"q_per_group is {groups!r}; it is at least 1")
+    require(groups > 0, lambda: f"q_per_group is {groups!r}; it must be at least 1")
     require(
         options.layout in ("bshd", "sbhd", "thd"), lambda: f"layout is {options.layout!r}; allowed are bshd, sbhd, thd"
     )
     rank = 3 if options.layout == "thd" else 4
     require(qkv.dim() == rank, lambda: f"qkv has shape {tuple(qkv.shape)}, layout {options.layout!r} needs {rank} axes")
     require(
-        width % (groups + 2) == 0, lambda: f"qkv is {width} wide, which q_per_group + 2 = {groups + 2} does not divide"
+        width > 0 and width % (groups + 2) == 0,
+        lambda: f"qkv is {width} wide, which q_per_group + 2 = {groups + 2} does not divide",
     )
-    require(cos.dim() != 4 or cos.shape[2] == 1, "tables for each head do not go with packed QKV")
+    label = "cos" if options.table == "cos_sin" else options.table
+    require(
+        cos.dim() != 4 or cos.shape[2] == 1,
+        lambda: f"{label} has shape {tuple(cos.shape)}; with packed QKV the heads must share it: (P, W) or (B, P, W)",
+    )
     if options.in_place:
         _require_no_overlap("qkv", qkv, require)
     packed = qkv.unflatten(-1, (groups + 2, -1))
     # A group's k stands for all heads: what remains to be checked does not depend on their number.
-    check(packed[..., -2, :], packed[..., -2, :], tables, values, name)
+    check(packed[..., -2, :], packed[..., -2, :], tables, tuple(options._replace(in_place=False)), name, "qkv")
+    return values
 
 
 def check_fp8(
     q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, values: tuple[Any, ...]
-) -> None:
-    """Refuse what does not fit of a call with fp8 outputs."""
+) -> tuple[Any, ...]:
+    """Refuse what does not fit of a call with fp8 outputs; see `check`."""
     name = "apply_rope_fp8"
     require = _requirer(name)
-    check(q, k, tables, values, name)
+    values = check(q, k, tables, values, name)
     _refuse_gradients(require, q=q, k=k)
     _check_scale("q_scale", q_scale, q, True, require)
     _check_scale("k_scale", k_scale, q, k is not None, require)
+    return values
 
 
 def check_kv_cache(
@@ -65,15 +233,18 @@ def check_kv_cache(
     v_scale: Tensor | None,
     tables: Tables,
     values: tuple[Any, ...],
-) -> None:
-    """Refuse what does not fit of a call that stores k and v."""
-    options = Options(*values)
-    name = "apply_rope_kv_cache_" if options.in_place else "apply_rope_kv_cache"
+) -> tuple[Any, ...]:
+    """Refuse what does not fit of a call that stores k and v; see `check`."""
+    name = "apply_rope_kv_cache_" if values[-1] else "apply_rope_kv_cache"
     require = _requirer(name)
-    for label, x in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("slot_mapping", slot_mapping)):
-        require(isinstance(x, Tensor), lambda: f"{label} is {type(x).__name__}; it is a tensor")
-    check(q, k, tables, values, name)
-    check(v, k, tables, values, name)
+    needed = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    values = resolved(name, needed, {}, tables, values)
+    options = Options(*values)
+    read_only = options._replace(in_place=False)
+    check(q, k, tables, tuple(read_only), name)
+    _check_heads(k, v, read_only, require, "k", "v")
+    if options.in_place:
+        _require_no_overlap("q", q, require)
     _refuse_gradients(require, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     require(tables[2] is None, "cu_seqlens does not go with a cache; position_ids say where each token is")
     require(tables[0].dim() != 4 or tables[0].shape[2] == 1, "tables for each head do not go with a cache")
@@ -95,10 +266,17 @@ def check_kv_cache(
         require(cache.device == q.device, lambda: f"{label} is on {cache.device} but q is on {q.device}")
         require(cache.dtype in (k.dtype, FP8), lambda: f"{label} is {cache.dtype}; allowed are k's {k.dtype} and {FP8}")
         _require_no_overlap(label, cache, require)
+    read = {"k": k, "v": v} | ({} if options.in_place else {"q": q})
+    written = {"k_cache": k_cache, "v_cache": v_cache} | ({"q": q} if options.in_place else {})
+    written |= {"k": read.pop("k")} if options.k_too else {}
+    _require_apart(name, written, read)
     same = k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
     require(
         same,
-        lambda: f"k_cache is {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}",
+        lambda: (
+            f"k_cache is {tuple(k_cache.shape)} {k_cache.dtype} but v_cache is {tuple(v_cache.shape)} {v_cache.dtype}; "
+            "they must match"
+        ),
     )
     paged = [c.dim() == 4 and c.stride(0) != c.shape[1] * c.stride(1) for c in (k_cache, v_cache)]
     require(
@@ -119,21 +297,19 @@ def check_kv_cache(
         ("q_scale", q_scale, options.fp8), ("k_scale", k_scale, scaled), ("v_scale", v_scale, scaled),
     ):  # fmt: skip
         _check_scale(label, scale, q, wanted, require)
+    return values
 
 
 def check_norm(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, tables: Tables,
     values: tuple[Any, ...], norm: Norm, name: str = "",
-) -> None:  # fmt: skip
-    """Refuse what does not fit of a call that normalises too."""
-    options = Options(*values)
-    name = name or ("qk_norm_rope_" if options.in_place else "qk_norm_rope")
+) -> tuple[tuple[Any, ...], Norm]:  # fmt: skip
+    """Refuse what does not fit of a call that normalises too; see `check`. The norm comes back too."""
+    name = name or ("qk_norm_rope_" if values[-1] else "qk_norm_rope")
     require = _requirer(name)
-    check(q, k, tables, values, name)
-    require(
-        norm.rounding in NORM_ROUNDINGS,
-        lambda: f"norm_rounding is {norm.rounding!r}; allowed are {', '.join(NORM_ROUNDINGS)}",
-    )
+    weights = {"k": k, "q_weight": q_weight, "k_weight": k_weight}
+    values, norm = resolved_norm(name, {"q": q}, weights, tables, values, norm)
+    options = Options(*check(q, k, tables, values, name))
     require(tables[2] is None, "cu_seqlens does not go with a norm; position_ids say where each token is")
     require(k is not None or k_weight is None, "k_weight is given, but k is not")
     for label, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
@@ -156,15 +332,17 @@ def check_norm(
             q_weight.dtype == k_weight.dtype,
             lambda: f"q_weight is {q_weight.dtype} but k_weight is {k_weight.dtype}; they must match",
         )
+    return values, norm
 
 
-def check_norm_joint(*arguments: Any) -> None:
-    """Refuse what does not fit of a call with two streams."""
+def check_norm_joint(*arguments: Any) -> tuple[tuple[Any, ...], Norm]:
+    """Refuse what does not fit of a call with two streams; see `check_norm`."""
     name = "qk_norm_rope_joint"
     require = _requirer(name)
     *tensors, tables, values, norm = arguments
     streams, weights, second_tables = tensors[:6], tensors[6:10], tensors[10:]
     labels = [f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"]
+    values, norm = resolved_norm(name, dict(zip(labels, streams)), {}, tables, values, norm)
     for label, x in zip(labels, streams):
         require(isinstance(x, Tensor) and x.dim() == 4, lambda: f"{label} is not a tensor (B, S, H, D)")
     for label, x in zip(labels, streams):
@@ -204,6 +382,7 @@ def check_norm_joint(*arguments: Any) -> None:
     require(not norm.across_heads, "across_heads does not go with two streams")
     for table in (cos, other):
         require(table.dim() != 4 or table.shape[2] == 1, "tables for each head do not go with two streams")
+    return values, norm
 
 
 def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, require: Require) -> None:
@@ -222,7 +401,7 @@ def _refuse_gradients(require: Require, **tensors: Tensor | None) -> None:
     for label, x in tensors.items():
         require(
             x is None or not (x.requires_grad and torch.is_grad_enabled()),
-            lambda: f"{label} requires a gradient, which this call has none for; use apply_rope, or torch.no_grad()",
+            lambda: f"{label} requires a gradient, but this call has none; use apply_rope, or torch.no_grad()",
         )
 
 
@@ -251,20 +430,33 @@ def check_slots(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, name: st
         raise InvalidInput(f"{name}: slot_mapping goes up to {highest}, but the caches have slots 0 to {count - 1}")
 
 
-def check(q: Tensor, k: Tensor | None, tables: Tables, values: tuple[Any, ...], name: str = "") -> None:
-    """Refuse what does not fit, naming the argument, what was given and what is allowed."""
+def check(
+    q: Tensor, k: Tensor | None, tables: Tables, values: tuple[Any, ...], name: str = "", label: str = "q"
+) -> tuple[Any, ...]:
+    """Refuse what does not fit, naming the argument, what was given and what is allowed; the options, `resolved`.
+
+    label: the argument that q is, or is a part of.
+    """
+    name = name or ("apply_rope_" if values[-1] else "apply_rope")
     cos, sin, cu_seqlens, start_positions, position_ids = tables
+    values = resolved(name, {label: q}, {"k": k}, tables, values)
     options = Options(*values)
-    require = _requirer(name or ("apply_rope_" if options.in_place else "apply_rope"))
-    _check_words(options, require)
+    require = _requirer(name)
     forward_mode = forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in (q, k, cos, sin)
     )
     require(not forward_mode, "forward-mode derivatives (jvp) are not supported; use the backward")
-    _check_heads(q, k, options, require)
+    tables_of = _TABLE_LABELS if options.table == "cos_sin" else (options.table, "", *_TABLE_LABELS[2:])
+    for table, x in zip(tables_of, tables):
+        same = x is None or x.device == q.device
+        require(same, lambda: f"{table} is on {x.device} but {label} is on {q.device}")  # type: ignore[union-attr]
+    _check_heads(q, k, options, require, label, "k" if label == "q" else label)
+    if options.in_place and k is not None:
+        _require_apart(name, {"q": q, "k": k}, {})
     _check_lengths(q, cu_seqlens, start_positions, options, require)
     _check_position_ids(q, tables, options, require)
     _check_tables(q, k, cos, sin, cu_seqlens is not None, position_ids is not None, options, require)
+    return values
 
 
 Require = Callable[[bool, "str | Callable[[], str]"], None]
@@ -280,10 +472,10 @@ def _requirer(name: str) -> Require:
     return require
 
 
-def _check_heads(q: Tensor, k: Tensor | None, options: Options, require: Require) -> None:
+def _check_heads(q: Tensor, k: Tensor | None, options: Options, require: Require, first: str, second: str) -> None:
     rank = 3 if options.layout == "thd" else 4
     letters = options.layout.upper()
-    for label, x in (("q", q), ("k", k)):
+    for label, x in ((first, q), (second, k)):
         if x is None:
             continue
         require(
@@ -295,19 +487,25 @@ def _check_heads(q: Tensor, k: Tensor | None, options: Options, require: Require
         )
         require(_is_float(x), lambda: f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
         same = x.device == q.device and x.dtype == q.dtype
-        require(same, lambda: f"k is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
+        require(same, lambda: f"{label} is {x.dtype} on {x.device} but {first} is {q.dtype} on {q.device}")
         if options.in_place:
             _require_no_overlap(label, x, require)
-    require(q.device.type in ("cuda", "cpu"), lambda: f"q is on {q.device}; allowed are CUDA and CPU devices")
+    known = q.device.type in ("cuda", "cpu", "meta")
+    require(known, lambda: f"{first} is on {q.device}; it must be on a CUDA device, the CPU or meta")
     batch, seqlen, _, head_dim = _axes(q, options.layout)
     if k is not None:
         k_batch, k_seqlen, _, k_head_dim = _axes(k, options.layout)
         require(
             (k_batch, k_seqlen, k_head_dim) == (batch, seqlen, head_dim),
-            lambda: f"q is {_named(q, options.layout)} but k is {_named(k, options.layout)}; only H may differ",
+            lambda: (
+                f"{first} is {_named(q, options.layout)} but {second} is {_named(k, options.layout)}; only H may differ"
+            ),
         )
-    require(batch * seqlen <= _MAX_TOKENS, lambda: f"q has {batch * seqlen} tokens, at most {_MAX_TOKENS} are possible")
-    require(head_dim <= MAX_HEAD_DIM, lambda: f"q has D={head_dim}, at most {MAX_HEAD_DIM} is possible")
+    require(
+        batch * seqlen <= _MAX_TOKENS,
+        lambda: f"{first} has {batch * seqlen} tokens, at most {_MAX_TOKENS} are possible",
+    )
+    require(head_dim <= MAX_HEAD_DIM, lambda: f"{first} has D={head_dim}, at most {MAX_HEAD_DIM} is possible")
     rotary, offset = options.rotary_dim, options.rotary_offset
     require(offset >= 0, lambda: f"rotary_offset is {offset}; it cannot be negative")
     require(
@@ -320,23 +518,26 @@ def _check_heads(q: Tensor, k: Tensor | None, options: Options, require: Require
 
 
 def _require_no_overlap(label: str, x: Tensor, require: Require) -> None:
+    """For a tensor that is written. A compiler's symbolic strides are only asked for expanded axes."""
+    if torch.compiler.is_compiling():
+        overlaps = not all(stride or size < 2 for size, stride in zip(x.shape, x.stride()))
+    else:
+        overlaps = overlaps_itself(x)
     require(
-        all(stride or size < 2 for size, stride in zip(x.shape, x.stride())),
-        lambda: f"{label} is expanded (strides {tuple(x.stride())}): its elements overlap, which in place cannot be",
+        not overlaps,
+        lambda: (
+            f"{label} has strides {tuple(x.stride())}, with which its elements overlap in memory; in place they must "
+            f"not: pass {label}.contiguous(), or call the function that returns fresh tensors"
+        ),
     )
 
 
-def _check_words(options: Options, require: Require) -> None:
-    require(
-        options.layout in LAYOUT_AXES, lambda: f"layout is {options.layout!r}; allowed are {', '.join(LAYOUT_AXES)}"
-    )
-    require(
-        options.rounding in ROUNDINGS, lambda: f"rounding is {options.rounding!r}; allowed are {', '.join(ROUNDINGS)}"
-    )
-    require(
-        options.launch == "auto" or options.launch in LAUNCHES,
-        lambda: f"launch is {options.launch!r}; allowed are auto, {', '.join(LAUNCHES)}",
-    )
+def _require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """Refuse memory that a call would write and also read or write as another tensor, where there is memory."""
+    tensors = {**written, **read}
+    real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors.values())
+    if real and not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
+        refuse_meeting(name, tensors, tuple(written))
 
 
 def _check_lengths(
@@ -344,11 +545,8 @@ def _check_lengths(
 ) -> None:
     batch, seqlen, *_ = _axes(q, options.layout)
     size, rank = options.cp_size, options.cp_rank
-    require(isinstance(size, int) and size >= 1, lambda: f"cp_size is {size!r}; it is at least 1")
-    require(
-        isinstance(rank, int) and 0 <= rank < size,
-        lambda: f"cp_rank is {rank!r}, which is not from 0 to cp_size - 1 = {size - 1}",
-    )
+    require(size >= 1, lambda: f"cp_size is {size}; it must be at least 1")
+    require(0 <= rank < size, lambda: f"cp_rank is {rank}; it must be from 0 to cp_size - 1 = {size - 1}")
     for label, x in (("cu_seqlens", cu_seqlens), ("start_positions", start_positions)):
         if x is None:
             continue
@@ -389,6 +587,11 @@ def _check_position_ids(q: Tensor, tables: Tables, options: Options, require: Re
         require(not sections, "mrope_section goes with position_ids, which is not given")
         return
     _check_integers("position_ids", ids, q, require)
+    pairs = options.rotary_dim // 2
+    require(
+        not sections or (len(sections) <= MAX_AXES and sum(sections) == pairs),
+        lambda: f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all",
+    )
     batch, seqlen, *_ = _axes(q, options.layout)
     axes = (len(sections),) if sections else ()
     allowed = (
@@ -407,12 +610,6 @@ def _check_position_ids(q: Tensor, tables: Tables, options: Options, require: Re
     )
     if not sections:
         require(not options.mrope_interleaved, "mrope_interleaved goes with mrope_section, which is not given")
-        return
-    pairs = options.rotary_dim // 2
-    require(
-        len(sections) <= MAX_AXES and all(size >= 0 for size in sections) and sum(sections) == pairs,
-        lambda: f"mrope_section is {tuple(sections)}; it is at most {MAX_AXES} numbers of pairs, {pairs} in all",
-    )
 
 
 def _check_tables(
@@ -437,7 +634,8 @@ def _check_tables(
     cos, sin = table_pair(cos, sin, kind)
     for label, table in (("cos", cos), ("sin", sin)) if kind == "cos_sin" else ((kind, cos),):
         shape = tuple(table.shape)
-        require(2 <= table.dim() <= 4, lambda: f"{label} has shape {shape}; it is (P, W), (B, P, W) or (B, P, H, W)")
+        axes = "(P, 1 or B, 1, W)" if angles else "(B, P, H, W)"
+        require(2 <= table.dim() <= 4, lambda: f"{label} has shape {shape}; it must be (P, W), (B, P, W) or {axes}")
         if angles:
             require(
                 table.dtype == torch.float32, lambda: f"freqs is {table.dtype}; angles are fp32, or positions are lost"
@@ -447,7 +645,6 @@ def _check_tables(
             fits,
             lambda: f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'",
         )
-        require(table.device == q.device, lambda: f"{label} is on {table.device} but q is on {q.device}")
         require(
             not (table.requires_grad and torch.is_grad_enabled()),
             lambda: f"{label} requires a gradient, which jitrope does not compute; pass {label}.detach()",

@@ -106,7 +106,12 @@ def main() -> None:
 
 def say(word: str, text: object) -> None:
     """A line on stderr. The text is not markup: the extra's brackets in `jitrope[cuda13]` stay."""
-    err.print(f"[red]{word}[/red] {escape(str(text))}", highlight=False, soft_wrap=True)
+    err.print(f"[red]{word}[/red] {escape(_printable(text))}", highlight=False, soft_wrap=True)
+
+
+def _printable(text: object) -> str:
+    """Without commands to the terminal, which a file's name or an error about its content may have in it."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text))
 
 
 def tell(text: object) -> None:
@@ -624,7 +629,7 @@ def doctor(as_json: JSON = False) -> None:
             table.add_column(style=style, no_wrap=style is not None, overflow="fold")
         for result in results:
             color = {"ok": "green", "note": "yellow", "fault": "red"}[result.status]
-            table.add_row(f"[{color}]{result.status}[/{color}]", result.what, escape(result.found))
+            table.add_row(f"[{color}]{result.status}[/{color}]", result.what, escape(_printable(result.found)))
             if result.advice:
                 table.add_row("", "", f"[cyan]to do:[/cyan] {escape(result.advice)}")
         out.print(table, highlight=False)

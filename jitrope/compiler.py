@@ -1,7 +1,6 @@
 """Source -> cubin -> kernel. The only file that knows CuPy.
 
-NVRTC is called one level below CuPy's own compiler, because that needs no GPU and no driver. An
-`ImportError` from here means that CuPy is missing; `runtime` says which extra brings it.
+NVRTC is called one level below CuPy's own compiler, because that needs no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .config import cupy_import_environment
+from .config import chosen_cupy_folder, cupy_import_environment
 from .errors import CompileError
 from .render import Source
 
@@ -36,16 +35,51 @@ class Refused(CompileError):
 _NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
 
+_failed: Exception | None = None
+"""What the first import of CuPy raised: a second one in the same process fails by other, misleading errors."""
+
+
 @lru_cache(maxsize=1)
 def import_cupy() -> Any:
-    """CuPy, imported on the first use of a kernel, not with jitrope."""
+    """CuPy with the parts that are used here, imported on the first use of a kernel, not with jitrope.
+
+    Raises:
+        CompileError: CuPy is missing or broken: why, and what to do about it.
+    """
+    global _failed
     try:
+        if _failed is not None:
+            raise _failed
         with cupy_import_environment():
             import cupy
-    except OSError as error:
-        text = f"CuPy cannot make its own cache folder ({error}): set CUPY_CACHE_DIR to a folder that can be written"
-        raise CompileError(text) from error
+            import cupy_backends.cuda.api.driver
+            import cupy_backends.cuda.libs.nvrtc
+
+            _ = cupy.__version__, cupy_backends.cuda.api.driver, cupy_backends.cuda.libs.nvrtc
+    except Exception as error:  # whatever a library or an extension module raises that does not fit
+        if not _is_missing(error):
+            _failed = error
+        found, advice = cupy_fault(error)
+        raise CompileError(f"jitrope compiles through CuPy, which {found}: {advice}") from error
     return cupy
+
+
+def _is_missing(error: BaseException) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+
+
+def cupy_fault(error: BaseException) -> tuple[str, str]:
+    """(what is wrong with CuPy, what to do about it), from the error of its import."""
+    if _is_missing(error):
+        return f"cannot be imported ({error})", install()
+    while error.__cause__ is not None:  # CuPy puts its own words, and a frame of lines, around what went wrong
+        error = error.__cause__
+    folder = chosen_cupy_folder()
+    if isinstance(error, OSError) and error.filename and folder and folder.is_relative_to(error.filename):
+        return f"cannot make its own cache folder ({error})", "set CUPY_CACHE_DIR to a folder that can be written"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    advice = f"pip install --force-reinstall cupy-cuda{max(12, torch_cuda_major())}x, and start Python again"
+    return f"is installed but cannot be imported ({reason})", advice
 
 
 @lru_cache(maxsize=1)
@@ -61,9 +95,15 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def install(major: int) -> str:
-    """The command that brings CuPy and NVRTC for a CUDA of this major version."""
-    return f"pip install 'jitrope[cuda{max(12, major)}]'"
+def install(major: int | None = None) -> str:
+    """The command that brings CuPy and NVRTC for a CUDA of this major version, by default torch's."""
+    return f"pip install 'jitrope[cuda{max(12, torch_cuda_major() if major is None else major)}]'"
+
+
+def torch_cuda_major() -> int:
+    """The major version of the CUDA that torch was built for; 13 where it is for none."""
+    version = getattr(sys.modules.get("torch"), "version", None)  # which is not imported for this
+    return int((getattr(version, "cuda", None) or "13").split(".")[0])
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from . import arguments
+
 log = logging.getLogger("jitrope")
 
 
@@ -43,9 +45,12 @@ def configure(*, compile: bool | None = None) -> None:
     Args:
         compile: False: a kernel that is in no cache raises `MissingKernel`, which names it and the command that
             makes it; True: it is compiled, whatever `JITROPE_NO_COMPILE` says; None: as that says.
+
+    Raises:
+        InvalidInput: compile is none of the three; nothing was changed.
     """
     global _may_compile
-    _may_compile = compile
+    _may_compile = None if compile is None else arguments.flag("configure", "compile", compile)
 
 
 def compile_allowed() -> bool:
@@ -82,8 +87,11 @@ def cache_dir() -> Path:
 
 
 def _path(given: str) -> Path:
-    """Absolute, `~` expanded where there is such a home folder."""
-    return Path(os.path.expanduser(given)).absolute()
+    """Absolute, `~` expanded where there is such a home folder; as given where the working folder is gone."""
+    path = Path(os.path.expanduser(given))
+    with contextlib.suppress(FileNotFoundError):
+        return path.absolute()
+    return path
 
 
 def cache_size() -> int:
@@ -170,6 +178,12 @@ def cupy_import_environment() -> Iterator[None]:
         yield
     finally:
         del os.environ["CUPY_CACHE_DIR"]
+
+
+def chosen_cupy_folder() -> Path | None:
+    """The kernel cache folder of CuPy that the user chose."""
+    given = os.environ.get("CUPY_CACHE_DIR")
+    return Path(given) if given else None
 
 
 def _home_takes_cupy() -> bool:

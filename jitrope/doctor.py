@@ -125,31 +125,29 @@ def _cupy() -> str:
     if len(wheels) > 1:
         raise Fault(
             f"{' and '.join(wheels)} are installed, whose files overwrite each other",
-            f"pip uninstall -y {' '.join(wheels)} && {_install()}",
+            f"pip uninstall -y {' '.join(wheels)} && {compiler.install()}",
         )
     try:
         version, major = compiler.import_cupy().__version__, compiler.cuda_major()
-    except ImportError as error:
-        raise Fault(f"cannot be imported ({error}), and no kernel is compiled without", _install()) from error
+    except CompileError as error:
+        found, advice = compiler.cupy_fault(error.__cause__ or error)
+        raise Fault(f"{found}, and no kernel is compiled without", advice) from error
     built_for = f"{version}, for CUDA {major}"
     if torch.version.cuda and int(torch.version.cuda.split(".")[0]) != major:
         raise Note(
             f"{built_for}, but torch is for CUDA {torch.version.cuda}: the driver has to be new enough for both",
-            f"pip uninstall -y {' '.join(wheels)} && {_install()}",
+            f"pip uninstall -y {' '.join(wheels)} && {compiler.install()}",
         )
     return built_for
 
 
-def _install() -> str:
-    """The command that brings CuPy and NVRTC for torch's CUDA."""
-    return compiler.install(int((torch.version.cuda or "13").split(".")[0]))
-
-
 def _nvrtc() -> str:
     try:
+        compiler.import_cupy()
+    except CompileError:
+        raise Fault("not looked for: CuPy cannot be imported", "see CuPy") from None
+    try:
         version, supported = compiler.nvrtc_version(), compiler.supported_archs()
-    except ImportError:
-        raise Fault("not looked for: CuPy is missing", _install()) from None
     except CompileError as error:
         if not config.compile_allowed():
             raise Note("not there, and not needed: compiling is forbidden", "nothing, if all is cached") from error
@@ -195,8 +193,8 @@ def _cache() -> str:
 
 def cannot_write(root: Path) -> OSError | None:
     """Why a kernel cache in `root` could not keep a kernel, tried in the folder or where it would be made, or None."""
-    nearest = next(folder for folder in (root, *root.absolute().parents) if os.path.lexists(folder))
     try:
+        nearest = next(folder for folder in (root, *root.absolute().parents) if os.path.lexists(folder))
         if not nearest.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
         with tempfile.TemporaryFile(dir=nearest) as file:

@@ -35,6 +35,10 @@ NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-[0-9a-f]{20})-(?P<tag>[0-9a-f]{8}|an
 """An entry's folder: name, architecture, what it is made from, by what compiler."""
 
 
+_TEXTS = {"name": re.compile(r"\w[\w.+-]*", re.ASCII), "arch": re.compile(r"\w+", re.ASCII)}
+"""Parts of `spec.json` that a terminal is shown: nothing in them may be a command to it."""
+
+
 class OtherFormat(ValueError):
     """The entry is another version's: not damaged, but nothing for this one."""
 
@@ -131,6 +135,11 @@ def check(files: Mapping[str, bytes]) -> dict[str, Any]:
         raise OtherFormat(f"format {meta.get('format')}, not {FORMAT}")
     if meta.get("seal") != seal(meta):
         raise ValueError("spec.json does not match its checksum")
+    for name, pattern in _TEXTS.items():
+        if not isinstance(meta[name], str) or not pattern.fullmatch(meta[name]):
+            raise ValueError(f"its {name} is {meta[name]!r}, which no kernel's is")
+    if not isinstance(meta["spec"], dict):
+        raise ValueError("it has no spec")
     for name, data in files.items():
         if name != META and _sha(data) != meta["sha256"][name]:
             raise ValueError(f"{name} does not match its checksum")

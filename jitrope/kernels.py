@@ -105,17 +105,14 @@ def build(spec: Spec, arch: str, rebuild: bool = False, whole: bool = False) -> 
     Raises MissingKernel where it would have to be compiled and that is forbidden, CompileError where it cannot be.
     """
     cache = kernel_cache()
-    try:
-        key = key_of(spec, arch)
-        if not rebuild and (found := cache.find(key, whole)) is not None:
-            return Cubin(None, found, False, True) if isinstance(found, bytes) else Cubin(found, None, False, True)
-        if not config.compile_allowed():
-            raise missing_kernel(spec, arch, cache)
-        start = time.perf_counter()
-        source = render(spec)
-        cubin, _ = compiler.compile_source(source, arch, spec=spec.to_dict())
-    except ImportError as error:
-        raise CompileError(missing_cupy(str(error))) from error
+    key = key_of(spec, arch)
+    if not rebuild and (found := cache.find(key, whole)) is not None:
+        return Cubin(None, found, False, True) if isinstance(found, bytes) else Cubin(found, None, False, True)
+    if not config.compile_allowed():
+        raise missing_kernel(spec, arch, cache)
+    start = time.perf_counter()
+    source = render(spec)
+    cubin, _ = compiler.compile_source(source, arch, spec=spec.to_dict())
     ms = 1e3 * (time.perf_counter() - start)
     compiled.append(spec.name)
     cache.count(compiled=1, compile_ms=ms)
@@ -128,26 +125,21 @@ def build(spec: Spec, arch: str, rebuild: bool = False, whole: bool = False) -> 
 
 
 def is_cached(spec: Spec, arch: str) -> bool:
-    """Whether a cache has a spec's kernel, whole; nothing is changed. CompileError where CuPy is missing."""
-    try:
-        return kernel_cache().holds(key_of(spec, arch))
-    except ImportError as error:
-        raise CompileError(missing_cupy(str(error))) from error
+    """Whether a cache has a spec's kernel, whole; nothing is changed. CompileError without CuPy."""
+    return kernel_cache().holds(key_of(spec, arch))
 
 
 def key_of(spec: Spec, arch: str) -> Key:
-    """What identifies a spec's kernel here; without NVRTC its compiler is "", and any serves."""
+    """What identifies a spec's kernel here; without NVRTC its compiler is "", and any serves.
+
+    Raises CompileError without CuPy, which loads what is found too.
+    """
+    compiler.import_cupy()
     try:
         version = compiler.compiler_version()
     except CompileError:
         version = ""
     return Key(spec.name, ingredients(spec), compiler.options_for(arch), arch, version)
-
-
-def missing_cupy(error: str) -> str:
-    """What to install, from the CUDA version that torch was built for."""
-    command = compiler.install(int((torch.version.cuda or "13").split(".")[0]))
-    return f"jitrope compiles through CuPy, which cannot be imported ({error}): {command}"
 
 
 def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:

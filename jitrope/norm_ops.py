@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import reference, runtime
+from . import checks, reference, runtime
 from .dispatch import _dispatch_modes, _is_compiling, _plain, _wants_grad, _written, sharded
-from .errors import JitropeError
-from .ops import _ARGUMENTS, N_TABLES, Outputs, Parts, _lib, _values, turned_back
+from .errors import InvalidInput, JitropeError
+from .ops import _ARGUMENTS, _TABLE, N_TABLES, Outputs, Parts, _lib, _values, as_op, mutating, turned_back
 from .problem import joint_parts
 from .reference import Tables, Weights
 from .runtime import Check
@@ -23,7 +23,6 @@ _WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
 _N = len(Norm._fields)
 _STREAMS = ", ".join(f"Tensor {name}{n}" for n in (1, 2) for name in "qkv")
 _STREAM_WEIGHTS = ", ".join(f"Tensor? {name}_weight{n}" for n in (1, 2) for name in "qk")
-_PLAIN = (Tensor, torch.nn.Parameter)
 _N_JOINT = 12  # tensors of a joint call: those, and cos and sin of the second stream
 for _schema in (
     f"qk_norm_rope(Tensor q, Tensor? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> (Tensor, Tensor)",
@@ -81,12 +80,9 @@ def _register(key: str, forward: Any, joint: Any, backward: Any) -> None:
 
         return called
 
-    def mutating(op: Any) -> Any:
-        return lambda *arguments: (op(*arguments), None)[1]
-
     for name, implementation in {
         "qk_norm_rope": with_empty_ones(call(forward, 4)),
-        "qk_norm_rope_": mutating(call(forward, 4, True)),
+        "qk_norm_rope_": mutating(call(forward, 4, True), 0, 1),
         "qk_norm_rope_joint": call(joint, _N_JOINT),
         "qk_norm_rope_backward": with_empty_ones(call(backward, 6)),
     }.items():
@@ -102,7 +98,8 @@ def _cuda_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     return dq, dk, dq_weight, dk_weight if dq_weight is None or dk_weight is None else dk_weight.clone()
 
 
-_register("CUDA", runtime.qk_norm_rope, runtime.qk_norm_rope_joint, _cuda_backward)
+CUDA = runtime.qk_norm_rope, runtime.qk_norm_rope_joint, _cuda_backward
+_register("CUDA", *CUDA)
 
 
 def _like(x: Tensor | None, other: Tensor) -> Tensor:
@@ -160,9 +157,9 @@ def call_backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of q, k and the weights, past torch's dispatcher where nothing watches."""
     tensors = (dq, dk, q, k, q_weight, k_weight)
-    if _plain(q, tables) and not _wants_grad(*tensors) and type(dq) is Tensor:
+    if _plain(tensors, tables) and not _wants_grad(*tensors):
         return runtime.qk_norm_rope_backward(*tensors, tables, options, norm)
-    out = torch.ops.jitrope.qk_norm_rope_backward(*tensors, *norm, *tables, *options[:-1])
+    out = torch.ops.jitrope.qk_norm_rope_backward(*tensors, *norm, *as_op(tables, options))
     return tuple(None if like is None else x for x, like in zip(out, (q, k, q_weight, k_weight)))
 
 
@@ -263,35 +260,42 @@ def call(
 ) -> Outputs:
     """Normalise and rotate, whoever watches; a plain call goes straight to the launch."""
     in_place = options[-1]
-    wants_grad = _wants_grad(q, k, *weights)
-    if not wants_grad and not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
+    labels = ("q", "k", "q_weight", "k_weight")
+    tensors = (q, k, *weights)
+    if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0 and not _wants_grad(*tensors):
         out = runtime.qk_norm_rope_again(q, k, weights, tables, options, norm)
         if out is not None:
             if in_place:
                 _written((q,) if k is None else (q, k))
             return out
+    plain, wants_grad = _plain(tensors, tables), _wants_grad(*tensors)
+    name = "qk_norm_rope_" if in_place else "qk_norm_rope"
     if in_place and wants_grad:
-        raise JitropeError("qk_norm_rope_ cannot be differentiated: its gradient needs q and k as they were; "
-                           "call qk_norm_rope")  # fmt: skip
-    plain = _plain(q, tables) and all(x is None or type(x) in _PLAIN for x in (k, *weights))
-    if not plain and sharded(q, k, *weights, *tables):
-        from . import sharding
-
-        return sharding.norm(call, q, k, weights, tables, options, norm, check)  # type: ignore[no-any-return]
-    if plain and wants_grad:
-        out = _Recorded.apply(check, options, norm, q, k, *weights, *tables)
-        return (out, None) if k is None else out
-    if plain:
+        raise InvalidInput(
+            "qk_norm_rope_: it has no gradient, which would need q and k as they were; call qk_norm_rope"
+        )
+    if plain and not wants_grad:
+        if in_place and (q.is_inference() or (k is not None and k.is_inference())):
+            checks.check_written(name, False, q=q, k=k)
         out = runtime.qk_norm_rope(q, k, *weights, tables, options, norm, check, True)
         if in_place:
             _written((q,) if k is None else (q, k))
         return out
+    options, norm = checks.resolved_norm(name, {"q": q}, dict(zip(labels[1:], tensors[1:])), tables, options, norm)
+    if not plain and sharded(*tensors, *tables):
+        from . import sharding
+
+        return sharding.norm(call, q, k, weights, tables, options, norm, check)  # type: ignore[no-any-return]
+    checks.check_watched(name, wants_grad, tables, {"q": q, "k": k} if in_place else {}, **dict(zip(labels, tensors)))
+    if plain:
+        out = _Recorded.apply(check, options, norm, q, k, *weights, *tables)
+        return (out, None) if k is None else out
     if check is not None:
         check(q, k, *weights, tables, options, norm)
     if in_place:
-        torch.ops.jitrope.qk_norm_rope_(q, k, *weights, *norm, *tables, *options[:-1])
+        torch.ops.jitrope.qk_norm_rope_(q, k, *weights, *norm, *as_op(tables, options))
         return q, k
-    q_out, k_out = torch.ops.jitrope.qk_norm_rope(q, k, *weights, *norm, *tables, *options[:-1])
+    q_out, k_out = torch.ops.jitrope.qk_norm_rope(q, k, *weights, *norm, *as_op(tables, options))
     return q_out, None if k is None else k_out
 
 
@@ -304,16 +308,26 @@ def call_joint(
     second_tables: cos and sin of the second, if they are not rows of the tables.
     """
     tensors = (*streams, *weights, *second_tables)
-    plain = _plain(streams[0], tables) and all(type(x) is Tensor for x in streams)
-    plain = plain and all(x is None or type(x) in _PLAIN for x in (*weights, *second_tables))
+    own = second_tables[0] is None or _plain(streams[:1], (*second_tables, None, None, None))  # type: ignore[arg-type]
+    plain = own and _plain(tensors, tables)
+    name, wants_grad = "qk_norm_rope_joint", _wants_grad(*streams, *weights)
+    if plain and not wants_grad:
+        return runtime.qk_norm_rope_joint(*tensors, tables, options, norm, check)
+    needed = dict(zip([f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"], streams))
+    labels = [f"{stream}'s {x}_weight" for stream in ("first", "second") for x in "qk"]
+    options, norm = checks.resolved_norm(name, needed, dict(zip(labels, weights)), tables, options, norm)
     if not plain and sharded(*tensors, *tables):
         from . import sharding
 
         return sharding.norm_joint(call_joint, streams, weights, second_tables, tables, options, norm, check)  # type: ignore[no-any-return]
-    if plain and _wants_grad(*streams, *weights):
-        return _RecordedJoint.apply(check, options, norm, *tensors, *tables)  # type: ignore[no-any-return]
+    kept = {label: x for label, x in needed.items() if not label.endswith("v")} | dict(zip(labels, weights))
+    checks.check_watched(name, wants_grad, tables, {}, **kept)
+    checks.check_watched(name, wants_grad, (*second_tables, None, None, None), {})  # type: ignore[arg-type]
     if plain:
-        return runtime.qk_norm_rope_joint(*tensors, tables, options, norm, check)
+        return _RecordedJoint.apply(check, options, norm, *tensors, *tables)  # type: ignore[no-any-return]
     if check is not None:
         check(*tensors, tables, options, norm)
-    return torch.ops.jitrope.qk_norm_rope_joint(*tensors, *norm, *tables, *options[:-1])  # type: ignore[no-any-return]
+    cos, sin = second_tables
+    if options[_TABLE] == "freqs_cis" and cos is not None and sin is not None:
+        tensors = (*tensors[:10], *reference.table_pair(cos, sin, "freqs_cis"))
+    return torch.ops.jitrope.qk_norm_rope_joint(*tensors, *norm, *as_op(tables, options))  # type: ignore[no-any-return]

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .arguments import refuse
+from .errors import InvalidInput
 from .norm_ops import call, call_joint
 from .problem import constant
 from .reference import Tables
-from .rope import default_rotary_dim, one_table
+from .rope import _sections, one_table
 from .spec import LAYOUT_AXES, Norm
 
 
@@ -73,18 +75,20 @@ def qk_norm_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
+    if cos is sin is cos_sin_cache is freqs_cis is None:  # nothing is rotated, at whatever positions
+        mrope_section, mrope_interleaved, rotary_offset = (), False, 0
     tables, kind, rotary_dim = _arguments(
         "qk_norm_rope", q, cos, sin, cos_sin_cache, freqs_cis, start_positions, position_ids, layout, rotary_dim,
         rotary_offset,
     )  # fmt: skip
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, tuple(mrope_section),
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
         mrope_interleaved, 1.0, False, 0, True, False, False, rounding, launch, False, False,
     )  # fmt: skip
     norm = Norm(norm_rounding, across_heads, zero_centered, eps)
-    if check:
-        checks.check_norm(q, k, q_weight, k_weight, tables, options, norm)
-        checks.check_positions(q, tables, options, "qk_norm_rope")
+    if check is not False:
+        rest = {"k": k, "q_weight": q_weight, "k_weight": k_weight}
+        checks.check_all("qk_norm_rope", checks.check_norm, check, {"q": q}, rest, tables, options, norm)
     return call(q, k, (q_weight, k_weight), tables, options, norm, checks.check_norm)
 
 
@@ -122,18 +126,20 @@ def qk_norm_rope_(
         InvalidInput: also where a gradient is asked for, and for a tensor whose elements overlap in memory.
         CompileError: as `qk_norm_rope`.
     """
+    if cos is sin is cos_sin_cache is freqs_cis is None:  # nothing is rotated, at whatever positions
+        mrope_section, mrope_interleaved, rotary_offset = (), False, 0
     tables, kind, rotary_dim = _arguments(
         "qk_norm_rope_", q, cos, sin, cos_sin_cache, freqs_cis, start_positions, position_ids, layout, rotary_dim,
         rotary_offset,
     )  # fmt: skip
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, tuple(mrope_section),
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
         mrope_interleaved, 1.0, False, 0, True, False, False, rounding, launch, False, True,
     )  # fmt: skip
     norm = Norm(norm_rounding, across_heads, zero_centered, eps)
-    if check:
-        checks.check_norm(q, k, q_weight, k_weight, tables, options, norm)
-        checks.check_positions(q, tables, options, "qk_norm_rope_")
+    if check is not False:
+        rest = {"k": k, "q_weight": q_weight, "k_weight": k_weight}
+        checks.check_all("qk_norm_rope_", checks.check_norm, check, {"q": q}, rest, tables, options, norm)
     return call(q, k, (q_weight, k_weight), tables, options, norm, checks.check_norm)
 
 
@@ -179,30 +185,47 @@ def qk_norm_rope_joint(
     Raises:
         InvalidInput, CompileError: as `qk_norm_rope`.
     """
+    name = "qk_norm_rope_joint"
+    first, second = (_parts(name, label, x, 3) for label, x in (("first", first), ("second", second)))
     streams = (*first, *second)
+    weights = (*_parts(name, "first_weights", first_weights, 2), *_parts(name, "second_weights", second_weights, 2))
+    for label, x in (("first", first[0]), ("second", second[0])):
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
+            refuse(name, f"{label}'s q", x, "a tensor (B, S, H, D)")
     rows = first[0].shape[1] + second[0].shape[1]
+    given = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
     (cos1, cos2), (sin1, sin2), (cache1, cache2), (cis1, cis2) = (
-        _of_streams(table) for table in (cos, sin, cos_sin_cache, freqs_cis)
+        (x, None) if x is None or isinstance(x, Tensor) else _parts(name, label, x, 2) for label, x in given.items()
     )
+    if cos is sin is cos_sin_cache is freqs_cis is None:
+        rotary_offset = 0
     tables, kind, rotary_dim = _arguments(
         "qk_norm_rope_joint", first[0], cos1, sin1, cache1, cis1, None, None, "bshd", rotary_dim,
         rotary_offset, rows,
     )  # fmt: skip
     second_tables: tuple[Tensor | None, Tensor | None] = (None, None)
     if any(table is not None for table in (cos2, sin2, cache2, cis2)):
-        second_tables = one_table("qk_norm_rope_joint", cos2, sin2, cache2, None, cis2)[:2]
+        *second, other = one_table("qk_norm_rope_joint", cos2, sin2, cache2, None, cis2)
+        if other != kind:
+            raise InvalidInput(
+                f"qk_norm_rope_joint: the first table is {kind}, the second {other}; pass two of one kind"
+            )
+        second_tables = (second[0], second[1])
     options = (
         "bshd", interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, (),
         False, 1.0, False, 0, True, False, False, rounding, launch, False, False,
     )  # fmt: skip
-    weights = (*(first_weights or (None, None)), *(second_weights or (None, None)))
     norm = Norm(norm_rounding, False, zero_centered, eps)
     return call_joint(streams, weights, second_tables, tables, options, norm, checks.check_norm_joint)
 
 
-def _of_streams(table: Any) -> tuple[Any, Any]:
-    """A table, and that of the second stream, if it has one of its own."""
-    return (table, None) if table is None or isinstance(table, Tensor) else tuple(table)
+def _parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
+    """So many tensors of an argument that has them side by side."""
+    if value is None and "weights" in label:
+        return (None,) * count
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        refuse(name, label, value, f"a tuple of {count} tensors")
+    return tuple(value)
 
 
 def _arguments(
@@ -218,22 +241,24 @@ def _arguments(
     rotary_dim: int | None,
     rotary_offset: int,
     rows: int | None = None,
-) -> tuple[Tables, str, int]:
+) -> tuple[Tables, str, int | None]:
     """The tables that the ops take, which of `spec.TABLES` they are, and rotary_dim."""
     kind = "cos_sin"
     if cos is sin is cos_sin_cache is freqs_cis is None:
+        if not isinstance(q, Tensor) or q.is_nested or q.dim() not in (3, 4):
+            refuse(name, "q", q, "a tensor with 3 or 4 axes")
         cos, sin = _no_rotation(q, layout, rows)
-        rotary_dim = q.shape[-1] - q.shape[-1] % 2
+        rotary_dim, start_positions, position_ids = q.shape[-1] - q.shape[-1] % 2, None, None
     elif cos is None or sin is None or cos_sin_cache is not None or freqs_cis is not None:
         cos, sin, kind = one_table(name, cos, sin, cos_sin_cache, None, freqs_cis)
-    if rotary_dim is None:
-        rotary_dim = default_rotary_dim(kind, cos, q.shape[-1] - rotary_offset)
     return (cos, sin, None, start_positions, position_ids), kind, rotary_dim
 
 
 def _no_rotation(q: Tensor, layout: str, rows: int | None) -> tuple[Tensor, Tensor]:
     """Tables that turn nothing: one row, seen as many."""
-    rows = q.shape[LAYOUT_AXES[layout][1]] if rows is None and layout in LAYOUT_AXES else rows or 1
+    if rows is None:
+        known = isinstance(layout, str) and layout in LAYOUT_AXES and (q.dim() == 4 or layout == "thd")
+        rows = q.shape[LAYOUT_AXES[layout][1]] if known else 1
     cos, sin = _one_row(q.device, q.shape[-1] // 2)
     return cos.expand(rows, -1), sin.expand(rows, -1)
 

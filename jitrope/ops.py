@@ -23,6 +23,8 @@ assert Options._fields[-1] == "in_place"
 _Q_PER_GROUP = Options._fields.index("q_per_group")
 _VALUES = Options._fields.index("values")
 _FP8 = Options._fields.index("fp8")
+_TABLE = Options._fields.index("table")
+_SECTIONS = Options._fields.index("mrope_section")
 
 # ---- the library ops -----------------------------------------------------------------------------
 
@@ -39,8 +41,9 @@ for _schema in (
     f"rope(Tensor q, Tensor? k, {_ARGUMENTS}) -> (Tensor, Tensor)",
     f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ARGUMENTS}) -> ()",
     f"rope_fp8(Tensor q, Tensor? k, Tensor q_scale, Tensor? k_scale, {_ARGUMENTS}) -> (Tensor, Tensor)",
-    f"rope_kv_cache(Tensor q, Tensor(b!) k, {_CACHE}, {_SCALES}, {_ARGUMENTS}) -> Tensor",
-    f"rope_kv_cache_(Tensor(a!) q, Tensor(b!) k, {_CACHE}, {_SCALES}, {_ARGUMENTS}) -> ()",
+    # `rotated` is k once more where it is rotated in place too: else nothing may say that k is written.
+    f"rope_kv_cache(Tensor q, Tensor k, Tensor(b!)? rotated, {_CACHE}, {_SCALES}, {_ARGUMENTS}) -> Tensor",
+    f"rope_kv_cache_(Tensor(a!) q, Tensor k, Tensor(b!)? rotated, {_CACHE}, {_SCALES}, {_ARGUMENTS}) -> ()",
     f"rope_qkv(Tensor qkv, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     f"rope_qkv_(Tensor(a!) qkv, {_ARGUMENTS}) -> ()",
     f"rope_qkv_backward(Tensor dq, Tensor dk, Tensor dv, {_ARGUMENTS}) -> Tensor",
@@ -99,7 +102,27 @@ def spare_stays(x: Tensor, rotated: Tensor, cu_seqlens: Tensor | None, options: 
 
 def _values(options: Sequence[Any], in_place: bool) -> tuple[Any, ...]:
     """An op's options, which it has as a list where they are a tuple here."""
-    return (*(tuple(o) if isinstance(o, list) else o for o in options), in_place)
+    return (*(tuple(o)[o == [0] :] if isinstance(o, list) else o for o in options), in_place)
+
+
+def as_op(tables: Tables, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tables and options as an op takes them. Inductor knows no complex numbers: these go as real views."""
+    if options[_TABLE] == "freqs_cis":
+        tables = (*reference.table_pair(*tables[:2], "freqs_cis"), *tables[2:])
+        options = tuple(Options(*options)._replace(table="cos_sin"))
+    sections = options[_SECTIONS] or (0,)  # AOTInductor hands no empty list over
+    return (*tables, *options[:_SECTIONS], sections, *options[_SECTIONS + 1 : -1])
+
+
+def mutating(op: Any, *written: int, gives: bool = False) -> Any:
+    """An op that writes some of its arguments, which torch's versions then count. gives: it has outputs too."""
+
+    def call(*arguments: Any) -> Any:
+        out = op(*arguments)
+        torch._C._increment_version([x for n in written if (x := arguments[n]) is not None])
+        return out if gives else None
+
+    return call
 
 
 def _register(key: str, rope: Any, rope_fp8: Any, rope_kv_cache: Any, rope_qkv: Any, backward: Any) -> None:
@@ -116,8 +139,8 @@ def _register(key: str, rope: Any, rope_fp8: Any, rope_kv_cache: Any, rope_qkv: 
 
         return with_an_empty_k
 
-    def mutating(op: Any) -> Any:
-        return lambda *arguments: (op(*arguments), None)[1]
+    def with_k(op: Any) -> Any:
+        return lambda q, k, rotated, *rest: op(q, k if rotated is None else rotated, *rest)
 
     def functional_qkv(qkv: Tensor, *rest: Any) -> Any:  # an op's outputs may not be views of its inputs
         q, k, v = call(rope_qkv, 1)(qkv, *rest)
@@ -125,21 +148,22 @@ def _register(key: str, rope: Any, rope_fp8: Any, rope_kv_cache: Any, rope_qkv: 
 
     for name, implementation in {
         "rope": functional(call(rope, 2)),
-        "rope_": mutating(call(rope, 2, True)),
+        "rope_": mutating(call(rope, 2, True), 0, 1),
         "rope_fp8": functional(call(rope_fp8, 4)),
-        "rope_kv_cache": call(rope_kv_cache, 9),
-        "rope_kv_cache_": mutating(call(rope_kv_cache, 9, True)),
+        "rope_kv_cache": mutating(with_k(call(rope_kv_cache, 9)), 2, 4, 5, gives=True),
+        "rope_kv_cache_": mutating(with_k(call(rope_kv_cache, 9, True)), 0, 2, 4, 5),
         "rope_qkv": functional_qkv,
-        "rope_qkv_": mutating(call(rope_qkv, 1, True)),
+        "rope_qkv_": mutating(call(rope_qkv, 1, True), 0),
         "rope_qkv_backward": call(backward, 3),
     }.items():
         _lib.impl(name, implementation, key)
 
 
 _register("CPU", _cpu, _cpu_fp8, _cpu_kv_cache, _cpu_qkv, _cpu_qkv_backward)
-_register(
-    "CUDA", runtime.rope, runtime.rope_fp8, runtime.rope_kv_cache, runtime.rope_qkv, runtime.rope_qkv_backward
-)  # fmt: skip
+
+
+CUDA = runtime.rope, runtime.rope_fp8, runtime.rope_kv_cache, runtime.rope_qkv, runtime.rope_qkv_backward
+_register("CUDA", *CUDA)
 
 
 @torch.library.register_fake("jitrope::rope", lib=_lib)
@@ -155,7 +179,7 @@ def _rope_fp8_fake(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor
 
 @torch.library.register_fake("jitrope::rope_kv_cache", lib=_lib)
 def _rope_kv_cache_fake(q: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(q, dtype=FP8 if rest[8 + N_TABLES + _FP8] else q.dtype)
+    return torch.empty_like(q, dtype=FP8 if rest[9 + N_TABLES + _FP8] else q.dtype)
 
 
 @torch.library.register_fake("jitrope::rope_", lib=_lib)
@@ -181,13 +205,13 @@ def _qkv_backward_fake(dq: Tensor, dk: Tensor, dv: Tensor, *rest: Any) -> Tensor
 
 def rope(q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...]) -> Outputs:
     """The op of fresh tensors; without k it is None again."""
-    q_out, k_out = torch.ops.jitrope.rope(q, k, *tables, *options[:-1])
+    q_out, k_out = torch.ops.jitrope.rope(q, k, *as_op(tables, options))
     return q_out, None if k is None else k_out
 
 
 def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: tuple[Any, ...]) -> Tensor:
     """The op."""
-    return torch.ops.jitrope.rope_qkv_backward(dq, dk, dv, *tables, *options[:-1])  # type: ignore[no-any-return]
+    return torch.ops.jitrope.rope_qkv_backward(dq, dk, dv, *as_op(tables, options))  # type: ignore[no-any-return]
 
 
 def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: tuple[Any, ...]) -> None:
@@ -220,13 +244,13 @@ def keep(ctx: Any, tables: Tables, options: tuple[Any, ...]) -> None:
 
 
 def rotate_back(
-    rotate: Callable[..., Outputs], ctx: Any, dq: Tensor | None, dk: Tensor | None
+    rotate: Callable[..., Outputs], tables: Tables, options: tuple[Any, ...], dq: Tensor | None, dk: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of q and k, by the op or by `dispatch.call`."""
     if dq is not None:
-        return rotate(dq, dk, ctx.saved_tensors, ctx.options)
+        return rotate(dq, dk, tables, options)
     if dk is not None:
-        return None, rotate(dk, None, ctx.saved_tensors, ctx.options)[0]
+        return None, rotate(dk, None, tables, options)[0]
     return None, None
 
 
@@ -246,7 +270,9 @@ def _setup_rope(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward_rope(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
-    return *rotate_back(rope, ctx, dq, dk if ctx.has_k else None), *(None,) * (N_TABLES - 1 + len(ctx.options))
+    return *rotate_back(rope, ctx.saved_tensors, ctx.options, dq, dk if ctx.has_k else None), *(None,) * (
+        N_TABLES - 1 + len(ctx.options)
+    )
 
 
 def _setup_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import compiler, kernels
+from . import arguments, compiler, kernels
 from .config import log
 from .errors import CompileError, InvalidInput, JitropeError
 from .heuristics import RopeProblem, plan
 from .render import Source
 from .spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, RopeSpec, Spec
-from .thd_spec import spec_from_dict
+from .thd_spec import CorrectionSpec, RowsSpec, SegmentsSpec, spec_from_dict
 
 __all__ = ["DEFAULT_CALLS", "Built", "Call", "expand", "prewarm", "read_calls", "refused", "this_versions"]
 
@@ -35,12 +35,9 @@ UNKEPT = "the kernel cache cannot be written"
 """What becomes of a kernel that is compiled and not kept."""
 
 _NUMBERS = "tuple[int, ...]"
-_KINDS = {  # by a field's annotation
-    "int": lambda value: type(value) is int,
-    "bool": lambda value: type(value) is bool,
-    "bool | None": lambda value: value is None or type(value) is bool,
-    _NUMBERS: lambda value: type(value) is tuple and all(type(number) is int for number in value),
-}
+_KINDS: dict[Any, Callable[..., Any]] = {  # by a field's annotation
+    "int": arguments.whole, "bool": arguments.flag, "bool | None": arguments.flag, _NUMBERS: arguments.wholes,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,11 +109,11 @@ class Call:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type in _KINDS and not _KINDS[field.type](value):
-                raise InvalidInput(f"{field.name} is {value!r}, not {field.type}")
+            if field.type in _KINDS and (value is not None or "None" not in field.type):
+                object.__setattr__(self, field.name, _KINDS[field.type]("Call", field.name, value))
         for name, value, allowed in (
             ("dtype", self.dtype, DTYPES),
-            ("table_dtype", self.table_dtype, (*DTYPES, "fp64") if self.rounding == "complex128" else DTYPES),
+            ("table_dtype", self.table_dtype, (*DTYPES, "fp64") if str(self.rounding) == "complex128" else DTYPES),
             ("width", self.width, ("half", "full")),
             ("rounding", self.rounding, ROUNDINGS),
             ("packed", self.packed, (None, "int32", "int64")),
@@ -127,16 +124,46 @@ class Call:
             ("weight_dtype", self.weight_dtype, (None, *DTYPES)),
             ("kv_dtype", self.kv_dtype, (None, self.dtype, "fp8")),
         ):
-            if value not in allowed:
-                raise InvalidInput(f"{name} is {value!r}; allowed are {', '.join(map(str, allowed))}")
+            if not (value is None or isinstance(value, str)) or value not in allowed:
+                arguments.refuse("Call", name, value, f"one of {', '.join(map(repr, allowed))}")
         rotary = self.rotary_dim or self.head_dim
         if rotary % 2 or not 0 < rotary <= self.head_dim <= MAX_HEAD_DIM:
             raise InvalidInput(f"head_dim {self.head_dim} with rotary_dim {rotary}: even, and at most {MAX_HEAD_DIM}")
-        if self.heads < 1:
-            raise InvalidInput(f"heads is {self.heads}; it is the number of q's and k's heads together")
+        if self.mrope_section and sum(self.mrope_section) != rotary // 2:
+            raise InvalidInput(f"mrope_section is {self.mrope_section}; it must be {rotary // 2} pairs in all")
+        for name, least in (("heads", 1), ("cp_size", 1), ("q_per_group", 0), ("rotary_offset", 0), ("page_size", 0)):
+            if getattr(self, name) < least:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be at least {least}")
+
+    def _require_possible(self) -> None:
+        """Refuse what the functions refuse of such a call, so that no kernel is promised that cannot be compiled."""
+        values = self.q_per_group > 0 or self.slots or self.two_streams
+        mixed = self.interleaved_out not in (None, self.interleaved)
+        for name, given, others in (
+            ("rounding='complex128'", self.rounding == "complex128", {"angles": self.angles, "packed": self.packed}),
+            (f"norm={self.norm!r}", self.norm, {
+                "packed": self.packed, "angles": self.angles, "slots": self.slots,
+                "fp8": self.fp8 or self.kv_dtype == "fp8", "cp_size": self.cp_size > 1, "interleaved_out": mixed,
+            }),
+            ("position_ids", self.position_ids, {
+                "packed": self.packed, "start_positions": self.start_positions, "cp_size": self.cp_size > 1,
+            }),
+            ("slots", self.slots, {"packed": self.packed, "backward": self.backward}),
+            ("across_heads", self.across_heads, {"q_per_group": self.q_per_group, "two_streams": self.two_streams}),
+            ("interleaved_out", mixed, {
+                "width='full'": self.width == "full", "in_place": self.in_place, "q_per_group or slots": values,
+            }),
+        ):  # fmt: skip
+            for other in (other for other, also in others.items() if given and also):
+                raise InvalidInput(f"{name} does not go with {other}: no function takes both, and no kernel does")
 
     def specs(self) -> list[RopeSpec]:
-        """The kernels of this call, each once."""
+        """The kernels of this call, each once.
+
+        Raises:
+            InvalidInput: no function of jitrope takes such a call.
+        """
+        self._require_possible()
         rotary = self.rotary_dim or self.head_dim
         problem = RopeProblem(
             dtype=self.dtype,
@@ -269,8 +296,11 @@ def read_calls(path: Path) -> list[Spec]:
     Raises:
         InvalidInput: the file cannot be read, or names something that no call or spec has.
     """
+    path = arguments.path("read_calls", "path", path)
     try:
         text = path.read_text()
+        if not text.strip():  # a record of a run that asked for nothing
+            return []
         is_json = path.suffix == ".json" or text.lstrip().startswith("{")  # which no TOML does
         data = json.loads(text) if is_json else _toml(text)
     except (OSError, ValueError) as error:
@@ -284,13 +314,27 @@ def read_calls(path: Path) -> list[Spec]:
         for name, value in (("call", calls), ("spec", whole)):
             if not isinstance(value, list):
                 raise InvalidInput(f"`{name}` is {value!r}, not a list")
-        specs: list[Spec] = [spec for described in calls for call in expand(described) for spec in call.specs()]
-        specs += filter(None, this_versions(whole)) if "entries" in data else map(spec_from_dict, whole)
-    except (TypeError, ValueError) as error:
+        specs: list[Spec] = [spec for some in _each("call", calls, _specs_of) for spec in some]
+        specs += filter(None, this_versions(whole)) if "entries" in data else _each("spec", whole, spec_from_dict)
+    except InvalidInput as error:
         raise InvalidInput(f"{path}: {error}") from error
     except RecursionError as error:
         raise InvalidInput(f"{path} is nested too deeply") from error
     return list(dict.fromkeys(specs))
+
+
+def _each(kind: str, items: Iterable[Any], read: Callable[[Any], Any]) -> Iterator[Any]:
+    """What is read of each item. One that cannot be read is named, and none is left out: its kernel would be missing
+    where nothing can be compiled."""
+    for i, item in enumerate(items):
+        try:
+            yield read(item)
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"{kind}[{i}]: {error}") from error
+
+
+def _specs_of(described: dict[str, Any]) -> list[RopeSpec]:
+    return [spec for call in expand(described) for spec in call.specs()]
 
 
 def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
@@ -313,11 +357,15 @@ def expand(described: dict[str, Any]) -> list[Call]:
     stands for each of them.
 
     Raises:
-        InvalidInput: as `Call`, or it is no description.
-        TypeError: `Call` has no field of a name, or one without a default is missing.
+        InvalidInput: as `Call`, or it is no description, or names a field that there is not.
     """
-    if not isinstance(described, dict):
-        raise InvalidInput(f"a call is a table of fields, not {described!r}")
+    if not isinstance(described, Mapping):
+        raise InvalidInput(f"described is {arguments.shown(described)}; it must be a call's fields, a dict")
+    if unknown := [name for name in described if name not in {field.name for field in fields(Call)}]:
+        allowed = ", ".join(field.name for field in fields(Call))
+        raise InvalidInput(f"a call has no field {unknown[0]!r}; its fields are {allowed}")
+    if "heads" not in described:
+        raise InvalidInput("described has no heads; they must be those of q and k together")
     tuples = {field.name for field in fields(Call) if field.type == _NUMBERS}
     axes = [_values(value, name in tuples) for name, value in described.items()]
     return [Call(**dict(zip(described, values))) for values in itertools.product(*axes)]
@@ -384,14 +432,44 @@ def prewarm(
         done(built)
         return built
 
-    work = list(itertools.product(specs, archs))
+    jobs = arguments.whole("prewarm", "jobs", jobs, 0)
+    each = (
+        arguments.items("prewarm", name, some, f"a list of {name}")
+        for name, some in (("specs", specs), ("archs", archs))
+    )
+    work = checked_kernels("prewarm", itertools.product(*each))
     with ThreadPoolExecutor(max(1, jobs)) as pool:  # NVRTC lets go of the interpreter while it works
         return list(pool.map(one, work))
 
 
-@lru_cache
+def checked_kernels(function: str, kernels: Iterable[tuple[Spec, str]]) -> list[tuple[Spec, str]]:
+    """(spec, architecture) of each; InvalidInput with anything else."""
+    found: list[tuple[Spec, str]] = []
+    for i, kernel in enumerate(arguments.items(function, "kernels", kernels, "a list of (spec, architecture)")):
+        if not isinstance(kernel, (tuple, list)) or len(kernel) != 2:
+            arguments.refuse(function, f"kernels[{i}]", kernel, "(spec, architecture)")
+        spec, arch = kernel
+        if not isinstance(spec, (RopeSpec, RowsSpec, SegmentsSpec, CorrectionSpec)):
+            arguments.refuse(function, "specs", spec, "of Call.specs, read_calls or jitrope.record")
+        if not isinstance(arch, str) or not ARCH.fullmatch(arch):
+            arguments.refuse(function, "archs", arch, "architectures such as 'sm_90'")
+        found.append((spec, arch))
+    return found
+
+
 def refused(arch: str) -> str:
-    """Why the compiler here makes nothing for an architecture, or "": it is asked to compile an empty source."""
+    """Why the compiler here makes nothing for an architecture, or "": it is asked to compile an empty source.
+
+    Raises:
+        InvalidInput: it is not written as one.
+    """
+    if not isinstance(arch, str) or not ARCH.fullmatch(arch):
+        arguments.refuse("refused", "arch", arch, "an architecture such as 'sm_90'")
+    return _refused(arch)
+
+
+@lru_cache
+def _refused(arch: str) -> str:
     try:
         compiler.compile_source(Source("", "", "nothing"), arch)
     except CompileError as error:

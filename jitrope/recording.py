@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from . import arguments
 from .config import log, record_file
 from .errors import CacheError
 from .spec import Spec
@@ -26,6 +27,9 @@ class Recording:
 
     def __init__(self) -> None:
         self.specs: list[Spec] = []
+
+    def __repr__(self) -> str:
+        return f"Recording({len(self.specs)} specs)"
 
 
 @contextlib.contextmanager
@@ -43,22 +47,29 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
 
     Raises:
         CacheError: the file is there and not such a list, which is seen before the block; or it cannot be written.
+        InvalidInput: path is no path.
     """
     if path is not None:
-        _read(Path(path))
+        path = arguments.path("record", "path", path)
+        _read(path)
     recording = Recording()
     try:
         yield recording
     finally:
         recording.specs = list(_asked)
         if path is not None:
-            add(Path(path), recording.specs)
+            add(path, recording.specs)
 
 
 def note(spec: Spec) -> None:
-    """A kernel was asked for. `JITROPE_RECORD` is told at once, so by a process that is killed later too."""
+    """A kernel was asked for. `JITROPE_RECORD` is told at once, so by a process that is killed later too.
+
+    Raises:
+        InvalidInput: it is no kernel's spec; nothing is noted.
+    """
     if spec in _asked:
         return
+    spec.constants()  # refuses what nothing can be made from, and so what nothing could read back
     _asked[spec] = None
     if path := record_file():
         try:
@@ -72,7 +83,7 @@ def add(path: Path, specs: Iterable[Spec]) -> None:
     wanted = [spec.to_dict() for spec in specs]
     if not _missing(_read(path), wanted):
         return
-    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(f".{path.name}.lock")):
@@ -87,7 +98,8 @@ def add(path: Path, specs: Iterable[Spec]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        text = path.read_text()
+        data = json.loads(text) if text.strip() else {}  # made by mktemp, or by touch
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -112,7 +124,10 @@ def _locked(path: Path) -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
-    with open(path, "w") as file:
+    if path.is_symlink():
+        raise OSError(f"its lock {path} is a symbolic link")
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # whatever is there is left as it is
+    with open(os.open(path, flags, 0o666), "r+") as file:
         deadline = time.monotonic() + LOCK_SECONDS
         while time.monotonic() < deadline:
             try:

@@ -42,7 +42,8 @@ def table_pair(cos: Tensor, sin: Tensor, table: str) -> tuple[Tensor, Tensor]:
         half = cos.shape[-1] // 2
         return cos[..., :half], sin[..., half:]
     if table == "freqs_cis":
-        return torch.view_as_real(cos)[..., 0], torch.view_as_real(sin)[..., 1]
+        real, imag = (torch.view_as_real(x.resolve_conj()) for x in (cos, sin))
+        return real[..., 0], imag[..., 1]
     return cos, sin
 
 
@@ -213,7 +214,7 @@ def qk_norm_rope_joint(
     parts = []
     for (q, k, v), (q_weight, k_weight), rows in ((first, first_weights, tables), (second, second_weights, own)):
         parts.append((*qk_norm_rope(q, k, q_weight, k_weight, rows, options, norm), v))
-    q, k, v = (torch.cat(pair, 1) for pair in zip(*parts))  # type: ignore[arg-type]
+    q, k, v = (torch.cat([x.contiguous() for x in pair], 1) for pair in zip(*parts))  # type: ignore[union-attr]
     return q, k, v
 
 
@@ -239,7 +240,8 @@ def qk_norm_rope_backward(
         if weight is not None:
             g = g * (weight.float() + norm.zero_centered)
         dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
-        grads.append(_as_laid_out(dx.view(canonical(x, options.layout).shape), options.layout).to(x.dtype))
+        dx = _as_laid_out(dx.view(canonical(x, options.layout).shape), options.layout)
+        grads.append(torch.empty_like(x).copy_(dx))
         weight_grads.append(dw)
     return *grads, *weight_grads
 
@@ -306,7 +308,7 @@ def rope_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packed QKV (..., groups, (q_per_group + 2) head_dim) -> fresh q, k, rotated, and v."""
     q, k, v = split_qkv(qkv, options.q_per_group)
-    q, k = rope(q, k, cos, sin, cu_seqlens, start_positions, position_ids, options)  # type: ignore[assignment]
+    q, k = rope(q.contiguous(), k.contiguous(), cos, sin, cu_seqlens, start_positions, position_ids, options)  # type: ignore[assignment]
     return q, k, v.clone(memory_format=torch.contiguous_format)
 
 
@@ -324,7 +326,7 @@ def rope_qkv_backward(
     """The other way: one packed tensor."""
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     q, k = rope(dq.contiguous(), dk.contiguous(), *tables, options)
-    return join_qkv(q, k, dv, options.q_per_group)  # type: ignore[arg-type]
+    return join_qkv(q, k, dv.contiguous(), options.q_per_group)  # type: ignore[arg-type]
 
 
 def split_qkv(qkv: Tensor, q_per_group: int) -> tuple[Tensor, Tensor, Tensor]:

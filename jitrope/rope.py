@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks
+from .arguments import number, refuse
 from .dispatch import call, call_fp8, call_kv_cache, call_qkv
 from .errors import InvalidInput
 from .problem import constant
@@ -118,18 +121,14 @@ def apply_rope(
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
         cos, sin, kind = one_table("apply_rope", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    if rotary_dim is None:
-        rest = q.shape[-1] - rotary_offset
-        rotary_dim = rest if kind == "cos_sin" else default_rotary_dim(kind, cos, rest)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved if interleaved_out is None else interleaved_out,
-        rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind, tuple(mrope_section), mrope_interleaved,
+        layout, interleaved, interleaved_out,
+        rotary_dim, rotary_offset, max_seqlen, cp_size, cp_rank, kind, _sections(mrope_section), mrope_interleaved,
         mscale, packed_table, 0, True, False, False, rounding, launch, inverse, False,
     )  # fmt: skip
-    if check:
-        checks.check(q, k, tables, options)
-        checks.check_positions(q, tables, options, "apply_rope")
+    if check is not False:
+        checks.check_all("apply_rope", checks.check, check, {"q": q}, {"k": k}, tables, options)
     return call(q, k, tables, options, checks.check)
 
 
@@ -164,7 +163,8 @@ def apply_rope_(
     """`apply_rope` in place: q and k themselves are rotated, and returned.
 
     Arguments and errors are those of `apply_rope`; the pairing of the output is the input's. Under autograd
-    torch's rules for in-place operations hold: q and k may not be leaves that require a gradient.
+    torch's rules for in-place operations hold: q and k may not be leaves that require a gradient. cos and sin must not
+    lie in q's or k's memory.
 
     Raises:
         InvalidInput: also for a tensor whose elements overlap in memory (an expanded one).
@@ -173,18 +173,14 @@ def apply_rope_(
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
         cos, sin, kind = one_table("apply_rope_", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    if rotary_dim is None:
-        rest = q.shape[-1] - rotary_offset
-        rotary_dim = rest if kind == "cos_sin" else default_rotary_dim(kind, cos, rest)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
         layout, interleaved, interleaved,
-        rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind, tuple(mrope_section), mrope_interleaved,
+        rotary_dim, rotary_offset, max_seqlen, cp_size, cp_rank, kind, _sections(mrope_section), mrope_interleaved,
         mscale, packed_table, 0, True, False, False, rounding, launch, inverse, True,
     )  # fmt: skip
-    if check:
-        checks.check(q, k, tables, options)
-        checks.check_positions(q, tables, options, "apply_rope_")
+    if check is not False:
+        checks.check_all("apply_rope_", checks.check, check, {"q": q}, {"k": k}, tables, options)
     return call(q, k, tables, options, checks.check)
 
 
@@ -239,17 +235,14 @@ def apply_rope_qkv(
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
         cos, sin, kind = one_table("apply_rope_qkv", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    if rotary_dim is None:
-        rotary_dim = default_rotary_dim(kind, cos, qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind,
-        tuple(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, copy_v, False, False,
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen, cp_size, cp_rank, kind,
+        _sections(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, copy_v, False, False,
         rounding, launch, inverse, False,
     )  # fmt: skip
-    if check:
-        checks.check_qkv(qkv, tables, options)
-        checks.check_positions(qkv, tables, options, "apply_rope_qkv")
+    if check is not False:
+        checks.check_all("apply_rope_qkv", checks.check_qkv, check, {"qkv": qkv}, {}, tables, options)
     return call_qkv(qkv, tables, options, checks.check_qkv)
 
 
@@ -292,17 +285,14 @@ def apply_rope_qkv_(
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
         cos, sin, kind = one_table("apply_rope_qkv_", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    if rotary_dim is None:
-        rotary_dim = default_rotary_dim(kind, cos, qkv.shape[-1] // (max(q_per_group, 1) + 2) - rotary_offset)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen or 0, cp_size, cp_rank, kind,
-        tuple(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, True, False, False,
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen, cp_size, cp_rank, kind,
+        _sections(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, True, False, False,
         rounding, launch, inverse, True,
     )  # fmt: skip
-    if check:
-        checks.check_qkv(qkv, tables, options)
-        checks.check_positions(qkv, tables, options, "apply_rope_qkv_")
+    if check is not False:
+        checks.check_all("apply_rope_qkv_", checks.check_qkv, check, {"qkv": qkv}, {}, tables, options)
     return call_qkv(qkv, tables, options, checks.check_qkv)[0]
 
 
@@ -347,18 +337,15 @@ def apply_rope_fp8(
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
         cos, sin, kind = one_table("apply_rope_fp8", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    if rotary_dim is None:
-        rest = q.shape[-1] - rotary_offset
-        rotary_dim = rest if kind == "cos_sin" else default_rotary_dim(kind, cos, rest)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, tuple(mrope_section),
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
         mrope_interleaved, 1.0, False, 0, True, True, False, "fp32", launch, False, False,
     )  # fmt: skip
-    q_unit, k_unit = _scale(q_scale, q.device), _scale(k_scale, q.device)
-    if check:
-        checks.check_fp8(q, k, q_unit, k_unit, tables, options)  # type: ignore[arg-type]
-        checks.check_positions(q, tables, options, "apply_rope_fp8")
+    q_unit, k_unit = _scale("apply_rope_fp8", "q_scale", q_scale, q), _scale("apply_rope_fp8", "k_scale", k_scale, q)
+    if check is not False:
+        rest = {"k": k, "q_scale": q_unit, "k_scale": k_unit}
+        checks.check_all("apply_rope_fp8", checks.check_fp8, check, {"q": q}, rest, tables, options)
     return call_fp8(q, k, q_unit, k_unit, tables, options, checks.check_fp8)  # type: ignore[arg-type]
 
 
@@ -472,19 +459,19 @@ def _kv_cache(
     kind = "cos_sin"
     if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
         cos, sin, kind = one_table(name, cos, sin, cos_sin_cache, freqs, freqs_cis)
-    if rotary_dim is None:
-        rest = q.shape[-1] - rotary_offset
-        rotary_dim = rest if kind == "cos_sin" else default_rotary_dim(kind, cos, rest)
     tables = (cos, sin, None, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, tuple(mrope_section),
+        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
         mrope_interleaved, 1.0, False, 0, True, scales[0] is not None, rotate_k, "fp32", launch, False, in_place,
     )  # fmt: skip
-    tensors = (q, k, v, *cache, *(_scale(scale, q.device) for scale in scales))
-    if check:
-        checks.check_kv_cache(*tensors, tables, options)  # type: ignore[call-arg, arg-type]
-        checks.check_positions(q, tables, options, name)
-        checks.check_slots(*cache, name)
+    labels = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "q_scale", "k_scale", "v_scale")
+    units = [_scale(name, label, scale, q) for label, scale in zip(labels[6:], scales)]
+    tensors = (q, k, v, *cache, *units)
+    if check is not False:
+        given = dict(zip(labels, tensors))
+        needed = {label: given.pop(label) for label in labels[:6]}
+        if checks.check_all(name, checks.check_kv_cache, check, needed, given, tables, options):
+            checks.check_slots(*cache, name)
     return call_kv_cache(tensors, tables, options, checks.check_kv_cache)
 
 
@@ -502,27 +489,30 @@ def one_table(
         raise InvalidInput(f"{name}: give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not {had}")
     if cos is not None and sin is not None:
         return cos, sin, "cos_sin"
-    if freqs is not None and freqs.dim() == 4:  # (P, B, 1, W)
+    if isinstance(freqs, Tensor) and freqs.dim() == 4:  # (P, B, 1, W)
         freqs = freqs.transpose(0, 1)
     table = given[words[0]] if freqs is None else freqs
     return table, table, words[0]  # type: ignore[return-value]
 
 
-def default_rotary_dim(kind: str, table: Tensor, rest: int) -> int:
-    """The width of a table that has each pair once and both its parts; else what a head has."""
-    if kind == "cos_sin_cache":
-        return table.shape[-1]
-    return 2 * table.shape[-1] if kind == "freqs_cis" else rest
+def _sections(sections: Sequence[int]) -> Any:
+    """A list becomes a tuple, so that it can be part of a key; anything else is left to the check."""
+    return tuple(sections) if type(sections) is list else sections
 
 
-def _scale(scale: float | Tensor | None, device: torch.device) -> Tensor | None:
+def _scale(name: str, label: str, scale: float | Tensor | None, q: Tensor) -> Tensor | None:
     """A scale as the kernels read it, on the device."""
-    if scale is None or isinstance(scale, Tensor):
-        return scale
-    made: Tensor = _scale_of(device, float(scale))
+    if scale is None or isinstance(scale, Tensor) or not isinstance(q, Tensor):
+        return scale  # type: ignore[return-value]
+    value = number(name, label, scale, or_else=", or a tensor of one fp32 number on q's device")
+    if type(value) is float and abs(value) > torch.finfo(torch.float32).max:
+        refuse(name, label, scale, "a number that fp32 holds")
+    with getattr(q, "fake_mode", None) or nullcontext():  # a fake tensor's, which need not be active
+        made: Tensor = _scale_of(q.device, value, label)
     return made
 
 
 @constant
-def _scale_of(device: torch.device, scale: float) -> Tensor:
+def _scale_of(device: torch.device, scale: float, label: str) -> Tensor:
+    """One for each argument: a guard refuses a tensor that it has twice."""
     return torch.full((), scale, device=device)

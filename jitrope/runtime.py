@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,17 +21,18 @@ from .kernels import build as build
 from .kernels import compiled as compiled
 from .kernels import get_kernel as get_kernel
 from .kernels import kernel_cache as kernel_cache
-from .kernels import missing_cupy as missing_cupy
 from .problem import (
     NormCall,
     Views,
     cache_view,
     constant,
     empty_parts,
+    extent,
     head_views,
     joint_parts,
     plan_call,
     qkv_views,
+    refuse_meeting,
     separate_views,
 )
 from .reference import FP8, Tables, Weights, table_pair
@@ -37,26 +41,48 @@ from .spec import LAYOUT_AXES, Norm, Options
 MAX_LAUNCHES = 4096
 """Prepared launches a thread keeps; past it they are forgotten, which costs a few microseconds each."""
 
+MAX_APART = 1024
+"""Distances between a call's tensors that a launch keeps, known to be of tensors that do not share memory."""
+
 MAX_RECENT = 256
 MAX_RECENT_KINDS = 8
 """Sets of options, and for each kinds of tensors, that a thread looks at before anything else."""
 
 _POINTERS = 15
-_Q_PER_GROUP, _VALUES, _FP8 = (Options._fields.index(name) for name in ("q_per_group", "values", "fp8"))
+_Q_PER_GROUP, _VALUES, _FP8, _K_TOO = (
+    Options._fields.index(name) for name in ("q_per_group", "values", "fp8", "k_too")
+)
 _NORM_POINTERS = 15 + _POINTERS
 _PACK, _PACK_NORM = (struct.Struct(f"{count}q").pack_into for count in (_POINTERS, _NORM_POINTERS))
 _NO_SOURCES = (0,) * 6
 
-_local = threading.local()
+_MISSING = object()
 
-_NOTHING = [torch.empty(0, dtype=torch.int8) for _ in range(14)]  # for tensors that are not given; at address 0
+
+class _Local(threading.local):
+    """What a thread keeps: prepared launches by kind of call, and the last kinds by their options."""
+
+    def __init__(self) -> None:
+        self.launches: dict[Any, Any] = {}
+        self.recent: dict[Any, list[tuple[int, Callable[..., bool], Launch]]] = {}
+
+
+_local = _Local()
+
+
+@cache
+def _nothing() -> list[Tensor]:
+    """For tensors that are not given; at address 0. Made at the first plain call, where no dispatch mode is active."""
+    with torch.inference_mode(False):
+        return [torch.empty(0, dtype=torch.int8, device="cpu") for _ in range(14)]
+
 
 # A torch without CUDA has neither.
 _get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 _get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 _empty_like = torch.empty_like
 
-Check = Callable[..., None] | None
+Check = Callable[..., Any] | None
 Parts = tuple[Tensor, Tensor, Tensor]
 
 
@@ -66,15 +92,30 @@ Parts = tuple[Tensor, Tensor, Tensor]
 class Launch:
     """A kernel with its grid and its argument block; only the addresses change from call to call."""
 
-    __slots__ = ("alignments", "args", "blocks", "device", "enqueue", "pack", "sin_offset")
+    __slots__ = (
+        "alignments",
+        "apart",
+        "args",
+        "blocks",
+        "device",
+        "enqueue",
+        "pack",
+        "reach",
+        "sin_offset",
+        "sin_offset2",
+    )
 
-    def __init__(self, plan: heuristics.Plan, device: int, words: list[int], sin_offset: int) -> None:
+    def __init__(
+        self, plan: heuristics.Plan, device: int, words: list[int], sin_offsets: tuple[int, int], reach: int
+    ) -> None:
         with torch.cuda.device(device):
             kernel = get_kernel(plan.spec, device)
             kernel.bind_thread()
         self.device = device
         self.alignments: list[int] = []  # of a kept call's tensors, in bytes past 16
-        self.sin_offset = sin_offset  # bytes from cos to sin, where they are one tensor
+        self.sin_offset, self.sin_offset2 = sin_offsets  # bytes from cos to sin, where they are one tensor
+        self.reach = reach  # bytes, past which no two tensors of a call can meet
+        self.apart: set[tuple[int, ...]] = set()  # distances between a call's tensors at which none do
         self.blocks = plan.grid[0] * plan.grid[1]
         pointers, self.pack = (_NORM_POINTERS, _PACK_NORM) if plan.spec.norm else (_POINTERS, _PACK)
         self.args = (ctypes.c_int64 * (pointers + len(words)))(*[0] * pointers, *words)
@@ -90,6 +131,20 @@ class Launch:
             self.enqueue(_get_stream(self.device))
         else:
             self.enqueue_on_its_device()
+
+    def keep_apart(self, name: str, tensors: dict[str, Tensor], written: Sequence[str]) -> None:
+        """Refuse memory that a call would write and also read or write as another of its tensors."""
+        first, *others = _addresses(list(tensors.values()))
+        distances = tuple(x - first for x in others)
+        if distances not in self.apart:
+            refuse_meeting(name, tensors, written)
+            self.know_apart(distances)
+
+    def know_apart(self, distances: tuple[int, ...]) -> None:
+        """Tensors at these distances from the first do not share memory."""
+        if len(self.apart) >= MAX_APART:
+            self.apart.clear()
+        self.apart.add(distances)
 
     def enqueue_on_its_device(self) -> None:
         """On torch's current stream of the kernel's device, where another device is the current one."""
@@ -107,25 +162,26 @@ def _table_addresses(tables: Tables, launch: Launch) -> list[int]:
 
 
 def rope(
-    q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], check: Check = None, plain: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Rotate CUDA tensors; `options` are the values of `Options`.
+    q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], check: Check = None,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Rotate CUDA tensors; `options` are the values of `Options`, with a `check` as the caller wrote them.
 
-    `check` runs once for each kind of call, before anything else. The key holds all that it, the
-    plan and the argument block look at. plain: nothing watches this call, and nothing would one like it.
+    `check` runs once for each kind of call, before anything else, and returns the options converted to their types. The
+    key holds all that it, the plan and the argument block look at. plain: neither this call nor a later one like it is
+    watched.
     """
     key = ("rope", options, *map(_key, (q, k, *tables)))
-    try:
-        launch = _local.launches[key]
-    except (AttributeError, KeyError):
-        if check is not None:
-            check(q, k, tables, options)
-        views = head_views(q, k, Options(*options))
-        launch = _remember(key, _prepare(*views, tables, None, Options(*options)))
+    launch = _found(key)
+    if launch is _MISSING:
+        o = Options(*(options if check is None else check(q, k, tables, options)))
+        launch = _remember(key, _prepare(*head_views(q, k, o), tables, None, o))
+    if options[-1] and k is not None and launch is not None:
+        launch.keep_apart("apply_rope_", {"q": q, "k": k}, ("q", "k"))
     if plain and k is not None and tables[2] is tables[3] is None and _aligned(q, k, *tables[:2]):
         cos, sin, *rest = tables
-        given = (q, k, cos, None if sin is cos else sin, *rest)
-        _keep_in_mind(options, tuple(x for x in given if x is not None), launch)
+        tensors = (q, k if k is not q else k.detach(), cos, None if sin is cos else sin, *rest)
+        _keep_in_mind(options, tuple(x for x in tensors if x is not None), launch)
     return _run_rope(launch, q, k, tables, options[-1])
 
 
@@ -139,21 +195,28 @@ def rope_again(
     Written for host time: a step more here is a step more for every layer of a decode step.
     """
     cos, sin, cu_seqlens, starts, ids = tables
-    try:
-        kinds = _local.recent[options]
-    except (AttributeError, KeyError):
-        return None
     if k is None or cu_seqlens is not None or starts is not None:
         return None
+    try:
+        kinds = _local.recent[options]
+        if q.is_nested or k.is_nested:  # a guard given a nested tensor aborts the process
+            return None
+    except (AttributeError, KeyError, TypeError):  # no tensor, or an option without a hash: the check refuses both
+        return None
+    if k is q:
+        k = k.detach()
     if sin is cos:  # a guard refuses a tensor that it has twice
         given: tuple[Tensor, ...] = (q, k, cos) if ids is None else (q, k, cos, ids)
     else:
         given = (q, k, cos, sin) if ids is None else (q, k, cos, sin, ids)
     count = len(given)
-    for n, matches, launch in kinds:  # noqa: B007  launch is used behind the loop
-        if n == count and matches(*given):
-            break
-    else:
+    try:
+        for n, matches, launch in kinds:  # noqa: B007  launch is used behind the loop
+            if n == count and matches(*given):
+                break
+        else:
+            return None
+    except TypeError:  # an argument that is no tensor, which the check refuses
         return None
     q_at, k_at, cos_at, sin_at = q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr()
     if (q_at | k_at | cos_at | sin_at) & 15:  # what is kept is for aligned tensors; a guard does not see that
@@ -161,6 +224,8 @@ def rope_again(
     sin_at += launch.sin_offset
     ids_at = 0 if ids is None else ids.data_ptr()
     if options[-1]:
+        if -launch.reach < k_at - q_at < launch.reach and (k_at - q_at,) not in launch.apart:
+            launch.keep_apart("apply_rope_", {"q": q, "k": k}, ("q", "k"))
         _PACK(launch.args, 0, q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
     else:
         q, k = _empty_like(q), _empty_like(k)
@@ -194,13 +259,10 @@ def rope_fp8(
     """The same with fp8 outputs, divided by the scales."""
     tensors = (q, k, q_scale, k_scale)
     key = ("rope_fp8", options, *map(_key, (*tensors, *tables)))
-    try:
-        launch = _local.launches[key]
-    except (AttributeError, KeyError):
-        if check is not None:
-            check(*tensors, tables, options)
-        views = head_views(q, k, Options(*options))
-        launch = _remember(key, _prepare(*views, tables, None, Options(*options)))
+    launch = _found(key)
+    if launch is _MISSING:
+        o = Options(*(options if check is None else check(*tensors, tables, options)))
+        launch = _remember(key, _prepare(*head_views(q, k, o), tables, None, o))
     q_out, k_out = torch.empty_like(q, dtype=FP8), None if k is None else torch.empty_like(k, dtype=FP8)
     if launch is not None:
         at = _addresses((q, q if k is None else k, q, q_out, q_out if k is None else k_out, q_out))
@@ -217,18 +279,17 @@ def rope_kv_cache(
     tensors = (q, k, v, k_cache, v_cache, slot_mapping, q_scale, k_scale, v_scale)
     key = ("rope_kv_cache", options, *map(_key, (*tensors, *tables)))
     in_place = options[-1]
-    try:
-        launch = _local.launches[key]
-    except (AttributeError, KeyError):
-        if check is not None:
-            check(*tensors, tables, options)
-        o = Options(*options)
+    launch = _found(key)
+    if launch is _MISSING:
+        o = Options(*(options if check is None else check(*tensors, tables, options)))
         (q_view, k_view, _), (q_out_view, *_) = head_views(q, k, o)
         inputs = (q_view, k_view, head_views(v, None, o._replace(in_place=True))[0][0])
         outputs = (q_out_view, cache_view(k_cache), cache_view(v_cache))
         launch = _remember(key, _prepare(inputs, outputs, tables, slot_mapping, o))
+    if launch is not None:
+        _keep_cache_apart(launch, tensors, options)
     if plain and _aligned(*tensors[:5], *tables[:2]):  # type: ignore[arg-type]
-        _keep_in_mind(options, _distinct((*tensors, *tables)), launch)
+        _keep_in_mind(options, _distinct(_for_a_guard((*tensors, *tables))), launch)
     q_out = q if in_place else torch.empty_like(q, dtype=FP8 if options[_FP8] else None)
     if launch is not None:
         at = _addresses((q, k, v, q_out, k_cache, v_cache))
@@ -236,17 +297,28 @@ def rope_kv_cache(
     return q_out
 
 
+def _keep_cache_apart(launch: Launch, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
+    q, k, v, k_cache, v_cache = tensors[:5]
+    written = ("k_cache", "v_cache", *(("q",) if options[-1] else ()), *(("k",) if options[_K_TOO] else ()))
+    given = {"k_cache": k_cache, "v_cache": v_cache, "q": q, "k": k, "v": v}
+    launch.keep_apart("apply_rope_kv_cache_" if options[-1] else "apply_rope_kv_cache", given, written)
+
+
 def rope_kv_cache_again(tensors: Sequence[Tensor | None], tables: Tables, options: tuple[Any, ...]) -> Tensor | None:
     """The same for a call of a kind that this thread has had lately, or None; see `rope_again`."""
-    given = _distinct((*tensors, *tables))
-    count = len(given)
-    launch = next((launch for n, matches, launch in _recent(options) if n == count and matches(*given)), None)
+    launch, _ = _known(options, (*tensors, *tables))
     if launch is None:
         return None
     q, k, v, k_cache, v_cache, slots, q_scale, k_scale, v_scale = _addresses(tensors)
     cos, sin, *rest = _addresses(tables)
     if (q | k | v | k_cache | v_cache | cos | sin) & 15:
         return None
+    distances = v_cache - k_cache, q - k_cache, k - k_cache, v - k_cache
+    if distances not in launch.apart:
+        places = sorted((0, *distances))
+        if any(b - a < launch.reach for a, b in itertools.pairwise(places)):
+            _keep_cache_apart(launch, tensors, options)
+        launch.know_apart(distances)
     sin += launch.sin_offset
     q_out: Tensor = tensors[0]  # type: ignore[assignment]
     q_out_at = q
@@ -263,12 +335,9 @@ def rope_qkv(
     """Packed QKV -> q and k rotated, v copied or a view. In place: q and k where they are; three times qkv."""
     key = ("rope_qkv", options, *map(_key, (qkv, *tables)))
     in_place = options[-1]
-    try:
-        prepared = _local.launches[key]
-    except (AttributeError, KeyError):
-        if check is not None:
-            check(qkv, tables, options)
-        o = Options(*options)
+    prepared = _found(key)
+    if prepared is _MISSING:
+        o = Options(*(options if check is None else check(qkv, tables, options)))
         views = qkv_views(qkv, o.q_per_group, o.layout)
         inputs: Views = views
         outputs: Views = views
@@ -277,9 +346,9 @@ def rope_qkv(
         if in_place or not o.values:
             inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
         launch = _prepare(inputs, outputs, tables, None, o)
-        prepared = _remember(key, (launch, *_byte_offsets(views)))
-    launch, k_offset, v_offset = prepared
-    parts = (qkv, qkv, qkv) if in_place else empty_parts(qkv, options[_Q_PER_GROUP], qkv.device, options[_VALUES])
+        prepared = _remember(key, (launch, o.q_per_group, *_byte_offsets(views)))
+    launch, q_per_group, k_offset, v_offset = prepared
+    parts = (qkv, qkv, qkv) if in_place else empty_parts(qkv, q_per_group, qkv.device, options[_VALUES])
     if launch is not None:
         at = qkv.data_ptr()
         inputs_at = (at, at + k_offset, at + v_offset)
@@ -293,9 +362,8 @@ def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, option
     grads = (dq, dk, dv)
     key = ("rope_qkv_backward", options, *map(_key, (*grads, *tables)))
     dqkv = dq.new_empty((*dk.shape[:-1], (options[_Q_PER_GROUP] + 2) * dk.shape[-1]))
-    try:
-        prepared = _local.launches[key]
-    except (AttributeError, KeyError):
+    prepared = _found(key)
+    if prepared is _MISSING:
         o = Options(*options)
         outputs = qkv_views(dqkv, o.q_per_group, o.layout)
         launch = _prepare(separate_views(*grads, o), outputs, tables, None, o)
@@ -310,9 +378,8 @@ def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, option
 def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: tuple[Any, ...]) -> None:
     """q and k rotated, v copied, in one launch, into tensors of the caller's, whose heads may lie apart."""
     key = ("rope_into", options, *map(_key, (*inputs, *outputs, *tables)))
-    try:
-        launch = _local.launches[key]
-    except (AttributeError, KeyError):
+    launch = _found(key)
+    if launch is _MISSING:
         o = Options(*options)
         seen = o._replace(in_place=True)
         q, k, v, *outs = (head_views(x, None, seen)[0][0] for x in (*inputs, *outputs))
@@ -326,40 +393,65 @@ def _aligned(*tensors: Tensor) -> bool:
     return not any(x.data_ptr() & 15 for x in tensors)
 
 
-def _distinct(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The tensors of a call for a guard, which refuses one that it has twice, and knows no None."""
-    given = [nothing if x is None else x for x, nothing in zip(tensors, _NOTHING)]
+def _for_a_guard(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """The tensors of a call in the form that a guard takes: None becomes an empty tensor."""
+    given = [nothing if x is None else x for x, nothing in zip(tensors, _nothing())]
     if given[-5] is given[-4]:  # a table that is there as cos and as sin
-        given[-4] = _NOTHING[-1]
-    if given[2] is given[3]:  # one weight for q and k
-        given[3] = _NOTHING[-2]
-    return tuple(given)
+        given[-4] = _nothing()[-1]
+    return given
 
 
-def _recent(options: tuple[Any, ...]) -> list[tuple[int, Callable[..., bool], Launch]]:
+def _distinct(given: list[Tensor]) -> list[Tensor]:
+    """A guard does not take one tensor twice, such as one weight for q and k: the second becomes a detached view."""
+    if len({*map(id, given)}) == len(given):
+        return given
+    return [x.detach() if any(x is y for y in given[:n]) else x for n, x in enumerate(given)]
+
+
+def _known(options: Any, tensors: Sequence[Tensor | None]) -> tuple[Launch | None, list[Tensor]]:
+    """The launch of a kind that this thread has had lately, if this call is of one, and its tensors for a guard."""
     try:
-        return _local.recent[options]  # type: ignore[no-any-return]
-    except (AttributeError, KeyError):
-        return []
+        kinds = _local.recent[options]
+        if any(x is not None and x.is_nested for x in tensors[:3]):  # a guard given a nested tensor aborts the process
+            return None, []
+        given = _for_a_guard(tensors)
+        for _ in range(2):
+            for n, matches, launch in kinds:
+                if n == len(given) and matches(*given):
+                    return launch, given
+            if given is (given := _distinct(given)):
+                break
+    except (AttributeError, KeyError, TypeError):  # the last for what is no tensor, or has no hash
+        pass
+    return None, []
 
 
 def _keep_in_mind(
-    options: tuple[Any, ...], given: tuple[Tensor, ...], launch: Launch | None, grads_asked: bool = False
+    options: tuple[Any, ...], given: Sequence[Tensor], launch: Launch | None, grads_asked: bool = False
 ) -> None:
     """Let `rope_again` know a plain call, whose tensors want no gradient; grads_asked: the caller looks after that."""
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None or launch is None or (not grads_asked and any(x.requires_grad for x in given)):
         return
-    if not hasattr(_local, "recent") or len(_local.recent) >= MAX_RECENT:
+    if len(_local.recent) >= MAX_RECENT:
         _local.recent = {}
+    try:
+        kinds = _local.recent.setdefault(options, [])
+    except TypeError:  # an option without a hash, a numpy array for a tuple
+        return
     matches = guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    kinds = _local.recent.setdefault(options, [])
+    kinds[:] = [kind for kind in kinds if kind[2] is not launch or kind[0] != len(given)]
     kinds.insert(0, (len(given), matches, launch))
     del kinds[MAX_RECENT_KINDS:]
 
 
 def _key(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15)
+    if x is None:
+        return None
+    try:
+        return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15
+    except RuntimeError:  # a sparse or a nested tensor, which the check refuses
+        return object()
 
 
 def _byte_offsets(views: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int]:
@@ -370,13 +462,20 @@ def _byte_offsets(views: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int]:
     return (int(k.storage_offset()) - start) * size, (int(v.storage_offset()) - start) * size
 
 
+def _found(key: tuple[Any, ...]) -> Any:
+    """What this thread has prepared for a kind of call, or _MISSING: also for options without a hash."""
+    try:
+        return _local.launches.get(key, _MISSING)
+    except TypeError:
+        return _MISSING
+
+
 def _remember(key: tuple[Any, ...], launch: Any) -> Any:
     """Keep what this thread has prepared: an argument block is filled by one thread at a time."""
-    if not hasattr(_local, "launches"):
-        _local.launches = {}
     if len(_local.launches) >= MAX_LAUNCHES:
         _local.launches.clear()
-    _local.launches[key] = launch
+    with contextlib.suppress(TypeError):  # an option without a hash, as a numpy array
+        _local.launches[key] = launch
     return launch
 
 
@@ -392,8 +491,10 @@ def _prepare(
         return None
     plan, words = planned
     log.debug("%s: %s", plan.spec.name, plan.reason)
-    sin = table_pair(*tables[:2], options.table)[1]
-    return Launch(plan, device.index, words, sin.data_ptr() - tables[1].data_ptr())
+    pairs = [tables[:2], normed.second_tables] if normed and normed.second_tables else [tables[:2], tables[:2]]
+    offsets = [table_pair(*pair, options.table)[1].data_ptr() - pair[1].data_ptr() for pair in pairs]  # type: ignore[call-arg,arg-type]
+    reach = max(extent(x) for x in (*inputs, *outputs) if x is not None)
+    return Launch(plan, device.index, words, (offsets[0], offsets[1]), reach)
 
 
 # ---- QK-norm + rope ------------------------------------------------------------------------------
@@ -407,18 +508,17 @@ def qk_norm_rope(
     weights = (q_weight, k_weight)
     tensors = (q, k, *weights)
     key = ("qk_norm_rope", options, norm, *map(_key, (*tensors, *tables)))
-    try:
-        launch = _local.launches[key]
-    except (AttributeError, KeyError):
-        if check is not None:
-            check(*tensors, tables, options, norm)
-        o = Options(*options)
-        views = head_views(q, k, o)
-        launch = _remember(key, _prepare(*views, tables, None, o, NormCall(norm, weights)))
-    if plain and launch is not None:
-        given = _distinct((*tensors, *tables))
-        launch.alignments = [x.data_ptr() & 15 for x in given]  # a guard does not see that
-        _keep_in_mind((options, norm), given, launch, grads_asked=True)
+    launch = _found(key)
+    if launch is _MISSING:
+        values, normed = (options, norm) if check is None else check(*tensors, tables, options, norm)
+        o = Options(*values)
+        launch = _remember(key, _prepare(*head_views(q, k, o), tables, None, o, NormCall(normed, weights)))
+    if options[-1] and k is not None and launch is not None:
+        launch.keep_apart("qk_norm_rope_", {"q": q, "k": k}, ("q", "k"))
+    if plain and launch is not None and not any(table.requires_grad for table in tables[:2]):
+        distinct = _distinct(_for_a_guard((*tensors, *tables)))
+        launch.alignments = [x.data_ptr() & 15 for x in distinct]  # a guard does not see that
+        _keep_in_mind((options, norm), distinct, launch, grads_asked=True)
     return _run_norm(launch, q, k, weights, tables, options, norm)
 
 
@@ -430,16 +530,13 @@ def qk_norm_rope_again(
     For a call that wants no gradient: a model's weights ask for one under torch.no_grad() too, and a guard does not
     know of that.
     """
-    kinds = _recent((options, norm))
-    if not kinds:
+    launch, given = _known((options, norm), (q, k, *weights, *tables))
+    if launch is None or [x.data_ptr() & 15 for x in given] != launch.alignments:
         return None
-    given = _distinct((q, k, *weights, *tables))
-    count = len(given)
-    launch = next((launch for n, matches, launch in kinds if n == count and matches(*given)), None)
-    if launch is None:
-        return None
-    if [x.data_ptr() & 15 for x in given] != launch.alignments:
-        return None
+    if options[-1] and k is not None:
+        distance = k.data_ptr() - q.data_ptr()
+        if -launch.reach < distance < launch.reach and (distance,) not in launch.apart:
+            launch.keep_apart("qk_norm_rope_", {"q": q, "k": k}, ("q", "k"))
     return _run_norm(launch, q, k, weights, tables, options, norm)
 
 
@@ -465,21 +562,19 @@ def qk_norm_rope_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     streams, weights, second_tables = arguments[:6], arguments[6:10], arguments[10:12]
     tables, options, norm, *checks = arguments[12:]
     key = ("qk_norm_rope_joint", options, norm, *map(_key, (*arguments[:12], *tables)))
-    try:
-        launch = _local.launches[key]
-    except (AttributeError, KeyError):
-        if checks:
-            checks[0](*arguments[:12], tables, options, norm)
+    launch = _found(key)
+    if launch is _MISSING:
+        values, normed = checks[0](*arguments[:12], tables, options, norm) if checks else (options, norm)
         outputs = joint_parts(*streams[:4])
         first, second, out = (tuple(x.unsqueeze(3) for x in xs) for xs in (streams[:3], streams[3:], outputs))
-        call = NormCall(norm, weights, second, second_tables if second_tables[0] is not None else ())
-        launch = _remember(key, _prepare(first, out, tables, None, Options(*options), call))
+        call = NormCall(normed, weights, second, second_tables if second_tables[0] is not None else ())
+        launch = _remember(key, _prepare(first, out, tables, None, Options(*values), call))
     outputs = joint_parts(*streams[:4])
     if launch is not None:
         cos, sin = _addresses(second_tables)
         at = _addresses(streams)
         weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), options[0], norm)
-        norm_at = (*at, *weights_at, 0, 0, 0, cos, sin + launch.sin_offset if sin else 0)
+        norm_at = (*at, *weights_at, 0, 0, 0, cos, sin + launch.sin_offset2 if sin else 0)
         launch(*norm_at, *at[:3], *_addresses(outputs), *_table_addresses(tables, launch), 0, 0, 0, 0)
     return outputs
 
@@ -492,9 +587,8 @@ def qk_norm_rope_backward(
     weights = (q_weight, k_weight)
     tensors = (dq, dk, q, k, *weights)
     key = ("qk_norm_rope_backward", options, norm, *map(_key, (*tensors, *tables)))
-    try:
-        prepared = _local.launches[key]
-    except (AttributeError, KeyError):
+    prepared = _found(key)
+    if prepared is _MISSING:
         o = Options(*options)
         grads = head_views(dq, dk, o._replace(in_place=True))[0][:2]
         launch = _prepare(*head_views(q, k, o), tables, None, o, NormCall(norm, weights, grads=grads))

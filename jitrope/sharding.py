@@ -315,7 +315,9 @@ def rope_qkv(call: Any, qkv: Tensor, tables: Tables, options: tuple[Any, ...], c
     """`dispatch.call_qkv` on the shards, whose heads are sharded in whole groups."""
     o = Options(*options)
     if check is not None:
-        check(_outline(qkv), _outlines(tables), options)
+        check(
+            _outline(qkv), _outlines(tables), (*options[:-1], False)
+        )  # an outline overlaps itself; shards are asked next
     placed = _Placed("apply_rope_qkv_" if o.in_place else "apply_rope_qkv", o, qkv=qkv)
     local = placed.tables(tables)
     if o.in_place:

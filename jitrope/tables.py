@@ -12,8 +12,10 @@ one function and one row of `ROPE_TYPES`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import arguments
 from .errors import InvalidInput
 
 __all__ = ["ROPE_TYPES", "cos_sin", "cos_sin_cache", "freqs", "from_config", "inv_freq"]
@@ -92,19 +95,20 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
     Raises:
         InvalidInput: a parameter is unknown to the type, missing or out of range.
     """
-    if rope_type not in ROPE_TYPES:
-        raise InvalidInput(f"inv_freq: rope_type is {rope_type!r}; allowed are {', '.join(ROPE_TYPES)}")
+    rope_type = arguments.word("inv_freq", "rope_type", rope_type, ROPE_TYPES)
+    device = arguments.device("inv_freq", "device", device)
     least = 4 if rope_type in ("ntk", "dynamic") else 2  # their exponent is d / (d - 2)
-    if not isinstance(rotary_dim, int) or rotary_dim < least or rotary_dim % 2:
-        raise InvalidInput(f"inv_freq: rotary_dim is {rotary_dim!r}; it is even and at least {least} for {rope_type!r}")
+    rotary_dim = arguments.whole("inv_freq", "rotary_dim", rotary_dim, least)
+    if rotary_dim % 2:
+        arguments.refuse("inv_freq", "rotary_dim", rotary_dim, "even")
     given = {name: value for name, value in parameters.items() if value is not None}
     accepted = _parameters(rope_type)
-    for name, value in {**given, "theta": theta}.items():
-        if name != "theta" and name not in accepted:
+    theta = _number("theta", theta)
+    for name, value in given.items():
+        if name not in accepted:
             takes = ", ".join(accepted) or "no parameters"
             raise InvalidInput(f"inv_freq: {name} is not a parameter of {rope_type!r}, which takes {takes}")
-        if name in ABOVE and not _is_above(ABOVE[name], value):
-            raise InvalidInput(f"inv_freq: {name} is {value!r}; allowed are numbers above {ABOVE[name]}")
+        given[name] = _PARAMETERS.get(name, _number)(name, value)
     missing = [name for name, default in accepted.items() if default is inspect.Parameter.empty and name not in given]
     if missing:
         raise InvalidInput(f"inv_freq: {rope_type!r} needs {', '.join(missing)}")
@@ -240,10 +244,35 @@ def _parameters(rope_type: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def _is_above(least: float, value: Any) -> bool:
-    """Of a list: whether each number in it is."""
-    numbers = value if isinstance(value, (list, tuple)) else [value]
-    return all(isinstance(number, (int, float)) and least < number < math.inf for number in numbers)
+def _number(name: str, value: Any) -> float:
+    """A finite number; a whole one stays whole, for arithmetic in the order and the types of transformers'."""
+    found = arguments.number("inv_freq", name, value, ABOVE.get(name.partition("[")[0]))
+    return int(value) if isinstance(value, numbers.Integral) else found
+
+
+def _numbers(name: str, value: Any) -> list[float]:
+    if not isinstance(value, (list, tuple)):
+        if type(value).__module__ != "numpy" or getattr(value, "ndim", 0) != 1:
+            arguments.refuse("inv_freq", name, value, "a list of numbers")
+        value = value.tolist()
+    return [_number(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+
+def _length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
+    if not isinstance(value, Tensor):
+        return arguments.whole(function, name, value, 0)
+    if value.numel() != 1 or value.dtype not in INTEGERS or value.is_meta:
+        arguments.refuse(function, name, value, "a whole number, or a tensor of one that has a value")
+    return value
+
+
+_PARAMETERS: dict[str, Callable[[str, Any], Any]] = {
+    "short_factor": _numbers,
+    "long_factor": _numbers,
+    "seq_len": _length,
+    "truncate": functools.partial(arguments.flag, "inv_freq"),
+}
+"""What a parameter may be, where it is not a number."""
 
 
 # ---- from a model's configuration ----------------------------------------------------------------
@@ -276,6 +305,12 @@ def from_config(
     Raises:
         InvalidInput: as `inv_freq`; or the configuration has no such parameters, or not for this layer_type.
     """
+    if layer_type is not None and not isinstance(layer_type, str):
+        arguments.refuse("from_config", "layer_type", layer_type, "the name of a type of layer, or None")
+    if head_dim is not None:
+        head_dim = arguments.whole("from_config", "head_dim", head_dim, 2)
+    if seq_len is not None:
+        _length("seq_len", seq_len, "from_config")
     parameters = _rope_parameters(config, layer_type)
     if layer_type is not None and not isinstance(config, Mapping):
         with suppress(AttributeError, TypeError, ValueError):  # transformers': head sizes that vary over the layers
@@ -288,10 +323,14 @@ def from_config(
     if layer_type is None:  # Phi-3's is beside rope_parameters, and goes before one inside
         trained = _get(config, "original_max_position_embeddings") or trained
     found["original_max_position_embeddings"] = trained = trained or length
+    for name in ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"):
+        if found[name] is not None:
+            arguments.number("from_config", name, found[name], ABOVE.get(name))
     rope_type = found.get("rope_type") or found.get("type") or "default"
+    arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
     if rope_type in ("yarn", "longrope") and length and trained:
         found.setdefault("factor", length / trained)
-    accepted = _parameters(rope_type) if rope_type in ROPE_TYPES else ()
+    accepted = _parameters(rope_type)
     known = {name: value for name, value in found.items() if name in accepted}
     rotary_dim = _rotary_dim(config, rope_type, head_dim, found["partial_rotary_factor"])
     return inv_freq(rope_type, rotary_dim=rotary_dim, theta=found["rope_theta"], device=device, **known)
@@ -307,6 +346,8 @@ def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     if not any(name in config if isinstance(config, Mapping) else hasattr(config, name) for name in names):
         raise InvalidInput(f"from_config: config has none of {', '.join(names)}; perhaps its text_config has")
     found = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        arguments.refuse("from_config", "config's rope_parameters", found, "a dict")
     layer_types = [name for name, value in found.items() if isinstance(value, Mapping)]
     if layer_type is None and not layer_types:
         return dict(found)
@@ -322,13 +363,15 @@ def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: floa
         if _get(config, "global_head_dim") or _get(config, "per_layer_config"):
             raise InvalidInput("from_config: config has heads of several sizes; pass head_dim, or transformers' object")
         if _get(config, "qk_rope_head_dim"):
-            return int(config["qk_rope_head_dim"])
+            return arguments.whole("from_config", "config's qk_rope_head_dim", config["qk_rope_head_dim"])
     head_dim = head_dim or _get(config, "head_dim")
     if head_dim is None:
-        width, heads = _get(config, "hidden_size"), _get(config, "num_attention_heads")
-        if not width or not heads:
+        sizes = [_get(config, name) for name in ("hidden_size", "num_attention_heads")]
+        if None in sizes:
             raise InvalidInput("from_config: config has neither head_dim nor hidden_size and num_attention_heads")
+        width, heads = (arguments.whole("from_config", "config's sizes", size, 1) for size in sizes)
         head_dim = width // heads
+    head_dim = arguments.whole("from_config", "config's head_dim", head_dim, 1)
     return int(head_dim) if rope_type == "proportional" else int(head_dim * partial)
 
 
@@ -365,11 +408,18 @@ def cos_sin(
     Raises:
         InvalidInput: an argument is not one of the above.
     """
-    positions = _positions("cos_sin", positions, inv_freq)
-    (cos, each_cos), (sin, each_sin) = (
-        _empty("cos_sin", positions, inv_freq, width, interleaved, dtype) for _ in range(2)
-    )
-    for block, angle in _blocks("cos_sin", positions, inv_freq, angles):
+    return _cos_sin("cos_sin", positions, inv_freq, attention_factor, width, interleaved, dtype, angles)
+
+
+def _cos_sin(
+    name: str, positions: int | Tensor, inv_freq: Tensor, attention_factor: float, width: str, interleaved: bool,
+    dtype: torch.dtype, angles: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    attention_factor = arguments.number(name, "attention_factor", attention_factor)
+    arguments.word(name, "angles", angles, ("fp64", "fp32"))
+    positions = _positions(name, positions, inv_freq)
+    (cos, each_cos), (sin, each_sin) = (_empty(name, positions, inv_freq, width, interleaved, dtype) for _ in range(2))
+    for block, angle in _blocks(positions, inv_freq, angles):
         each_cos[block] = angle.cos().mul_(attention_factor)[:, None]
         each_sin[block] = angle.sin().mul_(attention_factor)[:, None]
     return cos, sin
@@ -387,7 +437,7 @@ def cos_sin_cache(
 
     Arguments and errors are those of `cos_sin`. It serves both pairings (their is_neox_style).
     """
-    tables = cos_sin(positions, inv_freq, attention_factor=attention_factor, dtype=dtype, angles=angles)
+    tables = _cos_sin("cos_sin_cache", positions, inv_freq, attention_factor, "half", False, dtype, angles)
     return torch.cat(tables, dim=-1)
 
 
@@ -402,42 +452,37 @@ def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", int
     """
     positions = _positions("freqs", positions, inv_freq)
     table, each = _empty("freqs", positions, inv_freq, width, interleaved, torch.float32)
-    for block, angle in _blocks("freqs", positions, inv_freq, "fp64"):
+    for block, angle in _blocks(positions, inv_freq, "fp64"):
         turns = (angle / (2 * math.pi)).round_()
         each[block] = angle.sub_(turns, alpha=2 * math.pi)[:, None]
     return table
 
 
 def _positions(name: str, positions: int | Tensor, inv_freq: Tensor) -> Tensor:
-    if inv_freq.dim() != 1 or inv_freq.dtype != torch.float32:
-        raise InvalidInput(f"{name}: inv_freq is {inv_freq.dtype} {tuple(inv_freq.shape)}; it is fp32 (R / 2,)")
+    inv_freq = arguments.tensor(name, "inv_freq", inv_freq, (torch.float32,), 1)
     if isinstance(positions, Tensor):
         if positions.dtype not in INTEGERS or positions.device != inv_freq.device:
             got = f"{positions.dtype} on {positions.device}"
             raise InvalidInput(f"{name}: positions is {got}; it is int32 or int64 on inv_freq's {inv_freq.device}")
         return positions
-    if not isinstance(positions, int) or positions < 0:
-        raise InvalidInput(f"{name}: positions is {positions!r}; it is a whole number or a tensor of them")
-    return torch.arange(positions, device=inv_freq.device)
+    return torch.arange(arguments.whole(name, "positions", positions, 0), device=inv_freq.device)
 
 
 def _empty(
     name: str, positions: Tensor, inv_freq: Tensor, width: str, interleaved: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """An empty table (*positions.shape, W), and a view of it (rows, times that an angle occurs, R / 2)."""
-    if width not in ("half", "full"):
-        raise InvalidInput(f"{name}: width is {width!r}; allowed are 'half' and 'full'")
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise InvalidInput(f"{name}: dtype is {dtype}; allowed are torch.float32, torch.float16 and torch.bfloat16")
+    arguments.word(name, "width", width, ("half", "full"))
+    interleaved = arguments.flag(name, "interleaved", interleaved)
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        arguments.refuse(name, "dtype", dtype, "torch.float32, torch.float16 or torch.bfloat16")
     times, pairs, rows = (2 if width == "full" else 1), len(inv_freq), positions.numel()
     table = torch.empty((*positions.shape, times * pairs), dtype=dtype, device=inv_freq.device)
     return table, table.view(rows, pairs, times).mT if interleaved else table.view(rows, times, pairs)
 
 
-def _blocks(name: str, positions: Tensor, inv_freq: Tensor, angles: str) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(positions: Tensor, inv_freq: Tensor, angles: str) -> Iterator[tuple[slice, Tensor]]:
     """Angles (a block of rows, R / 2): at no time there are more of them than BLOCK_ANGLES in fp64."""
-    if angles not in ("fp64", "fp32"):
-        raise InvalidInput(f"{name}: angles is {angles!r}; allowed are 'fp64' and 'fp32'")
     dtype = torch.float64 if angles == "fp64" else torch.float32
     rows, frequencies = positions.reshape(-1, 1), inv_freq.detach().to(dtype)
     step = max(1, BLOCK_ANGLES // max(1, len(inv_freq)))

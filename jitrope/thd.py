@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import thd_ops
+from . import arguments, thd_ops
 from .checks import Require, _requirer
 from .partition import RULES
 from .thd_reference import Shape
@@ -41,29 +41,34 @@ Rows = Tensor | tuple[Tensor, ...]
 MAX_TOKENS = 2**31 - 1
 """Rows are counted in 32 bits; elements in 64."""
 
+SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of what is corrected, in fp32."""
+
 CORRECTIONS = ("none", "add", "copy")
 """What `grad_correction` does with a half."""
 
 
-def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, require: Require) -> None:
+def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, require: Require, rows: str = "x") -> None:
     require(
         cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
         lambda: f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it is (sequences + 1) int32 or int64",
     )
-    require(cu_seqlens.device == x.device, lambda: f"{label} is on {cu_seqlens.device}, the rows on {x.device}")
+    require(cu_seqlens.device == x.device, lambda: f"{label} is on {cu_seqlens.device}, {rows} on {x.device}")
     require(cu_seqlens.is_contiguous(), lambda: f"{label} is not contiguous")
 
 
 def _check_shape(x: Tensor, cu_seqlens: Tensor, shape: Shape, require: Require) -> None:
     _check_offsets("cu_seqlens", cu_seqlens, x, require)
-    require(shape.rule in RULES, lambda: f"rule is {shape.rule!r}; allowed are {', '.join(RULES)}")
-    require(shape.cp_size >= 1, lambda: f"cp_size is {shape.cp_size}; it is at least 1")
-    require(
-        0 <= shape.cp_rank < shape.cp_size,
-        lambda: f"cp_rank is {shape.cp_rank}, which is not from 0 to cp_size - 1 = {shape.cp_size - 1}",
-    )
     require(
         shape.tokens + shape.cp_size <= MAX_TOKENS, lambda: f"{shape.tokens} tokens are more than {MAX_TOKENS} rows"
+    )
+
+
+def _require_written(label: str, x: Tensor, require: Require) -> None:
+    """What is written has rows of their own, and each in one piece."""
+    require(
+        len(x) == 0 or (x[0].is_contiguous() and (len(x) == 1 or abs(x.stride(0)) >= x[0].numel())),
+        lambda: f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap",
     )
 
 
@@ -98,11 +103,20 @@ def _reordered(xs: tuple[Tensor, ...], map: str, cu_seqlens: Tensor, shape: Shap
 
 
 def _reorder(name: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Rows:
-    xs = x if isinstance(x, tuple) else (x,)
+    xs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     require = _requirer(name)
-    require(1 <= len(xs) <= 2, lambda: f"{len(xs)} tensors are given; one launch moves one or two")
+    require(1 <= len(xs) <= 2, lambda: f"x is {len(xs)} tensors; one launch moves one or two")
+    for i, y in enumerate(xs):
+        arguments.tensor(name, "x" if len(xs) == 1 else f"x[{i}]", y)
+    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+    cp_size = arguments.whole(name, "cp_size", cp_size, 1)
+    tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
+    rule = arguments.word(name, "rule", rule, RULES)
     require(
-        all(y.dim() >= 1 and len(y) == len(xs[0]) for y in xs), lambda: f"{[tuple(y.shape) for y in xs]} differ in rows"
+        all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs),
+        lambda: (
+            f"x is {', '.join(map(arguments.shown, xs))}; it must be (T, ...), a pair with as many rows and one device"
+        ),
     )
     to_ranks = name.startswith("sequence")
     shape = Shape(tokens if tokens is not None else len(xs[0]), len(cu_seqlens) - 1, cp_size, 0, rule)
@@ -110,10 +124,13 @@ def _reorder(name: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int |
     rows = shape.tokens if to_ranks else cp_size * shape.capacity
     require(
         len(xs[0]) == rows,
-        lambda: f"there are {len(xs[0])} rows; {shape.tokens} tokens on {cp_size} ranks are {rows}",
+        lambda: (
+            f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows} (total_tokens "
+            "must be given where it is not the number of rows)"
+        ),
     )
     out = _Reordered.apply("to_ranks" if to_ranks else "to_sequences", cu_seqlens, shape, *xs)
-    return out if isinstance(x, tuple) else out[0]  # type: ignore[no-any-return]
+    return out if isinstance(x, (tuple, list)) else out[0]  # type: ignore[no-any-return]
 
 
 def sequence_order_to_cp_rank_order(
@@ -166,8 +183,15 @@ def get_partitioned_indices(
     Raises:
         InvalidInput: the arguments do not fit together.
     """
-    shape = Shape(total_tokens, len(cu_seqlens) - 1, world_size, rank, rule)
-    _check_shape(cu_seqlens, cu_seqlens, shape, _requirer("get_partitioned_indices"))
+    name = "get_partitioned_indices"
+    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+    total_tokens = arguments.whole(name, "total_tokens", total_tokens, 0)
+    world_size = arguments.whole(name, "world_size", world_size, 1)
+    rank = arguments.whole(name, "rank", rank, 0)
+    require = _requirer(name)
+    require(rank < world_size, lambda: f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
+    shape = Shape(total_tokens, len(cu_seqlens) - 1, world_size, rank, arguments.word(name, "rule", rule, RULES))
+    _check_shape(cu_seqlens, cu_seqlens, shape, require)
     return thd_ops.partition_indices(cu_seqlens, shape)
 
 
@@ -187,10 +211,15 @@ def copy_valid_tokens_from_per_split_to_rank_local(
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
     """
-    require = _requirer("copy_valid_tokens_from_per_split_to_rank_local")
+    name = "copy_valid_tokens_from_per_split_to_rank_local"
+    require = _requirer(name)
+    for label, tensor in (
+        ("out", out), ("x", x), ("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens),
+    ):  # fmt: skip
+        arguments.tensor(name, label, tensor)
     require(
-        out.shape == x.shape and out.dtype == x.dtype,
-        lambda: f"out is {tuple(out.shape)} {out.dtype}, x {tuple(x.shape)} {x.dtype}; they are alike",
+        out.dim() > 0 and out.shape == x.shape and out.dtype == x.dtype and out.device == x.device,
+        lambda: f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike",
     )
     for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
         _check_offsets(label, offsets, x, require)
@@ -198,7 +227,7 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         cu_seqlens.shape == cu_seqlens_padded.shape and cu_seqlens.dtype == cu_seqlens_padded.dtype,
         lambda: "cu_seqlens and cu_seqlens_padded differ in shape or dtype",
     )
-    require(len(out) == 0 or out[0].is_contiguous(), lambda: "the elements of a row of out are not contiguous")
+    _require_written("out", out, require)
     if len(cu_seqlens) > 1:
         thd_ops.copy_valid([_rows_of(x)], [out], cu_seqlens_padded, cu_seqlens)
 
@@ -218,8 +247,12 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     Raises:
         InvalidInput: the arguments do not fit together.
     """
-    require = _requirer("read_half_tensor")
-    require(half_idx in (0, 1), lambda: f"half_idx is {half_idx!r}; it is 0 or 1")
+    name = "read_half_tensor"
+    require = _requirer(name)
+    arguments.tensor(name, "x", x)
+    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+    half_idx = arguments.whole(name, "half_idx", half_idx)
+    require(half_idx in (0, 1), lambda: f"half_idx is {half_idx!r}; it must be 0 or 1")
     both = x.dim() == 4
     require(x.dim() == 3 or (both and len(x) == 2), lambda: f"x is {tuple(x.shape)}; it is (T, H, D) or (2, T, H, D)")
     xs = tuple(x) if both else (x,)
@@ -233,11 +266,22 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
 # ---- ring attention's corrections --------------------------------------------------------------------
 
 
-def _check_lse(label: str, lse: Tensor, packed: bool, require: Require) -> None:
+def _check_lse(label: str, lse: Tensor, packed: bool, cu_seqlens: Tensor, require: Require) -> None:
     words = "(H, rows)" if packed else "(B, H, rows)"
     require(
         lse.dim() == (2 if packed else 3) and lse.dtype == torch.float32 and lse.is_contiguous(),
-        lambda: f"{label} is {tuple(lse.shape)} {lse.dtype}; it is contiguous {words} fp32",
+        lambda: f"{label} is {tuple(lse.shape)} {lse.dtype}, strides {lse.stride()}; it is contiguous {words} fp32",
+    )
+    require(
+        packed or len(lse) == len(cu_seqlens) - 1,
+        lambda: f"{label} has B={len(lse)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match",
+    )
+
+
+def _check_step_lse(lse: Tensor, lse_per_step: Tensor, require: Require) -> None:
+    require(
+        lse_per_step.shape[:-1] == lse.shape[:-1] and lse_per_step.device == lse.device,
+        lambda: f"lse_per_step is {arguments.shown(lse_per_step)}, lse {arguments.shown(lse)}; only rows may differ",
     )
 
 
@@ -257,10 +301,15 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
     """
-    require = _requirer("second_half_lse_correction")
+    name = "second_half_lse_correction"
+    require = _requirer(name)
+    for label, tensor in (("lse", lse), ("lse_per_step", lse_per_step), ("cu_seqlens", cu_seqlens)):
+        arguments.tensor(name, label, tensor)
+    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
+    _check_offsets("cu_seqlens", cu_seqlens, lse, require, "lse")
     for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
-        _check_lse(label, x, lse_packed, require)
-    _check_offsets("cu_seqlens", cu_seqlens, lse, require)
+        _check_lse(label, x, lse_packed, cu_seqlens, require)
+    _check_step_lse(lse, lse_per_step, require)
     rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
     torch.ops.jitrope.thd_correct("lse", "nothing", "add", lse_packed, cu_seqlens, rows, None, None, lse, lse_per_step)
 
@@ -278,9 +327,14 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
     Raises:
         InvalidInput: the arguments do not fit together.
     """
-    require = _requirer("read_second_half_lse")
-    _check_lse("lse", lse, lse_packed, require)
-    _check_offsets("cu_seqlens", cu_seqlens, lse, require)
+    name = "read_second_half_lse"
+    require = _requirer(name)
+    for label, tensor in (("lse", lse), ("cu_seqlens", cu_seqlens)):
+        arguments.tensor(name, label, tensor)
+    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
+    second_half_lse_seqlen = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
+    _check_offsets("cu_seqlens", cu_seqlens, lse, require, "lse")
+    _check_lse("lse", lse, lse_packed, cu_seqlens, require)
     out = lse.new_zeros((*lse.shape[:-1], second_half_lse_seqlen))
     rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
     torch.ops.jitrope.thd_correct("read_lse", "nothing", "copy", lse_packed, cu_seqlens, rows, None, None, lse, out)
@@ -304,12 +358,22 @@ def out_correction(
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
     """
-    require = _requirer("out_correction")
+    name = "out_correction"
+    require = _requirer(name)
+    for label, tensor in (
+        ("out", out), ("out_per_step", out_per_step), ("lse", lse), ("lse_per_step", lse_per_step),
+        ("cu_seqlens", cu_seqlens),
+    ):  # fmt: skip
+        arguments.tensor(name, label, tensor)
+    only_second_half = arguments.flag(name, "only_second_half", only_second_half)
+    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
     first = "nothing" if only_second_half else "add"
-    _check_step(out, out_per_step, cu_seqlens, first, "add", require)
+    _check_step("out", out, out_per_step, cu_seqlens, first, "add", require)
     for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
-        _check_lse(label, x, lse_packed, require)
+        _check_lse(label, x, lse_packed, cu_seqlens, require)
+        require(x.device == out.device, lambda: f"{label} is on {x.device}, out on {out.device}")  # noqa: B023
         require(x.shape[-2] == out.shape[1], lambda: f"{label} has {x.shape[-2]} heads, out {out.shape[1]}")  # noqa: B023
+    _check_step_lse(lse, lse_per_step, require)
     torch.ops.jitrope.thd_correct(
         "out", first, "add", lse_packed, cu_seqlens, len(out), out, _rows_of(out_per_step), lse, lse_per_step
     )
@@ -325,27 +389,47 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         first_half, second_half: "add", "copy" or "none".
 
     Raises:
-        InvalidInput: the arguments do not fit together; of (2, T, H, D) the first may have been written.
+        InvalidInput: the arguments do not fit together; nothing was written.
     """
-    require = _requirer("grad_correction")
+    name = "grad_correction"
+    require = _requirer(name)
+    for label, tensor in (("grad", grad), ("grad_per_step", grad_per_step), ("cu_seqlens", cu_seqlens)):
+        arguments.tensor(name, label, tensor)
     for label, what in (("first_half", first_half), ("second_half", second_half)):
-        require(what in CORRECTIONS, lambda: f"{label} is {what!r}; allowed are add, copy, none")  # noqa: B023
+        arguments.word(name, label, what, CORRECTIONS)
     first, second = (what if what in ("add", "copy") else "nothing" for what in (first_half, second_half))
-    pairs = zip(grad, grad_per_step) if grad.dim() == 4 else ((grad, grad_per_step),)
-    require(grad.dim() in (3, 4), lambda: f"grad is {tuple(grad.shape)}; it is (T, H, D) or (2, T, H, D)")
+    for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):
+        shape = tuple(x.shape)
+        require(
+            x.dim() == grad.dim() and (x.dim() == 3 or (x.dim() == 4 and len(x) == 2)),
+            lambda: f"{label} is {shape}; it is (T, H, D) or (2, T, H, D), and grad_per_step as grad",  # noqa: B023
+        )
+    pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
     for one, step in pairs:
-        _check_step(one, step, cu_seqlens, first, second, require)
+        _check_step("grad", one, step, cu_seqlens, first, second, require)
+    for one, step in pairs:
         torch.ops.jitrope.thd_correct(
             "grad", first, second, True, cu_seqlens, len(one), one, _rows_of(step), None, None
         )
 
 
-def _check_step(out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, require: Require) -> None:
-    require(out.dim() == 3, lambda: f"out is {tuple(out.shape)}; it is (T, H, D)")
+def _check_step(
+    label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, require: Require
+) -> None:
+    require(
+        out.dim() == 3 and out.dtype in SUMMED,
+        lambda: f"{label} is {tuple(out.shape)} {out.dtype}; it is (T, H, D) fp32, fp16 or bf16",
+    )
     rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
     require(
-        step.shape[1:] == out.shape[1:] and len(step) >= rows and step.dtype == out.dtype,
-        lambda: f"the step is {tuple(step.shape)} {step.dtype}; to out, {tuple(out.shape)} {out.dtype}, go {rows} rows",
+        step.dim() == 3
+        and step.shape[1:] == out.shape[1:]
+        and len(step) >= rows
+        and (step.dtype, step.device) == (out.dtype, out.device),
+        lambda: (
+            f"{label}_per_step is {arguments.shown(step)}; it must have {rows} rows at least, and else be as {label}, "
+            f"{arguments.shown(out)}"
+        ),
     )
-    require(len(out) == 0 or out[0].is_contiguous(), lambda: "the elements of a row of out are not contiguous")
-    _check_offsets("cu_seqlens", cu_seqlens, out, require)
+    _require_written(label, out, require)
+    _check_offsets("cu_seqlens", cu_seqlens, out, require, label)

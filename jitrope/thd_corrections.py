@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import InvalidInput
 from .partition import count
 
 
@@ -32,9 +33,14 @@ def correct(
     quantity: str, first: str, second: str, packed: bool, offsets: Tensor, rows: int,
     out: Tensor | None, step: Tensor | None, lse: Tensor | None, lse_step: Tensor | None,
 ) -> None:  # fmt: skip
-    """See `thd_runtime.correct`."""
+    """See `thd_runtime.correct`.
+
+    Raises:
+        InvalidInput: the sequences have more rows than a tensor; nothing was written.
+    """
     sequence, position, in_second, inside = halves(offsets, rows)
     of_halves = "nothing" in (first, second)
+    work = []
     for what, half in ((first, False), (second, True)):
         row = torch.nonzero((sequence >= 0) & (in_second == half))[:, 0]
         if what == "nothing" or not len(row):
@@ -44,6 +50,13 @@ def correct(
         at = (row,) if packed else (sequence[row], position[row])
         begin = count(starts, int(half), 2)
         at_step = (step_row,) if packed else (sequence[row], inside[row] - begin if of_halves else position[row])
+        for label, x, needed in (("lse", lse, at), ("lse_per_step", lse_step, at_step)):
+            columns = int(needed[-1].max()) + 1
+            if x is not None and columns > x.shape[-1]:
+                label = "second_half_lse_seqlen" if (quantity, label) == ("read_lse", "lse_per_step") else label
+                raise InvalidInput(f"{label} is for {x.shape[-1]} rows; by cu_seqlens there are {columns}")
+        work.append((what, at, at_step, row, step_row))
+    for what, at, at_step, row, step_row in work:
         _correct(quantity, what, at, at_step, row, step_row, out, step, lse, lse_step)
 
 

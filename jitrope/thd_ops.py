@@ -8,7 +8,7 @@ up, take `thd_reference`; nothing here waits for a device. None of the ops has a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from . import thd_corrections
 from . import thd_reference as reference
 from . import thd_runtime as runtime
+from .arguments import shown
+from .errors import InvalidInput
 from .partition import Mask
 from .thd_reference import Segments, Shape
 
@@ -36,8 +38,19 @@ for _schema in (
 # ---- on a CPU ------------------------------------------------------------------------------------------
 
 
+def _check_values(cu_seqlens: Tensor, tokens: int) -> None:
+    """Refuse offsets that are none, where they can be read without waiting for a device."""
+    ends = cu_seqlens.tolist() if cu_seqlens.device.type == "cpu" else [0]
+    if ends[0] != 0 or ends != sorted(ends) or ends[-1] > tokens:
+        raise InvalidInput(
+            f"cu_seqlens is {shown(ends)}; it must ascend from 0 to at most {tokens}, the number of tokens (tokens, "
+            "total_tokens or the rows of x)"
+        )
+
+
 def _cpu_table(cu_seqlens: Tensor, map: str, rows: int, *shape: Any) -> Tensor:
     s = Shape(*shape)
+    _check_values(cu_seqlens, s.tokens)
     if map == "to_ranks" and rows == s.cp_size * s.capacity and s.cp_rank == 0:
         return reference.to_ranks(cu_seqlens, s)
     functions = {
@@ -69,6 +82,9 @@ def _cpu_rows(
 
 def _cpu_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, left: int, right: int, *shape: Any) -> Tensor:
     s, mask = Shape(*shape), Mask(left, right)
+    for offsets in (cu_seqlens, cu_seqlens_padded):
+        if offsets is not None:
+            _check_values(offsets, s.tokens)
     tables = [x.view(-1) for x in reference.segments(cu_seqlens, cu_seqlens_padded, s, mask) if x is not None]
     rest = _size(s, mask, cu_seqlens_padded) - sum(map(len, tables))  # what kernels keep between them
     return torch.cat((*tables, tables[0].new_full((rest,), -1)))
@@ -115,12 +131,14 @@ def _segments_fake(
     return cu_seqlens.new_empty(_size(Shape(*shape), Mask(left, right), cu_seqlens_padded), dtype=torch.int32)
 
 
-for _key, _impls in {
-    "CPU": (_cpu_table, _cpu_rows, _cpu_segments, thd_corrections.correct),
-    "CUDA": (_cuda_table, _cuda_rows, _cuda_segments, runtime.correct),
-}.items():
-    for _name, _impl in zip(("thd_table", "thd_rows", "cp_segments", "thd_correct"), _impls):
-        _lib.impl(_name, _impl, _key)
+def _register(key: str, *implementations: Callable[..., Any]) -> None:
+    for name, implementation in zip(("thd_table", "thd_rows", "cp_segments", "thd_correct"), implementations):
+        _lib.impl(name, implementation, key)
+
+
+_register("CPU", _cpu_table, _cpu_rows, _cpu_segments, thd_corrections.correct)
+CUDA = _cuda_table, _cuda_rows, _cuda_segments, runtime.correct
+_register("CUDA", *CUDA)
 torch.library.register_fake("jitrope::thd_table", _table_fake, lib=_lib)
 torch.library.register_fake("jitrope::cp_segments", _segments_fake, lib=_lib)
 torch.library.register_fake("jitrope::thd_rows", lambda *_: None, lib=_lib)

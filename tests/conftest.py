@@ -1,25 +1,45 @@
-"""Every test has a kernel cache of its own; gpu tests are deselected where there is no device."""
+"""Every test has a kernel cache of its own; gpu tests are deselected where there is no device.
+
+With TEST_DEVICE=host they run on the CPU, on kernels that g++ built (`tests/host/backend.py`), except those
+that need the hardware.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from .host import backend
+
+ON_HOST = backend.DEVICE == "cpu"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # of pytest-xdist: processes that would all take every core, and wait
         torch.set_num_threads(1)
+    elif "TEST_HOST_BUILDS" not in os.environ:  # one folder for the kernels that all these processes build
+        made = os.environ["TEST_HOST_BUILDS"] = tempfile.mkdtemp(prefix="jitrope-host-")
+        config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
+    if ON_HOST:
+        torch.set_num_threads(1)
+        backend.install()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    if ON_HOST:
+        unfit = [item for item in items if not item.get_closest_marker("gpu") or item.get_closest_marker("hardware")]
+    elif torch.cuda.is_available():
+        unfit = []
+    else:
+        unfit = [item for item in items if item.get_closest_marker("gpu")]
+    if unfit:
+        config.hook.pytest_deselected(items=unfit)
+        items[:] = [item for item in items if item not in set(unfit)]
 
 
 @pytest.fixture(scope="session")

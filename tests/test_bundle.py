@@ -26,6 +26,7 @@ from jitrope.errors import CacheError, CompileError
 from jitrope.prewarm import Call
 
 from .test_cache import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu, run_in_child
+from .test_cli import jitrope as jitrope
 
 SPECS = Call(40).specs()
 ARCHS = ["sm_80", "sm_90"]
@@ -144,6 +145,49 @@ def test_a_bundle_that_would_lack_a_kernel_is_not_written(cache: KernelCache, tm
 
 
 # ---- loading -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "folder", "x" * 300, "nowhere/k.tar"])
+def test_a_bundle_that_cannot_be_written_there_is_one_line(
+    cache: KernelCache, tmp_path: Path, monkeypatch, name
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CacheError, match=r"^cannot write the bundle .*") as refused:
+        bundle.write(Path(name), KERNELS[:1], 1)
+    assert "\n" not in str(refused.value)
+    assert {path.name for path in tmp_path.iterdir()} <= {"kernels", "folder"}
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+HOSTILE = "\x1b[31mred \x1b]0;title\x07 \x9b31m\u202e"
+"""Colours a terminal, names its window, turns its text around."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": HOSTILE}, {"name": "a\nb"}, {"name": ["a"]}, {"name": None}, {"arch": HOSTILE}, {"arch": 90},
+        {"spec": [1]}, {"format": HOSTILE},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["bundle ls", "bundle ls --json", "bundle load", "cache ls", "doctor"])
+def test_nothing_of_a_hostile_bundle_reaches_the_terminal(jitrope, tmp_path: Path, fields: dict, command: str) -> None:
+    files = pack(KEY, "text", DATA, {})
+    meta = {**json.loads(files[META]), **fields}
+    files[META] = json.dumps({**meta, "seal": seal(meta)}).encode()
+    archive.write(tmp_path / "hostile.tar", {KEY.folder: files})
+    is_bundle = command.startswith("bundle")
+    if not is_bundle:
+        KernelCache(tmp_path / "kernels").install(KEY.folder, files)
+    done = jitrope(*command.split(), *(["hostile.tar"] if is_bundle else []), JITROPE_SYSTEM_CACHE="hostile.tar")
+    assert done.returncode == (1 if is_bundle or command == "doctor" else 0)
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
+    assert all(c.isprintable() or c == "\n" for c in said)
+    if is_bundle:
+        assert done.stderr.startswith("error: hostile.tar")
 
 
 def test_load_puts_kernels_into_the_cache(written: Path, cache: KernelCache, monkeypatch) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import logging
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +22,7 @@ from pathlib import Path
 import pytest
 
 import jitrope
-from jitrope import compiler, config, kernels
+from jitrope import compiler, config, doctor, kernels, recording
 from jitrope.cache import KernelCache
 from jitrope.entry import CUBIN, META, TEXT, Key, pack
 from jitrope.errors import CacheError, CompileError
@@ -655,6 +658,43 @@ def test_a_store_keeps_the_bound_once_an_hour(cache: KernelCache) -> None:
     assert len(list(bounded.entries())) == 3
 
 
+AHEAD = 4_070_908_800
+"""A clock was wrong once: the year 2099."""
+
+
+def test_what_is_dated_ahead_is_pruned_before_what_was_used_since(cache: KernelCache) -> None:
+    keys = aged(cache, 4)
+    for key in keys[2:]:
+        os.utime(cache.root / key.folder, (AHEAD, AHEAD))
+    fresh = KernelCache(cache.root)
+    size = next(fresh.entries()).size
+    gone = [e.path.name for e in fresh.prune(2 * size + 100)]
+    assert sorted(gone) == sorted(key.folder for key in keys[2:])
+    assert len(fresh.prune(0)) == 2
+
+
+def test_a_clock_that_is_a_little_ahead_makes_nothing_old(cache: KernelCache) -> None:
+    (key,) = aged(cache, 1)
+    os.utime(cache.root / key.folder, (time.time() + 60,) * 2)  # a file server's
+    assert KernelCache(cache.root).prune(0) == []
+
+
+def test_a_stamp_or_a_leftover_dated_ahead_stops_no_pruning(cache: KernelCache) -> None:
+    aged(cache, 5)
+    (cache.root / ".pruned").touch()
+    (cache.root / DEAD).mkdir()
+    for name in (".pruned", DEAD):
+        os.utime(cache.root / name, (AHEAD, AHEAD))
+    filled(KernelCache(cache.root, max_bytes=10))
+    assert [entry.name for entry in cache.entries()] == [KEY.name]
+    assert not (cache.root / DEAD).exists()
+    assert (cache.root / ".pruned").stat().st_mtime < time.time() + 60
+    (cache.root / DEAD).mkdir()
+    os.utime(cache.root / DEAD, (AHEAD, AHEAD))
+    cache.clear()
+    assert list(cache.root.iterdir()) == []
+
+
 def test_pruning_beside_a_writer(cache: KernelCache, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", STORE_FOR_EVER, str(cache.root)], stdout=subprocess.PIPE, cwd=ROOT, env=os.environ
@@ -714,6 +754,22 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr("tempfile.gettempdir", nowhere)
     assert config.cache_dir() == Path(f"/jitrope-{os.getuid()}")
+
+
+def test_a_relative_cache_where_the_working_folder_is_gone(tmp_path: Path, monkeypatch, caplog) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("JITROPE_CACHE_DIR", "kernels")
+    monkeypatch.setenv("JITROPE_SYSTEM_CACHE", "layer")
+    monkeypatch.setenv("JITROPE_RECORD", "run.json")
+    found = kernels.build(SPEC, "sm_90")
+    assert (found.compiled, found.kept) == (True, False)
+    assert "kernels stay in memory" in caplog.text
+    assert kernels.kernel_cache().prune(0) == list(kernels.kernel_cache().entries()) == []
+    assert doctor.cannot_write(kernels.kernel_cache().root)
+    with pytest.raises(CacheError, match=r"cannot write run\.json"):
+        recording.add(config.record_file(), [SPEC])
 
 
 def test_a_home_folder_that_nobody_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
@@ -890,14 +946,93 @@ def test_without_a_compiler_any_compilers_kernel_serves(own_cache, monkeypatch: 
 
 
 def test_missing_cupy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_cupy() -> str:
-        raise ModuleNotFoundError("No module named 'cupy'")
-
-    monkeypatch.setattr(compiler, "compiler_version", no_cupy)
+    compiler.import_cupy.cache_clear()
     for cuda, extra in (("12.8", "cuda12"), ("13.0", "cuda13")):
         monkeypatch.setattr(kernels.torch.version, "cuda", cuda)
-        with pytest.raises(CompileError, match=rf"pip install 'jitrope\[{extra}\]'"):
-            kernels.build(SPEC, "sm_90")
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "cupy", None)
+            with pytest.raises(CompileError, match=rf"pip install 'jitrope\[{extra}\]'"):
+                kernels.build(SPEC, "sm_90")
+    assert compiler.import_cupy()  # installed meanwhile
+
+
+BROKEN = {
+    "numpy": "raise ValueError('numpy.dtype size changed, may indicate binary incompatibility. Expected 96')",
+    "library": "raise OSError('libcublas.so.13: cannot open shared object file: No such file or directory')",
+    "import": "raise ImportError('libcublas.so.13: cannot open shared object file')",
+    "attribute": "",  # an install that was interrupted
+}
+ASK_CUPY = """
+from pathlib import Path
+from jitrope import CompileError, bundle, compiler, kernels
+from jitrope.prewarm import Call, prewarm
+(spec, *_) = Call(40).specs()
+for ask in (
+    lambda: kernels.build(spec, "sm_90"),
+    lambda: kernels.build(spec, "sm_80"),
+    lambda: kernels.is_cached(spec, "sm_90"),
+    lambda: kernels.key_of(spec, "sm_90"),
+    lambda: compiler.Kernel(Path("kernel.cubin"), "entry", 0),
+    lambda: bundle.write(Path("kernels.tar"), [(spec, "sm_90")], 1),
+):
+    try:
+        ask()
+    except CompileError as error:
+        print(str(error).splitlines()[-1])
+print(prewarm([spec], ["sm_90"], 1)[0].outcome)
+"""
+
+
+def broken_cupy(folder: Path, how: str) -> None:
+    """Put a CuPy that cannot be imported into `folder`: one of `BROKEN`, or "cut", the real one with a cut library."""
+    if how != "cut":
+        (folder / "cupy").mkdir()
+        (folder / "cupy" / "__init__.py").write_text(BROKEN[how])
+        return
+    real = Path(importlib.util.find_spec("cupy").origin).parent
+    shutil.copytree(real, folder / "cupy", copy_function=os.symlink)
+    (core,) = (folder / "cupy" / "_core").glob("core.*.so")
+    core.unlink()
+    core.write_bytes(b"\x7fELF")
+
+
+@pytest.mark.parametrize("how", [*BROKEN, "cut"])
+def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path, how: str) -> None:
+    """Whatever asks for a kernel, and each time it does."""
+    broken_cupy(tmp_path, how)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_CUPY], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{IMPORTS}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 7
+    assert len({line[line.index("jitrope compiles") :] for line in lines}) == 1
+    cause = {
+        "numpy": "ValueError: numpy.dtype size changed",
+        "attribute": "has no attribute",
+        "cut": ".so: file too short",
+    }
+    assert cause.get(how, "libcublas.so.13: cannot open shared object file") in lines[0]
+    assert re.search(r"pip install --force-reinstall cupy-cuda1[23]x, and start Python again$", lines[0])
+    assert "cache folder" not in lines[0]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["prewarm", "prewarm --dry-run", "doctor --json"])
+def test_a_cupy_that_is_broken_is_no_traceback_of_a_command(tmp_path: Path, command: str) -> None:
+    broken_cupy(tmp_path, "numpy")
+    name, *options = command.split()
+    options += ["--heads", "8", "--arch", "sm_90"] * (name == "prewarm")
+    done = subprocess.run(
+        [sys.executable, "-m", "jitrope", name, *options], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{IMPORTS}"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    said = done.stdout if name == "doctor" else done.stderr
+    assert "numpy.dtype size changed" in said
+    assert "pip install --force-reinstall cupy-cuda1" in said
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 # ---- no compiling --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from jitrope import cli, compiler, config, doctor, kernels, render, version
+from jitrope import InvalidInput, cli, compiler, config, doctor, kernels, render, version
 from jitrope.entry import FILES, Entry, Key, pack
 from jitrope.ops import turned_back
 from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
@@ -223,6 +223,54 @@ def test_prewarm_refuses_nonsense(jitrope, option: tuple[str, str]) -> None:
     assert "Traceback" not in done.stderr
 
 
+IMPOSSIBLE = [
+    ("--rounding complex128 --angles", "rounding='complex128' does not go with angles"),
+    ("--rounding complex128 --packed int32", "rounding='complex128' does not go with packed"),
+    ("--norm once --packed int32", "norm='once' does not go with packed"),
+    ("--norm once --angles", "norm='once' does not go with angles"),
+    ("--norm twice --cp-size 2", "norm='twice' does not go with cp_size"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), IMPOSSIBLE, ids=[options for options, _ in IMPOSSIBLE])
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
+def test_calls_that_no_function_takes_are_refused_in_one_line(jitrope, options: str, words: str, dry: tuple) -> None:
+    done = jitrope("prewarm", "--heads", "8", *options.split(), "--arch", "sm_90", *dry)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"error: {words}: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"slots": "int64", "backward": True}, {"slots": "int64", "packed": "int32"},
+        {"norm": "once", "kv_dtype": "fp8"},
+        {"norm": "once", "fp8": True}, {"norm": "once", "slots": "int64"}, {"norm": "once", "interleaved_out": True},
+        {"norm": "once", "two_streams": True, "across_heads": (6, 6)}, {"interleaved_out": True, "in_place": True},
+        {"interleaved_out": True, "width": "full"}, {"interleaved_out": True, "q_per_group": 2},
+        {"position_ids": "int64", "packed": "int32"}, {"position_ids": "int64", "start_positions": "int32"},
+        {"position_ids": "int64", "cp_size": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_calls_of_a_file_that_no_function_takes_are_refused(fields: dict) -> None:
+    with pytest.raises(InvalidInput, match="does not go with"):
+        Call(12, **fields).specs()
+    for name in fields:  # each for itself is well
+        rest = {"norm": "once"} if name in ("across_heads", "two_streams") else {}
+        assert Call(12, **{name: fields[name]}, **rest).specs()
+
+
+@pytest.mark.parametrize("option", [("--q-per-group", "-1"), ("--cp-size", "0"), ("--cp-size", "-2")])
+def test_numbers_below_what_a_call_has_are_refused(jitrope, option: tuple[str, str]) -> None:
+    for dry in ((), ("--dry-run",)):
+        done = jitrope("prewarm", "--heads", "8", *option, "--arch", "sm_90", *dry)
+        assert done.returncode == 2
+        assert f"{option[0][2:].replace('-', '_')} is {option[1]}; it must be at least" in done.stderr
+
+
 def test_prewarm_from_a_real_runs_cache(jitrope, tmp_path: Path) -> None:
     jitrope("prewarm", "--heads", "40", "--packed", "int32", "--arch", "sm_90")
     listing = jitrope("cache", "ls", "--json").stdout
@@ -255,11 +303,11 @@ def test_prewarm_names_a_bad_file(jitrope, tmp_path: Path, text: str) -> None:
     "call",
     [
         "5", "[5]", '"abc"', '{"heads": 8}', "null", '[["heads", 8]]', '[{"heads": "8"}]', '[{"heads": 8.5}]',
-        '[{"heads": null}]', '[{"heads": true}]', '[{"heads": 8, "interleaved": 1}]', '[{"heads": 8, "dtype": {}}]',
+        '[{"heads": null}]', '[{"heads": 8, "interleaved": 2}]', '[{"heads": 8, "dtype": {}}]',
         '[{"heads": 8, "mrope_section": 16}]', '[{"heads": 8, "across_heads": [4, [4]]}]',
         '[{"heads": 8, "across_heads": [[[4]]]}]', '[{"heads": [[8]]}]', "[" * 100000, '{"a":' * 100000,
     ],
-    ids=range(18),
+    ids=range(17),
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["call", "spec"])
 def test_a_file_of_something_else_is_one_line(jitrope, tmp_path: Path, kind: str, call: str) -> None:
@@ -369,7 +417,7 @@ def test_render(jitrope) -> None:
     norm = ("--norm", "twice", "--weight-dtype", "bf16")
     assert "constexpr NormRounding NORM_ROUNDING = TWICE;" in jitrope("render", *norm).stdout
     assert "jitrope_qk_norm_rope_backward(" in jitrope("render", *norm, "--backward").stdout
-    assert "allowed are" in jitrope("render", "--norm", "thrice").stderr
+    assert "norm is 'thrice'; it must be one of" in jitrope("render", "--norm", "thrice").stderr
 
 
 def test_cache_commands(jitrope, tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ def test_a_backend_refuses(name: str, case: Case, why: str) -> None:
 def test_a_refused_backend_is_not_replaced() -> None:
     """D3: asked for by name it is an error that says why; "auto" takes another."""
     q, cu = torch.randn(6, 2, 16, requires_grad=True), torch.tensor([0, 6])
-    for name, why in (("flash", "CUDA"), ("cudnn", "CUDA"), ("flex", "no backward"), ("flash5", "allowed are auto")):
+    for name, why in (("flash", "CUDA"), ("cudnn", "CUDA"), ("flex", "no backward"), ("flash5", "one of 'auto'")):
         with pytest.raises(InvalidInput, match=f"backend (is )?'{name}'.*{why}"):
             all_gather_attention(q, q, q, cu, backend=name)
     assert all_gather_attention(q, q, q, cu).shape == q.shape
@@ -417,7 +417,7 @@ def test_without_process_groups() -> None:
 
 GOOD: dict[str, Any] = {"q": (6, 4, 8), "k": (6, 2, 8), "v": (6, 2, 8), "cu_seqlens": torch.tensor([0, 2, 6])}
 INVALID: list[tuple[dict[str, Any], str]] = [
-    ({"layout": "tdh"}, "layout is 'tdh'; allowed are thd, bshd, sbhd"),
+    ({"layout": "tdh"}, "layout is 'tdh'; it must be one of 'thd'"),
     ({"q": (6, 4)}, r"q has shape \(6, 4\), layout 'thd' needs 3 axes"),
     ({"layout": "bshd", "cu_seqlens": None}, "needs 4 axes"),
     ({"k": (5, 2, 8), "v": (5, 2, 8)}, r"q is \(T=6, H=4, D=8\), k \(T=5, H=2, D=8\)"),
@@ -436,11 +436,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": torch.zeros(2, 2).int()}, r"\(N \+ 1\)"),
     ({"cu_seqlens": torch.zeros(3).int().to("meta")}, "q is on cpu but cu_seqlens on meta"),
     ({"cu_seqlens_padded": torch.tensor([0, 6])}, "they must match"),
-    ({"tokens": 7}, "q has 6 rows; rank 0 of 1 has 7 of T=7"),
+    ({"tokens": 7}, "q has 6 rows; rank 0 of 1 has 7 of tokens=7"),
     ({"tokens": -1}, "tokens is -1"),
     ({"max_seqlen": 2.5}, "max_seqlen is 2.5"),
-    ({"rule": "striped"}, "rule is 'striped'; allowed are dual_chunk, contiguous"),
-    ({"window": (-2, 0)}, r"window is \(-2, 0\)"),
+    ({"rule": "striped"}, "rule is 'striped'; it must be one of 'dual_chunk'"),
+    ({"window": (-2, 0)}, r"window\[0\] is -2; it must be a whole number of at least -1"),
     ({"window": 5}, "window is 5"),
     ({"head_groups": 3}, "head_groups is 3, which does not divide k's H=2"),
     ({"head_groups": 0}, "head_groups is 0"),
@@ -469,11 +469,11 @@ def test_invalid_schedules_and_partitions() -> None:
             "has to be one of Schedule.fixed",
             lambda: all_gather_attention(*[x[None]] * 3, layout="bshd", schedule=of_two),
         ),
-        ("q has 2 rows; rank 1 of 2 has 3 of T=6", lambda: all_gather_attention(*[x[:2]] * 3, schedule=of_two)),
+        ("q has 2 rows; rank 1 of 2 has 3 of tokens=6", lambda: all_gather_attention(*[x[:2]] * 3, schedule=of_two)),
         ("cp_rank is 2, cp_size 2", lambda: Partition(cu, 6, cp_size=2, cp_rank=2)),
         ("x has shape", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).shard(x)),
         ("made with cp_size", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x)),
-        ("this rank has 3 of T=6 rows", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x[:2])),
+        ("this rank has 3 rows of tokens=6", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x[:2])),
         ("tokens is None", lambda: Partition(cu, None)),
         ("seqlen is 5; it is a multiple", lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0)),
     ):
@@ -850,3 +850,22 @@ def test_on_processes(size: int, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(process, (size, str(tmp_path)), size)
     failed = [(tmp_path / f"rank{rank}").read_text() for rank in range(size)]
     assert not any(failed), "\n".join(failed)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize("given", [True, False], ids=["schedule", "no schedule"])
+def test_sequences_without_tokens(layout: str, given: bool) -> None:
+    shape = (2, 0) if layout == "bshd" else (0, 2)
+    q, k, v = (torch.randn(*shape, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    schedule = Schedule.fixed(2, 0, "cpu") if given else None
+    out, lse, most = all_gather_attention(
+        q, k, v, layout=layout, schedule=schedule, return_lse=True, return_max_logit=True
+    )
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+    assert most.tolist() == [-torch.inf] * 4
+    out.sum().backward()
+    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
+    with pytest.raises(InvalidInput, match=r"q has B=0; it must be at least 1|q has B=0 in layout"):
+        all_gather_attention(
+            *(torch.randn(4, 0, 2, 8).view(0, 4, 2, 8) for _ in range(3)), layout="bshd", schedule=schedule
+        )

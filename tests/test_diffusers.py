@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import importlib
 import inspect
+import io
+import itertools
 import os
+import pickle
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,12 +22,11 @@ import torch
 
 import jitrope
 from jitrope.integrations import diffusers as integration
-from jitrope.integrations.diffusers import counting, coverage, ropes, tables
+from jitrope.integrations.diffusers import counting, coverage, ropes
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
+from .devices import DEVICES  # noqa: E402
 from .diffusion_zoo import MODELS, forward, prepared  # noqa: E402
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def rope_inputs(device, dtype, shape=(2, 96, 6, 128)):
@@ -138,40 +144,98 @@ def test_arguments_of_another_version_go_to_the_host() -> None:
 
 @pytest.mark.gpu
 def test_tables_that_stay_on_the_cpu() -> None:
-    """With offload they do: the host moves them in every call, jitrope once."""
+    """With offload they do, and are moved in every call."""
     x = torch.randn(2, 6, 3, 16, device="cuda")
     cos, sin = full_tables()
     want, ours, reasons = shared_call(x, cos, sin, sequence_dim=1)
     assert torch.equal(ours, want)
     assert not reasons
-    assert tables.moved(cos, x.device) is tables.moved(cos, x.device)
 
 
 # ---- tables -----------------------------------------------------------------------------------------
 
 
-def test_tables_are_converted_once_and_not_kept_for_ever() -> None:
-    table = torch.rand(8, 6, 2, 2)
-    first = tables.kept(tables.columns, table)
-    other = tables.kept(tables.no_turn, table, 3)
-    assert tables.kept(tables.columns, table) is first
-    assert tables.kept(tables.no_turn, table, 3) is other
-    table.mul_(2)
-    cos, sin = tables.kept(tables.columns, table)
-    assert torch.equal(cos, table[..., 0, 0])
-    assert torch.equal(sin, table[..., 1, 0])
-    before = len(tables._tables)
-    del table
-    assert len(tables._tables) == before - 1
+def nested(cls, name):
+    """A function that the host defines within a processor's call."""
+    code = next(c for c in cls.__call__.__code__.co_consts if getattr(c, "co_name", "") == name)
+    return type(rope_inputs)(code, cls.__call__.__globals__)
 
 
-def test_tables_kept_in_inference_mode_serve_in_training() -> None:
-    table = torch.rand(8, 6, 2, 2)
+def converted(name):
+    """A rope whose tables are converted: (ours, the host's, its arguments before the table, the table)."""
+    file, x = importlib.import_module(f"diffusers.models.transformers.transformer_{name}"), torch.randn(1, 6, 3, 12)
+    angles = torch.rand(1, 6, 1, 6)
+    turns = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), -1).unflatten(-1, (2, 2))
+    return {
+        "hidream_image": lambda: (ropes.hidream, file.apply_rope, (x, x + 1), turns),
+        "prx": lambda: (ropes.prx, file.apply_rope, (x.transpose(1, 2),), turns.transpose(1, 2).contiguous()),
+        "kandinsky": lambda: (ropes.kandinsky5, nested(file.Kandinsky5AttnProcessor, "apply_rotary"), (x,), turns),
+        "kandinsky6": lambda: (ropes.kandinsky6, file.apply_rotary, (x[0],), turns[0]),
+        "ernie_image": lambda: (
+            ropes.ernie, nested(file.ErnieImageSingleStreamAttnProcessor, "apply_rotary_emb"), (x,),
+            angles.repeat_interleave(2, -1),
+        ),
+        "stable_audio3": lambda: (
+            ropes.stable_audio3, file._apply_rotary_partial, (x.transpose(1, 2),), torch.rand(6, 8),
+        ),
+        "wan_animate_2": lambda: (
+            ropes.wan_animate2, file.rope_apply, (x, torch.tensor([[1, 2, 3]])),
+            torch.polar(torch.ones(8, 6).double(), torch.rand(8, 6).double()),
+        ),
+    }[name]()  # fmt: skip
+
+
+def written_in_inference_mode(table, other):
     with torch.inference_mode():
-        kept = tables.kept(tables.columns, table)
-    x = torch.rand(1, 8, 3, 12, requires_grad=True)
-    jitrope.apply_rope(x, None, *tables.kept(tables.columns, table), interleaved=True)[0].sum().backward()
-    assert tables.kept(tables.columns, table) is kept
+        table.copy_(other)
+
+
+WRITES = {
+    "in place": lambda table, other: table.mul_(0.5),
+    "copied": lambda table, other: table.copy_(other),
+    "in inference mode": written_in_inference_mode,
+    "through data": lambda table, other: table.data.copy_(other),
+    "new data": lambda table, other: setattr(table, "data", other),
+    "by numpy": lambda table, other: table.numpy().__imul__(0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+@pytest.mark.parametrize(
+    "name", ["hidream_image", "prx", "kandinsky", "kandinsky6", "ernie_image", "stable_audio3", "wan_animate_2"]
+)
+def test_a_table_that_was_written_to_is_read_again(name, made_in_inference_mode, write) -> None:
+    """However it was written: inference tensors have no version, and a write through `.data` does not change one."""
+    with torch.inference_mode(made_in_inference_mode):
+        ours, host, arguments, table = converted(name)
+        before = counting.calls["host"]
+        first = ours(host, *arguments, table)
+        WRITES[write](table, converted(name)[3])
+        want, got = host(*arguments, table), ours(host, *arguments, table)
+    pairs = zip(got, want) if isinstance(want, tuple) else [(got, want)]
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(first[0], got[0])
+    assert counting.calls["host"] == before
+
+
+def test_a_grid_that_was_written_to_is_read_again() -> None:
+    ours, host, (x, grid), table = converted("wan_animate_2")
+    with torch.inference_mode():
+        grid = grid.clone()
+        first = ours(host, x, grid, table)
+        grid.copy_(torch.tensor([[3, 2, 1]]))
+        assert torch.equal(ours(host, x, grid, table), host(x, grid, table))
+    assert not torch.equal(first, ours(host, x, grid, table))
+
+
+def test_tables_of_inference_mode_serve_in_training() -> None:
+    with torch.inference_mode():
+        _, host, (q, k), table = converted("hidream_image")
+        q, k = q.clone(), k.clone()
+        ropes.hidream(host, q, k, table)
+    x = torch.randn(1, 6, 3, 12, requires_grad=True)
+    sum(out.sum() for out in ropes.hidream(host, x, x, table)).backward()
     assert x.grad is not None
 
 
@@ -209,9 +273,7 @@ def test_tables_are_read_where_they_are(monkeypatch) -> None:
     )
     for rope, (rotates, *host_tables) in calls:
         seen.clear()
-        before = len(tables._tables)
         rope(None, rotates, *host_tables)
-        assert len(tables._tables) == before
         theirs = {t.untyped_storage().data_ptr() for t in host_tables if isinstance(t, torch.Tensor)}
         assert {t.untyped_storage().data_ptr() for t in seen} == theirs
 
@@ -351,6 +413,310 @@ def test_pipeline(flux) -> None:
         assert set(report.replaced) == {"FluxAttnProcessor"}
         assert not report.left
     assert not any(hasattr(type(p), "_jitrope_host") for p in model.attn_processors.values())
+
+
+# ---- contexts, reports and other threads -----------------------------------------------------------------
+
+# One of each way in: processors of ours, a name replaced, processors that rotate in their midst, a module's forward.
+WAYS = [
+    "FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel", "HiDreamImageTransformer2DModel",
+    "Ideogram4Transformer2DModel", "Cosmos3OmniTransformer", "SanaWMTransformer3DModel",
+]  # fmt: skip
+
+
+def classes_in(model):
+    return [type(part) for part in integration._parts(model)]
+
+
+def test_contexts_undo_only_themselves(flux) -> None:
+    model, _ = flux
+    stock = classes_in(model)
+    with integration.enable(model):
+        fused = classes_in(model)
+        assert fused != stock
+        with integration.enable(model):
+            pass
+        assert classes_in(model) == fused
+        with integration.enable(model, fuse_norm=False):
+            assert classes_in(model) not in (fused, stock)
+        assert classes_in(model) == fused
+    assert classes_in(model) == stock
+    integration.enable(model)
+    with integration.enable(model, fuse_norm=False), integration.enable(model):
+        assert classes_in(model) == fused
+    assert classes_in(model) == fused
+    with integration.enable(model, fuse_norm=False):
+        integration.disable(model)  # all of it, and for good
+        assert classes_in(model) == stock
+    assert classes_in(model) == stock
+
+
+def test_a_report_keeps_no_model_and_shows_none(flux) -> None:
+    model = prepared(MODELS["FluxTransformer2DModel"])[0]
+    report = integration.enable(model)
+    assert report.models == [model]
+    assert "FluxAttnProcessor" in repr(report)
+    assert "Linear" not in repr(report)
+    assert len(repr(report)) < 500
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert report.models == []
+    with report:
+        pass
+
+
+@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize("name", WAYS)
+def test_enable_and_disable_in_the_midst_of_a_forward(name, start) -> None:
+    """Before every module's call, as another thread might: nothing raises, and the result is the stock model's."""
+    model, inputs = prepared(MODELS[name])
+    steps = itertools.cycle([
+        lambda: integration.enable(model), lambda: integration.disable(model),
+        lambda: integration.enable(model, fuse_norm=False), lambda: integration.enable(model),
+        lambda: integration.disable(model),
+    ])  # fmt: skip
+    with torch.no_grad():
+        torch.manual_seed(1)
+        stock = forward(model, inputs)
+        for _ in range(start):
+            next(steps)()
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: next(steps)() and None)
+        try:
+            torch.manual_seed(1)
+            assert torch.equal(forward(model, inputs), stock)
+        finally:
+            handle.remove()
+
+
+def test_enable_and_disable_in_another_thread(flux) -> None:
+    model, inputs = flux
+    with torch.no_grad():
+        stock = forward(model, inputs)
+    ended = threading.Event()
+
+    def flip():
+        while not ended.is_set():
+            integration.enable(model)
+            integration.disable(model)
+
+    thread = threading.Thread(target=flip)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        with torch.no_grad():
+            assert all(torch.equal(forward(model, inputs), stock) for _ in range(50))
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+# ---- pickles and copies ----------------------------------------------------------------------------------
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [pickled, saved, copy.deepcopy])
+@pytest.mark.parametrize("fuse_norm", [False, True])
+@pytest.mark.parametrize("name", WAYS)
+def test_copies_are_enabled_as_the_model_is(name, fuse_norm, copied) -> None:
+    model, inputs = prepared(MODELS[name])
+    stock = classes_in(model)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        want = forward(model, inputs)
+        integration.enable(model, fuse_norm=fuse_norm)
+        twins = classes_in(model)
+        other = copied(model)
+        assert classes_in(other) == twins
+        torch.manual_seed(1)
+        assert torch.equal(forward(other, inputs), want)
+        integration.disable(other)
+        assert classes_in(other) == stock
+        assert classes_in(model) == twins
+        torch.manual_seed(1)
+        assert torch.equal(forward(other, inputs), want)
+
+
+LOADED = """
+import pickle, sys
+import torch
+
+for path in sys.argv[1:]:
+    model, inputs, want = torch.load(path, weights_only=False)
+    with open(path + ".pickle", "rb") as file:
+        again = pickle.load(file)
+    from jitrope.integrations.diffusers import counting  # imported by now
+
+    for loaded in (model, again):
+        before = sum(counting.calls.values())
+        with torch.no_grad():
+            torch.manual_seed(1)
+            output = loaded(**inputs, return_dict=False)[0]
+        output, expected = (x[0] if isinstance(x, (list, tuple)) else x for x in (output, want))
+        assert torch.equal(output, expected), path
+        assert sum(counting.calls.values()) > before and not counting.calls["host"], path
+"""
+
+
+def test_a_fresh_process_loads_them(tmp_path) -> None:
+    """It imports torch and pickle; jitrope comes with the model, which is enabled there as it was here."""
+    paths = []
+    for name in WAYS[:3] + WAYS[4:]:
+        for fuse_norm in (False, True):
+            model, inputs = prepared(MODELS[name])
+            with torch.no_grad():
+                torch.manual_seed(1)
+                want = model(**inputs, return_dict=False)[0]
+            integration.enable(model, fuse_norm=fuse_norm)
+            paths.append(str(tmp_path / f"{name}-{fuse_norm}"))
+            torch.save((model, inputs, want), paths[-1])
+            Path(paths[-1] + ".pickle").write_bytes(pickle.dumps(model))
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *paths], capture_output=True, text=True, timeout=900, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent),
+             "OMP_NUM_THREADS": str(torch.get_num_threads())},  # the bits of matrix products depend on it
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_pickle_loads_where_the_host_is_another_version(flux, monkeypatch) -> None:
+    """Where its class is not supported the processor stays the host's, which is as right."""
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+    model, _ = flux
+    integration.enable(model)
+    data = pickle.dumps(model)
+
+    def call(self, attn, hidden_states):
+        return hidden_states
+
+    call.__module__ = FluxAttnProcessor.__module__
+    monkeypatch.setattr(FluxAttnProcessor, "__call__", call)
+    assert set(classes_in(pickle.loads(data))) == {FluxAttnProcessor}
+
+
+# ---- what is done to a model besides -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["CogVideoXTransformer3DModel", "HunyuanDiT2DModel", "FluxTransformer2DModel"])
+def test_projections_are_fused_and_unfused_while_enabled(name) -> None:
+    """Some models put their processors aside meanwhile: they are given back too."""
+    model, inputs = prepared(MODELS[name])
+    stock = classes_in(model)
+    with torch.no_grad():
+        want = forward(model, inputs)
+        integration.enable(model)
+        model.fuse_qkv_projections()
+        integration.enable(model)
+        torch.testing.assert_close(forward(model, inputs), want)
+        integration.disable(model)
+        model.unfuse_qkv_projections()
+        assert torch.equal(forward(model, inputs), want)
+    assert classes_in(model) == stock
+
+
+def test_processors_set_after_enable(flux) -> None:
+    model, inputs = flux
+    stock = classes_in(model)
+    with torch.no_grad():
+        want = forward(model, inputs)
+        report = integration.enable(model)
+        model.set_attn_processor({name: stock[0]() for name in model.attn_processors})
+        assert torch.equal(forward(model, inputs), want)
+        assert set(report.calls.values()) == {0}
+        again = integration.enable(model)
+        model.set_attn_processor(model.attn_processors)
+        assert torch.equal(forward(model, inputs), want)
+        assert again.calls["fused"] == len(stock)
+        integration.disable(model)
+    assert classes_in(model) == stock
+
+
+def test_state_dict_round_trip(flux, tmp_path) -> None:
+    model, inputs = flux
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        want = forward(model, inputs)
+        integration.enable(model)
+        assert list(model.state_dict()) == keys
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        assert torch.equal(forward(loaded, inputs), want)
+        other = prepared(MODELS["FluxTransformer2DModel"], seed=1)[0]
+        integration.enable(other)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(forward(other, inputs), want)
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SanaWMTransformer3DModel"])
+def test_hooks_of_accelerate_that_come_after_enable(name) -> None:
+    """A hook holds a module's forward: after `disable` it is the host's all the same."""
+    accelerate = pytest.importorskip("accelerate", reason="the diffusers extra is not installed")
+    model, inputs = prepared(MODELS[name])
+    with torch.no_grad():
+        want = forward(model, inputs)
+        report = integration.enable(model)
+        for module in model.modules():
+            accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+        assert torch.equal(forward(model, inputs), want)
+        calls = report.calls
+        assert calls["jitrope"] + calls.get("fused", 0) > 0
+        integration.disable(model)
+        assert torch.equal(forward(model, inputs), want)
+        assert report.calls == calls
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        assert torch.equal(forward(model, inputs), want)
+        assert report.calls == calls
+
+
+def test_sharding_that_derives_classes_is_not_undone() -> None:
+    """`fully_shard` makes a module's class another one, derived from the twin: it stays that."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model, inputs = prepared(MODELS["SanaWMTransformer3DModel"])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        with torch.no_grad():
+            want = forward(model, inputs)
+            integration.enable(model)
+            parts = [part for part in integration._parts(model) if isinstance(part, torch.nn.Module)]
+            for module in (*parts, model):
+                fully_shard(module, mesh=mesh)
+            for change in (lambda _: None, integration.disable, integration.enable):
+                change(model)
+                assert parts
+                assert all(isinstance(part, FSDPModule) for part in parts)
+                assert torch.equal(forward(model, inputs), want)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("fuse_norm", [False, True])
+@pytest.mark.parametrize(
+    "name", ["QwenImageTransformer2DModel", "WanTransformer3DModel", "Ideogram4Transformer2DModel"]
+)
+def test_exported(name, fuse_norm) -> None:
+    model, inputs = prepared(MODELS[name])
+    with torch.no_grad(), integration.enable(model, fuse_norm=fuse_norm):
+        want = forward(model, inputs)
+        exported = torch.export.export(model, (), inputs, strict=False)
+        operations = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+        torch.testing.assert_close(forward(exported.module(), inputs), want)
+    assert any(operation.startswith("jitrope.") for operation in operations)
 
 
 # ---- other libraries that replace a processor's `__call__` in its class --------------------------------

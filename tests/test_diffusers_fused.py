@@ -15,11 +15,12 @@ import jitrope
 pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 
 from jitrope.integrations import diffusers as integration
-from jitrope.integrations.diffusers import fused, norms
+from jitrope.integrations.diffusers import fused, norms, tables
 from tests import diffusion_zoo as zoo
 
+from .devices import DEVICES
+
 FUSED = fused.FUSED
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FP32, BF16 = torch.float32, torch.bfloat16
 
 # By the zoo's name: fused calls of one forward, which are the calls of its attention processors.
@@ -524,37 +525,35 @@ def test_norm_of_refuses() -> None:
 # ---- tables -----------------------------------------------------------------------------------------------------
 
 
-# What is kept beside the tables of the host, by the zoo's name: rows that turn nothing.
-KEPT = {
+# Models whose second stream is not rotated, by the zoo's name: it gets a row that turns nothing.
+UNTURNED = {
     "HunyuanVideoTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel", "HunyuanVideo15Transformer3DModel",
     "HunyuanImageTransformer2DModel", "MotifVideoTransformer3DModel", "JoyImageEditTransformer3DModel",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_copies_of_tables_are_kept(name, monkeypatch) -> None:
-    made = []
+def test_tables_are_not_copied(name, monkeypatch) -> None:
+    made = set()
 
-    def kept(convert, table, *arguments):
-        made.append((convert(table, *arguments), table))
-        return made[-1][0]
+    def noted(convert, *arguments):
+        made.add(convert.__name__)
+        return convert(*arguments)
 
     model, inputs = prepared(name)
-    for module in (fused, norms, integration.ropes, integration.tables):
-        if hasattr(module, "kept"):
-            monkeypatch.setattr(module, "kept", kept)
+    for convert in (tables.columns, tables.lengthened, tables.no_turn, tables.waves):
+        for module in (fused, norms, integration.ropes):
+            if hasattr(module, convert.__name__):
+                monkeypatch.setattr(module, convert.__name__, functools.partial(noted, convert))
     same_as_stock(model, inputs, {"fused": CALLS[name]})
-    assert bool(made) == (name in KEPT)
-    for tensors, table in made:
-        assert sum(t.untyped_storage().nbytes() for t in tensors) == 2 * table[:1].nbytes
+    assert made == ({"no_turn"} if name in UNTURNED else set())
 
 
 def test_a_stream_that_is_not_rotated_has_one_row() -> None:
     table = torch.rand(7, 4)
-    cos, sin = norms.kept(norms.no_turn, table, 5)
+    cos, sin = tables.no_turn(table, 5)
     assert torch.equal(cos, torch.ones(5, 4))
     assert torch.equal(sin, torch.zeros(5, 4))
-    assert norms.kept(norms.no_turn, table, 5)[0] is cos
     assert cos.untyped_storage().nbytes() == table[:1].nbytes
 
 

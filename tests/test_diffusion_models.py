@@ -18,9 +18,9 @@ from jitrope.integrations.diffusers import coverage
 from jitrope.integrations.diffusers.inline import INLINE
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
+from .devices import DEVICES  # noqa: E402
 from .diffusion_zoo import MODELS, forward, prepared  # noqa: E402
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EACH = pytest.mark.parametrize("name", list(MODELS))
 # One of each way in: a module's name, one that is imported in a call, a nested function, a module's forward, a
 # processor of ours; and of each kind of table.

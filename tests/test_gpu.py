@@ -38,6 +38,7 @@ from .cases import (
     random_case,
     random_norm_case,
 )
+from .host.backend import DEVICE
 from .test_norm import assert_near
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +58,7 @@ def relative_l2(out: torch.Tensor, want: torch.Tensor) -> float:
 # ---- numerics ----------------------------------------------------------------------------------
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
 @pytest.mark.parametrize("case", [*CASES, *(random_case(seed) for seed in range(60))], ids=str)
 def test_bits_of_the_reference(case: Case, launch: str) -> None:
@@ -89,10 +91,11 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
                     torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
 @pytest.mark.parametrize("case", QKV_CASES, ids=str)
 def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
-    tensors, options = make_qkv(case, "cuda", launch=launch)
+    tensors, options = make_qkv(case, DEVICE, launch=launch)
     want = reference.rope_qkv(*tensors, options)
     back = turned_back(tuple(options))
     end = case.end
@@ -108,6 +111,7 @@ def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
     assert torch.equal(got, reference.rope_qkv_backward(*want, *tensors[1:], Options(*back)))
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
 @pytest.mark.parametrize("case", [*NORM_CASES, *(random_norm_case(seed) for seed in range(60))], ids=str)
 def test_norm_is_the_cpus(case: NormCase, launch: str) -> None:
@@ -115,7 +119,7 @@ def test_norm_is_the_cpus(case: NormCase, launch: str) -> None:
     want = norm_reference(make_norm(case))
     results = []
     for in_place in (False, False, True)[: 3 if case.first is None else 2]:
-        call = make_norm(case, "cuda")
+        call = make_norm(case, DEVICE)
         call.arguments["launch"] = launch
         got = norm_call(call, in_place)
         if in_place:
@@ -127,10 +131,11 @@ def test_norm_is_the_cpus(case: NormCase, launch: str) -> None:
             assert a is b is None or torch.equal(a.nan_to_num(9), b.nan_to_num(9))
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("case", [c for c in NORM_CASES if c.rope.ids != "past"], ids=str)
 def test_norm_gradient_is_the_cpus(case: NormCase) -> None:
     grads = []
-    for device in ("cpu", "cuda", "cuda"):
+    for device in ("cpu", DEVICE, DEVICE):
         call = make_norm(case, device)
         leaves = [x for x in (*call.streams, *call.weights) if x is not None]
         for x in leaves:
@@ -147,9 +152,10 @@ def test_norm_gradient_is_the_cpus(case: NormCase) -> None:
 def packed_offsets(tokens: int, sequences: int, multiple: int, generator: torch.Generator) -> torch.Tensor:
     """int32 offsets of random lengths that are multiples; some are zero."""
     cuts = torch.randint(0, tokens // multiple + 1, (sequences - 1,), generator=generator).sort().values * multiple
-    return torch.cat((torch.zeros(1), cuts, torch.full((1,), tokens))).int().cuda()
+    return torch.cat((torch.zeros(1), cuts, torch.full((1,), tokens))).int().to(DEVICE)
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("cp", [(1, 0), (2, 1), (4, 3)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("sequences", [1, 2, 8, 32, 128, 512, 1024, 2401])
@@ -158,8 +164,8 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
     generator = torch.Generator().manual_seed(sequences)
     tokens, (size, rank) = 65_536, cp
     cu_seqlens = packed_offsets(tokens, sequences, 2 * size, generator)
-    q = torch.randn(tokens // size, 4, 128, device="cuda").to(DTYPES[dtype])
-    freqs = torch.rand(tokens, 64, device="cuda") * 100
+    q = torch.randn(tokens // size, 4, 128, device=DEVICE).to(DTYPES[dtype])
+    freqs = torch.rand(tokens, 64, device=DEVICE) * 100
     freqs = torch.cat((freqs, freqs), -1)[:, None, None]
     grad = torch.randn_like(q)
     results = []
@@ -178,6 +184,7 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
         assert torch.equal(got, want)
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("cp_size", [2, 3, 8])
@@ -189,8 +196,8 @@ def test_ragged_packs_have_the_bits_of_the_whole(
     generator = torch.Generator().manual_seed(sequences)
     tokens = 32_771
     cu_seqlens = packed_offsets(tokens, sequences, 1, generator)
-    q = torch.randn(tokens, 4, 128, device="cuda", dtype=torch.bfloat16)
-    freqs = torch.rand(tokens, 64, device="cuda") * 100
+    q = torch.randn(tokens, 4, 128, device=DEVICE, dtype=torch.bfloat16)
+    freqs = torch.rand(tokens, 64, device=DEVICE) * 100
     words = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens.to(index_dtype), "launch": launch}
     grad = torch.randn_like(q)
     whole = jitrope.apply_rope(q, None, **words)[0]
@@ -198,7 +205,7 @@ def test_ragged_packs_have_the_bits_of_the_whole(
     begins = cu_seqlens.tolist()
     total = 0
     for rank, places in enumerate(dealt(begins, cp_size)):
-        mine = torch.tensor([begins[sequence] + position for sequence, position in places], device="cuda")
+        mine = torch.tensor([begins[sequence] + position for sequence, position in places], device=DEVICE)
         total += len(mine)
         leaf = q[mine].requires_grad_()
         out, _ = jitrope.apply_rope(leaf, None, **words, cp_size=cp_size, cp_rank=rank)
@@ -211,14 +218,15 @@ def test_ragged_packs_have_the_bits_of_the_whole(
     assert total == tokens
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("sequences", [100_000, 1_000_000])
 def test_a_million_sequences(sequences: int) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = 1_000_000
     cu_seqlens = packed_offsets(tokens, sequences, 1, generator)
-    starts = torch.randint(0, 9, (sequences,), generator=generator, dtype=torch.int32).cuda()
-    q = torch.randn(tokens, 2, 64, device="cuda", dtype=torch.bfloat16)
-    freqs = torch.rand(512, 32, device="cuda") * 100
+    starts = torch.randint(0, 9, (sequences,), generator=generator, dtype=torch.int32).to(DEVICE)
+    q = torch.randn(tokens, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    freqs = torch.rand(512, 32, device=DEVICE) * 100
     out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens, start_positions=starts)
     options = Options(layout="thd", rotary_dim=64, table="freqs")
     want, _ = reference.rope(q, None, freqs, freqs, cu_seqlens, starts, None, options)
@@ -230,16 +238,17 @@ def on_gpu(x: torch.Tensor) -> torch.Tensor:
     """A copy on the GPU with the same strides over a storage of its own."""
     storage = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
     storage.untyped_storage().copy_(x.untyped_storage())
-    return torch.as_strided(storage.cuda(), x.shape, x.stride(), x.storage_offset())
+    return torch.as_strided(storage.to(DEVICE), x.shape, x.stride(), x.storage_offset())
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rounding", ["fp32", "complex64"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_against_fp64(dtype: str, rounding: str, interleaved: bool) -> None:
     torch.manual_seed(0)
-    q, k = (torch.randn(2, 2048, h, 128, device="cuda").to(DTYPES[dtype]).requires_grad_() for h in (16, 4))
-    angles = torch.outer(torch.arange(2048).double(), 10000 ** (-torch.arange(64).double() / 64)).cuda()
+    q, k = (torch.randn(2, 2048, h, 128, device=DEVICE).to(DTYPES[dtype]).requires_grad_() for h in (16, 4))
+    angles = torch.outer(torch.arange(2048).double(), 10000 ** (-torch.arange(64).double() / 64)).to(DEVICE)
     tables = angles.cos().float(), angles.sin().float()
     outputs = jitrope.apply_rope(q, k, *tables, interleaved=interleaved, rounding=rounding)
     grads = [torch.randn_like(y) for y in outputs]
@@ -261,11 +270,12 @@ def test_error_against_fp64(dtype: str, rounding: str, interleaved: bool) -> Non
             assert relative_l2(out, expected) <= RELATIVE_L2[dtype]
 
 
+@pytest.mark.hardware
 def test_past_two_to_the_31_elements() -> None:
     """32-bit offsets would wrap; compared in slices, since a reference of the whole does not fit."""
     tokens, heads, dim = (1 << 31) // (64 * 128) + 1000, 64, 128
-    q = torch.randn(tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
-    angles = torch.rand(tokens, dim // 2, device="cuda") * 6
+    q = torch.randn(tokens, heads, dim, device=DEVICE, dtype=torch.bfloat16)
+    angles = torch.rand(tokens, dim // 2, device=DEVICE) * 6
     cos, sin = angles.cos(), angles.sin()
     out, _ = jitrope.apply_rope(q, None, cos, sin, layout="thd")
     assert out.numel() > 2**31
@@ -281,12 +291,13 @@ def test_past_two_to_the_31_elements() -> None:
     assert torch.equal(q[-700:], expected)
 
 
+@pytest.mark.hardware
 def test_norm_past_two_to_the_31_elements() -> None:
     """The same with a norm, in place."""
     tokens, heads, dim = (1 << 31) // (64 * 128) + 1000, 64, 128
-    q = torch.randn(tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(dim, device="cuda", dtype=torch.bfloat16)
-    angles = torch.rand(tokens, dim // 2, device="cuda") * 6
+    q = torch.randn(tokens, heads, dim, device=DEVICE, dtype=torch.bfloat16)
+    weight = torch.randn(dim, device=DEVICE, dtype=torch.bfloat16)
+    angles = torch.rand(tokens, dim // 2, device=DEVICE) * 6
     words = {"layout": "thd", "norm_rounding": "once"}
     parts = [slice(start, start + 700) for start in (0, tokens // 2, tokens - 700)]
     want = [
@@ -299,12 +310,13 @@ def test_norm_past_two_to_the_31_elements() -> None:
         assert torch.equal(q[part], expected)
 
 
+@pytest.mark.hardware
 def test_more_sequences_than_a_grid_has_rows() -> None:
     lengths = torch.randint(0, 3, (70_000,))
-    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).cuda()
+    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).to(DEVICE)
     tokens = int(cu_seqlens[-1])
-    q = torch.randn(tokens, 2, 64, device="cuda")
-    angles = torch.rand(4, 32, device="cuda")
+    q = torch.randn(tokens, 2, 64, device=DEVICE)
+    angles = torch.rand(4, 32, device=DEVICE)
     for launch in ("token_linear", "grid_2d"):
         arguments = (q, None, angles.cos(), angles.sin())
         out, _ = jitrope.apply_rope(*arguments, layout="thd", cu_seqlens=cu_seqlens, launch=launch)
@@ -313,11 +325,12 @@ def test_more_sequences_than_a_grid_has_rows() -> None:
         )
 
 
+@pytest.mark.hardware
 def test_video_length_batches() -> None:
     """More batch rows and more positions than a grid's second axis has blocks."""
     for shape in ((70_000, 2, 2, 64), (1, 140_000, 1, 64)):
-        q = torch.randn(shape, device="cuda")
-        angles = torch.rand(shape[1], 32, device="cuda")
+        q = torch.randn(shape, device=DEVICE)
+        angles = torch.rand(shape[1], 32, device=DEVICE)
         for launch in ("auto", "grid_2d"):
             out, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), launch=launch)
             assert torch.equal(
@@ -327,7 +340,7 @@ def test_video_length_batches() -> None:
 
 @pytest.mark.parametrize("name", ["packed", "angles-packed-cp", "angles-full", "mla"])
 def test_results_do_not_change_from_run_to_run(name: str) -> None:
-    (q, k, *tables), options = lower(make(case_named(name), "cuda"))
+    (q, k, *tables), options = lower(make(case_named(name), DEVICE))
     for conjugate in (False, True):
         words = tuple(options._replace(conjugate=conjugate))
         first = runtime.rope(q, k, tuple(tables), words)
@@ -336,11 +349,12 @@ def test_results_do_not_change_from_run_to_run(name: str) -> None:
                 assert torch.equal(a.nan_to_num(9), b.nan_to_num(9))
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_there_and_back_is_one_rounding(dtype: str) -> None:
     torch.manual_seed(0)
-    q = torch.randn(4096, 16, 128, device="cuda").to(DTYPES[dtype])
-    freqs = torch.outer(torch.arange(4096.0), 10000 ** (-torch.arange(64) / 64)).cuda()
+    q = torch.randn(4096, 16, 128, device=DEVICE).to(DTYPES[dtype])
+    freqs = torch.outer(torch.arange(4096.0), 10000 ** (-torch.arange(64) / 64)).to(DEVICE)
     cu_seqlens = packed_offsets(4096, 9, 1, torch.Generator().manual_seed(1))
     keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens}
     there, _ = jitrope.apply_rope(q, None, **keywords)
@@ -351,13 +365,14 @@ def test_there_and_back_is_one_rounding(dtype: str) -> None:
     assert ((again.float() - q.float()).abs().unflatten(-1, (2, 64)) <= bound.unsqueeze(-2)).all()
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_angles_against_fp64(dtype: str, interleaved: bool) -> None:
     """Angles up to a million radians: the kernel's sines have fp32's accuracy at all of them."""
     torch.manual_seed(0)
-    q = torch.randn(8192, 8, 128, device="cuda").to(DTYPES[dtype])
-    freqs = torch.rand(8192, 64, device="cuda") ** 4 * 1e6
+    q = torch.randn(8192, 8, 128, device=DEVICE).to(DTYPES[dtype])
+    freqs = torch.rand(8192, 64, device=DEVICE) ** 4 * 1e6
     out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", interleaved=interleaved)
     options = Options(layout="thd", interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128)
     exact = freqs.double()
@@ -390,7 +405,7 @@ def test_gradient_is_the_cpus(name: str, in_place: bool) -> None:
     case = case_named(name)
     rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
     grads = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", DEVICE):
         q, k, cos, sin, keywords = make(case, device)
         leaves = [x.requires_grad_() for x in (q, k)]
         outputs = rotate(*(x * 1 for x in leaves), cos, sin, **keywords)
@@ -402,7 +417,7 @@ def test_gradient_is_the_cpus(name: str, in_place: bool) -> None:
 
 
 def test_expanded_gradient_and_double_backward() -> None:
-    q, _, cos, sin, _ = make(case_named("fp32"), "cuda")
+    q, _, cos, sin, _ = make(case_named("fp32"), DEVICE)
     q.requires_grad_()
     out, _ = jitrope.apply_rope(q, None, cos, sin)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)  # a stride-0 gradient
@@ -417,7 +432,7 @@ def test_expanded_gradient_and_double_backward() -> None:
 
 
 def test_in_place_is_seen_by_autograd() -> None:
-    q, _, cos, sin, _ = make(case_named("fp32"), "cuda")
+    q, _, cos, sin, _ = make(case_named("fp32"), DEVICE)
     weight = torch.ones_like(q, requires_grad=True)
     product = weight * q  # needs q for its backward
     jitrope.apply_rope_(q, None, cos, sin)
@@ -427,7 +442,7 @@ def test_in_place_is_seen_by_autograd() -> None:
 
 @pytest.mark.parametrize("op", ["rope", "rope_"])
 def test_opcheck(op: str) -> None:
-    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     if op == "rope":
         q.requires_grad_()
     arguments = (q, k, cos, sin, None, None, None, *Options(rotary_dim=64)[:-1])
@@ -436,7 +451,7 @@ def test_opcheck(op: str) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compile_fullgraph(in_place: bool) -> None:
-    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
 
     def model(q, k):
@@ -469,7 +484,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
 
     for name in ("rope", "rope_again"):
         monkeypatch.setattr(runtime, name, counted(getattr(runtime, name)))  # the library ops hold their own
-    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     outputs = jitrope.apply_rope(q.requires_grad_(grad), k.requires_grad_(grad), cos, sin)
     if grad:
         torch.autograd.grad(outputs, (q, k), [torch.ones_like(y) for y in outputs])
@@ -484,7 +499,7 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
     runtime._local.recent = {}
     results = []
     for seed in (0, 0, 1):
-        q, k, cos, sin, keywords = make(case_named(name), "cuda", seed)
+        q, k, cos, sin, keywords = make(case_named(name), DEVICE, seed)
         results.append([x.clone() for x in rotate(q, k, cos, sin, **keywords)])
         if len(results) == 1:
             slow = runtime.rope
@@ -494,8 +509,8 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
     assert not torch.equal(results[1][0], results[2][0])
     taken = []
     monkeypatch.setattr(runtime, "rope", lambda *a: (taken.append(a), slow(*a))[1])
-    q, k, cos, sin, keywords = make(case_named(name), "cuda")
-    unaligned = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape).copy_(q)
+    q, k, cos, sin, keywords = make(case_named(name), DEVICE)
+    unaligned = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape).copy_(q)
     for other in (unaligned, q.transpose(-2, -3).contiguous().transpose(-2, -3), q.repeat(1, 1, 2, 1)):
         want, _ = reference.rope(
             other, k, *lower((q, k, cos, sin, keywords))[0][2:], lower((q, k, cos, sin, keywords))[1]
@@ -504,7 +519,7 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
         assert torch.equal(got, want)
     assert len(taken) == (2 if q.shape[1] == 1 else 3)  # an axis of size 1 may have any stride
     if sin is not None:  # a table that is not aligned, which no guard sees
-        shifted = torch.empty(sin.numel() + 1, dtype=sin.dtype, device="cuda")[1:].view(sin.shape).copy_(sin)
+        shifted = torch.empty(sin.numel() + 1, dtype=sin.dtype, device=DEVICE)[1:].view(sin.shape).copy_(sin)
         want, _ = rotate(q.clone(), k.clone(), cos, sin, **keywords)
         got, _ = rotate(q.clone(), k.clone(), cos, shifted, **keywords)
         assert torch.equal(got, want)
@@ -515,7 +530,7 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
 
 def test_a_table_that_is_there_twice_may_be_two() -> None:
     """Whoever copies an op's arguments makes two tensors of one; a launch that was prepared for them serves both."""
-    (q, k, cache, _, *rest), options = lower(make(case_named("ids-cache"), "cuda"))
+    (q, k, cache, _, *rest), options = lower(make(case_named("ids-cache"), DEVICE))
     want = reference.rope(q, k, cache, cache, *rest, options)
     for second in (cache.clone(), cache, cache.clone()):
         for got, expected in zip(runtime.rope(q, k, (cache, second, *rest), tuple(options)), want):
@@ -523,7 +538,7 @@ def test_a_table_that_is_there_twice_may_be_two() -> None:
 
 
 def test_modes_are_seen_by_a_known_call() -> None:
-    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     for _ in range(2):
         jitrope.apply_rope(q, k, cos, sin)
     seen = []
@@ -538,16 +553,17 @@ def test_modes_are_seen_by_a_known_call() -> None:
     assert torch.ops.jitrope.rope.default in seen
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
 @pytest.mark.parametrize("case", CACHE_CASES, ids=str)
 def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None:
     for in_place in (False, True)[: 1 if case.q_fp8 else 2]:
-        device = "cuda" if case.table == "freqs" else "cpu"  # sines are the device's
+        device = DEVICE if case.table == "freqs" else "cpu"  # sines are the device's
         c = make_cache(case, device, launch=launch, in_place=in_place)
         want = (c.k_cache.clone(), c.v_cache.clone())
         q_want, k_want = reference.rope_kv_cache(c.q, c.k, c.v, *want, c.slots, *c.scales, c.tables, c.options)
         k_want = k_want if case.k_too else c.k
-        c = make_cache(case, "cuda", launch=launch, in_place=in_place)
+        c = make_cache(case, DEVICE, launch=launch, in_place=in_place)
         tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
         q = runtime.rope_kv_cache(*tensors, c.tables, tuple(c.options))
         assert (q is c.q) == in_place
@@ -560,16 +576,17 @@ def test_fp8_outputs_have_the_references_bits(name: str) -> None:
     (q, k, *tables), options = lower(make(case_named(name)), fp8=True)
     scales = (torch.tensor(0.02), torch.tensor(0.3))
     want = reference.rope_fp8(q, k, *scales, tuple(tables), options)
-    tables = tuple(None if x is None else x.cuda() for x in tables)
-    got = runtime.rope_fp8(on_gpu(q), on_gpu(k), *(x.cuda() for x in scales), tables, tuple(options))
+    tables = tuple(None if x is None else x.to(DEVICE) for x in tables)
+    got = runtime.rope_fp8(on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales), tables, tuple(options))
     for a, b in zip(got, want):
         assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
 
 
+@pytest.mark.hardware
 def test_a_known_cache_call_and_its_graph() -> None:
     """Eager twice, the second by the short way, then in a CUDA graph with other positions and slots."""
     case = CACHE_CASES[1]
-    c = make_cache(case, "cuda")
+    c = make_cache(case, DEVICE)
     words = {
         "cos_sin_cache": c.tables[0], "position_ids": c.tables[4], "layout": "thd", "k_cache": c.k_cache,
         "v_cache": c.v_cache, "slot_mapping": c.slots,
@@ -595,6 +612,7 @@ def test_a_known_cache_call_and_its_graph() -> None:
     assert got[1].any()
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 def test_overlapping_launches_keep_their_order(tokens: int, captured: bool) -> None:
@@ -603,10 +621,10 @@ def test_overlapping_launches_keep_their_order(tokens: int, captured: bool) -> N
     Chains of rotations in place, of torch's kernels in between, and of slow ones before and behind.
     """
     torch.manual_seed(0)
-    q = torch.randn(tokens, 8, 128, device="cuda")
-    k = torch.randn(tokens, 2, 128, device="cuda")
-    cache = torch.randn(4096, 128, device="cuda")
-    ids = torch.randint(0, 4096, (40, tokens), device="cuda")
+    q = torch.randn(tokens, 8, 128, device=DEVICE)
+    k = torch.randn(tokens, 2, 128, device=DEVICE)
+    cache = torch.randn(4096, 128, device=DEVICE)
+    ids = torch.randint(0, 4096, (40, tokens), device=DEVICE)
 
     def chain(q, k, step):
         position = ids[0].clone()
@@ -645,15 +663,16 @@ def test_overlapping_launches_keep_their_order(tokens: int, captured: bool) -> N
     assert torch.equal(b, want[1])
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 @pytest.mark.parametrize("across_heads", [False, True])
 def test_overlapping_norms_keep_their_order(across_heads: bool, tokens: int, captured: bool) -> None:
     """The same chain with a pause behind each kernel has the same bits; joint tensors are read by the next call."""
     torch.manual_seed(0)
-    q, k = (torch.randn(1, tokens, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 8))
-    angles = torch.rand(2 * tokens, 64, device="cuda")
-    weights = [torch.randn(1024 if across_heads else 128, device="cuda") for _ in range(2)]
+    q, k = (torch.randn(1, tokens, heads, 128, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 8))
+    angles = torch.rand(2 * tokens, 64, device=DEVICE)
+    weights = [torch.randn(1024 if across_heads else 128, device=DEVICE) for _ in range(2)]
     tables = angles.cos(), angles.sin()
 
     def chain(q, k, pause):
@@ -682,9 +701,10 @@ def test_overlapping_norms_keep_their_order(across_heads: bool, tokens: int, cap
         assert torch.equal(x, y)
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("name", ["once", "across-d128", "ids", "joint-two-tables", "only-q-weight", "unweighted"])
 def test_norm_in_a_cuda_graph(name: str) -> None:
-    call = make_norm(next(case for case in NORM_CASES if case.name == name), "cuda")
+    call = make_norm(next(case for case in NORM_CASES if case.name == name), DEVICE)
     norm_call(call)  # the warm call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -699,10 +719,11 @@ def test_norm_in_a_cuda_graph(name: str) -> None:
             assert torch.equal(got.nan_to_num(9), want.nan_to_num(9))
 
 
+@pytest.mark.hardware
 def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
     """The row that turns nothing is no part of the graph's memory: calls behind it do not read what it left."""
-    q, weight = torch.randn(1, 8, 2, 64, device="cuda"), torch.randn(64, device="cuda")
-    cos = torch.ones(1, 32, device="cuda").expand(8, 32)
+    q, weight = torch.randn(1, 8, 2, 64, device=DEVICE), torch.randn(64, device=DEVICE)
+    cos = torch.ones(1, 32, device=DEVICE).expand(8, 32)
     want, _ = jitrope.qk_norm_rope(q, None, weight, None, cos, torch.zeros_like(cos[:1]).expand(8, 32))
     norm_rope._one_row.cache_clear()
     graph = torch.cuda.CUDAGraph()
@@ -710,7 +731,7 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
         jitrope.qk_norm_rope(q, None, weight)
     del graph
     torch.cuda.empty_cache()
-    torch.full((1 << 20,), 7.0, device="cuda")
+    torch.full((1 << 20,), 7.0, device=DEVICE)
     out, _ = jitrope.qk_norm_rope(q, None, weight)
     assert torch.equal(out, want)
 
@@ -718,7 +739,7 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither direction goes through the dispatcher, and the second call of a kind is not looked at again."""
-    call = make_norm(next(case for case in NORM_CASES if case.name == "once"), "cuda")
+    call = make_norm(next(case for case in NORM_CASES if case.name == "once"), DEVICE)
     for x in (*call.streams, *call.weights):
         x.requires_grad_(grad)
     for name in ("qk_norm_rope", "qk_norm_rope_backward"):
@@ -735,7 +756,7 @@ def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
 
 def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's weights under torch.no_grad(); and with gradients on they get theirs."""
-    call = make_norm(next(case for case in NORM_CASES if case.name == "once"), "cuda")
+    call = make_norm(next(case for case in NORM_CASES if case.name == "once"), DEVICE)
     for x in call.weights:
         x.requires_grad_()
     with torch.no_grad():
@@ -751,7 +772,7 @@ def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypa
 
 @pytest.mark.parametrize("name", ["once", "only-q-weight", "d192", "across-d64"])
 def test_opcheck_of_norms(name: str) -> None:
-    call = make_norm(next(case for case in NORM_CASES if case.name == name), "cuda")
+    call = make_norm(next(case for case in NORM_CASES if case.name == name), DEVICE)
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     rest = (*call.weights, *call.norm, *call.tables, *call.options[:-1])
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -766,12 +787,12 @@ def test_opcheck_of_norms(name: str) -> None:
 
 def test_wild_ids_and_slots_on_the_device() -> None:
     """No bytes outside of tables and caches are touched: compute-sanitizer runs this too."""
-    q = torch.ones(6, 4, 64, device="cuda")
-    k, v = torch.ones(2, 6, 2, 64, device="cuda")
-    k_cache, v_cache = torch.zeros(2, 8, 2, 64, device="cuda")
-    cache = torch.ones(5, 64, device="cuda")
-    ids = torch.tensor([0, 4, 5, -1, 2**40, -(2**62)], device="cuda")
-    slots = torch.tensor([0, 8, -1, 2**31, 2**40, 7], device="cuda")
+    q = torch.ones(6, 4, 64, device=DEVICE)
+    k, v = torch.ones(2, 6, 2, 64, device=DEVICE)
+    k_cache, v_cache = torch.zeros(2, 8, 2, 64, device=DEVICE)
+    cache = torch.ones(5, 64, device=DEVICE)
+    ids = torch.tensor([0, 4, 5, -1, 2**40, -(2**62)], device=DEVICE)
+    slots = torch.tensor([0, 8, -1, 2**31, 2**40, 7], device=DEVICE)
     out = jitrope.apply_rope_kv_cache(
         q, k, v, cos_sin_cache=cache, position_ids=ids, layout="thd", k_cache=k_cache, v_cache=v_cache,
         slot_mapping=slots,
@@ -782,7 +803,7 @@ def test_wild_ids_and_slots_on_the_device() -> None:
 
 
 def test_inference_mode() -> None:
-    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     want = jitrope.apply_rope(q, k, cos, sin)
     with torch.inference_mode():
         q, k = q.clone(), k.clone()
@@ -791,8 +812,9 @@ def test_inference_mode() -> None:
                 assert torch.equal(got, expected)
 
 
+@pytest.mark.hardware
 def test_cuda_graph() -> None:
-    q, k, cos, sin, keywords = make(case_named("packed"), "cuda")
+    q, k, cos, sin, keywords = make(case_named("packed"), DEVICE)
     jitrope.apply_rope(q, k, cos, sin, **keywords)  # the warm call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -806,8 +828,9 @@ def test_cuda_graph() -> None:
             assert torch.equal(got, want)
 
 
+@pytest.mark.hardware
 def test_cuda_graph_of_packed_qkv() -> None:
-    (qkv, freqs, _, cu_seqlens, *_), o = make_qkv(next(case for case in QKV_CASES if case.name == "qkv-packed"), "cuda")
+    (qkv, freqs, _, cu_seqlens, *_), o = make_qkv(next(case for case in QKV_CASES if case.name == "qkv-packed"), DEVICE)
     keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens, "q_per_group": o.q_per_group}
     jitrope.apply_rope_qkv(qkv, **keywords)
     graph = torch.cuda.CUDAGraph()
@@ -819,9 +842,10 @@ def test_cuda_graph_of_packed_qkv() -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.hardware
 def test_cold_capture_says_what_to_do() -> None:
-    q = torch.randn(1, 3, 2, 34, device="cuda")
-    cos = torch.rand(3, 17, device="cuda")
+    q = torch.randn(1, 3, 2, 34, device=DEVICE)
+    cos = torch.rand(3, 17, device=DEVICE)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(jitrope.JitropeError, match="once before the capture"), torch.cuda.graph(graph):
         jitrope.apply_rope(q, None, cos, cos)
@@ -829,9 +853,10 @@ def test_cold_capture_says_what_to_do() -> None:
     jitrope.apply_rope(q, None, cos, cos)
 
 
+@pytest.mark.hardware
 def test_streams() -> None:
     """The launch goes to the current stream: it waits for what that stream waits for."""
-    q, _, cos, sin, _ = make(case_named("halves"), "cuda")
+    q, _, cos, sin, _ = make(case_named("halves"), DEVICE)
     want, _ = jitrope.apply_rope(q, None, cos, sin)
     late = torch.zeros_like(q)
     stream = torch.cuda.Stream()
@@ -845,7 +870,7 @@ def test_streams() -> None:
 
 
 def test_threads_share_kernels_not_arguments() -> None:
-    cases = [make(case_named("halves"), "cuda", seed) for seed in range(8)]
+    cases = [make(case_named("halves"), DEVICE, seed) for seed in range(8)]
     want = [jitrope.apply_rope(q, k, cos, sin) for q, k, cos, sin, _ in cases]
     before = len(runtime.compiled)
     wrong = []
@@ -869,8 +894,9 @@ def test_threads_share_kernels_not_arguments() -> None:
     assert len(runtime.compiled) == before
 
 
+@pytest.mark.hardware
 def test_refusals_write_nothing() -> None:
-    q, k, cos, sin, _ = make(case_named("halves"), "cuda")
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     before = q.clone()
     for arguments, message in (
         ((q, k, cos.cpu(), sin), "cos is on cpu but q is on cuda:0"),
@@ -909,6 +935,7 @@ def path_of_imports() -> str:
     return os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
+@pytest.mark.hardware
 def test_a_prewarmed_process_compiles_nothing(tmp_path: Path) -> None:
     assert len(fresh(tmp_path / "cold")) == 3
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "warm"), "PYTHONPATH": path_of_imports()}
@@ -919,6 +946,7 @@ def test_a_prewarmed_process_compiles_nothing(tmp_path: Path) -> None:
     assert fresh(tmp_path / "cold") == []  # what a real run left behind serves as well
 
 
+@pytest.mark.hardware
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert len(fresh(tmp_path / "file" / "kernels")) == 3
@@ -936,6 +964,7 @@ except jitrope.CompileError as error:
 """
 
 
+@pytest.mark.hardware
 def test_a_gpu_without_cupy_names_the_extra(tmp_path: Path) -> None:
     message = fresh(tmp_path, NO_CUPY)
     assert f"pip install 'jitrope[cuda{torch.version.cuda.split('.')[0]}]'" in message
@@ -979,6 +1008,7 @@ print("done")
 """
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -995,6 +1025,7 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
     assert "0 errors" in done.stdout or "0 hazards" in done.stdout
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize(
     "bench",
     [
@@ -1015,6 +1046,7 @@ def test_bench_runs(bench: str, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["rows"]
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("fp8", [False, True])
 def test_serving_example_in_a_graph(fp8: bool, tmp_path: Path) -> None:
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path), "PYTHONPATH": path_of_imports()}

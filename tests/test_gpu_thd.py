@@ -12,13 +12,14 @@ from jitrope import thd_reference as reference
 from jitrope.partition import RULES
 from jitrope.thd_reference import Shape
 
+from .host.backend import DEVICE
 from .test_thd import MASKS, MOVES, STEPS, WIDTHS, Pack, offsets, rows, step_of
 
 pytestmark = pytest.mark.gpu
 
 
 def cuda(x):
-    return None if x is None else x.cuda()
+    return None if x is None else x.to(DEVICE)
 
 
 @contextlib.contextmanager
@@ -34,19 +35,20 @@ def nobody_waits():
 @pytest.mark.parametrize("seed", range(12))
 def test_tables(seed: int) -> None:
     pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
-    slots = pack.slots.cuda()
+    slots = pack.slots.to(DEVICE)
     for name in ("partition_indices", "position_ids", "to_ranks", "to_sequences"):
         want = getattr(reference, name)(pack.slots, pack.shape)
         assert torch.equal(getattr(thd_ops, name)(slots, pack.shape).cpu(), want), name
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("seed", range(4))
 def test_segments(seed: int, mask: str) -> None:
     pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
     padded = pack.slots if pack.padded else None
     want = reference.segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
-    on_gpu = pack.cu_seqlens.cuda(), cuda(padded)
+    on_gpu = pack.cu_seqlens.to(DEVICE), cuda(padded)
     with nobody_waits():
         got = thd_ops.segments(*on_gpu, pack.shape, MASKS[mask])
     for name, x in want._asdict().items():
@@ -55,6 +57,7 @@ def test_segments(seed: int, mask: str) -> None:
         assert x is None or torch.equal(x, there.cpu()), name
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("rule", RULES)
 def test_exchanged_segments_of_thousands(rule: str) -> None:
     """More sequences than a block takes at a time, a window, every rank."""
@@ -65,11 +68,12 @@ def test_exchanged_segments_of_thousands(rule: str) -> None:
         for mask in (MASKS["causal-window"], MASKS["two-sided"]):
             shape = Shape(sum(lengths) + 3, len(lengths), 4, rank, rule)
             want = reference.segments(cu_seqlens, None, shape, mask)
-            got = thd_ops.segments(cu_seqlens.cuda(), None, shape, mask)
+            got = thd_ops.segments(cu_seqlens.to(DEVICE), None, shape, mask)
             for name, x in want._asdict().items():
                 assert x is None or torch.equal(x, getattr(got, name).cpu()), name
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("seed", range(8))
 def test_rows(seed: int, move: str) -> None:
@@ -90,8 +94,8 @@ def test_rows(seed: int, move: str) -> None:
     if move == "tail":
         inputs = outputs
     map = "table" if move == "sum" else move
-    there = [x.cuda() for x in outputs]
-    given = there if move == "tail" else [x.cuda() for x in inputs]
+    there = [x.to(DEVICE) for x in outputs]
+    given = there if move == "tail" else [x.to(DEVICE) for x in inputs]
     on_gpu = [cuda(x) for x in (pack.slots, lengths, table)]
     with nobody_waits():
         torch.ops.jitrope.thd_rows(given, there, map, *on_gpu, *shape)
@@ -105,7 +109,7 @@ def test_rows(seed: int, move: str) -> None:
 def test_corrections(seed: int, step: tuple[str, str, str]) -> None:
     cu_seqlens, packed, t, tensors = step_of(10 * STEPS.index(step) + seed, *step)
     there = [cuda(x) for x in tensors]
-    torch.ops.jitrope.thd_correct(*step, packed, cu_seqlens.cuda(), t, *there)
+    torch.ops.jitrope.thd_correct(*step, packed, cu_seqlens.to(DEVICE), t, *there)
     torch.ops.jitrope.thd_correct(*step, packed, cu_seqlens, t, *tensors)
     for got, want in zip(there, tensors):
         if got is not None:
@@ -113,6 +117,7 @@ def test_corrections(seed: int, step: tuple[str, str, str]) -> None:
             torch.testing.assert_close(got.cpu(), want, rtol=rtol, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("count", [1, 2401, 20_000, 300_000])
 def test_any_number_of_sequences(count: int) -> None:
     """TransformerEngine keeps the offsets of at most 12,287 in shared memory."""
@@ -121,17 +126,18 @@ def test_any_number_of_sequences(count: int) -> None:
     cu_seqlens = offsets(lengths)
     tokens = sum(lengths) + 7
     x = torch.arange(tokens)
-    ranks = thd.sequence_order_to_cp_rank_order(x.cuda(), cu_seqlens.cuda(), 4)
+    ranks = thd.sequence_order_to_cp_rank_order(x.to(DEVICE), cu_seqlens.to(DEVICE), 4)
     assert torch.equal(ranks.cpu(), thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 4))
-    assert torch.equal(thd.cp_rank_order_to_sequence_order(ranks, cu_seqlens.cuda(), 4, tokens).cpu(), x)
+    assert torch.equal(thd.cp_rank_order_to_sequence_order(ranks, cu_seqlens.to(DEVICE), 4, tokens).cpu(), x)
 
 
+@pytest.mark.hardware
 def test_elements_past_31_bits() -> None:
     """2^31 and some elements: offsets are 64 bits."""
-    cu_seqlens = offsets((300_000, 7, 240_000)).cuda()
+    cu_seqlens = offsets((300_000, 7, 240_000)).to(DEVICE)
     tokens, width = 540_007, 4096
-    x = torch.empty(tokens, width, dtype=torch.int8, device="cuda")
-    x.copy_((torch.arange(tokens, device="cuda") % 127)[:, None])
+    x = torch.empty(tokens, width, dtype=torch.int8, device=DEVICE)
+    x.copy_((torch.arange(tokens, device=DEVICE) % 127)[:, None])
     assert x.numel() > 2**31
     ranks = thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 2)
     indices = thd.get_partitioned_indices(cu_seqlens, tokens, 2, 1)
@@ -142,14 +148,15 @@ def test_elements_past_31_bits() -> None:
     assert torch.equal(back, x)
 
 
+@pytest.mark.hardware
 def test_in_a_cuda_graph() -> None:
     """Other lengths of as many sequences, on replay."""
-    slots, shape = offsets((40, 3, 21)).cuda(), Shape(64, 3, 2, 1)
-    x = torch.randn(64, 2, 8, device="cuda")
+    slots, shape = offsets((40, 3, 21)).to(DEVICE), Shape(64, 3, 2, 1)
+    x = torch.randn(64, 2, 8, device=DEVICE)
 
     def call():
         segments = thd_ops.segments(slots, None, shape, MASKS["causal"])
-        out = torch.empty(len(segments.key_rows), 2, 8, device="cuda")
+        out = torch.empty(len(segments.key_rows), 2, 8, device=DEVICE)
         thd_ops.move_rows([x], [out], segments.key_rows)
         return thd.sequence_order_to_cp_rank_order(x, slots, 2), out, segments.cu_seqlens_k
 
@@ -164,9 +171,10 @@ def test_in_a_cuda_graph() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.hardware
 def test_gradients_and_streams() -> None:
-    cu_seqlens = offsets((137, 2041, 89)).cuda()
-    x = torch.randn(2267, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cu_seqlens = offsets((137, 2041, 89)).to(DEVICE)
+    x = torch.randn(2267, 4, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         ranks = thd.sequence_order_to_cp_rank_order(x, cu_seqlens, 4)

@@ -38,6 +38,7 @@ ROWS = [  # a module imports only from rows below its own
     {"archive"},
     {"heuristics", "render", "recording", "entry", "thd_spec"},
     {"config", "spec", "partition"},
+    {"arguments"},
     {"errors"},
 ]
 TORCH_FREE = {

@@ -14,9 +14,9 @@ import jitrope
 from jitrope import norm_rope, reference
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, random_norm_case
+from .devices import DEVICE, DEVICES
 from .test_rope import autograd_reference
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 JOINT = [case for case in NORM_CASES if case.first is not None]
 NOT_JOINT = [case for case in NORM_CASES if case.first is None]
@@ -139,7 +139,7 @@ def sizes(*all_of_them: int):
     """(device, head size): on a GPU those that are promised."""
     return [
         *(("cpu", dim) for dim in all_of_them),
-        *(pytest.param("cuda", dim, marks=pytest.mark.gpu) for dim in ON_GPU),
+        *(pytest.param(DEVICE, dim, marks=pytest.mark.gpu) for dim in ON_GPU),
     ]
 
 
@@ -185,7 +185,7 @@ def host_norm(name: str, dim: int, weight: torch.Tensor) -> torch.nn.Module:
 
 HOST_NORMS = [
     *(("cpu", dim, dtype) for dim in (64, 72, 96, 128, 256) for dtype in DTYPES),
-    *(pytest.param("cuda", dim, dtype, marks=pytest.mark.gpu) for dim in ON_GPU for dtype in DTYPES[:2]),
+    *(pytest.param(DEVICE, dim, dtype, marks=pytest.mark.gpu) for dim in ON_GPU for dtype in DTYPES[:2]),
 ]
 
 
@@ -359,7 +359,7 @@ def test_in_place_has_no_gradient(which: str, device: str) -> None:
     q, weight = tensors(device, torch.float32, (1, 3, 2, 8), (8,))
     before = q.clone()
     {"q": q, "weight": weight}[which].requires_grad_()
-    with pytest.raises(jitrope.JitropeError, match="qk_norm_rope_ cannot be differentiated"):
+    with pytest.raises(jitrope.JitropeError, match="qk_norm_rope_: it has no gradient"):
         jitrope.qk_norm_rope_(q, None, weight)
     assert torch.equal(q, before)
     with torch.no_grad():
@@ -705,7 +705,10 @@ REFUSALS = {
     "weight-strided": (arguments(q_weight=torch.ones(16)[::2]), r"q_weight has stride \(2,\); it must be contiguous"),
     "weight-expanded": (arguments(k_weight=torch.ones(1).expand(8)), "k_weight has stride .*; it must be contiguous"),
     "weight-without-k": (arguments(k=None), "k_weight is given, but k is not"),
-    "norm-rounding": (arguments(norm_rounding="thrice"), "norm_rounding is 'thrice'; allowed are none, once, twice"),
+    "norm-rounding": (
+        arguments(norm_rounding="thrice"),
+        "norm_rounding is 'thrice'; it must be one of 'none', 'once', 'twice'",
+    ),
     "rounding": (arguments(rounding="bf16"), "rounding is 'bf16'"),
     "layout": (arguments(layout="hsbd"), "layout is 'hsbd'"),
     "layout-no-table": (arguments(cos=None, sin=None, layout="hsbd"), "layout is 'hsbd'"),

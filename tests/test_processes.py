@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ import torch
 import jitrope
 from jitrope import heuristics, kernels, recording
 from jitrope.cache import KernelCache
-from jitrope.context_parallel import Partition
-from jitrope.entry import CUBIN
+from jitrope.context_parallel import Case, Partition, Rope, Schedule, all_gather_attention
+from jitrope.doctor import Check
+from jitrope.entry import CUBIN, Entry
 from jitrope.errors import CompileError
 from jitrope.partition import Mask
 from jitrope.prewarm import DEFAULT_CALLS, Built, Call, read_calls
@@ -351,6 +354,9 @@ PICKLED = {
     "built": Built(SPEC, "sm_90", "cached"),
     "mask": Mask(),
     "counts": KernelCache(Path("/a")).counts,
+    "entry": Entry(Path("/a"), "name", "sm_90", 3),
+    "check": Check("templates", "ok", "all"),
+    "case": Case(torch.device("cpu"), torch.float32, 2, 1, 8, 8),
 }
 
 
@@ -362,6 +368,54 @@ def test_what_users_hold_is_pickled(what: str) -> None:
 def test_plans_are_pickled() -> None:
     plan = heuristics.plan(BASE)
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+@pytest.mark.parametrize("what", PICKLED)
+def test_what_users_hold_is_copied_and_printed(what: str) -> None:
+    assert copy.deepcopy(PICKLED[what]) == copy.copy(PICKLED[what]) == PICKLED[what]
+    assert " object at 0x" not in repr(PICKLED[what])
+
+
+OFFSETS = torch.tensor([0, 3, 10], dtype=torch.int32)
+OBJECTS = {
+    "partition": (Partition(OFFSETS, 11, cp_size=2, cp_rank=1), "Partition(6 of 11 tokens, 2 sequences, rank 1 of 2, "),
+    "schedule": (Schedule(OFFSETS, 11, window=(4, -1)), "Schedule(11 of 11 tokens, 2 sequences, rank 0 of 1, "),
+    "fixed schedule": (Schedule.fixed(2, 4, "cpu"), "Schedule(8 of 8 tokens, 2 sequences, rank 0 of 1, dual_chunk, "),
+    "rope": (Rope(torch.ones(11, 2), torch.zeros(11, 2)), "Rope(cos=tensor("),
+    "recording": (recording.Recording(), "Recording(0 specs)"),
+    "cache": (KernelCache(Path("/a"), (Path("/b"),), 5), "KernelCache('/a')"),
+}
+
+
+@pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy, copy.copy])
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize("what", OBJECTS)
+def test_objects_are_pickled_copied_and_printed(what: str, used: bool, copied) -> None:
+    """Also after use, with the tables that they keep."""
+    x, text = OBJECTS[what]
+    if used and isinstance(x, (Partition, Schedule)):
+        assert x.position_ids.shape == (x.shape.rows,)
+    again = copied(x)
+    assert repr(again) == repr(x)
+    assert repr(x).startswith(text)
+    if isinstance(x, Schedule):
+        q = torch.randn(x.shape.rows, 2, 4)
+        assert torch.equal(*(all_gather_attention(q, q, q, schedule=one) for one in (x, again)))
+    if isinstance(x, Partition):
+        assert torch.equal(again.indices, x.indices)
+    if isinstance(x, KernelCache):
+        assert ([layer.path for layer in again.system], again.max_bytes) == ([Path("/b")], 5)
+
+
+def test_a_partition_of_a_group_says_that_it_stays(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        part = Partition(OFFSETS, 10)
+        assert torch.equal(copy.deepcopy(part).indices, part.indices)
+        with pytest.raises(pickle.PicklingError, match="belongs to its process: make it from cu_seqlens there"):
+            pickle.dumps(part)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_partitions_are_pickled() -> None:
@@ -444,6 +498,63 @@ def test_a_file_that_is_no_record_is_refused_before_the_run(tmp_path: Path, text
     with pytest.raises(jitrope.CacheError, match=r"run\.json"), jitrope.record(path):
         raise AssertionError("not reached")
     assert path.read_text() == text
+
+
+def test_an_empty_file_is_an_empty_record(tmp_path: Path) -> None:
+    """As `mktemp` makes it."""
+    path = tmp_path / "run.json"
+    path.touch()
+    assert read_calls(path) == []
+    with jitrope.record(path):
+        pass
+    recording.add(path, [SPEC])
+    assert read_calls(path) == [SPEC]
+
+
+@pytest.mark.parametrize("planted", ["link", "file"])
+def test_a_lock_that_was_there_is_neither_followed_nor_emptied(tmp_path: Path, planted: str) -> None:
+    target, lock = tmp_path / "target", tmp_path / ".run.json.lock"
+    if planted == "file":
+        target = lock
+    target.write_text("precious")
+    if planted == "link":
+        lock.symlink_to(target)
+        with pytest.raises(jitrope.CacheError, match=r"cannot write .*run\.json: .*symbolic link"):
+            recording.add(tmp_path / "run.json", [SPEC])
+        assert not (tmp_path / "run.json").exists()
+    else:
+        recording.add(tmp_path / "run.json", [SPEC])
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", [".", "x" * 300, "null\0"])
+def test_a_record_of_an_impossible_name_is_one_line(tmp_path: Path, monkeypatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(jitrope.CacheError, match=r"^cannot (write|add kernels to) .*$"):
+        recording.add(Path(name), [SPEC])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("field", [{"interleaved": 0}, {"rotary_dim": 128.0}, {"heads_per_block": True}])
+def test_a_record_has_no_spec_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: dict) -> None:
+    monkeypatch.setattr(recording, "_asked", {})
+    monkeypatch.setenv("JITROPE_RECORD", str(tmp_path / "run.json"))
+    with pytest.raises(jitrope.InvalidInput, match=f"{next(iter(field))} is"):
+        recording.note(replace(SPEC, **field))
+    recording.note(SPEC)  # which the other is equal to
+    with jitrope.record(tmp_path / "other.json") as seen:
+        pass
+    assert seen.specs == read_calls(tmp_path / "run.json") == read_calls(tmp_path / "other.json") == [SPEC]
+
+
+def test_an_entry_of_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"spec": [SPEC.to_dict(), {**SPEC.to_dict(), "interleaved": 0}]}))
+    with pytest.raises(jitrope.InvalidInput, match=r"run\.json: spec\[1\]: RopeSpec: interleaved is 0, not True"):
+        read_calls(path)
+    path.write_text(json.dumps({"call": [{"heads": 8}, {"head": 8}]}))
+    with pytest.raises(jitrope.InvalidInput, match=r"run\.json: call\[1\]: a call has no field 'head'; its"):
+        read_calls(path)
 
 
 def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:

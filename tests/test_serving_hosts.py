@@ -24,8 +24,9 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import sglang, vllm
 
+from .devices import DEVICES
+
 HOSTS = Path(__file__).parent.parent / "build" / "hosts"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FP8 = torch.float8_e4m3fn
 
 
@@ -194,6 +195,41 @@ def test_mrope(interleaved: bool, neox: bool, dtype: torch.dtype, device: str) -
     assert all(same(got, want) for got in results[:3])
     assert same(results[3], of_time)
     assert not same(want, of_time)
+
+
+def turn_in_dtype(x: Tensor, rows: Tensor, neox: bool) -> Tensor:
+    """x turned as a host does it that computes in 16 bits: the rows, each product and each sum rounded to x's dtype."""
+    cos, sin = (part.to(x.dtype).unsqueeze(-2) for part in rows.chunk(2, -1))
+    slice_, rest = x[..., : rows.shape[-1]], x[..., rows.shape[-1] :]
+    a, b = slice_.chunk(2, -1) if neox else (slice_[..., ::2], slice_[..., 1::2])
+    a, b = a * cos - b * sin, b * cos + a * sin
+    return torch.cat((torch.cat((a, b), -1) if neox else torch.stack((a, b), -1).flatten(-2), rest), -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_vllm_in_16_bits(dtype: torch.dtype, neox: bool, device: str) -> None:
+    """With rounding="dtype" the bits of a host that computes in the model's dtype; without, not all of them."""
+    case, section = Rotary(dim=128, rotary=96, neox=neox, dtype=dtype, tokens=(40,)), [20, 14, 14]
+    cache, ids = table(50, 96), torch.randint(0, 50, (3, 40), generator=torch.Generator().manual_seed(3))
+    wants = [case.buffer(), case.buffer()]
+    for want, rows in zip(wants, (cache[ids[0]], pick_rows(cache, ids, section, False))):
+        for x in case.split(want, whole=True):
+            x.copy_(turn_in_dtype(x, rows, neox))
+    ids, cache = ids.to(device), cache.to(device)
+    cos, sin = cache[ids].chunk(2, -1)
+    for want, call in (
+        (wants[0], lambda q, k, **words: vllm.rotary_embedding(ids[0], q, k, 128, cache, neox, **words)),
+        (wants[0], lambda q, k, **words: vllm.mrope(ids[0], q, k, 128, cache, section, neox, **words)),
+        (wants[1], lambda q, k, **words: vllm.mrope(ids, q, k, 128, cache, section, neox, **words)),
+        (wants[1], lambda q, k, **words: vllm.triton_mrope(q, k, cos, sin, section, 128, 96, False, neox, **words)),
+    ):
+        for rounding in ("dtype", "fp32"):
+            got = case.buffer().to(device)
+            call(*case.split(got), rounding=rounding)
+            assert same(got, want) == (rounding == "dtype")
+            torch.testing.assert_close(got.cpu(), want, rtol=0.02, atol=0.05)
 
 
 def test_mrope_refusals() -> None:
@@ -370,8 +406,11 @@ SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
 def test_published_signatures(function: Callable[..., Any]) -> None:
-    words = [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+    """Behind what the hosts publish there is one keyword of ours."""
+    parameters = inspect.signature(function).parameters.values()
+    words = [(p.name, p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY]
     assert words == list(SIGNATURES[function].items())
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= {"rounding"}
 
 
 def test_sgl_kernel_dataclass() -> None:
@@ -415,7 +454,20 @@ def test_vllm_enable(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(lambda x: forward_cuda(*case.split(x)), backend="aot_eager", fullgraph=True)(got)
         assert same(got, want)
         assert "vllm._custom_ops.rotary_embedding" in str(report)
+        held = ops.rotary_embedding  # by a call that is still on its way when another thread disables
     assert ops.rotary_embedding is host
+    held(ids, torch.zeros(7, 128, dtype=torch.float64), None, 64, cache, True)
+    assert left == ["rotary_embedding"] * 2
+    with vllm.enable(rounding="dtype"):
+        got, want = case.buffer(), case.buffer()
+        forward_cuda(*case.split(got))
+        vllm.rotary_embedding(ids, *case.split(want), 64, cache, True, rounding="dtype")
+        assert same(got, want)
+    with vllm.enable():
+        forward_cuda(*case.split(case.buffer()))
+    assert ops.rotary_embedding is host
+    with pytest.raises(jitrope.InvalidInput, match="rounding is 'bf16'; allowed are fp32 and dtype"):
+        vllm.enable(rounding="bf16")
 
 
 @pytest.fixture(scope="module")

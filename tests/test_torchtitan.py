@@ -52,8 +52,10 @@ def host() -> Any:
 @pytest.fixture
 def counted() -> Iterator[dict[str, int]]:
     torchtitan.calls.clear()
+    torchtitan.reasons.clear()
     yield torchtitan.calls
     torchtitan.calls.clear()
+    torchtitan.reasons.clear()
 
 
 def pair(host: Any, kind: str, **words: Any) -> tuple[Any, Any]:
@@ -104,8 +106,8 @@ def test_bits_of_the_host(
     assert counted == {"jitrope": 1}
 
 
-def test_left_to_the_host(host: Any, counted: dict[str, int]) -> None:
-    """What jitrope does not compute; refused input is refused by the host."""
+def test_left_to_the_host(host: Any, counted: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    """What jitrope does not compute, which is counted and said once; refused input is refused by the host."""
     theirs, ours = pair(host, "CosSinRoPE")
     q = torch.randn(1, 6, 2, 32)
     for a, b in zip(ours(q.double(), q.double()), theirs(q.double(), q.double())):
@@ -115,6 +117,96 @@ def test_left_to_the_host(host: Any, counted: dict[str, int]) -> None:
     with pytest.raises(RuntimeError):
         ours(torch.randn(1, 65, 2, 32), torch.randn(1, 65, 2, 32))
     assert counted == {"host": 3}
+    said = {
+        "jitrope does not take tensors of these dtypes and shapes": 2, "heads are of another size than the table's": 1,
+    }  # fmt: skip
+    assert torchtitan.reasons == said
+    assert [record.getMessage() for record in caplog.records] == [f"torchtitan's own rope runs: {why}" for why in said]
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (1, 6), (6,)], ids=["rows", "one-row", "packed"])
+@pytest.mark.parametrize("kind", ["CosSinRoPE", "ComplexRoPE"])
+def test_positions_out_of_range_raise_as_the_hosts(host: Any, kind: str, shape: tuple[int, ...]) -> None:
+    theirs, ours = pair(host, kind)
+    q, ids = torch.randn(*((2,) * (len(shape) - 1)), 6, 3, 32), torch.arange(6).expand(shape).clone()
+    ids[..., -1] = 63  # the last row
+    assert not any(out.isnan().any() for out in ours(q, q, ids))
+    ids[..., -1] = 64
+    for rope in (theirs, ours):
+        with pytest.raises(RuntimeError, match="position_ids exceed max_valid_pos=63"):
+            rope(q, q, ids)
+
+
+def packed(host: Any, rope: Any, query: Tensor, key: Tensor, positions: Tensor | None) -> list[Tensor]:
+    """torchtitan's rope since 2026-08-20: query, key (T, H, D), positions (T), the arithmetic as it was."""
+    rows = rope.cache[: len(query)] if positions is None else rope.cache[positions.long()]
+    return [out[0] for out in rope.apply_rotary_emb(query[None], key[None], rows[None, :, None])]
+
+
+@pytest.mark.parametrize("positions", [None, torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["CosSinRoPE", "ComplexRoPE"])
+def test_packed_tokens(host: Any, counted: dict[str, int], kind: str, dtype: str, positions: Any) -> None:
+    """Three documents in one row of tokens, a layout that torchtitan 0.3 does not have yet."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(12, n, 32).to(DTYPES[dtype]) for n in (4, 2))
+    ids = None if positions is None else torch.cat([torch.arange(n) for n in (5, 3, 4)]).to(positions)
+    theirs, ours = pair(host, kind)
+    want = outputs_and_gradients(lambda *leaves: packed(host, theirs, *leaves), q, k, ids)
+    got = outputs_and_gradients(ours, q, k, ids)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    for a, b in zip(got[2:], want[2:]):
+        torch.testing.assert_close(a, b)
+    assert counted == {"jitrope": 1}
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, ids)[0], want[0])
+
+
+def test_packed_and_sharded(host: Any, counted: dict[str, int]) -> None:
+    """By heads, and by tokens with positions; by tokens without them a rank cannot."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    theirs, ours = pair(host, "CosSinRoPE")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement, ids in ((Shard(1), None), (Shard(0), torch.arange(5, 11))):
+            q = torch.randn(6, 2, 32)
+            x = DTensor.from_local(q, mesh, (placement,))
+            out = ours(x, x, ids)
+            assert all(o.placements == (placement,) and o.shape == x.shape for o in out)
+            assert torch.equal(out[0].to_local(), packed(host, theirs, q, q, ids)[0])
+        assert counted == {"jitrope": 2}
+        assert not torchtitan._by_tokens_and_heads(x, numbered=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
+    """torchtitan's own, with tokens and heads split over the three axes of its mesh, in both layouts."""
+    import spmd_types as spmd
+    from spmd_types.checker import typecheck
+    from torch.distributed.tensor import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _, ours = pair(host, "CosSinRoPE")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+        every, some = {"dp": spmd.V, "cp": spmd.V, "tp": spmd.V}, {"dp": spmd.V, "cp": spmd.V, "tp": spmd.R}
+        for tokens, axes in (((2, 6), ("dp", "cp")), ((12,), (("dp", "cp"),))):
+            q, ids = torch.randn(*tokens, 4, 32), torch.arange(tokens[-1]).expand(tokens).clone()
+            with spmd.set_current_mesh(mesh), typecheck():
+                spmd.assert_type(q, every, spmd.PartitionSpec(*axes, "tp", None))
+                spmd.assert_type(ids, some, spmd.PartitionSpec(*axes))
+                spmd.assert_type(ours.cache, {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R})
+                for positions in ((), (ids,)):
+                    for out in ours(q, q, *positions):
+                        assert spmd.get_partition_spec(out) == spmd.get_partition_spec(q)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_plain_functions(host: Any) -> None:

@@ -460,6 +460,37 @@ def test_deepspeed_enable(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fpdt_layer.apply_rotary_pos_emb_backward is host_backward
 
 
+def test_contexts_undo_only_themselves(layer: Any) -> None:
+    host = layer.apply_rotary_pos_emb
+    with deepspeed.enable():
+        with deepspeed.enable() as inner, inner:
+            pass
+        deepspeed.enable()
+        assert layer.apply_rotary_pos_emb is not host
+    assert layer.apply_rotary_pos_emb is host
+    deepspeed.enable()
+    try:
+        with deepspeed.enable():
+            pass
+        assert layer.apply_rotary_pos_emb is not host
+    finally:
+        deepspeed.disable()
+    with deepspeed.enable():
+        deepspeed.disable()
+        assert layer.apply_rotary_pos_emb is host
+    assert layer.apply_rotary_pos_emb is host
+
+
+def test_a_call_that_outlives_enable_reaches_the_host(rope_utils: Any) -> None:
+    """Another thread may have picked the function up before `disable`."""
+    with megatron.enable():
+        held = rope_utils.apply_rotary_pos_emb
+    t, freqs = torch.rand(6, 1, 2, 16), megatron_freqs(6, 16)
+    with group(1, 0) as alone:
+        want = rope_utils.apply_rotary_pos_emb(t, freqs, config(False), cp_group=alone)
+        assert torch.equal(held(t, freqs, config(False), cp_group=alone), want)
+
+
 def test_a_version_without_a_function_is_refused_whole(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.sequence import fpdt_layer
 

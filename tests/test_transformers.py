@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 import os
+import pickle
 import subprocess
 import sys
 import types
@@ -19,12 +22,13 @@ import jitrope
 from jitrope.integrations import _variants
 from jitrope.integrations import transformers as integration
 
+from .devices import DEVICES
+
 HOSTS = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
 if os.environ.get("CI"):  # there every host is installed
     import transformers
 else:
     transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOSTS}")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -540,6 +544,51 @@ def test_enable_reaches_every_holder_and_is_undone(monkeypatch: pytest.MonkeyPat
         integration.disable(model)
         assert modeling_llama.apply_rotary_pos_emb is host
     assert modeling_llama.apply_rotary_pos_emb is elsewhere.apply_rotary_pos_emb is host
+
+
+LOADED = """
+import sys, torch
+
+model, inputs, want, function = torch.load(sys.argv[1], weights_only=False)
+with torch.no_grad():
+    assert torch.equal(model(**inputs).logits, want)
+assert function is sys.modules["transformers.models.llama.modeling_llama"].apply_rotary_pos_emb
+assert "jitrope" not in sys.modules  # models hold nothing of it
+"""
+
+
+def test_enabled_models_pickle_and_load_in_a_fresh_process(tmp_path: Path) -> None:
+    """So do functions that a user's module holds; there they are what that process has."""
+    from transformers.models.llama import modeling_llama
+
+    model, inputs = prepared("llama")
+    with torch.no_grad():
+        want = model(**inputs).logits
+        with integration.enable(model) as report:
+            other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+            assert torch.equal(other(**inputs).logits, want)
+            assert report.calls["jitrope"] == CASES["llama"][1]
+            torch.save((model, inputs, want, modeling_llama.apply_rotary_pos_emb), tmp_path / "saved")
+        assert torch.equal(other(**inputs).logits, want)
+    command = [sys.executable, "-c", LOADED, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_enable_and_disable_in_the_midst_of_a_forward() -> None:
+    """Before every module's call, as another thread might: nothing raises, and the result is the stock model's."""
+    model, inputs = prepared("llama")
+    steps = itertools.cycle([
+        integration.disable, lambda: integration.enable(model), integration.enable, integration.disable,
+        integration.enable,
+    ])  # fmt: skip
+    with torch.no_grad():
+        want = model(**inputs).logits
+        handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: next(steps)() and None)
+        try:
+            assert all(torch.equal(model(**inputs).logits, want) for _ in range(3))
+        finally:
+            handle.remove()
 
 
 def test_what_is_left_alone_is_reported() -> None:

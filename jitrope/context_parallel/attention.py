@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from .. import arguments
 from ..checks import Require, _requirer
 from .agreement import check_ranks
 from .backends import choose
-from .checks import check_head_groups, check_heads, check_size
+from .checks import check_heads, checked_head_groups, size_or_none
 from .groups import Pending, all_gather, all_reduce_max, all_to_all, ranks_of
 from .interface import Case
 from .rotary import Rope, one_launch, require_rope
@@ -96,8 +97,15 @@ def all_gather_attention(
     """
     require = _requirer(_NAME)
     check_heads(q, k, v, layout, require)
-    check_head_groups(head_groups, k.shape[-2], require)
+    head_groups = checked_head_groups(_NAME, head_groups, k.shape[-2], require)
     require_rope(rope, require)
+    return_lse = arguments.flag(_NAME, "return_lse", return_lse)
+    return_max_logit = arguments.flag(_NAME, "return_max_logit", return_max_logit)
+    keep_gathered = arguments.flag(_NAME, "keep_gathered", keep_gathered)
+    check = arguments.flag(_NAME, "check", check)
+    causal = None if causal is None else arguments.flag(_NAME, "causal", causal)
+    if schedule is not None and not isinstance(schedule, Schedule):
+        arguments.refuse(_NAME, "schedule", schedule, "a Schedule")
     batch = _Batch(cu_seqlens, cu_seqlens_padded, tokens, max_seqlen, group, causal, window, rule)
     schedule = batch.of(schedule, require) if schedule is not None else batch.schedule(q, layout, require)
     shape = q.shape
@@ -108,7 +116,7 @@ def all_gather_attention(
         q.device, q.dtype, q.shape[1] // head_groups, k.shape[1] // head_groups, q.shape[2], v.shape[2], schedule.mask,
         schedule.most_segments, schedule.equal, wants_grad, return_lse, return_max_logit,
     )  # fmt: skip
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(_NAME, "softmax_scale", softmax_scale)
     rotation = None if rope is None else rope.call(q, k, schedule, _NAME)
     call = Call(schedule, choose(backend, case), case, scale, head_groups, keep_gathered)
     if check:
@@ -157,12 +165,13 @@ class _Batch(NamedTuple):
             require(
                 not given, lambda: f"{', '.join(given)} given with layout {layout!r}, whose sequences are of one length"
             )
-            size = ranks_of(self.group, None, None, require).cp_size
+            size = ranks_of(_NAME, self.group, None, None, require).cp_size
             rows, seqlen = q.shape[:2] if layout == "bshd" else (q.shape[1], q.shape[0])
+            require(rows > 0, "q has B=0; it must be at least 1")
             return Schedule.fixed(rows, seqlen * size, q.device, **rest)
         require(self.cu_seqlens is not None, "cu_seqlens is missing; layout 'thd' needs it, or a schedule")
-        check_size("tokens", self.tokens, require)
-        tokens = len(q) * ranks_of(self.group, None, None, require).cp_size if self.tokens is None else self.tokens
+        tokens = size_or_none(_NAME, "tokens", self.tokens)
+        tokens = len(q) * ranks_of(_NAME, self.group, None, None, require).cp_size if tokens is None else tokens
         rest |= {"cu_seqlens_padded": self.cu_seqlens_padded, "max_seqlen": self.max_seqlen}
         assert self.cu_seqlens is not None
         return Schedule(self.cu_seqlens, tokens, **rest)
@@ -188,13 +197,15 @@ def _check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule, r
     shape, device = schedule.shape, schedule.cu_seqlens.device
     batch = {"bshd": given[0], "sbhd": given[1]}.get(layout)
     require(
-        batch is None or (batch == shape.sequences and schedule.equal),
+        batch is None or (batch == shape.sequences and (schedule.equal or shape.tokens == 0)),
         lambda: f"q has B={batch} in layout {layout!r}; the schedule has to be one of Schedule.fixed, with that batch",
     )
     require(q.device == device, lambda: f"q is on {q.device} but cu_seqlens on {device}")
     require(
         len(q) == shape.rows,
-        lambda: f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of T={shape.tokens}",
+        lambda: (
+            f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}"
+        ),
     )
     require(
         shape.cp_size == 1 or schedule.ranks.group is not None,

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from .. import arguments
 from ..errors import InvalidInput
+from ..partition import Mask
 from .flash import Cudnn, Flash
 from .flex import Flex
 from .interface import Backend, Case
@@ -17,12 +23,37 @@ AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math"), "cpu": ("math",)}
 
 
 def backends(case: Case) -> dict[str, str | None]:
-    """Every backend by name, with why it refuses the case; None: it takes it. Raises nothing.
+    """Every backend by name, with why it refuses the case; None: it takes it.
 
     >>> case = Case(torch.device("cuda"), torch.bfloat16, heads=32, kv_heads=8, head_dim=128, head_dim_v=128)
     >>> backends(case)["flash"]
+
+    Raises:
+        InvalidInput: it is no `Case`, or a field of it is not of its kind.
     """
+    case = _checked(case)
     return {name: backend.refuses(case) for name, backend in BACKENDS.items()}
+
+
+def _checked(case: Case) -> Case:
+    """A case that a user made."""
+    if not isinstance(case, Case):
+        arguments.refuse("backends", "case", case, "a jitrope.context_parallel.Case")
+    changes: dict[str, Any] = {
+        name: arguments.whole("backends", name, getattr(case, name), 1)
+        for name in ("heads", "kv_heads", "head_dim", "head_dim_v", "segments")
+    }
+    changes |= {name: arguments.flag("backends", name, getattr(case, name)) for name in case._fields[8:]}
+    try:
+        changes["device"] = torch.device(case.device)  # which need not be here
+    except (RuntimeError, TypeError, ValueError):
+        arguments.refuse("backends", "device", case.device, "a device")
+    if not isinstance(case.dtype, torch.dtype):
+        arguments.refuse("backends", "dtype", case.dtype, "a torch.dtype")
+    mask = arguments.wholes("backends", "mask", case.mask, -1)
+    if len(mask) != 2:
+        arguments.refuse("backends", "mask", case.mask, "(left, right)")
+    return case._replace(mask=Mask(*mask), **changes)
 
 
 def choose(name: str, case: Case) -> Backend:
@@ -31,10 +62,9 @@ def choose(name: str, case: Case) -> Backend:
     Raises:
         InvalidInput: there is none of that name, or it refuses the case.
     """
+    arguments.word("all_gather_attention", "backend", name, ("auto", *BACKENDS))
     if name == "auto":
         name = next(n for n in AUTO.get(case.device.type, ("math",)) if BACKENDS[n].refuses(case) is None)
-    if name not in BACKENDS:
-        raise InvalidInput(f"all_gather_attention: backend is {name!r}; allowed are auto, {', '.join(BACKENDS)}")
     why = BACKENDS[name].refuses(case)
     if why is not None:
         raise InvalidInput(f"all_gather_attention: backend {name!r} cannot do this: {why}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import arguments
 from ..checks import Require
 from ..partition import RULES
 
@@ -15,14 +16,15 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_TOKENS = 2**31 - 1  # tables of rows are int32
 
 
-def check_size(name: str, size: Any, require: Require, least: int = 0) -> None:
-    """An integer, or None."""
-    fits = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= least)
-    require(fits, lambda: f"{name} is {size!r}; it is an integer of at least {least}")
+def size_or_none(function: str, label: str, size: Any, least: int = 0) -> int | None:
+    """A whole number, or None."""
+    return None if size is None else arguments.whole(function, label, size, least)
 
 
-def check_cu_seqlens(cu_seqlens: Any, cu_seqlens_padded: Any, tokens: Any, rule: Any, require: Require) -> None:
-    """Offsets of a batch, its size and how it is cut."""
+def checked_batch(
+    function: str, cu_seqlens: Any, cu_seqlens_padded: Any, tokens: Any, rule: Any, require: Require
+) -> tuple[int, str]:
+    """(tokens, rule), with the offsets of a batch looked at."""
     _check_offsets("cu_seqlens", cu_seqlens, require)
     if cu_seqlens_padded is not None:
         _check_offsets("cu_seqlens_padded", cu_seqlens_padded, require)
@@ -33,24 +35,26 @@ def check_cu_seqlens(cu_seqlens: Any, cu_seqlens_padded: Any, tokens: Any, rule:
                 f"{tuple(cu_seqlens_padded.shape)} on {cu_seqlens_padded.device}; they must match"
             ),
         )
-    check_size("tokens", tokens, require)
+    tokens = arguments.whole(function, "tokens", tokens, 0)
     require(
-        tokens is not None and tokens <= _MAX_TOKENS,
+        tokens <= _MAX_TOKENS,
         lambda: f"tokens is {tokens!r}; it is the number of rows of the whole batch, at most {_MAX_TOKENS}",
     )
-    require(rule in RULES, lambda: f"rule is {rule!r}; allowed are {', '.join(RULES)}")
+    return tokens, arguments.word(function, "rule", rule, RULES)
 
 
-def check_window(window: Any, require: Require) -> None:
+def checked_window(function: str, window: Any, require: Require) -> tuple[int, ...]:
     """(left, right), each -1 or more."""
-    fits = isinstance(window, (tuple, list)) and len(window) == 2
-    fits = fits and all(isinstance(x, int) and not isinstance(x, bool) and x >= -1 for x in window)
-    require(fits, lambda: f"window is {window!r}; it is (left, right), each a number of keys or -1 for no bound")
+    sizes = arguments.wholes(function, "window", window, -1)
+    require(
+        len(sizes) == 2, lambda: f"window is {sizes!r}; it is (left, right), each a number of keys or -1 for no bound"
+    )
+    return sizes
 
 
 def check_heads(q: Any, k: Any, v: Any, layout: Any, require: Require) -> None:
     """Shapes, dtypes and devices of a rank's q, k and v."""
-    require(layout in LAYOUTS, lambda: f"layout is {layout!r}; allowed are {', '.join(LAYOUTS)}")
+    arguments.word("all_gather_attention", "layout", layout, LAYOUTS)
     axes = LAYOUTS[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x, q, layout, require)
@@ -91,13 +95,11 @@ def _check_tensor(name: str, x: Any, q: Any, layout: str, require: Require) -> N
     )
 
 
-def check_head_groups(head_groups: Any, kv_heads: int, require: Require) -> None:
+def checked_head_groups(function: str, head_groups: Any, kv_heads: int, require: Require) -> int:
     """It divides the KV heads."""
-    check_size("head_groups", head_groups, require, 1)
-    require(
-        head_groups is not None and kv_heads % head_groups == 0,
-        lambda: f"head_groups is {head_groups}, which does not divide k's H={kv_heads}",
-    )
+    groups = arguments.whole(function, "head_groups", head_groups, 1)
+    require(kv_heads % groups == 0, lambda: f"head_groups is {groups}, which does not divide k's H={kv_heads}")
+    return groups
 
 
 def _named(x: Tensor, axes: tuple[str, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import arguments
 from ..checks import Require
 from ..thd_reference import Shape
 
@@ -19,6 +21,15 @@ class Ranks(NamedTuple):
     group: ProcessGroup | None
     cp_size: int
     cp_rank: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is not None:
+            text = "a Partition or Schedule with a process group belongs to its process: make it from cu_seqlens there"
+            raise pickle.PicklingError(text)
+        return Ranks, tuple(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self  # a group is not copied
 
 
 class Pending(NamedTuple):
@@ -35,12 +46,17 @@ class Pending(NamedTuple):
         return self.rows
 
 
-def ranks_of(group: ProcessGroup | None, cp_size: int | None, cp_rank: int | None, require: Require) -> Ranks:
+def ranks_of(
+    function: str, group: ProcessGroup | None, cp_size: int | None, cp_rank: int | None, require: Require
+) -> Ranks:
     """From cp_size and cp_rank, else the group, else torch's default one, else one process."""
+    if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        arguments.refuse(function, "group", group, "a torch.distributed process group, or None")
     if cp_size is not None or cp_rank is not None:
         require(group is None, "group is given besides cp_size and cp_rank; give one of the two")
-        size, rank = cp_size or 1, cp_rank or 0
-        require(0 <= rank < size, lambda: f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
+        size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
+        rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
+        require(rank < size, lambda: f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
         return Ranks(None, size, rank)
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Ranks(None, 1, 0)

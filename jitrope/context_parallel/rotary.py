@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, ops, runtime
+from .. import arguments, checks, ops, runtime
 from ..checks import Require
 from ..dispatch import call
 from ..ops import turned_back
 from ..reference import Tables
-from ..rope import default_rotary_dim, one_table
+from ..rope import one_table
 from ..spec import Options
 from .schedule import Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one answer to ==
 class Rope:
     """What `all_gather_attention` turns q and k by, at their positions in their sequences; words of `apply_rope`.
 
@@ -45,19 +45,23 @@ class Rope:
         Raises:
             InvalidInput: they do not fit together; the message begins with `name`.
         """
+        for label in ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis"):
+            if getattr(self, label) is not None:
+                arguments.tensor(name, label, getattr(self, label))
         cos, sin, kind = one_table(name, self.cos, self.sin, self.cos_sin_cache, self.freqs, self.freqs_cis)
-        rest = q.shape[-1] - self.rotary_offset
-        rotary_dim = default_rotary_dim(kind, cos, rest) if self.rotary_dim is None else self.rotary_dim
+        cos, sin = (x.resolve_conj().resolve_neg() for x in (cos, sin))
         shape = schedule.shape
         counted = shape.rule == "dual_chunk" or shape.cp_size == 1  # by the kernel, from the offsets
         tables = (cos, sin, schedule.offsets if counted else None, None, None if counted else schedule.position_ids)
         options = Options(
-            layout="thd", interleaved=self.interleaved, interleaved_out=self.interleaved, rotary_dim=rotary_dim,
+            layout="thd", interleaved=self.interleaved, interleaved_out=self.interleaved,
+            rotary_dim=self.rotary_dim,  # type: ignore[arg-type]
             rotary_offset=self.rotary_offset, table=kind, rounding=self.rounding,
             cp_size=shape.cp_size if counted else 1, cp_rank=shape.cp_rank if counted else 0,
         )  # fmt: skip
-        checks.check(q, k, tables, tuple(options), name)
-        return Rotation(tables, tuple(options))
+        resolved = checks.resolved(name, {"q": q}, {"k": k}, tables, tuple(options))
+        checks.check(q, k, tables, resolved, name)
+        return Rotation(tables, resolved)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Rotation:
 
     def into(self, q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> Tensor:
         """q rotated; k rotated and v go side by side into `sent` (rows at least, widths of k and of v). One launch."""
+        q, k, v = (x.resolve_neg() for x in (q, k, v))
         rows = len(q)
         keys, values = (
             x.view(rows, *k.shape[1:]) for x in sent[:rows].split([k[0].numel(), v[0].numel()], 1)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import thd_ops
+from .. import arguments, thd_ops
 from ..checks import _requirer
 from ..partition import Mask, Rows, capacity, exchange_rows
 from ..thd_reference import Segments, Shape
-from .checks import check_cu_seqlens, check_size, check_window
+from .checks import checked_batch, checked_window, size_or_none
 from .groups import Ranks, everyones_rows, ranks_of
 from .interface import Varlen
+from .shards import described
 
 
 class Schedule:
@@ -56,12 +57,13 @@ class Schedule:
         rule: str = "dual_chunk",
     ) -> None:
         require = _requirer("Schedule")
-        check_cu_seqlens(cu_seqlens, cu_seqlens_padded, tokens, rule, require)
-        check_window(window, require)
-        check_size("max_seqlen", max_seqlen, require)
-        self.ranks: Ranks = ranks_of(group, cp_size, cp_rank, require)
+        tokens, rule = checked_batch("Schedule", cu_seqlens, cu_seqlens_padded, tokens, rule, require)
+        left, right = checked_window("Schedule", window, require)
+        max_seqlen = size_or_none("Schedule", "max_seqlen", max_seqlen)
+        causal = arguments.flag("Schedule", "causal", causal)
+        self.ranks: Ranks = ranks_of("Schedule", group, cp_size, cp_rank, require)
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
-        self.mask = Mask(window[0], 0 if causal else window[1])
+        self.mask = Mask(left, 0 if causal else right)
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self.max_seqlen = tokens if max_seqlen is None else max_seqlen
         self.equal = False
@@ -91,19 +93,27 @@ class Schedule:
             InvalidInput: the arguments do not fit together.
         """
         require = _requirer("Schedule.fixed")
-        ranks = ranks_of(group, cp_size, cp_rank, require)
-        require(batch > 0, lambda: f"batch is {batch}; it is at least 1")
+        name = "Schedule.fixed"
+        batch = arguments.whole(name, "batch", batch, 1)
+        seqlen = arguments.whole(name, "seqlen", seqlen, 0)
+        where = arguments.device(name, "device", device)
+        if where is None:
+            arguments.refuse(name, "device", device, "that of q")
+        ranks = ranks_of(name, group, cp_size, cp_rank, require)
         require(
-            seqlen >= 0 and seqlen % ranks.cp_size == 0,
+            seqlen % ranks.cp_size == 0,
             lambda: f"seqlen is {seqlen}; it is a multiple of the group's size {ranks.cp_size}",
         )
-        offsets = torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
         schedule = cls(
             offsets, batch * seqlen, group=group, cp_size=cp_size, cp_rank=cp_rank, max_seqlen=seqlen, causal=causal,
             window=window, rule=rule,
         )  # fmt: skip
         schedule.equal = seqlen > 0
         return schedule
+
+    def __repr__(self) -> str:
+        return f"Schedule({described(self.shape)}, window ({self.mask.left}, {self.mask.right}))"
 
     @property
     def offsets(self) -> Tensor:

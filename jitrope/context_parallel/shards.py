@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from .. import thd_ops
+from .. import arguments, thd_ops
 from ..checks import _requirer
 from ..partition import local_rows
 from ..thd_reference import Shape
-from .checks import check_cu_seqlens
+from .checks import checked_batch
 from .groups import Ranks, all_gather, all_to_all, everyones_rows, ranks_of
 
 
@@ -55,10 +55,13 @@ class Partition:
         rule: str = "dual_chunk",
     ) -> None:
         require = _requirer("Partition")
-        check_cu_seqlens(cu_seqlens, None, tokens, rule, require)
-        self.ranks: Ranks = ranks_of(group, cp_size, cp_rank, require)
+        tokens, rule = checked_batch("Partition", cu_seqlens, None, tokens, rule, require)
+        self.ranks: Ranks = ranks_of("Partition", group, cp_size, cp_rank, require)
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
         self._offsets = cu_seqlens
+
+    def __repr__(self) -> str:
+        return f"Partition({described(self.shape)})"
 
     @property
     def rows(self) -> int:
@@ -107,9 +110,10 @@ class Partition:
             InvalidInput: x has not T rows.
         """
         _requirer("shard")(
-            x.dim() > 0 and len(x) == self.shape.tokens,
+            arguments.tensor("shard", "x", x).dim() > 0 and len(x) == self.shape.tokens,
             lambda: f"x has shape {tuple(x.shape)}; the batch has T={self.shape.tokens} tokens",
         )
+        self._require_device("shard", x)
         return _Shard.apply(x, self)  # type: ignore[no-any-return]
 
     def unshard(self, x: Tensor) -> Tensor:
@@ -122,34 +126,48 @@ class Partition:
         """
         require = _requirer("unshard")
         require(
-            x.dim() > 0 and len(x) == self.rows,
-            lambda: f"x has shape {tuple(x.shape)}; this rank has {self.rows} of T={self.shape.tokens} rows",
+            arguments.tensor("unshard", "x", x).dim() > 0 and len(x) == self.rows,
+            lambda: f"x has shape {tuple(x.shape)}; this rank has {self.rows} rows of tokens={self.shape.tokens}",
         )
         require(
             self.ranks.group is not None or self.shape.cp_size == 1,
             "the partition was made with cp_size and cp_rank; make it with a group",
         )
+        self._require_device("unshard", x)
         return _Unshard.apply(x, self)  # type: ignore[no-any-return]
+
+    def _require_device(self, function: str, x: Tensor) -> None:
+        device = self._offsets.device
+        _requirer(function)(x.device == device, lambda: f"x is on {x.device} but cu_seqlens on {device}")
+
+
+def _of(function: str, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str) -> Partition:
+    """A partition by numbers, which have to be given."""
+    size = arguments.whole(function, "cp_size", cp_size, 1)
+    return Partition(
+        cu_seqlens, tokens, cp_size=size, cp_rank=arguments.whole(function, "cp_rank", cp_rank, 0), rule=rule
+    )
 
 
 def partition_indices(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
     """The token of the batch that each of a rank's rows is: (rows), int32. Arguments and errors are `Partition`'s."""
-    return Partition(cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, rule=rule).indices
+    return _of("partition_indices", cu_seqlens, tokens, cp_size, cp_rank, rule).indices
 
 
 def position_ids(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
     """The position in its sequence of each of a rank's rows: (rows), int32. Arguments and errors are `Partition`'s."""
-    return Partition(cu_seqlens, tokens, cp_size=cp_size, cp_rank=cp_rank, rule=rule).position_ids
+    return _of("position_ids", cu_seqlens, tokens, cp_size, cp_rank, rule).position_ids
 
 
 def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
     """Offsets (N + 1) of the sequences among a rank's rows. Arguments and errors are `Partition`'s."""
-    return Partition(cu_seqlens, 0, cp_size=cp_size, cp_rank=cp_rank, rule=rule).cu_seqlens
+    return _of("local_cu_seqlens", cu_seqlens, 0, cp_size, cp_rank, rule).cu_seqlens
 
 
 def shard(x: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
     """A rank's rows (rows, ...) of x (T, ...), as `Partition.shard`. Arguments and errors are `Partition`'s."""
-    return Partition(cu_seqlens, len(x), cp_size=cp_size, cp_rank=cp_rank, rule=rule).shard(x)
+    tokens = len(x) if arguments.tensor("shard", "x", x).dim() else 0
+    return _of("shard", cu_seqlens, tokens, cp_size, cp_rank, rule).shard(x)
 
 
 def unshard(
@@ -157,6 +175,14 @@ def unshard(
 ) -> Tensor:
     """All rows (T, ...) of everyone's x (rows, ...). A collective, as `Partition.unshard`, whose errors are its own."""
     return Partition(cu_seqlens, tokens, group=group, rule=rule).unshard(x)
+
+
+def described(shape: Shape) -> str:
+    """A batch and what a rank has of it, for a `repr`."""
+    return (
+        f"{shape.rows} of {shape.tokens} tokens, {shape.sequences} sequences, rank {shape.cp_rank} of {shape.cp_size}, "
+        f"{shape.rule}"
+    )
 
 
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:

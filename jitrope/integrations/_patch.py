@@ -27,7 +27,9 @@ def note(what: str) -> None:
 
 @dataclass
 class Patch:
-    """What `enable` of a host did: which names in which modules are ours. As a context manager it undoes it.
+    """What `enable` of a host did: which names in which modules are ours.
+
+    As a context manager it undoes the `enable` that it is entered with, unless that changed nothing.
 
     A module, the host's or another's, that came to hold a function by `from ... import` is found among those that are
     loaded; what loads later gets ours by itself.
@@ -36,7 +38,7 @@ class Patch:
         host: its name.
         replacements: "module:name" of the host's functions, and ours.
         optional: those of them that a version may not have.
-        originals: by the same names, the host's own while it is patched.
+        originals: by the same names, the host's own. They stay after `disable`: calls may still run.
         holders: (module, name, the host's function) of every place that has ours.
     """
 
@@ -46,6 +48,8 @@ class Patch:
     originals: dict[str, Any] = field(default_factory=dict)
     holders: list[tuple[ModuleType, str, Any]] = field(default_factory=list)
     _before: Counter[str] = field(default_factory=Counter)
+    _changed: bool = False
+    _entered: list[bool] = field(default_factory=list)
 
     @property
     def enabled(self) -> bool:
@@ -74,6 +78,7 @@ class Patch:
             ImportError: the host is not installed.
             JitropeError: this version of it lacks a function that is to be replaced; nothing was.
         """
+        self._changed = not self.enabled
         if self.enabled:
             return self
         found = {}
@@ -106,14 +111,16 @@ class Patch:
             self.holders += [(module, name, original) for module in later]
         for holder, name, original in self.holders:
             setattr(holder, name, original)
-        self.originals.clear()
         self.holders.clear()
 
     def __enter__(self) -> Patch:
+        self._entered.append(self._changed)
+        self._changed = False
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.disable()
+        if self._entered.pop():
+            self.disable()
 
     def __str__(self) -> str:
         return f"jitrope replaces {', '.join(self.replaced) or 'nothing'}; calls so far: {self.calls}"

@@ -30,8 +30,8 @@ def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
     )
 
 
-def take_over(patch: Patch, where: str, ours: Callable[..., Any]) -> None:
-    """Have `patch` put `ours` at "module:name", counted; what ours refuses the host's function gets, as it came.
+def take_over(patch: Patch, where: str, ours: Callable[..., Any], **settings: Any) -> None:
+    """Have `patch` put `ours`, with these settings, at "module:name", counted; what ours refuses the host's gets.
 
     A refusal comes before anything is written, and costs nothing where there is none.
     """
@@ -39,7 +39,7 @@ def take_over(patch: Patch, where: str, ours: Callable[..., Any]) -> None:
     @wraps(ours)
     def function(*arguments: Any, **words: Any) -> Any:
         try:
-            result = ours(*arguments, **words)
+            result = ours(*arguments, **words, **settings)
         except InvalidInput:
             patch.count("host")
             return patch.originals[where](*arguments, **words)

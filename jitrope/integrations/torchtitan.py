@@ -5,6 +5,9 @@
 replaces each `CosSinRoPE.Config` and each `ComplexRoPE.Config` of the model; subclasses, which compute something else,
 stay. q and k are rotated in one launch, and back in one; positions pick rows in the kernel, so that nothing is
 gathered. Outputs have the bits of the host's on the same device. Parameters, buffers and checkpoints are the host's.
+
+q and k are (B, S, H, D), as in torchtitan 0.3, or packed (T, H, D), as since 2026-08-20. Positions are checked by the
+host's own check. A call that is left to the host is logged once for each reason; `calls` and `reasons` count them all.
 """
 
 from __future__ import annotations
@@ -19,26 +22,35 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ..config import log
 from ..errors import InvalidInput
 from ..rope import apply_rope
 
 calls: Counter[str] = Counter()
 """Calls so far, by "jitrope" and "host"; one of a compiled model counts when it is traced."""
 
+reasons: Counter[str] = Counter()
+"""Why calls were left to the host."""
+
 
 @torch.compiler.assume_constant_result
-def _count(who: str) -> None:
+def _count(who: str, reason: str = "") -> None:
     # Dynamo runs this as it traces. Tracing it would guard on the number, and compile every call anew.
     calls[who] += 1
+    if reason:
+        if reason not in reasons:
+            log.warning("torchtitan's own rope runs: %s", reason)
+        reasons[reason] += 1
 
 
 def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Rotate halves by a table as `CosSinRoPE` has it.
 
     Args:
-        query, key: (B, S, H, D), each with its number of heads, any strides.
+        query, key: (B, S, H, D) or (T, H, D), each with its number of heads, any strides.
         cache: (max_seq_len, 2 D): cosines of the D / 2 pairs twice, then sines.
-        positions: int32 or int64 (B, S) or (1, S), rows of the cache; default 0, 1, ...
+        positions: int32 or int64 (B, S) or (1, S), or (T), rows of the cache; default 0, 1, ... Those outside of it
+            come out as NaN; the modules check them before, as the host's do.
 
     Returns:
         query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.
@@ -48,8 +60,9 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     """
     half = cache.shape[-1] // 4  # both members of a pair have one angle: half of the table is all of it
     return apply_rope(  # type: ignore[return-value]
-        query, key, cache[:, :half], cache[:, 2 * half : 3 * half], position_ids=positions, rotary_dim=2 * half
-    )
+        query, key, cache[:, :half], cache[:, 2 * half : 3 * half], position_ids=positions, rotary_dim=2 * half,
+        layout=_LAYOUTS.get(query.dim(), "bshd"),
+    )  # fmt: skip
 
 
 def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -58,25 +71,41 @@ def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     The other arguments and the errors are those of `rotate_cos_sin`.
     """
     return apply_rope(  # type: ignore[return-value]
-        query, key, freqs_cis=cache, position_ids=positions, interleaved=True, rounding="complex64"
-    )
+        query, key, freqs_cis=cache, position_ids=positions, interleaved=True, rounding="complex64",
+        layout=_LAYOUTS.get(query.dim(), "bshd"),
+    )  # fmt: skip
 
 
-def _rotate(function: Any, width: int, query: Tensor, key: Tensor, cache: Tensor, positions: Any) -> Any:
-    """query and key rotated, sharded ones where they lie; None: that is left to the host."""
+_LAYOUTS = {3: "thd", 4: "bshd"}
+
+
+def _rotate(rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any) -> Any:
+    """query and key rotated by a module's table, sharded ones where they lie; None: that is left to the host."""
+    width, cache = rope.config.dim, rope.cache
     local = [x.to_local() if isinstance(x, DTensor) else x for x in (query, key, cache)]
     ids = positions.to_local() if isinstance(positions, DTensor) else positions
-    whole = all(x.shape[-1] == width for x in local[:2])  # the host would broadcast a partial rotation, or refuse it
-    if not whole or not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
-        _count("host")
+    if any(x.shape[-1] != width for x in local[:2]):  # the host would broadcast a partial rotation, or refuse it
+        _count("host", "heads are of another size than the table's")
         return None
+    if not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
+        _count("host", "the tensors are sharded in a way that a rank cannot rotate alone")
+        return None
+    if ids is not None:
+        _check(ids, local[2])
     try:
         rotated = function(*local) if ids is None else function(*local, ids)
     except InvalidInput:
-        _count("host")
+        _count("host", "jitrope does not take tensors of these dtypes and shapes")
         return None
     _count("jitrope")
     return tuple(_sharded(out, x) for out, x in zip(rotated, (query, key)))
+
+
+def _check(ids: Tensor, cache: Tensor) -> None:
+    """The host's own check of positions, where its version has one."""
+    check = getattr(sys.modules["torchtitan.models.common.rope"], "_maybe_check_max_pos", None)
+    if check is not None:
+        check(ids, max_valid_pos=cache.shape[0] - 1)
 
 
 def _by_tokens_and_heads(x: Tensor, numbered: bool) -> bool:
@@ -84,13 +113,13 @@ def _by_tokens_and_heads(x: Tensor, numbered: bool) -> bool:
     from their first."""
     if not isinstance(x, DTensor):
         return True
-    parts = [1, 1, 1]
+    parts = [1] * (x.dim() - 1)
     for placement, ranks in zip(x.placements, x.device_mesh.shape):
-        if isinstance(placement, Shard) and placement.dim < 3:
+        if isinstance(placement, Shard) and placement.dim < len(parts):
             parts[placement.dim] *= ranks
         elif not placement.is_replicate():
             return False
-    return all(size % count == 0 for size, count in zip(x.shape, parts)) and not (numbered and parts[1] > 1)
+    return all(size % count == 0 for size, count in zip(x.shape, parts)) and not (numbered and parts[-2] > 1)
 
 
 def _sharded(local: Tensor, like: Tensor) -> Tensor:
@@ -103,13 +132,14 @@ def _typed(function: Any) -> Any:
     """The function as torchtitan's checker of shardings sees it: what goes in and comes out, not what is between."""
     import spmd_types as spmd  # type: ignore[import]
 
-    heads = {"dp": spmd.S(0), "cp": spmd.S(1), "tp": spmd.S(2)}
-    inputs = (heads, heads, {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R})
-    ids = {"dp": spmd.S(0), "cp": spmd.S(1), "tp": spmd.R}
-    numbered, counted = (
-        spmd.local_map(in_types=types, out_types=(heads, heads))(function) for types in ((*inputs, ids), inputs)
-    )
-    return lambda *tensors: numbered(*tensors) if len(tensors) == 4 else counted(*tensors)
+    table = {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R}
+    parts, same = {"dp": spmd.V, "cp": spmd.V, "tp": spmd.V}, {"dp": spmd.V, "cp": spmd.V, "tp": spmd.R}
+    typed = {}
+    for dim, tokens in ((4, ("dp", "cp")), (3, (("dp", "cp"),))):
+        heads, ids = (parts, spmd.PartitionSpec(*tokens, "tp", None)), (same, spmd.PartitionSpec(*tokens))
+        for types in ((heads, heads, table, ids), (heads, heads, table)):
+            typed[dim, len(types)] = spmd.local_map(in_types=types, out_types=(heads, heads))(function)
+    return lambda *tensors: typed.get((tensors[0].dim(), len(tensors)), function)(*tensors)
 
 
 @lru_cache(maxsize=1)
@@ -127,7 +157,7 @@ def _classes() -> tuple[Any, Any]:
             __qualname__ = "CosSinRoPE.Config"
 
         def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
-            out = _rotate(typed_cos_sin, self.config.dim, query, key, self.cache, positions)
+            out = _rotate(self, typed_cos_sin, query, key, positions)
             return super().forward(query, key, positions) if out is None else out
 
     class ComplexRoPE(host.ComplexRoPE):  # type: ignore[misc]
@@ -138,7 +168,7 @@ def _classes() -> tuple[Any, Any]:
             __qualname__ = "ComplexRoPE.Config"
 
         def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
-            out = _rotate(typed_complex, self.config.dim, query, key, self.cache, positions)
+            out = _rotate(self, typed_complex, query, key, positions)
             return super().forward(query, key, positions) if out is None else out
 
     return CosSinRoPE, ComplexRoPE

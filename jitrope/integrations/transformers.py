@@ -184,8 +184,8 @@ def enable(model: nn.Module | None = None) -> Report:
             if not (_NAMES.fullmatch(name) and callable(function)):
                 continue
             label = f"{module.__name__}.{name}"
-            if function in _placed:
-                report.replaced[label] = _placed[function][2]
+            if placed := _placed.get(function):
+                report.replaced[label] = placed[2]
                 continue
             variant = recognise(function)
             if isinstance(variant, str):
@@ -193,6 +193,7 @@ def enable(model: nn.Module | None = None) -> Report:
                 continue
             ours = replacement(function, variant, _taken)
             ours.__name__ = ours.__qualname__ = name
+            ours.__module__ = module.__name__  # so it pickles as the host's, by reference
             _placed[ours] = (name, function, variant)
             for holder in _holders(name, function):
                 setattr(holder, name, ours)
@@ -217,8 +218,8 @@ def disable(model: nn.Module | None = None) -> None:
 
 def _restore(functions: Iterable[Function]) -> None:
     for ours in functions:
-        if ours in _placed:
-            name, host, _ = _placed.pop(ours)
+        if placed := _placed.pop(ours, None):
+            name, host, _ = placed
             for holder in _holders(name, ours):
                 setattr(holder, name, host)
 

@@ -33,6 +33,8 @@ def rotary_embedding(
     is_neox: bool,
     rope_dim_offset: int = 0,
     inverse: bool = False,
+    *,
+    rounding: str = "fp32",
 ) -> None:
     """Rotate query and key in place, in one launch, as vLLM's op of this name.
 
@@ -47,6 +49,9 @@ def rotary_embedding(
         is_neox: pairs are halves, (i, i + R / 2); else neighbours.
         rope_dim_offset: the first element of a head that is rotated.
         inverse: rotate back.
+        rounding: "fp32": each result is rounded once, which is closest to exact. "dtype": the cache, each product and
+            the sum are rounded to query's dtype, for the bits of a host that computes in 16 bits, as vLLM's layers do
+            in plain torch. The two differ in the last place of some elements.
 
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
@@ -64,6 +69,7 @@ def rotary_embedding(
         interleaved=not is_neox,
         rotary_offset=rope_dim_offset,
         inverse=inverse,
+        rounding=rounding,
     )
 
 
@@ -76,6 +82,8 @@ def mrope(
     mrope_section: Sequence[int],
     is_neox: bool = True,
     mrope_interleaved: bool = False,
+    *,
+    rounding: str = "fp32",
 ) -> None:
     """`rotary_embedding` with a position of each token along each axis (time, height, width), as `MRotaryEmbedding`.
 
@@ -90,7 +98,7 @@ def mrope(
         The others are `rotary_embedding`'s, and so are the errors.
     """
     if positions.dim() == 1:
-        return rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
+        return rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rounding=rounding)
     apply_rope_(
         heads("query", query, 1, head_size),
         None if key is None else heads("key", key, 1, head_size),
@@ -100,6 +108,7 @@ def mrope(
         mrope_interleaved=mrope_interleaved,
         layout="thd",
         interleaved=not is_neox,
+        rounding=rounding,
     )
 
 
@@ -113,6 +122,8 @@ def triton_mrope(
     rotary_dim: int,
     mrope_interleaved: bool,
     is_neox_style: bool = True,
+    *,
+    rounding: str = "fp32",
 ) -> tuple[Tensor, Tensor]:
     """vLLM's function of this name, which takes gathered tables; in place, also where q and k are not contiguous.
 
@@ -141,6 +152,7 @@ def triton_mrope(
         layout="thd",
         interleaved=not is_neox_style,
         rotary_dim=rotary_dim,
+        rounding=rounding,
     )
     return q, k
 
@@ -210,19 +222,26 @@ def rotary_embedding_and_cache(
 
 _MROPE = "vllm.model_executor.layers.rotary_embedding.mrope:triton_mrope"
 _patch = Patch("vllm", {}, frozenset({_MROPE}))
-take_over(_patch, "vllm._custom_ops:rotary_embedding", rotary_embedding)
-take_over(_patch, _MROPE, triton_mrope)
 
 
-def enable() -> Patch:
+def enable(*, rounding: str = "fp32") -> Patch:
     """Replace vLLM's rotary embedding in this process; returns a report, which counts the calls.
 
     What jitrope refuses (fp64, heads of more than 512) goes to vLLM's own, and is counted as the host's. A worker
-    process needs a call of its own.
+    process needs a call of its own. Enabling twice changes nothing; use `disable` before another rounding.
+
+    Args:
+        rounding: "dtype" for the bits of 16-bit arithmetic; see `rotary_embedding`.
 
     Raises:
+        InvalidInput: rounding is neither "fp32" nor "dtype".
         ImportError: vLLM is not installed.
     """
+    if rounding not in ("fp32", "dtype"):
+        raise InvalidInput(f"rounding is {rounding!r}; allowed are fp32 and dtype")
+    if not _patch.enabled:
+        take_over(_patch, "vllm._custom_ops:rotary_embedding", rotary_embedding, rounding=rounding)
+        take_over(_patch, _MROPE, triton_mrope, rounding=rounding)
     return _patch.enable()
 
 

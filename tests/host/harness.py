@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ FLAGS = (
     "-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-mf16c", "-mfma", "-pthread", "-w",
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
 )  # fmt: skip
+SHARED = ("-fPIC", "-shared", "-fno-gnu-unique", "-fvisibility=hidden")
 
 # Whether the threads of a block meet, where that is not always so: a word of the template, or never.
 COLLECTIVES = {
@@ -32,25 +34,57 @@ COLLECTIVES = {
 
 @cache
 def folder() -> Path:
-    """Where this process keeps what it built."""
-    return Path(tempfile.mkdtemp(prefix="jitrope-host-"))
+    """Where the test processes of a run keep the kernels that they built (`tests/conftest.py` names it)."""
+    given = os.environ.get("TEST_HOST_BUILDS")
+    return Path(given) if given else Path(tempfile.mkdtemp(prefix="jitrope-host-"))
+
+
+def gcc(arguments: list[str], made: Path) -> Path:
+    """Run g++, and put its result in place at once, so that another process sees all of it or nothing."""
+    compiler = shutil.which("g++")
+    assert compiler, "the kernels' CPU tests need g++"
+    part = made.with_name(f"{made.name}.{os.getpid()}.{threading.get_ident()}")
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run([compiler, *arguments, "-o", str(part)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    part.replace(made)
+    return made
 
 
 @cache
-def build(source: Source) -> Path:
-    """The executable of a kernel."""
-    digest = hashlib.sha256(source.text.encode()).hexdigest()[:16]
-    program = folder() / digest
-    text = f'#include "shim.h"\n{source.text}\n#define KERNEL {source.entry}\n#include "main.h"\n'
-    code = program.with_suffix(".cpp")
-    code.write_text(text)
-    compiler = shutil.which("g++")
-    assert compiler, "the kernels' CPU tests need g++"
-    defines = [f"-DJITROPE_COLLECTIVES={COLLECTIVES.get(source.entry, 'true')}"]
-    done = subprocess.run(
-        [compiler, *FLAGS, *defines, f"-I{HERE}", str(code), "-o", str(program)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def header(flags: tuple[str, ...]) -> Path:
+    """The shim, precompiled: its standard headers take more than half of a kernel's build."""
+    text = (HERE / "shim.h").read_text()
+    place = folder() / hashlib.sha256("\n".join((*flags, text)).encode()).hexdigest()[:16]
+    place.mkdir(parents=True, exist_ok=True)
+    made = place / "shim.h.gch"
+    if not made.exists():
+        own = place / f"{os.getpid()}.h"
+        own.write_text(text)
+        gcc([*flags, "-x", "c++-header", str(own)], made)
+    return place / "shim.h"
+
+
+@cache
+def sanitizers() -> tuple[str, ...]:
+    """The libraries that a process must load before a kernel that is a shared library."""
+    names = ("libasan.so", "libubsan.so")
+    return tuple(subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names)
+
+
+def build(source: Source, main: str = "main.h", more: tuple[str, ...] = ()) -> Path:
+    """A kernel with a `main` behind it: an executable, or with SHARED a library."""
+    flags = (*FLAGS, *more)
+    text = f'{source.text}\n#define KERNEL {source.entry}\n#include "{main}"\n'
+    shim = header(flags)
+    key = "\n".join((main, (HERE / main).read_text(), text))
+    program = shim.parent / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if not program.exists():
+        code = program.with_name(f"{program.name}.{os.getpid()}.{threading.get_ident()}.cpp")
+        code.write_text(text)
+        collectives = COLLECTIVES.get(source.entry, "true")
+        gcc([*flags, "-include", str(shim), f"-DJITROPE_COLLECTIVES={collectives}", f"-I{HERE}", str(code)], program)
+        code.unlink()
     return program
 
 

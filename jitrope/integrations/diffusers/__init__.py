@@ -14,9 +14,11 @@ streams are one launch. `coverage.COVERAGE` says for every model how it is cover
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import nn
 from ...errors import JitropeError
 from . import counting, fused, inline
 from .coverage import COVERAGE, SITES
-from .twins import host_of, replaced_by, twin
+from .twins import host_of, is_twin, replaced_by, twin
 
 __all__ = ["COVERAGE", "Report", "disable", "enable"]
 
@@ -34,23 +36,28 @@ _HOST = "diffusers.models."
 
 @dataclass
 class Report:
-    """What `enable` did. As a context manager it undoes it.
+    """What `enable` did. As a context manager it undoes that, and nothing that was done before it.
 
     Attributes:
-        models: the transformers and ControlNets in which something is replaced.
         replaced: by class, how many of the host's processors and modules are ours.
         fused: those of them in which norm and rope are one launch.
         left: attention processors that are not ours.
         notes: by class, why it is not, or not fused.
     """
 
-    models: list[nn.Module]
     replaced: Counter[str] = field(default_factory=Counter)
     fused: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     notes: dict[str, str] = field(default_factory=dict)
-    _calls: Counter[str] = field(default_factory=lambda: counting.calls.copy())
-    _reasons: Counter[str] = field(default_factory=lambda: counting.reasons.copy())
+    _calls: Counter[str] = field(default_factory=lambda: counting.calls.copy(), repr=False)
+    _reasons: Counter[str] = field(default_factory=lambda: counting.reasons.copy(), repr=False)
+    _models: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
+    _changed: list[tuple[weakref.ref[Any], type]] = field(default_factory=list, repr=False)  # and the class before
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The transformers and ControlNets in which something is replaced; the report keeps none of them alive."""
+        return [model for ref in self._models if (model := ref()) is not None]
 
     @property
     def calls(self) -> dict[str, int]:
@@ -70,8 +77,10 @@ class Report:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for model in self.models:
-            disable(model)
+        for ref, before in self._changed:
+            part = ref()
+            if part is not None and is_twin(type(part)):
+                part.__class__ = before
 
     def __str__(self) -> str:
         parts = [f"jitrope rotates in {_listed(self.replaced)}"]
@@ -99,7 +108,7 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
     Raises:
         JitropeError: nothing in there is supported, or this diffusers version is too different.
     """
-    report = Report([])
+    report = Report()
     seen: Counter[str] = Counter()
     for model in _models(model_or_pipeline):
         before = report.replaced.total()
@@ -108,9 +117,9 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
             _replace(part, fuse_norm, report, left)
         seen += left
         if report.replaced.total() > before:
-            report.models.append(model)
+            report._models.append(weakref.ref(model))
             report.left += left
-    if not report.models:
+    if not report._models:
         raise JitropeError(_refusal(model_or_pipeline, seen, report.notes))
     return report
 
@@ -118,9 +127,18 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
 def disable(model_or_pipeline: Any) -> None:
     """Give a transformer, or a pipeline's transformers, their own processors back."""
     for model in _models(model_or_pipeline):
-        for part in _parts(model):
-            if host_of(type(part)) is not type(part):
+        set_aside = getattr(model, "original_attn_processors", None) or {}  # by `fuse_qkv_projections`, for later
+        for part in (*_parts(model), *set_aside.values()):
+            if is_twin(type(part)):
                 part.__class__ = host_of(type(part))
+
+
+def reloaded(make: Callable[..., Any], host: type, fused: bool, *arguments: Any) -> Any:
+    """A processor or module that was replaced when it was pickled or copied, and is again where that can be done."""
+    part = make(host, *arguments)
+    with contextlib.suppress(JitropeError):  # in another version of diffusers it stays the host's
+        _replace(part, fused, Report(), Counter())
+    return part
 
 
 def _models(model_or_pipeline: Any) -> Iterator[nn.Module]:
@@ -166,7 +184,8 @@ def _replace(part: Any, fuse_norm: bool, report: Report, left: Counter[str]) -> 
     if cls is None:
         left[name] += 1
         return
-    if type(part) is not cls:
+    if type(part) is not cls and (type(part) is host or is_twin(type(part))):
+        report._changed.append((weakref.ref(part), type(part)))
         part.__class__ = cls
     report.replaced[name] += 1
     if call is not None and name in fused.FUSED:

@@ -12,6 +12,7 @@ The file is long because there is a function for each form of processor; what th
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import math
@@ -26,6 +27,7 @@ from torch import Tensor
 from .counting import note
 from .norms import Pair, Parts, Rope, joint, norm_alone, norm_of, norm_rope, norm_rope_front, unfit
 from .tables import of_pairs
+from .twins import host_of
 
 __all__ = ["FINGERPRINTS", "FUSED", "fingerprint", "norm_of"]
 
@@ -37,17 +39,18 @@ _COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 
 def _host(processor: Any, reason: str) -> Callable[..., Any]:
     """The function that takes a call that is not ours, with the processor as its first argument."""
-    with_our_rope = getattr(type(processor), "_jitrope_rope", None)
+    cls = type(processor)
+    with_our_rope = getattr(cls, "_jitrope_rope", None)
     if with_our_rope is not None:  # which counts what it rotates
         note("jitrope", reason, 0)
         return with_our_rope  # type: ignore[no-any-return]
     note("host", reason)
-    return type(processor)._jitrope_host.__call__  # type: ignore[no-any-return]
+    return host_of(cls).__call__  # type: ignore[no-any-return]
 
 
 def _names(processor: Any) -> dict[str, Any]:
     """The names of the host's module: what is put in their place there is used here too."""
-    return type(processor)._jitrope_host.__call__.__globals__  # type: ignore[no-any-return]
+    return host_of(type(processor)).__call__.__globals__  # type: ignore[no-any-return]
 
 
 def _attend(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, parallel: Any) -> Tensor:
@@ -635,6 +638,7 @@ FINGERPRINTS: dict[str, frozenset[str]] = {name: frozenset(them.split()) for nam
 """The fingerprints of the hosts' `__call__`s that those stand for; another one means another version of the host."""
 
 
+@functools.cache
 def fingerprint(function: Callable[..., Any]) -> str:
     """A digest of a function's source: of its syntax, without comments, docstrings and annotations.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...rope import apply_rope
 from .counting import note
 from .ropes import is_pair, misfit, promoted, rows_misfit
+from .twins import host_of
 
 
 def ideogram4(self: Any, attn: Any, hidden_states: Tensor, attention_mask: Any, image_rotary_emb: Any) -> Any:
@@ -86,7 +87,7 @@ FINGERPRINTS: dict[str, frozenset[str]] = {
 
 def _host(self: Any, reason: str, *arguments: Any) -> Any:
     note("host", reason)
-    return type(self)._jitrope_host.__call__(self, *arguments)
+    return host_of(type(self)).__call__(self, *arguments)
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **words: Any) -> tuple[Tensor, Tensor]:
@@ -94,6 +95,6 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **words: Any) -> tu
 
 
 def _attention(self: Any, q: Tensor, k: Tensor, v: Tensor, **words: Any) -> Tensor:
-    dispatch = type(self)._jitrope_host.__call__.__globals__["dispatch_attention_fn"]
+    dispatch = host_of(type(self)).__call__.__globals__["dispatch_attention_fn"]
     backend, parallel = self._attention_backend, self._parallel_config
     return dispatch(q, k, v, backend=backend, parallel_config=parallel, **words)  # type: ignore[no-any-return]

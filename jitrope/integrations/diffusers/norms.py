@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...norm_rope import qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
 from ...rope import apply_rope
 from .counting import note
-from .tables import kept, lengthened, moved, no_turn
+from .tables import lengthened, no_turn
 
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -118,7 +118,7 @@ def norm_rope_front(q: Tensor, k: Tensor, norms: Sequence[Any], rope: Rope, *, f
     cos: Any = rope.cos
     sin: Any = rope.sin
     if isinstance(found, str) or not (fresh and _overwritable(q, k)):
-        cos, sin = (kept(lengthened, table, q.shape[1], rest) for table, rest in ((cos, 1.0), (sin, 0.0)))
+        cos, sin = (lengthened(table, q.shape[1], rest) for table, rest in ((cos, 1.0), (sin, 0.0)))
         rope = rope._replace(cos=cos, sin=sin)
         return norm_rope(q, k, norms, (rope, rope), fresh=fresh)
     note("fused")
@@ -213,7 +213,7 @@ def _words(x: Tensor, rope: Rope | None) -> dict[str, Any]:
     if rounding == "dtype" and rope.cos is not None and x.dtype != rope.cos.dtype:
         rounding = "fp32"
     given = {"cos": rope.cos, "sin": rope.sin, "freqs_cis": rope.freqs_cis}
-    tables = {name: None if table is None else moved(table, x.device) for name, table in given.items()}
+    tables = {name: None if table is None else table.to(x.device) for name, table in given.items()}
     return {**tables, "rounding": rounding, "interleaved": rope.interleaved}
 
 
@@ -223,7 +223,7 @@ def _joint_words(first: Tensor, second: Tensor, ropes: Sequence[Rope | None]) ->
     if len(ropes) == 1:
         return words
     if ropes[1] is None:
-        own = dict(zip(("cos", "sin"), kept(no_turn, words["cos"], second.shape[1])))
+        own = dict(zip(("cos", "sin"), no_turn(words["cos"], second.shape[1])))
     else:
         own = _words(second, ropes[1])
     names = [name for name in ("cos", "sin", "freqs_cis") if words[name] is not None]

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...rope import apply_rope
 from ...spec import MAX_HEAD_DIM
 from .counting import note
-from .tables import columns, kept, moved, of_pairs, waves
+from .tables import columns, of_pairs, waves
 
 Rope = Callable[..., Any]
 
@@ -47,7 +47,7 @@ def shared(
     reason = misfit(x, *freqs_cis, moves=True) or rows_misfit(x, layout, freqs_cis[0], 2, width=1)
     if reason:
         return _left(reason, host, *arguments)
-    cos, sin = (moved(table, x.device) for table in freqs_cis)
+    cos, sin = (table.to(x.device) for table in freqs_cis)
     return _rotated(x, cos, sin, layout=layout, interleaved=use_real_unbind_dim == -1)
 
 
@@ -122,7 +122,7 @@ def prx(host: Rope, xq: Tensor, freqs_cis: Any) -> Any:
         reason = rows_misfit(xq, "bhsd", freqs_cis[:, 0, :, :, 0, 0], 3)
     if reason:
         return _left(reason, host, xq, freqs_cis)
-    cos, sin = kept(columns, moved(freqs_cis, xq.device))
+    cos, sin = columns(freqs_cis.to(xq.device))
     return _rotated(xq, cos[:, 0], sin[:, 0], layout="bhsd", interleaved=True)
 
 
@@ -135,7 +135,7 @@ def hidream(host: Rope, xq: Tensor, xk: Tensor, freqs_cis: Any) -> Any:
         reason = rows_misfit(xq, "bshd", freqs_cis[..., 0, 0], 4)
     if reason:
         return _left(reason, host, xq, xk, freqs_cis)
-    return _rotated_both(xq, xk, *kept(columns, freqs_cis), interleaved=True)
+    return _rotated_both(xq, xk, *columns(freqs_cis), interleaved=True)
 
 
 def ltx(host: Rope, x: Tensor, freqs: Any) -> Any:
@@ -190,7 +190,7 @@ def halves(host: Rope, x: Tensor, rope: Any) -> Any:
     reason = misfit(x, *rope, moves=True) or rows_misfit(x, "bshd", rope[0], 2, width=1)
     if reason:
         return _left(reason, host, x, rope)
-    cos, sin = (moved(table, x.device) for table in rope)
+    cos, sin = (table.to(x.device) for table in rope)
     return _rotated(x, cos, sin)
 
 
@@ -213,7 +213,7 @@ def ernie(host: Rope, x: Tensor, freqs_cis: Any) -> Any:
     reason = misfit(x, freqs_cis) or rows_misfit(x, "bshd", freqs_cis, 4, width=0)
     if reason or freqs_cis.dtype != torch.float32:
         return _left(reason or "the tables' dtype", host, x, freqs_cis)
-    return _rotated_in_dtype(x, *kept(waves, freqs_cis))
+    return _rotated_in_dtype(x, *waves(freqs_cis))
 
 
 def stable_audio3(host: Rope, t: Tensor, freqs: Any) -> Any:
@@ -224,7 +224,7 @@ def stable_audio3(host: Rope, t: Tensor, freqs: Any) -> Any:
     if reason:
         return _left(reason, host, t, freqs)
     first = freqs.shape[0] - t.shape[1]
-    cos, sin = kept(waves, freqs)
+    cos, sin = waves(freqs)
     return _rotated(t, cos[first:], sin[first:], rotary_dim=freqs.shape[1])
 
 
@@ -258,11 +258,11 @@ def wan_animate2(host: Rope, x: Tensor, grid_sizes: Any, freqs: Any, time_stride
         reason = _SHAPES
     if reason:
         return _left(reason, host, x, grid_sizes, freqs, time_stride)
-    # The host asks the device for the grid in every call.
-    grids = kept(_numbers, grid_sizes)
+    grids = grid_sizes.tolist()  # the host asks the device for it in every call too
     if len(grids) != x.shape[0] or any(grid != grids[0] for grid in grids) or math.prod(grids[0]) != x.shape[1]:
         return _left("samples of different or padded grids", host, x, grid_sizes, freqs, time_stride)
-    return _complex(x.float(), kept(_grid_table, freqs, *grids[0], time_stride), "bshd")
+    frames, height, width = grids[0]
+    return _complex(x.float(), _grid_table(freqs, frames, height, width, time_stride), "bshd")
 
 
 def sana_wm(host: Rope, x: Tensor, freqs: Any) -> Any:
@@ -324,7 +324,7 @@ def _matrices(host: Rope, x: Tensor, rope: Any) -> Any:
         reason = rows_misfit(rows, "bshd", table[..., 0, 0], 4)
     if reason or table.shape[2] != 1:
         return _left(reason or _SHAPES, host, x, rope)
-    cos, sin = kept(columns, rope)
+    cos, sin = columns(rope)
     if rope.dim() == 5:
         cos, sin = cos[None], sin[None]
     return _rotated(rows, cos, sin, interleaved=True).view(x.shape)
@@ -336,7 +336,7 @@ def _joint(host: Rope, q: Tensor, k: Tensor, tables: Any, dims: int) -> Any:
     reason = misfit(q, *tables, moves=True) or pair_misfit(q, k) or rows_misfit(q, "bshd", tables[0], dims, width=1)
     if reason:
         return _left(reason, host, q, k, tables)
-    cos, sin = (moved(table, q.device) for table in tables)
+    cos, sin = (table.to(q.device) for table in tables)
     return _rotated_both(q, k, cos, sin, interleaved=True)
 
 
@@ -396,10 +396,6 @@ def rows_misfit(x: Tensor, layout: str, table: Tensor, dims: int, width: float =
 
 def _fits_partly(table: Tensor, x: Tensor) -> bool:
     return table.shape[-1] % 2 == 0 and 0 < table.shape[-1] <= x.shape[-1]
-
-
-def _numbers(table: Tensor) -> list[list[int]]:
-    return table.tolist()  # type: ignore[no-any-return]
 
 
 def _grid_table(freqs: Tensor, frames: int, height: int, width: int, stride: int) -> Tensor:

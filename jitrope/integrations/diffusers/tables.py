@@ -1,43 +1,13 @@
 """Tables of the host in the form that jitrope reads: views of them where that will do, for copies take memory.
 
-What has to be converted is converted once, and kept as long as the host keeps its own.
+What has to be converted is converted in each call, and nothing is kept. A table may be written to between two calls
+without a sign of it: inference tensors have no version, and a write through `.data` does not change one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
-
-_tables: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def kept(convert: Callable[..., Any], table: Tensor, *arguments: Any) -> Any:
-    """`convert(table, *arguments)`, remembered with the table itself, and made again if that was written to."""
-    if torch.compiler.is_compiling():
-        return convert(table, *arguments)
-    version = 0 if table.is_inference() else table._version
-    known = _tables.get(table)
-    if known is None or known[0] != version:
-        known = (version, {})
-    values = known[1]
-    key = (convert, *arguments)
-    if key not in values:
-        with torch.inference_mode(False), torch.no_grad():  # what is kept may be used in training too
-            value = convert(table, *arguments)
-        if table.is_cuda and torch.cuda.is_current_stream_capturing():
-            return value  # its memory is the graph's, and its contents are there when that is replayed
-        values[key] = value
-        _tables[table] = known
-    return values[key]
-
-
-def moved(table: Tensor, device: torch.device) -> Tensor:
-    """The table on a device; offloaded ones are moved once, and not by every call."""
-    return table if table.device == device else kept(_to, table, device)
 
 
 def of_pairs(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,9 +15,9 @@ def of_pairs(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos[..., 0::2], sin[..., 1::2]
 
 
-def columns(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of a table of 2 x 2 rotations [[cos, -sin], [sin, cos]], the last two axes."""
-    return table[..., 0, 0].contiguous(), table[..., 1, 0].contiguous()
+def columns(table: Tensor) -> tuple[Tensor, ...]:
+    """The cosines and sines of a table of 2 x 2 rotations [[cos, -sin], [sin, cos]], the last two axes: one copy."""
+    return table.select(-1, 0).contiguous().unbind(-1)
 
 
 def no_turn(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -58,14 +28,10 @@ def no_turn(table: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def lengthened(table: Tensor, rows: int, value: float) -> Tensor:
     """A table (S, W) with rows of one value behind it, `rows` in all."""
-    return torch.cat((table, table.new_full((rows - table.shape[0], table.shape[1]), value)))
+    return torch.nn.functional.pad(table, (0, 0, 0, rows - table.shape[0]), value=value)
 
 
 def waves(angles: Tensor) -> tuple[Tensor, Tensor]:
     """The cosines and sines of angles in radians, taken in fp32."""
     angles = angles.float()
     return angles.cos(), angles.sin()
-
-
-def _to(table: Tensor, device: torch.device) -> Tensor:
-    return table.to(device)

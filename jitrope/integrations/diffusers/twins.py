@@ -34,8 +34,13 @@ class Site:
 
 
 def host_of(cls: type) -> Any:
-    """The host's class of a twin, or the class itself."""
+    """The host's class of a twin, or the class itself, which a call finds if `disable` ran in another thread."""
     return getattr(cls, "_jitrope_host", cls)
+
+
+def is_twin(cls: type) -> bool:
+    """Whether a class is a twin itself. Sharding and parametrizing derive classes of a module's, which stay."""
+    return "_jitrope_host" in vars(cls)
 
 
 def replaced_by(host: Any, attribute: str) -> str:
@@ -63,8 +68,8 @@ def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call
     else:
         if sites:
             members["_jitrope_rope"] = redirected
-        call = call or redirected
-    members[attribute] = _current(host, attribute, original, call)
+    members["__reduce_ex__"] = _reduced(host, call is not None)
+    members[attribute] = _current(host, attribute, original, call or redirected)
     cls = type(f"Jitrope{host.__name__}", (host,), members)
     _register(host, cls)
     return cls
@@ -75,12 +80,26 @@ def _current(host: Any, attribute: str, original: Any, ours: Callable[..., Any])
 
     @functools.wraps(original)  # the host looks at the signature
     def method(self: Any, *arguments: Any, **words: Any) -> Any:
+        if type(self) is host:  # it was given back; hooks may still hold this method
+            return getattr(host, attribute)(self, *arguments, **words)
         if getattr(host, attribute) is not original:
             note("host", f"{host.__name__}.{attribute} was replaced after enable; enable again")
             return getattr(host, attribute)(self, *arguments, **words)
         return ours(self, *arguments, **words)
 
     return method
+
+
+def _reduced(host: Any, fused: bool) -> Callable[..., Any]:
+    """A twin's way to be pickled and copied: as an object of the host's class, which `reloaded` makes a twin again."""
+
+    def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+        from . import reloaded  # which imports this module
+
+        make, (_, *arguments), *state = host.__reduce_ex__(self, protocol)
+        return reloaded, (make, host, fused, *arguments), *state
+
+    return reduced
 
 
 def _register(host: Any, cls: Any) -> None:

@@ -1,0 +1,91 @@
+"""The library's real launch path on CPU tensors: kernels that g++ built take the compiled ones' place.
+
+`install()` makes a process take CPU tensors as a GPU's. Dispatch, guards, the replay of known calls, checks, plans,
+argument blocks, autograd and the torch.library ops run as they are; the launch calls a shared library, built from the
+rendered CUDA and the shim under ASan and UBSan. ASan must be in the process from its start, and then every
+tensor that torch allocates has redzones:
+
+    TEST_DEVICE=host LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \\
+        ASAN_OPTIONS=detect_leaks=0 pytest tests/test_gpu.py
+
+runs the tests marked `gpu` so, but for those marked `hardware` (`tests/test_host_path.py` does it for each file).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections import Counter
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from jitrope import dispatch, norm_ops, ops, runtime, thd_ops, thd_runtime
+from jitrope.render import render
+from jitrope.spec import Spec
+
+from . import harness
+
+SMS = 4
+"""Multiprocessors of the device: few enough that small cases take the token-linear launch by themselves."""
+
+DEVICE = "cpu" if os.environ.get("TEST_DEVICE") == "host" else "cuda"
+"""Where the tests marked `gpu` have their tensors."""
+
+launched: Counter[str] = Counter()
+"""How often each kernel was launched."""
+
+_lock = threading.Lock()
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process in which `install` works."""
+    libraries = " ".join(harness.sanitizers())
+    return {**os.environ, "TEST_DEVICE": "host", "LD_PRELOAD": libraries, "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+@cache
+def _library(spec: Spec) -> Any:
+    library = ctypes.CDLL(str(harness.build(render(spec), "library.h", harness.SHARED)))
+    library.run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint]
+    library.run.restype = None
+    return library
+
+
+class Kernel:
+    """`jitrope.compiler.Kernel`, on the CPU."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def bind_thread(self) -> None:
+        """There is no context to bind."""
+
+    def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Any:
+        """The launch: it returns when the kernel has run."""
+
+        def enqueue(stream: int) -> None:
+            with _lock:  # threads of a block share static variables
+                launched[self.spec.name] += 1
+                _library(self.spec).run(arguments, *grid, block)
+
+        return enqueue
+
+
+@cache
+def install() -> None:
+    """Take CPU tensors as a GPU's, in this process, from now on."""
+    kernels = cache(lambda spec, device: Kernel(spec))
+    runtime.get_kernel = thd_runtime.get_kernel = kernels
+    runtime._get_device = thd_runtime._get_device = lambda: None  # the index of the device "cpu"
+    runtime._get_stream = thd_runtime._get_stream = lambda device: 0
+    dispatch._on_gpu = lambda x: True
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
+    ops._register("CPU", *ops.CUDA)
+    norm_ops._register("CPU", *norm_ops.CUDA)
+    thd_ops._register("CPU", *thd_ops.CUDA)

@@ -1,0 +1,256 @@
+"""The ten functions in fp64 and plain torch, written from their docstrings: nothing of jitrope is imported.
+
+A function has the name and the arguments of jitrope's and returns (outputs, written): a tuple of fp64 tensors, and what
+each argument that is written holds afterwards. Nothing is written here, lazy bits are resolved first, roundings are
+left to the tolerances of whoever compares, and gradients are torch's own, through these lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Where a layout keeps batch, sequence, heads and elements.
+AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
+FP8_MAX = 448.0
+Result = tuple[tuple[Tensor | None, ...], dict[str, Tensor]]
+
+
+def exact(x: Any) -> Any:
+    """A tensor in fp64 (or complex128) without lazy bits; a number as one."""
+    if x is None or not isinstance(x, Tensor):
+        return None if x is None else torch.tensor(float(x), dtype=torch.float64)
+    x = x.resolve_conj().resolve_neg()
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def heads(x: Tensor, layout: str) -> Tensor:
+    """(B, S, H, D), whatever the layout; its own inverse but for "thd"."""
+    return x[None] if layout == "thd" else x.permute(AXES[layout])
+
+
+def unheads(x: Tensor, layout: str) -> Tensor:
+    return x[0] if layout == "thd" else x.permute(AXES[layout])
+
+
+# ---- positions and tables --------------------------------------------------------------------------
+
+
+def chunked(first: int, end: int, cp_size: int, cp_rank: int) -> Iterator[int]:
+    """Positions, in their order, that a rank has of a sequence that owns the tokens [first, end) of the batch."""
+    chunks = 2 * cp_size
+    sizes = Counter(token % chunks for token in range(first, end))
+    begins = [0, *itertools.accumulate(sizes[chunk] for chunk in range(chunks))]
+    for chunk in (cp_rank, chunks - 1 - cp_rank):
+        yield from range(begins[chunk], begins[chunk + 1])
+
+
+def rows_of(tokens: int, device: Any, o: dict[str, Any]) -> tuple[Tensor, int]:
+    """(the table's row for each token, (axes, B or 1, S); how many tokens belong to a sequence)."""
+    ids, starts, cu = o.get("position_ids"), o.get("start_positions"), o.get("cu_seqlens")
+    size, rank = o.get("cp_size", 1), o.get("cp_rank", 0)
+    if ids is not None:
+        ids = ids.long() if o.get("mrope_section") else ids.long()[None]
+        return (ids if ids.dim() == 3 else ids[:, None]), tokens
+    if cu is None:
+        whole = tokens * size
+        rows = torch.tensor(list(chunked(0, whole, size, rank))[:tokens], dtype=torch.long, device=device)
+        return (rows[None] if starts is None else rows + starts.long()[:, None])[None], tokens
+    rows = []
+    for n, (first, end) in enumerate(itertools.pairwise(cu.tolist())):
+        shift = (0 if starts is None else int(starts[n])) + (first if o.get("packed_table") else 0)
+        rows += [position + shift for position in chunked(first, end, size, rank)]
+    owned = len(rows[:tokens])
+    rows = rows[:tokens] + [0] * (tokens - owned)
+    return torch.tensor(rows, dtype=torch.long, device=device)[None, None], owned
+
+
+def tables_of(o: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """cos and sin, (B or 1, P, H or 1, W), from whichever table is given; None: there is none."""
+    cos, sin, cache = exact(o.get("cos")), exact(o.get("sin")), exact(o.get("cos_sin_cache"))
+    freqs, cis = exact(o.get("freqs")), exact(o.get("freqs_cis"))
+    if cache is not None:
+        cos, sin = cache.chunk(2, -1)
+    if cis is not None:
+        cos, sin = cis.real, cis.imag
+    if freqs is not None:
+        freqs = freqs.transpose(0, 1) if freqs.dim() == 4 else freqs
+        cos, sin = freqs.cos() * o.get("mscale", 1.0), freqs.sin() * o.get("mscale", 1.0)
+    if cos is None:
+        return None
+    views = [t[None, :, None] if t.dim() == 2 else t[:, :, None] if t.dim() == 3 else t for t in (cos, sin)]
+    return views[0], views[1]
+
+
+def looked_up(table: Tensor, rows: Tensor, o: dict[str, Any], rotary: int) -> Tensor:
+    """(B or 1, S, H or 1, W): each pair's row on its own axis of positions; NaN outside of the table."""
+    inside = ((rows >= 0) & (rows < table.shape[1])).all(0)
+    picked = []
+    for axis in rows.clamp(0, max(table.shape[1] - 1, 0)):
+        batch = torch.arange(axis.shape[0], device=table.device)[:, None] if table.shape[0] > 1 else 0
+        picked.append(table[:, axis[0]] if axis.shape[0] == 1 else table[batch, axis])
+    out = torch.stack(picked, -1)  # the axes last
+    sections = [int(n) for n in o.get("mrope_section") or ()]
+    axis_of = [axis for axis, size in enumerate(sections) for _ in range(size)] or [0] * (rotary // 2)
+    if o.get("mrope_interleaved"):
+        axis_of = [0] * (rotary // 2)
+        for axis, size in list(enumerate(sections))[1:]:
+            for n in range(size):
+                axis_of[axis + n * len(sections)] = axis
+    if table.shape[-1] == rotary:  # an entry for each element
+        axis_of = [a for a in axis_of for _ in range(2)] if o.get("interleaved") else 2 * axis_of
+    out = torch.stack([out[..., n, axis] for n, axis in enumerate(axis_of)], -1)
+    return torch.where(inside[..., None, None], out, torch.nan)
+
+
+# ---- the rotation ----------------------------------------------------------------------------------
+
+
+def pair(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)  # type: ignore[return-value]
+
+
+def rotated(x: Tensor, o: dict[str, Any]) -> Tensor:
+    """x (B, S, H, D), rotated; zeros for the tokens after the last sequence."""
+    tables = tables_of(o)
+    if tables is None:
+        return x
+    cos, sin = tables
+    interleaved, offset, rotary = bool(o.get("interleaved")), int(o.get("rotary_offset") or 0), o.get("rotary_dim")
+    out_interleaved = interleaved if o.get("interleaved_out") is None else o["interleaved_out"]
+    if rotary is None:
+        once = o.get("cos_sin_cache") is not None or o.get("freqs_cis") is not None
+        rotary = 2 * cos.shape[-1] if once else x.shape[-1] - offset
+    rotary = int(rotary)
+    rows, owned = rows_of(x.shape[1], x.device, o)
+    cos, sin = (looked_up(t, rows, o, rotary) for t in (cos, sin))
+    full = cos.shape[-1] == rotary
+    (cos0, cos1), (sin0, sin1) = (pair(t, interleaved) if full else (t, t) for t in (cos, sin))
+    if o.get("inverse"):
+        sin0, sin1 = -sin1, -sin0
+    before, turned, rest = x.split([offset, rotary, x.shape[-1] - offset - rotary], -1)
+    x0, x1 = pair(turned, interleaved)
+    y0, y1 = x0 * cos0 - x1 * sin0, x1 * cos1 + x0 * sin1
+    y = torch.stack((y0, y1), -1).flatten(-2) if out_interleaved else torch.cat((y0, y1), -1)
+    y = torch.cat((before, y, rest), -1)
+    return torch.cat((y[:, :owned], torch.zeros_like(y[:, owned:])), 1)
+
+
+def kept(x: Tensor, y: Tensor, o: dict[str, Any]) -> Tensor:
+    """What an in-place call leaves of x (B, S, H, D): the tokens after the last sequence are as they were."""
+    owned = rows_of(x.shape[1], x.device, o)[1]
+    return torch.cat((y[:, :owned], x[:, owned:]), 1)
+
+
+def normed(x: Tensor, weight: Any, o: dict[str, Any]) -> Tensor:
+    """RMSNorm of (B, S, H, D), of each head or across all of a token."""
+    rows = x.flatten(-2) if o.get("across_heads") else x
+    y = rows / (rows.square().mean(-1, keepdim=True) + float(o.get("eps", 1e-6))).sqrt()
+    if weight is not None:
+        y = y * (exact(weight) + (1 if o.get("zero_centered") else 0))
+    return y.reshape(x.shape)
+
+
+def fp8(y: Tensor, scale: Any) -> Tensor:
+    """What fp8 holds before its rounding."""
+    return (y / exact(scale).reshape(())).clamp(-FP8_MAX, FP8_MAX)
+
+
+# ---- the ten functions -----------------------------------------------------------------------------
+
+
+def apply_rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
+    o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
+    return tuple(None if x is None else unheads(rotated(heads(exact(x), layout), o), layout) for x in (q, k)), {}
+
+
+def apply_rope_(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
+    o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
+    views = [None if x is None else heads(exact(x), layout) for x in (q, k)]
+    out = tuple(None if x is None else unheads(kept(x, rotated(x, o), o), layout) for x in views)
+    return out, {name: y for name, y in zip("qk", out) if y is not None}
+
+
+def split(qkv: Tensor, q_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    packed = qkv.unflatten(-1, (q_per_group + 2, -1))
+    return packed[..., :q_per_group, :].flatten(-3, -2), packed[..., -2, :], packed[..., -1, :]
+
+
+def apply_rope_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
+    o.pop("copy_v", None)
+    q, k, v = split(exact(qkv), int(q_per_group))
+    return (*apply_rope(q, k, cos, sin, **o)[0], v), {}
+
+
+def apply_rope_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
+    q, k, v = split(exact(qkv), int(q_per_group))
+    q, k = apply_rope_(q, k, cos, sin, **o)[0]  # type: ignore[assignment]
+    parts = (q.unflatten(-2, (-1, int(q_per_group))), k.unsqueeze(-2), v.unsqueeze(-2))
+    out = torch.cat(parts, -2).flatten(-2)
+    return (out,), {"qkv": out}
+
+
+def apply_rope_fp8(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None,
+                   **o: Any) -> Result:  # fmt: skip
+    q, k = apply_rope(q, k, cos, sin, **o)[0]
+    return (fp8(q, q_scale), None if k is None else fp8(k, k_scale)), {}
+
+
+def apply_rope_kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, k_cache: Any, v_cache: Any,
+                        slot_mapping: Any, k_scale: Any = None, v_scale: Any = None, q_scale: Any = None,
+                        rotate_k: bool = False, **o: Any) -> Result:  # fmt: skip
+    layout = o.get("layout", "bshd")
+    q, turned = apply_rope(q, k, cos, sin, **o)[0]
+    written = {"k": turned} if rotate_k else {}
+    for name, cache, x, scale in (("k_cache", k_cache, turned, k_scale), ("v_cache", v_cache, v, v_scale)):
+        x = exact(x) if scale is None else fp8(exact(x), scale)
+        after = exact(cache).flatten(0, 1).clone() if cache.dim() == 4 else exact(cache).clone()
+        for slot, token in zip(slot_mapping.flatten().tolist(), heads(x, layout).flatten(0, 1)):
+            if 0 <= slot < len(after):
+                after[slot] = token
+        written[name] = after.reshape(cache.shape)
+    return (q if q_scale is None else fp8(q, q_scale),), written
+
+
+def apply_rope_kv_cache_(q: Any, *rest: Any, **o: Any) -> Result:
+    out, written = apply_rope_kv_cache(q, *rest, **o)
+    return out, {"q": out[0], **written}  # type: ignore[dict-item]
+
+
+def qk_norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
+                 **o: Any) -> Result:  # fmt: skip
+    o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
+    pairs = ((q, q_weight), (k, k_weight))
+    return tuple(
+        None if x is None else unheads(rotated(normed(heads(exact(x), layout), weight, o), o), layout)
+        for x, weight in pairs
+    ), {}
+
+
+def qk_norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:
+    out = qk_norm_rope(q, k, *rest, **o)[0]
+    return out, {name: y for name, y in zip("qk", out) if y is not None}
+
+
+def qk_norm_rope_joint(first: Any, second: Any, first_weights: Any, second_weights: Any, cos: Any = None,
+                       sin: Any = None, **o: Any) -> Result:  # fmt: skip
+    names = ("cos", "sin", "cos_sin_cache", "freqs_cis")
+    tables = {**o, "cos": cos, "sin": sin}
+    own = [{}, {}]  # type: list[dict[str, Any]]
+    for name in names:
+        table = tables.get(name)
+        if isinstance(table, Tensor):
+            begin = first[0].shape[1]
+            own[0][name], own[1][name] = table, table[begin:] if table.dim() == 2 else table[:, begin:]
+        elif table is not None:
+            own[0][name], own[1][name] = table
+    out = []
+    for (q, k, v), weights, turn in zip((first, second), (first_weights, second_weights), own):
+        options = {name: value for name, value in o.items() if name not in names}
+        out.append((*qk_norm_rope(q, k, *(weights or (None, None)), **options, **turn)[0], exact(v)))
+    return tuple(torch.cat(parts, 1) for parts in zip(*out)), {}

@@ -1,0 +1,28 @@
+"""diffusers: `enable` for every model of a class that jitrope covers, as soon as it is made."""
+
+from __future__ import annotations
+
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from jitrope.integrations import diffusers as ours
+
+
+def install(checkout: Path) -> None:
+    for name, covered in ours.COVERAGE.items():
+        cls = getattr(diffusers, name, None)
+        if cls is not None and not isinstance(covered, str):
+            cls.__init__ = _then_enable(cls, cls.__init__)
+
+
+def _then_enable(cls: type, original: Any) -> Any:
+    @wraps(original)
+    def init(self: Any, *arguments: Any, **words: Any) -> None:
+        original(self, *arguments, **words)
+        if type(self) is cls:
+            ours.enable(self)
+
+    return init

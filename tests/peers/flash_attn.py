@@ -1,0 +1,34 @@
+"""flash-attention: jitrope in the place of its Triton kernel, under its own autograd functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import jitrope
+
+from .standin import module
+
+
+def install(checkout: Path) -> None:
+    module("triton")
+    module("flash_attn", checkout / "flash_attn")
+    module("flash_attn.ops.triton.rotary", apply_rotary=apply_rotary)
+
+
+def apply_rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: int | Tensor = 0, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
+) -> Tensor:  # fmt: skip
+    starts = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None
+    if starts is None:
+        cos, sin = cos[seqlen_offsets:], sin[seqlen_offsets:]
+    rotate = jitrope.apply_rope_ if inplace else jitrope.apply_rope
+    with torch.no_grad():
+        return rotate(
+            x, None, cos, sin, layout="bshd" if cu_seqlens is None else "thd", interleaved=interleaved,
+            rotary_dim=2 * cos.shape[-1], cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, start_positions=starts,
+            inverse=conjugate,
+        )[0]  # fmt: skip

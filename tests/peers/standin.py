@@ -1,0 +1,54 @@
+"""A peer that is not installed: modules made for the names that its tests import, and rope in plain torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
+    """The module of this name with these names in it; one is made, with its parents, if none can be imported.
+
+    Modules below a made one are looked for in `folder`.
+    """
+    parent, _, child = name.rpartition(".")
+    above = module(parent) if parent else None
+    try:
+        found = import_module(name)
+    except Exception:  # a peer that is there but not built can raise anything
+        for part in [part for part in sys.modules if part == name or part.startswith(f"{name}.")]:
+            del sys.modules[part]
+        found = sys.modules[name] = ModuleType(name)
+        found.__path__ = [str(folder)] if folder else []
+        if above:
+            setattr(above, child, found)
+    vars(found).update(names)
+    return found
+
+
+def made(found: ModuleType) -> bool:
+    """Whether `module` made it, so that the peer is not the real one."""
+    return found.__spec__ is None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x (..., D) in fp32 by tables of half width (..., R / 2) that broadcast; the dtype stays."""
+    turned, rest = x[..., : 2 * cos.shape[-1]].float(), x[..., 2 * cos.shape[-1] :]
+    cos, sin = cos.float(), sin.float()
+    x0, x1 = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    pairs = (x0 * cos - x1 * sin, x1 * cos + x0 * sin)
+    out = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    return torch.cat((out.to(x.dtype), rest), -1)
+
+
+def by_cache(positions: Tensor, x: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool) -> Tensor:
+    """x (tokens, H * head_size), or with axes for both, by rows of vLLM's kind of table."""
+    cos, sin = cos_sin_cache[positions].float().unsqueeze(-2).chunk(2, -1)
+    by_heads = x.reshape(*positions.shape, -1, head_size)
+    return rotated(by_heads, cos, sin, not is_neox).reshape(x.shape)

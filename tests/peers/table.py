@@ -1,0 +1,90 @@
+"""One row for each peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Tests of a peer, and how they are run.
+
+    Attributes:
+        tests: its test files, as globs relative to the checkout.
+        stands_for: what jitrope replaces.
+        cpu: what of it runs without a GPU.
+        deselect: parts of test ids that are left out, each with the reason.
+        conftest: the peer's conftest.py is loaded; most need the peer itself, built.
+        needs: what must be importable, besides torch and pytest.
+    """
+
+    tests: tuple[str, ...]
+    stands_for: str
+    cpu: str = "all, on CPU tensors; choose a few with -k"
+    deselect: tuple[tuple[str, str], ...] = ()
+    conftest: bool = False
+    needs: str = ""
+
+
+PEERS = {
+    "transformer_engine": Peer(
+        ("tests/pytorch/test_fused_rope.py",),
+        "fused rope, of one tensor and of packed QKV; fused=False is plain torch",
+    ),
+    "flashinfer": Peer(
+        ("tests/**/test_rope.py",),
+        "flashinfer's rope functions",
+        deselect=(
+            ("test_mla_rope_quantize[quant_dtype1", "jitrope has no float8_e5m2"),
+            ("test_generalized_rope_quantize[cuda-True-quant_dtype1", "jitrope has no float8_e5m2"),
+            ("test_generalized_rope_quantize[cuda-False-quant_dtype1", "jitrope has no float8_e5m2"),
+            ("[cutile-", "a second backend of the peer's own"),
+            ("append_paged", "the fused write to FlashInfer's own paged layout has no function here"),
+        ),
+    ),
+    "flash_attn": Peer(
+        ("tests/layers/test_rotary.py", "tests/test_rotary.py"),
+        "flash_attn.ops.triton.rotary.apply_rotary, under flash-attention's own autograd functions",
+        deselect=(("test_compilation_count", "counts compilations of the peer's own Triton kernel"),),
+        needs="einops",
+    ),
+    "vllm": Peer(
+        ("tests/kernels/core/test_pos_encoding.py", "tests/kernels/core/test_mrope.py"),
+        "vllm._custom_ops.rotary_embedding and triton_mrope",
+        deselect=(("test_rope_module_cache", "looks at vLLM's cache of modules; nothing is rotated"),),
+    ),
+    "sglang": Peer(
+        ("**/jit_kernel/tests/test_rope.py", "**/jit_kernel/tests/test_pos_enc.py"),
+        "apply_rope_inplace, apply_rope_inplace_with_kvcache and rotary_embedding",
+        cpu="test_rope.py on CPU tensors; test_pos_enc.py starts Triton kernels",
+        deselect=(("test_performance", "measures times and compares nothing"),),
+    ),
+    "liger": Peer(
+        (
+            "test/transformers/test_rope.py", "test/transformers/test_qwen2vl_mrope.py",
+            "test/transformers/test_llama4_rope.py",
+        ),
+        "liger's rope functions of Llama, Qwen2-VL, GPT-OSS and Llama 4",
+        needs="transformers",
+    ),
+    "megatron": Peer(
+        ("tests/unit_tests/transformer/test_rope.py",),
+        "the fused-rope hooks of megatron.core, and TransformerEngine's packed QKV where Megatron imports it",
+        cpu="none: the tests start NCCL",
+        needs="megatron-core, installed or in the checkout",
+    ),
+    "diffusers": Peer(
+        ("tests/models/transformers/test_models_transformer_*.py",),
+        "the attention processors of every model that the tests make",
+        cpu="all that does not ask for an accelerator",
+        conftest=True,
+        needs="diffusers",
+    ),
+    "transformers": Peer(
+        ("tests/models/*/test_modeling_*.py",),
+        "the rotary functions of the model files that the tests import",
+        cpu="all that does not ask for an accelerator",
+        conftest=True,
+        needs="transformers",
+    ),
+}  # fmt: skip

@@ -1,0 +1,368 @@
+"""Every parameter of the ten functions, given something of every type: what is plainly meant is taken, all else is
+refused in one line that names the parameter, and no call changes what a later one does.
+
+`python -m tests.test_arguments` prints every refusal, so that a person can read them.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import InvalidInput
+
+from .matrix.cells import FP8, FUNCTIONS, SIZES, Args, B, Cell, D, Function, P, S
+from .matrix.situations import DROP, NO_TABLES, packed
+
+TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
+           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight")  # fmt: skip
+SEQUENCES = ("first", "second", "first_weights", "second_weights")
+INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
+FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
+         "across_heads", "zero_centered", "copy_v")  # fmt: skip
+NUMBERS = ("mscale", "eps")
+WORDS = ("layout", "rounding", "launch", "norm_rounding")
+SCALES = ("q_scale", "k_scale", "v_scale")
+SECTIONS = ("mrope_section",)
+KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
+
+REFUSED = "refused"
+EITHER = "either"  # right as it stands, or refused
+TEN = [f for f in FUNCTIONS if not f.label]
+
+
+class Word(str, enum.Enum):
+    bshd = "bshd"
+    fp32 = "fp32"
+    auto = "auto"
+    none = "none"
+
+
+# What a refusal may name in a parameter's place.
+OTHER_NAMES = {"k": ("k_scale",), **dict.fromkeys(("first_weights", "second_weights"), ("q_weight", "the weights"))}
+MODULE = torch.nn.Identity()
+# What no parameter but a sequence or a word takes: (kind, value).
+STRANGERS: list[tuple[str, Any]] = [
+    ("a string", "8"), ("no words", ""), ("bytes", b"bshd"), ("a list", [1, 2]), ("a dict", {"a": 1}), ("a set", {1}),
+    ("a module", MODULE), ("a class", Tensor), ("a function", print), ("an object", object()), ("an ellipsis", ...),
+    ("a dtype", torch.float32), ("a list of lists", [[1], [2]]), ("a numpy array", np.arange(2)),
+    ("a numpy array of words", np.array(["a"])), ("a numpy date", np.datetime64("2026-01-01")),
+    ("a tensor of two", torch.arange(2)),
+]  # fmt: skip
+
+
+def kinds(parameter: str, plain: Any, cell: Cell) -> Iterator[tuple[str, Any, Any]]:
+    """(kind, value, what it means: a plain value, REFUSED or EITHER) for a parameter whose plain value is given."""
+    if parameter in INTS:
+        yield from [
+            ("np.int64", np.int64(plain), plain), ("np.int32", np.int32(plain), plain), ("float", float(plain), plain),
+            ("np.float32", np.float32(plain), plain), ("np.float64", np.float64(plain), plain), ("True", True, 1),
+            ("np.bool_", np.bool_(True), 1), ("False", False, 0), ("a half more", plain + 0.5, REFUSED),
+            ("nan", float("nan"), REFUSED), ("inf", float("inf"), REFUSED), ("2**70", 2**70, REFUSED),
+            ("1e300", 1e300, REFUSED), ("-1", -1, REFUSED), ("np.int8(-1)", np.int8(-1), REFUSED),
+            ("None", None, None if parameter in ("rotary_dim", "max_seqlen") else REFUSED),
+            ("complex", complex(plain), EITHER), ("0-d array", np.array(plain), EITHER),
+            ("0-d tensor", torch.tensor(plain), EITHER), *((n, v, REFUSED) for n, v in STRANGERS),
+        ]  # fmt: skip
+    elif parameter in FLAGS:
+        yield from [
+            ("np.bool_", np.bool_(plain), plain), ("int", int(plain), plain), ("float", float(plain), plain),
+            ("np.int64", np.int64(plain), plain), ("np.float32", np.float32(plain), plain), ("2", 2, REFUSED),
+            ("-1", -1, REFUSED), ("0.5", 0.5, REFUSED), ("nan", float("nan"), REFUSED),
+            ("None", None, None if parameter == "interleaved_out" else REFUSED),
+            ("complex", complex(plain), EITHER), ("0-d array", np.array(plain), EITHER),
+            ("0-d tensor", torch.tensor(plain), EITHER), ("an empty list", [], REFUSED),
+            *((n, v, REFUSED) for n, v in STRANGERS),
+        ]  # fmt: skip
+    elif parameter in NUMBERS:
+        yield from [
+            ("int", 2, 2.0), ("np.float32", np.float32(0.5), 0.5), ("np.float64", np.float64(plain), plain),
+            ("np.int64", np.int64(2), 2.0), ("True", True, EITHER), ("None", None, REFUSED),
+            ("nan", float("nan"), EITHER), ("inf", float("inf"), EITHER), ("-1", -1.0, EITHER),
+            ("10**400", 10**400, REFUSED), ("complex", 1j, REFUSED), ("0-d array", np.array(plain), EITHER),
+            ("0-d tensor", torch.tensor(plain), EITHER), *((n, v, REFUSED) for n, v in STRANGERS),
+        ]  # fmt: skip
+    elif parameter in WORDS:
+        yield from [
+            ("np.str_", np.str_(plain), plain), ("an enum of words", Word(plain), plain),
+            ("upper case", plain.upper(), REFUSED), ("with a space", plain + " ", REFUSED), ("None", None, REFUSED),
+            ("1", 1, REFUSED), ("True", True, REFUSED), ("0.5", 0.5, REFUSED), ("a word in a list", [plain], REFUSED),
+            ("a word in a tuple", (plain,), REFUSED), ("500 letters", "a" * 500, REFUSED),
+            ("two lines", "a\nb", REFUSED), *((n, v, REFUSED) for n, v in STRANGERS),
+        ]  # fmt: skip
+    elif parameter in SECTIONS:
+        yield from [
+            ("list", list(plain), plain), ("tuple", plain, plain), ("numpy array", np.array(plain), plain),
+            ("numpy int32", np.array(plain, dtype=np.int32), plain), ("torch.Size", torch.Size(plain), plain),
+            ("np.int64 inside", [np.int64(n) for n in plain], plain),
+            ("floats inside", [float(n) for n in plain], plain),
+            ("numpy floats", np.array(plain, dtype=np.float32), plain), ("True inside", [True, 2, True], plain),
+            ("range", range(1, 3), EITHER), ("a half inside", [1.5, 1.5, 1], REFUSED), ("None", None, EITHER),
+            ("None inside", [1, None, 1], REFUSED), ("a string inside", ["1", 2, 1], REFUSED), ("4", 4, REFUSED),
+            ("1.5", 1.5, REFUSED), ("True", True, REFUSED), ("a string", "121", REFUSED), ("bytes", b"121", REFUSED),
+            ("a tensor", torch.tensor(plain), REFUSED), ("lists inside", [[1, 2, 1]], REFUSED),
+            ("-1", [-1, 3, 2], REFUSED),
+            ("too few pairs", [1, 1, 1], REFUSED), ("five axes", [1, 1, 1, 1, 0], REFUSED),
+            ("nan inside", [float("nan"), 2, 1], REFUSED),
+            ("2**70 inside", [2**70, 2, 1], REFUSED), ("two axes of numpy", np.array([[1, 2, 1]]), REFUSED),
+            ("a 0-d array", np.array(4), REFUSED), ("a tensor inside", [torch.tensor(1), 2, 1], EITHER),
+            ("a dict", {1: 1, 2: 2}, REFUSED), ("a module", MODULE, REFUSED), ("an object", object(), REFUSED),
+            ("a class", tuple, REFUSED), ("a generator", (n for n in plain), EITHER),
+        ]  # fmt: skip
+    elif parameter in SCALES:
+        scale = torch.tensor(plain, device=cell.device)
+        yield from [
+            ("int", 2, 2.0), ("np.float32", np.float32(plain), plain), ("np.float64", np.float64(plain), plain),
+            ("np.int64", np.int64(2), 2.0), ("True", True, EITHER), ("a tensor", scale, plain),
+            ("a tensor of one", scale[None], plain), ("fp64", scale.double(), REFUSED),
+            ("of two", scale.expand(2), REFUSED),
+            ("on meta", scale.to("meta"), REFUSED), ("complex", 1j, REFUSED),
+            ("None", None, None if parameter == "q_scale" and "kv" in cell.function.name else REFUSED),
+            ("0-d array", np.array(plain), EITHER), ("10**400", 10**400, REFUSED),
+            ("a whole tensor", torch.tensor(2), REFUSED),
+            *((n, v, REFUSED) for n, v in STRANGERS if n != "a tensor of two"),
+        ]  # fmt: skip
+    elif parameter in SEQUENCES:
+        yield from [
+            ("list", list(plain), plain), ("too few", plain[:-1], REFUSED), ("too many", (*plain, plain[0]), REFUSED),
+            ("None", None, None if "weights" in parameter else REFUSED), ("a tensor", plain[0], REFUSED),
+            ("a list inside", (plain[0].tolist(), *plain[1:]), REFUSED), ("empty", (), REFUSED),
+            ("a number inside", (1.0, *plain[1:]), REFUSED), ("None inside", (None, *plain[1:]), EITHER),
+            ("numpy inside", (plain[0].cpu().numpy(), *plain[1:]), REFUSED), ("numpy", np.arange(3.0), REFUSED),
+            ("a module inside", (MODULE, *plain[1:]), REFUSED), ("1", 1, REFUSED), ("True", True, REFUSED),
+            ("a generator", (x for x in plain), EITHER), ("another dtype", (plain[0].double(), *plain[1:]), REFUSED),
+            ("on meta", (plain[0].to("meta"), *plain[1:]), REFUSED),
+            ("another rank", (plain[0][0], *plain[1:]), REFUSED),
+            *((n, v, REFUSED) for n, v in STRANGERS),
+        ]  # fmt: skip
+    else:
+        yield from kinds_of_tensors(parameter, plain, cell)
+
+
+def kinds_of_tensors(parameter: str, plain: Tensor, cell: Cell) -> Iterator[tuple[str, Any, Any]]:
+    whole = not (plain.is_floating_point() or plain.is_complex())
+    other = torch.int16 if whole else torch.float64
+    size = torch.full((), 1, dtype=plain.dtype, device=plain.device)
+    yield from [
+        ("list", plain.tolist(), REFUSED), ("tuple", tuple(plain.tolist()), REFUSED),
+        ("numpy array", plain.cpu().numpy(), REFUSED), ("numpy scalar", np.float32(1), REFUSED),
+        ("np.int64", np.int64(1), REFUSED), ("1", 1, REFUSED), ("0", 0, REFUSED), ("0.5", 0.5, REFUSED),
+        ("True", True, REFUSED), ("False", False, REFUSED), ("None", None, EITHER),
+        ("a tuple of tensors", (plain, plain), EITHER if "joint" in cell.function.name else REFUSED),
+        ("on meta", plain.to("meta"), REFUSED), ("another dtype", plain.to(other), REFUSED),
+        ("bool", plain != 0, REFUSED), ("complex128", plain.to(torch.complex128), REFUSED),
+        ("fp8", plain.real.float().to(FP8), EITHER if parameter in ("k_cache", "v_cache") else REFUSED),
+        ("int8", plain.real.to(torch.int8), REFUSED), ("0-d", size, REFUSED),
+        ("an axis more", plain[None], EITHER), ("two axes more", plain[None, None], EITHER),
+        ("four axes more", plain[None, None, None, None], EITHER if parameter == "slot_mapping" else REFUSED),
+        ("an axis less", plain[0], EITHER), ("too short", plain[:-1], EITHER), ("too narrow", plain[..., :-1], EITHER),
+        ("empty", plain[:0], EITHER), ("twice as long", torch.cat((plain, plain)), EITHER),
+        *((n, v, REFUSED) for n, v in STRANGERS if n != "a tensor of two" or not whole),
+    ]  # fmt: skip
+    if parameter in ("cu_seqlens", "position_ids", "start_positions", "slot_mapping"):  # never read on the host
+        for name, value in (("unsorted", plain.flip(0)), ("far", plain + 2**40), ("negative", plain - 2**40)):
+            yield f"{name}", value.contiguous(), "survived"
+        yield "int32", plain.int(), plain
+    if parameter == "cu_seqlens":
+        for name, ends in (("falling", [0, 5, 2, 5]), ("from 1", [1, 2, 3, 5]), ("past the end", [0, 4, 9, 70]),
+                           ("all negative", [-7, -5, -3, -2])):  # fmt: skip
+            yield name, torch.tensor(ends, device=cell.device), "survived"
+
+
+def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
+    """Arguments of a right call in which the parameter counts, as the function takes them, and its plain value."""
+    f = cell.function
+    changes: Args = {}
+    plain: Any = None
+    ids = torch.tensor([[3, 0, 5], [1, 4, 2]], device=cell.device)
+    if parameter == "cos_sin_cache":
+        changes, plain = dict(NO_TABLES), cell.rand(P, D)
+    elif parameter == "freqs":
+        changes, plain = dict(NO_TABLES), cell.rand(P, D // 2)
+    elif parameter == "freqs_cis":
+        changes, plain = dict(NO_TABLES), torch.polar(torch.ones(P, 4), cell.rand(P, 4).cpu()).to(cell.device)
+    elif parameter == "position_ids":
+        plain = ids
+    elif parameter in ("mrope_section", "mrope_interleaved"):
+        changes = {"position_ids": torch.stack((ids, ids.flip(0), ids.flip(1))), "mrope_section": (1, 2, 1)}
+        if parameter == "mrope_interleaved":
+            changes["mrope_section"] = (2, 1, 1)
+        plain = (1, 2, 1) if parameter == "mrope_section" else True
+    elif parameter in ("cu_seqlens", "max_seqlen", "packed_table"):
+        offsets = torch.tensor([0, 3, 3, 5], device=cell.device)
+        changes = {**packed(cell, 5), "cu_seqlens": offsets}
+        plain = {"cu_seqlens": offsets, "max_seqlen": 3, "packed_table": True}[parameter]
+    elif parameter == "start_positions":
+        plain = torch.tensor([2, 0], device=cell.device)
+    elif parameter in ("cp_size", "cp_rank"):
+        changes = {n: cell.rand(B, 4, *SIZES[n][2:], seed=5) for n in f.turned}
+        changes |= {"cos": cell.rand(12, 4), "sin": cell.rand(12, 4), "cp_size": 2, "cp_rank": 1}
+        plain = {"cp_size": 2, "cp_rank": 1}[parameter]
+    elif parameter == "rotary_dim":
+        changes, plain = {"cos": cell.rand(P, 2), "sin": cell.rand(P, 2, seed=1)}, 4
+    elif parameter == "rotary_offset":
+        changes, plain = {"cos": cell.rand(P, 2), "sin": cell.rand(P, 2, seed=1), "rotary_dim": 4}, 2
+    elif parameter == "mscale":
+        changes, plain = {**NO_TABLES, "freqs": cell.rand(P, D // 2)}, 1.25
+    elif parameter in SCALES and "kv_cache" in f.name:
+        changes = {name: cell.rand(*SIZES[name], seed=8).to(FP8) for name in ("k_cache", "v_cache")}
+        changes |= {"k_scale": 0.5, "v_scale": 0.5}
+        plain = 0.5
+    elif parameter in SCALES:
+        plain = 0.5
+    elif parameter in INTS:
+        plain = {"q_per_group": 2}[parameter]
+    elif parameter in FLAGS:
+        plain = True
+        if parameter == "across_heads":
+            changes = {"q_weight": cell.rand(2 * D), "k": cell.rand(B, S, 2, D), "k_weight": cell.rand(2 * D)}
+        if parameter == "copy_v":
+            plain = False
+    elif parameter in NUMBERS:
+        plain = 0.25
+    elif parameter in WORDS:
+        plain = {"layout": "bshd", "rounding": "fp32", "launch": "auto", "norm_rounding": "none"}[parameter]
+    args = {n: x for n, x in cell.args(**changes).items() if x is not DROP}
+    args = f.packed(args)
+    if plain is None:
+        plain = args[parameter]
+    return args, plain
+
+
+def copied(x: Any) -> Any:
+    return tuple(map(copied, x)) if type(x) is tuple else x.clone() if isinstance(x, Tensor) else x
+
+
+def bits(function: Function, args: Args) -> list[Any]:
+    """A call's outputs and what it leaves of its tensors, as bytes."""
+    out = getattr(jitrope, function.name)(**args)
+    tensors = [*(out if isinstance(out, tuple) else (out,)), *(args[name] for name in function.written)]
+    return [None if x is None else (x.dtype, tuple(x.shape), *numbers_of(x)) for x in tensors]
+
+
+def numbers_of(x: Tensor) -> tuple[Any, ...]:
+    """A tensor's bytes."""
+    if x.is_meta:
+        return ()
+    x = x.detach().resolve_neg().resolve_conj().cpu().flatten()
+    return (x.view(torch.uint8).numpy().tobytes() if x.numel() else b"",)
+
+
+def forget() -> None:
+    """Everything that the library remembers of earlier calls, but for what a thread does: each cell has its own."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("jitrope"):
+            for thing in list(vars(module).values()):
+                if callable(getattr(thing, "cache_clear", None)):
+                    thing.cache_clear()
+
+
+def one_cell(cell: Cell, args: Args, parameter: str, value: Any, means: Any) -> tuple[str, str]:
+    """(how it ends, the refusal's text), on first use, and again behind the right call."""
+    function = cell.function
+
+    def attempt(value: Any) -> Any:
+        given = {**{n: copied(x) for n, x in args.items()}, parameter: value}
+        before = {n: numbers_of(x) for n, x in given.items() if isinstance(x, Tensor) and not x.is_meta}
+        try:
+            return bits(function, given)
+        except InvalidInput as error:
+            for n, was in before.items():
+                assert numbers_of(given[n]) == was, f"{n} was written"
+            return str(error)
+
+    plain = args[parameter]
+    wanted = attempt(copied(plain))
+    assert not isinstance(wanted, str), f"the plain call is refused: {wanted}"
+    forget()
+    generator = inspect.isgenerator(value)
+    first = attempt(copied(value))
+    assert attempt(copied(plain)) == wanted, "the right call has other bits behind this one"
+    again = first if generator else attempt(copied(value))
+    assert attempt(copied(plain)) == wanted, "the right call has other bits behind both"
+    assert first == again, f"the first time {str(first)[:200]}, behind the right call {str(again)[:200]}"
+    if isinstance(first, str):
+        meant = not isinstance(means, str) or means not in (REFUSED, EITHER, "survived")
+        if meant:
+            assert isinstance(attempt(copied(means)), str), f"refused, though it means {means!r}: {first}"
+        check_text(function, parameter, first)
+        return "refused", first
+    assert means != REFUSED or not isinstance(means, str), "it is taken"
+    if not isinstance(means, str) or means not in (REFUSED, EITHER, "survived"):
+        assert first == attempt(copied(means)), f"another result than {means!r} gives"
+    return "right", ""
+
+
+def check_text(function: Function, parameter: str, text: str) -> None:
+    assert text.startswith(f"{function.name}: "), f"it does not begin with the function: {text}"
+    assert "\n" not in text, f"more than a line: {text}"
+    assert len(text) < 400, f"too long: {text}"
+    said = text.removeprefix(f"{function.name}: ")
+    names = "|".join((parameter, *OTHER_NAMES.get(parameter, ())))
+    assert re.search(rf"\b({names})\b", said), f"it does not name {parameter}: {text}"
+
+
+def table(function: Function, parameter: str, device: str) -> list[tuple[str, str, str]]:
+    """(kind, how it ends, text) of every kind that the parameter can be given; each in a thread of its own."""
+    cell = Cell(function, device)
+    args, plain = context(cell, parameter)
+    args = {**args, parameter: plain}
+    rows: list[tuple[str, str, str]] = []
+
+    def run(kind: str, value: Any, means: Any) -> None:
+        try:
+            rows.append((kind, *one_cell(cell, args, parameter, value, means)))
+        except Exception as error:
+            rows.append((kind, "WRONG", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
+
+    for kind in kinds(parameter, plain, cell):
+        thread = threading.Thread(target=run, args=kind)
+        thread.start()
+        thread.join()
+    return rows
+
+
+def parameters() -> list[tuple[Function, str]]:
+    return [(f, p) for f in TEN for p in inspect.signature(getattr(jitrope, f.name)).parameters]
+
+
+@pytest.mark.parametrize("function", TEN, ids=lambda f: f.name)
+def test_every_parameter_is_known(function: Function) -> None:
+    assert set(inspect.signature(getattr(jitrope, function.name)).parameters) <= KNOWN
+
+
+@pytest.mark.parametrize(("function", "parameter"), parameters(), ids=lambda x: getattr(x, "name", x))
+def test_any_type(function: Function, parameter: str) -> None:
+    rows = table(function, parameter, "cpu")
+    wrong = [f"{kind}: {text}" for kind, ended, text in rows if ended == "WRONG"]
+    assert len(rows) > 15
+    assert not wrong, "\n".join(wrong)
+
+
+def main(device: str = "cpu", words: str = "") -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for function, parameter in parameters():
+        if words in f"{function.name}.{parameter}":
+            for kind, ended, text in table(function, parameter, device):
+                counts[ended] += 1
+                if text:
+                    print(f"{function.name}.{parameter} | {kind} | {ended} | {text}")
+    print(f"{sum(counts.values())} cells: {dict(counts)}")
+    return counts
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(bool(main(*sys.argv[1:])["WRONG"]))

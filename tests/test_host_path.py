@@ -1,0 +1,32 @@
+"""What is written for a GPU runs on the CPU too, through the real launch path (`tests/host/backend.py`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .host import backend
+
+ROOT = Path(__file__).parent.parent
+FILES = ["gpu", "gpu_thd", "rope", "transformers"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_gpu_tests_on_the_host(file: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        f"tests/test_{file}.py",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=backend.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
+    assert " passed" in done.stdout
