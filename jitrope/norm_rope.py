@@ -75,7 +75,7 @@ def qk_norm_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    if cos is sin is cos_sin_cache is freqs_cis is None:  # nothing is rotated, at whatever positions
+    if _none(cos, sin, cos_sin_cache, freqs_cis):  # nothing is rotated, at whatever positions
         mrope_section, mrope_interleaved, rotary_offset = (), False, 0
     tables, kind, rotary_dim = _arguments(
         "qk_norm_rope", q, cos, sin, cos_sin_cache, freqs_cis, start_positions, position_ids, layout, rotary_dim,
@@ -126,7 +126,7 @@ def qk_norm_rope_(
         InvalidInput: also where a gradient is asked for, and for a tensor whose elements overlap in memory.
         CompileError: as `qk_norm_rope`.
     """
-    if cos is sin is cos_sin_cache is freqs_cis is None:  # nothing is rotated, at whatever positions
+    if _none(cos, sin, cos_sin_cache, freqs_cis):  # nothing is rotated, at whatever positions
         mrope_section, mrope_interleaved, rotary_offset = (), False, 0
     tables, kind, rotary_dim = _arguments(
         "qk_norm_rope_", q, cos, sin, cos_sin_cache, freqs_cis, start_positions, position_ids, layout, rotary_dim,
@@ -197,7 +197,7 @@ def qk_norm_rope_joint(
     (cos1, cos2), (sin1, sin2), (cache1, cache2), (cis1, cis2) = (
         (x, None) if x is None or isinstance(x, Tensor) else _parts(name, label, x, 2) for label, x in given.items()
     )
-    if cos is sin is cos_sin_cache is freqs_cis is None:
+    if _none(cos, sin, cos_sin_cache, freqs_cis):
         rotary_offset = 0
     tables, kind, rotary_dim = _arguments(
         "qk_norm_rope_joint", first[0], cos1, sin1, cache1, cis1, None, None, "bshd", rotary_dim,
@@ -217,6 +217,11 @@ def qk_norm_rope_joint(
     )  # fmt: skip
     norm = Norm(norm_rounding, False, zero_centered, eps)
     return call_joint(streams, weights, second_tables, tables, options, norm, checks.check_norm_joint)
+
+
+def _none(*tables: Any) -> bool:
+    """Whether there is no table. Each is compared with None alone: Dynamo cannot trace `is` between two tuples."""
+    return all(table is None for table in tables)
 
 
 def _parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
@@ -244,7 +249,7 @@ def _arguments(
 ) -> tuple[Tables, str, int | None]:
     """The tables that the ops take, which of `spec.TABLES` they are, and rotary_dim."""
     kind = "cos_sin"
-    if cos is sin is cos_sin_cache is freqs_cis is None:
+    if _none(cos, sin, cos_sin_cache, freqs_cis):
         if not isinstance(q, Tensor) or q.is_nested or q.dim() not in (3, 4):
             refuse(name, "q", q, "a tensor with 3 or 4 axes")
         cos, sin = _no_rotation(q, layout, rows)

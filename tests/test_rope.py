@@ -839,7 +839,7 @@ def test_scales_may_be_numbers() -> None:
 CACHE_REFUSALS = {
     "width": ({"k_cache": torch.zeros(9, 2, 32), "v_cache": torch.zeros(9, 2, 32)}, "it is \\(slots, H, D\\) or"),
     "dtype": ({"k_cache": torch.zeros(11, 2, 64), "v_cache": torch.zeros(11, 2, 64)}, "allowed are k's torch.bfloat16"),
-    "differ": ({"v_cache": torch.zeros(12, 2, 64).bfloat16()}, "v_cache \\(12, 2, 64\\)"),
+    "differ": ({"v_cache": torch.zeros(12, 2, 64).bfloat16()}, "v_cache is \\(12, 2, 64\\)"),
     "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "has shape \\(5,\\) for 6 tokens"),
     "slots-dtype": ({"slot_mapping": torch.zeros(6)}, "slot_mapping is torch.float32"),
     "slots-past": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 11]), "check": True}, "goes up to 11, but"),
@@ -886,7 +886,8 @@ def test_no_gradient_is_dropped_in_silence(name: str) -> None:
 @pytest.mark.parametrize("op", ["rope_kv_cache", "rope_kv_cache_", "rope_fp8"])
 def test_serving_opcheck(op: str) -> None:
     c = make_cache(CACHE_CASES[1])
-    tensors = (c.q, c.k, None, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
+    rotated = c.k.clone() if c.options.k_too else None  # where k is written, the op takes it from here
+    tensors = (c.q, c.k, rotated, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
     if op == "rope_fp8":
         tensors = (c.q, c.k, torch.ones(()), torch.ones(()))
         c.options = c.options._replace(fp8=True)
