@@ -36,8 +36,9 @@ from pathlib import Path
 import torch
 
 import jitrope
-from jitrope import compiler, config, kernels
-from jitrope.prewarm import Call
+from jitrope.base import config
+from jitrope.jit import compiler, kernels
+from jitrope.tools.prewarm import Call
 
 GPU = torch.cuda.is_available()
 ARCH = kernels.arch_of(0) if GPU else "sm_90"

@@ -6,11 +6,11 @@ The kernel is small but real: what a diffusion block does with the output of its
 gate for each batch row. Eager torch makes two kernels of it, with a rounding in between. It is written here as it would
 be inside of the library, and uses the library as it is:
 
-    problem     what is asked: integers and words, no tensors           (jitrope/problem.py)
-    plan        spec, grid, and why                                     (jitrope/heuristics.py)
-    spec        all that is compiled in                                 (jitrope/spec.py, thd_spec.py)
-    source      the template with the spec's constants                  (templates/, jitrope/render.py)
-    kernel      compiled, cached, loaded                                (jitrope/compiler.py, cache.py, kernels.py)
+    problem     what is asked: integers and words, no tensors           (jitrope/plan/problem.py)
+    plan        spec, grid, and why                                     (jitrope/plan/heuristics.py)
+    spec        all that is compiled in                                 (jitrope/plan/spec.py, thd_spec.py)
+    source      the template with the spec's constants                  (templates/, jitrope/jit/render.py)
+    kernel      compiled, cached, loaded                                (jitrope/jit/compiler.py, cache.py, kernels.py)
 
 It needs CuPy and NVRTC to compile, g++ and a checkout to run on the CPU, and a GPU to run on one. The last comment says
 what is left to do for a kernel that stays.
@@ -32,9 +32,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import kernels, render, thd_spec
-from jitrope.problem import DTYPE_NAMES
-from jitrope.spec import (
+from jitrope.base.spec import (
     ACCESS_BYTES,
     ACCESSES,
     C_TYPES,
@@ -46,6 +44,8 @@ from jitrope.spec import (
     check_fields,
     refuse_unless,
 )
+from jitrope.jit import kernels, registry, render
+from jitrope.plan.problem import DTYPE_NAMES
 
 # ---- 1. what it is, in plain torch -------------------------------------------------------------------
 # First, because everything else is held against it: the kernel under g++, the kernel on a GPU. The arithmetic is part
@@ -234,12 +234,12 @@ def main(folder: Path) -> None:
     # cache) by their kind. A file in templates/ and a row in `KINDS` are these two lines.
     (folder / "gated_add.cu.jinja").write_text(TEMPLATE)
     render.TEMPLATE_PATHS.append(folder)
-    thd_spec.KINDS["gated_add"] = GatedAddSpec
+    registry.KINDS["gated_add"] = GatedAddSpec
     os.environ["JITROPE_CACHE_DIR"] = str(folder / "cache")  # this kernel is not the reader's to keep
 
     print("1. A problem is planned; the plan's spec is rendered.")
     spec, grid, reason = plan(Problem("bf16", rows=4608, channels=3072, alignment=16))
-    assert thd_spec.spec_from_dict(spec.to_dict()) == spec
+    assert registry.spec_from_dict(spec.to_dict()) == spec
     source = render.render(spec)
     print(f"    {spec}, a grid of {grid}: {reason}")
     block = source.text.split("only templated lines")[1].split("// ----")[0]
@@ -294,9 +294,9 @@ def main(folder: Path) -> None:
     except jitrope.InvalidInput as error:
         print(f"    refused: {error}")
 
-    # What is left for a kernel that stays: a torch.library op with a fake and a backward (jitrope/ops.py), which
+    # What is left for a kernel that stays: a torch.library op with a fake and a backward (ops/library.py), which
     # torch.compile and autograd need; refusals that name the argument (checks.py); argument blocks that are made once
-    # (runtime.py), for the host's time; a case in each of tests/test_compile.py, test_host_kernels.py, test_gpu.py and
+    # (launch.py), for the host's time; a case in each of tests/test_compile.py, test_host_kernels.py, test_gpu.py and
     # test_fuzz.py; and its time over a copy of the same bytes on the GPU that it is for (jitrope/bench).
 
 

@@ -10,7 +10,7 @@ Besides the functions below:
 - `jitrope.integrations.transformers`, `jitrope.integrations.diffusers`, `jitrope.integrations.vllm`,
   `jitrope.integrations.sglang`, `jitrope.integrations.torchtitan`, `jitrope.integrations.transformer_engine`,
   `jitrope.integrations.megatron`, `jitrope.integrations.deepspeed`: in place of a host's own rope
-- `jitrope.prewarm`, `jitrope.bundle`, `jitrope.cache`: kernels made ahead of time, in a file, on the disk
+- `jitrope.tools.prewarm`, `jitrope.tools.bundle`, `jitrope.jit.cache`: kernels made ahead of time, in a file, on disk
 
 In shapes B is the batch, S the tokens of a sequence, T those of a packed batch of N sequences, H heads (Hq of q, Hk of
 k and v), D elements of a head, P rows of a table, W its width, R the elements of a head that are rotated. Angles are in
@@ -19,12 +19,7 @@ radians, positions and offsets in tokens, sizes in bytes.
 
 from typing import Any as _Any
 
-from .config import configure
-from .config import set_up_logging as _set_up_logging
-from .errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
-from .norm_rope import qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
-from .recording import record
-from .rope import (
+from .api import (
     apply_rope,
     apply_rope_,
     apply_rope_fp8,
@@ -32,8 +27,14 @@ from .rope import (
     apply_rope_kv_cache_,
     apply_rope_qkv,
     apply_rope_qkv_,
+    qk_norm_rope,
+    qk_norm_rope_,
+    qk_norm_rope_joint,
 )
-from .version import __version__
+from .base.config import __version__, configure
+from .base.config import set_up_logging as _set_up_logging
+from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
+from .jit.recording import record
 
 __all__ = [
     "CacheError",

@@ -1,5 +1,5 @@
 """`python -m jitrope` is the `jitrope` command."""
 
-from .cli import main
+from .tools.cli import main
 
 main()

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments
-from .errors import InvalidInput
+from .base import arguments
+from .base.errors import InvalidInput
 
 __all__ = ["ROPE_TYPES", "cos_sin", "cos_sin_cache", "freqs", "from_config", "inv_freq"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import reference
-from jitrope.reference import canonical
-from jitrope.spec import LAYOUT_AXES, Norm, Options
+from jitrope.ops import reference
+from jitrope.plan.spec import LAYOUT_AXES, Norm, Options
+from jitrope.plan.views import canonical
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TABLE_DTYPES = {**DTYPES, "fp64": torch.float64}

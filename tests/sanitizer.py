@@ -25,8 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from jitrope import kernels
-from jitrope.render import TEMPLATE_PATHS
+from jitrope.jit import kernels
+from jitrope.jit.render import TEMPLATE_PATHS
 
 from .cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES
 from .soak import in_host_memory

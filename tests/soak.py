@@ -28,7 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitrope import kernels, runtime, thd_runtime
+from jitrope.jit import kernels
+from jitrope.ops import launch as runtime
+from jitrope.thd import launch as thd_runtime
 
 from .soak_pool import Call, Job, Outputs, check, pool
 

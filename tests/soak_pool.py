@@ -18,8 +18,8 @@ from torch import Tensor
 import jitrope
 from jitrope import thd
 from jitrope.context_parallel import Schedule, all_gather_attention, local_cu_seqlens, position_ids, shard
-from jitrope.partition import RULES, Mask
-from jitrope.thd_reference import Shape
+from jitrope.plan.partition import RULES, Mask
+from jitrope.thd.reference import Shape
 
 from .cases import (
     CACHE_CASES,

@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import InvalidInput, bundle, config, tables, thd
+from jitrope import InvalidInput, tables, thd
 from jitrope import context_parallel as cp
-from jitrope import prewarm as prewarming
-from jitrope.cache import KernelCache
-from jitrope.prewarm import Call
+from jitrope.base import config
+from jitrope.jit.cache import KernelCache
+from jitrope.tools import bundle
+from jitrope.tools import prewarm as prewarming
+from jitrope.tools.prewarm import Call
 
 # ---- the kinds of values ---------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from jitrope import apply_rope_
 from jitrope.bench import cli, decode, diffusion, qk_norm, report, rope
-from jitrope.cli import app
+from jitrope.tools.cli import app
 
 RESULTS = Path(__file__).parent.parent / "examples" / "results"
 

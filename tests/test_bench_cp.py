@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from jitrope.bench import cp, cp_step, report
-from jitrope.cli import app
 from jitrope.context_parallel.plain import Math
+from jitrope.tools.cli import app
 
 SMALL = cp.Batch(tokens=97, sequences=3, heads=((2, 2), (4, 2)), head_dim=8, window=3, device="cpu")
 FULL = cp.Batch(device="cpu")

@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from jitrope import archive, bundle, compiler, kernels
-from jitrope.archive import MANIFEST
-from jitrope.cache import KernelCache
-from jitrope.entry import CUBIN, META, TEXT, Key, pack, seal
-from jitrope.errors import CacheError, CompileError
-from jitrope.prewarm import Call
+from jitrope.base.errors import CacheError, CompileError
+from jitrope.jit import archive, compiler, kernels
+from jitrope.jit.archive import MANIFEST
+from jitrope.jit.cache import KernelCache
+from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack, seal
+from jitrope.tools import bundle
+from jitrope.tools.prewarm import Call
 
 from .test_cache import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu, run_in_child
 from .test_cli import jitrope as jitrope
@@ -689,9 +690,10 @@ def test_a_damaged_entry_of_a_system_cache_is_said_and_left(written, cache, tmp_
 OFFLINE = """
 import os, sys
 from pathlib import Path
-from jitrope import bundle, compiler, kernels
-from jitrope.errors import CompileError
-from jitrope.prewarm import Call
+from jitrope.tools import bundle
+from jitrope.jit import compiler, kernels
+from jitrope.base.errors import CompileError
+from jitrope.tools.prewarm import Call
 spec = Call(40).specs()[0]
 try:
     compiler.nvrtc_version()
@@ -743,16 +745,18 @@ def test_a_machine_without_nvrtc_runs_from_a_bundle(written, tmp_path, no_nvrtc_
 def test_a_gpu_runs_from_a_bundle_with_nothing_compiled(tmp_path: Path, how: str) -> None:
     code = """
 from pathlib import Path
-from jitrope import bundle, kernels
-from jitrope.thd_spec import spec_from_dict
+from jitrope.tools import bundle
+from jitrope.jit import kernels
+from jitrope.jit.registry import spec_from_dict
 call()
 specs = [spec_from_dict(entry.spec) for entry in kernels.kernel_cache().entries()]
 bundle.write(Path(r"%s"), [(spec, kernels.arch_of(0)) for spec in specs], 1)
 """ % (tmp_path / "kernels.tar")
     on_the_gpu(code, tmp_path / "made")
     hidden = """
-from jitrope import bundle, compiler
-from jitrope.errors import CompileError
+from jitrope.tools import bundle
+from jitrope.jit import compiler
+from jitrope.base.errors import CompileError
 def nothing(*_, **__):
     raise CompileError("there is no NVRTC")
 compiler._nvrtc = compiler.compiler_version = nothing

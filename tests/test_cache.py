@@ -22,11 +22,13 @@ from pathlib import Path
 import pytest
 
 import jitrope
-from jitrope import compiler, config, doctor, kernels, recording
-from jitrope.cache import KernelCache
-from jitrope.entry import CUBIN, META, TEXT, Key, pack
-from jitrope.errors import CacheError, CompileError
-from jitrope.prewarm import Call, prewarm, read_calls
+from jitrope.base import config
+from jitrope.base.errors import CacheError, CompileError
+from jitrope.jit import compiler, kernels, recording
+from jitrope.jit.cache import KernelCache
+from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack
+from jitrope.tools import doctor
+from jitrope.tools.prewarm import Call, prewarm, read_calls
 
 KEY = Key("rope_x", "ingredients", ("-std=c++17",), "sm_90", "nvrtc 13.0")
 DATA = b"\x7fELF cubin"
@@ -100,7 +102,7 @@ def test_every_part_of_the_key_counts(field: str) -> None:
 
 
 def test_format_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jitrope.entry.FORMAT", 999)
+    monkeypatch.setattr("jitrope.jit.entry.FORMAT", 999)
     assert replace(KEY).digest != KEY.digest
 
 
@@ -112,9 +114,12 @@ def test_every_constant_and_every_template_is_in_the_key() -> None:
         assert kernels.key_of(other, "sm_90").digest != key.digest
 
 
+IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import Call"
+
+
 def test_same_key_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes' entries are equal, file for file; no time and no path is in them."""
-    code = "from jitrope import kernels; from jitrope.prewarm import Call; kernels.build(Call(40).specs()[0], 'sm_90')"
+    code = f"{IMPORT}; kernels.build(Call(40).specs()[0], 'sm_90')"
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "a"), "PYTHONPATH": IMPORTS}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=tmp_path)
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "b" / "c"))
@@ -418,8 +423,8 @@ def test_readers_beside_a_writer_never_see_half_an_entry(tmp_path: Path) -> None
 STORE_FOR_EVER = """
 import sys
 from pathlib import Path
-from jitrope.cache import KernelCache
-from jitrope.entry import Key
+from jitrope.jit.cache import KernelCache
+from jitrope.jit.entry import Key
 cache = KernelCache(Path(sys.argv[1]))
 print("ready", flush=True)
 for i in range(10**9):
@@ -788,8 +793,8 @@ if sys.argv[1] == "nothing":
     def nowhere(*_, **__):
         raise FileNotFoundError(2, "No usable temporary directory found")
     tempfile.TemporaryDirectory = tempfile.gettempdir = nowhere
-from jitrope import kernels
-from jitrope.prewarm import Call
+from jitrope.jit import kernels
+from jitrope.tools.prewarm import Call
 found = kernels.build(Call(8).specs()[0], "sm_90")
 from cupy.cuda import compiler
 kept = compiler._kernel_cache_backend._cache_dir        # where a user's own CuPy kernels will be put
@@ -817,7 +822,7 @@ def test_compiling_with_a_home_that_cannot_be_written(tmp_path: Path, home: str,
 
 def test_a_cupy_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code = "from jitrope import CompileError, compiler\ntry: compiler.import_cupy()\nexcept CompileError as e: print(e)"
+    code = "from jitrope.jit import compiler\ntry: compiler.import_cupy()\nexcept compiler.CompileError as e: print(e)"
     environment = {**os.environ, "CUPY_CACHE_DIR": f"{tmp_path}/file/x", "PYTHONPATH": IMPORTS}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "set CUPY_CACHE_DIR to a folder that can be written" in done.stdout, done.stderr
@@ -830,7 +835,7 @@ def test_unknown_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("level", "said"), [("info", "compiled rope_"), ("loud", "is not a logging level"), ("", "")])
 def test_jitrope_log(tmp_path: Path, level: str, said: str) -> None:
-    code = "from jitrope import kernels; from jitrope.prewarm import Call; kernels.build(Call(40).specs()[0], 'sm_90')"
+    code = f"{IMPORT}; kernels.build(Call(40).specs()[0], 'sm_90')"
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path), "JITROPE_LOG": level, "PYTHONPATH": IMPORTS}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert said in done.stderr
@@ -881,7 +886,7 @@ def test_explain_names_what_differs(own_cache: KernelCache, monkeypatch: pytest.
     kernels.build(SPEC, "sm_80")  # farther away than the one that only another compiler made
     text = own_cache.explain(replace(key, compiler="cupy 99, nvrtc 99"))
     assert text == f"{key.folder} differs in compiler: {key.compiler!r} there, 'cupy 99, nvrtc 99' here"
-    monkeypatch.setattr("jitrope.render._texts", lambda name: {name: "changed"})
+    monkeypatch.setattr("jitrope.jit.render._texts", lambda name: {name: "changed"})
     assert "template rope.cu.jinja: " in own_cache.explain(kernels.key_of(SPEC, "sm_90"))
 
 
@@ -964,8 +969,10 @@ BROKEN = {
 }
 ASK_CUPY = """
 from pathlib import Path
-from jitrope import CompileError, bundle, compiler, kernels
-from jitrope.prewarm import Call, prewarm
+from jitrope import CompileError
+from jitrope.tools import bundle
+from jitrope.jit import compiler, kernels
+from jitrope.tools.prewarm import Call, prewarm
 (spec, *_) = Call(40).specs()
 for ask in (
     lambda: kernels.build(spec, "sm_90"),
@@ -1110,7 +1117,7 @@ def on_the_gpu(code: str, cache: Path, **environment: str) -> str:
 
 
 COUNTED = """
-from jitrope import kernels
+from jitrope.jit import kernels
 call()
 counts = kernels.kernel_cache().counts
 print(counts.compiled, counts.hits)
@@ -1119,8 +1126,8 @@ print(counts.compiled, counts.hits)
 
 @pytest.mark.gpu
 def test_an_image_that_the_driver_refuses_is_rebuilt_once(tmp_path: Path) -> None:
-    from jitrope.render import render
-    from jitrope.thd_spec import spec_from_dict
+    from jitrope.jit.registry import spec_from_dict
+    from jitrope.jit.render import render
 
     assert on_the_gpu(COUNTED, tmp_path / "k") == "1 0"
     cache = KernelCache(tmp_path / "k")
@@ -1135,7 +1142,7 @@ def test_an_image_that_the_driver_refuses_is_rebuilt_once(tmp_path: Path) -> Non
 
 
 ALIEN = """
-from jitrope import compiler, kernels
+from jitrope.jit import compiler, kernels
 whole = compiler.compile_source
 def alien(source, arch, **rest):
     return whole(source, arch if arch.startswith("compute_") else "sm_75", **rest)
@@ -1143,7 +1150,7 @@ compiler.compile_source = alien
 """
 
 NEWER = """
-from jitrope import compiler, kernels
+from jitrope.jit import compiler, kernels
 compiler._nvrtc()
 class Older:  # an NVRTC that does not know this GPU
     def __init__(self, nvrtc):
@@ -1194,7 +1201,7 @@ def test_a_kernel_is_loaded_from_memory_where_no_disk_can_be_written(tmp_path: P
 import tempfile
 def no_folder(*_, **__):
     raise FileNotFoundError(2, "No usable temporary directory found")
-from jitrope import kernels
+from jitrope.jit import kernels
 kernels.tempfile = type("", (), {"TemporaryDirectory": no_folder})
 print(call().float().norm().item() > 0)
 """

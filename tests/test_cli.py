@@ -18,14 +18,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from jitrope import InvalidInput, cli, compiler, config, doctor, kernels, render, version
-from jitrope.entry import FILES, Entry, Key, pack
-from jitrope.ops import turned_back
-from jitrope.prewarm import DEFAULT_CALLS, Call, read_calls
-from jitrope.problem import NormCall, cache_view, head_views, plan_call
-from jitrope.reference import FP8
-from jitrope.spec import Norm, Options
-from jitrope.thd_spec import spec_from_dict
+from jitrope import InvalidInput
+from jitrope.base import config
+from jitrope.jit import compiler, kernels, render
+from jitrope.jit.entry import FILES, Entry, Key, pack
+from jitrope.jit.registry import spec_from_dict
+from jitrope.ops.library import turned_back
+from jitrope.plan.problem import NormCall, cache_view, head_views, plan_call
+from jitrope.plan.spec import Norm, Options
+from jitrope.plan.views import FP8
+from jitrope.tools import cli, doctor
+from jitrope.tools.prewarm import DEFAULT_CALLS, Call, read_calls
 
 ROOT = Path(__file__).parent.parent
 
@@ -134,7 +137,7 @@ def test_completion_can_be_installed(jitrope) -> None:
 
 
 def test_version(jitrope) -> None:
-    assert jitrope("--version").stdout.strip() == version.__version__
+    assert jitrope("--version").stdout.strip() == config.__version__
 
 
 def test_prewarm_then_everything_is_cached(jitrope) -> None:
@@ -789,7 +792,7 @@ def test_doctor_of_a_gpu_that_nothing_may_be_compiled_for(process) -> None:
 def test_doctor_of_a_full_disk(tmp_path: Path) -> None:
     """A limit on the size of files stands for a disk with less room than a kernel takes."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
-    code += "from jitrope.cli import main; main()"
+    code += "from jitrope.tools.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JITROPE_CACHE_DIR": str(tmp_path / "kernels")}
     command = [sys.executable, "-c", code, "doctor", "--json"]
     found = status(subprocess.run(command, capture_output=True, text=True, env=environment), "kernel cache")
@@ -913,7 +916,7 @@ def test_doctor_without(tmp_path: Path, missing: str, check: str, text: str) -> 
 
 def test_without_cupy_the_extra_is_named_whole(jitrope, tmp_path: Path) -> None:
     """A terminal's markup must not swallow the brackets of `jitrope[cuda13]`."""
-    code = "import sys; sys.modules['cupy'] = None; from jitrope.cli import main; main()"
+    code = "import sys; sys.modules['cupy'] = None; from jitrope.tools.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JITROPE_CACHE_DIR": str(tmp_path / "k"), "COLUMNS": "200"}
     for arguments in (["prewarm", "--heads", "8", "--arch", "sm_90"], ["doctor"]):
         command = [sys.executable, "-c", code, *arguments]

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from jitrope import compiler
-from jitrope.errors import CompileError
-from jitrope.ops import turned_back
-from jitrope.prewarm import DEFAULT_CALLS, Call
-from jitrope.problem import NormCall, head_views, plan_call
-from jitrope.render import Source, render
-from jitrope.spec import Options, RopeSpec
+from jitrope.base.errors import CompileError
+from jitrope.jit import compiler
+from jitrope.jit.render import Source, render
+from jitrope.ops.library import turned_back
+from jitrope.plan.problem import NormCall, head_views, plan_call
+from jitrope.plan.spec import Options, RopeSpec
+from jitrope.tools.prewarm import DEFAULT_CALLS, Call
 
 from .cases import CASES, NORM_CASES, NormCase, lower, make, make_norm
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import jitrope
-from jitrope import InvalidInput, thd_ops
+from jitrope import InvalidInput
 from jitrope.context_parallel import (
     Case,
     Partition,
@@ -35,8 +35,9 @@ from jitrope.context_parallel import (
 from jitrope.context_parallel.flex import _block_mask
 from jitrope.context_parallel.interface import Varlen, key_ranges
 from jitrope.context_parallel.plain import Math
-from jitrope.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
-from jitrope.thd_reference import Segments, Shape
+from jitrope.plan.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
+from jitrope.thd import ops as thd_ops
+from jitrope.thd.reference import Segments, Shape
 
 # ---- the oracle ------------------------------------------------------------------------------------
 

@@ -13,13 +13,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jitrope import compiler, partition, render
-from jitrope.entry import Key
-from jitrope.errors import InvalidInput
-from jitrope.heuristics import MAX_GRID_Y, RopeProblem, plan
-from jitrope.prewarm import Call
-from jitrope.spec import DTYPES, INDEX_DTYPES, ITEM_SIZES, MAX_INT, NORM_ROUNDINGS, ROUNDINGS, RopeSpec, Spec
-from jitrope.thd_spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows, spec_from_dict
+from jitrope.base.errors import InvalidInput
+from jitrope.base.spec import DTYPES, INDEX_DTYPES, ITEM_SIZES, MAX_INT, Spec
+from jitrope.jit import compiler, render
+from jitrope.jit.entry import Key
+from jitrope.jit.registry import spec_from_dict
+from jitrope.plan import partition
+from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
+from jitrope.plan.spec import NORM_ROUNDINGS, ROUNDINGS, RopeSpec
+from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
+from jitrope.tools.prewarm import Call
 
 # The same examples in every run: what fails here fails everywhere.
 settings.register_profile(

@@ -14,9 +14,12 @@ import pytest
 import torch
 
 import jitrope
-from jitrope import norm_rope, reference, runtime
-from jitrope.ops import turned_back
-from jitrope.spec import Options
+from jitrope import api as norm_rope
+from jitrope.jit import kernels
+from jitrope.ops import launch as runtime
+from jitrope.ops import reference
+from jitrope.ops.library import turned_back
+from jitrope.plan.spec import Options
 
 from .cases import (
     CACHE_CASES,
@@ -872,7 +875,7 @@ def test_streams() -> None:
 def test_threads_share_kernels_not_arguments() -> None:
     cases = [make(case_named("halves"), DEVICE, seed) for seed in range(8)]
     want = [jitrope.apply_rope(q, k, cos, sin) for q, k, cos, sin, _ in cases]
-    before = len(runtime.compiled)
+    before = len(kernels.compiled)
     wrong = []
 
     def work(i: int) -> None:
@@ -891,7 +894,7 @@ def test_threads_share_kernels_not_arguments() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert len(runtime.compiled) == before
+    assert len(kernels.compiled) == before
 
 
 @pytest.mark.hardware
@@ -914,13 +917,13 @@ def test_refusals_write_nothing() -> None:
 FRESH = """
 import json, sys
 import torch, jitrope
-from jitrope import runtime
+from jitrope.jit import kernels
 for interleaved, heads, tokens in ((False, (32, 8), 4096), (True, (24, 24), 2), (True, (24, 0), 4096)):
     q, k = (torch.randn(1, tokens, h, 128, device="cuda", dtype=torch.bfloat16) if h else None for h in heads)
     angles = torch.rand(tokens, 64, device="cuda")
     jitrope.apply_rope(q, k, angles.cos(), angles.sin(), interleaved=interleaved)
 torch.cuda.synchronize()
-print(json.dumps(runtime.compiled))
+print(json.dumps(kernels.compiled))
 """
 
 
@@ -972,7 +975,8 @@ def test_a_gpu_without_cupy_names_the_extra(tmp_path: Path) -> None:
 
 SANITIZED = """
 import torch
-from jitrope import apply_rope, apply_rope_, runtime
+from jitrope import apply_rope, apply_rope_
+from jitrope.ops import launch as runtime
 from tests.cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES
 from tests.cases import make, make_cache, make_norm, make_qkv, norm_call
 from tests.test_gpu import test_wild_ids_and_slots_on_the_device as wild

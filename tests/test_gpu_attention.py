@@ -16,15 +16,7 @@ from jitrope.context_parallel.backends import BACKENDS, choose
 from jitrope.context_parallel.flex import _module
 from jitrope.context_parallel.interface import Result, Varlen
 from jitrope.context_parallel.plain import Math
-from jitrope.context_parallel.steps import (
-    Call,
-    attend,
-    attend_backward,
-    pack,
-    pack_gradients,
-    unpack,
-    unpack_gradients,
-)
+from jitrope.context_parallel.steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
 
 from .test_context_parallel import CASES, Attention, Made, check_attention, make
 

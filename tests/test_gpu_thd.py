@@ -7,10 +7,11 @@ import contextlib
 import pytest
 import torch
 
-from jitrope import thd, thd_ops
-from jitrope import thd_reference as reference
-from jitrope.partition import RULES
-from jitrope.thd_reference import Shape
+from jitrope import thd
+from jitrope.plan.partition import RULES
+from jitrope.thd import ops as thd_ops
+from jitrope.thd import reference
+from jitrope.thd.reference import Shape
 
 from .host.backend import DEVICE
 from .test_thd import MASKS, MOVES, STEPS, WIDTHS, Pack, offsets, rows, step_of

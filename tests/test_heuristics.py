@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from jitrope import heuristics, partition
-from jitrope.heuristics import RopeProblem, plan
+from jitrope.plan import heuristics, partition
+from jitrope.plan.heuristics import RopeProblem, plan
 
 BASE = RopeProblem(
     dtype="bf16", table_dtype="fp32", head_dim=128, rotary_dim=128, rotary_offset=0, interleaved=False,

@@ -12,91 +12,60 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jitrope"
 
-ROWS = [  # a module imports only from rows below its own
+LAYERS = [  # a folder or file imports only from layers below its own, and from itself
     {"__main__"},
-    {"cli"},
-    {"doctor"},
-    {"bundle"},
-    {"prewarm", "bench"},
+    {"tools"},
+    {"bench"},
     {"integrations"},
-    {"__init__", "version"},
+    {"__init__"},
     {"context_parallel"},
-    {"thd"},
-    {"thd_ops"},
-    {"thd_runtime"},
-    {"thd_reference", "thd_corrections"},
-    {"norm_rope"},
-    {"rope", "tables", "norm_ops"},
-    {"dispatch"},
-    {"sharding"},
-    {"ops", "checks"},
-    {"runtime"},
-    {"problem"},
-    {"reference", "kernels"},
-    {"compiler", "cache"},
-    {"system_cache"},
-    {"archive"},
-    {"heuristics", "render", "recording", "entry", "thd_spec"},
-    {"config", "spec", "partition"},
-    {"arguments"},
-    {"errors"},
+    {"api", "tables", "thd"},
+    {"ops"},
+    {"jit"},
+    {"plan"},
+    {"base"},
 ]
-TORCH_FREE = {
-    "heuristics",
-    "render",
-    "cache",
-    "compiler",
-    "config",
-    "spec",
-    "errors",
-    "version",
-    "partition",
-    "thd_spec",
-    "entry",
-    "archive",
-    "system_cache",
-    "recording",
-}
 MODULES = sorted(PACKAGE.rglob("*.py"))
+PLACE = {"cupy": "jit/compiler.py", "cupy_backends": "jit/compiler.py", "jinja2": "jit/render.py"}
+TORCH = {
+    "base/arguments.py",
+    "plan/problem.py",
+    "plan/views.py",
+    "jit/kernels.py",
+}  # from base to jit, what may import torch
 
 
-def row(name: str) -> int:
-    return next(i for i, names in enumerate(ROWS) if name in names)
-
-
-def top(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0].removesuffix(".py")
+def layer(name: str) -> int:
+    return next(n for n, names in enumerate(LAYERS) if name in names)
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, is it jitrope's own) of every import in a file, those inside functions too."""
     found = []
-    depth = len(path.relative_to(PACKAGE).parts)
+    folder = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [(alias.name.split(".")[0], False) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             found.append((node.module.split(".")[0], False))
-        elif isinstance(node, ast.ImportFrom) and node.level == depth:
-            if node.module:
-                found.append((node.module.split(".")[0], True))
-            else:
-                found += [(a.name if (PACKAGE / f"{a.name}.py").exists() else "__init__", True) for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
+            names = [name for name in base if name][:1] or [alias.name for alias in node.names]
+            there = [name if list(PACKAGE.glob(f"{name}*")) else "__init__" for name in names]
+            found += [(name, True) for name in there]
     return found
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down(path: Path) -> None:
-    name = top(path)
+    file = str(path.relative_to(PACKAGE))
+    name = file.split("/")[0].removesuffix(".py")
     for imported, own in imports(path):
         if own and imported != name:
-            down = row(imported) > row(name) or (name == "__init__" and imported in {"rope", "version"})
-            assert down, f"{name} imports {imported}"
+            assert layer(imported) > layer(name) or name == "__init__", f"{file} imports {imported}"
         elif not own:
-            assert imported not in {"cupy", "cupy_backends"} or name == "compiler"
-            assert imported != "torch" or name not in TORCH_FREE
-            assert imported != "jinja2" or name == "render"
+            assert PLACE.get(imported, file) == file
+            assert imported != "torch" or layer(name) < layer("jit") or file in TORCH
 
 
 def test_environment_is_read_in_one_place() -> None:

@@ -11,7 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import jitrope
-from jitrope import norm_rope, reference
+from jitrope import api as norm_rope
+from jitrope.ops import reference
+from jitrope.plan import views
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, random_norm_case
 from .devices import DEVICE, DEVICES
@@ -48,7 +50,7 @@ def assert_equal(got, want) -> None:
 
 def normed64(x: torch.Tensor, weight: torch.Tensor | None, case: NormCase) -> torch.Tensor:
     """One row after the other, in fp64."""
-    view = reference.canonical(x, case.rope.layout).double()
+    view = views.canonical(x, case.rope.layout).double()
     rows = view.flatten(-2) if case.across_heads else view
     factor = 1 if weight is None else weight.double() + (1 if case.zero_centered else 0)
     rows = rows / (rows.square().sum(-1, keepdim=True) / rows.shape[-1] + case.norm.eps).sqrt() * factor

@@ -20,16 +20,18 @@ import pytest
 import torch
 
 import jitrope
-from jitrope import heuristics, kernels, recording
-from jitrope.cache import KernelCache
+from jitrope.base.errors import CompileError
 from jitrope.context_parallel import Case, Partition, Rope, Schedule, all_gather_attention
-from jitrope.doctor import Check
-from jitrope.entry import CUBIN, Entry
-from jitrope.errors import CompileError
-from jitrope.partition import Mask
-from jitrope.prewarm import DEFAULT_CALLS, Built, Call, read_calls
-from jitrope.spec import Norm, Options
-from jitrope.thd_spec import CorrectionSpec, RowsSpec, SegmentsSpec, spec_from_dict
+from jitrope.jit import kernels, recording
+from jitrope.jit.cache import KernelCache
+from jitrope.jit.entry import CUBIN, Entry
+from jitrope.jit.registry import spec_from_dict
+from jitrope.plan import heuristics
+from jitrope.plan.partition import Mask
+from jitrope.plan.spec import Norm, Options
+from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
+from jitrope.tools.doctor import Check
+from jitrope.tools.prewarm import DEFAULT_CALLS, Built, Call, read_calls
 
 from .test_cache import IMPORTS, on_the_gpu, run_in_child
 from .test_heuristics import BASE
@@ -144,9 +146,9 @@ RANKS = """
 import hashlib, json, multiprocessing, os, sys
 from pathlib import Path
 import jitrope
-from jitrope import kernels
-from jitrope.entry import CUBIN
-from jitrope.prewarm import Call
+from jitrope.jit import kernels
+from jitrope.jit.entry import CUBIN
+from jitrope.tools.prewarm import Call
 spec = Call(40).specs()[0]
 context = multiprocessing.get_context("fork")
 barrier, results = context.Barrier(16), context.Queue()
@@ -201,8 +203,8 @@ def test_16_ranks_one_of_which_tears_entries(cache: KernelCache) -> None:
 
 SLOW = """
 import os, sys, time
-from jitrope import compiler, kernels
-from jitrope.prewarm import Call
+from jitrope.jit import compiler, kernels
+from jitrope.tools.prewarm import Call
 real = compiler.compile_source
 def slow(*arguments, **keywords):
     print("compiling", flush=True)
@@ -266,8 +268,8 @@ def test_a_fork_does_not_wait_for_ever_for_a_thread_that_builds(
 FORK_WHILE_BUILDING = """
 import faulthandler, os, threading, time
 import torch
-from jitrope import kernels
-from jitrope.prewarm import DEFAULT_CALLS
+from jitrope.jit import kernels
+from jitrope.tools.prewarm import DEFAULT_CALLS
 kernels.Kernel = lambda path, entry, device: entry      # in the driver's place
 kernels.arch_of = lambda device: "sm_90"
 torch.cuda.is_current_stream_capturing = lambda: False
@@ -592,8 +594,8 @@ def test_a_lock_that_is_never_let_go_is_waited_for_only_so_long(tmp_path: Path, 
 
 WORKERS = """
 import multiprocessing, os, signal
-from jitrope import recording
-from jitrope.prewarm import DEFAULT_CALLS
+from jitrope.jit import recording
+from jitrope.tools.prewarm import DEFAULT_CALLS
 SPECS = list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in call.specs()))
 
 def work(number, barrier):
@@ -654,7 +656,7 @@ def test_jitrope_record_notes_a_gpu_run(tmp_path: Path) -> None:
 def test_32_threads_on_a_cold_gpu_compile_once(tmp_path: Path) -> None:
     code = """
 import threading
-from jitrope import kernels
+from jitrope.jit import kernels
 barrier, wrong = threading.Barrier(32), []
 want = []
 def work():
@@ -676,7 +678,8 @@ def test_errors_of_an_image_and_others_are_told_apart(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 import cupy
-from jitrope import CompileError, compiler, kernels
+from jitrope import CompileError
+from jitrope.jit import compiler, kernels
 
 def raised(path, entry):
     try:
@@ -705,7 +708,8 @@ def test_tensors_on_another_gpu_than_the_current_one(tmp_path: Path) -> None:
         pytest.skip("needs two GPUs")
     code = """
 import threading
-from jitrope import kernels, thd
+from jitrope.jit import kernels
+from jitrope import thd
 
 def on(device):
     torch.manual_seed(0)

@@ -12,11 +12,13 @@ import jinja2
 import pytest
 from jinja2 import meta
 
-from jitrope import compiler, render
-from jitrope.errors import CompileError
-from jitrope.prewarm import DEFAULT_CALLS, Call
-from jitrope.spec import RopeSpec, Spec
-from jitrope.thd_spec import CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows, spec_from_dict
+from jitrope.base.errors import CompileError
+from jitrope.base.spec import Spec
+from jitrope.jit import compiler, render
+from jitrope.jit.registry import spec_from_dict
+from jitrope.plan.spec import RopeSpec
+from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
+from jitrope.tools.prewarm import DEFAULT_CALLS, Call
 
 SPEC = Call(40).specs()[0]
 NORM_SPEC, *_, GRADIENT_SPEC = Call(40, norm="once", weight_dtype="bf16", backward=True).specs()

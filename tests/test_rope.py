@@ -16,7 +16,8 @@ from torch.utils.checkpoint import (
 )
 
 import jitrope
-from jitrope import partition, reference
+from jitrope.ops import reference
+from jitrope.plan import partition, views
 
 from .cases import CACHE_CASES, CASES, QKV_CASES, CacheCase, Case, dealt, lower, make, make_cache, make_qkv
 from .devices import DEVICES
@@ -140,7 +141,7 @@ def autograd_reference(case: Case, q, k, cos, sin, keywords):
         cos, sin = cos.chunk(2, -1)
     outputs = []
     for x in (q, k):
-        view = reference.canonical(x, o.layout).float()
+        view = views.canonical(x, o.layout).float()
         tokens = view.shape[1]
         offsets = [0, tokens * o.cp_size] if cu_seqlens is None else cu_seqlens.tolist()
         sources = dealt(offsets, o.cp_size)[o.cp_rank]
@@ -152,7 +153,7 @@ def autograd_reference(case: Case, q, k, cos, sin, keywords):
             sequence, row = sources[s]
             row += 0 if starts is None else int(starts[b if cu_seqlens is None else sequence])
             row += int(cu_seqlens[sequence]) if o.packed_table else 0
-            c, sn = (reference.table_view(t).float() for t in (cos, sin))
+            c, sn = (views.table_view(t).float() for t in (cos, sin))
             c, sn = (t[min(b, len(t) - 1)] for t in (c, sn))
             c, sn = (t[row] if ids is None else row_of_ids(t, ids, b, s, o) for t in (c, sn))
             c, sn = (c.cos() * o.mscale, sn.sin() * o.mscale) if o.table == "freqs" else (c, sn)
@@ -808,7 +809,7 @@ def test_kv_cache_holds_what_rope_gives(case: CacheCase) -> None:
     q_want, k_want = jitrope.apply_rope(c.q.float(), c.k.float(), **plain)
     expected = [c.k_cache.clone(), c.v_cache.clone()]
     for cache, x, scale in zip(expected, (k_want, c.v.float()), c.scales[1:]):
-        tokens = reference.canonical(x, case.layout).flatten(0, 1)
+        tokens = views.canonical(x, case.layout).flatten(0, 1)
         for token, slot in zip(tokens, c.slots.tolist()):
             stored = token if scale is None else (token * (1 / scale)).clamp(-448, 448)
             page = cache[slot // cache.shape[1], slot % cache.shape[1]] if cache.dim() == 4 else cache[slot]

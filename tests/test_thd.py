@@ -10,12 +10,16 @@ import pytest
 import torch
 
 import jitrope
-from jitrope import compiler, thd, thd_corrections, thd_ops, thd_runtime
-from jitrope import thd_reference as reference
-from jitrope.partition import RULES, Mask
-from jitrope.render import render
-from jitrope.thd_reference import Shape
-from jitrope.thd_spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
+from jitrope import thd
+from jitrope.jit import compiler
+from jitrope.jit.render import render
+from jitrope.plan.partition import RULES, Mask
+from jitrope.thd import corrections as thd_corrections
+from jitrope.thd import launch as thd_runtime
+from jitrope.thd import ops as thd_ops
+from jitrope.thd import reference
+from jitrope.thd.reference import Shape
+from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
 
 from .host import harness
 from .test_compile import ARCHS, DIVISION, bounds, disassemble, opcode

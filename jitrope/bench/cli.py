@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import __version__
-from ..errors import JitropeError
+from ..base.errors import JitropeError
 
 app = typer.Typer(no_args_is_help=True, help="Time jitrope on this machine's GPU, beside torch and others.")
 out, err = Console(), Console(stderr=True)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from typing import Any
 
-from ..config import cache_dir_set_to
+from ..base.config import cache_dir_set_to
 
 _PROCESS = """
 import json, sys, time

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import thd, thd_ops, thd_reference
+from .. import thd
 from ..context_parallel.interface import Backend, Case, Result, Varlen
 from ..context_parallel.schedule import Schedule
 from ..context_parallel.steps import Call, pack_gradients, unpack, unpack_gradients
-from ..partition import chunks_of, count, local_rows, number_of_chunks
+from ..plan.partition import chunks_of, count, local_rows, number_of_chunks
+from ..thd import ops as thd_ops
+from ..thd import reference as thd_reference
 from .thd import Progress
 from .timing import cold_copies, copy_calls, copy_time, gpu_time, host_time, median_of_rounds, stream_time
 

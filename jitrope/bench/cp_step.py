@@ -12,22 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.errors import JitropeError
 from ..context_parallel import all_gather_attention
 from ..context_parallel.attention import _Attention
 from ..context_parallel.backends import choose
 from ..context_parallel.groups import all_gather, all_to_all
 from ..context_parallel.interface import Backend, Varlen
-from ..context_parallel.steps import (
-    Call,
-    attend,
-    attend_backward,
-    pack,
-    pack_gradients,
-    unpack,
-    unpack_gradients,
-)
-from ..errors import JitropeError
-from ..partition import Mask, Rows
+from ..context_parallel.steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
+from ..plan.partition import Mask, Rows
 from .cp import SHAPES, Batch, host_us, row
 from .thd import Progress
 from .timing import turn_by_turn

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import apply_rope_, apply_rope_kv_cache_, reference, tables
-from ..spec import Options
+from .. import apply_rope_, apply_rope_kv_cache_, tables
+from ..ops import reference
+from ..plan.spec import Options
 from . import peers as others
 from .thd import Progress
 from .timing import cold_copies, copy_calls, copy_time, gpu_time, host_time, median_of_rounds

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import log
+from ..base.config import log
 from .thd import Progress
 from .timing import turn_by_turn
 

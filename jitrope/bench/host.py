@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import apply_rope, apply_rope_
-from ..spec import Options
+from ..plan.spec import Options
 from . import decode
 from .rope import inputs
 from .timing import host_time

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..config import log
+from ..base.config import log
 from .timing import Step
 
 T = TypeVar("T")

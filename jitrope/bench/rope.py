@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import apply_rope, apply_rope_, reference
-from ..problem import DTYPE_NAMES
-from ..spec import Options
+from .. import apply_rope, apply_rope_
+from ..ops import reference
+from ..plan.problem import DTYPE_NAMES
+from ..plan.spec import Options
 from . import peers as others
 from .thd import Progress
 from .timing import cold_copies, copy_calls, copy_time, gpu_time, median_of_rounds

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import torch
 
-from ..checks import Require
-from ..partition import RULES
+from ..ops.checks import Require
+from ..plan.partition import RULES
 from .groups import gather_values
 from .schedule import Schedule
 from .steps import Call

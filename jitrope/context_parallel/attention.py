@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from .. import arguments
-from ..checks import Require, _requirer
+from ..base import arguments
+from ..ops.checks import Require, _requirer
 from .agreement import check_ranks
 from .backends import choose
 from .checks import check_heads, checked_head_groups, size_or_none

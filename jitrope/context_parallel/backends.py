@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import arguments
-from ..errors import InvalidInput
-from ..partition import Mask
+from ..base import arguments
+from ..base.errors import InvalidInput
+from ..plan.partition import Mask
 from .flash import Cudnn, Flash
 from .flex import Flex
 from .interface import Backend, Case

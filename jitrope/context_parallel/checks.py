@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arguments
-from ..checks import Require
-from ..partition import RULES
+from ..base import arguments
+from ..ops.checks import Require
+from ..plan.partition import RULES
 
 LAYOUTS = {"thd": ("T", "H", "D"), "bshd": ("B", "S", "H", "D"), "sbhd": ("S", "B", "H", "D")}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import arguments
-from ..checks import Require
-from ..thd_reference import Shape
+from ..base import arguments
+from ..ops.checks import Require
+from ..thd.reference import Shape
 
 
 class Ranks(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..partition import Mask
+from ..plan.partition import Mask
 
 
 class Case(NamedTuple):

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arguments, checks, ops, runtime
-from ..checks import Require
-from ..dispatch import call
-from ..ops import turned_back
-from ..reference import Tables
-from ..rope import one_table
-from ..spec import Options
+from ..api import one_table
+from ..base import arguments
+from ..ops import checks
+from ..ops import launch as runtime
+from ..ops import library as ops
+from ..ops.checks import Require
+from ..ops.dispatch import call
+from ..ops.library import turned_back
+from ..plan.spec import Options
+from ..plan.views import Tables
 from .schedule import Schedule
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import arguments, thd_ops
-from ..checks import _requirer
-from ..partition import Mask, Rows, capacity, exchange_rows
-from ..thd_reference import Segments, Shape
+from ..base import arguments
+from ..ops.checks import _requirer
+from ..plan.partition import Mask, Rows, capacity, exchange_rows
+from ..thd import ops as thd_ops
+from ..thd.reference import Segments, Shape
 from .checks import checked_batch, checked_window, size_or_none
 from .groups import Ranks, everyones_rows, ranks_of
 from .interface import Varlen

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from .. import arguments, thd_ops
-from ..checks import _requirer
-from ..partition import local_rows
-from ..thd_reference import Shape
+from ..base import arguments
+from ..ops.checks import _requirer
+from ..plan.partition import local_rows
+from ..thd import ops as thd_ops
+from ..thd.reference import Shape
 from .checks import checked_batch
 from .groups import Ranks, all_gather, all_to_all, everyones_rows, ranks_of
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import thd_ops
+from ..thd import ops as thd_ops
 from .interface import Backend, Case, Result
 from .rotary import Rotation
 from .schedule import Schedule

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import JitropeError
+from ..base.errors import JitropeError
 
 calls: Counter[str] = Counter()
 """Calls so far of a host's functions while it is patched, by "HOST: jitrope" and "HOST: host"."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import InvalidInput
+from ..base.errors import InvalidInput
 from ._patch import Patch
 
 

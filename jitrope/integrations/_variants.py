@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..problem import DTYPE_NAMES
-from ..rope import apply_rope
-from ..spec import DTYPES, MAX_HEAD_DIM
+from ..api import apply_rope
+from ..base.spec import DTYPES
+from ..plan.problem import DTYPE_NAMES
+from ..plan.spec import MAX_HEAD_DIM
 
 Function = Callable[..., Any]
 Rotated = tuple[Tensor, "Tensor | None"]

@@ -12,9 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..problem import DTYPE_NAMES
-from ..rope import apply_rope
-from ..spec import DTYPES, MAX_HEAD_DIM
+from ..api import apply_rope
+from ..base.spec import DTYPES
+from ..plan.problem import DTYPE_NAMES
+from ..plan.spec import MAX_HEAD_DIM
 from ._patch import Patch
 
 

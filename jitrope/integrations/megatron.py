@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput
-from ..rope import apply_rope
+from ..api import apply_rope
+from ..base.errors import InvalidInput
 from . import transformer_engine
 from ._patch import Patch
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput
-from ..rope import apply_rope_, apply_rope_kv_cache_
+from ..api import apply_rope_, apply_rope_kv_cache_
+from ..base.errors import InvalidInput
 from . import vllm
 from ._patch import Patch
 from ._serving import heads, take_over

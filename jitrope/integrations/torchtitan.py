@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..config import log
-from ..errors import InvalidInput
-from ..rope import apply_rope
+from ..api import apply_rope
+from ..base.config import log
+from ..base.errors import InvalidInput
 
 calls: Counter[str] = Counter()
 """Calls so far, by "jitrope" and "host"; one of a compiled model counts when it is traced."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput
-from ..rope import apply_rope, apply_rope_qkv
+from ..api import apply_rope, apply_rope_qkv
+from ..base.errors import InvalidInput
 from ._patch import Patch
 
 

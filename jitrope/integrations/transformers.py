@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import JitropeError
+from ..base.errors import JitropeError
 from ._patch import _holders
 from ._variants import Function, Rotated, Variant, mixed, recognise, replacement, rotate
 

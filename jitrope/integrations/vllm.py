@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput
-from ..rope import apply_rope_, apply_rope_kv_cache_
+from ..api import apply_rope_, apply_rope_kv_cache_
+from ..base.errors import InvalidInput
 from ._patch import Patch
 from ._serving import heads, take_over
 

@@ -24,9 +24,14 @@ from typing import Any
 
 import torch
 
-from jitrope import dispatch, norm_ops, ops, runtime, thd_ops, thd_runtime
-from jitrope.render import render
-from jitrope.spec import Spec
+from jitrope.base.spec import Spec
+from jitrope.jit.render import render
+from jitrope.ops import dispatch
+from jitrope.ops import launch as runtime
+from jitrope.ops import library as ops
+from jitrope.ops import norm_library as norm_ops
+from jitrope.thd import launch as thd_runtime
+from jitrope.thd import ops as thd_ops
 
 from . import harness
 
@@ -57,7 +62,7 @@ def _library(spec: Spec) -> Any:
 
 
 class Kernel:
-    """`jitrope.compiler.Kernel`, on the CPU."""
+    """`jitrope.jit.compiler.Kernel`, on the CPU."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec

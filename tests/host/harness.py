@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from jitrope.render import Source
+from jitrope.jit.render import Source
 
 HERE = Path(__file__).parent
 FLAGS = (

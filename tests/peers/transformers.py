@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from jitrope.errors import JitropeError
+from jitrope.base.errors import JitropeError
 from jitrope.integrations import transformers as ours
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import JitropeError
+from ...base.errors import JitropeError
 from . import counting, fused, inline
 from .coverage import COVERAGE, SITES
 from .twins import host_of, is_twin, replaced_by, twin

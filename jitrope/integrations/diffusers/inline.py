@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...rope import apply_rope
+from ...api import apply_rope
 from .counting import note
 from .ropes import is_pair, misfit, promoted, rows_misfit
 from .twins import host_of

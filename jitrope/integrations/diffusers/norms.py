@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...norm_rope import qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
-from ...rope import apply_rope
+from ...api import apply_rope, qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
 from .counting import note
 from .tables import lengthened, no_turn
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...rope import apply_rope
-from ...spec import MAX_HEAD_DIM
+from ...api import apply_rope
+from ...plan.spec import MAX_HEAD_DIM
 from .counting import note
 from .tables import columns, of_pairs, waves
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
 
-from ...errors import JitropeError
+from ...base.errors import JitropeError
 from .counting import note
 from .ropes import Rope
 

@@ -1,0 +1,38 @@
+"""What jitrope raises. Every error can be pickled, so that a worker process can hand it to its parent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class JitropeError(Exception):
+    """Base of every error that jitrope raises on purpose."""
+
+
+class InvalidInput(JitropeError, ValueError):
+    """The caller's arguments do not fit together; nothing was written."""
+
+
+class CompileError(JitropeError):
+    """A kernel could not be compiled or loaded; the message says why, and what to install if something is missing."""
+
+
+class MissingKernel(CompileError):
+    """A kernel is in no cache, and compiling is forbidden (`JITROPE_NO_COMPILE=1`, `jitrope.configure`).
+
+    Attributes:
+        spec: the kernel's constants, a dict that JSON takes, as `jitrope.tools.prewarm.read_calls` reads it back.
+        arch: the GPU's architecture, as "sm_90".
+        command: the shell line that makes the kernel.
+    """
+
+    def __init__(self, message: str, spec: dict[str, Any], arch: str, command: str) -> None:
+        super().__init__(message)
+        self.spec, self.arch, self.command = spec, arch, command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.spec, self.arch, self.command)
+
+
+class CacheError(JitropeError):
+    """A cache command was asked for something that the cache cannot do."""

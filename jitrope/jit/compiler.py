@@ -1,0 +1,306 @@
+"""Source -> cubin -> kernel. The only file that knows CuPy.
+
+NVRTC is called one level below CuPy's own compiler, because that needs no GPU and no driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..base.config import chosen_cupy_folder, cupy_import_environment
+from ..base.errors import CompileError
+from .render import Source
+
+OPTIONS = ("-std=c++17",)
+"""What every kernel is compiled with. No fast-math, no flush to zero; products and sums are
+contracted only where a template says so, with intrinsics."""
+
+OLDEST_ARCH = {12: 50, 13: 75}
+"""The oldest architecture that NVRTC of each CUDA compiles for."""
+
+
+class Refused(CompileError):
+    """NVRTC does not know an architecture, or the driver does not take its cubin: PTX may do (`virtual_arch`)."""
+
+
+_NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+
+
+_failed: Exception | None = None
+"""What the first import of CuPy raised: a second one in the same process fails by other, misleading errors."""
+
+
+@lru_cache(maxsize=1)
+def import_cupy() -> Any:
+    """CuPy with the parts that are used here, imported on the first use of a kernel, not with jitrope.
+
+    Raises:
+        CompileError: CuPy is missing or broken: why, and what to do about it.
+    """
+    global _failed
+    try:
+        if _failed is not None:
+            raise _failed
+        with cupy_import_environment():
+            import cupy
+            import cupy_backends.cuda.api.driver
+            import cupy_backends.cuda.libs.nvrtc
+
+            _ = cupy.__version__, cupy_backends.cuda.api.driver, cupy_backends.cuda.libs.nvrtc
+    except Exception as error:  # whatever a library or an extension module raises that does not fit
+        if not _is_missing(error):
+            _failed = error
+        found, advice = cupy_fault(error)
+        raise CompileError(f"jitrope compiles through CuPy, which {found}: {advice}") from error
+    return cupy
+
+
+def _is_missing(error: BaseException) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+
+
+def cupy_fault(error: BaseException) -> tuple[str, str]:
+    """(what is wrong with CuPy, what to do about it), from the error of its import."""
+    if _is_missing(error):
+        return f"cannot be imported ({error})", install()
+    while error.__cause__ is not None:  # CuPy puts its own words, and a frame of lines, around what went wrong
+        error = error.__cause__
+    folder = chosen_cupy_folder()
+    if isinstance(error, OSError) and error.filename and folder and folder.is_relative_to(error.filename):
+        return f"cannot make its own cache folder ({error})", "set CUPY_CACHE_DIR to a folder that can be written"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    advice = f"pip install --force-reinstall cupy-cuda{max(12, torch_cuda_major())}x, and start Python again"
+    return f"is installed but cannot be imported ({reason})", advice
+
+
+@lru_cache(maxsize=1)
+def _nvrtc() -> Any:
+    import_cupy()
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # CuPy raises what its loader raised
+        reason = " ".join(str(error).split())
+        raise CompileError(f"NVRTC cannot be loaded ({reason}); install it: {install(cuda_major())}") from error
+    return nvrtc
+
+
+def install(major: int | None = None) -> str:
+    """The command that brings CuPy and NVRTC for a CUDA of this major version, by default torch's."""
+    return f"pip install 'jitrope[cuda{max(12, torch_cuda_major() if major is None else major)}]'"
+
+
+def torch_cuda_major() -> int:
+    """The major version of the CUDA that torch was built for; 13 where it is for none."""
+    version = getattr(sys.modules.get("torch"), "version", None)  # which is not imported for this
+    return int((getattr(version, "cuda", None) or "13").split(".")[0])
+
+
+@lru_cache(maxsize=1)
+def compiler_version() -> str:
+    """What compiles here, as part of the cache key: CuPy's version and NVRTC's.
+
+    NVRTC's comes from its package where there is one: loading the library only to ask it costs more
+    than the rest of a first call from a warm cache.
+    """
+    import importlib.metadata  # CuPy has imported it by now
+
+    cupy_version = import_cupy().__version__
+    for package in _NVRTC_PACKAGES[:: 1 if cuda_major() >= 13 else -1]:
+        try:
+            return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    major, minor = _nvrtc().getVersion()
+    return f"cupy {cupy_version}, nvrtc {major}.{minor}"
+
+
+def cuda_major() -> int:
+    """The major version of the CUDA that CuPy was built for."""
+    import_cupy()
+    from cupy_backends.cuda.api import driver
+
+    return int(driver.get_build_version()) // 1000
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's own (major, minor)."""
+    major, minor = _nvrtc().getVersion()
+    return int(major), int(minor)
+
+
+def supported_archs() -> list[str]:
+    """The architectures that this NVRTC compiles for, as `sm_90`."""
+    return [f"sm_{number}" for number in _nvrtc().getSupportedArchs()]
+
+
+def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> tuple[str, str] | None:
+    """(what is wrong, what to do about it) where an NVRTC of this version cannot compile for `arch`, or None."""
+    numbers = sorted(int(name.removeprefix("sm_")) for name in supported)
+    nvrtc, range_ = f"NVRTC {version[0]}.{version[1]}", f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if match is None:
+        return f"{arch!r} is not an architecture such as sm_90", f"{range_}: {', '.join(supported)}"
+    number = int(match[1])
+    if number in numbers:
+        return None
+    if number > numbers[-1]:
+        package = "nvidia-cuda-nvrtc-cu12" if version[0] == 12 else "nvidia-cuda-nvrtc"
+        advice = f"pip install --upgrade {package}, or {install(13)}"
+        return f"{arch}{_gpus(arch)} is newer than {nvrtc}: {range_}", advice
+    if number < numbers[0]:
+        older = OLDEST_ARCH.get(version[0] - 1)
+        if older is not None and number >= older:
+            return f"{arch}{_gpus(arch)} is older than {nvrtc} takes: {range_}", install(version[0] - 1)
+        return f"{arch}{_gpus(arch)} is older than any NVRTC of jitrope's takes: {range_}", "use another GPU"
+    return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
+
+
+def virtual_arch(arch: str) -> str | None:
+    """What the PTX that a GPU of `arch` takes is compiled for, as `compute_90`; None: this NVRTC has none.
+
+    A driver compiles PTX of any earlier architecture: CUDA C++ Programming Guide, "Just-in-Time Compilation".
+    """
+    known = [int(name.removeprefix("sm_")) for name in supported_archs()]
+    older = [number for number in known if number <= int(arch.removeprefix("sm_"))]
+    return f"compute_{max(older)}" if older else None
+
+
+def _gpus(arch: str) -> str:
+    """The names of this machine's GPUs of an architecture, in brackets; nothing where there are none."""
+    try:
+        runtime = import_cupy().cuda.runtime
+        found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
+    except Exception:  # no driver, no GPU; an error message can do without the name
+        return ""
+    names = {p["name"].decode() for p in found if f"sm_{p['major']}{p['minor']}" == arch}
+    return f" ({', '.join(sorted(names))})" if names else ""
+
+
+def options_for(arch: str) -> tuple[str, ...]:
+    """NVRTC's options for an architecture such as `sm_90`, or `compute_90`, whose image is PTX."""
+    return (*OPTIONS, f"-arch={arch}")
+
+
+def compile_source(
+    source: Source, arch: str, extra_options: tuple[str, ...] = (), spec: dict[str, Any] | None = None
+) -> tuple[bytes, str]:
+    """(cubin or, for `compute_90` and the like, PTX; compiler's log) of a source. Needs neither a GPU nor a driver.
+
+    spec: `to_dict` of what the source was rendered from, for the message of a CompileError.
+    """
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options_for(arch) + extra_options)
+        # CuPy's getCUBIN drops the last byte, taking a cubin for a C string, which PTX is.
+        get = nvrtc.getPTX if arch.startswith("compute_") else nvrtc.getCUBIN
+        return get(program) + b"\0", nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        if wrong := unsupported(arch.replace("compute_", "sm_"), supported_archs(), nvrtc_version()):
+            raise Refused(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
+        lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
+        lines += [f"spec: {json.dumps(spec)}"] if spec is not None else []
+        raise CompileError("\n".join([*lines, f"source: {_keep(source)}"])) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _keep(source: Source) -> str:
+    """Where the text of a source that does not compile is from now on; of a failed write the reason."""
+    try:
+        number, path = tempfile.mkstemp(prefix=f"{source.name[:80]}-", suffix=".cu")
+        with os.fdopen(number, "w") as file:
+            file.write(source.text)
+    except OSError as error:
+        return f"not kept ({error})"
+    return path
+
+
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+@lru_cache(maxsize=1)
+def _launch_function() -> Any:
+    """The driver's cuLaunchKernelEx: its arguments can be made once, and CuPy does not have it."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    return ctypes.CDLL(name).cuLaunchKernelEx
+
+
+_OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
+"""Errors (CUresult) that another image may not have: it is no image, not for this GPU or CUDA, gone, or without the
+entry. Any other, as out of memory or what an earlier kernel did, comes with every image."""
+
+
+class Kernel:
+    """A kernel that is loaded on one device."""
+
+    def __init__(self, path: Path, entry: str, device: int) -> None:
+        cupy = import_cupy()
+        from cupy_backends.cuda.api import driver
+
+        with cupy.cuda.Device(device) as this:
+            try:
+                self.module = cupy.RawModule(path=str(path))
+                self.handle: int = self.module.get_function(entry).kernel.ptr
+            except Exception as error:
+                if getattr(error, "status", None) not in _OF_THE_IMAGE:
+                    raise CompileError(f"{path} cannot be loaded: {error}") from error
+                cuda = cupy.cuda.runtime.driverGetVersion()
+                text = f"the driver (CUDA {cuda // 1000}.{cuda % 1000 // 10}) refuses {path}: {error}"
+                raise Refused(text) from error
+            self._context = driver.ctxGetCurrent()
+            self._may_overlap = int(this.compute_capability) >= 90
+        self._driver = driver
+
+    def bind_thread(self) -> None:
+        """Give a thread that has not used the GPU yet the kernel's context; a launch needs one."""
+        if not self._driver.ctxGetCurrent():
+            self._driver.ctxSetCurrent(self._context)
+
+    def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
+        """What enqueues the kernel on a stream; its one argument, a struct, is read from the address then.
+
+        From sm_90 on by programmatic dependent launch, for which the templates wait (`dependents.cuh`).
+        """
+        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        config = _LaunchConfig(
+            (*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(attribute), 1 if self._may_overlap else 0
+        )  # fmt: skip
+        parameters = (ctypes.c_void_p * 1)(arguments)
+        launch, error = _launch_function(), self._driver.CUDADriverError
+        where = (ctypes.byref(config), ctypes.c_void_p(self.handle), parameters, None)
+
+        def enqueue(stream: int) -> None:
+            config.stream = stream
+            status = launch(*where)
+            if status:
+                raise error(status)
+
+        return enqueue
+
+
+def versions() -> dict[str, str]:
+    """CuPy's and NVRTC's versions, for `jitrope doctor`."""
+    return {"cupy": import_cupy().__version__, "nvrtc": ".".join(map(str, nvrtc_version()))}

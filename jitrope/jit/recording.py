@@ -1,0 +1,141 @@
+"""Which kernels a process asked for, in the form that `jitrope prewarm --from` reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..base import arguments
+from ..base.config import log, record_file
+from ..base.errors import CacheError
+from ..base.spec import Spec
+
+LOCK_SECONDS = 10.0
+"""How long to wait for another process that writes the same file, before going on without it."""
+
+_asked: dict[Spec, None] = {}
+
+
+class Recording:
+    """What `record` gives: `specs`, a list of the kernels asked for, complete when it ends."""
+
+    def __init__(self) -> None:
+        self.specs: list[Spec] = []
+
+    def __repr__(self) -> str:
+        return f"Recording({len(self.specs)} specs)"
+
+
+@contextlib.contextmanager
+def record(path: str | Path | None = None) -> Iterator[Recording]:
+    """Note the kernels that a block of code asks for, and write them to a JSON file for `jitrope prewarm --from`.
+
+    A call that was made before asks nobody for its kernel, so the kernels that the process had already are noted too.
+    The steady state costs nothing. A file that is there keeps what it has.
+
+    Args:
+        path: the file; without, the specs are only in the `Recording` that the block gets.
+
+    Yields:
+        A `Recording`, whose `specs` are there when the block has ended.
+
+    Raises:
+        CacheError: the file is there and not such a list, which is seen before the block; or it cannot be written.
+        InvalidInput: path is no path.
+    """
+    if path is not None:
+        path = arguments.path("record", "path", path)
+        _read(path)
+    recording = Recording()
+    try:
+        yield recording
+    finally:
+        recording.specs = list(_asked)
+        if path is not None:
+            add(path, recording.specs)
+
+
+def note(spec: Spec) -> None:
+    """A kernel was asked for. `JITROPE_RECORD` is told at once, so by a process that is killed later too.
+
+    Raises:
+        InvalidInput: it is no kernel's spec; nothing is noted.
+    """
+    if spec in _asked:
+        return
+    spec.constants()  # refuses what nothing can be made from, and so what nothing could read back
+    _asked[spec] = None
+    if path := record_file():
+        try:
+            add(path, [spec])
+        except CacheError as error:
+            log.warning("%s", error)
+
+
+def add(path: Path, specs: Iterable[Spec]) -> None:
+    """Add specs to a file, in one step; processes that do so at the same time wait for each other."""
+    wanted = [spec.to_dict() for spec in specs]
+    if not _missing(_read(path), wanted):
+        return
+    temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f".{path.name}.lock")):
+            data = _read(path)
+            data["spec"] = [*data.get("spec", ()), *_missing(data, wanted)]
+            temporary.write_text(json.dumps(data, indent=1) + "\n")
+            os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CacheError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        data = json.loads(text) if text.strip() else {}  # made by mktemp, or by touch
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CacheError(f"cannot add kernels to {path}: {error}") from error
+    except RecursionError as error:
+        raise CacheError(f"cannot add kernels to {path}: it is nested too deeply") from error
+    if not isinstance(data, dict) or not isinstance(data.get("spec", []), list):
+        raise CacheError(f"cannot add kernels to {path}: it has no `spec` list")
+    return data
+
+
+def _missing(data: dict[str, Any], wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    there = {json.dumps(spec, sort_keys=True) for spec in data.get("spec", ())}
+    return [spec for spec in wanted if json.dumps(spec, sort_keys=True) not in there]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone, where the file system has locks. A lock ends with its process, so none is ever left behind."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    if path.is_symlink():
+        raise OSError(f"its lock {path} is a symbolic link")
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # whatever is there is left as it is
+    with open(os.open(path, flags, 0o666), "r+") as file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+            else:
+                break
+        yield

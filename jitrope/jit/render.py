@@ -1,0 +1,94 @@
+"""Spec -> source: the Jinja environment and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import CompileError
+from ..base.spec import Spec
+
+if TYPE_CHECKING:
+    import jinja2
+
+_HERE = Path(__file__).resolve().parent.parent
+TEMPLATE_PATHS = [_HERE / "templates", _HERE.parent / "templates"]  # in a wheel; in a checkout
+
+
+@dataclass(frozen=True)
+class Source:
+    """The whole text of a kernel, its entry point and a readable name."""
+
+    text: str
+    entry: str
+    name: str
+
+
+def ingredients(spec: Spec) -> str:
+    """All that a spec's text is made from, without making it: its constants and template files."""
+    return json.dumps([_texts(spec.template), spec.constants()])
+
+
+@cache
+def _texts(name: str) -> dict[str, str]:
+    """A template and, in depth, what it includes."""
+    for folder in TEMPLATE_PATHS:
+        if (path := folder / name).is_file():
+            text = path.read_text()
+            break
+    else:
+        folders = " and ".join(map(str, TEMPLATE_PATHS))
+        raise CompileError(f"the template {name} is missing in {folders}; install jitrope again")
+    texts = {name: text}
+    for included in re.findall(r'{%\s*include\s*"([^"]+)"', text):
+        texts.update(_texts(included))
+    return texts
+
+
+def mark_lines(text: str, name: str) -> str:
+    """`#line` marks, so that a compiler's error names the template's own file and line."""
+    lines = [f'#line 1 "{name}"']
+    for number, line in enumerate(text.splitlines(), start=1):
+        lines.append(line)
+        if "{%" in line:
+            lines.append(f'#line {number + 1} "{name}"')
+    return "\n".join(lines) + "\n"
+
+
+def cpp_literal(value: Any) -> Any:
+    """A template value as C++: booleans in lower case, integers and names as they are."""
+    import jinja2
+
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, str, jinja2.Undefined)):  # Undefined raises by itself, with its name
+        return value
+    raise TypeError(f"a template constant is a bool, an int or a name, not {value!r}")
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """The Jinja environment; templates are found in a wheel, an editable install and a checkout.
+
+    Jinja is imported here, because a kernel from the cache needs none of it.
+    """
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: mark_lines(_texts(name)[name], name)),
+        undefined=jinja2.StrictUndefined,
+        finalize=cpp_literal,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        autoescape=False,
+    )
+
+
+def render(spec: Spec) -> Source:
+    """The CUDA text of a spec, includes and all."""
+    text = environment().get_template(spec.template).render(spec.constants())
+    return Source(text, spec.entry, spec.name)

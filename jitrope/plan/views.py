@@ -1,0 +1,47 @@
+"""Views of heads, tables and positions, in the order of axes that plans, kernels and the reference share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .spec import LAYOUT_AXES, Options
+
+FP8 = torch.float8_e4m3fn
+Tables = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
+"""cos, sin, cu_seqlens, start_positions and position_ids."""
+Weights = tuple["Tensor | None", "Tensor | None"]
+"""Of the norms of q and k."""
+
+
+def canonical(x: Tensor, layout: str) -> Tensor:
+    """A (batch, seq, head, dim) view of a tensor in `layout`."""
+    batch, *rest = LAYOUT_AXES[layout]
+    return x.unsqueeze(0) if batch is None else x.permute(batch, *rest)
+
+
+def table_view(table: Tensor) -> Tensor:
+    """A (batch, position, head, width) view of a table with 2, 3 or 4 axes."""
+    if table.dim() == 4:
+        return table
+    return table[None, :, None] if table.dim() == 2 else table[:, :, None]
+
+
+def table_pair(cos: Tensor, sin: Tensor, table: str) -> tuple[Tensor, Tensor]:
+    """cos and sin as two views; of angles both are the angles. `table` is a word of `spec.TABLES`.
+
+    The second is a view of the second tensor: who hands an op one tensor twice may get two that are alike.
+    """
+    if table == "cos_sin_cache":
+        half = cos.shape[-1] // 2
+        return cos[..., :half], sin[..., half:]
+    if table == "freqs_cis":
+        real, imag = (torch.view_as_real(x.resolve_conj()) for x in (cos, sin))
+        return real[..., 0], imag[..., 1]
+    return cos, sin
+
+
+def ids_view(position_ids: Tensor, options: Options) -> Tensor:
+    """An (axes, batch, seq) view of position_ids; batch is 1 where they are shared."""
+    ids = position_ids if options.mrope_section else position_ids[None]
+    return ids if ids.dim() == 3 else ids[:, None]

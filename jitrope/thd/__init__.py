@@ -1,0 +1,436 @@
+"""Moving packed ("thd") tensors between the order of a batch and the order of context-parallel ranks.
+
+The functions of TransformerEngine's context parallelism, under its names without their prefix "thd_": rows of any size
+and alignment, any number of sequences, which need not be multiples of anything, rows behind the last sequence included.
+Each is one launch, for two tensors too, and none waits for the device. Which rank has which rows is the rule of
+`jitrope.context_parallel.Partition`. The halves and corrections are for ring attention (arXiv:2310.01889), which joins
+softmaxes over parts of the keys by their log-sum-exp (FlashAttention, arXiv:2205.14135 and 2307.08691).
+
+cu_seqlens are the offsets of the sequences in the whole batch, (B + 1) int32 or int64 from 0 up, unless a function says
+that they are a rank's. Where there is padding between sequences they are the padded ones. In shapes T counts tokens, of
+the batch or of the rank, and B sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import arguments
+from ..ops.checks import Require, _requirer
+from ..plan.partition import RULES
+from . import ops as thd_ops
+from .reference import Shape
+
+__all__ = [
+    "copy_valid_tokens_from_per_split_to_rank_local",
+    "cp_rank_order_to_sequence_order",
+    "get_partitioned_indices",
+    "grad_correction",
+    "out_correction",
+    "read_half_tensor",
+    "read_second_half_lse",
+    "second_half_lse_correction",
+    "sequence_order_to_cp_rank_order",
+]
+
+Rows = Tensor | tuple[Tensor, ...]
+"""A tensor (T, ...), or a pair of them with as many rows."""
+
+MAX_TOKENS = 2**31 - 1
+"""Rows are counted in 32 bits; elements in 64."""
+
+SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of what is corrected, in fp32."""
+
+CORRECTIONS = ("none", "add", "copy")
+"""What `grad_correction` does with a half."""
+
+
+def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, require: Require, rows: str = "x") -> None:
+    require(
+        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
+        lambda: f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it is (sequences + 1) int32 or int64",
+    )
+    require(cu_seqlens.device == x.device, lambda: f"{label} is on {cu_seqlens.device}, {rows} on {x.device}")
+    require(cu_seqlens.is_contiguous(), lambda: f"{label} is not contiguous")
+
+
+def _check_shape(x: Tensor, cu_seqlens: Tensor, shape: Shape, require: Require) -> None:
+    _check_offsets("cu_seqlens", cu_seqlens, x, require)
+    require(
+        shape.tokens + shape.cp_size <= MAX_TOKENS, lambda: f"{shape.tokens} tokens are more than {MAX_TOKENS} rows"
+    )
+
+
+def _require_written(label: str, x: Tensor, require: Require) -> None:
+    """What is written has rows of their own, and each in one piece."""
+    require(
+        len(x) == 0 or (x[0].is_contiguous() and (len(x) == 1 or abs(x.stride(0)) >= x[0].numel())),
+        lambda: f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap",
+    )
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """With the elements of a row next to each other; rows may lie apart."""
+    return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
+
+
+# ---- between a batch and its ranks -----------------------------------------------------------------
+
+
+class _Reordered(torch.autograd.Function):
+    """Tensors in the other order; the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, map: str, cu_seqlens: Tensor, shape: Shape, *xs: Tensor) -> Any:
+        ctx.map, ctx.shape = map, shape
+        ctx.save_for_backward(cu_seqlens)
+        return _reordered(xs, map, cu_seqlens, shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back = "to_sequences" if ctx.map == "to_ranks" else "to_ranks"
+        return None, None, None, *_Reordered.apply(back, ctx.saved_tensors[0], ctx.shape, *grads)
+
+
+def _reordered(xs: tuple[Tensor, ...], map: str, cu_seqlens: Tensor, shape: Shape) -> tuple[Tensor, ...]:
+    rows = shape.cp_size * shape.capacity if map == "to_ranks" else shape.tokens
+    out = tuple(x.new_empty((rows, *x.shape[1:])) for x in xs)
+    thd_ops.reorder([_rows_of(x) for x in xs], out, map, cu_seqlens, shape)
+    return out
+
+
+def _reorder(name: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Rows:
+    xs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    require = _requirer(name)
+    require(1 <= len(xs) <= 2, lambda: f"x is {len(xs)} tensors; one launch moves one or two")
+    for i, y in enumerate(xs):
+        arguments.tensor(name, "x" if len(xs) == 1 else f"x[{i}]", y)
+    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+    cp_size = arguments.whole(name, "cp_size", cp_size, 1)
+    tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
+    rule = arguments.word(name, "rule", rule, RULES)
+    require(
+        all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs),
+        lambda: (
+            f"x is {', '.join(map(arguments.shown, xs))}; it must be (T, ...), a pair with as many rows and one device"
+        ),
+    )
+    to_ranks = name.startswith("sequence")
+    shape = Shape(tokens if tokens is not None else len(xs[0]), len(cu_seqlens) - 1, cp_size, 0, rule)
+    _check_shape(xs[0], cu_seqlens, shape, require)
+    rows = shape.tokens if to_ranks else cp_size * shape.capacity
+    require(
+        len(xs[0]) == rows,
+        lambda: (
+            f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows} (total_tokens "
+            "must be given where it is not the number of rows)"
+        ),
+    )
+    out = _Reordered.apply("to_ranks" if to_ranks else "to_sequences", cu_seqlens, shape, *xs)
+    return out if isinstance(x, (tuple, list)) else out[0]  # type: ignore[no-any-return]
+
+
+def sequence_order_to_cp_rank_order(
+    x: Rows, cu_seqlens: Tensor, cp_size: int, total_tokens: int | None = None, *, rule: str = "dual_chunk"
+) -> Rows:
+    """The shards of all ranks, one behind the other, of a batch in its own order. Differentiable.
+
+    Args:
+        x: (T, ...), or a pair of such (k and v), moved by one launch.
+        cu_seqlens: (B + 1), of the batch, the padded ones if there is padding.
+        cp_size: ranks that share each sequence.
+        total_tokens: T, if it is to be checked.
+        rule: "dual_chunk" (a rank has a chunk from each end) or "contiguous".
+
+    Returns:
+        (cp_size * ceil(T / cp_size), ...): rank r's shard begins at row r * ceil(T / cp_size). Where T is not a
+        multiple of cp_size, the shards of some ranks have one row less and end in a row of zeros.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
+    """
+    return _reorder("sequence_order_to_cp_rank_order", x, cu_seqlens, cp_size, total_tokens, rule)
+
+
+def cp_rank_order_to_sequence_order(
+    x: Rows, cu_seqlens: Tensor, cp_size: int, total_tokens: int | None = None, *, rule: str = "dual_chunk"
+) -> Rows:
+    """The inverse of `sequence_order_to_cp_rank_order`: (cp_size * ceil(T / cp_size), ...) to (T, ...).
+
+    Arguments and errors are those of `sequence_order_to_cp_rank_order`, which is its gradient; total_tokens is T,
+    needed where it is not x's number of rows.
+    """
+    return _reorder("cp_rank_order_to_sequence_order", x, cu_seqlens, cp_size, total_tokens, rule)
+
+
+def get_partitioned_indices(
+    cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int, *, rule: str = "dual_chunk"
+) -> Tensor:
+    """Which tokens of the batch a rank has, in its order: (rows), int32.
+
+    Args:
+        cu_seqlens: (B + 1), of the batch.
+        total_tokens: T, rows of the batch, those behind the last sequence included.
+        world_size, rank: ranks that share each sequence, and which of them.
+        rule: as `sequence_order_to_cp_rank_order`'s.
+
+    Returns:
+        Indices into the batch. rows is T / world_size where that divides, else one more on some ranks.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
+    """
+    name = "get_partitioned_indices"
+    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+    total_tokens = arguments.whole(name, "total_tokens", total_tokens, 0)
+    world_size = arguments.whole(name, "world_size", world_size, 1)
+    rank = arguments.whole(name, "rank", rank, 0)
+    require = _requirer(name)
+    require(rank < world_size, lambda: f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
+    shape = Shape(total_tokens, len(cu_seqlens) - 1, world_size, rank, arguments.word(name, "rule", rule, RULES))
+    _check_shape(cu_seqlens, cu_seqlens, shape, require)
+    return thd_ops.partition_indices(cu_seqlens, shape)
+
+
+# ---- on one rank -------------------------------------------------------------------------------------
+
+
+def copy_valid_tokens_from_per_split_to_rank_local(
+    out: Tensor, x: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Copy the tokens of x that are not padding to the same rows of out; the other rows of out stay as they are.
+
+    Args:
+        out, x: (T, ...), of one shape and dtype.
+        cu_seqlens_padded: (B + 1), where each sequence of this rank (or step) begins; may begin past 0.
+        cu_seqlens: (B + 1), whose differences are how many tokens of each are valid.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
+    """
+    name = "copy_valid_tokens_from_per_split_to_rank_local"
+    require = _requirer(name)
+    for label, tensor in (
+        ("out", out), ("x", x), ("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens),
+    ):  # fmt: skip
+        arguments.tensor(name, label, tensor)
+    require(
+        out.dim() > 0 and out.shape == x.shape and out.dtype == x.dtype and out.device == x.device,
+        lambda: f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike",
+    )
+    for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
+        _check_offsets(label, offsets, x, require)
+    require(
+        cu_seqlens.shape == cu_seqlens_padded.shape and cu_seqlens.dtype == cu_seqlens_padded.dtype,
+        lambda: "cu_seqlens and cu_seqlens_padded differ in shape or dtype",
+    )
+    _require_written("out", out, require)
+    if len(cu_seqlens) > 1:
+        thd_ops.copy_valid([_rows_of(x)], [out], cu_seqlens_padded, cu_seqlens)
+
+
+def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
+    """The first (0) or second (1) half of each sequence of a rank's rows, one behind the other.
+
+    Args:
+        x: (T, H, D), or (2, T, H, D) with k and v, which one launch takes.
+        cu_seqlens: (B + 1), a rank's.
+        half_idx: 0 or 1.
+
+    Returns:
+        (T / 2, H, D) or (2, T / 2, H, D), and of an odd T one row more for the first half. A sequence of odd length has
+        one row more in one of its halves: they are its chunks by the rule "contiguous" of two ranks.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
+    """
+    name = "read_half_tensor"
+    require = _requirer(name)
+    arguments.tensor(name, "x", x)
+    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+    half_idx = arguments.whole(name, "half_idx", half_idx)
+    require(half_idx in (0, 1), lambda: f"half_idx is {half_idx!r}; it must be 0 or 1")
+    both = x.dim() == 4
+    require(x.dim() == 3 or (both and len(x) == 2), lambda: f"x is {tuple(x.shape)}; it is (T, H, D) or (2, T, H, D)")
+    xs = tuple(x) if both else (x,)
+    shape = Shape(len(xs[0]), len(cu_seqlens) - 1, 2, half_idx, "contiguous")
+    _check_shape(x, cu_seqlens, shape, require)
+    out = x.new_empty((len(xs), shape.rows, *xs[0].shape[1:]))
+    thd_ops.reorder([_rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape)
+    return out if both else out[0]
+
+
+# ---- ring attention's corrections --------------------------------------------------------------------
+
+
+def _check_lse(label: str, lse: Tensor, packed: bool, cu_seqlens: Tensor, require: Require) -> None:
+    words = "(H, rows)" if packed else "(B, H, rows)"
+    require(
+        lse.dim() == (2 if packed else 3) and lse.dtype == torch.float32 and lse.is_contiguous(),
+        lambda: f"{label} is {tuple(lse.shape)} {lse.dtype}, strides {lse.stride()}; it is contiguous {words} fp32",
+    )
+    require(
+        packed or len(lse) == len(cu_seqlens) - 1,
+        lambda: f"{label} has B={len(lse)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match",
+    )
+
+
+def _check_step_lse(lse: Tensor, lse_per_step: Tensor, require: Require) -> None:
+    require(
+        lse_per_step.shape[:-1] == lse.shape[:-1] and lse_per_step.device == lse.device,
+        lambda: f"lse_per_step is {arguments.shown(lse_per_step)}, lse {arguments.shown(lse)}; only rows may differ",
+    )
+
+
+def _rows_in_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool) -> int:
+    return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
+
+
+def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:
+    """Join a step's log-sum-exp with that of the second half of each sequence, in place: log(exp(lse) + exp(step)).
+
+    Args:
+        lse: fp32, contiguous, natural logarithms: (H, rows >= T) if packed, else (B, H, longest).
+        lse_per_step: the same of the second halves: (H, >= T / 2) or (B, H, >= longest / 2).
+        cu_seqlens: (B + 1), a rank's.
+        lse_packed: which of the two shapes.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
+    """
+    name = "second_half_lse_correction"
+    require = _requirer(name)
+    for label, tensor in (("lse", lse), ("lse_per_step", lse_per_step), ("cu_seqlens", cu_seqlens)):
+        arguments.tensor(name, label, tensor)
+    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
+    _check_offsets("cu_seqlens", cu_seqlens, lse, require, "lse")
+    for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
+        _check_lse(label, x, lse_packed, cu_seqlens, require)
+    _check_step_lse(lse, lse_per_step, require)
+    rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
+    torch.ops.jitrope.thd_correct("lse", "nothing", "add", lse_packed, cu_seqlens, rows, None, None, lse, lse_per_step)
+
+
+def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
+    """The log-sum-exp of the second half of each sequence.
+
+    Args:
+        lse, cu_seqlens, lse_packed: as `second_half_lse_correction`'s.
+        second_half_lse_seqlen: n, columns of the result.
+
+    Returns:
+        fp32, (H, n) if packed, else (B, H, n); zero behind the last row of the halves.
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
+    """
+    name = "read_second_half_lse"
+    require = _requirer(name)
+    for label, tensor in (("lse", lse), ("cu_seqlens", cu_seqlens)):
+        arguments.tensor(name, label, tensor)
+    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
+    second_half_lse_seqlen = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
+    _check_offsets("cu_seqlens", cu_seqlens, lse, require, "lse")
+    _check_lse("lse", lse, lse_packed, cu_seqlens, require)
+    out = lse.new_zeros((*lse.shape[:-1], second_half_lse_seqlen))
+    rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
+    torch.ops.jitrope.thd_correct("read_lse", "nothing", "copy", lse_packed, cu_seqlens, rows, None, None, lse, out)
+    return out
+
+
+def out_correction(
+    out: Tensor, out_per_step: Tensor, lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, only_second_half: bool,
+    lse_packed: bool,
+) -> None:  # fmt: skip
+    """Add a step's output to out, in place: out += dtype(step * exp(lse_per_step - lse)), in fp32; zero stays zero.
+
+    Args:
+        out: (T, H, D).
+        out_per_step: (T, H, D), or with only_second_half (T / 2, H, D), of the second halves; of out's dtype.
+        lse, lse_per_step: as `second_half_lse_correction`'s; a whole step's is of lse's shape.
+        cu_seqlens: (B + 1), a rank's.
+        only_second_half: the step has queries of the second halves alone.
+        lse_packed: as `second_half_lse_correction`'s.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
+    """
+    name = "out_correction"
+    require = _requirer(name)
+    for label, tensor in (
+        ("out", out), ("out_per_step", out_per_step), ("lse", lse), ("lse_per_step", lse_per_step),
+        ("cu_seqlens", cu_seqlens),
+    ):  # fmt: skip
+        arguments.tensor(name, label, tensor)
+    only_second_half = arguments.flag(name, "only_second_half", only_second_half)
+    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
+    first = "nothing" if only_second_half else "add"
+    _check_step("out", out, out_per_step, cu_seqlens, first, "add", require)
+    for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
+        _check_lse(label, x, lse_packed, cu_seqlens, require)
+        require(x.device == out.device, lambda: f"{label} is on {x.device}, out on {out.device}")  # noqa: B023
+        require(x.shape[-2] == out.shape[1], lambda: f"{label} has {x.shape[-2]} heads, out {out.shape[1]}")  # noqa: B023
+    _check_step_lse(lse, lse_per_step, require)
+    torch.ops.jitrope.thd_correct(
+        "out", first, "add", lse_packed, cu_seqlens, len(out), out, _rows_of(out_per_step), lse, lse_per_step
+    )
+
+
+def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str) -> None:
+    """Add a step's gradient to that of each sequence, or copy it there, in place, each half on its own.
+
+    Args:
+        grad: (T, H, D) or (2, T, H, D).
+        grad_per_step: of the same shape if both halves are written, else with T / 2 rows, those of one half.
+        cu_seqlens: (B + 1), a rank's.
+        first_half, second_half: "add", "copy" or "none".
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
+    """
+    name = "grad_correction"
+    require = _requirer(name)
+    for label, tensor in (("grad", grad), ("grad_per_step", grad_per_step), ("cu_seqlens", cu_seqlens)):
+        arguments.tensor(name, label, tensor)
+    for label, what in (("first_half", first_half), ("second_half", second_half)):
+        arguments.word(name, label, what, CORRECTIONS)
+    first, second = (what if what in ("add", "copy") else "nothing" for what in (first_half, second_half))
+    for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):
+        shape = tuple(x.shape)
+        require(
+            x.dim() == grad.dim() and (x.dim() == 3 or (x.dim() == 4 and len(x) == 2)),
+            lambda: f"{label} is {shape}; it is (T, H, D) or (2, T, H, D), and grad_per_step as grad",  # noqa: B023
+        )
+    pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
+    for one, step in pairs:
+        _check_step("grad", one, step, cu_seqlens, first, second, require)
+    for one, step in pairs:
+        torch.ops.jitrope.thd_correct(
+            "grad", first, second, True, cu_seqlens, len(one), one, _rows_of(step), None, None
+        )
+
+
+def _check_step(
+    label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, require: Require
+) -> None:
+    require(
+        out.dim() == 3 and out.dtype in SUMMED,
+        lambda: f"{label} is {tuple(out.shape)} {out.dtype}; it is (T, H, D) fp32, fp16 or bf16",
+    )
+    rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
+    require(
+        step.dim() == 3
+        and step.shape[1:] == out.shape[1:]
+        and len(step) >= rows
+        and (step.dtype, step.device) == (out.dtype, out.device),
+        lambda: (
+            f"{label}_per_step is {arguments.shown(step)}; it must have {rows} rows at least, and else be as {label}, "
+            f"{arguments.shown(out)}"
+        ),
+    )
+    _require_written(label, out, require)
+    _check_offsets("cu_seqlens", cu_seqlens, out, require, label)
