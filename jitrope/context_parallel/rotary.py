@@ -62,7 +62,7 @@ class Rope:
             rotary_offset=self.rotary_offset, table=kind, rounding=self.rounding,
             cp_size=shape.cp_size if counted else 1, cp_rank=shape.cp_rank if counted else 0,
         )  # fmt: skip
-        resolved = checks.resolved(name, {"q": q}, {"k": k}, tables, tuple(options))
+        resolved = checks.resolved(name, {"q": q}, {"k": k}, tables, options)
         checks.check(q, k, tables, resolved, name)
         return Rotation(tables, resolved)
 
@@ -72,7 +72,7 @@ class Rotation:
     """A `Rope` of one call."""
 
     tables: Tables
-    options: tuple[Any, ...]
+    options: Options
 
     def into(self, q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> Tensor:
         """q rotated; k rotated and v go side by side into `sent` (rows at least, widths of k and of v). One launch."""

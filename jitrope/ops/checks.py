@@ -14,7 +14,7 @@ from ..base.arguments import flag, number, refuse, whole, wholes, word
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
 from ..plan.problem import DTYPE_NAMES, overlaps_itself, refuse_meeting
-from ..plan.spec import LAUNCHES, LAYOUT_AXES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, TABLES, Norm, Options
+from ..plan.spec import LAUNCHES, LAYOUT_AXES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, TABLES, Given, Norm, Options
 from ..plan.views import FP8, Tables, table_pair
 from .reference import table_rows
 
@@ -23,7 +23,6 @@ _MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
 
 _WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS, "launch": ("auto", *LAUNCHES), "table": TABLES}
 _LABELS = {"conjugate": "inverse", "k_too": "rotate_k", "values": "copy_v"}
-_TABLE = Options._fields.index("table")
 _TABLE_LABELS = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")
 
 
@@ -31,14 +30,14 @@ _TABLE_LABELS = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")
 
 
 def resolved(
-    name: str, needed: dict[str, Any], optional: dict[str, Any], tables: Tables, values: tuple[Any, ...],
+    name: str, needed: dict[str, Any], optional: dict[str, Any], tables: Tables, options: Options,
     known: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> Options:  # fmt: skip
     """The options of a call, each of its type, with defaults filled in; the tensors are checked first.
 
     The head size is taken from the first needed tensor. known: all are tensors.
     """
-    kind = values[_TABLE]
+    kind = options.table
     labels = _TABLE_LABELS if kind == "cos_sin" else (kind, kind, *_TABLE_LABELS[2:])
     must = {*needed, *labels[:2]}
     for label, x in () if known else (*needed.items(), *optional.items(), *zip(labels, tables)):
@@ -50,15 +49,15 @@ def resolved(
     q, cos = next(iter(needed.values())), tables[0]
     widths = q.shape[-1] if q.dim() else 0, cos.shape[-1] if cos.dim() else 0
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return _resolved(name, values, *widths)
+        return _resolved(name, options, *widths)
     try:
-        return _kept(name, values, *widths)
+        return _kept(name, options, *widths)
     except TypeError:  # an option without a hash
-        return _resolved(name, values, *widths)
+        return _resolved(name, options, *widths)
 
 
-def _resolved(name: str, values: tuple[Any, ...], width: int, table_width: int) -> tuple[Any, ...]:
-    o = Options(*[_typed(name, field, value) for field, value in zip(Options._fields, values)])
+def _resolved(name: str, options: Options, width: int, table_width: int) -> Options:
+    o = Options(*[_typed(name, field, value) for field, value in zip(Options._fields, options)])
     if o.rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
         head_dim = width // (o.q_per_group + 2) if o.q_per_group > 0 else width
         twice = {"cos_sin_cache": 1, "freqs_cis": 2}.get(o.table)
@@ -67,7 +66,7 @@ def _resolved(name: str, values: tuple[Any, ...], width: int, table_width: int) 
             width_words = "rotary_dim (even)" if twice == 1 else "rotary_dim / 2"
             raise InvalidInput(f"{name}: {o.table} is {table_width} wide; it must be (P, W) with W = {width_words}")
     interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
-    return tuple(o._replace(interleaved_out=interleaved_out, max_seqlen=o.max_seqlen or 0))
+    return o._replace(interleaved_out=interleaved_out, max_seqlen=o.max_seqlen or 0)
 
 
 _kept = lru_cache(maxsize=4096)(_resolved)
@@ -86,28 +85,28 @@ def _typed(name: str, field: str, value: Any) -> Any:
 
 
 def resolved_norm(
-    name: str, needed: dict[str, Any], optional: dict[str, Any], tables: Tables, values: tuple[Any, ...], norm: Norm
-) -> tuple[tuple[Any, ...], Norm]:
+    name: str, needed: dict[str, Any], optional: dict[str, Any], tables: Tables, options: Options, norm: Norm
+) -> tuple[Options, Norm]:
     """The same of a call with a norm."""
-    values = resolved(name, needed, optional, tables, values)
+    options = resolved(name, needed, optional, tables, options)
     rounding = word(name, "norm_rounding", norm.rounding, NORM_ROUNDINGS)
     across, centered = flag(name, "across_heads", norm.across_heads), flag(name, "zero_centered", norm.zero_centered)
-    return values, Norm(rounding, across, centered, number(name, "eps", norm.eps))
+    return options, Norm(rounding, across, centered, number(name, "eps", norm.eps))
 
 
 def check_all(
     name: str, check: Callable[..., Any], asked: Any, needed: dict[str, Any], optional: dict[str, Any], tables: Tables,
-    values: tuple[Any, ...], *norm: Norm,
+    given: Given, *norm: Norm,
 ) -> bool:  # fmt: skip
     """With `check=True`: everything, the positions too, which waits for the device; whether it was asked for."""
     if not flag(name, "check", asked):
         return False
     if norm:
-        values, *norm = resolved_norm(name, needed, optional, tables, values, *norm)  # type: ignore[assignment]
+        options, *norm = resolved_norm(name, needed, optional, tables, Options(*given), *norm)  # type: ignore[assignment]
     else:
-        values = resolved(name, needed, optional, tables, values)
-    check(*needed.values(), *optional.values(), tables, values, *norm)
-    check_positions(next(iter(needed.values())), tables, values, name)
+        options = resolved(name, needed, optional, tables, Options(*given))
+    check(*needed.values(), *optional.values(), tables, options, *norm)
+    check_positions(next(iter(needed.values())), tables, options, name)
     return True
 
 
@@ -168,12 +167,11 @@ def _refuse_transforms(name: str, written: bool = False) -> None:
 # ---- what does not fit -----------------------------------------------------------------------------
 
 
-def check_qkv(qkv: Tensor, tables: Tables, values: tuple[Any, ...]) -> tuple[Any, ...]:
+def check_qkv(qkv: Tensor, tables: Tables, options: Options) -> Options:
     """Refuse what does not fit of a packed call; see `check`."""
-    name = "apply_rope_qkv_" if values[-1] else "apply_rope_qkv"
-    values = resolved(name, {"qkv": qkv}, {}, tables, values)
+    name = "apply_rope_qkv_" if options.in_place else "apply_rope_qkv"
+    options = resolved(name, {"qkv": qkv}, {}, tables, options)
     cos = tables[0]
-    options = Options(*values)
     groups, width = options.q_per_group, qkv.shape[-1] if qkv.dim() else 0
     require = _requirer(name)
     require(groups > 0, lambda: f"q_per_group is {groups!r}; it must be at least 1")
@@ -195,21 +193,21 @@ def check_qkv(qkv: Tensor, tables: Tables, values: tuple[Any, ...]) -> tuple[Any
         _require_no_overlap("qkv", qkv, require)
     packed = qkv.unflatten(-1, (groups + 2, -1))
     # A group's k stands for all heads: what remains to be checked does not depend on their number.
-    check(packed[..., -2, :], packed[..., -2, :], tables, tuple(options._replace(in_place=False)), name, "qkv")
-    return values
+    check(packed[..., -2, :], packed[..., -2, :], tables, options._replace(in_place=False), name, "qkv")
+    return options
 
 
 def check_fp8(
-    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, values: tuple[Any, ...]
-) -> tuple[Any, ...]:
+    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, options: Options
+) -> Options:
     """Refuse what does not fit of a call with fp8 outputs; see `check`."""
     name = "apply_rope_fp8"
     require = _requirer(name)
-    values = check(q, k, tables, values, name)
+    options = check(q, k, tables, options, name)
     _refuse_gradients(require, q=q, k=k)
     _check_scale("q_scale", q_scale, q, True, require)
     _check_scale("k_scale", k_scale, q, k is not None, require)
-    return values
+    return options
 
 
 def check_kv_cache(
@@ -223,16 +221,15 @@ def check_kv_cache(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     tables: Tables,
-    values: tuple[Any, ...],
-) -> tuple[Any, ...]:
+    options: Options,
+) -> Options:
     """Refuse what does not fit of a call that stores k and v; see `check`."""
-    name = "apply_rope_kv_cache_" if values[-1] else "apply_rope_kv_cache"
+    name = "apply_rope_kv_cache_" if options.in_place else "apply_rope_kv_cache"
     require = _requirer(name)
     needed = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
-    values = resolved(name, needed, {}, tables, values)
-    options = Options(*values)
+    options = resolved(name, needed, {}, tables, options)
     read_only = options._replace(in_place=False)
-    check(q, k, tables, tuple(read_only), name)
+    check(q, k, tables, read_only, name)
     _check_heads(k, v, read_only, require, "k", "v")
     if options.in_place:
         _require_no_overlap("q", q, require)
@@ -288,19 +285,19 @@ def check_kv_cache(
         ("q_scale", q_scale, options.fp8), ("k_scale", k_scale, scaled), ("v_scale", v_scale, scaled),
     ):  # fmt: skip
         _check_scale(label, scale, q, wanted, require)
-    return values
+    return options
 
 
 def check_norm(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, tables: Tables,
-    values: tuple[Any, ...], norm: Norm, name: str = "",
-) -> tuple[tuple[Any, ...], Norm]:  # fmt: skip
+    options: Options, norm: Norm, name: str = "",
+) -> tuple[Options, Norm]:  # fmt: skip
     """Refuse what does not fit of a call that normalises too; see `check`. The norm comes back too."""
-    name = name or ("qk_norm_rope_" if values[-1] else "qk_norm_rope")
+    name = name or ("qk_norm_rope_" if options.in_place else "qk_norm_rope")
     require = _requirer(name)
     weights = {"k": k, "q_weight": q_weight, "k_weight": k_weight}
-    values, norm = resolved_norm(name, {"q": q}, weights, tables, values, norm)
-    options = Options(*check(q, k, tables, values, name))
+    options, norm = resolved_norm(name, {"q": q}, weights, tables, options, norm)
+    options = check(q, k, tables, options, name)
     require(tables[2] is None, "cu_seqlens does not go with a norm; position_ids say where each token is")
     require(k is not None or k_weight is None, "k_weight is given, but k is not")
     for label, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
@@ -323,17 +320,17 @@ def check_norm(
             q_weight.dtype == k_weight.dtype,
             lambda: f"q_weight is {q_weight.dtype} but k_weight is {k_weight.dtype}; they must match",
         )
-    return values, norm
+    return options, norm
 
 
-def check_norm_joint(*arguments: Any) -> tuple[tuple[Any, ...], Norm]:
+def check_norm_joint(*arguments: Any) -> tuple[Options, Norm]:
     """Refuse what does not fit of a call with two streams; see `check_norm`."""
     name = "qk_norm_rope_joint"
     require = _requirer(name)
-    *tensors, tables, values, norm = arguments
+    *tensors, tables, options, norm = arguments
     streams, weights, second_tables = tensors[:6], tensors[6:10], tensors[10:]
     labels = [f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"]
-    values, norm = resolved_norm(name, dict(zip(labels, streams)), {}, tables, values, norm)
+    options, norm = resolved_norm(name, dict(zip(labels, streams)), {}, tables, options, norm)
     for label, x in zip(labels, streams):
         require(isinstance(x, Tensor) and x.dim() == 4, lambda: f"{label} is not a tensor (B, S, H, D)")
     for label, x in zip(labels, streams):
@@ -357,7 +354,7 @@ def check_norm_joint(*arguments: Any) -> tuple[tuple[Any, ...], Norm]:
     require(len(given) < 2, lambda: f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
     of_second = tables if second_tables[0] is None else (*second_tables, None, None, None)
     for n, own in enumerate((tables, of_second)):
-        check_norm(streams[3 * n], streams[3 * n + 1], weights[2 * n], weights[2 * n + 1], own, values, norm, name)
+        check_norm(streams[3 * n], streams[3 * n + 1], weights[2 * n], weights[2 * n + 1], own, options, norm, name)
     cos, other = tables[0], of_second[0]
     require(cos.dtype == other.dtype, lambda: f"the first table is {cos.dtype} but the second {other.dtype}")
     require(
@@ -373,7 +370,7 @@ def check_norm_joint(*arguments: Any) -> tuple[tuple[Any, ...], Norm]:
     require(not norm.across_heads, "across_heads does not go with two streams")
     for table in (cos, other):
         require(table.dim() != 4 or table.shape[2] == 1, "tables for each head do not go with two streams")
-    return values, norm
+    return options, norm
 
 
 def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, require: Require) -> None:
@@ -396,9 +393,8 @@ def _refuse_gradients(require: Require, **tensors: Tensor | None) -> None:
         )
 
 
-def check_positions(q: Tensor, tables: Tables, values: tuple[Any, ...], name: str) -> None:
+def check_positions(q: Tensor, tables: Tables, options: Options, name: str) -> None:
     """Refuse positions outside of the table, whichever way they are given. Waits for the device."""
-    options = Options(*values)
     whole = (getattr(x, "full_tensor", lambda x=x: x)() for x in tables[2:])  # of DTensors
     cos, cu_seqlens, start_positions, position_ids = tables[0], *whole
     _, seqlen, _, _ = _axes(q, options.layout)
@@ -421,17 +417,14 @@ def check_slots(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, name: st
         raise InvalidInput(f"{name}: slot_mapping goes up to {highest}, but the caches have slots 0 to {count - 1}")
 
 
-def check(
-    q: Tensor, k: Tensor | None, tables: Tables, values: tuple[Any, ...], name: str = "", label: str = "q"
-) -> tuple[Any, ...]:
+def check(q: Tensor, k: Tensor | None, tables: Tables, options: Options, name: str = "", label: str = "q") -> Options:
     """Refuse what does not fit, naming the argument, what was given and what is allowed; the options, `resolved`.
 
     label: the argument that q is, or is a part of.
     """
-    name = name or ("apply_rope_" if values[-1] else "apply_rope")
+    name = name or ("apply_rope_" if options.in_place else "apply_rope")
     cos, sin, cu_seqlens, start_positions, position_ids = tables
-    values = resolved(name, {label: q}, {"k": k}, tables, values)
-    options = Options(*values)
+    options = resolved(name, {label: q}, {"k": k}, tables, options)
     require = _requirer(name)
     forward_mode = forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in (q, k, cos, sin)
@@ -447,7 +440,7 @@ def check(
     _check_lengths(q, cu_seqlens, start_positions, options, require)
     _check_position_ids(q, tables, options, require)
     _check_tables(q, k, cos, sin, cu_seqlens is not None, position_ids is not None, options, require)
-    return values
+    return options
 
 
 Require = Callable[[bool, "str | Callable[[], str]"], None]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..plan.problem import value_view
-from ..plan.spec import Options
+from ..plan.spec import Given, Options
 from ..plan.views import Tables
 from . import checks, reference
 from . import launch as runtime
@@ -23,9 +23,6 @@ from . import library as ops
 from .launch import Check
 from .library import N_TABLES, Outputs, Parts, as_op, keep, rotate_back, rotate_back_qkv, spare_stays, turned_back
 
-_IN_PLACE, _Q_PER_GROUP, _VALUES, _K_TOO = (
-    Options._fields.index(name) for name in ("in_place", "q_per_group", "values", "k_too")
-)
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _written = torch._C._increment_version
@@ -39,10 +36,10 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rotate: Any, check: Check, options: tuple[Any, ...], q: Tensor, k: Tensor | None, *tables: Any
+        ctx: Any, rotate: Any, check: Check, options: Options, q: Tensor, k: Tensor | None, *tables: Any
     ) -> Any:  # fmt: skip
         keep(ctx, tables, options)  # type: ignore[arg-type]
-        ctx.in_place = options[-1]
+        ctx.in_place = options.in_place
         if ctx.in_place:
             ctx.mark_dirty(*(x for x in (q, k) if x is not None))
         q_out, k_out = rotate(q, k, tables, options, check)
@@ -54,7 +51,7 @@ class _Recorded(torch.autograd.Function):
         tables = ctx.saved_tensors  # once: a checkpoint gives them once
         rotated = rotate_back(call, tables, ctx.options, dq, dk)
         if ctx.in_place:  # what stayed passes its gradient on
-            cu_seqlens, values = tables[2], Options(*ctx.options)
+            cu_seqlens, values = tables[2], ctx.options
             rotated = tuple(  # type: ignore[assignment]
                 y if g is None or y is None else spare_stays(g, y, cu_seqlens, values)
                 for g, y in zip((dq, dk), rotated)
@@ -66,7 +63,7 @@ class _RecordedView(torch.autograd.Function):
     """A tensor that was rotated in place: torch records a view of another tensor only by itself."""
 
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], x: Tensor, *tables: Any) -> Tensor:
+    def forward(ctx: Any, options: Options, x: Tensor, *tables: Any) -> Tensor:
         keep(ctx, tables, options)  # type: ignore[arg-type]
         ctx.mark_dirty(x)
         return x
@@ -75,7 +72,7 @@ class _RecordedView(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         tables = ctx.saved_tensors
         rotated = call(grad, None, tables, ctx.options)[0]
-        rotated = spare_stays(grad, rotated, tables[2], Options(*ctx.options))
+        rotated = spare_stays(grad, rotated, tables[2], ctx.options)
         return None, rotated, *(None,) * N_TABLES
 
 
@@ -83,7 +80,7 @@ class _RecordedQKV(torch.autograd.Function):
     """The same for packed QKV; with `values` off the third output is a view of the input."""
 
     @staticmethod
-    def forward(ctx: Any, check: Check, options: tuple[Any, ...], qkv: Tensor, *tables: Any) -> Any:
+    def forward(ctx: Any, check: Check, options: Options, qkv: Tensor, *tables: Any) -> Any:
         parts = call_qkv(qkv, tables, options, check)  # type: ignore[arg-type]
         ctx.k_like = (parts[1].shape, parts[1].dtype, parts[1].device)
         keep(ctx, tables, options)  # type: ignore[arg-type]
@@ -96,7 +93,7 @@ class _RecordedQKV(torch.autograd.Function):
 
 class _RecordedQKVInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, check: Check, options: tuple[Any, ...], qkv: Tensor, *tables: Any) -> Any:
+    def forward(ctx: Any, check: Check, options: Options, qkv: Tensor, *tables: Any) -> Any:
         ctx.save_for_backward(*tables)
         ctx.options = turned_back(options, in_place=True)
         ctx.mark_dirty(qkv)
@@ -138,18 +135,14 @@ def sharded(*tensors: Tensor | None) -> bool:
     return any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in tensors if x is not None)
 
 
-def call(q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], check: Check = None) -> Outputs:
-    """Rotate, whoever watches. `options` are the values of `Options`; `check` refuses bad input.
-
-    A plain call goes straight to the launch, past torch's dispatcher.
-    """
-    in_place = options[-1]
+def call(q: Tensor, k: Tensor | None, tables: Tables, given: Given, check: Check = None) -> Outputs:
+    """Rotate, past torch's dispatcher if nothing watches the call. `check` refuses bad input."""
     if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
-        out = runtime.rope_again(q, k, tables, options)
+        out = runtime.rope_again(q, k, tables, given)
         if out is not None:
-            if in_place:
-                _written((q,) if k is None else (q, k))
             return out
+    options = Options(*given)
+    in_place = options.in_place
     plain, wants_grad = _plain((q, k), tables), _wants_grad(q, k)
     if plain and not wants_grad:
         if in_place and (q.is_inference() or (k is not None and k.is_inference())):
@@ -183,18 +176,17 @@ def call(q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], 
         return q, k
     q_out, k_out = ops.rope(q, k, tables, options)
     if in_place:  # traced under autograd: a copy, which Inductor writes in place
-        values = Options(*options)
-        q_out = q.copy_(spare_stays(q, q_out, tables[2], values))
-        k_out = None if k is None else k.copy_(spare_stays(k, k_out, tables[2], values))  # type: ignore[arg-type]
+        q_out = q.copy_(spare_stays(q, q_out, tables[2], options))
+        k_out = None if k is None else k.copy_(spare_stays(k, k_out, tables[2], options))  # type: ignore[arg-type]
     return q_out, k_out
 
 
 def call_fp8(
-    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, options: tuple[Any, ...],
+    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, given: Given,
     check: Check,
 ) -> Outputs:  # fmt: skip
     """`call` with fp8 outputs, which have no gradient: the check refuses what asks for one."""
-    tensors = (q, k, q_scale, k_scale)
+    tensors, options = (q, k, q_scale, k_scale), Options(*given)
     if _plain(tensors, tables) and not _wants_grad(q, k):
         return runtime.rope_fp8(*tensors, tables, options, check)
     rest = {"k": k, "q_scale": q_scale, "k_scale": k_scale}
@@ -208,20 +200,20 @@ def call_fp8(
     return q_out, None if k is None else k_out
 
 
-def call_kv_cache(tensors: Sequence[Any], tables: Tables, options: tuple[Any, ...], check: Check) -> Tensor:
+def call_kv_cache(tensors: Sequence[Any], tables: Tables, given: Given, check: Check) -> Tensor:
     """`call` that stores k and v: q, k, v, both caches, slots and the scales of q, k and v; gives q."""
     q, k, v, k_cache, v_cache = tensors[:5]
-    in_place = options[_IN_PLACE]
     if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
-        out = runtime.rope_kv_cache_again(tensors, tables, options)
+        out = runtime.rope_kv_cache_again(tensors, tables, given)
         if out is not None:
-            _written((k_cache, v_cache, *((q,) if in_place else ()), *((k,) if options[_K_TOO] else ())))
             return out
+    options = Options(*given)
+    in_place = options.in_place
     name = "apply_rope_kv_cache_" if in_place else "apply_rope_kv_cache"
     written = {"k_cache": k_cache, "v_cache": v_cache}
-    written |= ({"q": q} if in_place else {}) | ({"k": k} if options[_K_TOO] is not False else {})
-    given = not any(x is None for x in tensors[:6])
-    if given and _plain(tensors, tables) and not _wants_grad(q, k, v, k_cache, v_cache):
+    written |= ({"q": q} if in_place else {}) | ({"k": k} if options.k_too is not False else {})
+    complete = not any(x is None for x in tensors[:6])
+    if complete and _plain(tensors, tables) and not _wants_grad(q, k, v, k_cache, v_cache):
         if any(x.is_inference() for x in written.values()):
             checks.check_written(name, False, **written)
         out = runtime.rope_kv_cache(*tensors, tables, options, check, True)  # type: ignore[call-arg]
@@ -236,7 +228,7 @@ def call_kv_cache(tensors: Sequence[Any], tables: Tables, options: tuple[Any, ..
         return sharding.rope_kv_cache(call_kv_cache, tensors, tables, options, check)  # type: ignore[no-any-return]
     checks.check_watched(name, False, tables, written)
     check(*tensors, tables, options)  # type: ignore[misc]
-    tensors = (q, k, k if options[_K_TOO] else None, *tensors[2:])
+    tensors = (q, k, k if options.k_too else None, *tensors[2:])
     if in_place:
         torch.ops.jitrope.rope_kv_cache_(*tensors, *as_op(tables, options))
         return q  # type: ignore[no-any-return]
@@ -247,9 +239,10 @@ def _wants_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
-def call_qkv(qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check = None) -> Parts:
+def call_qkv(qkv: Tensor, tables: Tables, given: Given, check: Check = None) -> Parts:
     """`call` of packed QKV: q, k and v; three times qkv in place."""
-    in_place = options[_IN_PLACE]
+    options = Options(*given)
+    in_place = options.in_place
     plain, wants_grad = _plain((qkv,), tables), _wants_grad(qkv)
     if plain and not wants_grad:
         if in_place and qkv.is_inference():
@@ -261,7 +254,7 @@ def call_qkv(qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check
     if check is not None:
         name = "apply_rope_qkv_" if in_place else "apply_rope_qkv"
         options = checks.resolved(name, {"qkv": qkv}, {}, tables, options, plain)
-    values = options[_VALUES]
+    values = options.values
     if not plain and sharded(qkv, *tables):
         from . import sharding
 
@@ -279,13 +272,13 @@ def call_qkv(qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check
         return qkv, qkv, qkv
     q, k, v = torch.ops.jitrope.rope_qkv(qkv, *as_op(tables, options))
     if in_place:
-        value = v if values else value_view(qkv, options[_Q_PER_GROUP])
-        rotated = reference.join_qkv(q, k, value, options[_Q_PER_GROUP])
-        return (qkv.copy_(spare_stays(qkv, rotated, tables[2], Options(*options))),) * 3
-    return q, k, v if values else value_view(qkv, options[_Q_PER_GROUP])
+        value = v if values else value_view(qkv, options.q_per_group)
+        rotated = reference.join_qkv(q, k, value, options.q_per_group)
+        return (qkv.copy_(spare_stays(qkv, rotated, tables[2], options)),) * 3
+    return q, k, v if values else value_view(qkv, options.q_per_group)
 
 
-def call_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: tuple[Any, ...]) -> Tensor:
+def call_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: Options) -> Tensor:
     """q and k rotated, and v, in one packed tensor."""
     if _plain((dq, dk, dv), tables) and not _wants_grad(dq, dk, dv):
         return runtime.rope_qkv_backward(dq, dk, dv, tables, options)

@@ -32,7 +32,7 @@ from ..plan.problem import (
     refuse_meeting,
     separate_views,
 )
-from ..plan.spec import LAYOUT_AXES, ROPE_KINDS, Norm, Options, RopeSpec
+from ..plan.spec import LAYOUT_AXES, ROPE_KINDS, Given, Norm, Options, RopeSpec
 from ..plan.views import FP8, Tables, Weights, table_pair
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
@@ -48,9 +48,6 @@ MAX_RECENT_KINDS = 8
 """Sets of options, and for each kinds of tensors, that a thread looks at before anything else."""
 
 _POINTERS = 15
-_Q_PER_GROUP, _VALUES, _FP8, _K_TOO = (
-    Options._fields.index(name) for name in ("q_per_group", "values", "fp8", "k_too")
-)
 _NORM_POINTERS = 15 + _POINTERS
 _PACK, _PACK_NORM = (struct.Struct(f"{count}q").pack_into for count in (_POINTERS, _NORM_POINTERS))
 _NO_SOURCES = (0,) * 6
@@ -80,6 +77,7 @@ def _nothing() -> list[Tensor]:
 _get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
 _get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 _empty_like = torch.empty_like
+_written = torch._C._increment_version
 
 Check = Callable[..., Any] | None
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -98,6 +96,7 @@ class Launch:
         "blocks",
         "device",
         "enqueue",
+        "options",
         "pack",
         "reach",
         "sin_offset",
@@ -105,12 +104,14 @@ class Launch:
     )
 
     def __init__(
-        self, plan: heuristics.Plan, device: int, words: list[int], sin_offsets: tuple[int, int], reach: int
-    ) -> None:
+        self, plan: heuristics.Plan, device: int, words: list[int], sin_offsets: tuple[int, int], reach: int,
+        options: Options,
+    ) -> None:  # fmt: skip
         with torch.cuda.device(device):
             kernel = get_kernel(plan.spec, device)
             kernel.bind_thread()
         self.device = device
+        self.options = options  # resolved
         self.alignments: list[int] = []  # of a kept call's tensors, in bytes past 16
         self.sin_offset, self.sin_offset2 = sin_offsets  # bytes from cos to sin, where they are one tensor
         self.reach = reach  # bytes, past which no two tensors of a call can meet
@@ -161,10 +162,10 @@ def _table_addresses(tables: Tables, launch: Launch) -> list[int]:
 
 
 def rope(
-    q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...], check: Check = None,
+    q: Tensor, k: Tensor | None, tables: Tables, options: Options, check: Check = None,
     plain: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Rotate CUDA tensors; `options` are the values of `Options`, with a `check` as the caller wrote them.
+    """Rotate CUDA tensors; with a `check` the options are as the caller wrote them.
 
     `check` runs once for each kind of call, before anything else, and returns the options converted to their types. The
     key holds all that it, the plan and the argument block look at. plain: neither this call nor a later one like it is
@@ -173,20 +174,18 @@ def rope(
     key = ("rope", options, *map(_key, (q, k, *tables)))
     launch = _found(key)
     if launch is _MISSING:
-        o = Options(*(options if check is None else check(q, k, tables, options)))
+        o = options if check is None else check(q, k, tables, options)
         launch = _remember(key, _prepare(*head_views(q, k, o), tables, None, o))
-    if options[-1] and k is not None and launch is not None:
+    if options.in_place and k is not None and launch is not None:
         launch.keep_apart("apply_rope_", {"q": q, "k": k}, ("q", "k"))
     if plain and k is not None and tables[2] is tables[3] is None and _aligned(q, k, *tables[:2]):
         cos, sin, *rest = tables
         tensors = (q, k if k is not q else k.detach(), cos, None if sin is cos else sin, *rest)
         _keep_in_mind(options, tuple(x for x in tensors if x is not None), launch)
-    return _run_rope(launch, q, k, tables, options[-1])
+    return _run_rope(launch, q, k, tables, options.in_place)
 
 
-def rope_again(
-    q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...]
-) -> tuple[Tensor, Tensor | None] | None:
+def rope_again(q: Tensor, k: Tensor | None, tables: Tables, given: Given) -> tuple[Tensor, Tensor | None] | None:
     """The same for a call of a kind that this thread has had lately, or None.
 
     One check in C++ stands for all questions about the tensors. It also sees what watches a call (autograd,
@@ -197,7 +196,7 @@ def rope_again(
     if k is None or cu_seqlens is not None or starts is not None:
         return None
     try:
-        kinds = _local.recent[options]
+        kinds = _local.recent[given]
         if q.is_nested or k.is_nested:  # a guard given a nested tensor aborts the process
             return None
     except (AttributeError, KeyError, TypeError):  # no tensor, or an option without a hash: the check refuses both
@@ -205,13 +204,13 @@ def rope_again(
     if k is q:
         k = k.detach()
     if sin is cos:  # a guard refuses a tensor that it has twice
-        given: tuple[Tensor, ...] = (q, k, cos) if ids is None else (q, k, cos, ids)
+        tensors: tuple[Tensor, ...] = (q, k, cos) if ids is None else (q, k, cos, ids)
     else:
-        given = (q, k, cos, sin) if ids is None else (q, k, cos, sin, ids)
-    count = len(given)
+        tensors = (q, k, cos, sin) if ids is None else (q, k, cos, sin, ids)
+    count = len(tensors)
     try:
         for n, matches, launch in kinds:  # noqa: B007  launch is used behind the loop
-            if n == count and matches(*given):
+            if n == count and matches(*tensors):
                 break
         else:
             return None
@@ -222,10 +221,11 @@ def rope_again(
         return None
     sin_at += launch.sin_offset
     ids_at = 0 if ids is None else ids.data_ptr()
-    if options[-1]:
+    if launch.options.in_place:
         if -launch.reach < k_at - q_at < launch.reach and (k_at - q_at,) not in launch.apart:
             launch.keep_apart("apply_rope_", {"q": q, "k": k}, ("q", "k"))
         _PACK(launch.args, 0, q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
+        _written((q, k))
     else:
         q, k = _empty_like(q), _empty_like(k)
         out, k_out = q.data_ptr(), k.data_ptr()
@@ -252,7 +252,7 @@ def _run_rope(
 
 
 def rope_fp8(
-    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, options: tuple[Any, ...],
+    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, options: Options,
     check: Check = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same with fp8 outputs, divided by the scales."""
@@ -260,7 +260,7 @@ def rope_fp8(
     key = ("rope_fp8", options, *map(_key, (*tensors, *tables)))
     launch = _found(key)
     if launch is _MISSING:
-        o = Options(*(options if check is None else check(*tensors, tables, options)))
+        o = options if check is None else check(*tensors, tables, options)
         launch = _remember(key, _prepare(*head_views(q, k, o), tables, None, o))
     q_out, k_out = torch.empty_like(q, dtype=FP8), None if k is None else torch.empty_like(k, dtype=FP8)
     if launch is not None:
@@ -271,16 +271,16 @@ def rope_fp8(
 
 def rope_kv_cache(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-    q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, tables: Tables, options: tuple[Any, ...],
+    q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, tables: Tables, options: Options,
     check: Check = None, plain: bool = False,
 ) -> Tensor:  # fmt: skip
     """Rotate q and k, store k and v in caches; q comes back, in place or fresh."""
     tensors = (q, k, v, k_cache, v_cache, slot_mapping, q_scale, k_scale, v_scale)
     key = ("rope_kv_cache", options, *map(_key, (*tensors, *tables)))
-    in_place = options[-1]
+    in_place = options.in_place
     launch = _found(key)
     if launch is _MISSING:
-        o = Options(*(options if check is None else check(*tensors, tables, options)))
+        o = options if check is None else check(*tensors, tables, options)
         (q_view, k_view, _), (q_out_view, *_) = head_views(q, k, o)
         inputs = (q_view, k_view, head_views(v, None, o._replace(in_place=True))[0][0])
         outputs = (q_out_view, cache_view(k_cache), cache_view(v_cache))
@@ -289,25 +289,26 @@ def rope_kv_cache(
         _keep_cache_apart(launch, tensors, options)
     if plain and _aligned(*tensors[:5], *tables[:2]):  # type: ignore[arg-type]
         _keep_in_mind(options, _distinct(_for_a_guard((*tensors, *tables))), launch)
-    q_out = q if in_place else torch.empty_like(q, dtype=FP8 if options[_FP8] else None)
+    q_out = q if in_place else torch.empty_like(q, dtype=FP8 if options.fp8 else None)
     if launch is not None:
         at = _addresses((q, k, v, q_out, k_cache, v_cache))
         launch(*at, *_table_addresses(tables, launch), *_addresses((slot_mapping, q_scale, k_scale, v_scale)))
     return q_out
 
 
-def _keep_cache_apart(launch: Launch, tensors: Sequence[Any], options: tuple[Any, ...]) -> None:
+def _keep_cache_apart(launch: Launch, tensors: Sequence[Any], options: Options) -> None:
     q, k, v, k_cache, v_cache = tensors[:5]
-    written = ("k_cache", "v_cache", *(("q",) if options[-1] else ()), *(("k",) if options[_K_TOO] else ()))
+    written = ("k_cache", "v_cache", *(("q",) if options.in_place else ()), *(("k",) if options.k_too else ()))
     given = {"k_cache": k_cache, "v_cache": v_cache, "q": q, "k": k, "v": v}
-    launch.keep_apart("apply_rope_kv_cache_" if options[-1] else "apply_rope_kv_cache", given, written)
+    launch.keep_apart("apply_rope_kv_cache_" if options.in_place else "apply_rope_kv_cache", given, written)
 
 
-def rope_kv_cache_again(tensors: Sequence[Tensor | None], tables: Tables, options: tuple[Any, ...]) -> Tensor | None:
+def rope_kv_cache_again(tensors: Sequence[Tensor | None], tables: Tables, given: Given) -> Tensor | None:
     """The same for a call of a kind that this thread has had lately, or None; see `rope_again`."""
-    launch, _ = _known(options, (*tensors, *tables))
+    launch, _ = _known(given, (*tensors, *tables))
     if launch is None:
         return None
+    options = launch.options
     q, k, v, k_cache, v_cache, slots, q_scale, k_scale, v_scale = _addresses(tensors)
     cos, sin, *rest = _addresses(tables)
     if (q | k | v | k_cache | v_cache | cos | sin) & 15:
@@ -319,24 +320,24 @@ def rope_kv_cache_again(tensors: Sequence[Tensor | None], tables: Tables, option
             _keep_cache_apart(launch, tensors, options)
         launch.know_apart(distances)
     sin += launch.sin_offset
-    q_out: Tensor = tensors[0]  # type: ignore[assignment]
+    q_in, k_in, _, *caches = tensors[:5]
+    q_out: Any = q_in
     q_out_at = q
-    if not options[-1]:
-        q_out = torch.empty_like(q_out, dtype=FP8 if options[_FP8] else None)
+    if not options.in_place:
+        q_out = torch.empty_like(q_out, dtype=FP8 if options.fp8 else None)
         q_out_at = q_out.data_ptr()
     launch(q, k, v, q_out_at, k_cache, v_cache, cos, sin, *rest, slots, q_scale, k_scale, v_scale)
+    _written((*caches, *((q_in,) if options.in_place else ()), *((k_in,) if options.k_too else ())))  # type: ignore[arg-type]
     return q_out
 
 
-def rope_qkv(
-    qkv: Tensor, tables: Tables, options: tuple[Any, ...], check: Check = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def rope_qkv(qkv: Tensor, tables: Tables, options: Options, check: Check = None) -> tuple[Tensor, Tensor, Tensor]:
     """Packed QKV -> q and k rotated, v copied or a view. In place: q and k where they are; three times qkv."""
     key = ("rope_qkv", options, *map(_key, (qkv, *tables)))
-    in_place = options[-1]
+    in_place = options.in_place
     prepared = _found(key)
     if prepared is _MISSING:
-        o = Options(*(options if check is None else check(qkv, tables, options)))
+        o = options if check is None else check(qkv, tables, options)
         views = qkv_views(qkv, o.q_per_group, o.layout)
         inputs: Views = views
         outputs: Views = views
@@ -347,7 +348,7 @@ def rope_qkv(
         launch = _prepare(inputs, outputs, tables, None, o)
         prepared = _remember(key, (launch, o.q_per_group, *_byte_offsets(views)))
     launch, q_per_group, k_offset, v_offset = prepared
-    parts = (qkv, qkv, qkv) if in_place else empty_parts(qkv, q_per_group, qkv.device, options[_VALUES])
+    parts = (qkv, qkv, qkv) if in_place else empty_parts(qkv, q_per_group, qkv.device, options.values)
     if launch is not None:
         at = qkv.data_ptr()
         inputs_at = (at, at + k_offset, at + v_offset)
@@ -356,14 +357,14 @@ def rope_qkv(
     return parts
 
 
-def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: tuple[Any, ...]) -> Tensor:
+def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: Options) -> Tensor:
     """The other way: q and k rotated, and v, written into one packed tensor."""
     grads = (dq, dk, dv)
     key = ("rope_qkv_backward", options, *map(_key, (*grads, *tables)))
-    dqkv = dq.new_empty((*dk.shape[:-1], (options[_Q_PER_GROUP] + 2) * dk.shape[-1]))
+    dqkv = dq.new_empty((*dk.shape[:-1], (options.q_per_group + 2) * dk.shape[-1]))
     prepared = _found(key)
     if prepared is _MISSING:
-        o = Options(*options)
+        o = options
         outputs = qkv_views(dqkv, o.q_per_group, o.layout)
         launch = _prepare(separate_views(*grads, o), outputs, tables, None, o)
         prepared = _remember(key, (launch, *_byte_offsets(outputs)))
@@ -374,12 +375,12 @@ def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, option
     return dqkv
 
 
-def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: tuple[Any, ...]) -> None:
+def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: Options) -> None:
     """q and k rotated, v copied, in one launch, into tensors of the caller's, whose heads may lie apart."""
     key = ("rope_into", options, *map(_key, (*inputs, *outputs, *tables)))
     launch = _found(key)
     if launch is _MISSING:
-        o = Options(*options)
+        o = options
         seen = o._replace(in_place=True)
         q, k, v, *outs = (head_views(x, None, seen)[0][0] for x in (*inputs, *outputs))
         launch = _remember(key, _prepare((q, k, v), (outs[0], outs[1], outs[2]), tables, None, o))
@@ -425,9 +426,7 @@ def _known(options: Any, tensors: Sequence[Tensor | None]) -> tuple[Launch | Non
     return None, []
 
 
-def _keep_in_mind(
-    options: tuple[Any, ...], given: Sequence[Tensor], launch: Launch | None, grads_asked: bool = False
-) -> None:
+def _keep_in_mind(options: Any, given: Sequence[Tensor], launch: Launch | None, grads_asked: bool = False) -> None:
     """Let `rope_again` know a plain call, whose tensors want no gradient; grads_asked: the caller looks after that."""
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None or launch is None or (not grads_asked and any(x.requires_grad for x in given)):
@@ -493,7 +492,7 @@ def _prepare(
     pairs = [tables[:2], normed.second_tables] if normed and normed.second_tables else [tables[:2], tables[:2]]
     offsets = [table_pair(*pair, options.table)[1].data_ptr() - pair[1].data_ptr() for pair in pairs]  # type: ignore[call-arg,arg-type]
     reach = max(extent(x) for x in (*inputs, *outputs) if x is not None)
-    return Launch(plan, device.index, words, (offsets[0], offsets[1]), reach)
+    return Launch(plan, device.index, words, (offsets[0], offsets[1]), reach, options)
 
 
 # ---- QK-norm + rope ------------------------------------------------------------------------------
@@ -501,7 +500,7 @@ def _prepare(
 
 def qk_norm_rope(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, tables: Tables,
-    options: tuple[Any, ...], norm: Norm, check: Check = None, plain: bool = False,
+    options: Options, norm: Norm, check: Check = None, plain: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Normalise and rotate CUDA tensors; as `rope`."""
     weights = (q_weight, k_weight)
@@ -509,10 +508,9 @@ def qk_norm_rope(
     key = ("qk_norm_rope", options, norm, *map(_key, (*tensors, *tables)))
     launch = _found(key)
     if launch is _MISSING:
-        values, normed = (options, norm) if check is None else check(*tensors, tables, options, norm)
-        o = Options(*values)
+        o, normed = (options, norm) if check is None else check(*tensors, tables, options, norm)
         launch = _remember(key, _prepare(*head_views(q, k, o), tables, None, o, NormCall(normed, weights)))
-    if options[-1] and k is not None and launch is not None:
+    if options.in_place and k is not None and launch is not None:
         launch.keep_apart("qk_norm_rope_", {"q": q, "k": k}, ("q", "k"))
     if plain and launch is not None and not any(table.requires_grad for table in tables[:2]):
         distinct = _distinct(_for_a_guard((*tensors, *tables)))
@@ -522,34 +520,38 @@ def qk_norm_rope(
 
 
 def qk_norm_rope_again(
-    q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, options: tuple[Any, ...], norm: Norm
+    q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, given: Given, norm: Norm
 ) -> tuple[Tensor, Tensor | None] | None:
     """The same for a call of a kind that this thread has had lately, or None; see `rope_again`.
 
     For a call that wants no gradient: a model's weights ask for one under torch.no_grad() too, and a guard does not
     know of that.
     """
-    launch, given = _known((options, norm), (q, k, *weights, *tables))
-    if launch is None or [x.data_ptr() & 15 for x in given] != launch.alignments:
+    launch, tensors = _known((given, norm), (q, k, *weights, *tables))
+    if launch is None or [x.data_ptr() & 15 for x in tensors] != launch.alignments:
         return None
-    if options[-1] and k is not None:
+    options = launch.options
+    if options.in_place and k is not None:
         distance = k.data_ptr() - q.data_ptr()
         if -launch.reach < distance < launch.reach and (distance,) not in launch.apart:
             launch.keep_apart("qk_norm_rope_", {"q": q, "k": k}, ("q", "k"))
-    return _run_norm(launch, q, k, weights, tables, options, norm)
+    out = _run_norm(launch, q, k, weights, tables, options, norm)
+    if options.in_place:
+        _written((q,) if k is None else (q, k))
+    return out
 
 
 def _run_norm(
-    launch: Launch | None, q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, options: tuple[Any, ...],
+    launch: Launch | None, q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, options: Options,
     norm: Norm,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     q_out, k_out = q, k
-    if not options[-1]:
+    if not options.in_place:
         q_out, k_out = torch.empty_like(q), None if k is None else torch.empty_like(k)
     if launch is not None:
         q_at, q_out_at = q.data_ptr(), q_out.data_ptr()
         k_at, k_out_at = (q_at, q_out_at) if k is None else (k.data_ptr(), k_out.data_ptr())  # type: ignore[union-attr]
-        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), options[0], norm), 0, 0, 0, 0, 0, 0, 0)
+        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), options.layout, norm), 0, 0, 0, 0, 0, 0, 0)
         tables_at = _table_addresses(tables, launch)
         launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
     return q_out, k_out
@@ -567,12 +569,12 @@ def qk_norm_rope_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         outputs = joint_parts(*streams[:4])
         first, second, out = (tuple(x.unsqueeze(3) for x in xs) for xs in (streams[:3], streams[3:], outputs))
         call = NormCall(normed, weights, second, second_tables if second_tables[0] is not None else ())
-        launch = _remember(key, _prepare(first, out, tables, None, Options(*values), call))
+        launch = _remember(key, _prepare(first, out, tables, None, values, call))
     outputs = joint_parts(*streams[:4])
     if launch is not None:
         cos, sin = _addresses(second_tables)
         at = _addresses(streams)
-        weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), options[0], norm)
+        weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), options.layout, norm)
         norm_at = (*at, *weights_at, 0, 0, 0, cos, sin + launch.sin_offset2 if sin else 0)
         launch(*norm_at, *at[:3], *_addresses(outputs), *_table_addresses(tables, launch), 0, 0, 0, 0)
     return outputs
@@ -580,7 +582,7 @@ def qk_norm_rope_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def qk_norm_rope_backward(
     dq: Tensor, dk: Tensor | None, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    tables: Tables, options: tuple[Any, ...], norm: Norm,
+    tables: Tables, options: Options, norm: Norm,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of q, k and the weights; `options` rotate back."""
     weights = (q_weight, k_weight)
@@ -588,7 +590,7 @@ def qk_norm_rope_backward(
     key = ("qk_norm_rope_backward", options, norm, *map(_key, (*tensors, *tables)))
     prepared = _found(key)
     if prepared is _MISSING:
-        o = Options(*options)
+        o = options
         grads = head_views(dq, dk, o._replace(in_place=True))[0][:2]
         launch = _prepare(*head_views(q, k, o), tables, None, o, NormCall(norm, weights, grads=grads))
         sizes = [x.shape[-1] * (_heads_of(x, o) if norm.across_heads else 1) for x in (q, k) if x is not None]
@@ -601,7 +603,7 @@ def qk_norm_rope_backward(
     if launch is not None:
         q_at, q_out_at, dq_at = _addresses((q, q_out, dq))
         k_at, k_out_at, dk_at = (q_at, q_out_at, dq_at) if k is None else _addresses((k, k_out, dk))
-        weights_at = _weight_addresses(weights, (q, k), options[0], norm)
+        weights_at = _weight_addresses(weights, (q, k), options.layout, norm)
         norm_at = (*_NO_SOURCES, *weights_at, 0, 0, partial.data_ptr(), dq_at, dk_at, 0, 0)
         tables_at = _table_addresses(tables, launch)
         launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.problem import value_view
-from ..plan.spec import Options
+from ..plan.spec import Given, Options
 from ..plan.views import FP8, Tables, table_pair
 from . import launch as runtime
 from . import reference
@@ -21,21 +21,16 @@ from .reference import RULE
 Outputs = tuple[Tensor, "Tensor | None"]
 Parts = tuple[Tensor, Tensor, Tensor]
 
-_IN_PLACE = Options._fields.index("in_place")
-assert Options._fields[-1] == "in_place"
-_Q_PER_GROUP = Options._fields.index("q_per_group")
-_VALUES = Options._fields.index("values")
-_FP8 = Options._fields.index("fp8")
-_TABLE = Options._fields.index("table")
-_SECTIONS = Options._fields.index("mrope_section")
 
 # ---- the library ops -----------------------------------------------------------------------------
 
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
-_OPTIONS = ", ".join(f"{_TYPES[type(default)]} {name}" for name, default in Options._field_defaults.items())
+_NAMES = [name for name in Options._fields if name != "in_place"]  # in place is an op of its own
+_N_OPTIONS = len(_NAMES)
+_OPTIONS = ", ".join(f"{_TYPES[type(Options._field_defaults[name])]} {name}" for name in _NAMES)
 _TABLES = "Tensor cos, Tensor sin, Tensor? cu_seqlens, Tensor? start_positions, Tensor? position_ids"
 N_TABLES = 5
-_ARGUMENTS = f"{_TABLES}, {_OPTIONS.rsplit(', ', 1)[0]}"
+_ARGUMENTS = f"{_TABLES}, {_OPTIONS}"
 _CACHE = "Tensor v, Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor slot_mapping"
 _SCALES = "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale"
 _lib = torch.library.Library("jitrope", "DEF")
@@ -54,8 +49,7 @@ for _schema in (
     _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _cpu(q: Tensor, k: Tensor | None, tables: Tables, values: tuple[Any, ...]) -> Any:
-    options = Options(*values)
+def _cpu(q: Tensor, k: Tensor | None, tables: Tables, options: Options) -> Any:
     q_out, k_out = reference.rope(q, k, *tables, options)
     if not options.in_place:
         return q_out, k_out
@@ -66,22 +60,20 @@ def _cpu(q: Tensor, k: Tensor | None, tables: Tables, values: tuple[Any, ...]) -
 
 
 def _cpu_fp8(
-    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, values: tuple[Any, ...]
+    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, options: Options
 ) -> Any:
-    return reference.rope_fp8(q, k, q_scale, k_scale, tables, Options(*values))
+    return reference.rope_fp8(q, k, q_scale, k_scale, tables, options)
 
 
 def _cpu_kv_cache(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
-    *tensors, tables, values = rest
-    options = Options(*values)
+    *tensors, tables, options = rest
     q_out, k_out = reference.rope_kv_cache(q, k, *tensors, tables, options)  # type: ignore[call-arg]
     if options.k_too:
         k.copy_(k_out)
     return q.copy_(q_out) if options.in_place else q_out
 
 
-def _cpu_qkv(qkv: Tensor, tables: Tables, values: tuple[Any, ...]) -> Parts:
-    options = Options(*values)
+def _cpu_qkv(qkv: Tensor, tables: Tables, options: Options) -> Parts:
     parts = reference.rope_qkv(qkv, *tables, options)
     if options.in_place:
         rotated = reference.join_qkv(*parts, options.q_per_group)
@@ -90,8 +82,8 @@ def _cpu_qkv(qkv: Tensor, tables: Tables, values: tuple[Any, ...]) -> Parts:
     return parts if options.values else (*parts[:2], value_view(qkv, options.q_per_group))
 
 
-def _cpu_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, values: tuple[Any, ...]) -> Tensor:
-    return reference.rope_qkv_backward(dq, dk, dv, *tables, Options(*values))
+def _cpu_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: Options) -> Tensor:
+    return reference.rope_qkv_backward(dq, dk, dv, *tables, options)
 
 
 def spare_stays(x: Tensor, rotated: Tensor, cu_seqlens: Tensor | None, options: Options) -> Tensor:
@@ -103,18 +95,20 @@ def spare_stays(x: Tensor, rotated: Tensor, cu_seqlens: Tensor | None, options: 
     return torch.where(spare[:, None, None], x, rotated)
 
 
-def _values(options: Sequence[Any], in_place: bool) -> tuple[Any, ...]:
-    """An op's options, which it has as a list where they are a tuple here."""
-    return (*(tuple(o)[o == [0] :] if isinstance(o, list) else o for o in options), in_place)
+def read_options(options: Sequence[Any], in_place: bool = False) -> Options:
+    """The options of an op's arguments: it has a list where they are a tuple here, and [0] for an empty one."""
+    values: Given = (*(tuple(o)[o == [0] :] if isinstance(o, list) else o for o in options), in_place)
+    return Options(*values)
 
 
-def as_op(tables: Tables, options: tuple[Any, ...]) -> tuple[Any, ...]:
+def as_op(tables: Tables, options: Options) -> tuple[Any, ...]:
     """Tables and options as an op takes them. Inductor knows no complex numbers: these go as real views."""
-    if options[_TABLE] == "freqs_cis":
+    if options.table == "freqs_cis":
         tables = (*table_pair(*tables[:2], "freqs_cis"), *tables[2:])
-        options = tuple(Options(*options)._replace(table="cos_sin"))
-    sections = options[_SECTIONS] or (0,)  # AOTInductor hands no empty list over
-    return (*tables, *options[:_SECTIONS], sections, *options[_SECTIONS + 1 : -1])
+        options = options._replace(table="cos_sin")
+    if not options.mrope_section:  # AOTInductor hands no empty list over
+        options = options._replace(mrope_section=(0,))
+    return (*tables, *options[:_N_OPTIONS])
 
 
 def mutating(op: Any, *written: int, gives: bool = False) -> Any:
@@ -132,7 +126,7 @@ def _register(key: str, rope: Any, rope_fp8: Any, rope_kv_cache: Any, rope_qkv: 
     def call(function: Any, tensors: int, in_place: bool = False) -> Any:
         """`function` of an op's first tensors, its tables and its options."""
         return lambda *a: function(
-            *a[:tensors], a[tensors : tensors + N_TABLES], _values(a[tensors + N_TABLES :], in_place)
+            *a[:tensors], a[tensors : tensors + N_TABLES], read_options(a[tensors + N_TABLES :], in_place)
         )
 
     def functional(op: Any) -> Any:
@@ -147,7 +141,7 @@ def _register(key: str, rope: Any, rope_fp8: Any, rope_kv_cache: Any, rope_qkv: 
 
     def functional_qkv(qkv: Tensor, *rest: Any) -> Any:  # an op's outputs may not be views of its inputs
         q, k, v = call(rope_qkv, 1)(qkv, *rest)
-        return q, k, v if rest[N_TABLES + _VALUES] else qkv.new_empty(0)
+        return q, k, v if read_options(rest[N_TABLES:]).values else qkv.new_empty(0)
 
     for name, implementation in {
         "rope": functional(call(rope, 2)),
@@ -182,7 +176,7 @@ def _rope_fp8_fake(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor
 
 @torch.library.register_fake("jitrope::rope_kv_cache", lib=_lib)
 def _rope_kv_cache_fake(q: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(q, dtype=FP8 if rest[9 + N_TABLES + _FP8] else q.dtype)
+    return torch.empty_like(q, dtype=FP8 if read_options(rest[9 + N_TABLES :]).fp8 else q.dtype)
 
 
 @torch.library.register_fake("jitrope::rope_", lib=_lib)
@@ -195,32 +189,32 @@ def _in_place_fake(*_: Any) -> None:
 @torch.library.register_fake("jitrope::rope_qkv", lib=_lib)
 def _qkv_fake(qkv: Tensor, *rest: Any) -> Parts:
     *lead, groups, width = qkv.shape
-    q_per_group = rest[N_TABLES + _Q_PER_GROUP]
+    q_per_group = read_options(rest[N_TABLES:]).q_per_group
     q = qkv.new_empty((*lead, groups * q_per_group, width // (q_per_group + 2)))
     k = qkv.new_empty((*lead, groups, width // (q_per_group + 2)))
-    return q, k, torch.empty_like(k) if rest[N_TABLES + _VALUES] else qkv.new_empty(0)
+    return q, k, torch.empty_like(k) if read_options(rest[N_TABLES:]).values else qkv.new_empty(0)
 
 
 @torch.library.register_fake("jitrope::rope_qkv_backward", lib=_lib)
 def _qkv_backward_fake(dq: Tensor, dk: Tensor, dv: Tensor, *rest: Any) -> Tensor:
-    return dq.new_empty((*dk.shape[:-1], (rest[N_TABLES + _Q_PER_GROUP] + 2) * dk.shape[-1]))
+    return dq.new_empty((*dk.shape[:-1], (read_options(rest[N_TABLES:]).q_per_group + 2) * dk.shape[-1]))
 
 
-def rope(q: Tensor, k: Tensor | None, tables: Tables, options: tuple[Any, ...]) -> Outputs:
+def rope(q: Tensor, k: Tensor | None, tables: Tables, options: Options) -> Outputs:
     """The op of fresh tensors; without k it is None again."""
     q_out, k_out = torch.ops.jitrope.rope(q, k, *as_op(tables, options))
     return q_out, None if k is None else k_out
 
 
-def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: tuple[Any, ...]) -> Tensor:
+def rope_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, tables: Tables, options: Options) -> Tensor:
     """The op."""
     return torch.ops.jitrope.rope_qkv_backward(dq, dk, dv, *as_op(tables, options))  # type: ignore[no-any-return]
 
 
-def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: tuple[Any, ...]) -> None:
+def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: Options) -> None:
     """`runtime.rope_into` in plain torch."""
     q, k, v = inputs
-    q, k = reference.rope(q, k, *tables, Options(*options))  # type: ignore[assignment]
+    q, k = reference.rope(q, k, *tables, options)  # type: ignore[assignment]
     for out, x in zip(outputs, (q, k, v)):
         out.copy_(x)
 
@@ -229,17 +223,15 @@ def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: tuple[Any,
 
 
 @lru_cache(maxsize=1024)
-def turned_back(options: tuple[Any, ...], in_place: bool = False) -> tuple[Any, ...]:
+def turned_back(options: Options, in_place: bool = False) -> Options:
     """The options of the gradient: a rotation's transpose is the rotation back, from output to input."""
-    o = Options(*options)
-    return tuple(
-        o._replace(
-            conjugate=not o.conjugate, interleaved=o.interleaved_out, interleaved_out=o.interleaved, in_place=in_place
-        )
+    o = options
+    return o._replace(
+        conjugate=not o.conjugate, interleaved=o.interleaved_out, interleaved_out=o.interleaved, in_place=in_place
     )
 
 
-def keep(ctx: Any, tables: Tables, options: tuple[Any, ...]) -> None:
+def keep(ctx: Any, tables: Tables, options: Options) -> None:
     """Tables, lengths, starts and positions; never q or k."""
     ctx.options = turned_back(options)
     ctx.set_materialize_grads(False)
@@ -247,7 +239,7 @@ def keep(ctx: Any, tables: Tables, options: tuple[Any, ...]) -> None:
 
 
 def rotate_back(
-    rotate: Callable[..., Outputs], tables: Tables, options: tuple[Any, ...], dq: Tensor | None, dk: Tensor | None
+    rotate: Callable[..., Outputs], tables: Tables, options: Options, dq: Tensor | None, dk: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of q and k, by the op or by `dispatch.call`."""
     if dq is not None:
@@ -262,42 +254,40 @@ def rotate_back_qkv(rotate: Callable[..., Tensor], ctx: Any, *grads: Tensor | No
     if all(x is None for x in grads):
         return None
     (*lead, groups, dim), dtype, device = ctx.k_like
-    sizes = ((*lead, groups * ctx.options[_Q_PER_GROUP], dim), (*lead, groups, dim), (*lead, groups, dim))
+    sizes = ((*lead, groups * ctx.options.q_per_group, dim), (*lead, groups, dim), (*lead, groups, dim))
     dq, dk, dv = (torch.zeros(size, dtype=dtype, device=device) if x is None else x for size, x in zip(sizes, grads))
     return rotate(dq, dk, dv, ctx.saved_tensors, ctx.options)
 
 
 def _setup_rope(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.has_k = inputs[1] is not None
-    keep(ctx, inputs[2 : 2 + N_TABLES], _values(inputs[2 + N_TABLES :], False))  # type: ignore[arg-type]
+    keep(ctx, inputs[2 : 2 + N_TABLES], read_options(inputs[2 + N_TABLES :]))  # type: ignore[arg-type]
 
 
 def _backward_rope(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
     return *rotate_back(rope, ctx.saved_tensors, ctx.options, dq, dk if ctx.has_k else None), *(None,) * (
-        N_TABLES - 1 + len(ctx.options)
+        N_TABLES + _N_OPTIONS
     )
 
 
 def _setup_qkv(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.k_like = (output[1].shape, output[1].dtype, output[1].device)
-    keep(ctx, inputs[1 : 1 + N_TABLES], _values(inputs[1 + N_TABLES :], False))  # type: ignore[arg-type]
+    keep(ctx, inputs[1 : 1 + N_TABLES], read_options(inputs[1 + N_TABLES :]))  # type: ignore[arg-type]
 
 
 def _backward_qkv(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> tuple[Any, ...]:
     dv = None if dv is None or dv.numel() == 0 else dv  # no values: v's gradient comes through the view
-    return rotate_back_qkv(rope_qkv_backward, ctx, dq, dk, dv), *(None,) * (N_TABLES - 1 + len(ctx.options))
+    return rotate_back_qkv(rope_qkv_backward, ctx, dq, dk, dv), *(None,) * (N_TABLES + _N_OPTIONS)
 
 
 def _setup_qkv_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[3 : 3 + N_TABLES])
-    ctx.options = turned_back(_values(inputs[3 + N_TABLES :], False))
+    ctx.options = turned_back(read_options(inputs[3 + N_TABLES :]))
 
 
 def _backward_of_qkv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    options = tuple(Options(*ctx.options)._replace(values=True))
-    return *torch.ops.jitrope.rope_qkv(grad, *ctx.saved_tensors, *options[:-1]), *(None,) * (
-        N_TABLES - 1 + len(options)
-    )
+    options = ctx.options._replace(values=True)
+    return *torch.ops.jitrope.rope_qkv(grad, *as_op(ctx.saved_tensors, options)), *(None,) * (N_TABLES + _N_OPTIONS)
 
 
 def _no_backward(ctx: Any, *_: Any) -> Any:

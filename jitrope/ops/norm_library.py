@@ -11,13 +11,13 @@ from torch.autograd import forward_ad
 
 from ..base.errors import InvalidInput, JitropeError
 from ..plan.problem import joint_parts
-from ..plan.spec import Norm, Options
+from ..plan.spec import Given, Norm, Options
 from ..plan.views import Tables, Weights, table_pair
 from . import checks, reference
 from . import launch as runtime
 from .dispatch import _dispatch_modes, _is_compiling, _plain, _wants_grad, _written, sharded
 from .launch import Check
-from .library import _ARGUMENTS, _TABLE, N_TABLES, Outputs, Parts, _lib, _values, as_op, mutating, turned_back
+from .library import _ARGUMENTS, _N_OPTIONS, N_TABLES, Outputs, Parts, _lib, as_op, mutating, read_options, turned_back
 
 _NORM = "str norm_rounding, bool across_heads, bool zero_centered, float eps"
 _WEIGHTS = "Tensor? q_weight, Tensor? k_weight"
@@ -41,8 +41,7 @@ for _schema in (
 
 
 def _cpu(q: Tensor, k: Tensor | None, *rest: Any) -> Outputs:
-    weights, tables, values, norm = rest[:2], *rest[2:]
-    options = Options(*values)
+    weights, tables, options, norm = rest[:2], *rest[2:]
     outputs = reference.qk_norm_rope(q, k, *weights, tables, options, norm)  # type: ignore[call-arg]
     if not options.in_place:
         return outputs
@@ -54,15 +53,15 @@ def _cpu(q: Tensor, k: Tensor | None, *rest: Any) -> Outputs:
 
 def _cpu_joint(*arguments: Any) -> Parts:
     streams, weights, second_tables = arguments[:6], arguments[6:10], arguments[10:_N_JOINT]
-    tables, values, norm = arguments[_N_JOINT:]
+    tables, options, norm = arguments[_N_JOINT:]
     return reference.qk_norm_rope_joint(
-        streams[:3], streams[3:], weights[:2], weights[2:], tables, Options(*values), norm, second_tables
+        streams[:3], streams[3:], weights[:2], weights[2:], tables, options, norm, second_tables
     )
 
 
 def _cpu_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    *tensors, tables, values, norm = arguments
-    return reference.qk_norm_rope_backward(*tensors, tables, Options(*values), norm)  # type: ignore[call-arg]
+    *tensors, tables, options, norm = arguments
+    return reference.qk_norm_rope_backward(*tensors, tables, options, norm)  # type: ignore[call-arg]
 
 
 def _register(key: str, forward: Any, joint: Any, backward: Any) -> None:
@@ -71,7 +70,7 @@ def _register(key: str, forward: Any, joint: Any, backward: Any) -> None:
 
         def called(*a: Any) -> Any:
             norm, rest = Norm(*a[tensors : tensors + _N]), a[tensors + _N :]
-            return function(*a[:tensors], rest[:N_TABLES], _values(rest[N_TABLES:], in_place), norm)
+            return function(*a[:tensors], rest[:N_TABLES], read_options(rest[N_TABLES:], in_place), norm)
 
         return called
 
@@ -130,9 +129,9 @@ def _backward_fake(dq: Tensor, dk: Tensor | None, q: Tensor, *rest: Any) -> tupl
 # ---- the backward ----------------------------------------------------------------------------------
 
 
-def _keep(ctx: Any, tensors: Sequence[Tensor | None], tables: Tables, options: tuple[Any, ...], norm: Norm) -> None:
+def _keep(ctx: Any, tensors: Sequence[Tensor | None], tables: Tables, options: Options, norm: Norm) -> None:
     # Roundings pass gradients on as they are: one kernel for all, with contracted products, which are the fewest.
-    ctx.options = tuple(Options(*turned_back(options))._replace(rounding="complex64"))
+    ctx.options = turned_back(options)._replace(rounding="complex64")
     ctx.norm = norm._replace(rounding="none")
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *tables)
@@ -154,7 +153,7 @@ def _grads(
 
 def call_backward(
     dq: Tensor, dk: Tensor | None, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    tables: Tables, options: tuple[Any, ...], norm: Norm,
+    tables: Tables, options: Options, norm: Norm,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of q, k and the weights, past torch's dispatcher where nothing watches."""
     tensors = (dq, dk, q, k, q_weight, k_weight)
@@ -189,24 +188,24 @@ def _joint_grads(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | No
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rest = inputs[4 + _N :]
     ctx.has_k = inputs[1] is not None
-    _keep(ctx, inputs[:4], rest[:N_TABLES], _values(rest[N_TABLES:], False), Norm(*inputs[4 : 4 + _N]))
+    _keep(ctx, inputs[:4], rest[:N_TABLES], read_options(rest[N_TABLES:]), Norm(*inputs[4 : 4 + _N]))
 
 
 def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
     *tensors, cos, sin, cu_seqlens, starts, ids = ctx.saved_tensors
     grads = _grads(ctx, dq, dk if ctx.has_k else None, tensors, (cos, sin, cu_seqlens, starts, ids))
-    return *grads, *(None,) * (_N + N_TABLES + len(ctx.options) - 1)
+    return *grads, *(None,) * (_N + N_TABLES + _N_OPTIONS)
 
 
 def _setup_joint(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rest = inputs[_N_JOINT + _N :]
     q1, k1, _, q2, k2, _ = inputs[:6]
-    options, norm = _values(rest[N_TABLES:], False), Norm(*inputs[_N_JOINT : _N_JOINT + _N])
+    options, norm = read_options(rest[N_TABLES:]), Norm(*inputs[_N_JOINT : _N_JOINT + _N])
     _keep(ctx, (q1, k1, q2, k2, *inputs[6:_N_JOINT]), rest[:N_TABLES], options, norm)
 
 
 def _backward_joint(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    return *_joint_grads(ctx, *grads), *(None,) * (_N + N_TABLES + len(ctx.options) - 1)
+    return *_joint_grads(ctx, *grads), *(None,) * (_N + N_TABLES + _N_OPTIONS)
 
 
 def _no_second_backward(ctx: Any, *_: Any) -> Any:
@@ -226,7 +225,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, check: Check, options: tuple[Any, ...], norm: Norm, q: Tensor, k: Tensor | None, q_weight: Any,
+        ctx: Any, check: Check, options: Options, norm: Norm, q: Tensor, k: Tensor | None, q_weight: Any,
         k_weight: Any, *tables: Any,
     ) -> Any:  # fmt: skip
         _keep(ctx, (q, k, q_weight, k_weight), tables, options, norm)  # type: ignore[arg-type]
@@ -243,7 +242,7 @@ class _Recorded(torch.autograd.Function):
 
 class _RecordedJoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, check: Check, options: tuple[Any, ...], norm: Norm, *tensors: Any) -> Any:
+    def forward(ctx: Any, check: Check, options: Options, norm: Norm, *tensors: Any) -> Any:
         q1, k1, _, q2, k2, _ = tensors[:6]
         _keep(ctx, (q1, k1, q2, k2, *tensors[6:_N_JOINT]), tensors[_N_JOINT:], options, norm)  # type: ignore[arg-type]
         return runtime.qk_norm_rope_joint(*tensors[:_N_JOINT], tensors[_N_JOINT:], options, norm, check)
@@ -257,18 +256,17 @@ class _RecordedJoint(torch.autograd.Function):
 
 
 def call(
-    q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, options: tuple[Any, ...], norm: Norm, check: Check
+    q: Tensor, k: Tensor | None, weights: Weights, tables: Tables, given: Given, norm: Norm, check: Check
 ) -> Outputs:
     """Normalise and rotate, whoever watches; a plain call goes straight to the launch."""
-    in_place = options[-1]
     labels = ("q", "k", "q_weight", "k_weight")
     tensors = (q, k, *weights)
     if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0 and not _wants_grad(*tensors):
-        out = runtime.qk_norm_rope_again(q, k, weights, tables, options, norm)
+        out = runtime.qk_norm_rope_again(q, k, weights, tables, given, norm)
         if out is not None:
-            if in_place:
-                _written((q,) if k is None else (q, k))
             return out
+    options = Options(*given)
+    in_place = options.in_place
     plain, wants_grad = _plain(tensors, tables), _wants_grad(*tensors)
     name = "qk_norm_rope_" if in_place else "qk_norm_rope"
     if in_place and wants_grad:
@@ -302,13 +300,13 @@ def call(
 
 def call_joint(
     streams: Sequence[Tensor], weights: Sequence[Tensor | None], second_tables: Sequence[Tensor | None],
-    tables: Tables, options: tuple[Any, ...], norm: Norm, check: Check,
+    tables: Tables, given: Given, norm: Norm, check: Check,
 ) -> Parts:  # fmt: skip
     """The same of two streams, q, k and v of each; the weights are those of q and k of each.
 
     second_tables: cos and sin of the second, if they are not rows of the tables.
     """
-    tensors = (*streams, *weights, *second_tables)
+    tensors, options = (*streams, *weights, *second_tables), Options(*given)
     own = second_tables[0] is None or _plain(streams[:1], (*second_tables, None, None, None))  # type: ignore[arg-type]
     plain = own and _plain(tensors, tables)
     name, wants_grad = "qk_norm_rope_joint", _wants_grad(*streams, *weights)
@@ -329,6 +327,6 @@ def call_joint(
     if check is not None:
         check(*tensors, tables, options, norm)
     cos, sin = second_tables
-    if options[_TABLE] == "freqs_cis" and cos is not None and sin is not None:
+    if options.table == "freqs_cis" and cos is not None and sin is not None:
         tensors = (*tensors[:10], *table_pair(cos, sin, "freqs_cis"))
     return torch.ops.jitrope.qk_norm_rope_joint(*tensors, *norm, *as_op(tables, options))  # type: ignore[no-any-return]

@@ -27,6 +27,10 @@ LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
 }
 
 
+Given = tuple[Any, ...]
+"""The values of `Options` as a caller wrote them: of any type, and with None for a default."""
+
+
 class Options(NamedTuple):
     """What a call asks for, beside its tensors; the words are `apply_rope`'s."""
 
