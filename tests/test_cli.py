@@ -1001,6 +1001,6 @@ def plans_of(call: Call, launch: str):
     else:
         yield plan_call(*head_views(q, k, options), tables, None, options, 132, NormCall(norm, tuple(weights)))[0]
     if call.backward:
-        back = Options(*turned_back(tuple(options)))._replace(rounding="complex64")
+        back = turned_back(options)._replace(rounding="complex64")
         normed = NormCall(norm._replace(rounding="none"), tuple(weights), grads=head_views(q, k, back)[0][:2])
         yield plan_call(*head_views(q, k, back), tables, None, back, 132, normed)[0]

@@ -176,7 +176,7 @@ def norm_specs(case: NormCase) -> list[RopeSpec]:
         return [plan_call(parts[0], tuple(out), tables, None, call.options, 132, normed)[0].spec]
     views = head_views(*call.streams, call.options)
     specs = [plan_call(*views, tables, None, call.options, 132, NormCall(call.norm, call.weights))[0].spec]
-    back = Options(*turned_back(tuple(call.options)))._replace(rounding="complex64")
+    back = turned_back(call.options)._replace(rounding="complex64")
     views = head_views(*call.streams, back)
     normed = NormCall(call.norm._replace(rounding="none"), call.weights, grads=views[0][:2])
     return [*specs, plan_call(*views, tables, None, back, 132, normed)[0].spec]

@@ -76,7 +76,7 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
         want = reference.rope(*(device if options.table == "freqs" else tensors), options)
         for in_place in (False, True)[: 1 if options.interleaved != options.interleaved_out else 2]:
             device = [None if x is None else on_gpu(x) for x in tensors]
-            outputs = runtime.rope(*device[:2], tuple(device[2:]), tuple(options._replace(in_place=in_place)))
+            outputs = runtime.rope(*device[:2], tuple(device[2:]), options._replace(in_place=in_place))
             end = None
             if in_place and case.lengths is not None:
                 end = case.end
@@ -100,18 +100,18 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
 def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
     tensors, options = make_qkv(case, DEVICE, launch=launch)
     want = reference.rope_qkv(*tensors, options)
-    back = turned_back(tuple(options))
+    back = turned_back(options)
     end = case.end
     for values in (True, False):
-        parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), tuple(options._replace(values=values)))
+        parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), options._replace(values=values))
         for got, expected in zip(parts, want):
             assert torch.equal(got, expected)
     qkv = tensors[0].clone()
-    runtime.rope_qkv(qkv, tuple(tensors[1:]), tuple(options._replace(in_place=True)))
+    runtime.rope_qkv(qkv, tuple(tensors[1:]), options._replace(in_place=True))
     for got, expected in zip(reference.split_qkv(qkv, options.q_per_group), want):
         assert torch.equal(got[:end], expected[:end])
     got = runtime.rope_qkv_backward(*want, tuple(tensors[1:]), back)
-    assert torch.equal(got, reference.rope_qkv_backward(*want, *tensors[1:], Options(*back)))
+    assert torch.equal(got, reference.rope_qkv_backward(*want, *tensors[1:], back))
 
 
 @pytest.mark.hardware
@@ -345,7 +345,7 @@ def test_video_length_batches() -> None:
 def test_results_do_not_change_from_run_to_run(name: str) -> None:
     (q, k, *tables), options = lower(make(case_named(name), DEVICE))
     for conjugate in (False, True):
-        words = tuple(options._replace(conjugate=conjugate))
+        words = options._replace(conjugate=conjugate)
         first = runtime.rope(q, k, tuple(tables), words)
         for _ in range(20):
             for a, b in zip(first, runtime.rope(q, k, tuple(tables), words)):
@@ -536,7 +536,7 @@ def test_a_table_that_is_there_twice_may_be_two() -> None:
     (q, k, cache, _, *rest), options = lower(make(case_named("ids-cache"), DEVICE))
     want = reference.rope(q, k, cache, cache, *rest, options)
     for second in (cache.clone(), cache, cache.clone()):
-        for got, expected in zip(runtime.rope(q, k, (cache, second, *rest), tuple(options)), want):
+        for got, expected in zip(runtime.rope(q, k, (cache, second, *rest), options), want):
             assert torch.equal(got, expected)
 
 
@@ -568,7 +568,7 @@ def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None
         k_want = k_want if case.k_too else c.k
         c = make_cache(case, DEVICE, launch=launch, in_place=in_place)
         tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
-        q = runtime.rope_kv_cache(*tensors, c.tables, tuple(c.options))
+        q = runtime.rope_kv_cache(*tensors, c.tables, c.options)
         assert (q is c.q) == in_place
         for got, expected in zip((q, c.k, c.k_cache, c.v_cache), (q_want, k_want, *want)):
             assert torch.equal(got.float().cpu(), expected.float().cpu())
@@ -580,7 +580,7 @@ def test_fp8_outputs_have_the_references_bits(name: str) -> None:
     scales = (torch.tensor(0.02), torch.tensor(0.3))
     want = reference.rope_fp8(q, k, *scales, tuple(tables), options)
     tables = tuple(None if x is None else x.to(DEVICE) for x in tables)
-    got = runtime.rope_fp8(on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales), tables, tuple(options))
+    got = runtime.rope_fp8(on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales), tables, options)
     for a, b in zip(got, want):
         assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
 
@@ -992,12 +992,12 @@ for launch in ("token_linear", "grid_2d"):
                 apply_rope_(q, k, cos, sin, launch=launch, **keywords)
     for case in QKV_CASES:
         tensors, options = make_qkv(case, "cuda", launch=launch)
-        parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), tuple(options))
-        runtime.rope_qkv_backward(*parts, tuple(tensors[1:]), tuple(options))
+        parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), options)
+        runtime.rope_qkv_backward(*parts, tuple(tensors[1:]), options)
     for case in CACHE_CASES:
         c = make_cache(case, "cuda", launch=launch)
         runtime.rope_kv_cache(
-            c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales, c.tables, tuple(c.options))
+            c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales, c.tables, c.options)
 for case in NORM_CASES:
     for in_place in (False, True)[: 2 if case.first is None else 1]:
         call = make_norm(case, "cuda")

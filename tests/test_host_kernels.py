@@ -225,7 +225,7 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     if end is not None:
         assert torch.equal(changed[end:], qkv[end:])
 
-    back = Options(*turned_back(options))
+    back = turned_back(options)
     packed = torch.full_like(qkv, 777)
     run_kernel(separate_views(q, k, v, options), qkv_views(packed, options.q_per_group, options.layout), tables, back)
     assert_same([packed], [reference.rope_qkv_backward(q, k, v, *tables, back)], case)
@@ -246,7 +246,7 @@ def test_k_and_v_go_side_by_side(cp: tuple[int, int]) -> None:
     views = [tuple(head_views(x, None, seen)[0][0] for x in xs) for xs in ((q, k, v), outputs)]
     run_kernel(*views, tables, options)
     wants = [torch.full_like(q, 7), *(torch.full_like(k, 7) for _ in range(2))]
-    rope_into((q, k, v), tuple(wants), tables, tuple(options))
+    rope_into((q, k, v), tuple(wants), tables, options)
     assert_same(outputs, wants)
     assert torch.equal(wants[2], v)
     assert (sent[rows] == 777).all()
@@ -407,7 +407,7 @@ def test_norm_gradient_matches_reference(case: NormCase) -> None:
     rope = replace(case.rope, shape=(b, TOKENS, *rest), table_rows=TOKENS)
     case = replace(case, rope=rope)
     call = make_norm(case)
-    call.options = Options(*turned_back(tuple(call.options)))._replace(rounding="complex64")
+    call.options = turned_back(call.options)._replace(rounding="complex64")
     call.norm = call.norm._replace(rounding="none")
     q, k = call.streams
     grads = [None if x is None else torch.randn_like(x) for x in (q, k)]

@@ -328,7 +328,7 @@ def rope_kv_cache_again(tensors: Sequence[Tensor | None], tables: Tables, given:
         q_out_at = q_out.data_ptr()
     launch(q, k, v, q_out_at, k_cache, v_cache, cos, sin, *rest, slots, q_scale, k_scale, v_scale)
     _written((*caches, *((q_in,) if options.in_place else ()), *((k_in,) if options.k_too else ())))  # type: ignore[arg-type]
-    return q_out
+    return q_out  # type: ignore[no-any-return]
 
 
 def rope_qkv(qkv: Tensor, tables: Tables, options: Options, check: Check = None) -> tuple[Tensor, Tensor, Tensor]:
