@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ..base.spec import ACCESS_BYTES, ITEM_SIZES
 from .partition import number_of_chunks
-from .spec import RopeSpec
+from .spec import Compiled, RopeSpec
 
 MAX_GRID_Y = 65_535
 """CUDA's limit on the second grid axis, in blocks."""
@@ -78,8 +78,8 @@ MAX_UNEVEN = 2
 
 
 @dataclass(frozen=True)
-class RopeProblem:
-    """One call in integers and words; the fields that `RopeSpec` has too mean the same.
+class RopeProblem(Compiled):
+    """One call in integers and words.
 
     heads: of q and k, and of v where it is copied; q_heads: of q alone. vec_limit, table_vec_limit,
     weight_vec_limit: elements an access that the addresses and strides of q and k, of the tables, and of a
@@ -88,43 +88,6 @@ class RopeProblem:
     context parallelism, is 0 where the caller did not say.
     """
 
-    dtype: str
-    table_dtype: str
-    head_dim: int
-    rotary_dim: int
-    rotary_offset: int
-    interleaved: bool
-    interleaved_out: bool
-    conjugate: bool
-    angles: bool
-    full_width: bool
-    per_head: bool
-    packed_table: bool
-    rounding: str
-    in_place: bool
-    index_dtype: str | None
-    start_dtype: str | None
-    cp_size: int
-    position_dtype: str | None
-    sections: tuple[int, ...]
-    spread: bool
-    slot_dtype: str | None
-    page_size: int
-    k_too: bool
-    q_out: str
-    kv_out: str
-    norm: str
-    across_heads: bool
-    row_heads: tuple[int, ...]
-    zero_centered: bool
-    weight_dtype: str | None
-    two_streams: bool
-    two_tables: bool
-    gradient: bool
-    q_per_group: int
-    values: bool
-    batch_inner: bool
-    wide: bool
     batch: int
     tokens: int
     heads: int
@@ -149,9 +112,6 @@ class Plan:
     reason: str
 
 
-_SHARED_FIELDS = [f.name for f in fields(RopeSpec) if f.name in RopeProblem.__dataclass_fields__ and f.name != "launch"]
-
-
 @lru_cache(maxsize=4096)
 def plan(problem: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
@@ -160,7 +120,7 @@ def plan(problem: RopeProblem) -> Plan:
     tiled = launch == "grid_2d" and not p.index_dtype
     vec, chunks = widest_access(p, tiled)
     spec = RopeSpec(
-        **{name: getattr(p, name) for name in _SHARED_FIELDS},
+        **{field.name: getattr(p, field.name) for field in fields(Compiled)},
         launch="token_linear",
         vec=vec,
         chunks=chunks,

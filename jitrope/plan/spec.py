@@ -67,31 +67,26 @@ class Norm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RopeSpec(Named):
-    """One kernel: of `rope.cu.jinja`, or with a norm of `qk_norm_rope.cu.jinja` and its backward.
+class Compiled:
+    """The parts of a call that are compiled into its kernel; a problem and a spec have them in common.
 
     dtype, table_dtype: of q and k, and of cos and sin. The rotary_dim elements from rotary_offset on
     are rotated; their pairs are (2i, 2i+1) if interleaved, else (i, i + rotary_dim / 2), in the
     output by interleaved_out. conjugate: rotate back (the backward). angles: the table holds angles,
     not cos and sin. full_width: it has an entry for each member of a pair. per_head: it has entries
     for each head. packed_table: it has a row for each token of the packed batch. rounding: the arithmetic,
-    one of `ROUNDINGS`; "complex128" is the one in fp64, and whose tables may be.
+    one of `ROUNDINGS`; "complex128" is the one in fp64, and the one whose tables may be fp64.
     index_dtype, start_dtype: of cu_seqlens and start_positions, None without them. cp_size: ranks
     that share each sequence. position_dtype: of position_ids, or None; sections: pairs of each of their
-    axes, () for one; spread: an axis' pairs are every so many-th. slot_dtype: of slot_mapping, or None:
+    axes, () for one; spread: the pairs of the axes take turns. slot_dtype: of slot_mapping, or None:
     k and v go to a cache with pages of page_size slots (0: no pages), and k_too: k is also rotated in
-    place. q_out, kv_out: what is stored, dtype or "fp8". norm: one of `NORM_ROUNDINGS`, or "" without
-    a norm; across_heads: over all heads of a token, of which q (and k) have row_heads; zero_centered: the
-    weights lack one; weight_dtype: theirs, None without; two_streams: q, k and v come from two tensors each,
-    two_tables: cos and sin too; gradient: the norm's, of q, k and the weights. q_per_group: heads of q in a
-    group of packed QKV, 1 elsewhere; values: v's heads are copied along. batch_inner: tokens of neighbouring
-    batch rows are neighbours in memory, and are taken in that order. one_row: there is one batch row; wide: a
-    stride (or a table's row) needs more than 31 bits. vec, table_vec, weight_vec: elements an access of q and k, of
-    the tables and of the weights; 1 also serves any element stride; table_step: the
-    tables' own, 2 where every other element is not theirs. chunks: a thread holds one or two runs of
-    neighbouring elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block
-    heads (times heads_per_thread: neighbours) of each at a time; one_step: these are all the heads it has of it.
-    blocks_per_sm: at least, with a norm.
+    place. q_out, kv_out: the stored type, dtype or "fp8". norm: one of `NORM_ROUNDINGS`, or "" without
+    a norm; across_heads: over all heads of a token; row_heads: the numbers of q's (and k's) heads then;
+    zero_centered: the factor is 1 + weight; weight_dtype: None without weights; two_streams: q, k and v come from two
+    tensors each, two_tables: cos and sin too; gradient: the norm's, of q, k and the weights. q_per_group: heads of q
+    in a group of packed QKV, 1 elsewhere; values: v's heads are copied along. batch_inner: tokens of neighbouring
+    batch rows are neighbours in memory, and are taken in that order. wide: a stride (or a table's row) needs more than
+    31 bits.
     """
 
     dtype: str
@@ -130,8 +125,22 @@ class RopeSpec(Named):
     q_per_group: int
     values: bool
     batch_inner: bool
-    one_row: bool
     wide: bool
+
+
+@dataclass(frozen=True)
+class RopeSpec(Compiled, Named):
+    """One kernel: of `rope.cu.jinja`, or with a norm of `qk_norm_rope.cu.jinja` and its backward.
+
+    one_row: there is one batch row. vec, table_vec, weight_vec: elements of an access of q and k, of
+    the tables and of the weights; 1 also serves any element stride; table_step: the
+    tables' own, 2 if they take every other element. chunks: a thread holds one or two runs of
+    neighbouring elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block
+    heads (times heads_per_thread: neighbours) of each at a time; one_step: these are all the heads it has of it.
+    blocks_per_sm: at least, with a norm.
+    """
+
+    one_row: bool
     launch: str
     vec: int
     chunks: int
