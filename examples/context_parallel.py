@@ -147,6 +147,7 @@ def join(rank: int, ranks: int, port: int, arguments: argparse.Namespace) -> Non
         where |= {"rank": rank, "world_size": ranks}
     dist.init_process_group("nccl" if gpus else "gloo", **where)
     run(dist.get_rank(), arguments)
+    dist.barrier()  # a rank that ends early closes its connections to the others
     dist.destroy_process_group()
 
 
