@@ -78,7 +78,11 @@ LARGEST += [
     Call(40, rounding="dtype", table_dtype="bf16", width="full", backward=True), Call(48, rounding="addcmul"),
 ]  # fmt: skip
 LARGEST += NORMS
-PREWARM = list(dict.fromkeys(spec for call in [*DEFAULT_CALLS, *LARGEST] for spec in call.specs()))
+DEFAULT, PREWARM = (
+    list(dict.fromkeys(spec for call in calls for spec in call.specs()))
+    for calls in (DEFAULT_CALLS, [*DEFAULT_CALLS, *LARGEST])
+)
+SWEPT = ("sm_80", "sm_90")  # get every spec; the other architectures get the default ones
 
 
 @cache
@@ -112,11 +116,12 @@ def bounds() -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: str, tmp_path: Path) -> None:
-    code = {spec: compiled(spec, arch) for spec in PREWARM}
+    specs = PREWARM if arch in SWEPT else DEFAULT
+    code = {spec: compiled(spec, arch) for spec in specs}
     for spec, (cubin, _) in code.items():
         assert cubin.startswith(b"\x7fELF"), spec.name
     row = {name: sizes[ARCHS.index(arch)] for name, sizes in bounds().items()}
-    allowed = {spec: next((row[name] for name in row if spec.name.startswith(name)), 0) for spec in PREWARM}
+    allowed = {spec: next((row[name] for name in row if spec.name.startswith(name)), 0) for spec in specs}
     for spec, (cubin, log) in code.items():
         assert "warning" not in log, f"{spec.name}: {log}"
         report = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -129,8 +134,8 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         assert stores <= max(4 if tight else 0, allowed[spec]), spec.name
         assert loads <= max(8 if tight else 0, allowed[spec]), spec.name
         assert not DIVISION.search(cubin), spec.name
-    aligned = [s for s in PREWARM if s.dtype == "bf16" and s.vec == 8 and "fp8" not in (s.q_out, s.kv_out)]
-    assert len(aligned) > 100
+    aligned = [s for s in specs if s.dtype == "bf16" and s.vec == 8 and "fp8" not in (s.q_out, s.kv_out)]
+    assert len(aligned) > len(specs) / 2
     for spec, found in zip(aligned, disassemble([code[spec][0] for spec in aligned], arch, tmp_path)):
         names = [opcode(line) for line in found]
         loads = [name for name in names if name.startswith("LDG")]
