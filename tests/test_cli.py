@@ -27,7 +27,7 @@ from jitrope.ops.library import turned_back
 from jitrope.plan.problem import NormCall, cache_view, head_views, plan_call
 from jitrope.plan.spec import Norm, Options
 from jitrope.plan.views import FP8
-from jitrope.tools import cli, doctor
+from jitrope.tools import cli, console, doctor
 from jitrope.tools.prewarm import DEFAULT_CALLS, Call, read_calls
 
 ROOT = Path(__file__).parent.parent
@@ -60,9 +60,8 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             for name, value in {"JITROPE_CACHE_DIR": str(tmp_path / "kernels"), "COLUMNS": "150", **changes}.items():
                 patch.setenv(name, value)
             patch.setattr(sys, "argv", ["jitrope", *arguments])
-            patch.setattr(cli, "out", Console(width=width))
-            patch.setattr(cli, "err", Console(width=width, stderr=True))
-            patch.setattr(config, "_warned", set())
+            patch.setattr(console, "out", Console(width=width))
+            patch.setattr(console, "err", Console(width=width, stderr=True))
             kernels._cache_at.cache_clear()
             patch.chdir(tmp_path)
             try:
