@@ -493,7 +493,11 @@ FAULTY_FOLDERS = {
     "written by others": (shared, "can be written by other users", "chmod 700"),
     "a file": (Path.touch, "Not a directory", "remove it"),
     "a broken link": (lambda folder: folder.symlink_to("nowhere"), "cannot be written", "set JITROPE_CACHE_DIR"),
-    "a link to where nothing can be made": (lambda folder: folder.symlink_to("/proc/jitrope"), "cannot be written", "set JITROPE_CACHE_DIR"),
+    "a link to where nothing can be made": (
+        lambda folder: folder.symlink_to("/proc/jitrope"),
+        "cannot be written",
+        "set JITROPE_CACHE_DIR",
+    ),
 }
 
 
