@@ -301,7 +301,7 @@ CHANGES: dict[str, Callable[[Members], object]] = {
     "cubin cut": lambda m: put(m, 3, m[3][1][:-1]),
     "text changed": lambda m: put(m, 2, m[2][1] + b"x"),
     "kernels exchanged": rename_kernel,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", CHANGES)
