@@ -251,8 +251,7 @@ def main(folder: Path) -> None:
     for arch in ("sm_80", "sm_90", "sm_100"):
         for _ in range(2):
             found = kernels.build(spec, arch)
-            size = len(found.data or found.path.read_bytes())
-            print(f"    {arch}: {'compiled' if found.compiled else 'cached'}, {size} bytes")
+            print(f"    {arch}: {'compiled' if found.compiled else 'cached'}, {len(found.data)} bytes")
 
     # An error in the template is a `CompileError` with the template's own file and line. What NVRTC takes may still be
     # slow: tests/test_compile.py looks at the machine code for spills, narrow accesses and 64-bit divisions.

@@ -177,7 +177,7 @@ def configured(compile: Any) -> Any:
 
 def kernel_cache(**arguments: Any) -> Any:
     cache = KernelCache(**arguments)
-    return cache.root, cache.max_bytes, [layer.path for layer in cache.system]
+    return cache.root, [layer.path for layer in cache.system]
 
 
 def prewarmed(**arguments: Any) -> Any:
@@ -305,10 +305,10 @@ ROWS: dict[str, Row] = {
         "head_dim_v": {"int"}, "segments": {"int"}}),
     "configure": Row(configured, {"compile": False}, {"compile": {"bool"}}),
     "record": Row(recorded, {"path": Path("run.json")}, {"path": PATHS}),
-    "KernelCache": Row(kernel_cache, {"root": Path("kernels"), "system": (Path("layer"),), "max_bytes": 5},
-        {"root": PATHS, "system": {"empty list", "empty tuple", "list of words"}, "max_bytes": {"int"}}),
-    "KernelCache.prune": Row(lambda **a: KernelCache(Path("none")).prune(**a), {"max_bytes": 5, "dry_run": True},
-        {"max_bytes": {"int"}}),
+    "KernelCache": Row(kernel_cache, {"root": Path("kernels"), "system": (Path("layer"),)},
+        {"root": PATHS, "system": {"empty list", "empty tuple", "list of words"}}),
+    "KernelCache.prune": Row(lambda **a: KernelCache(Path("none")).prune(**a), {"older_than": 5, "dry_run": True},
+        {"older_than": {"int"} | FLOAT}),
     "KernelCache.clear": Row(lambda **a: KernelCache(Path("none")).clear(**a), {"dry_run": True}),
     "bundle.write": Row(bundled, {"path": Path("k.tar"), "kernels": [(SPEC, "sm_90")], "jobs": 1},
         {"path": PATHS, "jobs": {"int"}}),

@@ -270,19 +270,6 @@ def test_an_unknown_architecture_is_explained() -> None:
         compiler.compile_source(render(PREWARM[0]), "sm_20")
 
 
-def test_ptx_for_what_no_cubin_can_be_made_for() -> None:
-    """For a GPU that this NVRTC does not know yet; that a driver takes it is tested on a GPU (test_cache.py)."""
-    ptx, _ = compiler.compile_source(render(PREWARM[0]), "compute_90")
-    assert b".target sm_90" in ptx
-    assert ptx.endswith(b"\n\0")
-    newest = max(int(name.removeprefix("sm_")) for name in compiler.supported_archs())
-    assert compiler.virtual_arch("sm_90") == "compute_90"
-    assert compiler.virtual_arch("sm_999") == f"compute_{newest}"
-    assert compiler.virtual_arch("sm_50") is None
-    with pytest.raises(compiler.Refused, match="sm_999 is newer than NVRTC"):
-        compiler.compile_source(render(PREWARM[0]), "sm_999")
-
-
 GUARDED = """
 extern "C" __global__ void guarded(const float* from, float* to, int n, int lanes) {{
     const int lane = threadIdx.x;

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -20,15 +18,12 @@ log = logging.getLogger("jitrope")
 
 VARIABLES = {
     "JITROPE_CACHE_DIR": "the folder that kernels are kept in",
-    "JITROPE_CACHE_SIZE": "how large it may become, as 500M, 2GiB or bytes; 0: without a bound",
     "JITROPE_SYSTEM_CACHE": "read-only caches below it: folders or bundles, joined as in PATH",
     "JITROPE_NO_COMPILE": "1: a kernel that is in no cache is an error",
     "JITROPE_RECORD": "a JSON file that is told every kernel a run asks for, for `jitrope prewarm --from`",
     "JITROPE_LOG": "debug, info, warning or error",
 }
 """Every variable that jitrope reads."""
-
-DEFAULT_CACHE_SIZE = 1 << 30
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _may_compile: bool | None = None  # None: what the environment says
@@ -93,29 +88,6 @@ def _path(given: str) -> Path:
     with contextlib.suppress(FileNotFoundError):
         return path.absolute()
     return path
-
-
-def cache_size() -> int:
-    """`JITROPE_CACHE_SIZE` in bytes, 1 GiB by default; 0: without a bound."""
-    text = os.environ.get("JITROPE_CACHE_SIZE", "").strip()
-    if not text:
-        return DEFAULT_CACHE_SIZE
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        _warn_once(f"JITROPE_CACHE_SIZE: {error}; it is taken as 1GiB")
-        return DEFAULT_CACHE_SIZE
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 500M, 2GiB or 1048576; a thousand is 1024. ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size such as 500M or 2GiB")
-    size = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")
-    if size == math.inf:
-        raise ValueError(f"{text[:20]}... is more than any disk has")
-    return int(size)
 
 
 def system_caches() -> tuple[Path, ...]:

@@ -1,9 +1,9 @@
-"""Kernels on disk: `<name>-<arch>-<source>-<compiler>/{kernel.cu, kernel.cubin, spec.json}`.
+"""The user's kernels on disk: `<name>-<arch>-<source>-<compiler>/{kernel.cu, kernel.cubin, spec.json}`.
 
-The name holds hashes of what a kernel is made from (templates, constants, options, architecture, format) and by what
-compiler, so a hit renders nothing and an upgrade finds nothing old. An entry is written in a temporary folder,
-fsynced and renamed: it is there whole or not at all, and no lock is taken. What cannot be trusted or read is a miss,
-said once and written anew. Below the user's own folder lie read-only ones and bundles (`SystemLayer`).
+The folder's name has hashes of what a kernel is made from (templates, constants, options, architecture, format) and
+of the compiler, so a hit renders nothing and an upgrade never finds an old kernel. An entry is written in a temporary
+folder, fsynced and renamed: it is there whole or not at all, and no lock is taken. An entry that is damaged or cannot
+be read is a miss: the log says so once, and the kernel is made again. Read-only layers lie below the folder.
 """
 
 from __future__ import annotations
@@ -16,61 +16,39 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..base import arguments
-from ..base.config import compile_allowed, log
+from ..base.config import log
 from ..base.errors import CacheError
-from .entry import (
-    ANY,
-    CUBIN,
-    DAMAGE,
-    FILES,
-    FOUND,
-    META,
-    NAME,
-    Entry,
-    Key,
-    OtherFormat,
-    belongs,
-    listed,
-    pack,
-    parse,
-    read,
-    sync,
-    untrusted,
-    write,
-)
-from .system_cache import SystemLayer
+from . import entry
+from .entry import ANY, CUBIN, DAMAGE, META, NAME, Entry, Key, Read
+from .layers import Layer
 
 __all__ = ["Counts", "KernelCache"]
 
-YOUNG = 3600.0
-"""Seconds: an entry that was used in them is not pruned, a temporary folder may be somebody's; how often is looked."""
+ABANDONED = 3600.0
+"""Seconds after which a temporary folder is taken for one of a process that died."""
 
-_PRUNED = ".pruned"
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
-"""What `_temporary` names. It and entries are all that is ever removed: the folder may be one of the user's."""
+"""Temporary folders. Nothing but these and entries is ever removed, because the folder may be one of the user's."""
 
-_BROKEN = (errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM)
-"""Errors that an entry has for good. Others (ESTALE, EBUSY, EMFILE, EIO) are the moment's, or the disk's."""
-
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY, errno.EACCES, errno.EPERM)
-"""Errors of a rename to where something is."""
+_DENIED = (errno.EACCES, errno.EPERM)
+"""Permanent errors of an entry. Any other errno may be transient, or a fault of the disk."""
 
 
 @dataclass
 class Counts:
-    """What a process's cache did.
+    """Counters of one process.
 
     Attributes:
         hits, misses: kernels found in any layer, and in none.
-        compiled: kernels made by this process.
-        repaired: entries that were not usable, and were taken away.
-        compile_ms: milliseconds spent on what was compiled.
+        compiled: kernels compiled by this process.
+        repaired: entries that were not usable, and were removed.
+        compile_ms: milliseconds spent on rendering and compiling.
     """
 
     hits: int = 0
@@ -81,127 +59,101 @@ class Counts:
 
 
 class KernelCache:
-    """The kernels under one folder, and layers below it. Never raises where the disk is the trouble: it misses.
+    """The kernels in one folder, and read-only layers below it. Trouble with the disk is a miss, never an error.
 
     Args:
-        root: the folder, made when something is written.
-        system: read-only folders and bundles that are asked after it.
-        max_bytes: a bound for the folder, kept after a store, once an hour; 0: none.
+        root: the folder; it is made when the first kernel is written.
+        system: read-only folders and bundles, which are asked after it, in order.
     """
 
-    def __init__(self, root: Path, system: tuple[Path, ...] = (), max_bytes: int = 0) -> None:
+    def __init__(self, root: Path, system: Iterable[Path] = ()) -> None:
         self.root = arguments.path("KernelCache", "root", root)
-        self.max_bytes = arguments.whole("KernelCache", "max_bytes", max_bytes, 0)
         self.counts = Counts()
         self._warned: set[str] = set()
-        self._loaded: set[str] = set()
         self._lock = threading.Lock()
         if not isinstance(system, (list, tuple)):
             arguments.refuse("KernelCache", "system", system, "a list or tuple of paths")
-        layers = [arguments.path("KernelCache", f"system[{i}]", path) for i, path in enumerate(system)]
-        self.system = [SystemLayer(path, self._warn) for path in layers]
+        paths = [arguments.path("KernelCache", f"system[{i}]", path) for i, path in enumerate(system)]
+        self.system = [Layer(path, self._warn) for path in paths]
 
     def __repr__(self) -> str:
         return f"KernelCache({str(self.root)!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KernelCache, (self.root, tuple(layer.path for layer in self.system), self.max_bytes)
+        return KernelCache, (self.root, tuple(layer.path for layer in self.system))
 
     # ---- finding ---------------------------------------------------------------------------------
 
-    def find(self, key: Key, whole: bool = False) -> Path | bytes | None:
-        """The key's cubin, checked: a path in a folder, or bytes from a bundle; the user's own first. Counts.
+    def find(self, key: Key) -> bytes | None:
+        """The key's cubin, checked, from the user's own folder or else from a layer. Counts a hit or a miss."""
+        files = self.read(key)
+        self.count(**{"misses" if files is None else "hits": 1})
+        return None if files is None else files[CUBIN]
 
-        whole: as `load`.
-        """
-        found: Path | bytes | None = self.load(key, whole)
+    def read(self, key: Key) -> dict[str, bytes] | None:
+        """The files of the key's entry, checked, from the user's own folder or else from a layer."""
+        found = self.load(key)
         for layer in self.system if found is None else ():
-            found = layer.find(key)
+            found = layer.read(key)
             if found is not None:
                 break
-        self.count(**{"misses" if found is None else "hits": 1})
         return found
 
-    def load(self, key: Key, whole: bool = False) -> Path | None:
-        """The path of the key's cubin in the user's own folder, checked against its checksum, or None.
-
-        whole: an entry whose `kernel.cu` is damaged, which no launch needs, is a miss too, where it can be made anew.
-        """
-        if not self._usable():
-            return None
-        files = FILES if whole and key.compiler and compile_allowed() else FOUND
+    def load(self, key: Key) -> dict[str, bytes] | None:
+        """The files of the key's entry in the user's own folder, checked, or None. Removes the entry if damaged."""
         for name in self._names_of(key):
             try:
-                meta, _ = self._read(name, files)
-                if not belongs(meta, key, name != key.folder):
-                    raise ValueError("it belongs to another key")
-            except OSError as error:
-                self._unreadable(name, error)
+                return self._read_owned(key, name)
+            except FileNotFoundError:
+                continue  # the ordinary miss
             except DAMAGE as error:
-                self._repair(name, error)
-            else:
-                self._loaded.add(name)
-                with contextlib.suppress(OSError):
-                    os.utime(self.root / name)  # least recently used goes first
-                return self.root / name / CUBIN
+                self._repair(name, str(error))
+            except OSError as error:
+                if error.errno in _DENIED:
+                    self._repair(name, entry.reason(error))
+                else:
+                    text = f"cannot read the cache entry {name} ({error.strerror}); the kernel is made again"
+                    self._warn(f"read {error.errno}", text)
         return None
 
     def holds(self, key: Key) -> bool:
-        """Whether `find`, asked for what is whole, would find the key's entry. Changes nothing, and counts nothing."""
-        for name in self._names_of(key) if self._usable() else ():
+        """Whether `find` would find the key's entry. Changes nothing and counts nothing."""
+        for name in self._names_of(key):
             with contextlib.suppress(OSError, *DAMAGE):
-                if belongs(self._read(name, FILES)[0], key, name != key.folder):
-                    return True
-        return any(layer.find(key) is not None for layer in self.system)
+                return bool(self._read_owned(key, name))
+        return any(layer.read(key) for layer in self.system)
 
     def _names_of(self, key: Key) -> list[str]:
-        """The entries that may serve a key, the first before the others."""
+        """The entries that may serve a key, in order; none if the folder must not be used."""
+        if not self._usable():
+            return []
         names = [key.folder, key.portable_folder]
-        if not key.compiler:  # nothing can be made here: whatever compiler made it
+        if not key.compiler:  # nothing can be compiled here, so any compiler's kernel serves
             names += [name for name in self._names() if name.startswith(f"{key.stem}-") and name not in names]
         return names
 
-    def read(self, key: Key) -> dict[str, bytes] | None:
-        """The files of the key's entry in any layer, or None."""
-        if path := self.load(key, whole=True):
-            with contextlib.suppress(OSError, *DAMAGE):
-                return read(path.parent)[1]
-        return next((files for layer in self.system if (files := layer.read(key))), None)
+    def _read_owned(self, key: Key, name: str) -> dict[str, bytes]:
+        meta, files = self._read(name)
+        if not key.owns(meta, any_compiler=name != key.folder):
+            raise ValueError("it belongs to another key")
+        return files
 
-    def _read(self, name: str, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """As `read`; twice before it is called damaged: another process may have put a new one in between two files."""
-        folder = self.root / name
-        for last in (False, True):
-            try:
-                return read(folder, names)
-            except FileNotFoundError as error:
-                if error.filename is None or Path(error.filename) == folder:
-                    raise
-                if last:
-                    raise ValueError(f"it has no {Path(error.filename).name}") from error
-            except DAMAGE:
-                if last:
-                    raise
-        raise AssertionError
+    def _read(self, name: str) -> Read:
+        """Read and check an entry, a second time if it looks damaged: another process may have replaced it midway."""
+        try:
+            return entry.read(self.root / name)
+        except DAMAGE:
+            return entry.read(self.root / name)
 
-    def _unreadable(self, name: str, error: OSError) -> None:
-        if error.errno == errno.ENOENT:
-            return  # the ordinary miss
-        if error.errno in _BROKEN:
-            self._repair(name, error)
-        else:
-            self._warn(f"read {error.errno}", f"cannot read the cache entry {name} ({error.strerror}); it is made anew")
-
-    def _repair(self, name: str, error: Exception) -> None:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+    def _repair(self, name: str, reason: str) -> None:
         self._warn(f"repair {name}", f"cache entry {name} is not usable ({reason}); it is rebuilt")
         self.count(repaired=1)
-        self._take_away(self.root / name)
+        self._remove(self.root / name)
 
     def _usable(self) -> bool:
-        """Whether the folder is there; said once if code in it may be somebody else's."""
+        """Whether the folder is there and can be trusted; if it cannot, the log says so once."""
         try:
-            reason = untrusted(self.root)
+            reason = entry.untrusted(self.root)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -212,70 +164,61 @@ class KernelCache:
 
     # ---- writing ---------------------------------------------------------------------------------
 
-    def store(self, key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> Path | None:
-        """Write an entry; the path of its cubin, or None where the folder cannot be written.
-
-        If another process was faster the path is its entry's, which is not read: use the bytes you have.
-        """
-        if not self.install(key.folder, pack(key, text, cubin, spec)):
-            return None
-        self._keep_bound()
-        return self.root / key.folder / CUBIN
+    def store(self, key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> bool:
+        """Write an entry; False if the folder cannot be written. Another process' entry is as good, and stays."""
+        return self.install(key.folder, entry.pack(key, text, cubin, spec))
 
     def install(self, name: str, files: Mapping[str, bytes], replace: bool = False) -> bool:
-        """Put an entry's files in its place, all at once; whether they, or another process's, are there now.
+        """Put an entry in its place, in one step; False if the folder cannot be written.
 
-        replace: these, and no other's that are there already.
+        replace: take the place of another compiler's entry of the same source, too.
         """
         temporary = self._temporary()
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._usable():
                 return False
-            write(temporary, files)
-            self._publish(temporary, name, files, replace)
-            sync(self.root)
+            entry.write(temporary, files)
+            try:
+                os.rename(temporary, self.root / name)
+            except OSError:
+                if not os.path.lexists(self.root / name):
+                    raise
+                if not self._is_good(name, files, replace):
+                    self._remove(self.root / name)
+                    os.rename(temporary, self.root / name)
+            entry.sync(self.root)
         except OSError as error:
             text = f"cannot write the kernel cache {self.root} ({error.strerror or error}); kernels stay in memory"
             self._warn("write", text)
             return False
         finally:
-            _remove(temporary)
-        self._loaded.add(name)
+            _delete(temporary)
         return True
 
-    def _publish(self, temporary: Path, name: str, files: Mapping[str, bytes], replace: bool) -> None:
-        """Rename; where an entry is already, it is as good, unless it is damaged: then it makes room, once."""
+    def _is_good(self, name: str, files: Mapping[str, bytes], same: bool) -> bool:
+        """Whether the entry that is in the place already may stay there. same: only if its files are these."""
         try:
-            os.rename(temporary, self.root / name)
-        except OSError as error:
-            if error.errno not in _TAKEN or not os.path.lexists(self.root / name):
-                raise
-            try:
-                meta, theirs = self._read(name, FILES)
-                if meta["source"] != parse(files[META], META)["source"]:
-                    raise ValueError("it belongs to another key")
-                if replace and theirs != files:
-                    raise ValueError("it is another compiler's")
-            except OSError:
-                return  # on a network the winner's files may show up later
-            except DAMAGE:
-                self._take_away(self.root / name)
-                os.rename(temporary, self.root / name)
+            meta, theirs = self._read(name)
+            return theirs == files if same else bool(meta["source"] == entry.parse(files[META], META)["source"])
+        except OSError:
+            return True  # on a network the other process' files may appear later
+        except DAMAGE:
+            return False
 
     def discard(self, key: Key) -> None:
-        """Drop an entry that the driver refused."""
+        """Remove an entry that the driver refused."""
         for name in (key.folder, key.portable_folder):
-            self._take_away(self.root / name)
+            self._remove(self.root / name)
 
-    def _take_away(self, path: Path) -> bool:
-        """Out of sight in one step, so that nobody sees half an entry, then away."""
+    def _remove(self, path: Path) -> bool:
+        """Rename an entry first, so that no process sees half of it, then delete it."""
         grave = self._temporary()
         try:
             os.rename(path, grave)
         except OSError:
             return False
-        _remove(grave)
+        _delete(grave)
         return True
 
     def _temporary(self) -> Path:
@@ -283,104 +226,69 @@ class KernelCache:
 
     # ---- looking after the folder ----------------------------------------------------------------
 
-    def entries(self) -> Iterator[Entry]:
-        """The readable entries, by name.
+    def entries(self) -> list[Entry]:
+        """The whole entries, by name.
 
         Raises:
             CacheError: the folder cannot be listed.
         """
-        for path in self._folders():
-            with contextlib.suppress(OSError, *DAMAGE):
-                meta, files = read(path)
-                yield listed(path, meta, sum(map(len, files.values())), _used(path))
+        return entry.survey(self.root, self._names(strict=True), self._read)[0]
 
     def verify(self) -> tuple[int, list[tuple[Path, str]]]:
-        """How many entries are whole, and those that are not with the reason; or the folder itself with the reason why
-        nothing in it is loaded. Another version's are neither.
+        """How many entries are whole, and the damaged ones with the reason; another version's are neither.
 
-        Raises:
-            CacheError: the folder cannot be listed.
+        If nothing in the folder is used, the folder itself is the only item.
         """
-        with contextlib.suppress(OSError):  # `_folders` says it
-            if reason := untrusted(self.root):
+        try:
+            if self.root.exists() and (reason := entry.untrusted(self.root)):
                 return 0, [(self.root, f"it {reason}")]
-        good, bad = 0, []
-        for path in self._folders():
-            try:
-                self._read(path.name, FILES)
-                good += 1
-            except OtherFormat:
-                continue
-            except (OSError, *DAMAGE) as error:
-                bad.append((path, str(error)))
-        return good, bad
+            good, bad = entry.survey(self.root, self._names(strict=True), self._read)
+        except (OSError, CacheError) as error:
+            return 0, [(self.root, entry.reason(error))]
+        return len(good), bad
 
     def clear(self, dry_run: bool = False) -> int:
-        """Remove every entry, of bundles too; how many there were. dry_run: remove nothing.
+        """Remove every entry, those of bundles and of other versions too; returns how many there were.
+
+        Args:
+            dry_run: remove nothing.
 
         Raises:
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
         dry_run = arguments.flag("clear", "dry_run", dry_run)
-        paths = list(self._folders())
-        if dry_run:
-            return len(paths)
-        for path in (*paths, *self._leftovers(0.0)):
-            if not self._take_away(path) and os.path.lexists(path):
+        names = self._names(strict=True)
+        for path in () if dry_run else (*(self.root / name for name in names), *self._leftovers(0.0)):
+            if not self._remove(path) and os.path.lexists(path):
                 raise CacheError(f"cannot remove {path}")
-        with contextlib.suppress(OSError):
-            (self.root / _PRUNED).unlink()
-        return len(paths)
+        return len(names)
 
-    def prune(self, max_bytes: int, dry_run: bool = False) -> list[Entry]:
-        """Remove the entries that were not used for longest until the rest has at most so many bytes; which they are.
+    def prune(self, older_than: float, dry_run: bool = False) -> list[Entry]:
+        """Remove the entries that were written before a time, damaged ones and those of other versions too.
 
-        Not removed, and so perhaps above the bound: what was used in the last hour or by this process. Bundles'
-        entries neither count nor go, because nothing here may be able to make them again.
+        Entries that were loaded from bundles stay, because this machine may be unable to make them.
 
         Args:
-            max_bytes: the bound, over all files of the entries.
-            dry_run: remove nothing; say what would be.
+            older_than: seconds before now.
+            dry_run: remove nothing.
+
+        Returns:
+            The removed entries.
 
         Raises:
             CacheError: the folder cannot be listed.
         """
-        max_bytes = arguments.whole("prune", "max_bytes", max_bytes, 0)
+        seconds = arguments.number("prune", "older_than", older_than)
         dry_run = arguments.flag("prune", "dry_run", dry_run)
-        own = (path for path in self._folders() if not path.name.endswith(f"-{ANY}"))
-        found = sorted((used, size, path) for path in own for used, size in [_used_and_size(path)])
-        total, gone = sum(size for _, size, _ in found), []
-        for used, size, path in found:
-            if total <= max_bytes:
-                break
-            if used > time.time() - YOUNG or path.name in self._loaded:
-                continue
-            entry = _entry(path, size, used)
-            if dry_run or (_used_and_size(path)[0] == used and self._take_away(path)):
-                total -= size
-                gone.append(entry)
-        if not dry_run:
-            for path in self._leftovers(YOUNG):
-                _remove(path)
+        before, gone = time.time() - seconds, []
+        for path in (self.root / name for name in self._names(strict=True) if not name.endswith(f"-{ANY}")):
+            if entry.written(path) <= before:
+                described = _describe(path)
+                if dry_run or self._remove(path):
+                    gone.append(described)
+        for path in () if dry_run else self._leftovers(ABANDONED):
+            _delete(path)
         return gone
-
-    def explain(self, key: Key) -> str:
-        """Why a key is not here: in which part it differs from the nearest entry of the same name."""
-        wanted, nearest = key.parts, None
-        for name in self._names():
-            if name.startswith(f"{key.name[:150]}-"):
-                with contextlib.suppress(OSError, *DAMAGE):
-                    parts = read(self.root / name, FOUND)[0]["parts"]
-                    differ = [part for part in {**wanted, **parts} if wanted.get(part) != parts.get(part)]
-                    if nearest is None or len(differ) < len(nearest[1]):
-                        nearest = name, differ, parts
-        if nearest is None:
-            return f"there is no entry of {key.name}"
-        name, differ, parts = nearest
-        if not differ:
-            return f"{name} is the same"
-        changes = (f"{part}: {parts.get(part)!r} there, {wanted.get(part)!r} here" for part in sorted(differ))
-        return f"{name} differs in {'; '.join(changes)}"
 
     def count(self, **more: float) -> None:
         """Add to `counts`."""
@@ -388,42 +296,24 @@ class KernelCache:
             for name, number in more.items():
                 setattr(self.counts, name, getattr(self.counts, name) + number)
 
-    def _keep_bound(self) -> None:
-        """Prune, if nobody did in the last hour: what is younger would stay anyway."""
-        if not self.max_bytes:
-            return
-        stamp = self.root / _PRUNED
-        with contextlib.suppress(OSError, CacheError):
-            if stamp.exists() and _used(stamp) > time.time() - YOUNG:
-                return
-            stamp.touch(mode=0o600)  # now, so that others that start beside us do not do the same
-            for entry in self.prune(self.max_bytes):
-                log.info("pruned %s from the kernel cache", entry.path.name)
-
-    def _names(self) -> list[str]:
+    def _names(self, strict: bool = False) -> list[str]:
+        """The names of entries, whole or not, of other versions too. strict: raise CacheError, not return none."""
         try:
             return sorted(name for name in os.listdir(self.root) if NAME.fullmatch(name))
-        except OSError:
-            return []
-
-    def _folders(self) -> Iterator[Path]:
-        """Entries, whole or not, of other versions too."""
-        return (path for path in self._listed() if NAME.fullmatch(path.name))
-
-    def _leftovers(self, age: float) -> Iterator[Path]:
-        """Temporary folders of processes that died, older than so many seconds."""
-        for path in self._listed():
-            with contextlib.suppress(OSError):
-                if _TEMPORARY.fullmatch(path.name) and _used(path) <= time.time() - age:
-                    yield path
-
-    def _listed(self) -> list[Path]:
-        try:
-            return sorted(self.root.iterdir())
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
+            if strict:
+                raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
+            return []
+
+    def _leftovers(self, age: float) -> list[Path]:
+        """Temporary folders older than so many seconds."""
+        try:
+            paths = [self.root / name for name in os.listdir(self.root) if _TEMPORARY.fullmatch(name)]
+        except OSError:
+            return []
+        return [path for path in paths if entry.written(path) <= time.time() - age]
 
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
@@ -431,29 +321,15 @@ class KernelCache:
             log.warning(message)
 
 
-def _entry(path: Path, size: int, used: float) -> Entry:
-    with contextlib.suppress(OSError, *DAMAGE):
-        meta, _ = read(path, FOUND)
-        return listed(path, meta, size, used)
-    return Entry(path, path.name, "", size, used=used)
-
-
-def _used(path: Path) -> float:
-    """When a file or folder was last used; 0, long ago, if its date is more than an hour ahead: a clock was wrong."""
-    when = path.lstat().st_mtime
-    return when if when < time.time() + YOUNG else 0.0
-
-
-def _used_and_size(path: Path) -> tuple[float, int]:
+def _describe(path: Path) -> Entry:
     try:
-        with os.scandir(path) as files:
-            return _used(path), sum(file.stat(follow_symlinks=False).st_size for file in files)
-    except OSError:
-        return 0.0, 0
+        return entry.described(path, *entry.read(path))
+    except (OSError, *DAMAGE):
+        return Entry(path, path.name, "", 0, written=entry.written(path))
 
 
-def _remove(path: Path) -> None:
-    """Whatever it is; links are not followed."""
+def _delete(path: Path) -> None:
+    """Delete a file, a folder or a link; links are not followed."""
     if path.is_symlink() or path.is_file():
         with contextlib.suppress(OSError):
             path.unlink()

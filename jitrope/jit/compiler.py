@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from ..base.config import chosen_cupy_folder, cupy_import_environment
@@ -29,7 +28,7 @@ OLDEST_ARCH = {12: 50, 13: 75}
 
 
 class Refused(CompileError):
-    """NVRTC does not know an architecture, or the driver does not take its cubin: PTX may do (`virtual_arch`)."""
+    """The driver does not take a cubin: it is no image, or not one for this GPU or CUDA."""
 
 
 _NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
@@ -166,16 +165,6 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
     return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
 
 
-def virtual_arch(arch: str) -> str | None:
-    """What the PTX that a GPU of `arch` takes is compiled for, as `compute_90`; None: this NVRTC has none.
-
-    A driver compiles PTX of any earlier architecture: CUDA C++ Programming Guide, "Just-in-Time Compilation".
-    """
-    known = [int(name.removeprefix("sm_")) for name in supported_archs()]
-    older = [number for number in known if number <= int(arch.removeprefix("sm_"))]
-    return f"compute_{max(older)}" if older else None
-
-
 def _gpus(arch: str) -> str:
     """The names of this machine's GPUs of an architecture, in brackets; nothing where there are none."""
     try:
@@ -188,27 +177,26 @@ def _gpus(arch: str) -> str:
 
 
 def options_for(arch: str) -> tuple[str, ...]:
-    """NVRTC's options for an architecture such as `sm_90`, or `compute_90`, whose image is PTX."""
+    """NVRTC's options for an architecture such as `sm_90`."""
     return (*OPTIONS, f"-arch={arch}")
 
 
 def compile_source(
     source: Source, arch: str, extra_options: tuple[str, ...] = (), spec: dict[str, Any] | None = None
 ) -> tuple[bytes, str]:
-    """(cubin or, for `compute_90` and the like, PTX; compiler's log) of a source. Needs neither a GPU nor a driver.
+    """(cubin, compiler's log) of a source. Needs neither a GPU nor a driver.
 
-    spec: `to_dict` of what the source was rendered from, for the message of a CompileError.
+    spec: `to_dict` of the spec that the source was rendered from, for the message of a CompileError.
     """
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, options_for(arch) + extra_options)
-        # CuPy's getCUBIN drops the last byte, taking a cubin for a C string, which PTX is.
-        get = nvrtc.getPTX if arch.startswith("compute_") else nvrtc.getCUBIN
-        return get(program) + b"\0", nvrtc.getProgramLog(program)
+        # CuPy's getCUBIN treats a cubin as a C string and drops the last byte, which is 0.
+        return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
-        if wrong := unsupported(arch.replace("compute_", "sm_"), supported_archs(), nvrtc_version()):
-            raise Refused(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
+        if wrong := unsupported(arch, supported_archs(), nvrtc_version()):
+            raise CompileError(f"{source.name}: {wrong[0]}; {wrong[1]}") from error
         lines = [f"{source.name} for {arch}: {error}", nvrtc.getProgramLog(program).strip()]
         lines += [f"spec: {json.dumps(spec)}"] if spec is not None else []
         raise CompileError("\n".join([*lines, f"source: {_keep(source)}"])) from error
@@ -233,9 +221,13 @@ class _Attribute(ctypes.Structure):  # CUlaunchAttribute
 
 class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
     _fields_ = (
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
-    )  # fmt: skip
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
@@ -249,26 +241,38 @@ def _launch_function() -> Any:
 
 
 _OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
-"""Errors (CUresult) that another image may not have: it is no image, not for this GPU or CUDA, gone, or without the
-entry. Any other, as out of memory or what an earlier kernel did, comes with every image."""
+"""Errors (CUresult) of an image: it is none, it is not for this GPU or CUDA, or it lacks the entry. Any other error,
+such as out of memory or the fault of an earlier kernel, would meet another image too."""
 
 
 class Kernel:
-    """A kernel that is loaded on one device."""
+    """A kernel that is loaded on one device.
 
-    def __init__(self, path: Path, entry: str, device: int) -> None:
+    Args:
+        cubin: the image; it is loaded from memory.
+        entry: the name of the kernel in it.
+        device: the index of the GPU.
+
+    Raises:
+        Refused: the driver does not take the image.
+        CompileError: it cannot be loaded for another reason, such as memory or an error of an earlier kernel.
+    """
+
+    def __init__(self, cubin: bytes, entry: str, device: int) -> None:
         cupy = import_cupy()
+        from cupy.cuda.function import Module
         from cupy_backends.cuda.api import driver
 
         with cupy.cuda.Device(device) as this:
             try:
-                self.module = cupy.RawModule(path=str(path))
-                self.handle: int = self.module.get_function(entry).kernel.ptr
+                self.module = Module()
+                self.module.load(cubin)
+                self.handle: int = self.module.get_function(entry).ptr
             except Exception as error:
                 if getattr(error, "status", None) not in _OF_THE_IMAGE:
-                    raise CompileError(f"{path} cannot be loaded: {error}") from error
+                    raise CompileError(f"the kernel {entry} cannot be loaded: {error}") from error
                 cuda = cupy.cuda.runtime.driverGetVersion()
-                text = f"the driver (CUDA {cuda // 1000}.{cuda % 1000 // 10}) refuses {path}: {error}"
+                text = f"the driver (CUDA {cuda // 1000}.{cuda % 1000 // 10}) refuses the kernel {entry}: {error}"
                 raise Refused(text) from error
             self._context = driver.ctxGetCurrent()
             self._may_overlap = int(this.compute_capability) >= 90
@@ -280,14 +284,13 @@ class Kernel:
             self._driver.ctxSetCurrent(self._context)
 
     def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
-        """What enqueues the kernel on a stream; its one argument, a struct, is read from the address then.
+        """A function that enqueues the kernel on a stream and reads its one argument, a struct, from an address.
 
-        From sm_90 on by programmatic dependent launch, for which the templates wait (`dependents.cuh`).
+        From sm_90 on it uses programmatic dependent launch, for which the templates wait (`dependents.cuh`).
         """
         attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        config = _LaunchConfig(
-            (*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(attribute), 1 if self._may_overlap else 0
-        )  # fmt: skip
+        overlap = 1 if self._may_overlap else 0
+        config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(attribute), overlap)
         parameters = (ctypes.c_void_p * 1)(arguments)
         launch, error = _launch_function(), self._driver.CUDADriverError
         where = (ctypes.byref(config), ctypes.c_void_p(self.handle), parameters, None)

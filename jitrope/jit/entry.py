@@ -1,4 +1,4 @@
-"""One kernel on disk or in a bundle: `kernel.cu`, `kernel.cubin` and `spec.json`, and what makes it whole and ours."""
+"""One kernel on disk or in a bundle: `kernel.cu`, `kernel.cubin` and `spec.json`, with the checks that it is whole."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+from ..base.errors import CacheError
+
+FORMAT = 3
 """Layout of an entry; part of every key."""
 
 TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 FILES = (TEXT, CUBIN, META)
-FOUND = (META, CUBIN)
-"""What is read of an entry to use it."""
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
-"""What reading an entry raises where something else was written in its place."""
+"""The errors of reading an entry that somebody or something has changed."""
 
 ANY = "any"
-"""Stands for the compiler in the name of an entry from a bundle: it serves whatever compiler is there, or none."""
+"""In the name of an entry from a bundle, in place of the compiler: the entry serves beside any compiler, or none."""
 
 MAX_FILE = 64 << 20
 """Bytes of one file; a kernel has some thousands."""
 
-NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-[0-9a-f]{20})-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
-"""An entry's folder: name, architecture, what it is made from, by what compiler."""
+NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20}))-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
+"""The name of an entry's folder: kernel, architecture, hash of the source, hash of the compiler."""
 
+_PRINTED = {"name": re.compile(r"\w[\w.+-]*", re.ASCII), "arch": re.compile(r"\w+", re.ASCII)}
+"""Texts of `spec.json` that are printed on terminals: they must not hold a terminal's commands."""
 
-_TEXTS = {"name": re.compile(r"\w[\w.+-]*", re.ASCII), "arch": re.compile(r"\w+", re.ASCII)}
-"""Parts of `spec.json` that a terminal is shown: nothing in them may be a command to it."""
+Read = tuple[dict[str, Any], dict[str, bytes]]
+"""(`spec.json`, {name: content}) of an entry, checked."""
 
 
 class OtherFormat(ValueError):
-    """The entry is another version's: not damaged, but nothing for this one."""
+    """Another version of jitrope wrote the entry: it is not damaged, but this version cannot use it."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What identifies a compiled kernel. `name` is only for the reader. compiler: "" where there is none."""
+    """The identity of a compiled kernel. `name` is only for the reader. compiler: "" where there is none."""
 
     name: str
     ingredients: str
@@ -55,7 +57,7 @@ class Key:
 
     @cached_property
     def source(self) -> str:
-        """SHA-256 over all that a kernel is made from, but not by what: format, text, options, architecture."""
+        """SHA-256 over everything that a kernel is made from, without the compiler."""
         return _sha(json.dumps([FORMAT, self.ingredients, self.options, self.arch]).encode())
 
     @cached_property
@@ -70,31 +72,22 @@ class Key:
 
     @property
     def folder(self) -> str:
-        """The entry's folder name."""
+        """The name of the entry's folder."""
         return f"{self.stem}-{_sha(self.compiler.encode())[:8]}"
 
     @property
     def portable_folder(self) -> str:
-        """The same for an entry that serves beside any compiler."""
+        """The same of an entry that serves beside any compiler."""
         return f"{self.stem}-{ANY}"
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The key in pieces that can be compared: every constant, a hash of every template, and the rest."""
-        parts: dict[str, Any] = {"format": FORMAT, "arch": self.arch, "options": list(self.options)}
-        parts["compiler"] = self.compiler
-        try:
-            texts, constants = json.loads(self.ingredients)
-            parts |= {f"template {name}": _sha(text.encode())[:12] for name, text in texts.items()}
-            parts |= {f"constant {name}": value for name, value in constants.items()}
-        except DAMAGE:  # not made by `render`
-            parts["ingredients"] = _sha(self.ingredients.encode())[:12]
-        return parts
+    def owns(self, meta: Mapping[str, Any], any_compiler: bool) -> bool:
+        """Whether a `spec.json` is of this key."""
+        return bool(meta["source"] == self.source if any_compiler else meta["digest"] == self.digest)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel, for listings. used: when it was last loaded or written, seconds since 1970."""
+    """One kernel, for listings. written: seconds since 1970; 0: unknown."""
 
     path: Path
     name: str
@@ -102,12 +95,10 @@ class Entry:
     size: int
     spec: dict[str, Any] = field(default_factory=dict)
     compiler: str = ""
-    used: float = 0.0
+    written: float = 0.0
 
 
-def listed(path: Path, meta: Mapping[str, Any], size: int, used: float = 0.0) -> Entry:
-    """An entry as its `spec.json` describes it."""
-    return Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], used)
+# ---- content -------------------------------------------------------------------------------------
 
 
 def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, bytes]:
@@ -120,7 +111,6 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
         "arch": key.arch,
         "options": list(key.options),
         "compiler": key.compiler,
-        "parts": key.parts,
         "sha256": {TEXT: _sha(text.encode()), CUBIN: _sha(cubin)},
         "spec": spec,
     }
@@ -129,25 +119,25 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
 
 
 def check(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """An entry's `spec.json`; raises ValueError if it or one of the files beside it is not what was written."""
-    meta = parse(files[META], "spec.json")
+    """An entry's `spec.json`. Raises ValueError if it, or a file beside it, is not what was written."""
+    meta = parse(files[META], META)
     if meta.get("format") != FORMAT:
         raise OtherFormat(f"format {meta.get('format')}, not {FORMAT}")
     if meta.get("seal") != seal(meta):
-        raise ValueError("spec.json does not match its checksum")
-    for name, pattern in _TEXTS.items():
+        raise ValueError(f"{META} does not match its checksum")
+    for name, pattern in _PRINTED.items():
         if not isinstance(meta[name], str) or not pattern.fullmatch(meta[name]):
-            raise ValueError(f"its {name} is {meta[name]!r}, which no kernel's is")
+            raise ValueError(f"its {name} is {meta[name]!r}, which no kernel has")
     if not isinstance(meta["spec"], dict):
         raise ValueError("it has no spec")
-    for name, data in files.items():
-        if name != META and _sha(data) != meta["sha256"][name]:
+    for name in (TEXT, CUBIN):
+        if _sha(files[name]) != meta["sha256"][name]:
             raise ValueError(f"{name} does not match its checksum")
     return meta
 
 
 def parse(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; ValueError with anything else."""
+    """A JSON object; ValueError for anything else."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -158,43 +148,32 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
 
 
 def seal(meta: Mapping[str, Any]) -> str:
-    """SHA-256 over a JSON object, but for the seal itself."""
+    """SHA-256 over a JSON object without the seal itself."""
     rest = {name: value for name, value in meta.items() if name != "seal"}
     return _sha(json.dumps(rest, sort_keys=True).encode())
 
 
-def belongs(meta: Mapping[str, Any], key: Key, any_compiler: bool) -> bool:
-    """Whether an entry is the key's."""
-    return bool(meta["source"] == key.source if any_compiler else meta["digest"] == key.digest)
+# ---- files ---------------------------------------------------------------------------------------
 
 
-def read(
-    folder: Path, names: tuple[str, ...] = FILES, owners: tuple[int, ...] = ()
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(`spec.json`, files) of an entry. Raises OSError if it cannot be read, ValueError if it is damaged or if
-    somebody other than root, this user and `owners` can have written it."""
+def read(folder: Path) -> Read:
+    """Read and check an entry. Raises OSError if it cannot be read, ValueError if it must not be used."""
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode):
-        raise ValueError("it is not a folder" if not stat.S_ISLNK(info.st_mode) else "it is a symbolic link")
-    if reason := _others(info, owners):
-        raise ValueError(f"it {reason}")
-    files = {}
-    for name in names:
-        with open_own(folder / name, owners) as file:
-            files[name] = file.read()
+        raise ValueError("it is a symbolic link" if stat.S_ISLNK(info.st_mode) else "it is not a folder")
+    if writable_by_others(info):
+        raise ValueError("it can be written by other users")
+    files = {name: _read_file(folder / name) for name in FILES}
     return check(files), files
 
 
-def open_own(path: Path, owners: tuple[int, ...] | None = ()) -> Any:
-    """A regular file that nobody but root, this user and `owners` can have written, open for reading; ValueError
-    with any other. owners: None: a bundle, which may be anybody's and a link, if only its owner can write it.
-
-    What is looked at is the open file, so it cannot be exchanged in between.
-    """
-    follow = owners is None
-    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))  # FIFOs wait
+def _read_file(path: Path) -> bytes:
+    """A regular file that only its owner can write. The checks run on the open file, so it cannot be swapped."""
+    names = ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOFOLLOW")  # O_NONBLOCK: opening a pipe must not wait
     try:
-        number = os.open(path, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
+        number = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
+    except FileNotFoundError as error:
+        raise ValueError(f"it has no {path.name}") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError(f"{path.name} is a symbolic link") from error
@@ -203,19 +182,19 @@ def open_own(path: Path, owners: tuple[int, ...] | None = ()) -> Any:
         info = os.fstat(number)
         if not stat.S_ISREG(info.st_mode):
             raise ValueError(f"{path.name} is not a file")
-        if reason := _others(info, (info.st_uid,) if owners is None else owners):
-            raise ValueError(f"{path.name} {reason}")
-        if info.st_size > MAX_FILE and not follow:
+        if writable_by_others(info):
+            raise ValueError(f"{path.name} can be written by other users")
+        if info.st_size > MAX_FILE:
             raise ValueError(f"{path.name} has {info.st_size} bytes, which no kernel has")
-        return os.fdopen(number, "rb")
-    except BaseException:
+        with open(number, "rb", closefd=False) as file:
+            return file.read()
+    finally:
         os.close(number)
-        raise
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with an entry's files in it, on the disk when this returns. Raises OSError."""
-    os.mkdir(folder, 0o755)  # less the umask: who shares the folder shares what is in it
+    """Make a folder with an entry's files, on the disk when this returns. Raises OSError."""
+    os.mkdir(folder, 0o755)  # subject to the umask: anyone who can read the folder can read the entry
     for name, data in files.items():
         number = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
         with open(number, "wb") as file:
@@ -226,38 +205,70 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def sync(folder: Path) -> None:
-    """What is in a folder stays in it through a crash."""
+    """Keep what is in a folder through a crash of the machine. Raises OSError."""
     if os.name != "posix":
         return
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # file systems that cannot
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # of file systems that cannot do it
             raise
     finally:
         os.close(number)
 
 
-def untrusted(path: Path, owners: tuple[int, ...] = ()) -> str | None:
-    """Why somebody other than root, this user and `owners` can have written a folder or file, or None; of a
-    symbolic link, its own owner counts too."""
-    link = os.lstat(path)
-    if stat.S_ISLNK(link.st_mode) and _foreign(link, owners):
-        return "is a symbolic link of another user"
-    return _others(path.stat(), owners)
+def writable_by_others(info: os.stat_result) -> bool:
+    """Whether the group or others can write a file or folder."""
+    return os.name == "posix" and bool(stat.S_IMODE(info.st_mode) & 0o022)
 
 
-def _others(info: os.stat_result, owners: tuple[int, ...]) -> str | None:
-    if _foreign(info, owners):
+def untrusted(folder: Path) -> str | None:
+    """Why another user than root and this one may have written a folder, or None. Raises OSError.
+
+    The owner of a symbolic link counts too, because that user can point it elsewhere.
+    """
+    info = os.stat(folder)
+    if hasattr(os, "getuid") and not {info.st_uid, os.lstat(folder).st_uid} <= {os.getuid(), 0}:
         return "belongs to another user"
-    if os.name == "posix" and stat.S_IMODE(info.st_mode) & 0o022:
-        return "can be written by other users"
-    return None
+    return "can be written by other users" if writable_by_others(info) else None
 
 
-def _foreign(info: os.stat_result, owners: tuple[int, ...]) -> bool:
-    return hasattr(os, "getuid") and info.st_uid not in (os.getuid(), 0, *owners)
+# ---- all entries of a place ----------------------------------------------------------------------
+
+
+def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Entry:
+    """An entry as its files describe it."""
+    size = sum(map(len, files.values()))
+    return Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], written(path))
+
+
+def written(path: Path) -> float:
+    """When a folder was written, in seconds since 1970; 0 of what is in a bundle."""
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def survey(
+    folder: Path, names: Iterable[str], read_entry: Callable[[str], Read]
+) -> tuple[list[Entry], list[tuple[Path, str]]]:
+    """(whole entries, damaged ones with the reason); another version's are neither."""
+    good, bad = [], []
+    for name in names:
+        try:
+            good.append(described(folder / name, *read_entry(name)))
+        except OtherFormat:
+            continue
+        except (OSError, CacheError, *DAMAGE) as error:
+            bad.append((folder / name, reason(error)))
+    return good, bad
+
+
+def reason(error: Exception) -> str:
+    """An error in a few words, without the path."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def _sha(data: bytes) -> str:

@@ -1,16 +1,12 @@
-"""Spec -> kernel: from memory, else from a cache, else compiled; and what may not be compiled."""
+"""Spec -> kernel: from memory, else from a cache, else compiled."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
 import shlex
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +20,7 @@ from ..base.spec import Spec
 from . import compiler, recording
 from .cache import KernelCache
 from .compiler import Kernel
-from .entry import CUBIN, Key
+from .entry import Key
 from .render import ingredients, render
 
 compiled: list[str] = []
@@ -32,39 +28,27 @@ compiled: list[str] = []
 
 _kernels: dict[tuple[Spec, int], Kernel] = {}
 _build_lock = threading.RLock()
-LONGEST_BUILD = 60.0
-"""Seconds that a fork waits for a kernel that another thread builds."""
 
 
 @lru_cache(maxsize=8)
-def _cache_at(root: Path, system: tuple[Path, ...], max_bytes: int) -> KernelCache:
-    return KernelCache(root, system, max_bytes)
+def _cache_at(root: Path, system: tuple[Path, ...]) -> KernelCache:
+    return KernelCache(root, system)
 
 
 def kernel_cache() -> KernelCache:
     """The caches that the environment names now."""
-    return _cache_at(config.cache_dir(), config.system_caches(), config.cache_size())
+    return _cache_at(config.cache_dir(), config.system_caches())
 
 
-def _before_fork() -> None:
-    """A child has only the thread that forks: what another was importing or compiling would hang there for ever."""
-    _build_lock.acquire(timeout=LONGEST_BUILD)
-
-
-def _after_fork_in_parent() -> None:
-    with contextlib.suppress(RuntimeError):  # it was not had in time
-        _build_lock.release()
-
-
-def _after_fork_in_child() -> None:
-    """Its lock and what it counts are its own."""
+def _renew_locks() -> None:
+    """After fork() the child has only the forking thread, so a lock held by another would never be released."""
     global _build_lock
     _build_lock = threading.RLock()
     _cache_at.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def get_kernel(spec: Spec, device: int) -> Kernel:
@@ -74,8 +58,8 @@ def get_kernel(spec: Spec, device: int) -> Kernel:
         recording.note(spec)
         if torch.cuda.is_current_stream_capturing():
             raise JitropeError(
-                f"{spec.name} is not loaded yet, and nothing can be loaded while a CUDA graph is "
-                "captured; make the same call once before the capture"
+                f"{spec.name} is not loaded yet, and a kernel cannot be loaded while a CUDA graph is captured; "
+                "make the same call once before the capture"
             )
         with _build_lock:
             kernel = _kernels.get((spec, device)) or _load(spec, device)
@@ -90,25 +74,24 @@ def arch_of(device: int) -> str:
 
 
 class Cubin(NamedTuple):
-    """A spec's cubin: a file's path or its bytes. kept: it is on disk now, or was."""
+    """A spec's cubin. compiled: by this call; kept: it is on disk."""
 
-    path: Path | None
-    data: bytes | None
+    data: bytes
     compiled: bool
     kept: bool
 
 
-def build(spec: Spec, arch: str, rebuild: bool = False, whole: bool = False) -> Cubin:
-    """Make sure that a spec's cubin is cached. What was compiled comes as bytes: they are not read again.
+def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
+    """Find a spec's cubin in a cache, or compile and store it. Bytes that were compiled are not read again.
 
-    rebuild: what a cache has is no good. whole: what a call does not read, the text, has to be intact too.
+    rebuild: compile even if a cache has it, because the driver refused that one.
 
-    Raises MissingKernel where it would have to be compiled and that is forbidden, CompileError where it cannot be.
+    Raises MissingKernel if it would have to be compiled and that is forbidden, CompileError if it cannot be.
     """
     cache = kernel_cache()
     key = key_of(spec, arch)
-    if not rebuild and (found := cache.find(key, whole)) is not None:
-        return Cubin(None, found, False, True) if isinstance(found, bytes) else Cubin(found, None, False, True)
+    if not rebuild and (found := cache.find(key)) is not None:
+        return Cubin(found, compiled=False, kept=True)
     if not config.compile_allowed():
         raise missing_kernel(spec, arch, cache)
     start = time.perf_counter()
@@ -117,23 +100,21 @@ def build(spec: Spec, arch: str, rebuild: bool = False, whole: bool = False) -> 
     ms = 1e3 * (time.perf_counter() - start)
     compiled.append(spec.name)
     cache.count(compiled=1, compile_ms=ms)
-    if log.isEnabledFor(logging.INFO):
-        log.info("compiled %s for %s in %.0f ms: %s", spec.name, arch, ms, cache.explain(key))
+    log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
     if rebuild:
         cache.discard(key)
-    kept = cache.store(key, source.text, cubin, spec.to_dict()) is not None
-    return Cubin(None, cubin, True, kept)
+    return Cubin(cubin, compiled=True, kept=cache.store(key, source.text, cubin, spec.to_dict()))
 
 
 def is_cached(spec: Spec, arch: str) -> bool:
-    """Whether a cache has a spec's kernel, whole; nothing is changed. CompileError without CuPy."""
+    """Whether a cache has a spec's kernel. Changes nothing. Raises CompileError without CuPy."""
     return kernel_cache().holds(key_of(spec, arch))
 
 
 def key_of(spec: Spec, arch: str) -> Key:
-    """What identifies a spec's kernel here; without NVRTC its compiler is "", and any serves.
+    """The identity of a spec's kernel on this machine; without NVRTC its compiler is "", and any compiler's serves.
 
-    Raises CompileError without CuPy, which loads what is found too.
+    Raises CompileError without CuPy, because a kernel that is found could not be loaded either.
     """
     compiler.import_cupy()
     try:
@@ -144,84 +125,24 @@ def key_of(spec: Spec, arch: str) -> Key:
 
 
 def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
-    """The error of a kernel that is in no cache where nothing may be compiled."""
+    """The error for a kernel that is in no cache and may not be compiled."""
     fields = spec.to_dict()
     text = shlex.quote(json.dumps({"spec": [fields]}))
     command = f"echo {text} > missing.json && jitrope prewarm --from missing.json --arch {arch}"
     places = ", ".join(map(str, (cache.root, *(layer.path for layer in cache.system))))
     message = (
         f"{spec.name} for {arch} is not in {places}, and compiling is forbidden (JITROPE_NO_COMPILE or "
-        f"jitrope.configure). This makes it, where compiling is allowed:\n{command}"
+        f"jitrope.configure). Where compiling is allowed, this command makes it:\n{command}"
     )
     return MissingKernel(message, fields, arch, command)
 
 
 def _load(spec: Spec, device: int) -> Kernel:
-    arch = arch_of(device)
+    found = build(spec, arch_of(device))
     try:
-        return _load_own(spec, arch, device)
-    except compiler.Refused as error:
-        virtual = compiler.virtual_arch(arch) if config.compile_allowed() else None
-        if virtual is None:
-            raise
-        _tell_of_ptx(arch, virtual, str(error))
-        return _open(build(spec, virtual), spec, device)
-
-
-def _load_own(spec: Spec, arch: str, device: int) -> Kernel:
-    """From a cubin of the device's own architecture."""
-    found = build(spec, arch)
-    try:
-        return _open(found, spec, device)
+        return Kernel(found.data, spec.entry, device)
     except compiler.Refused:
         if found.compiled or not config.compile_allowed():
             raise
         log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)
-        return _open(build(spec, arch, rebuild=True), spec, device)
-
-
-_told: set[tuple[str, str]] = set()
-
-
-def _tell_of_ptx(arch: str, virtual: str, reason: str) -> None:
-    if (arch, virtual) not in _told:
-        _told.add((arch, virtual))
-        log.warning("%s; the driver compiles PTX for %s in its place, at each process's first call", reason, virtual)
-
-
-def _open(found: Cubin, spec: Spec, device: int) -> Kernel:
-    if found.path is not None:
-        return Kernel(found.path, spec.entry, device)
-    assert found.data is not None
-    with cubin_file(found.data) as temporary:
-        return Kernel(temporary, spec.entry, device)
-
-
-@contextlib.contextmanager
-def cubin_file(cubin: bytes) -> Iterator[Path]:
-    """A cubin as a file for as long as it takes to load it; in memory, where no temporary folder can be written."""
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="jitrope-")
-    except OSError:
-        with _memory_file(cubin) as path:
-            yield path
-        return
-    with folder as name:
-        path = Path(name) / CUBIN
-        try:
-            path.write_bytes(cubin)
-        except OSError:  # a full disk
-            with _memory_file(cubin) as path:
-                yield path
-        else:
-            yield path
-
-
-@contextlib.contextmanager
-def _memory_file(data: bytes) -> Iterator[Path]:
-    if not hasattr(os, "memfd_create"):
-        raise CompileError("there is neither a temporary folder that can be written nor, as on Linux, a file in memory")
-    with open(os.memfd_create("jitrope"), "wb") as file:
-        file.write(data)
-        file.flush()
-        yield Path(f"/proc/self/fd/{file.fileno()}")
+        return Kernel(build(spec, arch_of(device), rebuild=True).data, spec.entry, device)

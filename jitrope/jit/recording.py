@@ -1,4 +1,4 @@
-"""Which kernels a process asked for, in the form that `jitrope prewarm --from` reads."""
+"""A record of the kernels that a process asked for, as JSON for `jitrope prewarm --from`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..base.errors import CacheError
 from ..base.spec import Spec
 
 LOCK_SECONDS = 10.0
-"""How long to wait for another process that writes the same file, before going on without it."""
+"""How long to wait for another process that writes the same file, before going on without the lock."""
 
 _asked: dict[Spec, None] = {}
 
 
 class Recording:
-    """What `record` gives: `specs`, a list of the kernels asked for, complete when it ends."""
+    """The result of `record`. `specs`: a list of the kernels asked for, complete when the block has ended."""
 
     def __init__(self) -> None:
         self.specs: list[Spec] = []
@@ -36,18 +36,18 @@ class Recording:
 def record(path: str | Path | None = None) -> Iterator[Recording]:
     """Note the kernels that a block of code asks for, and write them to a JSON file for `jitrope prewarm --from`.
 
-    A call that was made before asks nobody for its kernel, so the kernels that the process had already are noted too.
-    The steady state costs nothing. A file that is there keeps what it has.
+    Kernels that the process asked for before the block are noted too, because a prepared call does not ask again.
+    A steady state costs nothing. A file that is there keeps its content.
 
     Args:
-        path: the file; without, the specs are only in the `Recording` that the block gets.
+        path: the file; without it, the specs are only in the `Recording` that the block gets.
 
     Yields:
-        A `Recording`, whose `specs` are there when the block has ended.
+        A `Recording`, whose `specs` are complete when the block has ended.
 
     Raises:
-        CacheError: the file is there and not such a list, which is seen before the block; or it cannot be written.
-        InvalidInput: path is no path.
+        CacheError: before the block, if the file is there and holds no such list; or the file cannot be written.
+        InvalidInput: path is not a path.
     """
     if path is not None:
         path = arguments.path("record", "path", path)
@@ -62,14 +62,14 @@ def record(path: str | Path | None = None) -> Iterator[Recording]:
 
 
 def note(spec: Spec) -> None:
-    """A kernel was asked for. `JITROPE_RECORD` is told at once, so by a process that is killed later too.
+    """Note that a kernel was asked for. `JITROPE_RECORD` is written at once, in case the process is killed later.
 
     Raises:
-        InvalidInput: it is no kernel's spec; nothing is noted.
+        InvalidInput: no kernel can be made from the spec; nothing is noted.
     """
     if spec in _asked:
         return
-    spec.constants()  # refuses what nothing can be made from, and so what nothing could read back
+    spec.constants()  # raises for a spec that could not be read back
     _asked[spec] = None
     if path := record_file():
         try:
@@ -99,13 +99,12 @@ def add(path: Path, specs: Iterable[Spec]) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
-        data = json.loads(text) if text.strip() else {}  # made by mktemp, or by touch
+        data = json.loads(text) if text.strip() else {}  # `mktemp` and `touch` make empty files
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise CacheError(f"cannot add kernels to {path}: {error}") from error
-    except RecursionError as error:
-        raise CacheError(f"cannot add kernels to {path}: it is nested too deeply") from error
+    except (OSError, ValueError, RecursionError) as error:
+        text = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CacheError(f"cannot add kernels to {path}: {text}") from error
     if not isinstance(data, dict) or not isinstance(data.get("spec", []), list):
         raise CacheError(f"cannot add kernels to {path}: it has no `spec` list")
     return data
@@ -118,7 +117,7 @@ def _missing(data: dict[str, Any], wanted: list[dict[str, Any]]) -> list[dict[st
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone, where the file system has locks. A lock ends with its process, so none is ever left behind."""
+    """Hold a lock, if the file system has locks. It ends with its process, so none is ever left behind."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -126,16 +125,15 @@ def _locked(path: Path) -> Iterator[None]:
         return
     if path.is_symlink():
         raise OSError(f"its lock {path} is a symbolic link")
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # whatever is there is left as it is
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # a file that is there is not emptied
     with open(os.open(path, flags, 0o666), "r+") as file:
         deadline = time.monotonic() + LOCK_SECONDS
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
                 time.sleep(0.01)
             except OSError:
-                break
-            else:
                 break
         yield

@@ -8,13 +8,13 @@ from ..base.errors import InvalidInput
 from ..base.spec import Named
 
 KINDS: dict[str, type[Named]] = {}
-"""A spec class for each kind. A module with kernels of its own adds a row for each where it is imported."""
+"""A spec class for each kind. A module that has kernels adds its classes when it is imported."""
 
 
 def spec_from_dict(data: Any) -> Named:
     """The inverse of every spec's `to_dict`. Raises InvalidInput with what is wrong."""
     if not isinstance(data, dict):
-        raise InvalidInput(f"a spec is a table of fields, not {data!r}")
+        raise InvalidInput(f"a spec must be a table of fields, not {data!r}")
     kind = data.get("kind")
     if kind not in tuple(KINDS):
         raise InvalidInput(f"kind is {kind!r}; allowed are {', '.join(KINDS)}")

@@ -29,13 +29,13 @@ class Source:
 
 
 def ingredients(spec: Spec) -> str:
-    """All that a spec's text is made from, without making it: its constants and template files."""
+    """Everything that a spec's text is made from, before it is rendered: its template files and constants."""
     return json.dumps([_texts(spec.template), spec.constants()])
 
 
 @cache
 def _texts(name: str) -> dict[str, str]:
-    """A template and, in depth, what it includes."""
+    """A template, and all files that it includes, directly or not, by name."""
     for folder in TEMPLATE_PATHS:
         if (path := folder / name).is_file():
             text = path.read_text()
@@ -50,7 +50,7 @@ def _texts(name: str) -> dict[str, str]:
 
 
 def mark_lines(text: str, name: str) -> str:
-    """`#line` marks, so that a compiler's error names the template's own file and line."""
+    """Add `#line` marks, so that an error of the compiler names the template's own file and line."""
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
         lines.append(line)

@@ -1,9 +1,9 @@
-"""Kernels in a file, for machines that compile nothing: `JITROPE_SYSTEM_CACHE=kernels.tar` or `load`.
+"""Kernels in a file, for machines that compile nothing: `JITROPE_SYSTEM_CACHE=kernels.tar`, or `load`.
 
-A bundle is a tar of entries with a manifest and a SHA-256 of every file. Its kernels are found by what they are made
-from (templates, constants, options, architecture, format), not by what compiler made them, so where they are used
-neither NVRTC nor a header nor CuPy's compiler is needed: only CuPy's driver part, which loads a cubin. The digests
-find damage, not malice: a bundle is code, take it from where you would take a wheel.
+A bundle is a tar of entries with a manifest and a SHA-256 of every file. Its kernels are matched by source (templates,
+constants, options, architecture, format), not by compiler, so a machine that uses them needs neither NVRTC nor headers
+nor CuPy's compiler: only CuPy's driver part, which loads a cubin. The digests find damage, not malice: a bundle is
+code, so take it from where you would take a wheel.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from pathlib import Path
 from ..base import arguments
 from ..base.errors import CacheError, CompileError, JitropeError
 from ..base.spec import Spec
-from ..jit import archive
+from ..jit import layers
 from ..jit.cache import KernelCache
-from ..jit.entry import Entry, listed, pack
+from ..jit.entry import Entry, described, pack
 from ..jit.kernels import build, kernel_cache, key_of
 from ..jit.render import render
 from .prewarm import Built, checked_kernels
+
+__all__ = ["entries", "load", "write"]
 
 
 def write(
@@ -32,9 +34,9 @@ def write(
     The same kernels give the same bytes, and a bundle is there whole or not at all.
 
     Args:
-        path: the file; its folder has to be there.
+        path: the file; its folder must exist.
         kernels: (spec, architecture) of each, as (spec, "sm_90"); specs are of `jitrope.tools.prewarm.Call.specs`,
-            `jitrope.tools.prewarm.read_calls` or `jitrope.record`. What comes twice is written once.
+            `jitrope.tools.prewarm.read_calls` or `jitrope.record`. Repeated ones are written once.
         jobs: how many are compiled at a time.
         done: called after each, in any order.
 
@@ -53,41 +55,38 @@ def write(
         raise CacheError("kernels is empty: there is nothing to bundle")
     if os.path.isdir(path):
         raise CacheError(f"cannot write the bundle {path}: it is a folder")
-    cache = kernel_cache()
 
-    def one(item: tuple[Spec, str]) -> tuple[Built, str, dict[str, bytes]]:
-        spec, arch = item
-        files: dict[str, bytes] | None = None
-        name = ""
-        try:
-            found = build(spec, arch)
-            key = key_of(spec, arch)
-            name = key.portable_folder
-            if not found.compiled and (files := cache.read(key)) is None:  # its text is damaged, or it went meanwhile
-                found = build(spec, arch, rebuild=True)
-            if files is None:
-                assert found.data is not None
-                files = pack(key, render(spec).text, found.data, spec.to_dict())
-            built = Built(spec, arch, "compiled" if found.compiled else "cached")
-        except JitropeError as error:
-            built = Built(spec, arch, str(error), failed=True)
+    def one(kernel: tuple[Spec, str]) -> tuple[Built, dict[str, bytes]]:
+        built, files = _files_of(*kernel)
         done(built)
-        return built, name, files or {}
+        return built, files
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         results = list(pool.map(one, work))
-    if failed := [built for built, _, _ in results if built.failed]:
+    if failed := [built for built, _ in results if built.failed]:
         reasons = "\n".join(f"{item.spec.name} {item.arch}: {item.outcome}" for item in failed)
         raise CompileError(f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:\n{reasons}")
-    archive.write(path, {name: files for _, name, files in results})
-    return [built for built, _, _ in results]
+    layers.write_bundle(path, {key_of(*kernel).portable_folder: files for kernel, (_, files) in zip(work, results)})
+    return [built for built, _ in results]
+
+
+def _files_of(spec: Spec, arch: str) -> tuple[Built, dict[str, bytes]]:
+    """Build a kernel; its entry's files as a cache has them, or as they would be stored."""
+    try:
+        found = build(spec, arch)
+        key = key_of(spec, arch)
+        files = None if found.compiled else kernel_cache().read(key)
+        files = files or pack(key, render(spec).text, found.data, spec.to_dict())
+        return Built(spec, arch, "compiled" if found.compiled else "cached"), files
+    except JitropeError as error:
+        return Built(spec, arch, str(error), failed=True), {}
 
 
 def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
-    """Put a bundle's kernels into a cache, by default the user's; returns which they are.
+    """Put a bundle's kernels into a cache, by default the user's; returns them.
 
-    All of it is checked before anything is written. In the cache they serve beside any compiler, in place of those of
-    a bundle that was loaded before, and pruning leaves them alone.
+    Everything is checked before anything is written. In the cache these kernels serve beside any compiler. They take
+    the place of kernels that were loaded from another bundle before, and `prune` leaves them alone.
 
     Args:
         path: the bundle's file.
@@ -100,27 +99,24 @@ def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
     if into is not None and not isinstance(into, KernelCache):
         arguments.refuse("load", "into", into, "a KernelCache, or None")
     cache = kernel_cache() if into is None else into
-    found = archive.Archive(path)
-    for _ in found.read_all():
-        pass
+    bundle = layers.Bundle(path)
+    for folder in bundle.kernels:
+        bundle.read(folder)
     loaded: list[Entry] = []
-    for folder, meta, files in found.read_all():
+    for folder in bundle.kernels:
+        meta, files = bundle.read(folder)
         if not cache.install(folder, files, replace=True):
             raise CacheError(f"cannot write the kernel cache {cache.root}; {len(loaded)} kernels of {path} are in it")
-        loaded.append(_entry(cache.root / folder, meta, files))
+        loaded.append(described(cache.root / folder, meta, files))
     return loaded
 
 
 def entries(path: Path) -> list[Entry]:
-    """What is in a bundle, checked.
+    """The kernels of a bundle, checked.
 
     Raises:
         CacheError: the file is not a bundle, is damaged, or has anything else in it.
     """
     path = arguments.path("entries", "path", path)
-    return [_entry(path / folder, meta, files) for folder, meta, files in archive.Archive(path).read_all()]
-
-
-def _entry(path: Path, meta: dict[str, object], files: dict[str, bytes]) -> Entry:
-    size = sum(map(len, files.values()))
-    return listed(path, meta, size)
+    bundle = layers.Bundle(path)
+    return [described(path / folder, *bundle.read(folder)) for folder in bundle.kernels]

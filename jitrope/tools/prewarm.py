@@ -31,7 +31,7 @@ __all__ = ["DEFAULT_CALLS", "Built", "Call", "expand", "prewarm", "read_calls", 
 
 _MANY, _SM_COUNT = 1 << 20, 132
 
-ARCH = re.compile(r"(sm|compute)_[1-9]\d*[af]?")
+ARCH = re.compile(r"sm_[1-9]\d*[af]?")
 """How an architecture is written; which of them there are, the compiler says (`refused`)."""
 
 UNKEPT = "the kernel cache cannot be written"
@@ -426,7 +426,7 @@ def prewarm(
     def one(item: tuple[Spec, str]) -> Built:
         spec, arch = item
         try:
-            found = kernels.build(spec, arch, whole=True)
+            found = kernels.build(spec, arch)
             built = Built(spec, arch, "compiled" if found.compiled else "cached")
             if not found.kept:
                 built = Built(spec, arch, UNKEPT, failed=True)

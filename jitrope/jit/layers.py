@@ -1,0 +1,209 @@
+"""Read-only caches below the user's own: folders that jitrope wrote, and bundles, which are tars of entries."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import CacheError
+from . import entry
+from .entry import DAMAGE, FILES, FORMAT, MAX_FILE, NAME, Entry, Key, Read, check, parse, reason, seal, survey
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST = 1 << 30
+
+
+class Layer:
+    """A read-only cache: a folder that jitrope wrote, a bundle, or a folder that a bundle was unpacked into.
+
+    Entries are matched by source (templates, constants, options, architecture, format), not by compiler, so a machine
+    needs neither NVRTC nor headers to use them. The owner of a layer is trusted, as the owner of a folder on PATH is;
+    a layer or an entry that its group or others can write is not used. A layer is opened when it is first asked.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str, str], None]) -> None:
+        self.path = path
+        self._warn = warn
+
+    def read(self, key: Key) -> dict[str, bytes] | None:
+        """The files of the key's entry, checked, or None."""
+        first = (key.folder, key.portable_folder)  # this compiler's own, if there are several
+        try:
+            names = [name for name in self._names() if name.startswith(f"{key.stem}-")]
+        except CacheError as error:
+            self._warn(f"system {self.path}", f"the system cache {self.path} is not used ({error})")
+            return None
+        for name in sorted(names, key=lambda name: (name not in first, name)):
+            try:
+                meta, files = self._read(name)
+                if key.owns(meta, any_compiler=True):
+                    return files
+            except (OSError, CacheError, *DAMAGE) as error:
+                self._warn(f"{self.path} {name}", f"{name} in the system cache {self.path} is not usable ({error})")
+        return None
+
+    def entries(self) -> list[Entry]:
+        """The whole entries, by name. Raises CacheError if the layer cannot be used."""
+        return survey(self.path, self._names(), self._read)[0]
+
+    def verify(self) -> tuple[int, list[tuple[Path, str]]]:
+        """How many entries are whole, and the damaged ones with the reason, or the layer itself if it is not usable."""
+        try:
+            good, bad = survey(self.path, self._names(), self._read)
+        except CacheError as error:
+            return 0, [(self.path, str(error))]
+        return len(good), bad
+
+    @cached_property
+    def _bundle(self) -> Bundle | None:
+        return Bundle(self.path) if self.path.is_file() else None
+
+    def _names(self) -> list[str]:
+        try:
+            if entry.writable_by_others(self.path.stat()):
+                raise CacheError("it can be written by other users")
+            names = self._bundle.kernels if self._bundle else os.listdir(self.path)
+        except OSError as error:
+            raise CacheError(reason(error)) from error
+        return sorted(name for name in names if NAME.fullmatch(name))
+
+    def _read(self, name: str) -> Read:
+        return self._bundle.read(name) if self._bundle else entry.read(self.path / name)
+
+
+class Bundle:
+    """A tar of entries with a manifest. The manifest is checked at once, an entry when it is read.
+
+    Raises CacheError: the file is no bundle, has another format, or has anything in it but the entries of its manifest
+    (other files, links, other folders, paths out of it).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._open() as file:
+            self._members = self._find_members(file)
+            self.kernels = self._read_manifest(file)
+
+    def read(self, folder: str) -> Read:
+        """(`spec.json`, files) of an entry, checked. Raises CacheError."""
+        with self._open() as file:
+            files = {name: self._content(file, f"{folder}/{name}") for name in FILES}
+            for name, data in files.items():
+                if hashlib.sha256(data).hexdigest() != self.kernels[folder][name]:
+                    raise ValueError(f"{folder}/{name} does not match its digest")
+            meta = check(files)
+            match = NAME.fullmatch(folder)
+            if match is None or match["source"] != meta["source"][:20]:
+                raise ValueError(f"{folder} is another kernel")
+            return meta, files
+
+    def _find_members(self, file: Any) -> dict[str, tuple[int, int]]:
+        """Offset and size of each file and folder in the tar."""
+        members: dict[str, tuple[int, int]] = {}
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                limit = _limit(member)
+                if limit is None:
+                    raise CacheError(f"{self.path} is not a bundle of kernels: {member.name!r} is not a kernel's file")
+                if member.name in members:
+                    raise ValueError(f"it has {member.name} twice")
+                if member.size > limit:
+                    raise ValueError(f"{member.name} has {member.size} bytes, which no kernel has")
+                members[member.name] = member.offset_data, member.size
+        return members
+
+    def _read_manifest(self, file: Any) -> dict[str, dict[str, str]]:
+        if MANIFEST not in self._members:
+            raise CacheError(f"{self.path} is not a bundle of kernels: it has no {MANIFEST}")
+        manifest = parse(self._content(file, MANIFEST), MANIFEST)
+        if manifest.get("format") != FORMAT:
+            raise CacheError(f"{self.path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
+        if manifest.get("seal") != seal(manifest):
+            raise ValueError(f"{MANIFEST} does not match its checksum")
+        kernels: dict[str, dict[str, str]] = manifest["kernels"]
+        named = {MANIFEST} | {f"{folder}/{name}" for folder, files in kernels.items() for name in files}
+        found = self._members.keys() - kernels.keys()  # folders may be left out
+        if named != found:
+            raise ValueError(f"its manifest and its files differ in {', '.join(map(repr, sorted(named ^ found)[:3]))}")
+        return kernels
+
+    def _content(self, file: Any, name: str) -> bytes:
+        offset, size = self._members[name]
+        file.seek(offset)
+        data: bytes = file.read(size)
+        if len(data) != size:
+            raise ValueError("it is cut short")
+        return data
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        """The open file; inside, every error of reading becomes a CacheError with the path."""
+        try:
+            with open(self.path, "rb") as file:
+                yield file
+        except (tarfile.TarError, OverflowError) as error:
+            raise CacheError(f"{self.path} cannot be read as a bundle: {error}") from error
+        except DAMAGE as error:
+            raise CacheError(f"{self.path} is damaged: {error}") from error
+        except OSError as error:
+            raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
+
+
+def _limit(member: tarfile.TarInfo) -> int | None:
+    """How many bytes a member may have; None: it has no place in a bundle."""
+    folder, _, name = member.name.rpartition("/")
+    if member.type == tarfile.DIRTYPE:
+        return 0 if NAME.fullmatch(member.name) else None
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+        return None
+    if member.name == MANIFEST:
+        return MAX_MANIFEST
+    return MAX_FILE if name in FILES and NAME.fullmatch(folder) else None
+
+
+def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
+    """Write a bundle of {folder: files}, whole or not at all. The same entries give the same bytes.
+
+    Raises CacheError: the file cannot be written.
+    """
+    kernels = {
+        folder: {name: hashlib.sha256(files[name]).hexdigest() for name in FILES}
+        for folder, files in sorted(entries.items())
+    }
+    manifest: dict[str, Any] = {"format": FORMAT, "kernels": kernels}
+    manifest["seal"] = seal(manifest)
+    temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
+    try:
+        # Mode 0644 whatever the umask, because a layer that the group can write is not used.
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
+            with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+                _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
+                for folder in kernels:
+                    _add(tar, folder, None)
+                    for name in FILES:
+                        _add(tar, f"{folder}/{name}", entries[folder][name])
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CacheError(f"cannot write the bundle {path}: {reason(error)}") from error
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes | None) -> None:
+    """Add a file, or without data a folder, with a mode that keeps `tar xf` from making it writable for a group."""
+    info = tarfile.TarInfo(name)  # without time and owner
+    if data is None:
+        info.type, info.mode = tarfile.DIRTYPE, 0o755
+    else:
+        info.size, info.mode = len(data), 0o644
+    tar.addfile(info, io.BytesIO(data or b""))
