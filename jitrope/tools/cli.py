@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,6 @@ from .. import __version__
 from ..base import config
 from ..base.errors import CacheError, InvalidInput, JitropeError
 from ..base.spec import DTYPES, INDEX_DTYPES
-from ..bench.cli import app as bench_app
 from ..plan.spec import NORM_ROUNDINGS, ROUNDINGS
 
 EXIT_CODES = "Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."
@@ -65,7 +65,6 @@ bundle_app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 app.add_typer(bundle_app, name="bundle")
-app.add_typer(bench_app, name="bench")
 out, err = Console(), Console(stderr=True)
 
 
@@ -104,6 +103,20 @@ def main() -> None:
     except JitropeError as error:
         say("error:", error)
         sys.exit(1)
+
+
+@app.command(
+    "bench", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def bench(context: typer.Context) -> None:
+    """Time jitrope on this machine's GPU, beside torch and others (in a checkout: examples/bench)."""
+    folder = Path(__file__).parents[2] / "examples" / "bench"
+    if not folder.is_dir():
+        raise JitropeError(
+            "the benchmarks are not in the package: run examples/bench in a checkout of jitrope's repository"
+        )
+    sys.argv = ["jitrope bench", *context.args]
+    runpy.run_path(str(folder), run_name="__main__")
 
 
 def say(word: str, text: object) -> None:
