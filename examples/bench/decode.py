@@ -40,6 +40,7 @@ def inputs(
     """Tokens of as many sequences, anywhere in them; or, of a prefill, one sequence, page after page."""
     q, k, v = (bf16(1, tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
     inv_freq, _ = tables.inv_freq(rotary_dim=head_dim, theta=500000.0, device=DEVICE)
+    pool = max(pool, -(-tokens // PAGE) * PAGE)
     table = tables.cos_sin_cache(pool, inv_freq)
     index, order = torch.arange(tokens, device=DEVICE), partial(torch.randperm, device=DEVICE)
     if prefill:
