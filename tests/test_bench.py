@@ -1,248 +1,294 @@
-"""What `jitrope bench` does without a GPU: options, tables, plots of the kept results."""
+"""The benchmarks of examples/bench without a GPU: arithmetic, every command on tiny shapes, plots, kept results."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import inspect
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
-from jitrope import apply_rope_
-from jitrope.bench import cli, decode, diffusion, qk_norm, report, rope
-from jitrope.tools.cli import app
+import jitrope
+from examples.bench import cp, cp_step, decode, diffusion, harness, host, layer, qk_norm, report, rope, train
 
-RESULTS = Path(__file__).parent.parent / "examples" / "results"
-
-
-@pytest.mark.parametrize("name", ["thd", "layer", "decode", "rope"])
-def test_a_plot_of_the_kept_results(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need it: pip install 'jitrope[bench]'")
-    rows = json.loads((RESULTS / f"{name}_h100.json").read_text())["rows"]
-    path = tmp_path / "plot.png"
-    importlib.import_module(f"jitrope.bench.{name}").plot(rows, "a title", str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(report.table(rows).rows) == len(rows)
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "examples" / "results"
 
 
-ROWS = {
-    "rope": [
-        {"case": case, "by": by, "us": us, "x COPY": us / 10, "TB/s": 1.0}
-        for case, times in (("flux", {"COPY": 10.0, "jitrope": 10.2, "torch eager": 140.0}), ("wan", {"jitrope": 10.5}))
-        for by, us in times.items()
-    ],
-    "decode": [
-        {"heads": heads, "tokens": tokens, "L2": l2, "by": by, "us": us, "x COPY": us and us / 1.1, "host us": None}
-        for heads in ("32/8", "64/8")
-        for tokens, l2 in ((1, "hot"), (64, "hot"), (4096, "cold"))
-        for by, us in (("COPY", 1.1), (decode.COPY_KV, 1.2), ("jitrope, KV cache", 1.4), ("x.add_(1)", None))
-    ],
-    "qk_norm": [
-        {"case": case, "pass": direction, "by": by, "us": us, "x COPY": us / 10, "TB/s": 1.0}
-        for case, direction in (("flux", "forward"), ("flux", "backward"), ("wan", "forward"))
-        for by, us in (("COPY", 10.0), ("jitrope", 10.5), ("torch eager", 300.0))
-    ],
-    "diffusion": [
-        {"model": model, "mode": mode, "by": by, "ms": ms, "x stock": ms and 40 / ms}
-        for model, mode in (("flux", "eager"), ("flux", "compiled"), ("wan", "eager"))
-        for by, ms in (("stock", 40.0), ("jitrope", 32.0), ("jitrope, rope only", None), ("no rope", 31.0))
-    ],
-}
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing by threads, which wait for each other where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_plot_of_rows(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need it: pip install 'jitrope[bench]'")
-    path = tmp_path / "plot.png"
-    importlib.import_module(f"jitrope.bench.{name}").plot(ROWS[name], "a title", str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
+def bench(*arguments: str) -> Any:
+    for name in ("cold", "cp"):
+        import_module(f"examples.bench.{name}")
+    return CliRunner().invoke(report.app, arguments, env={"COLUMNS": "200"})
 
 
-def test_a_table_leaves_out_what_was_not_measured() -> None:
-    *_, host = (list(column.cells) for column in report.table(ROWS["decode"]).columns)
-    assert set(host) == {""}
+def kept(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
-def test_bytes_of_a_decode_step() -> None:
-    """One token, bf16: q and k read and written; v and the caches; caches of one byte an element."""
+# ---- the harness ---------------------------------------------------------------------------------------
+
+
+def test_medians_are_of_rounds_in_which_all_take_turns() -> None:
+    seen: list[str] = []
+    times = {"a": iter((1.0, 9.0, 2.0)), "b": iter((5.0, 4.0, 6.0))}
+
+    def one(label: str) -> float:
+        seen.append(label)
+        return next(times[label])
+
+    assert harness.in_rounds({label: lambda label=label: one(label) for label in times}) == {"a": 2.0, "b": 5.0}
+    assert "".join(seen) == "ababab"
+
+
+def test_rows_are_over_the_copy_of_the_same_run() -> None:
+    rows = harness.rows({"COPY": 2.0, "jitrope": 3.0}, 6_000_000, case="flux")
+    assert rows[1] == {"case": "flux", "by": "jitrope", "us": 3.0, "x COPY": 1.5, "TB/s": 2.0}
+    assert [row["x COPY"] for row in rows] == [1.0, 1.5]
+
+
+class One(NamedTuple):
+    x: Tensor
+
+
+def test_a_case_is_held_against_plain_torch_and_leaves_out_peers_that_refuse(caplog) -> None:
+    def refuses(x: One) -> Tensor:
+        raise RuntimeError("too many tokens")
+
+    case = harness.Case(
+        lambda: One(harness.bf16(4, 8)), {"jitrope": lambda x: x.x * 2}, {"COPY": 128}, {"a peer": refuses},
+        plain={"jitrope": lambda x: x.x + x.x},
+    )  # fmt: skip
+    times = harness.measure(case, trained=["x"])
+    assert list(times) == ["COPY", "jitrope"]
+    assert "a peer is left out of this row: too many tokens" in caplog.text
+    assert times["COPY"].both == pytest.approx(2 * times["COPY"].forward)
+    case.plain = {"jitrope": lambda x: x.x}
+    with pytest.raises(AssertionError, match="jitrope differs from plain torch"):
+        harness.measure(case)
+
+
+def test_a_copy_reads_and_writes_the_bytes_of_a_call() -> None:
+    for call in harness.copy_calls(4096, 3):
+        assert call().nbytes == 2048  # written, and as many read
+
+
+def test_bytes_of_the_cases() -> None:
+    """q and k are read and written once; v and caches where they are; caches of one byte an element."""
+    one = 4608 * 24 * 128 * 2  # bytes of q
+    assert rope.case("flux", smoke=True).moved == {"COPY": 2 * 2 * 12 * (4 + 4) * 128}
+    assert qk_norm.bytes_moved(qk_norm.CASES["flux"]) == 4 * one
+    assert qk_norm.bytes_moved(qk_norm.CASES["flux-joint"]) == 6 * one
     q, k = 2 * 32 * 128, 2 * 8 * 128
-    assert decode.bytes_moved(1, 32, 8, 128) == {
-        decode.COPY: 2 * (q + k), decode.COPY_KV: 2 * (q + k + k), decode.COPY_FP8: 2 * q + 3 * k,
-    }  # fmt: skip
-    assert {base for base, _ in decode.OURS.values()} == {decode.COPY, decode.COPY_KV, decode.COPY_FP8}
+    moved = {"COPY": 2 * (q + k), "COPY, KV cache": 2 * (q + 2 * k), "COPY, fp8 KV cache": 2 * q + 3 * k}
+    assert decode.bytes_moved(1, 32, 8, 128) == moved
+    assert {base for base, *_ in decode.OURS.values()} == {*moved}
 
 
 def test_the_axial_grid_has_its_cases_tokens_and_pairs() -> None:
     for name, (grid, section) in rope.GRIDS.items():
         _, tokens, _, _, head_dim = rope.CASES[name][0]
-        assert math.prod(grid) == tokens
-        assert sum(section) == head_dim // 2
+        assert (math.prod(grid), sum(section)) == (tokens, head_dim // 2)
         assert max(grid) <= rope.AXIAL_ROWS
 
 
-def default(command, option: str) -> str:
-    return inspect.signature(command).parameters[option].default
+# ---- every command on tiny shapes ----------------------------------------------------------------------
+
+BY = {
+    "rope --only flux,wan": {"COPY", "jitrope in place, one table", "jitrope, position_ids", "torch eager"},
+    "decode": {"COPY, fp8 KV cache", "jitrope, fp8 KV cache", "torch.compile, KV cache", "x.add_(1)"},
+    "thd --no-peers --table freqs-half": {"COPY", "jitrope"},
+    "train --no-peers": {"COPY", "jitrope"},
+    "qk-norm --no-peers": {"COPY, tables too", "jitrope in place", "jitrope, rounded twice", "F.rms_norm + apply_rope"},
+    "qk-norm --only prefill": {"torch.compile", "torch eager"},
+    "diffusion --only flux,wan": {"stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"},
+    "layer --no-peers": {"none", "jitrope", "jitrope packed QKV"},
+    "host": {"x.add_(1)", "apply_rope_", "apply_rope", "apply_rope, packed", "apply_rope_kv_cache_", "qk_norm_rope_",
+             "apply_rope, recorded for backward", "torch.ops.jitrope.rope"},
+    "cold": {"empty cache", "from disk"},
+}  # fmt: skip
 
 
-def test_kept_results_hold_the_sweeps_of_the_commands() -> None:
-    rows = {name: json.loads((RESULTS / f"{name}_h100.json").read_text())["rows"] for name in ("thd", "layer")}
-    sequences, batches = default(cli.bench_thd, "sequences"), default(cli.bench_layer, "batches")
-    assert ",".join(dict.fromkeys(str(row["sequences"]) for row in rows["thd"])) == sequences
-    assert ",".join(dict.fromkeys(row["batch"].replace(" ", "") for row in rows["layer"])) == batches
-    assert sequences == "1,8,32,128,512,1024,2401"
-    assert batches == "128x512,512x128,1024x64,2401x28"
-    ours = [row["x 2 COPY"] for row in rows["thd"] if row["by"] == "jitrope"]
-    assert max(ours) < 1.04  # the README's claim is this file's
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["thd", "--sequences", "1,x"], "--sequences takes numbers"),
-        (["thd", "--table", "sines"], "--table is 'sines'"),
-        (["layer", "--batches", "128"], "not '128'"),
-        (["rope", "--only", "flux,flex"], "--only has flex"),
-        (["qk-norm", "--only", "flux,flex"], "--only has flex"),
-        (["diffusion", "--only", "sdxl"], "--only has sdxl"),
-        (["decode", "--tokens", "1,x"], "--tokens takes numbers"),
-        (["decode", "--heads", "32/8,64"], "not '32/8,64'"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to run on")
-@pytest.mark.parametrize("name", ["rope", "decode", "thd", "layer", "train", "host", "qk-norm", "diffusion"])
-def test_a_missing_device_is_said(name: str) -> None:
-    result = CliRunner().invoke(app, ["bench", name])
-    assert "needs a CUDA device" in str(result.exception)
-
-
-# ---- qk-norm, on small shapes on the CPU ---------------------------------------------------------------
-
-
-def small(case: qk_norm.Case) -> qk_norm.Case:
-    b, s, hq, hk, d = case.shape
-    shape = (min(b, 3), min(s, 6), 4, 4 * hk // hq, d)
-    return dataclasses.replace(case, shape=shape, text=min(case.text, 2))
-
-
-SMALL = {name: small(case) for name, case in qk_norm.CASES.items()}
-
-
-def test_qk_norm_cases() -> None:
-    """The shapes that figures are known of, and a COPY of what each reads and writes."""
-    assert {qk_norm.CASES[name].shape for name in ("flux", "prefill", "decode64")} == {
-        (1, 4608, 24, 24, 128), (1, 8192, 32, 8, 128), (64, 1, 32, 8, 128),
-    }  # fmt: skip
-    one = 4608 * 24 * 128 * 2  # bytes of q
-    assert qk_norm.bytes_moved(qk_norm.CASES["flux"]) == 4 * one
-    assert qk_norm.bytes_moved(qk_norm.CASES["flux-joint"]) == 6 * one
-    assert qk_norm.bytes_moved(qk_norm.CASES["qwen3"]) == 4096 * (32 + 8) * 128 * 2 * 2
-    assert {*qk_norm.TRAINED} <= {*qk_norm.CASES}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_qk_norm_chains_agree(name: str) -> None:
-    """What jitrope is timed beside computes the same: the plain chain is F.rms_norm and our rope, bit for bit."""
-    case = SMALL[name]
-    torch.manual_seed(0)
-    x = qk_norm.inputs(case, "cpu")
-    plain, ours = qk_norm.eager(case)(x), qk_norm.separate(case, apply_rope_)(x)
-    assert len(plain) == (3 if case.text else 2)
-    assert plain[0].shape == case.shape[:3] + case.shape[4:]
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    qk_norm.check(case, x)
-
-
-def test_qk_norm_rows() -> None:
-    rows = qk_norm.run(["flux", "flux-joint", "ltx"], peers=False, device="cpu", cases=SMALL)
-    seen = {
-        (row["case"], row["pass"]): [r["by"] for r in rows if r["case"] == row["case"] and r["pass"] == row["pass"]]
-        for row in rows
-    }
-    rounded = ["jitrope, rounded once", "jitrope, rounded twice"]
-    chain = "F.rms_norm + apply_rope"
-    assert seen == {
-        ("flux", "forward"): ["COPY", "jitrope", "jitrope in place", *rounded, chain + "_"],
-        ("flux", "backward"): ["COPY", "jitrope", *rounded, chain],
-        ("flux-joint", "forward"): ["COPY", "jitrope", *rounded, chain + "_"],
-        ("ltx", "forward"): ["COPY", "COPY, tables too", "jitrope", "jitrope in place", *rounded, chain + "_"],
-    }
-
-
-def test_qk_norm_peers() -> None:
-    """Autograd goes through all that are there, and the compiled chain's gradients are the eager one's."""
-    case = SMALL["prefill"]
-    torch.manual_seed(0)
-    x = qk_norm.inputs(case, "cpu")
-    gradients = {}
-    for by, call in qk_norm.implementations(case, peers=True, training=True):
-        torch.manual_seed(1)
-        _, both = qk_norm._train_step(call, x)
-        gradients[by] = both()
-    assert {"torch.compile", "torch eager"} <= {*gradients}
-    for by, found in gradients.items():
-        for got, want in zip(found, gradients["torch eager"], strict=True):
-            torch.testing.assert_close(
-                got.float(), want.float(), rtol=0.05, atol=0.1, msg=lambda m, by=by: f"{by}: {m}"
-            )
-
-
-# ---- diffusion, tiny on the CPU ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", diffusion.MODELS)
-def test_diffusion_rows(name: str) -> None:
-    pytest.importorskip("diffusers", reason="the bench runs its transformers")
-    compiled = name in ("flux", "wan")  # the others' blocks take as long to trace and show nothing more
-    rows = diffusion.run([name], blocks=1, compiled=compiled, rounds=1, tiny=True, backend="eager")
-    eager = ["stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"]
-    modes = [("eager", by) for by in eager] + [("compiled", by) for by in eager[:2]] * compiled
-    assert [(row["mode"], row["by"]) for row in rows] == modes
+@pytest.mark.parametrize("command", BY)
+def test_a_smoke_run(command: str) -> None:
+    if command.startswith("diffusion"):
+        pytest.importorskip("diffusers", reason="the bench runs its transformers")
+    done = bench(*command.split(), "--smoke", "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    label = next(key for key in ("by", "rope", "call", "cache") if key in rows[0])
+    assert {row[label] for row in rows} >= BY[command]
     for row in rows:
-        assert row["ms"] > 0
-        if "no rope" in row["by"]:
-            assert row["against eager stock"] is None
-            continue
-        assert row["against eager stock"] == "same bits"
-        assert row["graph breaks"] == (0 if row["mode"] == "compiled" else None)
-        if row["by"] != "stock":
-            assert row["jitrope calls"] + row["fused calls"] > 0
-            assert row["host calls"] == 0
+        times = [row.get(key) for key in ("us", "ms", "fwd us", "host us", "layer ms") if row.get("pass") != "backward"]
+        assert all(time > 0 for time in times if time is not None)  # a backward is a difference of two times
+        if "against eager stock" in row:
+            assert row["against eager stock"] == (None if "no rope" in row["by"] else "same bits")
+            assert row["host calls"] in (0, None)
+            assert row["by"][:7] != "jitrope" or row["jitrope calls"] + row["fused calls"] > 0
 
 
-def test_a_variant_that_fails_is_a_row() -> None:
-    """A backend that raises: the eager rows stand, and the others say why they are empty."""
-    pytest.importorskip("diffusers", reason="the bench runs its transformers")
+@pytest.fixture(scope="module")
+def cp_rows() -> list[dict[str, Any]]:
+    done = bench("cp", "--smoke", "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)["rows"]
 
-    def backend(*_: object) -> None:
+
+def test_a_smoke_run_of_cp(cp_rows: list[dict[str, Any]]) -> None:
+    """All operations on even and ragged batches, tables of three batches, a step of two masks, its memory."""
+    of = {part: [row for row in cp_rows if row["part"] == part] for part in ("rows", "metadata", "step", "memory")}
+    assert [len(part) for part in of.values()] == [2 * 8, 3 * 3, 2 * 3, 2 * (4 + 3)]
+    assert all(row["us"] > 0 and row["x"] > 0 and row["of"] == "COPY" for row in of["rows"])
+    assert {row["case"] for row in of["step"]} == {"causal 4/2, math", "window 3 4/2, math"}
+    assert {row["case"].split(", ")[1] for row in of["memory"]} == {"tensors", "with math's kernels"}
+    alone = [row["x"] for row in of["step"] if row["what"].startswith("attention alone") and "causal" in row["case"]]
+    assert sum(alone) == pytest.approx(1)
+    assert not dist.is_initialized()
+
+
+def test_a_step_that_fails_is_named_and_the_others_are_shown(capsys) -> None:
+    def fails() -> list[dict[str, Any]]:
         raise NotImplementedError("no code for this")
 
-    rows = diffusion.run(["flux"], blocks=1, rounds=1, tiny=True, backend=backend)
-    failed = [row for row in rows if row["mode"] == "compiled"]
-    assert [row["by"] for row in failed] == ["stock", "jitrope"]
-    assert all(row["ms"] is None and row["against eager stock"].startswith("FAILED: ") for row in failed)
+    with pytest.raises(report.typer.Exit) as stop:
+        report.show({"one": fails, "two": lambda: [{"by": "jitrope", "us": 1.5}]}, smoke=True, as_json=False)
+    assert stop.value.exit_code == 1
+    said = capsys.readouterr()
+    assert "one failed: NotImplementedError: no code for this" in said.err
+    assert "jitrope" in said.out
+    assert "1.500" in said.out
+
+
+BAD = {
+    "thd --sequences 1,x": "--sequences takes numbers",
+    "thd --table sines": "--table is 'sines'",
+    "layer --batches 128": "not '128'",
+    "rope --only flux,flex": "--only has flex",
+    "decode --heads 32/8,64": "not '32/8,64'",
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_options_are_named(command: str) -> None:
+    done = bench(*command.split())
+    assert done.exit_code == 2
+    assert BAD[command] in done.output
+
+
+@pytest.mark.parametrize("command", [["-m", "jitrope", "bench"], ["-m", "examples.bench"], ["examples/bench"]])
+def test_ways_to_run_them(command: list[str]) -> None:
+    """From a checkout all three; they exit with 1 and a line where there is no GPU."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *command, "host"], capture_output=True, text=True, env=environment, cwd=ROOT
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "needs a CUDA device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "jitrope", tmp_path / "jitrope", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "jitrope", "bench", "host", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "examples/bench" in done.stderr
+
+
+# ---- kept results and plots ----------------------------------------------------------------------------
+
+PLOTS = {
+    "rope_h100": rope.draw, "decode_h100": decode.draw, "thd_h100": train.draw, "layer_h100": layer.draw,
+    "qk_norm_h100": qk_norm.draw, "diffusion_h100": diffusion.draw, "cp_h100": cp.draw, "cp_2xh200": cp.draw,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_kept_results_are_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need it: pip install 'jitrope[bench]'")
+    rows, path = kept(name), tmp_path / "plot.png"
+    PLOTS[name](rows, "a title", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
     assert len(report.table(rows).rows) == len(rows)
 
 
-class _Still(nn.Module):
+def test_kept_results_hold_the_sweeps_of_the_commands() -> None:
+    def default(command: Callable[..., None], option: str) -> str:
+        return inspect.signature(command).parameters[option].default
+
+    sequences = ",".join(dict.fromkeys(str(row["sequences"]) for row in kept("thd_h100")))
+    batches = ",".join(dict.fromkeys(row["batch"].replace(" ", "") for row in kept("layer_h100")))
+    assert (sequences, batches) == (default(train.thd, "sequences"), default(layer.command, "batches"))
+
+
+def test_readme_has_the_numbers_of_the_results() -> None:
+    readme = (ROOT / "README.md").read_text()
+    ours = [row for row in kept("thd_h100") if row["by"] == "jitrope"]
+    assert max(row["x 2 COPY"] for row in ours) < 1.04
+    assert f"| jitrope | {' | '.join(format(row['x 2 COPY'], '.2f') for row in ours)} |" in readme
+    step = {row["by"]: row["us"] for row in kept("decode_h100") if (row["heads"], row["tokens"]) == ("32/8", 64)}
+    shown = [step["COPY"], *(step[by] for by in decode.OURS)]
+    assert f"| 32/8, 64 | {' | '.join(format(us, '.2f') for us in shown)} |" in readme
+    flux = {row["by"]: row["x COPY"] for row in kept("rope_h100") if row["case"] == "flux"}
+    shown = [flux[by] for by in ("jitrope", "jitrope, position_ids", "jitrope in place")]
+    assert f"us | {' | '.join(format(x, '.2f') for x in shown)} |" in readme
+
+
+# ---- the chains that are timed beside ours ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["flux", "flux-joint", "wan", "ltx", "prefill", "head72"])
+def test_qk_norm_chains_agree(name: str) -> None:
+    """The plain chain is F.rms_norm and our rope, bit for bit."""
+    kind = qk_norm.tiny(qk_norm.CASES[name])
+    x = qk_norm.inputs(kind)
+    plain, ours = qk_norm.separate(kind)(x), qk_norm.separate(kind, jitrope.apply_rope_)(x)
+    assert len(plain) == (3 if kind.text else 2)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_the_library_op_is_the_call() -> None:
+    """`bench host` times the op with the arguments that the call gives it."""
+    q, k, angles = harness.bf16(1, 4, 2, 8), harness.bf16(1, 4, 2, 8), harness.angles(4, 8)
+    cos, sin = angles.cos(), angles.sin()
+    found = host.library_op(lambda: jitrope.apply_rope(q, k, cos, sin))()
+    assert all(torch.equal(a, b) for a, b in zip(found, jitrope.apply_rope(q, k, cos, sin), strict=True))
+
+
+class Still(nn.Module):
     """Tables of a rotation by no angle, in the form of the host's own."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
         self.tables = tables
 
-    def forward(self, *args: object, **words: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *args: object, **words: object) -> tuple[Tensor, Tensor]:
         first, second = self.tables(*args, **words)
         return torch.ones_like(first), torch.ones_like(second) if second.is_complex() else torch.zeros_like(second)
 
@@ -255,21 +301,18 @@ def test_diffusion_without_rope_and_norms(name: str) -> None:
     model = diffusion.MODELS[name]
     transformer, inputs, _ = diffusion.build(model, tuple(1 for _ in model.blocks), True, "cpu")
 
-    def result(of: nn.Module) -> torch.Tensor:
+    def result(of: nn.Module) -> Tensor:
         return of(**inputs, return_dict=False)[0]
 
     stock = result(transformer)
     still = diffusion.sharing(transformer)
     tables = "rope" if hasattr(still, "rope") else "pos_embed"
-    setattr(still, tables, _Still(getattr(still, tables)))
-    none = diffusion.without_rope(transformer)
+    setattr(still, tables, Still(getattr(still, tables)))
+    none, bare = diffusion.without_rope(transformer), diffusion.without_norms(transformer)
     assert torch.equal(result(none), result(still))
     assert not torch.equal(result(none), stock)
-
-    bare = diffusion.without_norms(transformer)
     assert not torch.equal(result(bare), stock)
-    kinds = {type(getattr(module, norm)) for module, norm in diffusion._qk_norms(bare)}
-    assert kinds == {nn.Identity}
+    assert {type(getattr(module, norm)) for module, norm in diffusion.qk_norms(bare)} == {nn.Identity}
     assert torch.equal(result(transformer), stock)
     addresses = [{x.data_ptr() for x in of.parameters()} for of in (transformer, none, bare)]
     assert addresses[0] == addresses[1] > addresses[2]
@@ -283,3 +326,102 @@ def test_diffusion_models_have_their_real_widths() -> None:
         transformer, inputs, tokens[name] = diffusion.build(model, tuple(1 for _ in model.blocks), False, "meta")
         assert transformer(**inputs, return_dict=False)[0].device.type == "meta"
     assert tokens == {"flux": 4608, "flux2": 4608, "qwen": 4352, "wan": 32760, "hunyuan": 29056, "ltx": 5280}
+
+
+# ---- context parallelism -------------------------------------------------------------------------------
+
+FULL = cp.Batch()
+CASES = [(cp_size, heads) for cp_size in (2, 4, 8) for heads in FULL.heads]
+
+
+def test_bytes_of_moved_rows() -> None:
+    """65,536 tokens, 16 heads of 64, bf16, rank 1 of 2: 2 KiB a row; chunks 1 and 2 of 4 see 2 + 3 chunks of keys."""
+    row, tokens = 2 * 16 * 64, 65536
+    order = 2 * tokens * row
+    assert {work.name: work.bytes_moved for work in cp.works(2, FULL, ragged=False)} == {
+        "sequence to rank order": order,
+        "sequence to rank order, k and v": 2 * order,
+        "rank to sequence order": order,
+        "rank to sequence order, k and v": 2 * order,
+        "copy valid": 2 * (tokens // 4) * row,
+        "gather of visible keys, k and v": 2 * order * 5 // 4,
+        "sum of chunks, dK and dV": 2 * (tokens * 5 // 4 + tokens) * row,
+        "sum over ranks, dK and dV": 2 * (2 + 1) * (tokens // 2) * row,
+    }
+
+
+def test_te_peak_by_hand() -> None:
+    """A rank of 2 with 4 rows, 3 heads of q, 1 of k and v, 8 numbers each: K = 128 bytes, Q = 192, L = 48."""
+    assert cp_step.te_peak(4, 2, (3, 1), 8) == 9 * 128 + 4 * 192 + 2 * 48
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of storages at a time, but for those of `besides`."""
+
+    def __init__(self, besides: Any) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known = {x.untyped_storage()._cdata for x in besides}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.known:
+                storage = x.untyped_storage()
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("mask", ["causal", "window 512"])
+@pytest.mark.parametrize(("cp_size", "heads"), CASES)
+def test_share_of_te_peak(cp_size: int, heads: tuple[int, int], mask: str) -> None:
+    """The autograd function itself at full size, tables of rows included, all but the attention's kernels: at most
+    0.6 of TransformerEngine's. Fake tensors have no memory, only its size."""
+    with FakeTensorMode():
+        schedule = FULL.schedule(cp_size, mask)
+        x = cp_step.local(schedule, heads, FULL)
+        with cp_step.one_rank_of(cp_size, schedule.shape.cp_rank), Live(x) as live:
+            cp_step._fresh_step(x, cp_size, mask, heads, FULL, cp_step.SHAPES, {})
+    assert live.now == 0, "something stayed"
+    assert len(x.q) * cp_size == FULL.tokens
+    # No step can do with less than the keys and values that a rank sees, and their gradients.
+    least = 2 * (x.k.nbytes + x.v.nbytes) * (cp_size if mask == "causal" else 1)
+    assert least < live.most <= 0.6 * cp_step.te_peak(len(x.q), cp_size, heads, FULL.head_dim)
+
+
+def test_under_torchrun_only_the_step_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    done = bench("cp")
+    assert done.exit_code == 2
+    assert "--only is 'step' under torchrun" in done.output
+
+
+def _ranks(rank: int, cp_size: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/group", rank=rank, world_size=cp_size)
+    steps = cp_step.rank_steps(cp.Batch(256, 3, ((4, 2),), 8, 3))
+    torch.save([row for step in steps.values() for row in step()], f"{path}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks(tmp_path: Path) -> None:
+    """Two of them: the other's rows in a step, in MiB; only the window's rows are exchanged."""
+    torch.multiprocessing.spawn(_ranks, (2, str(tmp_path)), 2)
+    rows = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert rows[0] == rows[1], "each time is the slower rank's"
+    by = {(row["case"].split(" 4/2")[0], row["what"]): row["MiB"] * 2**20 for row in rows[0]}
+    row = 2 * 2 * 2 * 8  # bytes of k and v
+    gathered = 128 * row
+    assert by["causal", "step"] == 3 * by["causal", "all-gather of k and v"] == 3 * gathered
+    assert by["causal", "step, keep_gathered"] == 2 * gathered
+    assert ("causal", "exchange of k and v") not in by
+    exchanged = by["window 3", "exchange of k and v"]
+    # Of three sequences, before rank 0's chunk 3: of chunk 2 three keys, of chunk 1 two, which is half of them at most.
+    assert by["window 3", "step"] == 3 * exchanged == 9 * (3 + 2) * row

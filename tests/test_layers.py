@@ -15,7 +15,6 @@ PACKAGE = Path(__file__).parent.parent / "jitrope"
 LAYERS = [  # a folder or file imports only from layers below its own, and from itself
     {"__main__"},
     {"tools"},
-    {"bench"},
     {"integrations"},
     {"__init__"},
     {"context_parallel"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from rich.table import Table
 from .. import __version__
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES
-from ..bench.cli import app as bench_app
 from . import console
 from .cli_cache import bundle_app, cache_app
 from .console import ARCH, DRY_RUN, JOBS, JSON, architectures, build_all, examples, print_json, printable, say
@@ -32,7 +32,6 @@ app = typer.Typer(
 )
 app.add_typer(cache_app, name="cache")
 app.add_typer(bundle_app, name="bundle")
-app.add_typer(bench_app, name="bench")
 
 
 def _one_of(what: str, words: Sequence[str]) -> Any:
@@ -198,3 +197,17 @@ def doctor(as_json: JSON = False) -> None:
         console.out.print(broken if faults else "[green]jitrope works here.[/green]", highlight=False)
     if faults:
         raise typer.Exit(1)
+
+
+@app.command(
+    "bench", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def bench(context: typer.Context) -> None:
+    """Time jitrope on this machine's GPU, beside torch and others (in a checkout: examples/bench)."""
+    folder = Path(__file__).parents[2] / "examples" / "bench"
+    if not folder.is_dir():
+        raise JitropeError(
+            "the benchmarks are not in the package: run examples/bench in a checkout of jitrope's repository"
+        )
+    sys.argv = ["jitrope bench", *context.args]
+    runpy.run_path(str(folder), run_name="__main__")

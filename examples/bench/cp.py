@@ -1,0 +1,194 @@
+"""`bench cp`: context parallelism's moves of rows, tables, whole step and memory, of one rank on one GPU.
+
+Bytes are those of the rows that an operation reads and writes, each as often as it does: a key that two chunks of a
+rank see is moved twice. Tables of rows, 4 bytes a row, do not count. Whole steps are in `cp_step.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+from jitrope import thd
+from jitrope.context_parallel.interface import Case as Attention
+from jitrope.context_parallel.schedule import Schedule
+from jitrope.context_parallel.steps import Call, pack_gradients, unpack, unpack_gradients
+from jitrope.plan.partition import chunks_of, count, local_rows, number_of_chunks
+from jitrope.thd import ops as thd_ops
+from jitrope.thd import reference as thd_reference
+
+from .harness import COPY, DEVICE, Case, bf16, gpu_time, host_times, measure, stream_time
+from .report import AS_JSON, PLOT, SMOKE, Rows, app, bars, chosen, numbers, show
+
+PARTS = ("rows", "metadata", "step")
+COUNTS = (16, 512, 2401)
+"""Sequences of the batches whose tables are timed."""
+
+
+class Batch(NamedTuple):
+    """A bf16 batch over all ranks."""
+
+    tokens: int = 65536
+    sequences: int = 16
+    heads: tuple[tuple[int, int], ...] = ((16, 16), (32, 8))  # of q, and of k and v
+    head_dim: int = 64
+    window: int = 512  # keys before a query's own, where there is a window
+
+    def bounds(self, sequences: int | None = None, ragged: bool = False) -> list[int]:
+        """Where sequences begin, and the end: even lengths, one more or less, or random ones."""
+        n, draw = self.sequences if sequences is None else sequences, random.Random(0)
+        if ragged:
+            return [0, *sorted(draw.randint(0, self.tokens) for _ in range(n - 1)), self.tokens]
+        return [i * self.tokens // n for i in range(n + 1)]
+
+    def windows(self) -> dict[str, tuple[int, int]]:
+        """The masks of the step, all causal."""
+        return {"causal": (-1, 0), f"window {self.window}": (self.window, 0)}
+
+    def schedule(
+        self, cp_size: int, mask: str = "causal", sequences: int | None = None, ragged: bool = False, **ranks: Any
+    ) -> Schedule:
+        """That of one rank of cp_size, which has neighbours on both sides, or of a group's."""
+        bounds = self.bounds(sequences, ragged)
+        offsets, longest = torch.tensor(bounds, device=DEVICE).int(), max(b - a for a, b in pairwise(bounds))
+        ranks = ranks or {"cp_size": cp_size, "cp_rank": cp_size // 2}
+        return Schedule(offsets, self.tokens, max_seqlen=longest, window=self.windows()[mask], **ranks)
+
+    def attention(self, schedule: Schedule, heads: tuple[int, int], head_groups: int = 1) -> Attention:
+        """One of the head groups of a training step."""
+        (q, kv), device, d = (n // head_groups for n in heads), torch.device(DEVICE), self.head_dim
+        return Attention(device, torch.bfloat16, q, kv, d, d, schedule.mask, schedule.most_segments)
+
+
+def row(part: str, cp_size: int, case: str, what: str, us: float | None = None, **more: Any) -> dict[str, Any]:
+    """One of the table. x: of the time or memory that `of` names."""
+    empty = dict.fromkeys(("x", "of", "host us", "TB/s", "MiB"))
+    return {"part": part, "cp": cp_size, "case": case, "what": what, "us": us, **empty, **more}
+
+
+class Work(NamedTuple):
+    """An operation on rows: bytes that it reads and writes, and (rows, width) of its bf16 inputs."""
+
+    name: str
+    bytes_moved: int
+    run: Callable[..., Any]
+    inputs: tuple[tuple[int, int], ...]
+
+
+def works(cp_size: int, batch: Batch, ragged: bool) -> Iterator[Work]:
+    """Each on heads of k and v of the batch's first kind; pairs are moved by one launch."""
+    from .cp_step import SHAPES
+
+    schedule = batch.schedule(cp_size, ragged=ragged)
+    shape, tokens, heads = schedule.shape, batch.tokens, batch.heads[0]
+    call = Call(schedule, SHAPES, batch.attention(schedule, heads), 1.0)
+    width = heads[1] * batch.head_dim
+    size, padded = 2 * width, cp_size * shape.capacity  # bytes of a row; rows of all ranks
+    words: dict[str, Any] = {"cu_seqlens": schedule.cu_seqlens, "cp_size": cp_size}
+    to_ranks: Any = partial(thd.sequence_order_to_cp_rank_order, **words)
+    to_sequences: Any = partial(thd.cp_rank_order_to_sequence_order, **words, total_tokens=tokens)
+    there, back, one = (tokens + padded) * size, 2 * tokens * size, (tokens, width)
+    yield Work("sequence to rank order", there, to_ranks, (one,))
+    yield Work("sequence to rank order, k and v", 2 * there, lambda k, v: to_ranks((k, v)), (one, one))
+    one = padded, width
+    yield Work("rank to sequence order", back, to_sequences, (one,))
+    yield Work("rank to sequence order, k and v", 2 * back, lambda k, v: to_sequences((k, v)), (one, one))
+    starts, lengths, valid = first_halves(schedule.cu_seqlens, cp_size, shape.cp_rank, shape.rule)
+    copy = partial(thd.copy_valid_tokens_from_per_split_to_rank_local, cu_seqlens_padded=starts, cu_seqlens=lengths)
+    yield Work("copy valid", 2 * valid * size, copy, ((shape.rows, width),) * 2)
+    keys, seen = len(schedule.segments.key_rows), int(schedule.segments.cu_seqlens_k[-1])
+    everyone, own = (padded, 2 * width), (shape.rows, width)
+    moved = 2 * (seen + keys) * size, 2 * (seen + padded) * size, 2 * (cp_size + 1) * shape.rows * size
+    gather, chunks, ranks = (partial(lambda f, *x: f(*x, call), f) for f in (unpack, pack_gradients, unpack_gradients))
+    yield Work("gather of visible keys, k and v", moved[0], gather, (everyone,))
+    yield Work("sum of chunks, dK and dV", moved[1], chunks, ((keys, width),) * 2)
+    yield Work("sum over ranks, dK and dV", moved[2], ranks, (everyone, own, own))
+
+
+def first_halves(cu_seqlens: Tensor, cp_size: int, rank: int, rule: str) -> tuple[Tensor, Tensor, int]:
+    """Of a rank's first chunks: (where each begins among its rows, lengths added up, tokens in all)."""
+    offsets, chunk = cu_seqlens.long(), chunks_of(rank, cp_size, rule)[0]
+    lengths = count(offsets, chunk, number_of_chunks(cp_size, rule))
+    return local_rows(offsets, rank, cp_size, rule).int(), lengths.int(), int(lengths[-1])
+
+
+def moved_rows(cp_size: int, case: str, batch: Batch) -> Rows:
+    """A row for each operation, cold."""
+    found = []
+    for work in works(cp_size, batch, case == "ragged"):
+        make = partial(lambda shapes: tuple(bf16(*shape) for shape in shapes), work.inputs)
+        times = measure(Case(make, {"": partial(lambda run, x: run(*x), work.run)}, {COPY: work.bytes_moved}))
+        us, copy = times[""].forward, times[COPY].forward
+        speed = {"TB/s": work.bytes_moved / us / 1e6}
+        found.append(row("rows", cp_size, case, work.name, us, x=us / copy, of=COPY, **speed))
+    return found
+
+
+def metadata(cp_sizes: list[int], sequences: int, batch: Batch) -> Rows:
+    """A batch's tables, once a batch; and once the same by plain torch on the GPU, launched one by one."""
+    found = []
+    for cp_size in cp_sizes:
+        for name in batch.windows():
+            schedule = batch.schedule(cp_size, name, sequences, ragged=True)
+            call = partial(thd_ops.segments, schedule.cu_seqlens, None, schedule.shape, schedule.mask)
+            host = {"host us": host_times({"": call})[""]}
+            found.append(row("metadata", cp_size, f"{sequences} {name}", "segments", gpu_time([call]), **host))
+    plain = partial(thd_reference.segments, schedule.cu_seqlens, None, schedule.shape, schedule.mask)
+    host = {"host us": host_times({"": plain}, count=20)[""]}
+    us = stream_time([plain])
+    return [*found, row("metadata", cp_size, f"{sequences} {name}", "segments, plain torch", us, **host)]
+
+
+@app.command("cp")
+def command(
+    only: Annotated[str, typer.Option(help="Parts to run, of rows,metadata,step; under torchrun step.")] = "",
+    cp: Annotated[str, typer.Option(help="Ranks, one of which this GPU stands for.")] = "2,4,8",
+    plot: PLOT = None,
+    smoke: SMOKE = False,
+    as_json: AS_JSON = False,
+) -> None:
+    """Context parallelism, one rank of several: moves of rows beside copies, tables, the step and its memory.
+
+    torchrun --nproc-per-node 2 -m jitrope bench cp --only step: whole steps of real ranks, a GPU each.
+    """
+    from . import cp_step
+
+    parts, sizes, batch = chosen(only, PARTS), numbers("--cp", cp), Batch()
+    if smoke:
+        sizes, batch = [2], Batch(97, 3, ((4, 2),), 8, 3)
+    steps: dict[str, Callable[[], Rows]] = {}
+    for size in sizes:
+        if "rows" in parts:
+            steps |= {f"rows, cp {size}, {case}": partial(moved_rows, size, case, batch) for case in ("even", "ragged")}
+        for heads in batch.heads if "step" in parts else ():
+            name = f"step, cp {size}, {heads}"
+            steps |= {f"{name}, {mask}": partial(cp_step.rows, size, mask, heads, batch) for mask in batch.windows()}
+    if "metadata" in parts:
+        steps |= {f"metadata, {n} sequences": partial(metadata, sizes, n, batch) for n in COUNTS}
+    if not cp_step.launched():
+        show(steps, smoke, as_json, plot, draw)
+    elif only != "step":
+        raise typer.BadParameter("--only is 'step' under torchrun, whose ranks do nothing else together")
+    else:
+        with cp_step.joined() as rank:
+            real = cp_step.rank_steps(batch)
+            if rank == 0:
+                show(real, smoke, as_json, plot, draw)
+            else:
+                _ = [step() for step in real.values()]
+
+
+def draw(rows: Rows, title: str, to: Path) -> None:
+    """Moves of rows over a copy of their bytes; without any, the parts of the step over the attention alone."""
+    shown = [r for r in rows if r["of"] == COPY] or [r for r in rows if r["part"] in ("step", "ranks") and r["x"]]
+    of = shown[0]["of"]
+    shown = [{**r, "case": f"cp {r['cp']} {r['case']}"} for r in shown]
+    bars(shown, "case", "x", "what", (title, f"time over {of}"), to, (0, 3))

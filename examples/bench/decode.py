@@ -1,0 +1,158 @@
+"""`bench decode`: the few tokens of a serving step, hot, and a prefill, cold; GPU and host time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+from jitrope import apply_rope_, apply_rope_kv_cache_, tables
+
+from . import peers as others
+from .harness import COPY, DEVICE, Call, Case, bf16, host_times, measure
+from .report import AS_JSON, PEERS, PLOT, SMOKE, Rows, app, lines, numbers, pairs, show
+
+PAGE, POSITIONS = 16, 8192
+CACHES = ("k_cache", "v_cache")
+COPY_KV, COPY_FP8 = "COPY, KV cache", "COPY, fp8 KV cache"
+
+
+class Inputs(NamedTuple):
+    """The inputs of a layer of a serving step: T tokens, each at a position and with a slot of its own."""
+
+    q: Tensor  # (1, T, Hq, D) bf16; k and v are (1, T, Hk, D)
+    k: Tensor
+    v: Tensor
+    cos: Tensor  # (T, D / 2) fp32: the tokens' rows of the table, gathered beforehand
+    sin: Tensor
+    ids: dict[str, Any]  # of `apply_rope_`: a table (POSITIONS, D) fp32 and positions (T,) int64
+    kv: dict[str, Any]  # of `apply_rope_kv_cache_`: the same, slots and caches (pages, PAGE, Hk, D) in bf16
+    kv_fp8: dict[str, Any]  # the same with caches in e4m3, and their scales
+
+
+def inputs(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, prefill: bool = False, pool: int = POSITIONS
+) -> Inputs:
+    """Tokens of as many sequences, anywhere in them; or, of a prefill, one sequence, page after page."""
+    q, k, v = (bf16(1, tokens, n, head_dim) for n in (heads, kv_heads, kv_heads))
+    inv_freq, _ = tables.inv_freq(rotary_dim=head_dim, theta=500000.0, device=DEVICE)
+    pool = max(pool, -(-tokens // PAGE) * PAGE)
+    table = tables.cos_sin_cache(pool, inv_freq)
+    index, order = torch.arange(tokens, device=DEVICE), partial(torch.randperm, device=DEVICE)
+    if prefill:
+        positions, slots = index, order(pool // PAGE)[index // PAGE] * PAGE + index % PAGE
+    else:
+        positions, slots = torch.randint(pool, (tokens,), device=DEVICE), order(pool)[:tokens]
+    cos, sin = (part.contiguous() for part in table[positions].chunk(2, -1))
+    ids = {"cos_sin_cache": table, "position_ids": positions}
+    bf16_caches, fp8_caches = (
+        {name: torch.zeros(pool // PAGE, PAGE, kv_heads, head_dim, device=DEVICE).to(dtype) for name in CACHES}
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    )
+    scales = {name: torch.full((1,), scale, device=DEVICE) for name, scale in (("k_scale", 0.02), ("v_scale", 0.03))}
+    kv = {**ids, "slot_mapping": slots}
+    return Inputs(q, k, v, cos, sin, ids, {**kv, **bf16_caches}, {**kv, **fp8_caches, **scales})
+
+
+def by_ids(x: Inputs) -> Any:
+    """In place, by the table of all positions."""
+    return apply_rope_(x.q, x.k, **x.ids)
+
+
+def to_cache(x: Inputs) -> Any:
+    """q in place, k and v into the paged cache."""
+    return apply_rope_kv_cache_(x.q, x.k, x.v, **x.kv)
+
+
+def to_fp8_cache(x: Inputs) -> Any:
+    """The same with a cache of e4m3."""
+    return apply_rope_kv_cache_(x.q, x.k, x.v, **x.kv_fp8)
+
+
+OURS: dict[str, tuple[str, Call, Call]] = {
+    "jitrope, cos and sin rows": (COPY, lambda x: apply_rope_(x.q, x.k, x.cos, x.sin), others.plain_pair(False)),
+    "jitrope, cos_sin_cache and ids": (COPY, by_ids, others.plain_pair(False)),
+    "jitrope, KV cache": (COPY_KV, to_cache, others.plain_kv_cache(False)),
+    "jitrope, fp8 KV cache": (COPY_FP8, to_fp8_cache, others.plain_kv_cache(True)),
+}
+"""label: (the copy that moves the same bytes, the call, the same in plain torch)"""
+KV = {COPY_KV: "jitrope, KV cache", COPY_FP8: "jitrope, fp8 KV cache"}
+
+
+def bytes_moved(tokens: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """The bytes of q, k, v and caches that a call reads and writes; tables and indices are left out."""
+    return {
+        COPY: tokens * head_dim * 4 * (heads + kv_heads),
+        COPY_KV: tokens * head_dim * 4 * (heads + 2 * kv_heads),
+        COPY_FP8: tokens * head_dim * (4 * heads + (2 + 1) * 2 * kv_heads),
+    }
+
+
+def case(tokens: int, heads: tuple[int, int], head_dim: int, prefill: bool, with_peers: bool, pool: int) -> Case:
+    """Hot, with the same inputs in every call; the KV writes of a prefill are cold, caches included.
+
+    Cosine and sine rows are gathered beforehand for all that take no position_ids.
+    """
+    moved = bytes_moved(tokens, *heads, head_dim)
+    peers = {
+        **others.pairs(False),
+        **{f"torch.compile{copy[4:]}": others.compiled(OURS[by][2]) for copy, by in KV.items()},
+    }
+    beside = {**{by: copy for by, (copy, *_) in OURS.items()}, **{f"torch.compile{copy[4:]}": copy for copy in KV}}
+    ours = {by: call for by, (_, call, _) in OURS.items()}
+    if prefill:
+        moved = {copy: moved[copy] for copy in KV}
+        ours, peers = ({by: calls[by] for by in calls if beside.get(by) in KV} for calls in (ours, peers))
+    make = partial(inputs, tokens, *heads, head_dim, prefill, pool)
+    plain = {by: OURS[by][2] for by in ours}
+    return Case(make, ours, moved, peers if with_peers else {}, beside, not prefill, plain, ("kv", "kv_fp8"))
+
+
+def rows(tokens: int, heads: tuple[int, int], head_dim: int, prefill: bool, with_peers: bool, pool: int) -> Rows:
+    """A row an implementation; "x COPY" is over a copy of the bytes that the row moves."""
+    made = case(tokens, heads, head_dim, prefill, with_peers, pool)
+    us = {by: times.forward for by, times in measure(made).items()}
+    x_copy = {by: us[by] / us[by if by in made.moved else made.beside.get(by, COPY)] for by in us}
+    hosts: dict[str, float] = {}
+    if not prefill:
+        x, one = made.inputs(), torch.ones(64, device=DEVICE)
+        hosts = host_times({"x.add_(1)": lambda: one.add_(1), **{by: partial(f, x) for by, f in made.ours.items()}})
+    head = {"heads": "{}/{}".format(*heads), "tokens": tokens, "L2": "cold" if prefill else "hot"}
+    return [
+        {**head, "by": by, "us": us.get(by), "x COPY": x_copy.get(by), "host us": hosts.get(by)}
+        for by in {**us, **hosts}
+    ]
+
+
+@app.command("decode")
+def command(
+    tokens: Annotated[str, typer.Option(help="Tokens of a step.")] = "1,4,16,64,256",
+    heads: Annotated[str, typer.Option(help="Heads of q and of k and v.")] = "32/8,64/8",
+    prefill: Annotated[int, typer.Option(help="Tokens of the prefill, of the first heads; 0: none.")] = 4096,
+    peers: PEERS = True,
+    plot: PLOT = None,
+    smoke: SMOKE = False,
+    as_json: AS_JSON = False,
+) -> None:
+    """A serving step, hot: GPU and host time of q + k and of their KV-cache write, beside copies of their bytes."""
+    counts, kinds, head_dim, pool = numbers("--tokens", tokens), pairs("--heads", heads, "/"), 128, POSITIONS
+    if smoke:
+        counts, kinds, head_dim, prefill, pool = [1, 5], [(4, 2)], 16, prefill and 20, 64
+    steps = {
+        f"{n} tokens, {pair} heads": partial(rows, n, pair, head_dim, False, peers, pool)
+        for pair in kinds for n in counts
+    }  # fmt: skip
+    if prefill:
+        steps[f"{prefill} tokens, cold"] = partial(rows, prefill, kinds[0], head_dim, True, peers, pool)
+    show(steps, smoke, as_json, plot, draw)
+
+
+def draw(rows: Rows, title: str, to: Path) -> None:
+    """Microseconds over the tokens of a step, a line for each implementation, and of the copies one."""
+    shown = [row for row in rows if row["L2"] == "hot" and row["us"] is not None]
+    shown = [row for row in shown if row["by"] not in (COPY_KV, COPY_FP8)]
+    lines(shown, "tokens", "us", "by", (title, "tokens of the step", "GPU time of a call, us"), to, "heads")

@@ -1,0 +1,88 @@
+"""`bench host`: the CPU's time for a call, beside torch's own in-place add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jitrope import (
+    apply_rope,
+    apply_rope_,
+    apply_rope_qkv,
+    qk_norm_rope,
+    qk_norm_rope_,
+    qk_norm_rope_joint,
+)
+
+from . import decode
+from .harness import DEVICE, angles, bf16, host_times
+from .report import AS_JSON, SMOKE, Rows, app, show
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """Of a decode step's q and k (64 tokens, 32 + 8 heads of 128): the GPU's work is shorter than the call."""
+    q, k, v = bf16(1, 64, 32, 128), bf16(1, 64, 8, 128), bf16(1, 64, 8, 128)
+    both = angles(64, 128)
+    cos, sin, ids = both.cos(), both.sin(), torch.arange(64, device=DEVICE)
+    step, x, weight = decode.inputs(64, 32, 8, 128), torch.ones(64, device=DEVICE), bf16(128)
+    leaf, flat = q.detach().requires_grad_(), (q[0], k[0])
+    packed: dict[str, Any] = {"layout": "thd", "cu_seqlens": torch.tensor([0, 20, 64], device=DEVICE).int()}
+    qkv, normed = bf16(1, 64, 8, 6 * 128), (weight, weight, cos, sin)
+    joint = (q[:, :16], k[:, :16], v[:, :16]), (q[:, 16:], k[:, 16:], v[:, 16:]), (weight, weight), (weight, weight)
+    return {
+        "x.add_(1)": lambda: x.add_(1),
+        "two empty_like": lambda: (torch.empty_like(q), torch.empty_like(k)),
+        "apply_rope_": lambda: apply_rope_(q, k, cos, sin),
+        "apply_rope": lambda: apply_rope(q, k, cos, sin),
+        "apply_rope_, position_ids": lambda: apply_rope_(q, k, cos, sin, position_ids=ids),
+        "apply_rope, position_ids": lambda: apply_rope(q, k, cos, sin, position_ids=ids),
+        "apply_rope_, cos_sin_cache and position_ids": lambda: decode.by_ids(step),
+        "apply_rope, packed": lambda: apply_rope(*flat, cos, sin, **packed),
+        "apply_rope_qkv": lambda: apply_rope_qkv(qkv, cos, sin, q_per_group=4),
+        "apply_rope_kv_cache_": lambda: decode.to_cache(step),
+        "apply_rope_kv_cache_, fp8": lambda: decode.to_fp8_cache(step),
+        "qk_norm_rope_": lambda: qk_norm_rope_(q, k, *normed),
+        "qk_norm_rope": lambda: qk_norm_rope(q, k, *normed),
+        "qk_norm_rope_joint": lambda: qk_norm_rope_joint(*joint, cos, sin),
+        f"apply_rope, {RECORDED}": lambda: apply_rope(leaf, k, cos, sin),
+        f"qk_norm_rope, {RECORDED}": lambda: qk_norm_rope(leaf, k, *normed),
+        "torch.ops.jitrope.rope_": library_op(lambda: apply_rope_(q, k, cos, sin)),
+        "torch.ops.jitrope.rope": library_op(lambda: apply_rope(q, k, cos, sin)),
+    }
+
+
+RECORDED = "recorded for backward"
+
+
+class _Ops(TorchDispatchMode):
+    """The last of jitrope's own ops, and its arguments."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "jitrope":
+            self.call = partial(op.overloadpacket, *args, **(kwargs or {}))
+        return op(*args, **(kwargs or {}))
+
+
+def library_op(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The op that torch.compile finds in a call."""
+    with torch.no_grad(), _Ops() as ops:
+        call()
+    found: Callable[[], Any] = ops.call
+    return found
+
+
+@app.command("host")
+def command(smoke: SMOKE = False, as_json: AS_JSON = False) -> None:
+    """Host time to enqueue a call, beside torch's own x.add_(1)."""
+    show({"host": rows}, smoke, as_json)
+
+
+def rows() -> Rows:
+    """A row a call."""
+    made = calls()
+    times = host_times(made, [name for name in made if RECORDED in name])
+    return [{"call": name, "host us": us, "x add_": us / times["x.add_(1)"]} for name, us in times.items()]

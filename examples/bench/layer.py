@@ -1,0 +1,112 @@
+"""`bench layer`: a transformer layer's forward and backward on a packed batch, and rope's share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from jitrope import apply_rope, apply_rope_qkv
+
+from . import peers as others
+from .harness import DEVICE, Call, angles, bf16, turn_by_turn, twice, usable
+from .report import AS_JSON, PEERS, PLOT, SMOKE, Rows, app, lines, pairs, show
+from .train import Inputs, offsets
+
+HEADS, HEAD_DIM, MLP = 16, 128, 4
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP, as GPT's: hidden size 2048, 16 heads of 128, bf16."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, hidden = heads, heads * HEAD_DIM
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, MLP * hidden), nn.Linear(MLP * hidden, hidden)
+
+    def forward(self, x: Tensor, rope: Call, length: int) -> Any:
+        """x (T, hidden), sequences of one length, so that torch's own attention takes them as a batch."""
+        q, k, v = rope(self.qkv(self.norms[0](x)).unflatten(-1, (self.heads, -1)))
+        q, k, v = (y.unflatten(0, (-1, length)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def ropes(cu_seqlens: Tensor, tokens: int, with_peers: bool) -> dict[str, Call]:
+    """The implementations by name, each from packed QKV (T, H, 3 D) to q, k and v; "none" only splits it."""
+    half = angles(tokens, HEAD_DIM)  # as long as the pack, as Megatron passes it
+    words: dict[str, Any] = {"freqs": twice(half)[:, None, None], "layout": "thd", "cu_seqlens": cu_seqlens}
+
+    def split(rotate: Callable[..., Any], qkv: Tensor) -> Any:
+        q, k, v = qkv.chunk(3, -1)
+        return *rotate(q, k), v
+
+    def both(one: Call, q: Tensor, k: Tensor) -> Any:
+        return one(Inputs(q)), one(Inputs(k))
+
+    found: dict[str, Call] = {
+        "none": lambda qkv: qkv.chunk(3, -1),
+        "jitrope": partial(split, partial(apply_rope, **words)),
+        "jitrope packed QKV": partial(apply_rope_qkv, **words),
+    }
+    if with_peers:
+        singles = {label: partial(both, one) for label, one in others.packed(cu_seqlens, tokens, half).items()}
+        theirs: dict[str, Any] = {**singles, **others.packed_pairs(cu_seqlens, tokens, half)}
+        found |= {label: partial(split, rotate) for label, rotate in theirs.items()}
+    return found
+
+
+def rows(count: int, length: int, heads: int, with_peers: bool) -> Rows:
+    """A row for each implementation on a batch of `count` sequences.
+
+    "rope ms" is the time between the projection and attention, forward and backward, on its own: QKV split, q and k
+    rotated.
+    """
+    torch._dynamo.reset()
+    layer, tokens = Layer(heads).to(DEVICE, torch.bfloat16), count * length
+    x, qkv = bf16(tokens, heads * HEAD_DIM).requires_grad_(), bf16(tokens, heads, 3 * HEAD_DIM).requires_grad_()
+    grad, parts = torch.randn_like(x), tuple(bf16(3, tokens, heads, HEAD_DIM))
+    found = usable(ropes(offsets(tokens, count), tokens, with_peers), qkv.detach())
+
+    def whole(rope: Call) -> Any:
+        return torch.autograd.grad(layer(x, rope, length), (x, *layer.parameters()), grad)
+
+    def alone(rope: Call) -> Any:
+        return torch.autograd.grad(rope(qkv), qkv, parts)
+
+    all_us, us = (turn_by_turn({by: partial(run, rope) for by, rope in found.items()}) for run in (whole, alone))
+    return [
+        {"batch": f"{count} x {length}", "rope": by, "layer ms": all_us[by] / 1e3, "rope ms": us[by] / 1e3,
+         "rope's share %": 100 * us[by] / all_us[by]}
+        for by in found
+    ]  # fmt: skip
+
+
+@app.command("layer")
+def command(
+    batches: Annotated[str, typer.Option(help="Sequences x length of each batch.")] = "128x512,512x128,1024x64,2401x28",
+    peers: PEERS = True,
+    plot: PLOT = None,
+    smoke: SMOKE = False,
+    as_json: AS_JSON = False,
+) -> None:
+    """A transformer layer's forward and backward on packed batches (hidden 2048, 16 heads), and rope's share."""
+    shapes, heads = pairs("--batches", batches, "x"), HEADS
+    if smoke:
+        shapes, heads = [(2, 4), (4, 2)], 1
+    show({f"{n} x {size}": partial(rows, n, size, heads, peers) for n, size in shapes}, smoke, as_json, plot, draw)
+
+
+def draw(rows: Rows, title: str, to: Path) -> None:
+    """Rope's share of the layer over the batches, a line for each implementation."""
+    labels = title, "sequences x length", "rope's share of the layer, %"
+    lines(rows, "batch", "rope's share %", "rope", labels, to)

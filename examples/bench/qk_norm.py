@@ -1,0 +1,194 @@
+"""`bench qk-norm`: GPU time of RMSNorm + rope of q and k, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from jitrope import apply_rope, apply_rope_, qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
+
+from . import peers as others
+from .harness import COPY, DEVICE, Call, Case, bf16, measure
+from .harness import rows as rows_of
+from .report import AS_JSON, ONLY, PEERS, PLOT, SMOKE, Rows, app, bars, chosen, show
+from .rope import Shape, small
+
+EPS = 1e-6
+
+
+class Kind(NamedTuple):
+    """shape: (B, S, Hq, Hk, D). text: how many of the S tokens are a stream of their own, with its own weights,
+    that comes first. per_head: tables (B, S, H, D / 2), otherwise (S, D / 2)."""
+
+    shape: Shape
+    interleaved: bool = False
+    hot: bool = False
+    across_heads: bool = False
+    per_head: bool = False
+    text: int = 0
+
+
+CASES = {
+    "flux": Kind((1, 4608, 24, 24, 128), interleaved=True),
+    "flux-joint": Kind((1, 4608, 24, 24, 128), interleaved=True, text=512),
+    "wan": Kind((1, 32760, 12, 12, 128), interleaved=True, across_heads=True),
+    "ltx": Kind((1, 4992, 32, 32, 64), interleaved=True, across_heads=True, per_head=True),
+    "prefill": Kind((1, 8192, 32, 8, 128)),
+    "qwen3": Kind((1, 4096, 32, 8, 128)),
+    "decode64": Kind((64, 1, 32, 8, 128), hot=True),
+    **{f"head{d}": Kind((1, 4096, 16, 16, d)) for d in (64, 72, 80, 96, 112, 160, 192, 256)},
+}
+TRAINED = ("prefill", "flux")
+
+
+def tiny(kind: Kind) -> Kind:
+    """The same of a few tokens."""
+    return kind._replace(shape=small(kind.shape), text=min(kind.text, 2))
+
+
+class Inputs(NamedTuple):
+    """bf16 activations and weights, fp32 half-width tables. v is moved only where there are two streams: then
+    `first` is (q, k, v, q_weight, k_weight) of the first, and the rest the second's."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    first: tuple[Tensor, ...]
+
+
+def inputs(kind: Kind) -> Inputs:
+    """Random ones."""
+    b, s, hq, hk, d = kind.shape
+    widths = (hq * d, hk * d) if kind.across_heads else (d, d)
+
+    def stream(tokens: int) -> tuple[Tensor, ...]:
+        return *(bf16(b, tokens, heads, d) for heads in (hq, hk, hk)), *(1 + 0.1 * bf16(width) for width in widths)
+
+    lead = (b, s, hq) if kind.per_head else (s,)
+    angles = torch.rand(*lead, d // 2, device=DEVICE) * 2 * torch.pi
+    q, k, v, q_weight, k_weight = stream(s - kind.text)
+    first = stream(kind.text) if kind.text else ()
+    return Inputs(q, k, v, q_weight, k_weight, angles.cos(), angles.sin(), first)
+
+
+# ---- the implementations, each of which returns q and k, and with two streams v ---------------------------
+
+
+def ours(kind: Kind, function: Callable[..., Any] = qk_norm_rope, norm_rounding: str = "none") -> Call:
+    """jitrope's one launch."""
+    words: dict[str, Any] = {"interleaved": kind.interleaved, "eps": EPS, "norm_rounding": norm_rounding}
+    if kind.text:
+        return lambda x: qk_norm_rope_joint(
+            x.first[:3], (x.q, x.k, x.v), x.first[3:], (x.q_weight, x.k_weight), x.cos, x.sin, **words
+        )
+    words["across_heads"] = kind.across_heads
+    return lambda x: function(x.q, x.k, x.q_weight, x.k_weight, x.cos, x.sin, **words)
+
+
+def plain_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """Plain torch."""
+    cos, sin = (table if table.dim() == 4 else table[None, :, None] for table in (cos, sin))
+    return tuple(others.rotate(x, cos, sin, interleaved) for x in (q, k))
+
+
+def separate(kind: Kind, rope: Callable[..., Any] = plain_rope) -> Call:
+    """`F.rms_norm` of q and k, put together with v where there are two streams, then a rope."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.flatten(-2) if kind.across_heads else x
+        return F.rms_norm(rows, weight.shape, weight, EPS).view_as(x)
+
+    def chain(x: Inputs) -> Any:
+        q, k, *v = norm(x.q, x.q_weight), norm(x.k, x.k_weight)
+        if kind.text:
+            first = norm(x.first[0], x.first[3]), norm(x.first[1], x.first[4]), x.first[2]
+            q, k, *v = (torch.cat(both, 1) for both in zip(first, (q, k, x.v)))
+        return (*rope(q, k, x.cos, x.sin, interleaved=kind.interleaved), *v)
+
+    return chain
+
+
+def liger() -> dict[str, Call]:
+    """Liger's RMSNorm of each head and its rope (in place) of halves."""
+    found: dict[str, Call] = {}
+    with suppress(ImportError):
+        from liger_kernel.transformers import liger_rotary_pos_emb
+        from liger_kernel.transformers.functional import liger_rms_norm
+
+        tables = others.Full()
+
+        def chain(x: Inputs) -> Any:
+            parts = ((x.q, x.q_weight), (x.k, x.k_weight))
+            q, k = (liger_rms_norm(y, weight, EPS, in_place=False).transpose(1, 2) for y, weight in parts)
+            return tuple(y.transpose(1, 2) for y in liger_rotary_pos_emb(q, k, *tables(x.cos, x.sin)))
+
+        found["Liger"] = chain
+    return found
+
+
+def bytes_moved(kind: Kind) -> int:
+    """Of q and k, read and written once; of v too where two streams become one."""
+    b, s, hq, hk, d = kind.shape
+    return 2 * 2 * b * s * (hq + (2 if kind.text else 1) * hk) * d
+
+
+def case(kind: Kind, with_peers: bool = True, training: bool = False) -> Case:
+    """Cold: all inputs, tables and outputs rotate past L2. Of the backward COPY is of x and dy, which are read, and dx.
+
+    Ours must agree with the chain of plain torch within bf16's rounding, of which that has one more than "none" has.
+    """
+    calls: dict[str, Call] = {"jitrope": ours(kind)}
+    if not (training or kind.text):
+        calls["jitrope in place"] = ours(kind, qk_norm_rope_)
+    calls |= {f"jitrope, rounded {rounding}": ours(kind, norm_rounding=rounding) for rounding in ("once", "twice")}
+    plain = dict.fromkeys(calls, separate(kind))
+    rope = apply_rope if training else apply_rope_  # the norm's result is nobody else's and may be overwritten
+    calls[f"F.rms_norm + {rope.__name__}"] = separate(kind, rope)
+    peers = others.with_compiled(separate(kind)) if with_peers else {}
+    if with_peers and not (kind.interleaved or kind.across_heads or kind.text):
+        peers |= liger()
+    moved = {COPY: bytes_moved(kind) * (3 if training else 2) // 2}
+    if kind.per_head:  # here the tables are as large as q and k, and they are fp32
+        moved["COPY, tables too"] = moved[COPY] + 2 * 4 * prod(kind.shape[:3]) * kind.shape[-1] // 2
+    return Case(partial(inputs, kind), calls, moved, peers, {}, kind.hot, plain, (), (2**-6, 2**-5))
+
+
+def rows(name: str, with_peers: bool, training: bool = False, smoke: bool = False) -> Rows:
+    """A row an implementation, of one pass."""
+    kind = tiny(CASES[name]) if smoke else CASES[name]
+    made = case(kind, with_peers, training)
+    trained = ("q", "k", "q_weight", "k_weight") if training else ()
+    us = {by: each.backward if training else each.forward for by, each in measure(made, trained).items()}
+    return rows_of(us, made.moved[COPY], case=name, **{"pass": "backward" if training else "forward"})
+
+
+@app.command("qk-norm")
+def command(
+    only: ONLY = "", peers: PEERS = True, plot: PLOT = None, smoke: SMOKE = False, as_json: AS_JSON = False
+) -> None:
+    """GPU time of RMSNorm + rope of q and k, forward and backward, beside a copy of the same bytes and others."""
+    steps = {}
+    for name in chosen(only, CASES):
+        steps[name] = partial(rows, name, peers, False, smoke)
+        if name in TRAINED:
+            steps[f"{name} backward"] = partial(rows, name, peers, True, smoke)
+    show(steps, smoke, as_json, plot, draw)
+
+
+def draw(rows: Rows, title: str, to: Path) -> None:
+    """Times over COPY, bars for each case, pass and implementation; eager torch, tens of COPYs, is left out."""
+    shown = [{**row, "case": row["case"] + (row["pass"] == "backward") * " backward"} for row in rows]
+    shown = [row for row in shown if row["by"] not in (COPY, "torch eager")]
+    bars(shown, "case", "x COPY", "by", (title, "time over a copy of what must be read and written"), to, (0, 3))

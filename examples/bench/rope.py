@@ -1,0 +1,126 @@
+"""`bench rope`: GPU time of q + k."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jitrope import apply_rope, apply_rope_
+
+from . import peers as others
+from .harness import COPY, DEVICE, Call, Case, angles, bf16, measure
+from .harness import rows as rows_of
+from .report import AS_JSON, ONLY, PEERS, PLOT, SMOKE, Rows, app, bars, chosen, show
+
+Shape = tuple[int, int, int, int, int]
+"""B, S, Hq, Hk, D"""
+
+# name: shape, interleaved, hot
+CASES: dict[str, tuple[Shape, bool, bool]] = {
+    "qwen-image": ((1, 4352, 24, 24, 128), True, False),
+    "flux": ((1, 4608, 24, 24, 128), False, False),
+    "wan": ((1, 32760, 12, 12, 128), True, False),
+    "prefill": ((1, 8192, 32, 8, 128), False, False),
+    "train": ((1, 4096, 32, 32, 128), False, False),
+    "head80": ((32, 512, 8, 8, 80), False, False),
+    "head256": ((1, 2048, 64, 8, 256), False, False),
+    **{f"head{d}": ((1, 4096, 16, 16, d), False, False) for d in (72, 96, 112, 160, 192)},
+    "decode1": ((1, 1, 32, 8, 128), False, True),
+    "decode64": ((64, 1, 32, 8, 128), False, True),
+    "few4": ((4, 1, 64, 8, 128), False, True),
+}
+
+# name: frames, height and width of its tokens; pairs that turn with each, as their axial tables have them
+GRIDS = {"wan": ((21, 30, 52), (22, 21, 21))}
+AXIAL_ROWS = 64
+
+
+def small(shape: Shape) -> Shape:
+    """The same kind of shape, of a few tokens."""
+    b, s, hq, hk, d = shape
+    return min(b, 2), min(s, 12), 4, max(1, 4 * hk // hq), d
+
+
+class Inputs(NamedTuple):
+    """bf16 q and k, fp32 half-width tables."""
+
+    q: Tensor  # (B, S, Hq, D); k (B, S, Hk, D)
+    k: Tensor
+    cos: Tensor  # (S, D / 2)
+    sin: Tensor
+    shared: tuple[Tensor, ...]  # the same, and one for all calls, as a model's layers have it
+    ids: Tensor  # (S,)
+    axial: tuple[Tensor, ...]  # tables of AXIAL_ROWS rows, ids of three axes (3, S)
+
+
+def case(name: str, with_peers: bool = True, smoke: bool = False) -> Case:
+    """Cold: q, k, tables, ids and outputs rotate past L2."""
+    shape, interleaved, hot = CASES[name]
+    grid, section = GRIDS.get(name, ((), ()))
+    if smoke:
+        shape, grid = small(shape), (2, 2, 3) if grid else ()
+    b, s, hq, hk, d = shape
+    half = angles(s, d)
+    tables = half.cos(), half.sin()
+
+    def inputs() -> Inputs:
+        axial = [table[:AXIAL_ROWS].clone() for table in tables]
+        axes = (
+            torch.cartesian_prod(*(torch.arange(size, device=DEVICE) for size in grid)).T.contiguous() if grid else half
+        )
+        cos, sin = (table.clone() for table in tables)
+        return Inputs(
+            bf16(b, s, hq, d), bf16(b, s, hk, d), cos, sin, tables, torch.arange(s, device=DEVICE), (*axial, axes)
+        )
+
+    ours: dict[str, Call] = {}
+    for label, function in (("jitrope", apply_rope), ("jitrope in place", apply_rope_)):
+        call: Any = partial(function, interleaved=interleaved)
+        ours[label] = partial(lambda call, x: call(x.q, x.k, x.cos, x.sin), call)
+        if not hot:
+            ours[f"{label}, one table"] = partial(lambda call, x: call(x.q, x.k, *x.shared), call)
+        by_ids = partial(lambda call, x: call(x.q, x.k, x.cos, x.sin, position_ids=x.ids), call)
+        ours[f"{label}, position_ids"] = by_ids
+    plain = dict.fromkeys(ours, others.plain_pair(interleaved))
+    if grid:
+        axial = partial(apply_rope, interleaved=interleaved, mrope_section=section)
+        label = "jitrope, axial position_ids"
+        ours[label] = lambda x: axial(x.q, x.k, *x.axial[:2], position_ids=x.axial[2])
+        plain[label] = lambda x: others.plain_pair(interleaved)(_gathered(x, section))
+    peers = others.pairs(interleaved) if with_peers else {}
+    return Case(inputs, ours, {COPY: 2 * 2 * b * s * (hq + hk) * d}, peers, hot=hot, plain=plain)
+
+
+def _gathered(x: Inputs, section: tuple[int, ...]) -> Inputs:
+    """With a row of cosines and sines for each token, section by section of its pairs."""
+    *tables, axes = x.axial
+    cos, sin = (
+        torch.cat([part[ids] for part, ids in zip(table.split(section, -1), axes)], -1) for table in tables
+    )  # fmt: skip
+    return x._replace(cos=cos, sin=sin)
+
+
+def rows(name: str, with_peers: bool, smoke: bool) -> Rows:
+    """Of a case."""
+    made = case(name, with_peers, smoke)
+    us = {by: times.forward for by, times in measure(made).items()}
+    return rows_of(us, made.moved[COPY], case=name)
+
+
+@app.command("rope")
+def command(
+    only: ONLY = "", peers: PEERS = True, plot: PLOT = None, smoke: SMOKE = False, as_json: AS_JSON = False
+) -> None:
+    """GPU time of one q + k call, cold and hot, beside a copy of the same bytes and other libraries."""
+    steps = {name: partial(rows, name, peers, smoke) for name in chosen(only, CASES)}
+    show(steps, smoke, as_json, plot, draw)
+
+
+def draw(rows: Rows, title: str, to: Path) -> None:
+    """Times over COPY, bars for each case and implementation."""
+    shown = [row for row in rows if row["by"] != COPY]
+    bars(shown, "case", "x COPY", "by", (title, "time over a copy of q and k"), to, (0, 2))
