@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.integrations import sglang, vllm
+from jitrope.integrations import _host, sglang, vllm
 
 from .devices import DEVICES
 
@@ -247,7 +247,7 @@ def test_mrope_refusals() -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"positions": torch.zeros(4)}, "position_ids is torch.float32"),
     ({"positions": torch.zeros(5, dtype=torch.int64)}, r"position_ids has shape \(5,\)"),
-    ({"positions": torch.zeros(1, 1, 4, dtype=torch.int64)}, r"positions have shape \(1, 1, 4\); they are \(T\)"),
+    ({"positions": torch.zeros(1, 1, 4, dtype=torch.int64)}, r"positions have shape \(1, 1, 4\); they must be \(T\)"),
     ({"query": torch.zeros(4, 100)}, r"query has shape \(4, 100\).*H \* 64"),
     ({"query": torch.zeros(4, 2, 32)}, r"query has shape \(4, 2, 32\).*H, 64"),
     ({"key": torch.zeros(3, 128)}, "only H may differ"),
@@ -549,4 +549,4 @@ def test_enable_without_the_host(host: Any, needs: tuple[str, ...], monkeypatch:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError):
         host.enable()
-    assert not host._patch.enabled
+    assert not _host.placed

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.integrations import deepspeed, megatron, transformer_engine
+from jitrope.integrations import _host, deepspeed, megatron, transformer_engine
 
 # TransformerEngine's wheel is only read from here: where it is installed without its compiled part,
 # Megatron-core refuses to be imported.
@@ -208,7 +208,7 @@ def test_te_refusals() -> None:
 def test_te_enable_without_its_compiled_part() -> None:
     with pytest.raises((ImportError, FileNotFoundError)):
         transformer_engine.enable()
-    assert not transformer_engine._patch.enabled
+    assert not _host.placed
 
 
 # ---- Megatron-core -------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def megatron_freqs(rows: int, dim: int, interleaved: bool = False, batch: int = 
 def enabled(rope_utils: Any) -> Iterator[Any]:
     with megatron.enable() as report:
         yield report
-    assert not report.enabled
+    assert not _host.placed
 
 
 @pytest.mark.parametrize(("words", "dim", "batch", "mscale"), [
@@ -277,6 +277,7 @@ def test_megatron_padded(rope_utils: Any, enabled: Any, words: Any, dim: int, ba
     for a, b in zip(*results):
         torch.testing.assert_close(a, b)
     assert enabled.calls == {"jitrope": 1, "host": 1}
+    assert enabled.reasons == {"apply_rope_fusion is off": 1}
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -308,12 +309,10 @@ def test_megatron_hooks(rope_utils: Any) -> None:
 
     before = [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb]
     with megatron.enable() as report:
-        assert rope_utils.fused_apply_rotary_pos_emb is megatron.fused_apply_rotary_pos_emb
-        assert rope_utils.fused_apply_rotary_pos_emb_thd is megatron.fused_apply_rotary_pos_emb_thd
         assert attention.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb is not before[1]
         assert rotary_pos_embedding.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb
-        assert megatron.enable() is report
-        assert "megatron.core.transformer.attention.apply_rotary_pos_emb" in str(report)
+        assert megatron.enable().replaced == report.replaced
+        assert f"{rope_utils.__name__}.apply_rotary_pos_emb" in str(report)
         t, freqs = torch.rand(8, 2, 16), megatron_freqs(8, 16)
         cu_seqlens = torch.tensor([0, 6, 8], dtype=torch.int32)
         out = rope_utils.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_size=1, cp_rank=0)
@@ -322,6 +321,9 @@ def test_megatron_hooks(rope_utils: Any) -> None:
         torch.testing.assert_close(out, host)
         out = rope_utils.fused_apply_rotary_pos_emb(t[:, None], freqs, interleaved=False)
         torch.testing.assert_close(out, rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs))
+        assert report.calls == {"jitrope": 2, "host": 0}
+        with pytest.raises(jitrope.InvalidInput, match="float64"):  # there is no hook of the host's
+            rope_utils.fused_apply_rotary_pos_emb(t[:, None].double(), freqs)
     assert [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb] == before
     assert attention.apply_rotary_pos_emb is before[1]
 
@@ -447,16 +449,16 @@ def test_deepspeed_enable(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere.apply_rotary_pos_emb = host
     monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
     with deepspeed.enable() as report:
-        assert elsewhere.apply_rotary_pos_emb is deepspeed.apply_rotary_pos_emb
-        assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is deepspeed.apply_rotary_pos_emb
+        assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is elsewhere.apply_rotary_pos_emb
+        assert layer.apply_rotary_pos_emb is not host
         torch.testing.assert_close(layer.apply_rotary_pos_emb(t, cos, sin), host(t, cos, sin))
         got = fpdt_layer.apply_rotary_pos_emb_backward(t, cos, sin)
         torch.testing.assert_close(got, host_backward(t, cos, sin))
         layer.apply_rotary_pos_emb(t.double(), cos.double(), sin.double())
         assert report.calls == {"jitrope": 2, "host": 1}
         assert "deepspeed.sequence.layer.apply_rotary_pos_emb" in str(report)
+        assert "1 x apply_rope: q is torch.float64" in str(report)
     assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is elsewhere.apply_rotary_pos_emb is host
-    assert deepspeed.apply_rotary_pos_emb is not host
     assert fpdt_layer.apply_rotary_pos_emb_backward is host_backward
 
 
