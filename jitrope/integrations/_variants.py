@@ -64,23 +64,14 @@ def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, ax
     if v.table == "first":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     flat = q.dim() == 3
-    out = apply_rope(
-        _prepared(q, cos.dtype if v.widens else q.dtype, flat),
-        None if k is None else _prepared(k, cos.dtype if v.widens else k.dtype, flat),
-        cos,
-        sin,
-        layout=layout,
-        interleaved=v.interleaved,
-        interleaved_out=v.interleaved_out,
-        rotary_dim=rotary,
-    )
+
+    def prepared(x: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, cos.dtype)) if v.widens else x
+        return x.unsqueeze(0) if flat else x
+
+    words: dict[str, Any] = {"interleaved": v.interleaved, "interleaved_out": v.interleaved_out, "rotary_dim": rotary}
+    out = apply_rope(prepared(q), None if k is None else prepared(k), cos, sin, layout=layout, **words)
     return (out[0].squeeze(0), None if out[1] is None else out[1].squeeze(0)) if flat else out
-
-
-def _prepared(x: Tensor, dtype: torch.dtype, flat: bool) -> Tensor:
-    """x in the wider of its dtype and another, with a batch axis."""
-    x = x.to(torch.promote_types(x.dtype, dtype))
-    return x.unsqueeze(0) if flat else x
 
 
 # ---- the hosts' signatures -----------------------------------------------------------------------------

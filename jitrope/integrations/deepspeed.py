@@ -29,7 +29,11 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
 
     Returns:
         t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to. Plain torch computes
-        what jitrope refuses (fp64, say), and its errors are raised.
+        what jitrope refuses (fp64, say).
+
+    Raises:
+        RuntimeError: the shapes do not fit together, for plain torch either.
+        CompileError: the kernel could not be built.
     """
     return _host.take("deepspeed", _rotate, _host.in_torch, t, freqs_cos, freqs_sin)
 

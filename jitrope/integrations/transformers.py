@@ -57,7 +57,11 @@ def apply_rotary_pos_emb(
 
     Returns:
         q and k in fp32 arithmetic rounded once, in the dtype that q and the tables promote to. Plain torch computes
-        what jitrope refuses (fp64, tables that require a gradient), and its errors are raised.
+        what jitrope refuses (fp64, tables that require a gradient).
+
+    Raises:
+        RuntimeError: the shapes do not fit together, for plain torch either.
+        CompileError: the kernel could not be built.
     """
 
     def in_torch(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, axis: int) -> Any:
@@ -76,7 +80,7 @@ def apply_rotary_pos_emb_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_d
 def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """That of the Qwen-VL vision towers: q, k (S, H, D) or (B, S, H, D); cos, sin (S, D) or (B, S, D), any dtype.
 
-    q and k keep their dtypes. Plain torch computes what jitrope refuses, and its errors are raised.
+    q and k keep their dtypes. The errors are those of `apply_rotary_pos_emb`.
     """
 
     def in_torch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int) -> Any:

@@ -58,8 +58,9 @@ def rotary_embedding(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built.
     """
-    words = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
-    _rotate(query, key, _token_axes(positions), head_size, is_neox, cos_sin_cache, positions, **words)
+    words: dict[str, Any] = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
+    words |= {"cos_sin_cache": cos_sin_cache, "position_ids": positions}
+    _rotate(query, key, _token_axes(positions), head_size, is_neox, **words)
 
 
 def mrope(
@@ -89,7 +90,7 @@ def mrope(
     if positions.dim() == 1:
         return rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rounding=rounding)
     words = {"mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved, "rounding": rounding}
-    _rotate(query, key, 1, head_size, is_neox, cos_sin_cache, positions, **words)
+    _rotate(query, key, 1, head_size, is_neox, cos_sin_cache=cos_sin_cache, position_ids=positions, **words)
 
 
 def triton_mrope(
@@ -125,7 +126,7 @@ def triton_mrope(
     ids = torch.arange(axes * tokens, device=q.device).view(axes, tokens)
     words = {"mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved, "rounding": rounding}
     tables = {"cos": cos.flatten(0, 1), "sin": sin.flatten(0, 1), "rotary_dim": rotary_dim}
-    _rotate(q, k, 1, head_size, is_neox_style, None, ids, **tables, **words)
+    _rotate(q, k, 1, head_size, is_neox_style, position_ids=ids, **tables, **words)
     return q, k
 
 
@@ -162,9 +163,9 @@ def rotary_embedding_and_cache(
         InvalidInput, CompileError: as `rotary_embedding`; nothing was written.
     """
     axes = _token_axes(positions)
-    scales: tuple[Any, Any] = (None, None)
+    words: dict[str, Any] = {"slot_mapping": slot_mapping, "rotate_k": True}
     if kv_cache_dtype in _FP8:
-        scales = (k_scale, v_scale)
+        words |= {"k_scale": k_scale, "v_scale": v_scale}
         if key_cache.dtype == torch.uint8:
             key_cache, value_cache = key_cache.view(torch.float8_e4m3fn), value_cache.view(torch.float8_e4m3fn)
     elif kv_cache_dtype not in _PLAIN:
@@ -173,21 +174,9 @@ def rotary_embedding_and_cache(
     if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
         count = slot_mapping.shape[0]
         positions, query, key, value = (x[:count] for x in (positions, query, key, value))
-    apply_rope_kv_cache_(
-        heads("query", query, axes, head_size),
-        heads("key", key, axes, head_size),
-        heads("value", value, axes, head_size),
-        cos_sin_cache=cos_sin_cache,
-        position_ids=positions,
-        k_cache=key_cache,
-        v_cache=value_cache,
-        slot_mapping=slot_mapping,
-        k_scale=scales[0],
-        v_scale=scales[1],
-        rotate_k=True,
-        layout=_LAYOUTS[axes],
-        interleaved=not is_neox,
-    )
+    q, k, v = (heads(name, x, axes, head_size) for name, x in (("query", query), ("key", key), ("value", value)))
+    words |= {"cos_sin_cache": cos_sin_cache, "position_ids": positions, "interleaved": not is_neox}
+    apply_rope_kv_cache_(q, k, v, k_cache=key_cache, v_cache=value_cache, layout=_LAYOUTS[axes], **words)
 
 
 _LAYOUTS = {1: "thd", 2: "bshd"}
@@ -200,19 +189,9 @@ def _token_axes(positions: Tensor) -> int:
     return positions.dim()
 
 
-def _rotate(
-    query: Tensor,
-    key: Tensor | None,
-    axes: int,
-    head_size: int,
-    is_neox: bool,
-    cache: Tensor | None,
-    ids: Tensor,
-    **words: Any,
-) -> None:
-    k = None if key is None else heads("key", key, axes, head_size)
-    words |= {"cos_sin_cache": cache, "position_ids": ids, "layout": _LAYOUTS[axes], "interleaved": not is_neox}
-    apply_rope_(heads("query", query, axes, head_size), k, **words)
+def _rotate(query: Tensor, key: Tensor | None, axes: int, head_size: int, is_neox: bool, **words: Any) -> None:
+    q, k = heads("query", query, axes, head_size), None if key is None else heads("key", key, axes, head_size)
+    apply_rope_(q, k, layout=_LAYOUTS[axes], interleaved=not is_neox, **words)
 
 
 def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
