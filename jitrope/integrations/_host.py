@@ -71,7 +71,11 @@ def take(host: str, ours: Callable[..., T], theirs: Any, *arguments: Any, **word
 
 
 def in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> Tensor:
-    """x (..., D) rotated by full-width tables (..., W) that broadcast to it, in plain torch: any dtype, gradients."""
+    """x (..., D) rotated by full-width tables (..., W) that broadcast to it, in plain torch: any dtype, gradients.
+
+    Raises:
+        RuntimeError: the shapes do not fit together.
+    """
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     y = turned * sin if inverse else turned
     x0, x1 = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
