@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +16,8 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import _host, deepspeed, megatron, transformer_engine
 
-# TransformerEngine's wheel is only read from here: where it is installed without its compiled part,
-# Megatron-core refuses to be imported.
-HOSTS = Path(__file__).parent.parent / "build" / "hosts"
+from .hosts import HOSTS, group, missing, stand_in
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -42,34 +38,20 @@ def assert_alike(ours: Any, host: Any, t: Tensor, overlapping: bool = False) -> 
         torch.testing.assert_close(a, b.to(t.dtype))
 
 
-def missing(command: str) -> None:
-    """In CI every host is there; elsewhere a test without its host is skipped, and says what it needs."""
-    reason = f"the host library is not installed: {command}"
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 # ---- TransformerEngine ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def te() -> Any:
-    """TransformerEngine's own rope.py. Its plain torch path needs no GPU, but its package is only whole
+    """TransformerEngine's own rope.py, of a wheel that is only read from: where it is installed without its compiled
+    part, Megatron-core refuses to be imported. Its plain torch path needs no GPU, but its package is only whole
     with the compiled part, which has no CPU build; the two names from there are not used by that path."""
     path = HOSTS / "transformer_engine" / "pytorch" / "attention" / "rope.py"
     if not path.exists():
         missing("pip install --no-deps --target build/hosts transformer-engine")
-    absent = {
-        "transformer_engine_torch": types.ModuleType("transformer_engine_torch"),
-        "transformer_engine.pytorch.cpp_extensions.fused_attn": types.ModuleType("fused_attn"),
-    }
-    absent["transformer_engine.pytorch.cpp_extensions.fused_attn"].QKVFormat = None
-    parents = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.cpp_extensions")
-    absent |= {name: types.ModuleType(name) for name in parents}
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in absent.items():
-            patch.setitem(sys.modules, name, module)
+        stand_in(patch, "transformer_engine_torch")
+        stand_in(patch, "transformer_engine.pytorch.cpp_extensions.fused_attn").QKVFormat = None
         spec = importlib.util.spec_from_file_location("te_rope", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -88,10 +70,14 @@ def test_te_signatures(te: Any, name: str) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     "words",
-    [{}, {"rotary_percent": 0.5}, {"rotary_base": 5e5},
-     {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8},
-     {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 64}],
-)  # fmt: skip
+    [
+        {},
+        {"rotary_percent": 0.5},
+        {"rotary_base": 5e5},
+        {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8},
+        {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 64},
+    ],
+)
 def test_te_angles(te: Any, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], interleaved: bool) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     host = te.RotaryPositionEmbedding(64, interleaved=interleaved, **words)
@@ -120,9 +106,16 @@ TE_CASES = [  # tensor_format, dtype, interleaved, rotary part, starts, cp, tran
     ("tensor_format", "dtype", "interleaved", "part", "starts", "cp", "axes", "overlapping"), TE_CASES
 )
 def test_te_padded(
-    te: Any, tensor_format: str, dtype: str, interleaved: bool, part: float, starts: bool, cp: int, axes: Any,
+    te: Any,
+    tensor_format: str,
+    dtype: str,
+    interleaved: bool,
+    part: float,
+    starts: bool,
+    cp: int,
+    axes: Any,
     overlapping: bool,
-) -> None:  # fmt: skip
+) -> None:
     torch.manual_seed(0)
     length, batch, heads, dim, margin = 22, 2, 3, 32, 10
     shape = [length, batch] if tensor_format == "sbhd" else [batch, length]
@@ -132,19 +125,32 @@ def test_te_padded(
     freqs = transformer_engine.RotaryPositionEmbedding(dim, part, interleaved=interleaved)((length + margin) * cp)
     begin = torch.tensor([3, margin - 1], dtype=torch.int32) if starts else None
     for rank in range(cp):
-        words = {"tensor_format": tensor_format, "start_positions": begin, "interleaved": interleaved, "cp_size": cp,
-                 "cp_rank": rank}  # fmt: skip
+        words = {
+            "tensor_format": tensor_format,
+            "start_positions": begin,
+            "interleaved": interleaved,
+            "cp_size": cp,
+            "cp_rank": rank,
+        }
         assert_alike(
             lambda t, words=words: transformer_engine.apply_rotary_pos_emb(t, freqs, **words, fused=True),
-            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words), t, overlapping,
-        )  # fmt: skip
+            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words),
+            t,
+            overlapping,
+        )
         assert transformer_engine.apply_rotary_pos_emb(t, freqs, **words).is_contiguous()
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize(("dtype", "interleaved", "starts"), [
-    ("fp32", False, False), ("bf16", False, True), ("fp16", True, False), ("fp32", True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "interleaved", "starts"),
+    [
+        ("fp32", False, False),
+        ("bf16", False, True),
+        ("fp16", True, False),
+        ("fp32", True, True),
+    ],
+)
 def test_te_packed(te: Any, dtype: str, interleaved: bool, starts: bool, cp: int) -> None:
     torch.manual_seed(0)
     # The host's interleaved path fails on an empty sequence.
@@ -154,12 +160,19 @@ def test_te_packed(te: Any, dtype: str, interleaved: bool, starts: bool, cp: int
     freqs = transformer_engine.RotaryPositionEmbedding(32, 0.5, interleaved=interleaved)(40)
     begin = torch.arange(6, dtype=torch.int32) if starts else None
     for rank in range(cp):
-        words = {"tensor_format": "thd", "start_positions": begin, "interleaved": interleaved, "cu_seqlens": cu_seqlens,
-                 "cp_size": cp, "cp_rank": rank}  # fmt: skip
+        words = {
+            "tensor_format": "thd",
+            "start_positions": begin,
+            "interleaved": interleaved,
+            "cu_seqlens": cu_seqlens,
+            "cp_size": cp,
+            "cp_rank": rank,
+        }
         assert_alike(
             lambda t, words=words: transformer_engine.apply_rotary_pos_emb(t, freqs, **words, fused=True),
-            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words), t,
-        )  # fmt: skip
+            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words),
+            t,
+        )
 
 
 @pytest.mark.parametrize("tables", ["one", "two"])
@@ -176,9 +189,12 @@ def test_te_packed_qkv(te: Any, tensor_format: str, cp: int, interleaved: bool, 
     q_freqs = make(dim, interleaved=interleaved)(40)
     k_freqs = q_freqs if tables == "one" else make(dim, rotary_base=100.0, interleaved=interleaved)(40)
     words: dict[str, Any] = {
-        "tensor_format": tensor_format, "interleaved": interleaved, "cp_size": cp, "cp_rank": cp - 1,
+        "tensor_format": tensor_format,
+        "interleaved": interleaved,
+        "cp_size": cp,
+        "cp_rank": cp - 1,
         "start_positions": torch.tensor([2, 5], dtype=torch.int32),
-    }  # fmt: skip
+    }
     if tensor_format == "thd":
         words["cu_seqlens"] = torch.tensor([0, 8, 12 * cp], dtype=torch.int32)
 
@@ -223,18 +239,6 @@ def rope_utils() -> Any:
     return rope_utils
 
 
-@contextmanager
-def group(size: int, rank: int) -> Iterator[Any]:
-    """torch's own process group of a rank, on its backend that sends nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield torch.distributed.group.WORLD
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def config(apply_rope_fusion: bool = True, multi_latent_attention: bool = False, **words: Any) -> Any:
     """Megatron's own configuration of a small model."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -260,10 +264,17 @@ def enabled(rope_utils: Any) -> Iterator[Any]:
     assert not _host.placed
 
 
-@pytest.mark.parametrize(("words", "dim", "batch", "mscale"), [
-    ({}, 32, 1, 1.0), ({"rotary_interleaved": True}, 16, 1, 1.0), ({}, 32, 1, 1.5), ({}, 32, 2, 1.0),
-    ({"multi_latent_attention": True}, 16, 1, 0.8), ({"mrope_section": [4, 6, 6]}, 32, 2, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "dim", "batch", "mscale"),
+    [
+        ({}, 32, 1, 1.0),
+        ({"rotary_interleaved": True}, 16, 1, 1.0),
+        ({}, 32, 1, 1.5),
+        ({}, 32, 2, 1.0),
+        ({"multi_latent_attention": True}, 16, 1, 0.8),
+        ({"mrope_section": [4, 6, 6]}, 32, 2, 1.0),
+    ],
+)
 def test_megatron_padded(rope_utils: Any, enabled: Any, words: Any, dim: int, batch: int, mscale: float) -> None:
     """Pairings, partial, mscale, mRoPE with a batch and MLA, against Megatron's unfused path."""
     t = torch.rand(6, 2, 3, 32)

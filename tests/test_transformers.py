@@ -23,17 +23,24 @@ from jitrope.integrations import _host, _variants
 from jitrope.integrations import transformers as integration
 
 from .devices import DEVICES
+from .hosts import missing
 
-HOSTS = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
+HOST = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
 if os.environ.get("CI"):  # there every host is installed
     import transformers
 else:
-    transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOSTS}")
+    transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOST}")
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+
+def numbers(words: str) -> dict[str, int]:
+    """Sizes of a configuration."""
+    return {name: int(value) for name, value in (word.split("=") for word in words.split())}
+
+
+SMALL = numbers(
+    "vocab_size=64 hidden_size=32 intermediate_size=48 num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=2 "
+    "max_position_embeddings=64 pad_token_id=0 bos_token_id=1 eos_token_id=2"
+)
 VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2}
 TOKENS = {"input_ids": torch.tensor([[5, 9, 17, 33, 3, 8, 21, 40], [7, 6, 5, 4, 33, 22, 11, 3]])}
 
@@ -43,7 +50,7 @@ def text(name: str, model: str = "ForCausalLM", **words: Any) -> tuple[nn.Module
     config = getattr(transformers, f"{name}{'TextConfig' if model == 'ForText' else 'Config'}", None)
     cls = getattr(transformers, f"{name}ForCausalLM", None)
     if config is None or cls is None:
-        missing(f"transformers {transformers.__version__} has no {name}: {HOSTS}")
+        missing(f"{HOST}, for {name}")
     return cls(config(**{**SMALL, **words}, attn_implementation="eager")), TOKENS
 
 
@@ -51,28 +58,31 @@ def vision_language(name: str, words: dict[str, Any], vision: dict[str, Any]) ->
     """One image of 4 x 8 patches, which are 2 x 4 tokens between others."""
     config = getattr(transformers, f"{name}Config", None)
     if config is None:
-        missing(f"transformers {transformers.__version__} has no {name}: {HOSTS}")
-    made = config(
-        text_config={**SMALL, **words}, vision_config={**VISION, **vision}, image_token_id=50, video_token_id=51,
-        vision_start_token_id=52, vision_end_token_id=53, attn_implementation="eager",
-    )  # fmt: skip
+        missing(f"{HOST}, for {name}")
+    tokens = numbers("image_token_id=50 video_token_id=51 vision_start_token_id=52 vision_end_token_id=53")
+    configs = {"text_config": {**SMALL, **words}, "vision_config": {**VISION, **vision}}
+    made = config(**configs, **tokens, attn_implementation="eager")
     ids = torch.tensor([[5, 52, *[50] * 8, 53, 9, 17]])
     inputs = {
-        "input_ids": ids, "mm_token_type_ids": (ids == 50).int(), "image_grid_thw": torch.tensor([[1, 4, 8]]),
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == 50).int(),
+        "image_grid_thw": torch.tensor([[1, 4, 8]]),
         "pixel_values": torch.randn(32, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1)),
-    }  # fmt: skip
+    }
     return getattr(transformers, f"{name}ForConditionalGeneration")(made), inputs
-
-
-def missing(reason: str) -> None:
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-MOE = {"num_experts_per_tok": 1, "num_local_experts": 2}
+MOE = numbers("num_experts_per_tok=1 num_local_experts=2")
+GEMMA = numbers("head_dim=8 vocab_size_per_layer_input=64 hidden_size_per_layer_input=8")
+LAYERS = ["sliding_attention", "full_attention"]
+DEEPSEEK = numbers(
+    "q_lora_rank=16 kv_lora_rank=16 qk_rope_head_dim=8 qk_nope_head_dim=8 v_head_dim=8 num_key_value_heads=4 n_group=1 "
+    "first_k_dense_replace=2 n_routed_experts=2 topk_group=1 num_experts_per_tok=1 moe_intermediate_size=16"
+)
+QWEN2 = numbers("embed_dim=32 hidden_size=32")
+QWEN3 = numbers("intermediate_size=32 out_hidden_size=32 num_position_embeddings=16")
 # a model, and the calls of its rope functions in a forward pass
 CASES: dict[str, tuple[Any, int]] = {
     "llama": (lambda: text("Llama"), 2),
@@ -82,13 +92,10 @@ CASES: dict[str, tuple[Any, int]] = {
     "gemma2": (lambda: text("Gemma2", head_dim=8), 2),
     "gemma3": (lambda: text("Gemma3", "ForText", head_dim=8), 2),
     "gemma3n": (  # q and k apart
-        lambda: text("Gemma3n", "ForText", head_dim=8, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
-                     num_kv_shared_layers=0, laurel_rank=4, layer_types=["sliding_attention", "full_attention"]), 4,
+        lambda: text("Gemma3n", "ForText", **GEMMA, num_kv_shared_layers=0, laurel_rank=4, layer_types=LAYERS),
+        4,
     ),
-    "gemma4": (
-        lambda: text("Gemma4", "ForText", head_dim=8, global_head_dim=16, vocab_size_per_layer_input=64,
-                     hidden_size_per_layer_input=8, layer_types=["sliding_attention", "full_attention"]), 4,
-    ),
+    "gemma4": (lambda: text("Gemma4", "ForText", **GEMMA, global_head_dim=16, layer_types=LAYERS), 4),
     "glm": (lambda: text("Glm", head_dim=8), 2),
     "glm4": (lambda: text("Glm4", head_dim=8, rope_parameters=PARTIAL), 2),
     "phi": (lambda: text("Phi", rope_parameters=PARTIAL), 2),
@@ -98,20 +105,15 @@ CASES: dict[str, tuple[Any, int]] = {
     "olmo2": (lambda: text("Olmo2"), 2),
     "ernie": (lambda: text("Ernie4_5"), 2),
     "gpt-oss": (lambda: text("GptOss", head_dim=8, **MOE), 2),  # tables of half width
-    "deepseek-v3": (  # interleaved pairs into halves, k with one head
-        lambda: text("DeepseekV3", q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-                     v_head_dim=8, num_key_value_heads=4, first_k_dense_replace=2, n_routed_experts=2, n_group=1,
-                     topk_group=1, num_experts_per_tok=1, moe_intermediate_size=16), 2,
-    ),
-    "qwen2-vl": (
-        lambda: vision_language("Qwen2VL", {"rope_parameters": MROPE}, {"embed_dim": 32, "hidden_size": 32}), 4,
-    ),
+    "deepseek-v3": (lambda: text("DeepseekV3", **DEEPSEEK), 2),  # interleaved pairs into halves, k with one head
+    "qwen2-vl": (lambda: vision_language("Qwen2VL", {"rope_parameters": MROPE}, QWEN2), 4),
     "qwen3-vl": (
-        lambda: vision_language("Qwen3VL", {"rope_parameters": MROPE, "head_dim": 8}, {
-            "intermediate_size": 32, "out_hidden_size": 32, "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 16}), 4,
+        lambda: vision_language(
+            "Qwen3VL", {"rope_parameters": MROPE, "head_dim": 8}, {**QWEN3, "deepstack_visual_indexes": [0]}
+        ),
+        4,
     ),
-}  # fmt: skip
+}
 # Of partial rotary ours keeps the strides, where the hosts' concatenation is contiguous: the products of matrices after
 # it may sum in another order.
 CLOSE = {"glm", "glm4", "phi3", "gpt-neox"}
@@ -218,7 +220,7 @@ def test_compiled_fullgraph_of_calls_that_are_refused() -> None:
 
 
 def host_of(file: str, name: str = "apply_rotary_pos_emb") -> Any:
-    module = pytest.importorskip(f"transformers.models.{file}.modeling_{file}", reason=f"no {file}: {HOSTS}")
+    module = pytest.importorskip(f"transformers.models.{file}.modeling_{file}", reason=f"no {file}: {HOST}")
     return getattr(module, name)
 
 
@@ -567,10 +569,15 @@ def test_enabled_models_pickle_and_load_in_a_fresh_process(tmp_path: Path) -> No
 def test_enable_and_disable_in_the_midst_of_a_forward() -> None:
     """Before every module's call, as another thread might: nothing raises, and the result is the stock model's."""
     model, inputs = prepared("llama")
-    steps = itertools.cycle([
-        integration.disable, lambda: integration.enable(model), integration.enable, integration.disable,
-        integration.enable,
-    ])  # fmt: skip
+    steps = itertools.cycle(
+        [
+            integration.disable,
+            lambda: integration.enable(model),
+            integration.enable,
+            integration.disable,
+            integration.enable,
+        ]
+    )
     with torch.no_grad():
         want = model(**inputs).logits
         handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: next(steps)() and None)
@@ -619,7 +626,7 @@ def kernels() -> Any:
     try:
         import kernels
     except ImportError:
-        missing(f"the host library is not installed: {HOSTS}")
+        missing(HOST)
     return kernels
 
 
@@ -634,8 +641,9 @@ def test_kernelized(kernels: Any, file: str, mode: str) -> None:
     host = host_of(file)
     if isinstance(host, nn.Module):  # transformers has decorated it
         host = type(host)().forward
-    function = kernels.use_kernel_forward_from_hub("rotary_pos_emb")(types.FunctionType(
-        host.__code__, host.__globals__, host.__name__, host.__defaults__))  # fmt: skip
+    function = kernels.use_kernel_forward_from_hub("rotary_pos_emb")(
+        types.FunctionType(host.__code__, host.__globals__, host.__name__, host.__defaults__)
+    )
 
     @kernels.use_kernelized_func(function)
     class Attention(nn.Module):
