@@ -66,7 +66,8 @@ def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, ax
     flat = q.dim() == 3
 
     def prepared(x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, cos.dtype)) if v.widens else x
+        if v.widens and x.dtype != cos.dtype:
+            x = x.to(torch.promote_types(x.dtype, cos.dtype))
         return x.unsqueeze(0) if flat else x
 
     words: dict[str, Any] = {"interleaved": v.interleaved, "interleaved_out": v.interleaved_out, "rotary_dim": rotary}
