@@ -15,7 +15,7 @@ MODULES = (
     "jitrope", "jitrope.tables", "jitrope.thd", "jitrope.context_parallel", "jitrope.integrations.transformers",
     "jitrope.integrations.diffusers", "jitrope.integrations.vllm", "jitrope.integrations.sglang",
     "jitrope.integrations.torchtitan", "jitrope.integrations.transformer_engine", "jitrope.integrations.megatron",
-    "jitrope.integrations.deepspeed", "jitrope.integrations._patch", "jitrope.tools.prewarm", "jitrope.tools.bundle",
+    "jitrope.integrations.deepspeed", "jitrope.integrations._host", "jitrope.tools.prewarm", "jitrope.tools.bundle",
     "jitrope.jit.cache",
 )  # fmt: skip
 

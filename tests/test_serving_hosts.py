@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import sys
 import types
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,20 +20,12 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.integrations import sglang, vllm
+from jitrope.integrations import _host, sglang, vllm
 
 from .devices import DEVICES
+from .hosts import HOSTS, missing, stand_in
 
-HOSTS = Path(__file__).parent.parent / "build" / "hosts"
 FP8 = torch.float8_e4m3fn
-
-
-def missing(command: str) -> None:
-    """In CI every host is there; elsewhere a test without its host is skipped, and says what it needs."""
-    reason = f"the host library is not installed: {command}"
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 # ---- the oracle ----------------------------------------------------------------------------------
@@ -244,23 +234,36 @@ def test_mrope_refusals() -> None:
         vllm.triton_mrope(q, q, cache[:4, :32], cache[:4, 32:], [16, 8, 8], 64, 64, False)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"positions": torch.zeros(4)}, "position_ids is torch.float32"),
-    ({"positions": torch.zeros(5, dtype=torch.int64)}, r"position_ids has shape \(5,\)"),
-    ({"positions": torch.zeros(1, 1, 4, dtype=torch.int64)}, r"positions have shape \(1, 1, 4\); they are \(T\)"),
-    ({"query": torch.zeros(4, 100)}, r"query has shape \(4, 100\).*H \* 64"),
-    ({"query": torch.zeros(4, 2, 32)}, r"query has shape \(4, 2, 32\).*H, 64"),
-    ({"key": torch.zeros(3, 128)}, "only H may differ"),
-    ({"key": torch.zeros(4, 128, dtype=torch.float16)}, "k is torch.float16"),
-    ({"head_size": 0}, "head_size 0"),
-    ({"cos_sin_cache": table(8, 128)}, "rotary_dim is 128"),
-    ({"cos_sin_cache": table(8, 64).double()}, "float64"),
-    ({"rope_dim_offset": 2}, "rotary_dim is 64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": torch.zeros(4)}, "position_ids is torch.float32"),
+        ({"positions": torch.zeros(5, dtype=torch.int64)}, r"position_ids has shape \(5,\)"),
+        (
+            {"positions": torch.zeros(1, 1, 4, dtype=torch.int64)},
+            r"positions have shape \(1, 1, 4\); they must be \(T\)",
+        ),
+        ({"query": torch.zeros(4, 100)}, r"query has shape \(4, 100\).*H \* 64"),
+        ({"query": torch.zeros(4, 2, 32)}, r"query has shape \(4, 2, 32\).*H, 64"),
+        ({"key": torch.zeros(3, 128)}, "only H may differ"),
+        ({"key": torch.zeros(4, 128, dtype=torch.float16)}, "k is torch.float16"),
+        ({"head_size": 0}, "head_size 0"),
+        ({"cos_sin_cache": table(8, 128)}, "rotary_dim is 128"),
+        ({"cos_sin_cache": table(8, 64).double()}, "float64"),
+        ({"rope_dim_offset": 2}, "rotary_dim is 64"),
+    ],
+)
 def test_vllm_refusals(change: dict[str, Any], message: str) -> None:
     """In words, with nothing written."""
-    words = {"positions": torch.ones(4, dtype=torch.int64), "query": torch.ones(4, 128), "key": torch.ones(4, 128),
-             "head_size": 64, "cos_sin_cache": table(8, 64), "is_neox": True, **change}  # fmt: skip
+    words = {
+        "positions": torch.ones(4, dtype=torch.int64),
+        "query": torch.ones(4, 128),
+        "key": torch.ones(4, 128),
+        "head_size": 64,
+        "cos_sin_cache": table(8, 64),
+        "is_neox": True,
+        **change,
+    }
     before = [words[name].clone() for name in ("query", "key")]
     with pytest.raises(jitrope.InvalidInput, match=message):
         vllm.rotary_embedding(**words)
@@ -286,10 +289,15 @@ def stored(case: Rotary, cache: Tensor, ids: Tensor, scales: tuple[float, float]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize(("kind", "storage", "batch"), [
-    ("auto", torch.bfloat16, False), ("bfloat16", torch.bfloat16, True), ("fp8", torch.uint8, False),
-    ("fp8_e4m3", FP8, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "storage", "batch"),
+    [
+        ("auto", torch.bfloat16, False),
+        ("bfloat16", torch.bfloat16, True),
+        ("fp8", torch.uint8, False),
+        ("fp8_e4m3", FP8, False),
+    ],
+)
 def test_vllm_rotary_embedding_and_cache(
     kind: str, storage: torch.dtype, batch: bool, heads_first: bool, device: str
 ) -> None:
@@ -384,32 +392,25 @@ def test_sglang_in_place(device: str) -> None:
 
 # ---- signatures and enable -----------------------------------------------------------------------
 
-NONE = inspect.Parameter.empty
-SIGNATURES: dict[Callable[..., Any], dict[str, Any]] = {
+SIGNATURES: dict[Callable[..., Any], str] = {
     # vllm/_custom_ops.py, 0.33.0
-    vllm.rotary_embedding: {
-        "positions": NONE, "query": NONE, "key": NONE, "head_size": NONE, "cos_sin_cache": NONE, "is_neox": NONE,
-        "rope_dim_offset": 0, "inverse": False,
-    },
+    vllm.rotary_embedding: "positions query key head_size cos_sin_cache is_neox rope_dim_offset=0 inverse=False",
     # vllm/model_executor/layers/rotary_embedding/mrope.py, 0.33.0; is_neox_style is not in older ones
-    vllm.triton_mrope: {
-        "q": NONE, "k": NONE, "cos": NONE, "sin": NONE, "mrope_section": NONE, "head_size": NONE, "rotary_dim": NONE,
-        "mrope_interleaved": NONE, "is_neox_style": True,
-    },
+    vllm.triton_mrope: "q k cos sin mrope_section head_size rotary_dim mrope_interleaved is_neox_style=True",
     # sgl-kernel/python/sgl_kernel/elementwise.py, sgl-kernel 0.3
-    sglang.apply_rope_with_cos_sin_cache_inplace: {
-        "positions": NONE, "query": NONE, "key": NONE, "head_size": NONE, "cos_sin_cache": NONE, "is_neox": True,
-        "fused_set_kv_buffer_arg": None, "enable_pdl": None,
-    },
-}  # fmt: skip
+    sglang.apply_rope_with_cos_sin_cache_inplace: (
+        "positions query key head_size cos_sin_cache is_neox=True fused_set_kv_buffer_arg=None enable_pdl=None"
+    ),
+}
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
 def test_published_signatures(function: Callable[..., Any]) -> None:
     """Behind what the hosts publish there is one keyword of ours."""
     parameters = inspect.signature(function).parameters.values()
-    words = [(p.name, p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    assert words == list(SIGNATURES[function].items())
+    theirs = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    words = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in theirs]
+    assert " ".join(words) == SIGNATURES[function]
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= {"rounding"}
 
 
@@ -422,14 +423,8 @@ def test_vllm_enable(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stand-in for the two modules of vLLM, which has no CPU wheel of a size for CI: a function of the same
     name, and a layer that calls it as RotaryEmbedding.forward_cuda does, through the module at each call."""
     left: list[str] = []
-    modules = {name: types.ModuleType(name) for name in (
-        "vllm", "vllm._custom_ops", "vllm.model_executor", "vllm.model_executor.layers",
-        "vllm.model_executor.layers.rotary_embedding", "vllm.model_executor.layers.rotary_embedding.mrope",
-    )}  # fmt: skip
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    ops, mrope = modules["vllm._custom_ops"], list(modules.values())[-1]
-    modules["vllm"]._custom_ops = ops
+    ops = stand_in(monkeypatch, "vllm._custom_ops")
+    mrope = stand_in(monkeypatch, "vllm.model_executor.layers.rotary_embedding.mrope")
     ops.rotary_embedding = host = lambda *a, **words: left.append("rotary_embedding")
     mrope.triton_mrope = lambda *a, **words: left.append("triton_mrope")
 
@@ -485,22 +480,14 @@ def sglang_files() -> dict[str, str]:
 @pytest.fixture
 def sgl_rope(sglang_files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's own rope.py, its CUDA compiler and its registry of ops replaced by stand-ins."""
-    name = "sglang.kernels.ops.attention.rope"
-    absent = (
-        "sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.attention", "sglang.kernels.jit",
-        "sglang.kernels.jit.utils", "sglang.srt", "sglang.srt.utils", "sglang.srt.utils.custom_op", name,
-    )  # fmt: skip
-    modules = {module: types.ModuleType(module) for module in absent}
-    for module, stand_in in modules.items():
-        monkeypatch.setitem(sys.modules, module, stand_in)
+    jit, ops = (stand_in(monkeypatch, f"sglang.{name}") for name in ("kernels.jit.utils", "srt.utils.custom_op"))
     built = types.SimpleNamespace(run_rope=lambda *_: None, run_rope_store=None, rotary_embedding=None)
-    vars(modules["sglang.kernels.jit.utils"]).update(
-        cache_once=lambda f: f, is_arch_support_pdl=lambda: False, load_jit=lambda *_, **__: built, make_cpp_args=repr
-    )
-    modules["sglang.kernels.jit.utils"].make_cpp_args = lambda *arguments: arguments
-    modules["sglang.srt.utils.custom_op"].register_custom_op = lambda **_: lambda function: function
-    exec(compile(sglang_files["rope"], f"{name}.py", "exec"), vars(modules[name]))
-    return modules[name]
+    jit.cache_once, jit.load_jit = lambda f: f, lambda *_, **__: built
+    jit.is_arch_support_pdl, jit.make_cpp_args = lambda: False, lambda *arguments: arguments
+    ops.register_custom_op = lambda **_: lambda function: function
+    rope = stand_in(monkeypatch, "sglang.kernels.ops.attention.rope")
+    exec(compile(sglang_files["rope"], f"{rope.__name__}.py", "exec"), vars(rope))
+    return rope
 
 
 def test_sglang_signatures(sgl_rope: Any, sglang_files: dict[str, str]) -> None:
@@ -549,4 +536,4 @@ def test_enable_without_the_host(host: Any, needs: tuple[str, ...], monkeypatch:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError):
         host.enable()
-    assert not host._patch.enabled
+    assert not _host.placed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pickle
 import sys
 import types
@@ -17,6 +16,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope.integrations import torchtitan
+
+from .hosts import group, missing
 
 OURS = [f"jitrope.integrations.torchtitan.{name}" for name in ("cos_sin_rope", "complex_rope")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,9 +38,7 @@ def host() -> Any:
     importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
     if importlib.util.find_spec("torchtitan") is None:
         command = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro"
-        if os.environ.get("CI"):  # there every host is
-            pytest.fail(f"torchtitan is not installed: {command}")
-        pytest.skip(f"torchtitan is not installed: {command}")
+        missing(command)
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("triton") is None:
             for name in ("triton", "triton.language"):
@@ -51,6 +50,7 @@ def host() -> Any:
 
 @pytest.fixture
 def counted() -> Iterator[dict[str, int]]:
+    torch.compiler.reset()
     torchtitan.calls.clear()
     torchtitan.reasons.clear()
     yield torchtitan.calls
@@ -84,10 +84,15 @@ POSITIONS = {
 
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "words"), [
-    ("CosSinRoPE", {}), ("CosSinRoPE", {"scaling": "yarn", "rope_factor": 4.0}), ("ComplexRoPE", {}),
-    ("ComplexRoPE", {"scaling": "llama", "theta": 500000.0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("CosSinRoPE", {}),
+        ("CosSinRoPE", {"scaling": "yarn", "rope_factor": 4.0}),
+        ("ComplexRoPE", {}),
+        ("ComplexRoPE", {"scaling": "llama", "theta": 500000.0}),
+    ],
+)
 def test_bits_of_the_host(
     host: Any, counted: dict[str, int], kind: str, words: dict[str, Any], dtype: str, positions: str
 ) -> None:
@@ -107,19 +112,22 @@ def test_bits_of_the_host(
 
 
 def test_left_to_the_host(host: Any, counted: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    """What jitrope does not compute, which is counted and said once; refused input is refused by the host."""
+    """What jitrope refuses, which is counted and said once; what the host refuses too raises the host's error."""
     theirs, ours = pair(host, "CosSinRoPE")
     q = torch.randn(1, 6, 2, 32)
     for a, b in zip(ours(q.double(), q.double()), theirs(q.double(), q.double())):
         assert torch.equal(a, b)
+    ours(q.double(), q.double())
     with pytest.raises(RuntimeError):
         ours(torch.randn(1, 6, 2, 48), q)
     with pytest.raises(RuntimeError):
         ours(torch.randn(1, 65, 2, 32), torch.randn(1, 65, 2, 32))
-    assert counted == {"host": 3}
+    assert counted == {"host": 4}
     said = {
-        "jitrope does not take tensors of these dtypes and shapes": 2, "heads are of another size than the table's": 1,
-    }  # fmt: skip
+        "apply_rope: q is torch.float64; allowed are fp32, fp16 and bf16": 2,
+        "heads are of another size than the table's": 1,
+        "apply_rope: q is (B=1, S=65, H=2, D=32) but cos has 64 rows; 65 positions are used": 1,
+    }
     assert torchtitan.reasons == said
     assert [record.getMessage() for record in caplog.records] == [f"torchtitan's own rope runs: {why}" for why in said]
 
@@ -166,11 +174,9 @@ def test_packed_tokens(host: Any, counted: dict[str, int], kind: str, dtype: str
 def test_packed_and_sharded(host: Any, counted: dict[str, int]) -> None:
     """By heads, and by tokens with positions; by tokens without them a rank cannot."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     theirs, ours = pair(host, "CosSinRoPE")
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with group(2):
         mesh = init_device_mesh("cpu", (2,))
         for placement, ids in ((Shard(1), None), (Shard(0), torch.arange(5, 11))):
             q = torch.randn(6, 2, 32)
@@ -180,8 +186,6 @@ def test_packed_and_sharded(host: Any, counted: dict[str, int]) -> None:
             assert torch.equal(out[0].to_local(), packed(host, theirs, q, q, ids)[0])
         assert counted == {"jitrope": 2}
         assert not torchtitan._by_tokens_and_heads(x, numbered=True)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
@@ -189,11 +193,9 @@ def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
     import spmd_types as spmd
     from spmd_types.checker import typecheck
     from torch.distributed.tensor import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _, ours = pair(host, "CosSinRoPE")
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
+    with group(8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
         every, some = {"dp": spmd.V, "cp": spmd.V, "tp": spmd.V}, {"dp": spmd.V, "cp": spmd.V, "tp": spmd.R}
         for tokens, axes in (((2, 6), ("dp", "cp")), ((12,), (("dp", "cp"),))):
@@ -205,8 +207,6 @@ def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
                 for positions in ((), (ids,)):
                     for out in ours(q, q, *positions):
                         assert spmd.get_partition_spec(out) == spmd.get_partition_spec(q)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_plain_functions(host: Any) -> None:
@@ -234,11 +234,9 @@ def test_compiled_whole(host: Any, counted: dict[str, int]) -> None:
 def test_sharded(host: Any, counted: dict[str, int]) -> None:
     """A rank's part of DTensors sharded by batch, by heads or, with positions, by tokens; the rest is the host's."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's own, which sends nothing
 
     theirs, ours = pair(host, "CosSinRoPE")
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with group(2):
         mesh = init_device_mesh("cpu", (2,))
         ours.cache = DTensor.from_local(ours.cache, mesh, (Replicate(),))
         for placement, ids in ((Shard(0), None), (Shard(2), None), (Shard(1), torch.arange(5, 11)[None])):
@@ -253,8 +251,6 @@ def test_sharded(host: Any, counted: dict[str, int]) -> None:
         uneven = DTensor.from_local(q[:1], mesh, (Shard(0),), shape=(1, 6, 2, 32), stride=q.stride())
         left = [uneven, *(DTensor.from_local(q, mesh, (placement,)) for placement in (Shard(1), Shard(3), Partial()))]
         assert not any(torchtitan._by_tokens_and_heads(x, numbered=True) for x in left)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def llama(override: bool, cos_sin: bool) -> tuple[Any, list[str]]:
@@ -302,8 +298,9 @@ def test_overrides_are_exact(host: Any) -> None:
     from torchtitan.config.override import _REGISTRY
 
     assert [(_REGISTRY[name].target_cls, _REGISTRY[name].exact) for name in OURS] == [
-        (host.CosSinRoPE.Config, True), (host.ComplexRoPE.Config, True),
-    ]  # fmt: skip
+        (host.CosSinRoPE.Config, True),
+        (host.ComplexRoPE.Config, True),
+    ]
     config = torchtitan.CosSinRoPE.Config(dim=32, max_seq_len=64)
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(AttributeError, match="no attribute 'NoRoPE'"):

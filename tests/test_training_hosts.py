@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +14,10 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.integrations import deepspeed, megatron, transformer_engine
+from jitrope.integrations import _host, deepspeed, megatron, transformer_engine
 
-# TransformerEngine's wheel is only read from here: where it is installed without its compiled part,
-# Megatron-core refuses to be imported.
-HOSTS = Path(__file__).parent.parent / "build" / "hosts"
+from .hosts import HOSTS, group, missing, stand_in
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -42,34 +38,20 @@ def assert_alike(ours: Any, host: Any, t: Tensor, overlapping: bool = False) -> 
         torch.testing.assert_close(a, b.to(t.dtype))
 
 
-def missing(command: str) -> None:
-    """In CI every host is there; elsewhere a test without its host is skipped, and says what it needs."""
-    reason = f"the host library is not installed: {command}"
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 # ---- TransformerEngine ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def te() -> Any:
-    """TransformerEngine's own rope.py. Its plain torch path needs no GPU, but its package is only whole
+    """TransformerEngine's own rope.py, of a wheel that is only read from: where it is installed without its compiled
+    part, Megatron-core refuses to be imported. Its plain torch path needs no GPU, but its package is only whole
     with the compiled part, which has no CPU build; the two names from there are not used by that path."""
     path = HOSTS / "transformer_engine" / "pytorch" / "attention" / "rope.py"
     if not path.exists():
         missing("pip install --no-deps --target build/hosts transformer-engine")
-    absent = {
-        "transformer_engine_torch": types.ModuleType("transformer_engine_torch"),
-        "transformer_engine.pytorch.cpp_extensions.fused_attn": types.ModuleType("fused_attn"),
-    }
-    absent["transformer_engine.pytorch.cpp_extensions.fused_attn"].QKVFormat = None
-    parents = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.cpp_extensions")
-    absent |= {name: types.ModuleType(name) for name in parents}
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in absent.items():
-            patch.setitem(sys.modules, name, module)
+        stand_in(patch, "transformer_engine_torch")
+        stand_in(patch, "transformer_engine.pytorch.cpp_extensions.fused_attn").QKVFormat = None
         spec = importlib.util.spec_from_file_location("te_rope", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -88,10 +70,14 @@ def test_te_signatures(te: Any, name: str) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     "words",
-    [{}, {"rotary_percent": 0.5}, {"rotary_base": 5e5},
-     {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8},
-     {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 64}],
-)  # fmt: skip
+    [
+        {},
+        {"rotary_percent": 0.5},
+        {"rotary_base": 5e5},
+        {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8},
+        {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 64},
+    ],
+)
 def test_te_angles(te: Any, monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], interleaved: bool) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     host = te.RotaryPositionEmbedding(64, interleaved=interleaved, **words)
@@ -120,9 +106,16 @@ TE_CASES = [  # tensor_format, dtype, interleaved, rotary part, starts, cp, tran
     ("tensor_format", "dtype", "interleaved", "part", "starts", "cp", "axes", "overlapping"), TE_CASES
 )
 def test_te_padded(
-    te: Any, tensor_format: str, dtype: str, interleaved: bool, part: float, starts: bool, cp: int, axes: Any,
+    te: Any,
+    tensor_format: str,
+    dtype: str,
+    interleaved: bool,
+    part: float,
+    starts: bool,
+    cp: int,
+    axes: Any,
     overlapping: bool,
-) -> None:  # fmt: skip
+) -> None:
     torch.manual_seed(0)
     length, batch, heads, dim, margin = 22, 2, 3, 32, 10
     shape = [length, batch] if tensor_format == "sbhd" else [batch, length]
@@ -132,19 +125,32 @@ def test_te_padded(
     freqs = transformer_engine.RotaryPositionEmbedding(dim, part, interleaved=interleaved)((length + margin) * cp)
     begin = torch.tensor([3, margin - 1], dtype=torch.int32) if starts else None
     for rank in range(cp):
-        words = {"tensor_format": tensor_format, "start_positions": begin, "interleaved": interleaved, "cp_size": cp,
-                 "cp_rank": rank}  # fmt: skip
+        words = {
+            "tensor_format": tensor_format,
+            "start_positions": begin,
+            "interleaved": interleaved,
+            "cp_size": cp,
+            "cp_rank": rank,
+        }
         assert_alike(
             lambda t, words=words: transformer_engine.apply_rotary_pos_emb(t, freqs, **words, fused=True),
-            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words), t, overlapping,
-        )  # fmt: skip
+            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words),
+            t,
+            overlapping,
+        )
         assert transformer_engine.apply_rotary_pos_emb(t, freqs, **words).is_contiguous()
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize(("dtype", "interleaved", "starts"), [
-    ("fp32", False, False), ("bf16", False, True), ("fp16", True, False), ("fp32", True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "interleaved", "starts"),
+    [
+        ("fp32", False, False),
+        ("bf16", False, True),
+        ("fp16", True, False),
+        ("fp32", True, True),
+    ],
+)
 def test_te_packed(te: Any, dtype: str, interleaved: bool, starts: bool, cp: int) -> None:
     torch.manual_seed(0)
     # The host's interleaved path fails on an empty sequence.
@@ -154,12 +160,19 @@ def test_te_packed(te: Any, dtype: str, interleaved: bool, starts: bool, cp: int
     freqs = transformer_engine.RotaryPositionEmbedding(32, 0.5, interleaved=interleaved)(40)
     begin = torch.arange(6, dtype=torch.int32) if starts else None
     for rank in range(cp):
-        words = {"tensor_format": "thd", "start_positions": begin, "interleaved": interleaved, "cu_seqlens": cu_seqlens,
-                 "cp_size": cp, "cp_rank": rank}  # fmt: skip
+        words = {
+            "tensor_format": "thd",
+            "start_positions": begin,
+            "interleaved": interleaved,
+            "cu_seqlens": cu_seqlens,
+            "cp_size": cp,
+            "cp_rank": rank,
+        }
         assert_alike(
             lambda t, words=words: transformer_engine.apply_rotary_pos_emb(t, freqs, **words, fused=True),
-            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words), t,
-        )  # fmt: skip
+            lambda t, words=words: te.apply_rotary_pos_emb(t, freqs, **words),
+            t,
+        )
 
 
 @pytest.mark.parametrize("tables", ["one", "two"])
@@ -176,9 +189,12 @@ def test_te_packed_qkv(te: Any, tensor_format: str, cp: int, interleaved: bool, 
     q_freqs = make(dim, interleaved=interleaved)(40)
     k_freqs = q_freqs if tables == "one" else make(dim, rotary_base=100.0, interleaved=interleaved)(40)
     words: dict[str, Any] = {
-        "tensor_format": tensor_format, "interleaved": interleaved, "cp_size": cp, "cp_rank": cp - 1,
+        "tensor_format": tensor_format,
+        "interleaved": interleaved,
+        "cp_size": cp,
+        "cp_rank": cp - 1,
         "start_positions": torch.tensor([2, 5], dtype=torch.int32),
-    }  # fmt: skip
+    }
     if tensor_format == "thd":
         words["cu_seqlens"] = torch.tensor([0, 8, 12 * cp], dtype=torch.int32)
 
@@ -208,7 +224,7 @@ def test_te_refusals() -> None:
 def test_te_enable_without_its_compiled_part() -> None:
     with pytest.raises((ImportError, FileNotFoundError)):
         transformer_engine.enable()
-    assert not transformer_engine._patch.enabled
+    assert not _host.placed
 
 
 # ---- Megatron-core -------------------------------------------------------------------------------
@@ -221,18 +237,6 @@ def rope_utils() -> Any:
     except ImportError:
         missing("pip install megatron-core")
     return rope_utils
-
-
-@contextmanager
-def group(size: int, rank: int) -> Iterator[Any]:
-    """torch's own process group of a rank, on its backend that sends nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield torch.distributed.group.WORLD
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def config(apply_rope_fusion: bool = True, multi_latent_attention: bool = False, **words: Any) -> Any:
@@ -257,13 +261,20 @@ def megatron_freqs(rows: int, dim: int, interleaved: bool = False, batch: int = 
 def enabled(rope_utils: Any) -> Iterator[Any]:
     with megatron.enable() as report:
         yield report
-    assert not report.enabled
+    assert not _host.placed
 
 
-@pytest.mark.parametrize(("words", "dim", "batch", "mscale"), [
-    ({}, 32, 1, 1.0), ({"rotary_interleaved": True}, 16, 1, 1.0), ({}, 32, 1, 1.5), ({}, 32, 2, 1.0),
-    ({"multi_latent_attention": True}, 16, 1, 0.8), ({"mrope_section": [4, 6, 6]}, 32, 2, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "dim", "batch", "mscale"),
+    [
+        ({}, 32, 1, 1.0),
+        ({"rotary_interleaved": True}, 16, 1, 1.0),
+        ({}, 32, 1, 1.5),
+        ({}, 32, 2, 1.0),
+        ({"multi_latent_attention": True}, 16, 1, 0.8),
+        ({"mrope_section": [4, 6, 6]}, 32, 2, 1.0),
+    ],
+)
 def test_megatron_padded(rope_utils: Any, enabled: Any, words: Any, dim: int, batch: int, mscale: float) -> None:
     """Pairings, partial, mscale, mRoPE with a batch and MLA, against Megatron's unfused path."""
     t = torch.rand(6, 2, 3, 32)
@@ -277,6 +288,7 @@ def test_megatron_padded(rope_utils: Any, enabled: Any, words: Any, dim: int, ba
     for a, b in zip(*results):
         torch.testing.assert_close(a, b)
     assert enabled.calls == {"jitrope": 1, "host": 1}
+    assert enabled.reasons == {"apply_rope_fusion is off": 1}
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -308,12 +320,10 @@ def test_megatron_hooks(rope_utils: Any) -> None:
 
     before = [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb]
     with megatron.enable() as report:
-        assert rope_utils.fused_apply_rotary_pos_emb is megatron.fused_apply_rotary_pos_emb
-        assert rope_utils.fused_apply_rotary_pos_emb_thd is megatron.fused_apply_rotary_pos_emb_thd
         assert attention.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb is not before[1]
         assert rotary_pos_embedding.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb
-        assert megatron.enable() is report
-        assert "megatron.core.transformer.attention.apply_rotary_pos_emb" in str(report)
+        assert megatron.enable().replaced == report.replaced
+        assert f"{rope_utils.__name__}.apply_rotary_pos_emb" in str(report)
         t, freqs = torch.rand(8, 2, 16), megatron_freqs(8, 16)
         cu_seqlens = torch.tensor([0, 6, 8], dtype=torch.int32)
         out = rope_utils.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_size=1, cp_rank=0)
@@ -322,6 +332,9 @@ def test_megatron_hooks(rope_utils: Any) -> None:
         torch.testing.assert_close(out, host)
         out = rope_utils.fused_apply_rotary_pos_emb(t[:, None], freqs, interleaved=False)
         torch.testing.assert_close(out, rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs))
+        assert report.calls == {"jitrope": 2, "host": 0}
+        with pytest.raises(jitrope.InvalidInput, match="float64"):  # there is no hook of the host's
+            rope_utils.fused_apply_rotary_pos_emb(t[:, None].double(), freqs)
     assert [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb] == before
     assert attention.apply_rotary_pos_emb is before[1]
 
@@ -447,16 +460,16 @@ def test_deepspeed_enable(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere.apply_rotary_pos_emb = host
     monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
     with deepspeed.enable() as report:
-        assert elsewhere.apply_rotary_pos_emb is deepspeed.apply_rotary_pos_emb
-        assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is deepspeed.apply_rotary_pos_emb
+        assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is elsewhere.apply_rotary_pos_emb
+        assert layer.apply_rotary_pos_emb is not host
         torch.testing.assert_close(layer.apply_rotary_pos_emb(t, cos, sin), host(t, cos, sin))
         got = fpdt_layer.apply_rotary_pos_emb_backward(t, cos, sin)
         torch.testing.assert_close(got, host_backward(t, cos, sin))
         layer.apply_rotary_pos_emb(t.double(), cos.double(), sin.double())
         assert report.calls == {"jitrope": 2, "host": 1}
         assert "deepspeed.sequence.layer.apply_rotary_pos_emb" in str(report)
+        assert "1 x apply_rope: q is torch.float64" in str(report)
     assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is elsewhere.apply_rotary_pos_emb is host
-    assert deepspeed.apply_rotary_pos_emb is not host
     assert fpdt_layer.apply_rotary_pos_emb_backward is host_backward
 
 

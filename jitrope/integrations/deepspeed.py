@@ -8,30 +8,34 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from ..api import apply_rope
-from ..base.spec import DTYPES
-from ..plan.problem import DTYPE_NAMES
-from ..plan.spec import MAX_HEAD_DIM
-from ._patch import Patch
+from ..base.errors import InvalidInput
+from . import _host
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
     """Rotate the first W elements of each head, halves, by tables that broadcast to t, as DeepSpeed's own.
 
     Args:
-        t: (..., D): [S, B, H, D], [B, S, H, D] or any other order, any strides. Nothing is copied, but of
-            more axes than four those that are merged and lie apart, and t where the tables promote it.
+        t: (..., D): [S, B, H, D], [B, S, H, D] or any other order, any strides. It is copied only where the tables
+            promote its dtype, or where more than three axes before D are merged and do not lie together.
         freqs_cos, freqs_sin: (..., W), W <= D even, broadcastable to t's other axes.
 
     Returns:
-        t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to.
-        What the kernels do not take (fp64, say) is computed in plain torch, whose errors those are.
+        t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to. Plain torch computes
+        what jitrope refuses (fp64, say).
+
+    Raises:
+        RuntimeError: the shapes do not fit together, for plain torch either.
+        CompileError: the kernel could not be built.
     """
-    return _apply(t, freqs_cos, freqs_sin, inverse=False)
+    return _host.take("deepspeed", _rotate, _host.in_torch, t, freqs_cos, freqs_sin)
 
 
 def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
@@ -39,94 +43,56 @@ def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_
 
     grad_output and the result are (..., D), of t's shape; the tables and errors are those of `apply_rotary_pos_emb`.
     """
-    return _apply(grad_output, freqs_cos, freqs_sin, inverse=True)
+    in_torch = partial(_host.in_torch, inverse=True)
+    return _host.take("deepspeed", _rotate_back, in_torch, grad_output, freqs_cos, freqs_sin)
 
 
-def _apply(t: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    lead = t.dim() - 1
-    width = cos.shape[-1]
-    dtype = t.dtype if t.dtype == cos.dtype else torch.promote_types(t.dtype, cos.dtype)
-    takes = (
-        DTYPE_NAMES.get(dtype) in DTYPES and cos.dtype == sin.dtype and cos.shape == sin.shape and cos.dim() <= lead + 1
-        and all(n in (1, size) for n, size in zip(cos.shape[-2::-1], t.shape[-2::-1]))
-        and width % 2 == 0 and 0 < width <= t.shape[-1] <= MAX_HEAD_DIM and t.numel() > 0 and lead > 0
-        and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
-    )  # fmt: skip
-    if not takes:
-        _patch.count("host")
-        return _in_torch(t, cos, sin, inverse)
-    _patch.count("jitrope")
-    if t.dtype != dtype:
-        t = t.to(dtype)
-    shape = t.shape
-    padding = (1,) * (lead + 1 - cos.dim())
-    tables = [table.reshape(padding + table.shape) if padding else table for table in (cos, sin)]
-    if lead > 3:  # neighbours along which the tables do the same become one axis
-        t, tables = _merged(t, tables)
-        lead = t.dim() - 1
-    position = next((axis for axis in range(lead) if tables[0].shape[axis] > 1), 0)
-    order = [*(axis for axis in range(lead) if axis != position)]
-    while len(order) < 2:  # an axis of size 1 for each that is missing
-        order.append(t.dim() - 1)
-        t, tables = t.unsqueeze(-2), [table.unsqueeze(-2) for table in tables]
-    axes = (order[0], position, order[1], -1)  # batch, position, head
-    tables = [table.permute(axes) for table in tables]
-    if tables[0].shape[1] == 1 and t.shape[position] > 1:  # one angle for all positions
-        tables = [table.expand(-1, t.shape[position], -1, -1) for table in tables]
-    out, _ = apply_rope(t.permute(axes), None, *tables, rotary_dim=width, inverse=inverse)
-    inverted = sorted(range(4), key=lambda i: axes[i] % 4)
-    return out.permute(inverted).reshape(shape)
+def _rotate(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor, inverse: bool = False) -> Tensor:
+    cos, sin, lead = freqs_cos, freqs_sin, t.dim() - 1
+    sizes = zip(cos.shape[-2::-1], t.shape[-2::-1])
+    if cos.shape != sin.shape or not 0 < cos.dim() <= lead + 1 or lead < 1 or any(n not in (1, m) for n, m in sizes):
+        raise InvalidInput(f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} for t {tuple(t.shape)}")
+    t = t.to(torch.promote_types(t.dtype, cos.dtype))
+    shape, width = t.shape, cos.shape[-1]
+    cos, sin = (table.reshape((1,) * (lead + 1 - table.dim()) + table.shape) for table in (cos, sin))
+    if lead > 3:
+        t, cos, sin = _merged(t, cos, sin)
+    while t.dim() < 4:
+        t, cos, sin = (x.unsqueeze(-2) for x in (t, cos, sin))
+    axis = next((axis for axis in range(3) if cos.shape[axis] > 1), 0)  # of positions; the others are batch and heads
+    t, cos, sin = (x.transpose(1, axis) for x in (t, cos, sin))
+    cos, sin = (table.expand(-1, t.shape[1], -1, -1) for table in (cos, sin))  # one angle for all positions
+    out, _ = apply_rope(t, None, cos, sin, rotary_dim=width, inverse=inverse)
+    return out.transpose(1, axis).reshape(shape)
 
 
-def _merged(t: Tensor, tables: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Neighbouring axes made one where the tables are of size 1 along both, or along neither."""
-    runs: list[list[int]] = []
-    for axis in range(t.dim() - 1):
-        alike = runs and (tables[0].shape[runs[-1][0]] == 1) == (tables[0].shape[axis] == 1)
-        if alike:
-            runs[-1].append(axis)
-        else:
-            runs.append([axis])
+_rotate_back = partial(_rotate, inverse=True)
 
-    def merge(x: Tensor) -> Tensor:
-        return x.reshape(*(math.prod(x.shape[axis] for axis in run) for run in runs), x.shape[-1])
 
+def _merged(t: Tensor, *tables: Tensor) -> list[Tensor]:
+    """t and the tables with fewer axes: those along which the tables do the same become one."""
+    runs = [list(axes) for _, axes in groupby(range(t.dim() - 1), key=lambda axis: tables[0].shape[axis] == 1)]
     if len(runs) > 3:  # the tables alternate: all the angles are written out
-        tables = [table.expand(*t.shape[:-1], -1) for table in tables]
-        return t.flatten(0, -2), [table.flatten(0, -2) for table in tables]
-    return merge(t), [merge(table) for table in tables]
+        tables = tuple(table.expand(*t.shape[:-1], -1) for table in tables)
+        runs = [list(range(t.dim() - 1))]
+    return [x.reshape(*(math.prod(x.shape[i] for i in run) for run in runs), x.shape[-1]) for x in (t, *tables)]
 
 
-def _in_torch(t: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    width = cos.shape[-1]
-    turned, rest = t[..., :width], t[..., width:]
-    if inverse:
-        s0, s1 = (turned * sin).chunk(2, -1)
-        y = turned * cos + torch.cat((s1, -s0), -1)
-    else:
-        x0, x1 = turned.chunk(2, -1)
-        y = turned * cos + torch.cat((-x1, x0), -1) * sin
-    return y if rest.shape[-1] == 0 else torch.cat((y, rest), -1)
+_FUNCTIONS: dict[str, _host.Function] = {
+    "deepspeed.sequence.layer:apply_rotary_pos_emb": _rotate,
+    "deepspeed.sequence.fpdt_layer:apply_rotary_pos_emb_backward": _rotate_back,
+}
 
 
-_patch = Patch(
-    "deepspeed",
-    {
-        "deepspeed.sequence.layer:apply_rotary_pos_emb": apply_rotary_pos_emb,
-        "deepspeed.sequence.fpdt_layer:apply_rotary_pos_emb_backward": apply_rotary_pos_emb_backward,
-    },
-)
-
-
-def enable() -> Patch:
+def enable() -> _host.Report:
     """Replace DeepSpeed's rope in every module that holds it; returns a report, which counts the calls.
 
     Raises:
         ImportError: DeepSpeed is not installed.
     """
-    return _patch.enable()
+    return _host.enable("deepspeed", _FUNCTIONS)
 
 
 def disable() -> None:
     """Undo `enable`."""
-    _patch.disable()
+    _host.disable("deepspeed")

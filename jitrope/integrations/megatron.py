@@ -4,10 +4,9 @@
 >>> report = jitrope_megatron.enable()                   # before the model's configuration is made
 >>> config = TransformerConfig(..., apply_rope_fusion=True)
 
-With TransformerEngine or without it, `apply_rope_fusion` then means jitrope. Unlike the hooks alone,
-which do not see the configuration, the patched `apply_rotary_pos_emb` hands on the pairing of packed
-batches, multi-head latent attention's (interleaved pairs into halves), mscale, and mRoPE with a batch.
-Without `apply_rope_fusion` the host's own code runs.
+With or without TransformerEngine, `apply_rope_fusion` then means jitrope. The hooks alone do not see the configuration;
+the patched `apply_rotary_pos_emb` also passes on the pairing of packed batches, multi-head latent attention's
+(interleaved pairs into halves), mscale, and mRoPE with a batch. Without `apply_rope_fusion` the host's own code runs.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from torch import Tensor
 
 from ..api import apply_rope
 from ..base.errors import InvalidInput
-from . import transformer_engine
-from ._patch import Patch
+from . import _host, transformer_engine
 
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 
@@ -35,16 +33,11 @@ def fused_apply_rotary_pos_emb(
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
-    return _rotate(t, freqs, interleaved=interleaved)
+    return _rotate(t, freqs, interleaved)
 
 
 def fused_apply_rotary_pos_emb_thd(
-    t: Tensor,
-    cu_seqlens: Tensor,
-    freqs: Tensor,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    interleaved: bool = False,
+    t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
 ) -> Tensor:
     """Rotate packed t [tokens, h, d], this rank's share, by angles freqs [rows, 1, 1, r].
 
@@ -54,7 +47,7 @@ def fused_apply_rotary_pos_emb_thd(
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
-    return _rotate(t, freqs, interleaved, cu_seqlens, cp_size, cp_rank)
+    return _rotate(t, freqs, interleaved, **_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
 
 
 def apply_rotary_pos_emb(
@@ -82,77 +75,56 @@ def apply_rotary_pos_emb(
         InvalidInput: the arguments do not fit together, or multi_latent_attention is asked for with rotary_interleaved.
         CompileError: the kernel could not be built.
     """
-    cp_size = cp_rank = None
+    words: dict[str, Any] = {}
     if cu_seqlens is not None:
         if cp_group is None:
             from megatron.core import parallel_state
 
             cp_group = parallel_state.get_context_parallel_group()
-        cp_size, cp_rank = cp_group.size(), cp_group.rank()
+        words = _packed(t, freqs, cu_seqlens, cp_group.size(), cp_group.rank())
     mla = bool(config.multi_latent_attention)
     if mla and config.rotary_interleaved:
         raise InvalidInput("apply_rotary_pos_emb: multi_latent_attention with rotary_interleaved is not supported")
-    return _rotate(t, freqs, config.rotary_interleaved, cu_seqlens, cp_size or 1, cp_rank or 0, mscale, mla)
+    return _rotate(t, freqs, config.rotary_interleaved, mla, mscale=mscale, **words)
 
 
-def _rotate(
-    t: Tensor,
-    freqs: Tensor,
-    interleaved: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    mscale: float = 1.0,
-    mla: bool = False,
-) -> Tensor:
-    _patch.count("jitrope")
-    rotary_dim = freqs.shape[-1]
+def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> dict[str, Any]:
+    a_row_a_token = freqs.shape[0] == t.shape[0] * cp_size
+    words = {"layout": "thd", "cu_seqlens": cu_seqlens, "packed_table": a_row_a_token}
+    return {**words, "cp_size": cp_size, "cp_rank": cp_rank}
+
+
+def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **words: Any) -> Tensor:
+    words = {"layout": "sbhd", "rotary_dim": freqs.shape[-1], "interleaved_out": interleaved, **words}
     if mla:  # the table's halves are the same angles; the input's pairs are neighbours, the output's are not
-        freqs = freqs[..., : rotary_dim // 2]
-    out, _ = apply_rope(
-        t, None, freqs=freqs.float(), mscale=mscale, layout="sbhd" if cu_seqlens is None else "thd",
-        interleaved=interleaved or mla, interleaved_out=interleaved, rotary_dim=rotary_dim, cu_seqlens=cu_seqlens,
-        packed_table=cu_seqlens is not None and freqs.shape[0] == t.shape[0] * cp_size, cp_size=cp_size,
-        cp_rank=cp_rank,
-    )  # fmt: skip
-    return out.contiguous()
+        freqs = freqs[..., : freqs.shape[-1] // 2]
+    return apply_rope(t, None, freqs=freqs.float(), interleaved=interleaved or mla, **words)[0].contiguous()
 
 
-def _routed(t: Tensor, freqs: Tensor, config: Any, *arguments: Any, **words: Any) -> Tensor:
-    if config.apply_rope_fusion:
-        return apply_rotary_pos_emb(t, freqs, config, *arguments, **words)
-    _patch.count("host")
-    host = _patch.originals[f"{_ROPE_UTILS}:apply_rotary_pos_emb"]
-    return host(t, freqs, config, *arguments, **words)  # type: ignore[no-any-return]
-
-
-def _fused_qkv(*arguments: Any, **words: Any) -> Any:
-    _patch.count("jitrope")
-    return transformer_engine.apply_fused_qkv_rotary_pos_emb(*arguments, **words)
+def _if_fused(t: Tensor, freqs: Tensor, config: Any, *arguments: Any, **words: Any) -> Tensor:
+    if not config.apply_rope_fusion:
+        raise InvalidInput("apply_rope_fusion is off")
+    return apply_rotary_pos_emb(t, freqs, config, *arguments, **words)
 
 
 _FUSED_QKV = "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb"
-_patch = Patch(
-    "megatron",
-    {
-        f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
-        f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
-        f"{_ROPE_UTILS}:apply_rotary_pos_emb": _routed,
-        _FUSED_QKV: _fused_qkv,
-    },
-    frozenset({_FUSED_QKV}),
-)
+_FUNCTIONS: dict[str, _host.Function] = {
+    f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
+    f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
+    f"{_ROPE_UTILS}:apply_rotary_pos_emb": _if_fused,
+    _FUSED_QKV: transformer_engine.apply_fused_qkv_rotary_pos_emb,
+}
 
 
-def enable() -> Patch:
+def enable() -> _host.Report:
     """Replace Megatron's rope in every module that holds it; returns a report, which counts the calls.
 
     Raises:
         ImportError: Megatron-core is not installed.
     """
-    return _patch.enable()
+    return _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV})
 
 
 def disable() -> None:
     """Undo `enable`."""
-    _patch.disable()
+    _host.disable("megatron")

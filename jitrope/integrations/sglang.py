@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ..api import apply_rope_, apply_rope_kv_cache_
 from ..base.errors import InvalidInput
-from . import vllm
-from ._patch import Patch
-from ._serving import heads, take_over
+from . import _host, vllm
+from .vllm import heads
 
 
 @dataclass
@@ -71,31 +70,22 @@ def apply_rope_with_cos_sin_cache_inplace(
     """
     if fused_set_kv_buffer_arg is None:
         return vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
-    where = fused_set_kv_buffer_arg
-    _rope_and_store(
-        heads("query", query, 1, head_size), heads("key", key, 1, head_size), where.value, where.k_buffer,
-        where.v_buffer, cos_sin_cache, positions, where.cache_loc, is_neox, None,
-        (getattr(where, "k_scale", None), getattr(where, "v_scale", None)),
-    )  # fmt: skip
+    to = fused_set_kv_buffer_arg
+    q, k = heads("query", query, 1, head_size), heads("key", key, 1, head_size)
+    words: dict[str, Any] = {"position_ids": positions, "slot_mapping": to.cache_loc, "interleaved": not is_neox}
+    words |= {"k_scale": getattr(to, "k_scale", None), "v_scale": getattr(to, "v_scale", None)}
+    _rope_and_store(q, k, to.value, to.k_buffer, to.v_buffer, cos_sin_cache=cos_sin_cache, **words)
 
 
 def apply_rope_inplace(
-    q: Tensor,
-    k: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    *,
-    is_neox: bool,
-    rope_dim: int = 0,
+    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, *, is_neox: bool, rope_dim: int = 0
 ) -> None:
     """Rotate q and k, (T, H, D), in place, in one launch; R, the width of the cache, may be less than D.
 
     The arguments are those of `apply_rope_with_cos_sin_cache_inplace`; rope_dim is R, or 0. So are the errors.
     """
-    apply_rope_(
-        q, k, cos_sin_cache=cos_sin_cache, position_ids=positions, layout="thd", interleaved=not is_neox,
-        rotary_dim=rope_dim or None,
-    )  # fmt: skip
+    words: dict[str, Any] = {"position_ids": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
+    apply_rope_(q, k, cos_sin_cache=cos_sin_cache, layout="thd", **words)
 
 
 def apply_rope_inplace_with_kvcache(
@@ -120,22 +110,18 @@ def apply_rope_inplace_with_kvcache(
         out_loc: int32 or int64 (T), the slot of each token; negative ones are padding.
         The others are `apply_rope_inplace`'s, and so are the errors.
     """
-    _rope_and_store(q, k, v, k_cache, v_cache, cos_sin_cache, positions, out_loc, is_neox, rope_dim or None)
+    words: dict[str, Any] = {"position_ids": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
+    _rope_and_store(q, k, v, k_cache, v_cache, cos_sin_cache=cos_sin_cache, slot_mapping=out_loc, **words)
 
 
-def _rope_and_store(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos_sin_cache: Tensor, positions: Tensor,
-    slots: Tensor, is_neox: bool, rotary_dim: int | None, scales: tuple[float | None, float | None] = (None, None),
-) -> None:  # fmt: skip
+def _rope_and_store(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, **words: Any) -> None:
     size = k.shape[-1]
     if k_cache.dtype == torch.float8_e4m3fn:
-        scales = (1.0 if scales[0] is None else scales[0], 1.0 if scales[1] is None else scales[1])
-    apply_rope_kv_cache_(
-        q, k, heads("v", v, 1, size), cos_sin_cache=cos_sin_cache, position_ids=positions,
-        k_cache=heads("k_cache", k_cache, 1, size), v_cache=heads("v_cache", v_cache, 1, size), slot_mapping=slots,
-        k_scale=scales[0], v_scale=scales[1], rotate_k=True, layout="thd", interleaved=not is_neox,
-        rotary_dim=rotary_dim,
-    )  # fmt: skip
+        words |= {name: 1.0 for name in ("k_scale", "v_scale") if words.get(name) is None}
+    v, k_cache, v_cache = (
+        heads(name, x, 1, size) for name, x in (("v", v), ("k_cache", k_cache), ("v_cache", v_cache))
+    )
+    apply_rope_kv_cache_(q, k, v, k_cache=k_cache, v_cache=v_cache, rotate_k=True, layout="thd", **words)
 
 
 def rotary_embedding(
@@ -182,37 +168,34 @@ def triton_mrope_fused(
         raise InvalidInput("mrope_interleaved_glm deals the pairs out in its own order; use SGLang's function")
     if positions.dim() != 2 or cos_sin_cache.shape[-1] != rotary_dim:
         raise InvalidInput(
-            f"positions are {tuple(positions.shape)} and cos_sin_cache is {tuple(cos_sin_cache.shape)}; they are "
+            f"positions are {tuple(positions.shape)} and cos_sin_cache is {tuple(cos_sin_cache.shape)}; they must be "
             f"(3, T) and (max_position, {rotary_dim})"
         )
     vllm.mrope(positions, q, k, head_size, cos_sin_cache, mrope_section, is_neox_style, mrope_interleaved)
 
 
-_patch = Patch("sglang", {})
-for _module in ("sglang.kernels.ops.attention.rope", "sglang.jit_kernel.rope"):
-    # Its apply_rope_with_cos_sin_cache_inplace, which the models call, calls these two.
-    take_over(_patch, f"{_module}:apply_rope_inplace", apply_rope_inplace)
-    take_over(_patch, f"{_module}:apply_rope_inplace_with_kvcache", apply_rope_inplace_with_kvcache)
-    take_over(_patch, f"{_module}:rotary_embedding", rotary_embedding)
-take_over(_patch, "sglang.kernels.ops.attention.rotary_triton:triton_mrope_fused", triton_mrope_fused)
-take_over(_patch, "sgl_kernel:apply_rope_with_cos_sin_cache_inplace", apply_rope_with_cos_sin_cache_inplace)
-_patch.optional = frozenset(_patch.replacements)  # no version has them all
+_KERNELS = (apply_rope_inplace, apply_rope_inplace_with_kvcache, rotary_embedding)
+_FUNCTIONS: dict[str, _host.Function] = {
+    # apply_rope_with_cos_sin_cache_inplace of these two modules, which the models call, calls the first two functions.
+    **{f"sglang.kernels.ops.attention.rope:{function.__name__}": function for function in _KERNELS},
+    **{f"sglang.jit_kernel.rope:{function.__name__}": function for function in _KERNELS},
+    "sglang.kernels.ops.attention.rotary_triton:triton_mrope_fused": triton_mrope_fused,
+    "sgl_kernel:apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace,
+}
 
 
-def enable() -> Patch:
+def enable() -> _host.Report:
     """Replace SGLang's rope in this process; returns a report, which counts the calls.
 
-    Before the model is made: its layers of head sizes other than 64, 128, 256 and 512 keep the function they find
-    then. What jitrope refuses goes to SGLang's own, and is counted as the host's.
+    Call it before the model is made: layers of head sizes other than 64, 128, 256 and 512 keep the function that they
+    find then. SGLang's own functions take the calls that jitrope refuses.
 
     Raises:
         ImportError: neither sglang nor sgl_kernel has a function that is known here.
     """
-    if not _patch.enable().enabled:
-        raise ImportError("jitrope knows no rope function of the installed sglang and sgl_kernel, or neither is there")
-    return _patch
+    return _host.enable("sglang", _FUNCTIONS, _FUNCTIONS)  # no version has them all
 
 
 def disable() -> None:
     """Undo `enable`."""
-    _patch.disable()
+    _host.disable("sglang")

@@ -13,34 +13,22 @@ host's own check. A call that is left to the host is logged once for each reason
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..api import apply_rope
-from ..base.config import log
 from ..base.errors import InvalidInput
+from . import _host
 
-calls: Counter[str] = Counter()
+calls = _host.calls["torchtitan"]
 """Calls so far, by "jitrope" and "host"; one of a compiled model counts when it is traced."""
 
-reasons: Counter[str] = Counter()
+reasons = _host.reasons["torchtitan"]
 """Why calls were left to the host."""
-
-
-@torch.compiler.assume_constant_result
-def _count(who: str, reason: str = "") -> None:
-    # Dynamo runs this as it traces. Tracing it would guard on the number, and compile every call anew.
-    calls[who] += 1
-    if reason:
-        if reason not in reasons:
-            log.warning("torchtitan's own rope runs: %s", reason)
-        reasons[reason] += 1
 
 
 def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -59,10 +47,9 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
         InvalidInput: the arguments do not fit together.
     """
     half = cache.shape[-1] // 4  # both members of a pair have one angle: half of the table is all of it
-    return apply_rope(  # type: ignore[return-value]
-        query, key, cache[:, :half], cache[:, 2 * half : 3 * half], position_ids=positions, rotary_dim=2 * half,
-        layout=_LAYOUTS.get(query.dim(), "bshd"),
-    )  # fmt: skip
+    cos, sin = cache[:, :half], cache[:, 2 * half : 3 * half]
+    q, k = _both(query, key, cos, sin, rotary_dim=2 * half, position_ids=positions)
+    return q, k
 
 
 def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -70,34 +57,26 @@ def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
 
     The other arguments and the errors are those of `rotate_cos_sin`.
     """
-    return apply_rope(  # type: ignore[return-value]
-        query, key, freqs_cis=cache, position_ids=positions, interleaved=True, rounding="complex64",
-        layout=_LAYOUTS.get(query.dim(), "bshd"),
-    )  # fmt: skip
+    words = {"freqs_cis": cache, "interleaved": True, "rounding": "complex64"}
+    q, k = _both(query, key, position_ids=positions, **words)
+    return q, k
 
 
-_LAYOUTS = {3: "thd", 4: "bshd"}
+def _both(query: Tensor, key: Tensor, *tables: Tensor, **words: Any) -> Any:
+    return apply_rope(query, key, *tables, layout="thd" if query.dim() == 3 else "bshd", **words)
 
 
-def _rotate(rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any) -> Any:
-    """query and key rotated by a module's table, sharded ones where they lie; None: that is left to the host."""
-    width, cache = rope.config.dim, rope.cache
-    local = [x.to_local() if isinstance(x, DTensor) else x for x in (query, key, cache)]
+def _rotate(rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
+    """query and key rotated by a module's table, sharded ones where they lie."""
+    *heads, cache = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, rope.cache))
     ids = positions.to_local() if isinstance(positions, DTensor) else positions
-    if any(x.shape[-1] != width for x in local[:2]):  # the host would broadcast a partial rotation, or refuse it
-        _count("host", "heads are of another size than the table's")
-        return None
+    if any(x.shape[-1] != rope.config.dim for x in heads):  # the host would broadcast a partial rotation, or refuse it
+        raise InvalidInput("heads are of another size than the table's")
     if not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
-        _count("host", "the tensors are sharded in a way that a rank cannot rotate alone")
-        return None
+        raise InvalidInput("the tensors are sharded in a way that a rank cannot rotate alone")
     if ids is not None:
-        _check(ids, local[2])
-    try:
-        rotated = function(*local) if ids is None else function(*local, ids)
-    except InvalidInput:
-        _count("host", "jitrope does not take tensors of these dtypes and shapes")
-        return None
-    _count("jitrope")
+        _check(ids, cache)
+    rotated = function(*heads, cache) if ids is None else function(*heads, cache, ids)
     return tuple(_sharded(out, x) for out, x in zip(rotated, (query, key)))
 
 
@@ -130,7 +109,7 @@ def _sharded(local: Tensor, like: Tensor) -> Tensor:
 
 def _typed(function: Any) -> Any:
     """The function as torchtitan's checker of shardings sees it: what goes in and comes out, not what is between."""
-    import spmd_types as spmd  # type: ignore[import]
+    import spmd_types as spmd
 
     table = {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R}
     parts, same = {"dp": spmd.V, "cp": spmd.V, "tp": spmd.V}, {"dp": spmd.V, "cp": spmd.V, "tp": spmd.R}
@@ -142,57 +121,43 @@ def _typed(function: Any) -> Any:
     return lambda *tensors: typed.get((tensors[0].dim(), len(tensors)), function)(*tensors)
 
 
-@lru_cache(maxsize=1)
-def _classes() -> tuple[Any, Any]:
-    """Subclasses of the host's, which is imported here."""
-    from torchtitan.models.common import rope as host  # type: ignore[import]
+@lru_cache
+def _subclass(name: str) -> Any:
+    """A subclass of the host's class of this name, which is imported here."""
+    from torchtitan.models.common import rope as rope_module
 
-    typed_cos_sin, typed_complex = _typed(rotate_cos_sin), _typed(rotate_complex)
+    host = getattr(rope_module, name)
+    function = _typed(rotate_cos_sin if name == "CosSinRoPE" else rotate_complex)
 
-    class CosSinRoPE(host.CosSinRoPE):  # type: ignore[misc]
-        __qualname__ = "CosSinRoPE"
+    def forward(self: Any, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
+        return _host.take(
+            "torchtitan", partial(_rotate, self, function), partial(host.forward, self), query, key, positions
+        )
 
-        @dataclass(kw_only=True, slots=True)
-        class Config(host.CosSinRoPE.Config):  # type: ignore[misc]
-            __qualname__ = "CosSinRoPE.Config"
-
-        def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
-            out = _rotate(self, typed_cos_sin, query, key, positions)
-            return super().forward(query, key, positions) if out is None else out
-
-    class ComplexRoPE(host.ComplexRoPE):  # type: ignore[misc]
-        __qualname__ = "ComplexRoPE"
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(host.ComplexRoPE.Config):  # type: ignore[misc]
-            __qualname__ = "ComplexRoPE.Config"
-
-        def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
-            out = _rotate(self, typed_complex, query, key, positions)
-            return super().forward(query, key, positions) if out is None else out
-
-    return CosSinRoPE, ComplexRoPE
+    words = {"__module__": __name__, "__qualname__": f"{name}.Config"}
+    config: Any = dataclass(kw_only=True, slots=True)(type("Config", (host.Config,), words))
+    return type(name, (host,), {"__module__": __name__, "Config": config, "forward": forward})
 
 
 def __getattr__(name: str) -> Any:
     """`CosSinRoPE` and `ComplexRoPE`, for configurations written by hand, and for pickle."""
     if name in ("CosSinRoPE", "ComplexRoPE"):
-        return _classes()[name == "ComplexRoPE"]
+        return _subclass(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def cos_sin_rope(config: Any) -> Any:
     """The override of `CosSinRoPE.Config`, to be named in `override.imports`."""
-    from torchtitan.config.override import derive  # type: ignore[import]
+    from torchtitan.config.override import derive
 
-    return derive(config, _classes()[0].Config)
+    return derive(config, _subclass("CosSinRoPE").Config)
 
 
 def complex_rope(config: Any) -> Any:
     """The override of `ComplexRoPE.Config`, to be named in `override.imports`."""
-    from torchtitan.config.override import derive  # type: ignore[import]
+    from torchtitan.config.override import derive
 
-    return derive(config, _classes()[1].Config)
+    return derive(config, _subclass("ComplexRoPE").Config)
 
 
 @lru_cache(maxsize=1)
@@ -202,8 +167,8 @@ def register() -> None:
     Raises:
         ImportError: torchtitan is not installed.
     """
-    from torchtitan.config.override import override  # type: ignore[import]
-    from torchtitan.models.common import rope as host  # type: ignore[import]
+    from torchtitan.config.override import override
+    from torchtitan.models.common import rope as host
 
     for target, factory in ((host.CosSinRoPE, cos_sin_rope), (host.ComplexRoPE, complex_rope)):
         override(target=target.Config, exact=True, description=factory.__doc__)(factory)

@@ -11,12 +11,14 @@ leaves or reads whatever is there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..api import apply_rope, apply_rope_qkv
 from ..base.errors import InvalidInput
-from ._patch import Patch
+from . import _host
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -99,15 +101,7 @@ def apply_rotary_pos_emb(
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`; and "thd" without cu_seqlens.
     """
-    if tensor_format == "thd" and cu_seqlens is None:
-        raise InvalidInput("apply_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens")
-    _patch.count("jitrope")
-    out, _ = apply_rope(
-        t, None, freqs=freqs.float(), layout=tensor_format, interleaved=interleaved, rotary_dim=freqs.shape[-1],
-        cu_seqlens=cu_seqlens if tensor_format == "thd" else None, start_positions=start_positions, cp_size=cp_size,
-        cp_rank=cp_rank,
-    )  # fmt: skip
-    return out.contiguous()
+    return _rotate(t, freqs, _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank))
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -139,32 +133,39 @@ def apply_fused_qkv_rotary_pos_emb(
     Raises:
         InvalidInput, CompileError: as `apply_rotary_pos_emb`; and a split that does not fit qkv.
     """
-    if tensor_format == "thd" and cu_seqlens is None:
-        raise InvalidInput("apply_fused_qkv_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens")
     q_width, k_width, v_width = qkv_split_arg_list
     if sum(qkv_split_arg_list) != qkv.shape[-1] or k_width < 1 or q_width % k_width:
         raise InvalidInput(
             f"apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list {qkv_split_arg_list} does not split groups of "
             f"{qkv.shape[-1]} into heads of {k_width}"
         )
-    _patch.count("jitrope")
-    cu_seqlens = cu_seqlens if tensor_format == "thd" else None
+    words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and _same(q_freqs, k_freqs):
-        return apply_rope_qkv(
-            qkv, q_per_group=q_width // k_width, freqs=q_freqs.float(), layout=tensor_format, interleaved=interleaved,
-            rotary_dim=q_freqs.shape[-1], start_positions=start_positions, cu_seqlens=cu_seqlens, cp_size=cp_size,
-            cp_rank=cp_rank,
-        )  # fmt: skip
+        rotary_dim, q_per_group = q_freqs.shape[-1], q_width // k_width
+        return apply_rope_qkv(qkv, freqs=q_freqs.float(), rotary_dim=rotary_dim, q_per_group=q_per_group, **words)
     q, k, v = qkv.split(qkv_split_arg_list, -1)
     q = q.unflatten(-1, (-1, k_width)).flatten(-3, -2)
-    q, k = (
-        apply_rope(
-            x, None, freqs=freqs.float(), layout=tensor_format, interleaved=interleaved, rotary_dim=freqs.shape[-1],
-            start_positions=start_positions, cu_seqlens=cu_seqlens, cp_size=cp_size, cp_rank=cp_rank,
-        )[0]
-        for x, freqs in ((q, q_freqs), (k, k_freqs))
-    )  # fmt: skip
-    return q.contiguous(), k.contiguous(), v.contiguous()
+    return _rotate(q, q_freqs, words), _rotate(k, k_freqs, words), v.contiguous()
+
+
+def _rotate(t: Tensor, freqs: Tensor, words: dict[str, Any]) -> Tensor:
+    return apply_rope(t, None, freqs=freqs.float(), rotary_dim=freqs.shape[-1], **words)[0].contiguous()
+
+
+def _words(
+    tensor_format: str, starts: Tensor | None, interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
+) -> dict[str, Any]:
+    """`apply_rope`'s keywords for TransformerEngine's."""
+    if tensor_format == "thd" and cu_seqlens is None:
+        raise InvalidInput("tensor_format 'thd' needs cu_seqlens")
+    return {
+        "layout": tensor_format,
+        "interleaved": interleaved,
+        "start_positions": starts,
+        "cu_seqlens": cu_seqlens if tensor_format == "thd" else None,
+        "cp_size": cp_size,
+        "cp_rank": cp_rank,
+    }
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -173,24 +174,21 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 _MODULE = "transformer_engine.pytorch.attention.rope"
-_patch = Patch(
-    "transformer_engine",
-    {
-        f"{_MODULE}:apply_rotary_pos_emb": apply_rotary_pos_emb,
-        f"{_MODULE}:apply_fused_qkv_rotary_pos_emb": apply_fused_qkv_rotary_pos_emb,
-    },
-)
+_FUNCTIONS: dict[str, _host.Function] = {
+    f"{_MODULE}:apply_rotary_pos_emb": apply_rotary_pos_emb,
+    f"{_MODULE}:apply_fused_qkv_rotary_pos_emb": apply_fused_qkv_rotary_pos_emb,
+}
 
 
-def enable() -> Patch:
+def enable() -> _host.Report:
     """Replace TransformerEngine's rope in every module that holds it; returns a report, which counts the calls.
 
     Raises:
         ImportError: TransformerEngine is not installed.
     """
-    return _patch.enable()
+    return _host.enable("transformer_engine", _FUNCTIONS)
 
 
 def disable() -> None:
     """Undo `enable`."""
-    _patch.disable()
+    _host.disable("transformer_engine")

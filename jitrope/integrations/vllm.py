@@ -11,14 +11,15 @@ vLLM leaves rope to Inductor; custom_ops=["+rotary_embedding"] in its compilatio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..api import apply_rope_, apply_rope_kv_cache_
 from ..base.errors import InvalidInput
-from ._patch import Patch
-from ._serving import heads, take_over
+from . import _host
 
 _FP8 = ("fp8", "fp8_e4m3")
 _PLAIN = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -57,20 +58,9 @@ def rotary_embedding(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built.
     """
-    axes = positions.dim()
-    if axes != 1 and axes != 2:
-        raise InvalidInput(f"positions have shape {tuple(positions.shape)}; they are (T) or (B, S)")
-    apply_rope_(
-        heads("query", query, axes, head_size),
-        None if key is None else heads("key", key, axes, head_size),
-        cos_sin_cache=cos_sin_cache,
-        position_ids=positions,
-        layout="thd" if axes == 1 else "bshd",
-        interleaved=not is_neox,
-        rotary_offset=rope_dim_offset,
-        inverse=inverse,
-        rounding=rounding,
-    )
+    words: dict[str, Any] = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
+    words |= {"cos_sin_cache": cos_sin_cache, "position_ids": positions}
+    _rotate(query, key, _token_axes(positions), head_size, is_neox, **words)
 
 
 def mrope(
@@ -99,17 +89,8 @@ def mrope(
     """
     if positions.dim() == 1:
         return rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rounding=rounding)
-    apply_rope_(
-        heads("query", query, 1, head_size),
-        None if key is None else heads("key", key, 1, head_size),
-        cos_sin_cache=cos_sin_cache,
-        position_ids=positions,
-        mrope_section=mrope_section,
-        mrope_interleaved=mrope_interleaved,
-        layout="thd",
-        interleaved=not is_neox,
-        rounding=rounding,
-    )
+    words = {"mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved, "rounding": rounding}
+    _rotate(query, key, 1, head_size, is_neox, cos_sin_cache=cos_sin_cache, position_ids=positions, **words)
 
 
 def triton_mrope(
@@ -139,21 +120,13 @@ def triton_mrope(
         InvalidInput, CompileError: as `mrope`.
     """
     if cos.dim() != 3:
-        raise InvalidInput(f"cos has shape {tuple(cos.shape)}; it is (A, T, rotary_dim / 2)")
+        raise InvalidInput(f"cos has shape {tuple(cos.shape)}; it must be (A, T, rotary_dim / 2)")
     axes, tokens = cos.shape[:2]
-    apply_rope_(
-        heads("q", q, 1, head_size),
-        heads("k", k, 1, head_size),
-        cos.flatten(0, 1),  # the axes' tables one after another, and ids that say so: nothing is mixed or copied
-        sin.flatten(0, 1),
-        position_ids=torch.arange(axes * tokens, device=q.device).view(axes, tokens),
-        mrope_section=mrope_section,
-        mrope_interleaved=mrope_interleaved,
-        layout="thd",
-        interleaved=not is_neox_style,
-        rotary_dim=rotary_dim,
-        rounding=rounding,
-    )
+    # The axes' tables one after another, and ids that say so: nothing is mixed or copied.
+    ids = torch.arange(axes * tokens, device=q.device).view(axes, tokens)
+    words = {"mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved, "rounding": rounding}
+    tables = {"cos": cos.flatten(0, 1), "sin": sin.flatten(0, 1), "rotary_dim": rotary_dim}
+    _rotate(q, k, 1, head_size, is_neox_style, position_ids=ids, **tables, **words)
     return q, k
 
 
@@ -189,12 +162,10 @@ def rotary_embedding_and_cache(
     Raises:
         InvalidInput, CompileError: as `rotary_embedding`; nothing was written.
     """
-    axes = positions.dim()
-    if axes != 1 and axes != 2:
-        raise InvalidInput(f"positions have shape {tuple(positions.shape)}; they are (T) or (B, S)")
-    scales: tuple[float | Tensor | None, float | Tensor | None] = (None, None)
+    axes = _token_axes(positions)
+    words: dict[str, Any] = {"slot_mapping": slot_mapping, "rotate_k": True}
     if kv_cache_dtype in _FP8:
-        scales = (k_scale, v_scale)
+        words |= {"k_scale": k_scale, "v_scale": v_scale}
         if key_cache.dtype == torch.uint8:
             key_cache, value_cache = key_cache.view(torch.float8_e4m3fn), value_cache.view(torch.float8_e4m3fn)
     elif kv_cache_dtype not in _PLAIN:
@@ -203,32 +174,55 @@ def rotary_embedding_and_cache(
     if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
         count = slot_mapping.shape[0]
         positions, query, key, value = (x[:count] for x in (positions, query, key, value))
-    apply_rope_kv_cache_(
-        heads("query", query, axes, head_size),
-        heads("key", key, axes, head_size),
-        heads("value", value, axes, head_size),
-        cos_sin_cache=cos_sin_cache,
-        position_ids=positions,
-        k_cache=key_cache,
-        v_cache=value_cache,
-        slot_mapping=slot_mapping,
-        k_scale=scales[0],
-        v_scale=scales[1],
-        rotate_k=True,
-        layout="thd" if axes == 1 else "bshd",
-        interleaved=not is_neox,
+    q, k, v = (heads(name, x, axes, head_size) for name, x in (("query", query), ("key", key), ("value", value)))
+    words |= {"cos_sin_cache": cos_sin_cache, "position_ids": positions, "interleaved": not is_neox}
+    apply_rope_kv_cache_(q, k, v, k_cache=key_cache, v_cache=value_cache, layout=_LAYOUTS[axes], **words)
+
+
+_LAYOUTS = {1: "thd", 2: "bshd"}
+
+
+def _token_axes(positions: Tensor) -> int:
+    """How many axes the tokens have."""
+    if positions.dim() not in _LAYOUTS:
+        raise InvalidInput(f"positions have shape {tuple(positions.shape)}; they must be (T) or (B, S)")
+    return positions.dim()
+
+
+def _rotate(query: Tensor, key: Tensor | None, axes: int, head_size: int, is_neox: bool, **words: Any) -> None:
+    q, k = heads("query", query, axes, head_size), None if key is None else heads("key", key, axes, head_size)
+    apply_rope_(q, k, layout=_LAYOUTS[axes], interleaved=not is_neox, **words)
+
+
+def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
+    """x, (..., H * head_size) or (..., H, head_size) after its token axes, as the latter: a view, whatever the strides.
+
+    Splitting the last axis never copies, so what is written to the view is written to x.
+
+    Raises:
+        InvalidInput: x has neither shape.
+    """
+    *tokens, width = shape = x.shape
+    axes = len(shape) - token_axes
+    if axes == 1 and head_size > 0 and width % head_size == 0:
+        return x.view(*tokens, width // head_size, head_size)
+    if axes == 2 and width == head_size:
+        return x
+    lead = "T" if token_axes == 1 else "B, S"
+    raise InvalidInput(
+        f"{name} has shape {tuple(shape)}; with positions of {token_axes} axes and head_size {head_size} it must be "
+        f"({lead}, H * {head_size}) or ({lead}, H, {head_size})"
     )
 
 
 _MROPE = "vllm.model_executor.layers.rotary_embedding.mrope:triton_mrope"
-_patch = Patch("vllm", {}, frozenset({_MROPE}))
 
 
-def enable(*, rounding: str = "fp32") -> Patch:
+def enable(*, rounding: str = "fp32") -> _host.Report:
     """Replace vLLM's rotary embedding in this process; returns a report, which counts the calls.
 
-    What jitrope refuses (fp64, heads of more than 512) goes to vLLM's own, and is counted as the host's. A worker
-    process needs a call of its own. Enabling twice changes nothing; use `disable` before another rounding.
+    vLLM's own functions take the calls that jitrope refuses (fp64, heads of more than 512). A worker process needs a
+    call of its own. Enabling twice changes nothing; use `disable` before another rounding.
 
     Args:
         rounding: "dtype" for the bits of 16-bit arithmetic; see `rotary_embedding`.
@@ -239,12 +233,10 @@ def enable(*, rounding: str = "fp32") -> Patch:
     """
     if rounding not in ("fp32", "dtype"):
         raise InvalidInput(f"rounding is {rounding!r}; allowed are fp32 and dtype")
-    if not _patch.enabled:
-        take_over(_patch, "vllm._custom_ops:rotary_embedding", rotary_embedding, rounding=rounding)
-        take_over(_patch, _MROPE, triton_mrope, rounding=rounding)
-    return _patch.enable()
+    functions: dict[str, _host.Function] = {"vllm._custom_ops:rotary_embedding": rotary_embedding, _MROPE: triton_mrope}
+    return _host.enable("vllm", {at: partial(ours, rounding=rounding) for at, ours in functions.items()}, {_MROPE})
 
 
 def disable() -> None:
     """Undo `enable`."""
-    _patch.disable()
+    _host.disable("vllm")

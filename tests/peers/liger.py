@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import jitrope
@@ -39,7 +40,9 @@ def gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
 
 
 def mrope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: list[int], unsqueeze_dim: int = 1) -> Any:
-    return ours.apply_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim)
+    parts = [table.split(mrope_section * 2, -1) for table in (cos, sin)]
+    cos, sin = (torch.cat([part[i % 3] for i, part in enumerate(each)], -1) for each in parts)
+    return ours.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
 
 
 def llama4(xq: Tensor, xk: Tensor, freqs_cis: Tensor, *_: Any) -> Any:

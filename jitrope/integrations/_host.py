@@ -1,0 +1,214 @@
+"""jitrope's functions in place of a host library's: put there, taken out again, every call counted."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..base.config import log
+from ..base.errors import InvalidInput, JitropeError
+
+Function = Callable[..., Any]
+T = TypeVar("T")
+
+calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
+"""For each host, the calls so far: "jitrope" took them, or they were left to the "host"."""
+
+reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
+"""For each host, why calls were left to it: jitrope's message, and how often."""
+
+_MOST_REASONS = 100  # a message names shapes, and there may be any number of them
+
+
+# ---- a call --------------------------------------------------------------------------------------------
+
+
+@torch.compiler.assume_constant_result
+def note(host: str, who: str, reason: str = "", count: int = 1) -> None:
+    """Count a call, and log the reason why the host takes it when it is new.
+
+    Dynamo runs this function while it traces, so a compiled call counts once. If Dynamo traced it, it would guard
+    on the number and compile every call again.
+    """
+    calls[host][who] += count
+    if reason:
+        known = reasons[host]
+        if reason not in known and len(known) >= _MOST_REASONS:
+            reason = "other reasons"
+        if reason not in known and who == "host":
+            log.warning("%s's own rope runs: %s", host, reason)
+        known[reason] += 1
+
+
+def take(host: str, ours: Callable[..., T], theirs: Any, *arguments: Any, **words: Any) -> T:
+    """The result of `ours`; if `ours` raises InvalidInput, that of `theirs`. Either is counted.
+
+    A refusal comes before anything is written, so the host gets its arguments as they were. If `theirs` is None, the
+    error is raised.
+    """
+    try:
+        result = ours(*arguments, **words)
+    except InvalidInput as error:
+        if theirs is None:
+            raise
+        # Dynamo cannot always make a text of an error.
+        reason = "jitrope refused a traced call" if torch.compiler.is_compiling() else str(error)
+    else:
+        note(host, "jitrope")
+        return result
+    note(host, "host", reason)
+    result = theirs(*arguments, **words)
+    return result
+
+
+def in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> Tensor:
+    """x (..., D) rotated by full-width tables (..., W) that broadcast to it, in plain torch: any dtype, gradients.
+
+    Raises:
+        RuntimeError: the shapes do not fit together.
+    """
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    y = turned * sin if inverse else turned
+    x0, x1 = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+    pair = (x1, -x0) if inverse else (-x1, x0)
+    partner = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    y = turned * cos + (partner if inverse else partner * sin)
+    return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+
+# ---- putting functions in, and taking them out --------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """A function of ours that stands for a host's: the host's name, the function's, the host's own, what ours is."""
+
+    host: str
+    name: str
+    original: Any
+    what: Any
+
+
+placed: dict[Any, Placed] = {}
+
+
+@dataclass
+class Report:
+    """What an `enable` did. As a context manager it undoes that, and nothing that another `enable` did.
+
+    A function is replaced in every loaded module that holds it, the host's or another's. A module that is loaded
+    later imports jitrope's.
+
+    Attributes:
+        host: the name of the library.
+        replaced: by the name of a function, what computes it now.
+        left: by the name of a function, why it stays the host's.
+    """
+
+    host: str
+    replaced: dict[str, Any]
+    left: dict[str, str] = field(default_factory=dict)
+    _own: list[Function] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self._before = calls[self.host].copy(), reasons[self.host].copy()
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Calls since `enable`: taken by jitrope, and left to the host."""
+        return {who: calls[self.host][who] - self._before[0][who] for who in ("jitrope", "host")}
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why calls since `enable` were left to the host, and how many."""
+        return dict(reasons[self.host] - self._before[1])
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._own)
+
+    def __str__(self) -> str:
+        replaced = "; ".join(f"{name} ({what})" for name, what in self.replaced.items()) or "nothing"
+        left = "".join(f"; {name} is left alone: {why}" for name, why in self.left.items())
+        why = "".join(f"\n  {count} x {reason}" for reason, count in self.reasons.items())
+        return f"jitrope replaces {replaced}{left}; calls so far: {self.calls}{why}"
+
+
+def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
+    """Replace a host's functions everywhere. What is replaced already stays as it is.
+
+    Args:
+        host: its name.
+        functions: "module:name" of the host's functions, and ours of the same signature. Calls that ours refuses
+            with InvalidInput are the host's.
+        optional: those that a version of the host may not have.
+
+    Raises:
+        ImportError: the host is not installed.
+        JitropeError: this version of it lacks a function that is not optional; nothing was replaced.
+    """
+    found = {}
+    for where in functions:
+        module_name, name = where.split(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:
+            if where in optional:
+                continue
+            raise
+        if hasattr(module, name):
+            found[where] = module, name
+        elif where not in optional:
+            raise JitropeError(f"this version of {host} has no {where}, which jitrope would replace")
+    if not found:
+        raise ImportError(f"jitrope knows no rope function of the installed {host}, or {host} is not installed")
+    own = [put(host, *at, functions[where], "jitrope") for where, at in found.items()]
+    return Report(host, {where.replace(":", "."): "jitrope" for where in found}, {}, [f for f in own if f is not None])
+
+
+def disable(host: str) -> None:
+    """Give a host all its functions back."""
+    restore([ours for ours, place in placed.items() if place.host == host])
+
+
+def put(host: str, module: ModuleType, name: str, ours: Function, what: Any) -> Function | None:
+    """Replace a module's function wherever it is held, and return the replacement; None if that was done before."""
+    original = getattr(module, name)
+    if original in placed:
+        return None
+
+    @wraps(ours if original is None else original, updated=())
+    def function(*arguments: Any, **words: Any) -> Any:
+        return take(host, ours, original, *arguments, **words)
+
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = module.__name__  # so that it is pickled as the host's
+    placed[function] = Placed(host, name, original, what)
+    for holder in [module] if original is None else _holders(name, original):
+        setattr(holder, name, function)
+    return function
+
+
+def restore(functions: Iterable[Function]) -> None:
+    """Take functions out that `put` put in. Calls may still run: they reach the host's own as before."""
+    for function in functions:
+        place = placed.pop(function, None)
+        if place is not None:
+            for holder in _holders(place.name, function):
+                setattr(holder, place.name, place.original)
+
+
+def _holders(name: str, function: Any) -> list[ModuleType]:
+    """The loaded modules, except jitrope's, in which `name` is this function."""
+    modules = [m for n, m in list(sys.modules.items()) if isinstance(m, ModuleType) and not n.startswith("jitrope")]
+    return [m for m in modules if vars(m).get(name) is function]

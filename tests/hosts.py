@@ -1,0 +1,49 @@
+"""What the tests of the host libraries share."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HOSTS = Path(__file__).parent.parent / "build" / "hosts"
+"""Wheels that are only read from: what they hold has no CPU build."""
+
+
+def missing(command: str) -> None:
+    """In CI every host is there; elsewhere a test without its host is skipped, and says what it needs."""
+    reason = f"the host library is not installed: {command}"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
+    """An empty module in the place of one that is not installed, with empty packages above it."""
+    parts = name.split(".")
+    for n in range(1, len(parts) + 1):
+        part = ".".join(parts[:n])
+        if part not in sys.modules:
+            monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+        if n > 1:
+            monkeypatch.setattr(sys.modules[".".join(parts[: n - 1])], parts[n - 1], sys.modules[part], raising=False)
+    return sys.modules[name]
+
+
+@contextmanager
+def group(size: int, rank: int = 0) -> Iterator[Any]:
+    """torch's own process group of a rank, on its backend that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield torch.distributed.group.WORLD
+    finally:
+        torch.distributed.destroy_process_group()
