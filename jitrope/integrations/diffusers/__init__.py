@@ -87,6 +87,8 @@ class Report:
     def __str__(self) -> str:
         parts = [f"jitrope rotates in {_listed(self.replaced)}"]
         parts += [f"fused with the norm in {_listed(self.fused)}"] if self.fused else []
+        alone = self.replaced - self.fused
+        parts += [f"the norm runs in the host's own code in {_listed(alone)}"] if alone else []
         parts += [f"left alone: {_listed(self.left)}"] if self.left else []
         parts += [f"{name}: {note}" for name, note in self.notes.items()]
         parts += [f"calls so far: {self.calls}"]

@@ -127,11 +127,16 @@ def _lines(text: str) -> Iterator[tuple[list[str], list[str]]]:
         yield before.split(), behind.split()
 
 
-SITES: dict[str, tuple[Site, ...]] = {}
+def _sites() -> dict[str, tuple[Site, ...]]:
+    found: dict[str, tuple[Site, ...]] = {}
+    for (form, *names), classes in _lines(_SITES):
+        for cls in classes:
+            found[cls] = (*found.get(cls, ()), Site(getattr(forms, form), *names))
+    return found
+
+
+SITES = _sites()
 """The classes that call a rope function: attention processors, and modules where it is called in `forward`."""
-for (form, *_names), _classes in _lines(_SITES):
-    for _cls in _classes:
-        SITES[_cls] = (*SITES.get(_cls, ()), Site(getattr(forms, form), *_names))
 
 COVERAGE = dict(sorted((model, tuple(classes)) for classes, models in _lines(_MODELS) for model in models))
 """By model class: the classes in it that are covered."""
