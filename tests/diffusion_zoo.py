@@ -4,19 +4,20 @@
 and so is one call on both. It was read off the profiler's call events of the functions that rotate (or of the attention
 processors, where the rotation is inline), not derived from the configuration.
 
-The file is long because it is a table: one entry a model, nothing else grows.
+The file is long because it is a table, one entry a model, packed as tables are.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, arange, cat, eye, full, nn, ones, randint, randn, tensor, zeros
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -37,6 +38,32 @@ class Model:
 
 
 MODELS: dict[str, Model] = {}
+
+# By the model's name: calls of processors with the norm in the same launch, in one forward of these inputs.
+FUSED_CALLS = {
+    "FluxTransformer2DModel": 3,
+    "Flux2Transformer2DModel": 3,
+    "ChromaTransformer2DModel": 3,
+    "QwenImageTransformer2DModel": 2,
+    "WanTransformer3DModel": 4,
+    "ChronoEditTransformer3DModel": 4,
+    "WanVACETransformer3DModel": 8,
+    "WanAnimateTransformer3DModel": 4,
+    "HunyuanVideoTransformer3DModel": 3,
+    "HunyuanVideoFramepackTransformer3DModel": 3,
+    "LTXVideoTransformer3DModel": 4,
+    "ZImageTransformer2DModel": 4,
+    "ZImageControlNetModel": 9,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """More of them would cost these tiny models more than they help."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def entry(
@@ -157,149 +184,95 @@ def text_mask(length: int, dtype: torch.dtype = torch.long) -> Tensor:
     return mask
 
 
-# Flux and its relatives.
+def of(**words: Any) -> dict[str, Any]:
+    return words
 
+
+HEADS = of(num_attention_heads=2, attention_head_dim=16)
+SIGMAS, STEPS, FLOAT_STEPS = tensor([0.5, 0.25]), tensor([3, 700]), tensor([3.0, 700.0])  # one for each row
+
+# fmt: off
+
+# Flux and its relatives.
 
 @entry("FluxTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
 def flux():
-    config = {
-        "patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16,
-        "num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8),
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 6, 32),
-        "pooled_projections": torch.randn(2, 32), "timestep": torch.tensor([0.5, 0.25]), "img_ids": image_ids(4, 4),
-        "txt_ids": torch.zeros(6, 3),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(patch_size=1, in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
+        pooled_projection_dim=32, axes_dims_rope=(4, 4, 8)), of(
+        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), pooled_projections=randn(2, 32),
+        timestep=SIGMAS, img_ids=image_ids(4, 4), txt_ids=zeros(6, 3))
 
 @entry("Flux2Transformer2DModel", rotations=6, fp32="img_ids txt_ids")
 def flux2():
-    config = {
-        "in_channels": 4, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
-        "joint_attention_dim": 32, "timestep_guidance_channels": 32, "axes_dims_rope": (4, 4, 4, 4),
-    }  # fmt: skip
-    text = torch.zeros(6, 4)
-    text[:, 3] = torch.arange(6.0)
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 6, 32),
-        "timestep": torch.tensor([0.5, 0.25]), "guidance": torch.tensor([4.0, 4.0]), "img_ids": image_ids(4, 4, 4),
-        "txt_ids": text,
-    }  # fmt: skip
-    return config, inputs
-
+    text = zeros(6, 4)
+    text[:, 3] = arange(6.0)
+    return of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
+        timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4)), of(
+        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
+        guidance=tensor([4.0, 4.0]), img_ids=image_ids(4, 4, 4), txt_ids=text)
 
 @entry("ChromaTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
 def chroma():
-    config = {
-        "in_channels": 4, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
-        "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 16,
-        "approximator_hidden_dim": 32, "approximator_layers": 1,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 6, 32),
-        "timestep": torch.tensor([0.5, 0.25]), "img_ids": image_ids(4, 4), "txt_ids": torch.zeros(6, 3),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
+        axes_dims_rope=(4, 4, 8), approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=1), of(
+        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS, img_ids=image_ids(4, 4),
+        txt_ids=zeros(6, 3))
 
 # Qwen-Image.
 
-
 @entry("QwenImageTransformer2DModel", rotations=8)
 def qwen_image():
-    config = {
-        "patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16,
-        "num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4),
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 16), "encoder_hidden_states": torch.randn(2, 7, 16),
-        "encoder_hidden_states_mask": text_mask(7), "timestep": torch.tensor([0.5, 0.25]),
-        "img_shapes": [[(1, 4, 4)]] * 2,
-    }  # fmt: skip
-    return config, inputs
-
+    return of(patch_size=2, in_channels=16, out_channels=4, num_layers=2, **HEADS, joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4)), of(
+        hidden_states=randn(2, 16, 16), encoder_hidden_states=randn(2, 7, 16), encoder_hidden_states_mask=text_mask(7),
+        timestep=SIGMAS, img_shapes=[[(1, 4, 4)]] * 2)
 
 # Wan and its relatives.
 
-WAN = {
-    "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4,
-    "text_dim": 16, "freq_dim": 32, "ffn_dim": 32, "num_layers": 2, "cross_attn_norm": True, "rope_max_seq_len": 32,
-}  # fmt: skip
-
+WAN = of(patch_size=(1, 2, 2), **HEADS, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32,
+    num_layers=2, cross_attn_norm=True, rope_max_seq_len=32)
 
 def wan_inputs():
-    return {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(2, 5, 16),
-        "timestep": torch.tensor([3, 700]),
-    }  # fmt: skip
-
+    return of(hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 5, 16), timestep=STEPS)
 
 @entry("WanTransformer3DModel", rotations=4)
 def wan():
     return WAN, wan_inputs()
 
-
 # HunyuanVideo and its relatives.
 
-HUNYUAN_VIDEO = {
-    "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1,
-    "num_single_layers": 2, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1, "guidance_embeds": True,
-    "text_embed_dim": 16, "pooled_projection_dim": 8, "rope_axes_dim": (4, 4, 8),
-}  # fmt: skip
-
+HUNYUAN_VIDEO = of(in_channels=4, out_channels=4, **HEADS, num_layers=1, num_single_layers=2, num_refiner_layers=1,
+    patch_size=2, patch_size_t=1, guidance_embeds=True, text_embed_dim=16, pooled_projection_dim=8,
+    rope_axes_dim=(4, 4, 8))
 
 def hunyuan_inputs():
-    return {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8), "timestep": torch.tensor([3, 700]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "encoder_attention_mask": text_mask(6),
-        "pooled_projections": torch.randn(2, 8), "guidance": torch.tensor([6144.0, 6144.0]),
-    }  # fmt: skip
-
+    return of(hidden_states=randn(2, 4, 2, 8, 8), timestep=STEPS, encoder_hidden_states=randn(2, 6, 16),
+        encoder_attention_mask=text_mask(6), pooled_projections=randn(2, 8), guidance=tensor([6144.0, 6144.0]))
 
 @entry("HunyuanVideoTransformer3DModel", rotations=6)
 def hunyuan_video():
     return HUNYUAN_VIDEO, hunyuan_inputs()
 
-
 # LTX.
-
 
 @entry("LTXVideoTransformer3DModel", rotations=4)
 def ltx():
-    config = {
-        "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16,
-        "cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 2 * 4 * 4, 4), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3, 700]), "encoder_attention_mask": text_mask(6), "num_frames": 2, "height": 4,
-        "width": 4, "rope_interpolation_scale": (0.32, 32.0, 32.0),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, out_channels=4, **HEADS, cross_attention_dim=32, num_layers=2, caption_channels=16), of(
+        hidden_states=randn(2, 2 * 4 * 4, 4), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
+        encoder_attention_mask=text_mask(6), num_frames=2, height=4, width=4,
+        rope_interpolation_scale=(0.32, 32.0, 32.0))
 
 # Z-Image.
 
-
-Z_IMAGE = {
-    "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2,
-    "cap_feat_dim": 16, "axes_dims": [4, 4, 8], "axes_lens": [64, 32, 32],
-}  # fmt: skip
-
+Z_IMAGE = of(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
+    axes_dims=[4, 4, 8], axes_lens=[64, 32, 32])
 
 def z_image_inputs():
-    return {
-        "x": [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 6)], "t": torch.tensor([0.5, 0.25]),
-        "cap_feats": [torch.randn(6, 16), torch.randn(5, 16)],
-    }  # fmt: skip
-
+    return of(x=[randn(4, 1, 8, 8), randn(4, 1, 8, 6)], t=SIGMAS, cap_feats=[randn(6, 16), randn(5, 16)])
 
 @entry("ZImageTransformer2DModel", rotations=8)
 def z_image():
     return Z_IMAGE, z_image_inputs()
-
 
 class ZImageControlled(nn.Module):
     """A Z-Image transformer under its control net, which shares the transformer's embedders and refiners."""
@@ -314,802 +287,469 @@ class ZImageControlled(nn.Module):
         samples = controlnet(x, t, cap_feats, control_context)
         return self.transformer(x, t, cap_feats, controlnet_block_samples=samples)
 
-
 @entry("ZImageControlNetModel", rotations=18, gradients=False, build=ZImageControlled)
 def z_image_controlnet():
-    config = {
-        "control_layers_places": [0, 1], "control_refiner_layers_places": [0], "control_in_dim": 6,
-        "add_control_noise_refiner": "control_noise_refiner", "dim": 32, "n_refiner_layers": 1, "n_heads": 2,
-        "n_kv_heads": 2,
-    }  # fmt: skip
-    context = [torch.randn(6, 1, 8, 8), torch.randn(6, 1, 8, 6)]
-    return config, z_image_inputs() | {"control_context": context}
-
+    context = [randn(6, 1, 8, 8), randn(6, 1, 8, 6)]
+    return of(control_layers_places=[0, 1], control_refiner_layers_places=[0], control_in_dim=6,
+        add_control_noise_refiner="control_noise_refiner", dim=32, n_refiner_layers=1, n_heads=2,
+        n_kv_heads=2), z_image_inputs() | of(control_context=context)
 
 # More of the relatives.
 
-FLUX_LIKE = {
-    "in_channels": 4, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
-    "joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8),
-}  # fmt: skip
-
+FLUX_LIKE = of(in_channels=4, num_layers=1, num_single_layers=2, **HEADS, joint_attention_dim=32,
+    axes_dims_rope=(4, 4, 8))
 
 def flux_like_inputs():
-    return {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 6, 32),
-        "timestep": torch.tensor([0.5, 0.25]), "img_ids": image_ids(4, 4), "txt_ids": torch.zeros(6, 3),
-    }  # fmt: skip
-
+    return of(hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
+        img_ids=image_ids(4, 4), txt_ids=zeros(6, 3))
 
 @entry("Flux3Transformer2DModel", rotations=8, fp32="img_ids txt_ids image_cond_ids")
 def flux3():
-    config = {
-        "in_channels": 4, "cond_in_channels": 6, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
-        "num_attention_heads": 2, "joint_attention_dim": 32, "timestep_channels": 32, "axes_dims_rope": (4, 4, 4, 4),
-    }  # fmt: skip
-    text, condition = torch.zeros(6, 4), image_ids(3, 3, 4)
-    text[:, 3] = torch.arange(6.0)
+    text, condition = (zeros(6, 4), image_ids(3, 3, 4))
+    text[:, 3] = arange(6.0)
     condition[:, 0] = 10
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 6, 32),
-        "timestep": torch.tensor([0.5, 0.25]), "img_ids": image_ids(4, 4, 4), "txt_ids": text,
-        "image_cond_hidden_states": torch.randn(2, 9, 6), "image_cond_ids": condition,
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, cond_in_channels=6, num_layers=1, num_single_layers=1, **HEADS, joint_attention_dim=32,
+        timestep_channels=32, axes_dims_rope=(4, 4, 4, 4)), of(
+        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 32), timestep=SIGMAS,
+        img_ids=image_ids(4, 4, 4), txt_ids=text, image_cond_hidden_states=randn(2, 9, 6), image_cond_ids=condition)
 
 @entry("LongCatImageTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
 def longcat_image():
-    return FLUX_LIKE | {"pooled_projection_dim": 32}, flux_like_inputs()
-
+    return FLUX_LIKE | of(pooled_projection_dim=32), flux_like_inputs()
 
 @entry("OvisImageTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
 def ovis_image():
-    return FLUX_LIKE | {"out_channels": 4}, flux_like_inputs()
-
+    return FLUX_LIKE | of(out_channels=4), flux_like_inputs()
 
 @entry("BriaTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
 def bria():
     return FLUX_LIKE, flux_like_inputs()
 
-
 @entry("BriaFiboTransformer2DModel", rotations=6, fp32="img_ids txt_ids")
 def bria_fibo():
-    inputs = flux_like_inputs() | {"text_encoder_layers": [torch.randn(2, 6, 24) for _ in range(3)]}
-    return FLUX_LIKE | {"text_encoder_dim": 24}, inputs
-
+    layers = [randn(2, 6, 24) for _ in range(3)]
+    return FLUX_LIKE | of(text_encoder_dim=24), flux_like_inputs() | of(text_encoder_layers=layers)
 
 @entry("Krea2Transformer2DModel", rotations=4, fp32="position_ids")
 def krea2():
-    config = {
-        "in_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 32, "timestep_embed_dim": 32, "text_hidden_dim": 32, "num_text_layers": 3,
-        "text_num_attention_heads": 2, "text_num_key_value_heads": 2, "text_intermediate_size": 32,
-        "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1, "axes_dims_rope": (4, 4, 8),
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 6, 3, 32),
-        "timestep": torch.tensor([0.5, 0.25]), "position_ids": torch.cat([torch.zeros(6, 3), image_ids(4, 4)]),
-        "encoder_attention_mask": text_mask(6, torch.bool),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32, timestep_embed_dim=32, text_hidden_dim=32, num_text_layers=3, text_num_attention_heads=2,
+        text_num_key_value_heads=2, text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 4, 8)), of(
+        hidden_states=randn(2, 16, 4), encoder_hidden_states=randn(2, 6, 3, 32), timestep=SIGMAS,
+        position_ids=cat([zeros(6, 3), image_ids(4, 4)]), encoder_attention_mask=text_mask(6, torch.bool))
 
 @entry("Lumina2Transformer2DModel", rotations=8)
 def lumina2():
-    config = {
-        "sample_size": 8, "in_channels": 4, "hidden_size": 64, "num_layers": 2, "num_refiner_layers": 1,
-        "num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 16, "axes_dim_rope": (4, 4, 8),
-        "axes_lens": (64, 32, 32), "cap_feat_dim": 16,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "encoder_attention_mask": text_mask(6, torch.bool),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(sample_size=8, in_channels=4, hidden_size=64, num_layers=2, num_refiner_layers=1, num_attention_heads=4,
+        num_kv_heads=2, multiple_of=16, axes_dim_rope=(4, 4, 8), axes_lens=(64, 32, 32), cap_feat_dim=16), of(
+        hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
+        encoder_attention_mask=text_mask(6, torch.bool))
 
 @entry("BriaFibo2Transformer2DModel", rotations=6)
 def bria_fibo2():
-    config = {
-        "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "cap_feat_dim": 16,
-        "injection_layer_ids": (1,), "perceiver_num_layers": 1, "min_num_gist_tokens": 4, "max_num_gist_tokens": 8,
-        "gist_step": 2, "gist_min_text_len": 4, "gist_max_text_len": 16, "axes_dims": (4, 4, 8),
-        "axes_lens": (64, 32, 32),
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 2, 8, 16), "encoder_attention_mask": text_mask(8, torch.bool),
-        "context_latents": [torch.randn(2, 4, 4, 4)],
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=16,
+        injection_layer_ids=(1,), perceiver_num_layers=1, min_num_gist_tokens=4, max_num_gist_tokens=8, gist_step=2,
+        gist_min_text_len=4, gist_max_text_len=16, axes_dims=(4, 4, 8), axes_lens=(64, 32, 32)), of(
+        hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 2, 8, 16),
+        encoder_attention_mask=text_mask(8, torch.bool), context_latents=[randn(2, 4, 4, 4)])
 
 @entry("MotifVideoTransformer3DModel", rotations=8)
 def motif_video():
-    config = {
-        "in_channels": 9, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1,
-        "num_single_layers": 2, "num_decoder_layers": 1, "text_embed_dim": 16, "rope_axes_dim": (4, 4, 8),
-        "enable_text_cross_attention_dual": True, "enable_text_cross_attention_single": True,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 9, 2, 8, 8), "timestep": torch.tensor([3, 700]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "encoder_attention_mask": text_mask(6),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=9, out_channels=4, **HEADS, num_layers=1, num_single_layers=2, num_decoder_layers=1,
+        text_embed_dim=16, rope_axes_dim=(4, 4, 8), enable_text_cross_attention_dual=True,
+        enable_text_cross_attention_single=True), of(
+        hidden_states=randn(2, 9, 2, 8, 8), timestep=STEPS, encoder_hidden_states=randn(2, 6, 16),
+        encoder_attention_mask=text_mask(6))
 
 @entry("HunyuanVideoFramepackTransformer3DModel", rotations=6)
 def framepack():
-    config = HUNYUAN_VIDEO | {"has_image_proj": True, "image_proj_dim": 12, "has_clean_x_embedder": True}
-    inputs = hunyuan_inputs() | {
-        "image_embeds": torch.randn(2, 3, 12), "indices_latents": torch.arange(8, 10),
-        "latents_clean": torch.randn(2, 4, 2, 8, 8), "indices_latents_clean": torch.tensor([0, 12]),
-        "latents_history_2x": torch.randn(2, 4, 2, 8, 8), "indices_latents_history_2x": torch.arange(4, 6),
-        "latents_history_4x": torch.randn(2, 4, 4, 8, 8), "indices_latents_history_4x": torch.arange(4),
-    }  # fmt: skip
-    return config, inputs
-
+    return HUNYUAN_VIDEO | of(has_image_proj=True, image_proj_dim=12,
+        has_clean_x_embedder=True), hunyuan_inputs() | of(image_embeds=randn(2, 3, 12), indices_latents=arange(8, 10),
+        latents_clean=randn(2, 4, 2, 8, 8), indices_latents_clean=tensor([0, 12]),
+        latents_history_2x=randn(2, 4, 2, 8, 8), indices_latents_history_2x=arange(4, 6),
+        latents_history_4x=randn(2, 4, 4, 8, 8), indices_latents_history_4x=arange(4))
 
 @entry("HunyuanVideo15Transformer3DModel", rotations=4)
 def hunyuan_video15():
-    config = {
-        "in_channels": 9, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2,
-        "num_refiner_layers": 1, "text_embed_dim": 16, "text_embed_2_dim": 12, "image_embed_dim": 8,
-        "rope_axes_dim": (4, 4, 8), "target_size": 16,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 9, 2, 4, 4), "timestep": torch.tensor([3.0, 700.0]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "encoder_attention_mask": text_mask(6),
-        "encoder_hidden_states_2": torch.randn(2, 5, 12), "encoder_attention_mask_2": text_mask(5),
-        "image_embeds": torch.randn(2, 3, 8),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=9, out_channels=4, **HEADS, num_layers=2, num_refiner_layers=1, text_embed_dim=16,
+        text_embed_2_dim=12, image_embed_dim=8, rope_axes_dim=(4, 4, 8), target_size=16), of(
+        hidden_states=randn(2, 9, 2, 4, 4), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16),
+        encoder_attention_mask=text_mask(6), encoder_hidden_states_2=randn(2, 5, 12),
+        encoder_attention_mask_2=text_mask(5), image_embeds=randn(2, 3, 8))
 
 @entry("HunyuanImageTransformer2DModel", rotations=6)
 def hunyuan_image():
-    config = {
-        "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1,
-        "num_single_layers": 2, "num_refiner_layers": 1, "guidance_embeds": True, "text_embed_dim": 16,
-        "text_embed_2_dim": 12, "rope_axes_dim": (8, 8),
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 4, 4), "timestep": torch.tensor([3.0, 700.0]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "encoder_attention_mask": text_mask(6),
-        "encoder_hidden_states_2": torch.randn(2, 5, 12), "encoder_attention_mask_2": text_mask(5),
-        "guidance": torch.tensor([3584.0, 3584.0]),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, out_channels=4, **HEADS, num_layers=1, num_single_layers=2, num_refiner_layers=1,
+        guidance_embeds=True, text_embed_dim=16, text_embed_2_dim=12, rope_axes_dim=(8, 8)), of(
+        hidden_states=randn(2, 4, 4, 4), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16),
+        encoder_attention_mask=text_mask(6), encoder_hidden_states_2=randn(2, 5, 12),
+        encoder_attention_mask_2=text_mask(5), guidance=tensor([3584.0, 3584.0]))
 
 @entry("SkyReelsV2Transformer3DModel", rotations=4)
 def skyreels_v2():
-    return WAN | {"inject_sample_info": True}, wan_inputs() | {"fps": torch.tensor([0, 1])}
-
+    return WAN | of(inject_sample_info=True), wan_inputs() | of(fps=tensor([0, 1]))
 
 @entry("ChronoEditTransformer3DModel", rotations=4)
 def chrono_edit():
-    return WAN | {"rope_temporal_skip_len": 8}, wan_inputs()
-
+    return WAN | of(rope_temporal_skip_len=8), wan_inputs()
 
 @entry("WanVACETransformer3DModel", rotations=8)
 def wan_vace():
-    config = WAN | {"num_layers": 2, "vace_layers": [0, 1], "vace_in_channels": 6}
-    return config, wan_inputs() | {"control_hidden_states": torch.randn(2, 6, 2, 8, 8)}
-
+    return WAN | of(num_layers=2, vace_layers=[0, 1],
+        vace_in_channels=6), wan_inputs() | of(control_hidden_states=randn(2, 6, 2, 8, 8))
 
 @entry("WanAnimateTransformer3DModel", rotations=4)
 def wan_animate():
     sizes = {"4": 16, "8": 16, "16": 16, "32": 16, "64": 16}
-    config = WAN | {
-        "in_channels": 12, "latent_channels": 4, "image_dim": 16, "motion_encoder_channel_sizes": sizes,
-        "motion_encoder_size": 16, "motion_style_dim": 16, "motion_dim": 4, "motion_encoder_dim": 16,
-        "face_encoder_hidden_dim": 16, "face_encoder_num_heads": 2, "inject_face_latents_blocks": 2,
-    }  # fmt: skip
-    inputs = wan_inputs() | {
-        "hidden_states": torch.randn(2, 12, 3, 8, 8), "encoder_hidden_states_image": torch.randn(2, 3, 16),
-        "pose_hidden_states": torch.randn(2, 4, 2, 8, 8), "face_pixel_values": torch.randn(2, 3, 5, 16, 16),
-    }  # fmt: skip
-    return config, inputs
-
+    return WAN | of(in_channels=12, latent_channels=4, image_dim=16, motion_encoder_channel_sizes=sizes,
+        motion_encoder_size=16, motion_style_dim=16, motion_dim=4, motion_encoder_dim=16, face_encoder_hidden_dim=16,
+        face_encoder_num_heads=2, inject_face_latents_blocks=2), wan_inputs() | of(hidden_states=randn(2, 12, 3, 8, 8),
+        encoder_hidden_states_image=randn(2, 3, 16), pose_hidden_states=randn(2, 4, 2, 8, 8),
+        face_pixel_values=randn(2, 3, 5, 16, 16))
 
 @entry("WanAnimate2Transformer3DModel", rotations=4)
 def wan_animate2():
     from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
-
-    config = {
-        "patch_size": (1, 2, 2), "text_len": 6, "in_dim": 8, "dim": 32, "ffn_dim": 32, "freq_dim": 32, "text_dim": 16,
-        "out_dim": 4, "num_heads": 2, "num_layers": 2, "use_img_emb": False,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": [torch.randn(4, 2, 8, 8)], "timestep": torch.tensor([700]),
-        "encoder_hidden_states": [torch.randn(5, 16)], "condition_latents": [torch.randn(4, 2, 8, 8)],
-        "kv_cache": WanAnimate2KVCache(2), "kv_cache_mode": "extract", "seq_len": 32,
-        "offset_grid_sizes": torch.tensor([[2, 4, 4]]),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(patch_size=(1, 2, 2), text_len=6, in_dim=8, dim=32, ffn_dim=32, freq_dim=32, text_dim=16, out_dim=4,
+        num_heads=2, num_layers=2, use_img_emb=False), of(
+        hidden_states=[randn(4, 2, 8, 8)], timestep=tensor([700]), encoder_hidden_states=[randn(5, 16)],
+        condition_latents=[randn(4, 2, 8, 8)], kv_cache=WanAnimate2KVCache(2), kv_cache_mode="extract", seq_len=32,
+        offset_grid_sizes=tensor([[2, 4, 4]]))
 
 @entry("SanaVideoTransformer3DModel", rotations=4)
 def sana_video():
-    config = {
-        "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2,
-        "num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32,
-        "caption_channels": 16, "sample_size": 8, "rope_max_seq_len": 32,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3, 700]), "encoder_attention_mask": text_mask(6),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, out_channels=4, **HEADS, num_layers=2, num_cross_attention_heads=2,
+        cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=16, sample_size=8,
+        rope_max_seq_len=32), of(
+        hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
+        encoder_attention_mask=text_mask(6))
 
 @entry("HeliosTransformer3DModel", rotations=4)
 def helios():
-    config = {key: value for key, value in WAN.items() if key != "rope_max_seq_len"} | {"rope_dim": (8, 4, 4)}
-    inputs = wan_inputs() | {
-        "indices_hidden_states": torch.arange(20, 22).expand(2, -1),
-        "latents_history_short": torch.randn(2, 4, 2, 8, 8),
-        "indices_latents_history_short": torch.arange(18, 20).expand(2, -1),
-        "latents_history_mid": torch.randn(2, 4, 2, 8, 8),
-        "indices_latents_history_mid": torch.arange(16, 18).expand(2, -1),
-        "latents_history_long": torch.randn(2, 4, 16, 8, 8),
-        "indices_latents_history_long": torch.arange(16).expand(2, -1),
-    }  # fmt: skip
-    return config, inputs
-
+    config = {key: value for key, value in WAN.items() if key != "rope_max_seq_len"}
+    return config | of(rope_dim=(8, 4, 4)), wan_inputs() | of(
+        indices_hidden_states=arange(20, 22).expand(2, -1), latents_history_short=randn(2, 4, 2, 8, 8),
+        indices_latents_history_short=arange(18, 20).expand(2, -1), latents_history_mid=randn(2, 4, 2, 8, 8),
+        indices_latents_history_mid=arange(16, 18).expand(2, -1), latents_history_long=randn(2, 4, 16, 8, 8),
+        indices_latents_history_long=arange(16).expand(2, -1))
 
 @entry("AnyFlowTransformer3DModel", rotations=4)
 def anyflow():
-    inputs = wan_inputs() | {
-        "hidden_states": torch.randn(2, 2, 4, 8, 8), "timestep": torch.tensor([[700.0, 500.0], [3.0, 3.0]]),
-        "r_timestep": torch.tensor([[600.0, 400.0], [2.0, 2.0]]),
-    }  # fmt: skip
-    return WAN, inputs
-
+    return WAN, wan_inputs() | of(hidden_states=randn(2, 2, 4, 8, 8), timestep=tensor([[700.0, 500.0], [3.0, 3.0]]),
+        r_timestep=tensor([[600.0, 400.0], [2.0, 2.0]]))
 
 @entry("AnyFlowFARTransformer3DModel", rotations=4, gradients=False)
 def anyflow_far():
-    times = torch.tensor([[700.0, 500.0, 500.0], [3.0, 3.0, 3.0]])
-    inputs = wan_inputs() | {
-        "hidden_states": torch.randn(2, 3, 4, 8, 8), "timestep": times, "r_timestep": times / 2,
-        "chunk_partition": [1, 1, 1],
-    }  # fmt: skip
-    return WAN | {"full_chunk_limit": 2, "chunk_partition": (1, 1, 1)}, inputs
-
+    times = tensor([[700.0, 500.0, 500.0], [3.0, 3.0, 3.0]])
+    return WAN | of(full_chunk_limit=2,
+        chunk_partition=(1, 1, 1)), wan_inputs() | of(hidden_states=randn(2, 3, 4, 8, 8), timestep=times,
+        r_timestep=times / 2, chunk_partition=[1, 1, 1])
 
 # Models with their own functions.
 
-
-HIDREAM = {
-    "patch_size": 2, "in_channels": 4, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16,
-    "num_attention_heads": 2, "caption_channels": [16, 12], "text_emb_dim": 8, "num_routed_experts": 2,
-    "num_activated_experts": 1, "axes_dims_rope": (4, 4, 8), "max_resolution": (16, 16), "llama_layers": [0, 1, 2],
-    "force_inference_output": True,
-}  # fmt: skip
-
+HIDREAM = of(patch_size=2, in_channels=4, num_layers=1, num_single_layers=2, **HEADS, caption_channels=[16, 12],
+    text_emb_dim=8, num_routed_experts=2, num_activated_experts=1, axes_dims_rope=(4, 4, 8), max_resolution=(16, 16),
+    llama_layers=[0, 1, 2], force_inference_output=True)
 
 def hidream_inputs():
-    return {
-        "hidden_states": torch.randn(2, 4, 8, 8), "timesteps": torch.tensor([3.0, 700.0]),
-        "encoder_hidden_states_t5": torch.randn(2, 6, 16), "encoder_hidden_states_llama3": torch.randn(3, 2, 6, 12),
-        "pooled_embeds": torch.randn(2, 8),
-    }  # fmt: skip
-
+    return of(hidden_states=randn(2, 4, 8, 8), timesteps=FLOAT_STEPS, encoder_hidden_states_t5=randn(2, 6, 16),
+        encoder_hidden_states_llama3=randn(3, 2, 6, 12), pooled_embeds=randn(2, 8))
 
 @entry("HiDreamImageTransformer2DModel", rotations=6)
 def hidream():
     return HIDREAM, hidream_inputs()
 
-
 @entry("HiDreamImageTransformer2DModel", variant="partial", rotations=6)
 def hidream_partial():
-    return HIDREAM | {"axes_dims_rope": (4, 2, 2)}, hidream_inputs()
-
+    return HIDREAM | of(axes_dims_rope=(4, 2, 2)), hidream_inputs()
 
 @entry("PRXTransformer2DModel", rotations=4)
 def prx():
-    config = {
-        "in_channels": 4, "patch_size": 2, "context_in_dim": 16, "hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2,
-        "depth": 2, "axes_dim": [8, 8],
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "attention_mask": text_mask(6, torch.bool),
-    }  # fmt: skip
-    return config, inputs
+    return of(in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2,
+        axes_dim=[8, 8]), of(
+        hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
+        attention_mask=text_mask(6, torch.bool))
 
-
-JOY = {
-    "patch_size": [1, 2, 2], "in_channels": 4, "hidden_size": 32, "num_attention_heads": 2, "text_dim": 16,
-    "mlp_width_ratio": 2.0, "num_layers": 2, "rope_dim_list": [4, 4, 8],
-}  # fmt: skip
-
+JOY = of(patch_size=[1, 2, 2], in_channels=4, hidden_size=32, num_attention_heads=2, text_dim=16, mlp_width_ratio=2.0,
+    num_layers=2, rope_dim_list=[4, 4, 8])
 
 def joy_image_inputs():
-    return {
-        "hidden_states": torch.randn(2, 2, 4, 1, 8, 8), "timestep": torch.tensor([3.0, 700.0]),
-        "encoder_hidden_states": torch.randn(2, 6, 16),
-    }  # fmt: skip
-
+    return of(hidden_states=randn(2, 2, 4, 1, 8, 8), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16))
 
 @entry("JoyImageEditTransformer3DModel", rotations=4)
 def joy_image():
     return JOY, joy_image_inputs()
 
-
 @entry("JoyImageEditTransformer3DModel", variant="mrope", rotations=8)
 def joy_image_mrope():
-    return JOY | {"rope_type": "mrope"}, joy_image_inputs()
-
+    return JOY | of(rope_type="mrope"), joy_image_inputs()
 
 @entry("JoyImageEditPlusTransformer3DModel", rotations=4)
 def joy_image_edit_plus():
-    inputs = {
-        "hidden_states": torch.randn(2, 25, 4, 1, 2, 2), "timestep": torch.tensor([3.0, 700.0]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "encoder_hidden_states_mask": text_mask(6),
-        "shape_list": [[(1, 4, 4), (1, 3, 3)], [(1, 4, 4), (1, 2, 2)]],
-    }  # fmt: skip
-    return JOY, inputs
-
+    return JOY, of(
+        hidden_states=randn(2, 25, 4, 1, 2, 2), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16),
+        encoder_hidden_states_mask=text_mask(6), shape_list=[[(1, 4, 4), (1, 3, 3)], [(1, 4, 4), (1, 2, 2)]])
 
 @entry("MiniMaxH3Transformer3DModel", rotations=4, fp32="position_ids")
 def minimax_h3():
-    config = {
-        "num_attention_heads": 2, "attention_head_dim": 32, "hidden_size": 64, "num_layers": 2, "num_refiner_layers": 1,
-        "ffn_dim": 32, "in_channels": 4, "audio_in_channels": 6, "text_dim": 16, "freq_dim": 32,
-        "time_embed_hidden_dim": 32, "time_embed_dim": 32, "rope_freq_dim": 4,
-    }  # fmt: skip
-    positions = torch.cat([grid(6, 1, 1), grid(1, 4, 4) + 6, grid(5, 1, 1) + 6])
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 16), "audio_hidden_states": torch.randn(2, 5, 6),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "timestep": torch.tensor([0.5, 0.25]),
-        "timestep_indices": torch.tensor([0] * 6 + [1] * 21), "token_tags": torch.tensor([0] * 6 + [1] * 16 + [2] * 5),
-        "position_ids": positions, "text_indices": torch.arange(6), "video_indices": torch.arange(6, 22),
-        "audio_indices": torch.arange(22, 27),
-    }  # fmt: skip
-    return config, inputs
-
+    positions = cat([grid(6, 1, 1), grid(1, 4, 4) + 6, grid(5, 1, 1) + 6])
+    return of(num_attention_heads=2, attention_head_dim=32, hidden_size=64, num_layers=2, num_refiner_layers=1,
+        ffn_dim=32, in_channels=4, audio_in_channels=6, text_dim=16, freq_dim=32, time_embed_hidden_dim=32,
+        time_embed_dim=32, rope_freq_dim=4), of(
+        hidden_states=randn(2, 16, 16), audio_hidden_states=randn(2, 5, 6), encoder_hidden_states=randn(2, 6, 16),
+        timestep=SIGMAS, timestep_indices=tensor([0] * 6 + [1] * 21), token_tags=tensor([0] * 6 + [1] * 16 + [2] * 5),
+        position_ids=positions, text_indices=arange(6), video_indices=arange(6, 22), audio_indices=arange(22, 27))
 
 @entry("MiniMaxMusic3Transformer1DModel", rotations=4)
 def minimax_music3():
-    config = {
-        "in_channels": 4, "condition_dim": 16, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32,
-        "ff_inner_dim": 32, "rotary_dim": 16, "fourier_embedding_dim": 32,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 12), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 12, 16),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, condition_dim=16, num_layers=2, num_attention_heads=2, attention_head_dim=32,
+        ff_inner_dim=32, rotary_dim=16, fourier_embedding_dim=32), of(
+        hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 12, 16))
 
 @entry("NucleusMoEImageTransformer2DModel", rotations=6)
 def nucleus_moe_image():
-    config = {
-        "patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4),
-        "mlp_ratio": 4.0, "num_experts": 4, "dense_moe_strategy": "leave_first_block_dense", "moe_intermediate_dim": 16,
-        "capacity_factors": 2.0,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 16), "img_shapes": [(1, 4, 4)] * 2,
-        "encoder_hidden_states": torch.randn(2, 7, 16), "encoder_hidden_states_mask": text_mask(7, torch.bool),
-        "timestep": torch.tensor([0.5, 0.25]),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4,
+        num_key_value_heads=2, joint_attention_dim=16, axes_dims_rope=(8, 4, 4), mlp_ratio=4.0, num_experts=4,
+        dense_moe_strategy="leave_first_block_dense", moe_intermediate_dim=16, capacity_factors=2.0), of(
+        hidden_states=randn(2, 16, 16), img_shapes=[(1, 4, 4)] * 2, encoder_hidden_states=randn(2, 7, 16),
+        encoder_hidden_states_mask=text_mask(7, torch.bool), timestep=SIGMAS)
 
 @entry("QwenImage21Transformer2DModel", rotations=4)
 def qwen_image21():
-    config = {
-        "in_channels": 16, "out_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2,
-        "context_in_dim": 16, "axes_dims_rope": (4, 4, 8),
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 16), "encoder_hidden_states": torch.randn(2, 7, 16),
-        "timestep": torch.tensor([0.5, 0.5]), "img_shapes": [[(1, 4, 4)]] * 2,
-        "img_mask": torch.tensor([[False] * 7 + [True] * 4] * 2), "encoder_hidden_states_mask": text_mask(7),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=16, out_channels=16, num_layers=2, **HEADS, context_in_dim=16, axes_dims_rope=(4, 4, 8)), of(
+        hidden_states=randn(2, 16, 16), encoder_hidden_states=randn(2, 7, 16), timestep=tensor([0.5, 0.5]),
+        img_shapes=[[(1, 4, 4)]] * 2, img_mask=tensor([[False] * 7 + [True] * 4] * 2),
+        encoder_hidden_states_mask=text_mask(7))
 
 @entry("MochiTransformer3DModel", rotations=4)
 def mochi():
-    config = {
-        "patch_size": 2, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2,
-        "pooled_projection_dim": 32, "in_channels": 4, "text_embed_dim": 16, "time_embed_dim": 32,
-        "max_sequence_length": 6,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3, 700]), "encoder_attention_mask": text_mask(6, torch.bool),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(patch_size=2, **HEADS, num_layers=2, pooled_projection_dim=32, in_channels=4, text_embed_dim=16,
+        time_embed_dim=32, max_sequence_length=6), of(
+        hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
+        encoder_attention_mask=text_mask(6, torch.bool))
 
 @entry("Kandinsky5Transformer3DModel", rotations=6)
 def kandinsky5():
-    config = {
-        "in_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 8, "time_dim": 32, "out_visual_dim": 4, "model_dim": 32,
-        "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (4, 4, 8),
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 2, 8, 8, 4), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3.0, 700.0]), "pooled_projections": torch.randn(2, 8),
-        "visual_rope_pos": (torch.arange(2), torch.arange(4), torch.arange(4)), "text_rope_pos": torch.arange(6),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=32, out_visual_dim=4, model_dim=32, ff_dim=32,
+        num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 4, 8)), of(
+        hidden_states=randn(2, 2, 8, 8, 4), encoder_hidden_states=randn(2, 6, 16), timestep=FLOAT_STEPS,
+        pooled_projections=randn(2, 8), visual_rope_pos=(arange(2), arange(4), arange(4)), text_rope_pos=arange(6))
 
 @entry("Kandinsky6Transformer3DModel", rotations=20)
 def kandinsky6():
-    config = {
-        "in_visual_dim": 4, "out_visual_dim": 4, "in_text_dim": 16, "in_text_dim2": 8, "time_dim": 32, "model_dim": 32,
-        "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 2, "axes_dims": (4, 4, 8), "visual_cond": False,
-        "in_audio_dim": 4, "out_audio_dim": 4, "ca_rope": True, "cross_gates": True,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 2, 8, 8, 4), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "pooled_projections": torch.randn(2, 8), "timestep": torch.tensor([3.0, 700.0]),
-        "audio_hidden_states": torch.randn(2, 5, 4),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_visual_dim=4, out_visual_dim=4, in_text_dim=16, in_text_dim2=8, time_dim=32, model_dim=32, ff_dim=32,
+        num_text_blocks=1, num_visual_blocks=2, axes_dims=(4, 4, 8), visual_cond=False, in_audio_dim=4, out_audio_dim=4,
+        ca_rope=True, cross_gates=True), of(
+        hidden_states=randn(2, 2, 8, 8, 4), encoder_hidden_states=randn(2, 6, 16), pooled_projections=randn(2, 8),
+        timestep=FLOAT_STEPS, audio_hidden_states=randn(2, 5, 4))
 
 @entry("Kandinsky6SRTransformer3DModel", rotations=4, gradients=False)
 def kandinsky6_sr():
-    config = {
-        "in_visual_dim": 4, "out_visual_dim": 4, "time_dim": 32, "model_dim": 32, "ff_dim": 32, "num_visual_blocks": 2,
-        "axes_dims": (4, 4, 8), "nabla_window": (3, 3, 3),
-    }  # fmt: skip
-    inputs = {"hidden_states": torch.randn(2, 2, 8, 8, 9), "timestep": torch.tensor([3.0, 700.0])}
-    return config, inputs
-
+    return of(in_visual_dim=4, out_visual_dim=4, time_dim=32, model_dim=32, ff_dim=32, num_visual_blocks=2,
+        axes_dims=(4, 4, 8), nabla_window=(3, 3, 3)), of(
+        hidden_states=randn(2, 2, 8, 8, 9), timestep=FLOAT_STEPS)
 
 @entry("ErnieImageTransformer2DModel", rotations=4)
 def ernie_image():
-    config = {
-        "hidden_size": 32, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 32, "in_channels": 4,
-        "out_channels": 4, "text_in_dim": 16, "rope_axes_dim": (4, 4, 8),
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 4, 4), "timestep": torch.tensor([3.0, 700.0]),
-        "text_bth": torch.randn(2, 6, 16), "text_lens": torch.tensor([6, 4]),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=32, in_channels=4, out_channels=4,
+        text_in_dim=16, rope_axes_dim=(4, 4, 8)), of(
+        hidden_states=randn(2, 4, 4, 4), timestep=FLOAT_STEPS, text_bth=randn(2, 6, 16), text_lens=tensor([6, 4]))
 
 def ltx2_inputs():
-    return {
-        "hidden_states": torch.randn(2, 2 * 4 * 4, 4), "audio_hidden_states": torch.randn(2, 5, 6),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "audio_encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3, 700]), "encoder_attention_mask": text_mask(6),
-        "audio_encoder_attention_mask": text_mask(6), "num_frames": 2, "height": 4, "width": 4, "audio_num_frames": 5,
-    }  # fmt: skip
+    return of(hidden_states=randn(2, 2 * 4 * 4, 4), audio_hidden_states=randn(2, 5, 6),
+        encoder_hidden_states=randn(2, 6, 16), audio_encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
+        encoder_attention_mask=text_mask(6), audio_encoder_attention_mask=text_mask(6), num_frames=2, height=4, width=4,
+        audio_num_frames=5)
 
-
-LTX2 = {
-    "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 32, "cross_attention_dim": 64,
-    "audio_in_channels": 6, "audio_out_channels": 6, "audio_num_attention_heads": 2, "audio_attention_head_dim": 16,
-    "audio_cross_attention_dim": 32, "num_layers": 2, "caption_channels": 16,
-}  # fmt: skip
-
+LTX2 = of(in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=32, cross_attention_dim=64,
+    audio_in_channels=6, audio_out_channels=6, audio_num_attention_heads=2, audio_attention_head_dim=16,
+    audio_cross_attention_dim=32, num_layers=2, caption_channels=16)
 
 @entry("LTX2VideoTransformer3DModel", rotations=16)
 def ltx2():
     return LTX2, ltx2_inputs()
 
-
 @entry("LTX2VideoTransformer3DModel", variant="split", rotations=16)
 def ltx2_split():
-    return LTX2 | {"rope_type": "split"}, ltx2_inputs()
-
+    return LTX2 | of(rope_type="split"), ltx2_inputs()
 
 @entry("LongCatAudioDiTTransformer", rotations=8)
 def longcat_audio():
-    config = {"dit_dim": 32, "dit_depth": 2, "dit_heads": 2, "dit_text_dim": 16, "latent_dim": 4, "ff_mult": 2.0}
-    inputs = {
-        "hidden_states": torch.randn(2, 12, 4), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "encoder_attention_mask": text_mask(6, torch.bool), "timestep": torch.tensor([0.5, 0.25]),
-        "attention_mask": torch.ones(2, 12, dtype=torch.bool), "latent_cond": torch.randn(2, 12, 4),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(dit_dim=32, dit_depth=2, dit_heads=2, dit_text_dim=16, latent_dim=4, ff_mult=2.0), of(
+        hidden_states=randn(2, 12, 4), encoder_hidden_states=randn(2, 6, 16),
+        encoder_attention_mask=text_mask(6, torch.bool), timestep=SIGMAS, attention_mask=ones(2, 12, dtype=torch.bool),
+        latent_cond=randn(2, 12, 4))
 
 @entry("GlmImageTransformer2DModel", rotations=4)
 def glm_image():
-    config = {
-        "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16,
-        "num_attention_heads": 2, "text_embed_dim": 16, "time_embed_dim": 32, "condition_dim": 16,
-        "prior_vq_quantizer_codebook_size": 32,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "prior_token_id": torch.randint(32, (2, 16)), "prior_token_drop": torch.zeros(2, 16, dtype=torch.bool),
-        "timestep": torch.tensor([3, 700]), "target_size": torch.tensor([[64.0, 64.0]] * 2),
-        "crop_coords": torch.zeros(2, 2),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(patch_size=2, in_channels=4, out_channels=4, num_layers=2, **HEADS, text_embed_dim=16, time_embed_dim=32,
+        condition_dim=16, prior_vq_quantizer_codebook_size=32), of(
+        hidden_states=randn(2, 4, 8, 8), encoder_hidden_states=randn(2, 6, 16), prior_token_id=randint(32, (2, 16)),
+        prior_token_drop=zeros(2, 16, dtype=torch.bool), timestep=STEPS, target_size=tensor([[64.0, 64.0]] * 2),
+        crop_coords=zeros(2, 2))
 
 @entry("Ideogram4Transformer2DModel", rotations=4)
 def ideogram4():
     from diffusers.models.transformers import transformer_ideogram4 as module
-
-    config = {
-        "in_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "intermediate_size": 32,
-        "adaln_dim": 32, "llm_features_dim": 16, "mrope_section": (4, 2, 2),
-    }  # fmt: skip
     indicator = [module.LLM_TOKEN_INDICATOR] * 6 + [module.OUTPUT_IMAGE_INDICATOR] * 16
-    positions = torch.cat([torch.arange(6)[:, None].expand(6, 3), grid(1, 4, 4).long() + 6])
-    inputs = {
-        "hidden_states": torch.randn(2, 22, 4), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 22, 16), "position_ids": positions.expand(2, -1, -1),
-        "segment_ids": torch.ones(2, 22, dtype=torch.long), "indicator": torch.tensor([indicator] * 2),
-    }  # fmt: skip
-    return config, inputs
-
+    positions = cat([arange(6)[:, None].expand(6, 3), grid(1, 4, 4).long() + 6])
+    return of(in_channels=4, num_layers=2, **HEADS, intermediate_size=32, adaln_dim=32, llm_features_dim=16,
+        mrope_section=(4, 2, 2)), of(
+        hidden_states=randn(2, 22, 4), timestep=SIGMAS, encoder_hidden_states=randn(2, 22, 16),
+        position_ids=positions.expand(2, -1, -1), segment_ids=ones(2, 22, dtype=torch.long),
+        indicator=tensor([indicator] * 2))
 
 @entry("AceStepTransformer1DModel", rotations=4)
 def ace_step():
-    config = {
-        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "in_channels": 12, "audio_acoustic_hidden_dim": 4, "patch_size": 2,
-        "sliding_window": 4, "encoder_hidden_size": 16,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 4), "timestep": torch.tensor([0.5, 0.25]),
-        "timestep_r": torch.tensor([0.5, 0.25]), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "context_latents": torch.randn(2, 16, 8),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, in_channels=12, audio_acoustic_hidden_dim=4, patch_size=2, sliding_window=4,
+        encoder_hidden_size=16), of(
+        hidden_states=randn(2, 16, 4), timestep=SIGMAS, timestep_r=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
+        context_latents=randn(2, 16, 8))
 
 # Models whose tables the pipeline makes.
 
-
 def rotary_tables(positions, sizes, theta=10000.0):
     """(cos, sin), (S, sum(sizes)) each, every angle twice in a row, of positions (S, axes)."""
-    axes = [positions[:, axis, None] * theta ** -(torch.arange(0, size, 2) / size) for axis, size in enumerate(sizes)]
-    angles = torch.cat(axes, -1).repeat_interleave(2, -1)
-    return angles.cos(), angles.sin()
-
+    axes = [positions[:, axis, None] * theta ** (-(arange(0, size, 2) / size)) for axis, size in enumerate(sizes)]
+    angles = cat(axes, -1).repeat_interleave(2, -1)
+    return (angles.cos(), angles.sin())
 
 def half_tables(length, size, theta=10000.0):
     """(cos, sin), (length, size) each: the second half of a row repeats the first."""
-    angles = torch.arange(float(length))[:, None] * theta ** -(torch.arange(0, size, 2) / size)
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos(), angles.sin()
+    angles = arange(float(length))[:, None] * theta ** (-(arange(0, size, 2) / size))
+    angles = cat([angles, angles], -1)
+    return (angles.cos(), angles.sin())
 
-
-COGVIDEOX = {
-    "num_attention_heads": 3, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "time_embed_dim": 32,
-    "text_embed_dim": 16, "num_layers": 2, "sample_width": 8, "sample_height": 8, "sample_frames": 5, "patch_size": 2,
-    "max_text_seq_length": 6, "use_rotary_positional_embeddings": True,
-}  # fmt: skip
-
+COGVIDEOX = of(num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=32,
+    text_embed_dim=16, num_layers=2, sample_width=8, sample_height=8, sample_frames=5, patch_size=2,
+    max_text_seq_length=6, use_rotary_positional_embeddings=True)
 
 def cogvideox_inputs():
-    return {
-        "hidden_states": torch.randn(2, 2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3, 700]), "image_rotary_emb": rotary_tables(grid(2, 4, 4), (4, 6, 6)),
-    }  # fmt: skip
-
+    return of(hidden_states=randn(2, 2, 4, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
+        image_rotary_emb=rotary_tables(grid(2, 4, 4), (4, 6, 6)))
 
 @entry("CogVideoXTransformer3DModel", rotations=4, fp32="image_rotary_emb")
 def cogvideox():
     return COGVIDEOX, cogvideox_inputs()
 
-
 @entry("ConsisIDTransformer3DModel", rotations=4, fp32="image_rotary_emb")
 def consisid():
-    config = COGVIDEOX | {
-        "is_train_face": True, "cross_attn_interval": 1, "cross_attn_dim_head": 8, "cross_attn_num_heads": 2,
-        "LFE_id_dim": 12, "LFE_vit_dim": 16, "LFE_depth": 2, "LFE_dim_head": 8, "LFE_num_heads": 2,
-        "LFE_num_id_token": 2, "LFE_num_querie": 4, "LFE_output_dim": 32, "LFE_ff_mult": 2, "LFE_num_scale": 2,
-    }  # fmt: skip
-    inputs = cogvideox_inputs() | {
-        "id_cond": torch.randn(2, 12),
-        "id_vit_hidden": [torch.randn(2, 5, 16) for _ in range(2)],
-    }
-    return config, inputs
-
+    return COGVIDEOX | of(is_train_face=True, cross_attn_interval=1, cross_attn_dim_head=8, cross_attn_num_heads=2,
+        LFE_id_dim=12, LFE_vit_dim=16, LFE_depth=2, LFE_dim_head=8, LFE_num_heads=2, LFE_num_id_token=2,
+        LFE_num_querie=4, LFE_output_dim=32, LFE_ff_mult=2,
+        LFE_num_scale=2), cogvideox_inputs() | of(id_cond=randn(2, 12),
+        id_vit_hidden=[randn(2, 5, 16) for _ in range(2)])
 
 @entry("HunyuanDiT2DModel", rotations=12, fp32="image_rotary_emb")
 def hunyuan_dit():
-    config = {
-        "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "patch_size": 2, "sample_size": 8,
-        "hidden_size": 32, "num_layers": 4, "mlp_ratio": 2.0, "cross_attention_dim": 16, "cross_attention_dim_t5": 16,
-        "pooled_projection_dim": 8, "text_len": 5, "text_len_t5": 6,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([3.0, 700.0]),
-        "encoder_hidden_states": torch.randn(2, 5, 16), "text_embedding_mask": text_mask(5),
-        "encoder_hidden_states_t5": torch.randn(2, 6, 16), "text_embedding_mask_t5": text_mask(6),
-        "image_meta_size": torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * 2),
-        "style": torch.zeros(2, dtype=torch.long), "image_rotary_emb": rotary_tables(grid(4, 4), (8, 8)),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(**HEADS, in_channels=4, patch_size=2, sample_size=8, hidden_size=32, num_layers=4, mlp_ratio=2.0,
+        cross_attention_dim=16, cross_attention_dim_t5=16, pooled_projection_dim=8, text_len=5, text_len_t5=6), of(
+        hidden_states=randn(2, 4, 8, 8), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 5, 16),
+        text_embedding_mask=text_mask(5), encoder_hidden_states_t5=randn(2, 6, 16), text_embedding_mask_t5=text_mask(6),
+        image_meta_size=tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * 2), style=zeros(2, dtype=torch.long),
+        image_rotary_emb=rotary_tables(grid(4, 4), (8, 8)))
 
 @entry("StableAudioDiTModel", rotations=4, fp32="rotary_embedding")
 def stable_audio():
-    config = {
-        "sample_size": 12, "in_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4,
-        "num_key_value_attention_heads": 2, "out_channels": 4, "cross_attention_dim": 32, "time_proj_dim": 32,
-        "global_states_input_dim": 24, "cross_attention_input_dim": 16,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 12), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "global_hidden_states": torch.randn(2, 1, 24),
-        "rotary_embedding": half_tables(13, 8),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(sample_size=12, in_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4,
+        num_key_value_attention_heads=2, out_channels=4, cross_attention_dim=32, time_proj_dim=32,
+        global_states_input_dim=24, cross_attention_input_dim=16), of(
+        hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
+        global_hidden_states=randn(2, 1, 24), rotary_embedding=half_tables(13, 8))
 
 @entry("AllegroTransformer3DModel", rotations=4, fp32="image_rotary_emb")
 def allegro():
-    config = {
-        "patch_size": 2, "num_attention_heads": 2, "attention_head_dim": 48, "in_channels": 4, "out_channels": 4,
-        "num_layers": 2, "cross_attention_dim": 96, "sample_height": 8, "sample_width": 8, "sample_frames": 2,
-        "caption_channels": 16,
-    }  # fmt: skip
     tables = tuple(half_tables(length, 16) for length in (2, 4, 4))
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3, 700]), "attention_mask": torch.ones(2, 2, 8, 8),
-        "encoder_attention_mask": text_mask(6), "image_rotary_emb": (tables, tuple(grid(2, 4, 4).long().T[:, None])),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(patch_size=2, num_attention_heads=2, attention_head_dim=48, in_channels=4, out_channels=4, num_layers=2,
+        cross_attention_dim=96, sample_height=8, sample_width=8, sample_frames=2, caption_channels=16), of(
+        hidden_states=randn(2, 4, 2, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
+        attention_mask=ones(2, 2, 8, 8), encoder_attention_mask=text_mask(6),
+        image_rotary_emb=(tables, tuple(grid(2, 4, 4).long().T[:, None])))
 
 @entry("LuminaNextDiT2DModel", rotations=6)
 def lumina_next():
-    config = {
-        "sample_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 64, "num_layers": 2,
-        "num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 16, "cross_attention_dim": 16,
-    }  # fmt: skip
     cos, sin = rotary_tables(grid(4, 4), (8, 8))
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "encoder_mask": text_mask(6),
-        "image_rotary_emb": torch.complex(cos, sin)[:, ::2].reshape(4, 4, 8).contiguous(), "cross_attention_kwargs": {},
-    }  # fmt: skip
-    return config, inputs
-
+    return of(sample_size=8, patch_size=2, in_channels=4, hidden_size=64, num_layers=2, num_attention_heads=4,
+        num_kv_heads=2, multiple_of=16, cross_attention_dim=16), of(
+        hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
+        encoder_mask=text_mask(6), image_rotary_emb=torch.complex(cos, sin)[:, ::2].reshape(4, 4, 8).contiguous(),
+        cross_attention_kwargs={})
 
 @entry("SanaWMLTX2RefinerTransformer3DModel", rotations=4, fp32="video_rotary_emb")
 def sana_wm_refiner():
     cos, sin = rotary_tables(grid(2, 4, 4), (20, 22, 22))
-    inputs = {
-        "hidden_states": torch.randn(2, 2 * 4 * 4, 4), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3, 700]), "video_rotary_emb": (cos.expand(2, -1, -1), sin.expand(2, -1, -1)),
-        "encoder_attention_mask": text_mask(6),
-    }  # fmt: skip
-    return LTX2, inputs
-
+    return LTX2, of(
+        hidden_states=randn(2, 2 * 4 * 4, 4), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS,
+        video_rotary_emb=(cos.expand(2, -1, -1), sin.expand(2, -1, -1)), encoder_attention_mask=text_mask(6))
 
 # The rest.
 
-
 @entry("StableAudio3DiTModel", rotations=8)
 def stable_audio3():
-    config = {
-        "io_channels": 4, "embed_dim": 64, "depth": 2, "num_heads": 2, "cond_token_dim": 16, "global_cond_dim": 16,
-        "local_add_cond_dim": 5, "timestep_features_dim": 32, "ff_mult": 2.0, "num_memory_tokens": 4,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 12), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "global_hidden_states": torch.randn(2, 16),
-        "encoder_attention_mask": text_mask(6), "local_add_cond": torch.randn(2, 5, 12),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(io_channels=4, embed_dim=64, depth=2, num_heads=2, cond_token_dim=16, global_cond_dim=16,
+        local_add_cond_dim=5, timestep_features_dim=32, ff_mult=2.0, num_memory_tokens=4), of(
+        hidden_states=randn(2, 4, 12), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16),
+        global_hidden_states=randn(2, 16), encoder_attention_mask=text_mask(6), local_add_cond=randn(2, 5, 12))
 
 @entry("EasyAnimateTransformer3DModel", rotations=4)
 def easy_animate():
-    config = {
-        "num_attention_heads": 2, "attention_head_dim": 32, "in_channels": 4, "out_channels": 4, "patch_size": 2,
-        "sample_width": 8, "sample_height": 8, "num_layers": 2, "mmdit_layers": 1, "time_embed_dim": 32,
-        "text_embed_dim": 16, "text_embed_dim_t5": 12,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8), "timestep": torch.tensor([3.0, 700.0]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "encoder_hidden_states_t5": torch.randn(2, 5, 12),
-    }  # fmt: skip
-    return config, inputs
-
+    return of(num_attention_heads=2, attention_head_dim=32, in_channels=4, out_channels=4, patch_size=2, sample_width=8,
+        sample_height=8, num_layers=2, mmdit_layers=1, time_embed_dim=32, text_embed_dim=16, text_embed_dim_t5=12), of(
+        hidden_states=randn(2, 4, 2, 8, 8), timestep=FLOAT_STEPS, encoder_hidden_states=randn(2, 6, 16),
+        encoder_hidden_states_t5=randn(2, 5, 12))
 
 @entry("CogView4Transformer2DModel", rotations=4)
 def cogview4():
-    config = {
-        "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16,
-        "num_attention_heads": 2, "text_embed_dim": 16, "time_embed_dim": 32, "condition_dim": 16,
-        "pos_embed_max_size": 8, "sample_size": 8,
-    }  # fmt: skip
-    sizes = torch.tensor([[64.0, 64.0]] * 2)
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16),
-        "timestep": torch.tensor([3, 700]), "original_size": sizes, "target_size": sizes,
-        "crop_coords": torch.zeros(2, 2),
-    }  # fmt: skip
-    return config, inputs
-
+    sizes = tensor([[64.0, 64.0]] * 2)
+    return of(patch_size=2, in_channels=4, out_channels=4, num_layers=2, **HEADS, text_embed_dim=16, time_embed_dim=32,
+        condition_dim=16, pos_embed_max_size=8, sample_size=8), of(
+        hidden_states=randn(2, 4, 8, 8), encoder_hidden_states=randn(2, 6, 16), timestep=STEPS, original_size=sizes,
+        target_size=sizes, crop_coords=zeros(2, 2))
 
 @entry("CosmosTransformer3DModel", rotations=4)
 def cosmos():
-    config = {
-        "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2,
-        "mlp_ratio": 2.0, "text_embed_dim": 16, "adaln_lora_dim": 8, "max_size": (4, 16, 16),
-        "rope_scale": (2.0, 1.0, 1.0), "concat_padding_mask": False,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8), "timestep": torch.tensor([0.5, 0.25]),
-        "encoder_hidden_states": torch.randn(2, 6, 16), "fps": 16,
-    }  # fmt: skip
-    return config, inputs
-
+    return of(in_channels=4, out_channels=4, **HEADS, num_layers=2, mlp_ratio=2.0, text_embed_dim=16, adaln_lora_dim=8,
+        max_size=(4, 16, 16), rope_scale=(2.0, 1.0, 1.0), concat_padding_mask=False), of(
+        hidden_states=randn(2, 4, 2, 8, 8), timestep=SIGMAS, encoder_hidden_states=randn(2, 6, 16), fps=16)
 
 @entry("Cosmos3OmniTransformer", rotations=10, fp32="position_ids vision_timesteps")
 def cosmos3():
-    config = {
-        "head_dim": 16, "hidden_size": 64, "intermediate_size": 64, "latent_channel": 4, "latent_patch_size": 2,
-        "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "patch_latent_dim": 16,
-        "vocab_size": 32, "rope_axes_dim": (4, 2, 2),
-    }  # fmt: skip
-    positions = torch.cat([torch.arange(6)[:, None].expand(6, 3), grid(2, 4, 4).long() + 6])
-    inputs = {
-        "input_ids": torch.randint(32, (6,)), "text_indexes": torch.arange(6), "position_ids": positions.T.contiguous(),
-        "und_len": 6, "sequence_length": 38, "vision_tokens": [torch.randn(1, 4, 2, 8, 8)],
-        "vision_token_shapes": [(2, 4, 4)], "vision_sequence_indexes": torch.arange(6, 38),
-        "vision_mse_loss_indexes": torch.arange(6, 38), "vision_timesteps": torch.full((32,), 700.0),
-        "vision_noisy_frame_indexes": [torch.arange(2)],
-    }  # fmt: skip
-    return config, inputs
-
+    positions = cat([arange(6)[:, None].expand(6, 3), grid(2, 4, 4).long() + 6])
+    return of(head_dim=16, hidden_size=64, intermediate_size=64, latent_channel=4, latent_patch_size=2,
+        num_attention_heads=4, num_hidden_layers=2, num_key_value_heads=2, patch_latent_dim=16, vocab_size=32,
+        rope_axes_dim=(4, 2, 2)), of(
+        input_ids=randint(32, (6,)), text_indexes=arange(6), position_ids=positions.T.contiguous(), und_len=6,
+        sequence_length=38, vision_tokens=[randn(1, 4, 2, 8, 8)], vision_token_shapes=[(2, 4, 4)],
+        vision_sequence_indexes=arange(6, 38), vision_mse_loss_indexes=arange(6, 38),
+        vision_timesteps=full((32,), 700.0), vision_noisy_frame_indexes=[arange(2)])
 
 @entry("OmniGenTransformer2DModel", rotations=4)
 def omnigen():
-    config = {
-        "in_channels": 4, "patch_size": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "intermediate_size": 32, "num_layers": 2, "pad_token_id": 0, "vocab_size": 32, "max_position_embeddings": 256,
-        "original_max_position_embeddings": 128, "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-        "pos_embed_max_size": 8, "time_step_dim": 32,
-    }  # fmt: skip
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([0.5, 0.25]),
-        "input_ids": torch.randint(1, 32, (2, 20)), "input_img_latents": [torch.randn(1, 4, 8, 8) for _ in range(2)],
-        "input_image_sizes": {0: [[2, 18]], 1: [[2, 18]]}, "attention_mask": torch.ones(2, 37, 37, dtype=torch.long),
-        "position_ids": torch.arange(37).expand(2, -1),
-    }  # fmt: skip
-    return config, inputs
+    return of(in_channels=4, patch_size=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=32, num_layers=2, pad_token_id=0, vocab_size=32, max_position_embeddings=256,
+        original_max_position_embeddings=128, rope_scaling=of(short_factor=[1.0] * 8, long_factor=[2.0] * 8),
+        pos_embed_max_size=8, time_step_dim=32), of(
+        hidden_states=randn(2, 4, 8, 8), timestep=SIGMAS, input_ids=randint(1, 32, (2, 20)),
+        input_img_latents=[randn(1, 4, 8, 8) for _ in range(2)], input_image_sizes={0: [[2, 18]], 1: [[2, 18]]},
+        attention_mask=ones(2, 37, 37, dtype=torch.long), position_ids=arange(37).expand(2, -1))
 
-
-SANA_WM = {
-    "in_channels": 4, "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "softmax_every_n": 2,
-    "linear_head_dim": 32, "chunk_plucker_channels": 6, "chunk_plucker_post_attn_blocks": 1, "image_size": 8,
-    "caption_channels": 16, "mlp_ratio": 2.0,
-}  # fmt: skip
-
+SANA_WM = of(in_channels=4, num_layers=2, hidden_size=64, num_attention_heads=2, softmax_every_n=2, linear_head_dim=32,
+    chunk_plucker_channels=6, chunk_plucker_post_attn_blocks=1, image_size=8, caption_channels=16, mlp_ratio=2.0)
 
 def sana_wm_inputs():
-    return {
-        "hidden_states": torch.randn(2, 4, 2, 4, 4), "timestep": torch.tensor([[[3.0, 3.0]], [[700.0, 500.0]]]),
-        "encoder_hidden_states": torch.randn(2, 1, 6, 16), "encoder_attention_mask": text_mask(6),
-    }  # fmt: skip
-
+    return of(hidden_states=randn(2, 4, 2, 4, 4), timestep=tensor([[[3.0, 3.0]], [[700.0, 500.0]]]),
+        encoder_hidden_states=randn(2, 1, 6, 16), encoder_attention_mask=text_mask(6))
 
 @entry("SanaWMTransformer3DModel", rotations=4)
 def sana_wm():
     return SANA_WM, sana_wm_inputs()
 
-
 @entry("SanaWMTransformer3DModel", variant="camera", rotations=10, dtypes=(FP32,))
 def sana_wm_camera():  # rotates k and v in one call, and rotates the output back: 6 of the 10
-    poses = torch.eye(4).repeat(2, 2, 1, 1)
-    poses[:, 1, :3, 3] = torch.tensor([0.1, 0.2, 0.3])
-    lens = torch.tensor([4.0, 4.0, 2.0, 2.0]).expand(2, 2, -1)  # fx, fy, cx, cy
-    cameras = torch.cat([poses.flatten(2), lens], -1)
-    return SANA_WM, sana_wm_inputs() | {"camera_conditions": cameras, "chunk_plucker": torch.randn(2, 6, 2, 4, 4)}
+    poses = eye(4).repeat(2, 2, 1, 1)
+    poses[:, 1, :3, 3] = tensor([0.1, 0.2, 0.3])
+    lens = tensor([4.0, 4.0, 2.0, 2.0]).expand(2, 2, -1)
+    cameras = cat([poses.flatten(2), lens], -1)
+    return SANA_WM, sana_wm_inputs() | of(camera_conditions=cameras, chunk_plucker=randn(2, 6, 2, 4, 4))

@@ -8,8 +8,9 @@
 An attention processor (or, where a model rotates in a module's `forward`, that module) becomes an object of a
 subclass whose code is the host's own with one name changed: the rope function it calls. So everything else in
 it (LoRA, IP adapters, attention backends, context parallelism) stays the host's, whatever its version. With
-`fuse_norm` the processors of the larger models are ours as a whole, and RMSNorm, rope and the joining of two
-streams are one launch. `coverage.COVERAGE` says for every model how it is covered.
+`fuse_norm` the processors of FLUX, FLUX.2, Qwen-Image, Wan, HunyuanVideo, LTX-Video and Z-Image are ours as a whole,
+and RMSNorm, rope and the joining of two streams are one launch. `coverage.COVERAGE` says for every model how it is
+covered.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from typing import Any
 from torch import nn
 
 from ...base.errors import JitropeError
-from . import counting, fused, inline
+from . import counting
 from .coverage import COVERAGE, SITES
+from .fused import FUSED, INLINE
 from .twins import host_of, is_twin, replaced_by, twin
 
 __all__ = ["COVERAGE", "Report", "disable", "enable"]
@@ -85,6 +87,8 @@ class Report:
     def __str__(self) -> str:
         parts = [f"jitrope rotates in {_listed(self.replaced)}"]
         parts += [f"fused with the norm in {_listed(self.fused)}"] if self.fused else []
+        alone = self.replaced - self.fused
+        parts += [f"the norm runs in the host's own code in {_listed(alone)}"] if alone else []
         parts += [f"left alone: {_listed(self.left)}"] if self.left else []
         parts += [f"{name}: {note}" for name, note in self.notes.items()]
         parts += [f"calls so far: {self.calls}"]
@@ -160,7 +164,7 @@ def _parts(model: nn.Module) -> list[Any]:
 
 
 def _known(host: type) -> bool:
-    return host.__module__.startswith(_HOST) and (host.__name__ in SITES or host.__name__ in inline.INLINE)
+    return host.__module__.startswith(_HOST) and (host.__name__ in SITES or host.__name__ in INLINE)
 
 
 def _replace(part: Any, fuse_norm: bool, report: Report, left: Counter[str]) -> None:
@@ -175,7 +179,7 @@ def _replace(part: Any, fuse_norm: bool, report: Report, left: Counter[str]) -> 
     call, note = _own_call(host, attribute, fuse_norm)
     if attribute == "forward" and "forward" in vars(part):
         note, cls = "its forward is hooked; enable before hooks and offload are", None
-    elif name in inline.INLINE:
+    elif name in INLINE:
         cls = twin(host, attribute, original, (), call) if call else None
     else:
         cls, note = _twin(host, attribute, original, call, note)
@@ -188,7 +192,7 @@ def _replace(part: Any, fuse_norm: bool, report: Report, left: Counter[str]) -> 
         report._changed.append((weakref.ref(part), type(part)))
         part.__class__ = cls
     report.replaced[name] += 1
-    if call is not None and name in fused.FUSED:
+    if call is not None and name in FUSED:
         report.fused[name] += 1
 
 
@@ -205,18 +209,14 @@ def _twin(host: type, attribute: str, original: Any, call: Any, note: str) -> tu
 
 def _own_call(host: type, attribute: str, fuse_norm: bool) -> tuple[Any, str]:
     """Our function for all of a processor's call, if there is one for this very code; else why not."""
-    name = host.__name__
-    for functions, fingerprints, wanted in (
-        (fused.FUSED, fused.FINGERPRINTS, fuse_norm),
-        (inline.INLINE, inline.FINGERPRINTS, True),
-    ):
-        if name in functions and wanted:
-            if other := replaced_by(host, attribute):
-                return None, f"its {attribute} is {other}'s: not fused"
-            if fused.fingerprint(getattr(host, attribute)) in fingerprints.get(name, ()):
-                return functions[name], ""
-            return None, f"its code is not that which jitrope stands for, in diffusers {_version()}"
-    return None, ""
+    ours = {**INLINE, **(FUSED if fuse_norm else {})}.get(host.__name__)
+    if ours is None:
+        return None, ""
+    if other := replaced_by(host, attribute):
+        return None, f"its {attribute} is {other}'s: not fused"
+    if ours.stands_for(getattr(host, attribute)):
+        return ours.call, ""
+    return None, f"its code is not that which jitrope stands for, in diffusers {_version()}"
 
 
 def _version() -> str:
@@ -225,12 +225,8 @@ def _version() -> str:
 
 def _refusal(model_or_pipeline: Any, seen: Counter[str], notes: dict[str, str]) -> str:
     name = type(model_or_pipeline).__name__
-    reason = COVERAGE.get(name)
-    if isinstance(reason, str):
-        return f"{name}: {reason}"
     why = "".join(f"; {part}: {note}" for part, note in notes.items())
-    models = ", ".join(model for model, covered in COVERAGE.items() if not isinstance(covered, str))
-    return f"{name} has {_listed(seen) or 'no attention processors'}{why}; supported are {models}"
+    return f"{name} has {_listed(seen) or 'no attention processors'}{why}; supported are {', '.join(COVERAGE)}"
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -6,177 +6,156 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator
 
-from . import ropes
-from .fused import FUSED
-from .inline import INLINE
+from . import forms
+from .fused import FUSED, INLINE
 from .twins import Site
 
+# Form, the name of the rope function and, if another function of the module calls it, that one's: the classes.
+_SITES = """
+SHARED apply_rotary_emb: FluxAttnProcessor FluxIPAdapterAttnProcessor Flux2AttnProcessor Flux2KVAttnProcessor
+  Flux2ParallelSelfAttnProcessor Flux2KVParallelSelfAttnProcessor Flux3AttnProcessor LongCatImageAttnProcessor
+  OvisImageAttnProcessor BriaAttnProcessor BriaFiboAttnProcessor Krea2AttnProcessor MotifVideoAttnProcessor2_0
+  MotifVideoCrossAttnProcessor2_0 AceStepAttnProcessor2_0 Lumina2AttnProcessor2_0 HunyuanVideoAttnProcessor2_0
+  HunyuanVideo15AttnProcessor2_0 HunyuanImageAttnProcessor HunyuanAttnProcessor2_0 FusedHunyuanAttnProcessor2_0
+  PAGHunyuanAttnProcessor2_0 PAGCFGHunyuanAttnProcessor2_0 CogVideoXAttnProcessor2_0 FusedCogVideoXAttnProcessor2_0
+  EasyAnimateAttnProcessor2_0 CogView4AttnProcessor CogView4TrainingAttnProcessor GlmImageAttnProcessor
+  CosmosAttnProcessor2_0 CosmosAttnProcessor2_5 OmniGenAttnProcessor2_0 LuminaAttnProcessor2_0
+  StableAudioAttnProcessor2_0
+QWEN apply_rotary_emb_qwen: QwenDoubleStreamAttnProcessor2_0
+QWEN apply_rotary_emb_qwen _qwenimage21_prepare_qkv: QwenImage21AttnProcessor QwenImage21FlexAttnProcessor
+QWEN _apply_rotary_emb_nucleus: NucleusMoEAttnProcessor2_0
+COMPLEX_ROWS apply_rotary_emb: ZSingleStreamAttnProcessor BriaFibo2AttnProcessor
+ANY_FLOW apply_rotary_emb: AnyFlowAttnProcessor AnyFlowCausalAttnProcessor
+WAN apply_rotary_emb: WanAttnProcessor SkyReelsV2AttnProcessor SanaLinearAttnProcessor3_0
+WAN_ANIMATE2 rope_apply: WanAnimate2AttnProcessor
+HELIOS apply_rotary_emb_transposed: HeliosAttnProcessor
+MOCHI apply_rotary_emb: MochiAttnProcessor2_0
+KANDINSKY5 apply_rotary: Kandinsky5AttnProcessor
+KANDINSKY6 apply_rotary: Kandinsky6AttnProcessor Kandinsky6SRAttnProcessor
+PRX apply_rope: PRXAttnProcessor2_0
+HIDREAM apply_rope: HiDreamAttnProcessor
+LTX apply_rotary_emb: LTXVideoAttnProcessor
+LTX apply_interleaved_rotary_emb: LTX2AudioVideoAttnProcessor LTX2PerturbedAttnProcessor
+  SanaWMLTX2AudioVideoAttnProcessor SanaWMLTX2PerturbedAttnProcessor SanaWMLTX2RefinerAttnProcessor
+LTX2_SPLIT apply_split_rotary_emb: LTX2AudioVideoAttnProcessor LTX2PerturbedAttnProcessor
+  SanaWMLTX2AudioVideoAttnProcessor SanaWMLTX2PerturbedAttnProcessor SanaWMLTX2RefinerAttnProcessor
+JOY _apply_rotary_emb: JoyImageAttnProcessor
+JOY_PLUS _apply_rotary_emb_batched: JoyImageEditPlusAttnProcessor
+HALVES _apply_rotary_emb: AudioDiTSelfAttnProcessor AudioDiTCrossAttnProcessor
+MINIMAX_H3 _apply_rotary_emb: MiniMaxH3AttnProcessor
+MINIMAX_MUSIC3 _apply_partial_rotary_emb: MiniMaxMusic3AttnProcessor
+ERNIE apply_rotary_emb: ErnieImageSingleStreamAttnProcessor
+STABLE_AUDIO3 _apply_rotary_partial: StableAudio3SelfAttnProcessor
+ALLEGRO apply_rotary_emb_allegro: AllegroAttnProcessor2_0
+SANA_WM _apply_rotary_emb: SanaWMBidirectionalGDNAttention SanaWMSoftmaxAttention
+SANA_WM_CAMERA _apply_ucpe_transform: SanaWMBidirectionalGDNCamAttention SanaWMSoftmaxCamAttention
+"""
 
-def _sites(rope: ropes.Rope, *classes: str, name: str = "apply_rotary_emb", through: str = "") -> dict[str, Any]:
-    return {cls: (Site(name, rope, through),) for cls in classes}
+# Classes, and the models that have them.
+_MODELS = """
+AceStepAttnProcessor2_0: AceStepTransformer1DModel
+AllegroAttnProcessor2_0: AllegroTransformer3DModel
+AnyFlowAttnProcessor AnyFlowCausalAttnProcessor: AnyFlowFARTransformer3DModel
+AnyFlowAttnProcessor: AnyFlowTransformer3DModel
+BriaFibo2AttnProcessor: BriaFibo2Transformer2DModel
+BriaAttnProcessor BriaFiboAttnProcessor: BriaFiboTransformer2DModel
+BriaAttnProcessor: BriaTransformer2DModel
+FluxAttnProcessor: ChromaTransformer2DModel FluxControlNetModel FluxMultiControlNetModel
+WanAttnProcessor: ChronoEditTransformer3DModel WanAnimateTransformer3DModel WanTransformer3DModel
+    WanVACETransformer3DModel
+CogVideoXAttnProcessor2_0 FusedCogVideoXAttnProcessor2_0: CogVideoXTransformer3DModel
+CogView4AttnProcessor CogView4TrainingAttnProcessor: CogView4Transformer2DModel
+CogVideoXAttnProcessor2_0: ConsisIDTransformer3DModel
+Cosmos3AttnProcessor: Cosmos3OmniTransformer
+CosmosAttnProcessor2_0 CosmosAttnProcessor2_5: CosmosControlNetModel CosmosTransformer3DModel
+EasyAnimateAttnProcessor2_0: EasyAnimateTransformer3DModel
+ErnieImageSingleStreamAttnProcessor: ErnieImageTransformer2DModel
+Flux2AttnProcessor Flux2KVAttnProcessor Flux2ParallelSelfAttnProcessor Flux2KVParallelSelfAttnProcessor:
+  Flux2Transformer2DModel
+Flux3AttnProcessor: Flux3Transformer2DModel
+FluxAttnProcessor FluxIPAdapterAttnProcessor: FluxTransformer2DModel
+GlmImageAttnProcessor: GlmImageTransformer2DModel
+HeliosAttnProcessor: HeliosTransformer3DModel
+HiDreamAttnProcessor: HiDreamImageTransformer2DModel
+HunyuanAttnProcessor2_0 FusedHunyuanAttnProcessor2_0 PAGHunyuanAttnProcessor2_0 PAGCFGHunyuanAttnProcessor2_0:
+  HunyuanDiT2DControlNetModel HunyuanDiT2DModel HunyuanDiT2DMultiControlNetModel
+HunyuanImageAttnProcessor: HunyuanImageTransformer2DModel
+HunyuanVideo15AttnProcessor2_0: HunyuanVideo15Transformer3DModel
+HunyuanVideoAttnProcessor2_0: HunyuanVideoFramepackTransformer3DModel HunyuanVideoTransformer3DModel
+Ideogram4AttnProcessor: Ideogram4Transformer2DModel
+JoyImageEditPlusAttnProcessor: JoyImageEditPlusTransformer3DModel
+JoyImageAttnProcessor: JoyImageEditTransformer3DModel
+Kandinsky5AttnProcessor: Kandinsky5Transformer3DModel
+Kandinsky6SRAttnProcessor: Kandinsky6SRTransformer3DModel
+Kandinsky6AttnProcessor: Kandinsky6Transformer3DModel
+Krea2AttnProcessor: Krea2Transformer2DModel
+LTX2AudioVideoAttnProcessor LTX2PerturbedAttnProcessor: LTX2VideoTransformer3DModel
+LTXVideoAttnProcessor: LTXVideoTransformer3DModel
+AudioDiTSelfAttnProcessor AudioDiTCrossAttnProcessor: LongCatAudioDiTTransformer
+LongCatImageAttnProcessor: LongCatImageTransformer2DModel
+Lumina2AttnProcessor2_0: Lumina2Transformer2DModel
+LuminaAttnProcessor2_0: LuminaNextDiT2DModel
+MiniMaxH3AttnProcessor: MiniMaxH3Transformer3DModel
+MiniMaxMusic3AttnProcessor: MiniMaxMusic3Transformer1DModel
+MochiAttnProcessor2_0: MochiTransformer3DModel
+MotifVideoAttnProcessor2_0 MotifVideoCrossAttnProcessor2_0: MotifVideoTransformer3DModel
+NucleusMoEAttnProcessor2_0: NucleusMoEImageTransformer2DModel
+OmniGenAttnProcessor2_0: OmniGenTransformer2DModel
+OvisImageAttnProcessor: OvisImageTransformer2DModel
+PRXAttnProcessor2_0: PRXTransformer2DModel
+QwenImage21AttnProcessor QwenImage21FlexAttnProcessor: QwenImage21Transformer2DModel
+QwenDoubleStreamAttnProcessor2_0: QwenImageControlNetModel QwenImageMultiControlNetModel QwenImageTransformer2DModel
+SanaLinearAttnProcessor3_0: SanaVideoTransformer3DModel
+SanaWMLTX2AudioVideoAttnProcessor SanaWMLTX2PerturbedAttnProcessor SanaWMLTX2RefinerAttnProcessor:
+  SanaWMLTX2RefinerTransformer3DModel
+SanaWMBidirectionalGDNAttention SanaWMSoftmaxAttention SanaWMBidirectionalGDNCamAttention SanaWMSoftmaxCamAttention:
+  SanaWMTransformer3DModel
+SkyReelsV2AttnProcessor: SkyReelsV2Transformer3DModel
+StableAudio3SelfAttnProcessor: StableAudio3DiTModel
+StableAudioAttnProcessor2_0: StableAudioDiTModel
+WanAnimate2AttnProcessor: WanAnimate2Transformer3DModel
+ZSingleStreamAttnProcessor: ZImageControlNetModel ZImageTransformer2DModel
+"""
 
 
-SITES: dict[str, tuple[Site, ...]] = {
-    **_sites(
-        ropes.shared,
-        "FluxAttnProcessor", "FluxIPAdapterAttnProcessor", "Flux2AttnProcessor", "Flux2KVAttnProcessor",
-        "Flux2ParallelSelfAttnProcessor", "Flux2KVParallelSelfAttnProcessor", "Flux3AttnProcessor",
-        "LongCatImageAttnProcessor", "OvisImageAttnProcessor", "BriaAttnProcessor", "BriaFiboAttnProcessor",
-        "Krea2AttnProcessor", "MotifVideoAttnProcessor2_0", "MotifVideoCrossAttnProcessor2_0",
-        "AceStepAttnProcessor2_0", "Lumina2AttnProcessor2_0", "HunyuanVideoAttnProcessor2_0",
-        "HunyuanVideo15AttnProcessor2_0", "HunyuanImageAttnProcessor", "HunyuanAttnProcessor2_0",
-        "FusedHunyuanAttnProcessor2_0", "PAGHunyuanAttnProcessor2_0", "PAGCFGHunyuanAttnProcessor2_0",
-        "CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0", "EasyAnimateAttnProcessor2_0",
-        "CogView4AttnProcessor", "CogView4TrainingAttnProcessor", "GlmImageAttnProcessor", "CosmosAttnProcessor2_0",
-        "CosmosAttnProcessor2_5", "OmniGenAttnProcessor2_0", "LuminaAttnProcessor2_0", "StableAudioAttnProcessor2_0",
-    ),
-    **_sites(ropes.qwen, "QwenDoubleStreamAttnProcessor2_0", name="apply_rotary_emb_qwen"),
-    **_sites(
-        ropes.qwen, "QwenImage21AttnProcessor", "QwenImage21FlexAttnProcessor", name="apply_rotary_emb_qwen",
-        through="_qwenimage21_prepare_qkv",
-    ),
-    **_sites(ropes.qwen, "NucleusMoEAttnProcessor2_0", name="_apply_rotary_emb_nucleus"),
-    **_sites(ropes.complex_rows, "ZSingleStreamAttnProcessor", "BriaFibo2AttnProcessor"),
-    **_sites(ropes.any_flow, "AnyFlowAttnProcessor", "AnyFlowCausalAttnProcessor"),
-    **_sites(ropes.wan, "WanAttnProcessor", "SkyReelsV2AttnProcessor", "SanaLinearAttnProcessor3_0"),
-    **_sites(ropes.wan_animate2, "WanAnimate2AttnProcessor", name="rope_apply"),
-    **_sites(ropes.helios, "HeliosAttnProcessor", name="apply_rotary_emb_transposed"),
-    **_sites(ropes.mochi, "MochiAttnProcessor2_0"),
-    **_sites(ropes.kandinsky5, "Kandinsky5AttnProcessor", name="apply_rotary"),
-    **_sites(ropes.kandinsky6, "Kandinsky6AttnProcessor", "Kandinsky6SRAttnProcessor", name="apply_rotary"),
-    **_sites(ropes.prx, "PRXAttnProcessor2_0", name="apply_rope"),
-    **_sites(ropes.hidream, "HiDreamAttnProcessor", name="apply_rope"),
-    **_sites(ropes.ltx, "LTXVideoAttnProcessor"),
-    **{
-        cls: (Site("apply_interleaved_rotary_emb", ropes.ltx), Site("apply_split_rotary_emb", ropes.ltx2_split))
-        for cls in (
-            "LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor", "SanaWMLTX2AudioVideoAttnProcessor",
-            "SanaWMLTX2PerturbedAttnProcessor", "SanaWMLTX2RefinerAttnProcessor",
-        )
-    },
-    **_sites(ropes.joy, "JoyImageAttnProcessor", name="_apply_rotary_emb"),
-    **_sites(ropes.joy_plus, "JoyImageEditPlusAttnProcessor", name="_apply_rotary_emb_batched"),
-    **_sites(ropes.halves, "AudioDiTSelfAttnProcessor", "AudioDiTCrossAttnProcessor", name="_apply_rotary_emb"),
-    **_sites(ropes.minimax_h3, "MiniMaxH3AttnProcessor", name="_apply_rotary_emb"),
-    **_sites(ropes.minimax_music3, "MiniMaxMusic3AttnProcessor", name="_apply_partial_rotary_emb"),
-    **_sites(ropes.ernie, "ErnieImageSingleStreamAttnProcessor"),
-    **_sites(ropes.stable_audio3, "StableAudio3SelfAttnProcessor", name="_apply_rotary_partial"),
-    **_sites(ropes.allegro, "AllegroAttnProcessor2_0", name="apply_rotary_emb_allegro"),
-    **_sites(ropes.sana_wm, "SanaWMBidirectionalGDNAttention", "SanaWMSoftmaxAttention", name="_apply_rotary_emb"),
-    **_sites(
-        ropes.sana_wm_camera, "SanaWMBidirectionalGDNCamAttention", "SanaWMSoftmaxCamAttention",
-        name="_apply_ucpe_transform",
-    ),
-}  # fmt: skip
+def _lines(text: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The words before and behind the colon of each line; an indented line goes on with the one before."""
+    for line in text.strip().replace("\n  ", " ").splitlines():
+        before, behind = line.split(":")
+        yield before.split(), behind.split()
+
+
+def _sites() -> dict[str, tuple[Site, ...]]:
+    found: dict[str, tuple[Site, ...]] = {}
+    for (form, *names), classes in _lines(_SITES):
+        for cls in classes:
+            found[cls] = (*found.get(cls, ()), Site(getattr(forms, form), *names))
+    return found
+
+
+SITES = _sites()
 """The classes that call a rope function: attention processors, and modules where it is called in `forward`."""
 
-_HUNYUAN_DIT = ("HunyuanAttnProcessor2_0", "FusedHunyuanAttnProcessor2_0", "PAGHunyuanAttnProcessor2_0",
-                "PAGCFGHunyuanAttnProcessor2_0")  # fmt: skip
-_LTX2 = ("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor")
-_COSMOS = ("CosmosAttnProcessor2_0", "CosmosAttnProcessor2_5")
-
-COVERAGE: dict[str, tuple[str, ...] | str] = {
-    "AceStepTransformer1DModel": ("AceStepAttnProcessor2_0",),
-    "AllegroTransformer3DModel": ("AllegroAttnProcessor2_0",),
-    "AnyFlowFARTransformer3DModel": ("AnyFlowAttnProcessor", "AnyFlowCausalAttnProcessor"),
-    "AnyFlowTransformer3DModel": ("AnyFlowAttnProcessor",),
-    "BriaFibo2Transformer2DModel": ("BriaFibo2AttnProcessor",),
-    "BriaFiboTransformer2DModel": ("BriaAttnProcessor", "BriaFiboAttnProcessor"),
-    "BriaTransformer2DModel": ("BriaAttnProcessor",),
-    "ChromaTransformer2DModel": ("FluxAttnProcessor",),
-    "ChronoEditTransformer3DModel": ("WanAttnProcessor",),
-    "CogVideoXTransformer3DModel": ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0"),
-    "CogView4Transformer2DModel": ("CogView4AttnProcessor", "CogView4TrainingAttnProcessor"),
-    "ConsisIDTransformer3DModel": ("CogVideoXAttnProcessor2_0",),
-    "Cosmos3OmniTransformer": ("Cosmos3AttnProcessor",),
-    "CosmosControlNetModel": _COSMOS,
-    "CosmosTransformer3DModel": _COSMOS,
-    "EasyAnimateTransformer3DModel": ("EasyAnimateAttnProcessor2_0",),
-    "ErnieImageTransformer2DModel": ("ErnieImageSingleStreamAttnProcessor",),
-    "Flux2Transformer2DModel": (
-        "Flux2AttnProcessor", "Flux2KVAttnProcessor", "Flux2ParallelSelfAttnProcessor",
-        "Flux2KVParallelSelfAttnProcessor",
-    ),
-    "Flux3Transformer2DModel": ("Flux3AttnProcessor",),
-    "FluxControlNetModel": ("FluxAttnProcessor",),
-    "FluxMultiControlNetModel": ("FluxAttnProcessor",),
-    "FluxTransformer2DModel": ("FluxAttnProcessor", "FluxIPAdapterAttnProcessor"),
-    "GlmImageTransformer2DModel": ("GlmImageAttnProcessor",),
-    "HeliosTransformer3DModel": ("HeliosAttnProcessor",),
-    "HiDreamImageTransformer2DModel": ("HiDreamAttnProcessor",),
-    "HunyuanDiT2DControlNetModel": _HUNYUAN_DIT,
-    "HunyuanDiT2DModel": _HUNYUAN_DIT,
-    "HunyuanDiT2DMultiControlNetModel": _HUNYUAN_DIT,
-    "HunyuanImageTransformer2DModel": ("HunyuanImageAttnProcessor",),
-    "HunyuanVideo15Transformer3DModel": ("HunyuanVideo15AttnProcessor2_0",),
-    "HunyuanVideoFramepackTransformer3DModel": ("HunyuanVideoAttnProcessor2_0",),
-    "HunyuanVideoTransformer3DModel": ("HunyuanVideoAttnProcessor2_0",),
-    "Ideogram4Transformer2DModel": ("Ideogram4AttnProcessor",),
-    "JoyImageEditPlusTransformer3DModel": ("JoyImageEditPlusAttnProcessor",),
-    "JoyImageEditTransformer3DModel": ("JoyImageAttnProcessor",),
-    "Kandinsky5Transformer3DModel": ("Kandinsky5AttnProcessor",),
-    "Kandinsky6SRTransformer3DModel": ("Kandinsky6SRAttnProcessor",),
-    "Kandinsky6Transformer3DModel": ("Kandinsky6AttnProcessor",),
-    "Krea2Transformer2DModel": ("Krea2AttnProcessor",),
-    "LTX2VideoTransformer3DModel": _LTX2,
-    "LTXVideoTransformer3DModel": ("LTXVideoAttnProcessor",),
-    "LongCatAudioDiTTransformer": ("AudioDiTSelfAttnProcessor", "AudioDiTCrossAttnProcessor"),
-    "LongCatImageTransformer2DModel": ("LongCatImageAttnProcessor",),
-    "Lumina2Transformer2DModel": ("Lumina2AttnProcessor2_0",),
-    "LuminaNextDiT2DModel": ("LuminaAttnProcessor2_0",),
-    "MiniMaxH3Transformer3DModel": ("MiniMaxH3AttnProcessor",),
-    "MiniMaxMusic3Transformer1DModel": ("MiniMaxMusic3AttnProcessor",),
-    "MochiTransformer3DModel": ("MochiAttnProcessor2_0",),
-    "MotifVideoTransformer3DModel": ("MotifVideoAttnProcessor2_0", "MotifVideoCrossAttnProcessor2_0"),
-    "NucleusMoEImageTransformer2DModel": ("NucleusMoEAttnProcessor2_0",),
-    "OmniGenTransformer2DModel": ("OmniGenAttnProcessor2_0",),
-    "OvisImageTransformer2DModel": ("OvisImageAttnProcessor",),
-    "PRXTransformer2DModel": ("PRXAttnProcessor2_0",),
-    "QwenImage21Transformer2DModel": ("QwenImage21AttnProcessor", "QwenImage21FlexAttnProcessor"),
-    "QwenImageControlNetModel": ("QwenDoubleStreamAttnProcessor2_0",),
-    "QwenImageMultiControlNetModel": ("QwenDoubleStreamAttnProcessor2_0",),
-    "QwenImageTransformer2DModel": ("QwenDoubleStreamAttnProcessor2_0",),
-    "SanaVideoTransformer3DModel": ("SanaLinearAttnProcessor3_0",),
-    "SanaWMLTX2RefinerTransformer3DModel": (
-        "SanaWMLTX2AudioVideoAttnProcessor", "SanaWMLTX2PerturbedAttnProcessor", "SanaWMLTX2RefinerAttnProcessor",
-    ),
-    "SanaWMTransformer3DModel": (
-        "SanaWMBidirectionalGDNAttention", "SanaWMSoftmaxAttention", "SanaWMBidirectionalGDNCamAttention",
-        "SanaWMSoftmaxCamAttention",
-    ),
-    "SkyReelsV2Transformer3DModel": ("SkyReelsV2AttnProcessor",),
-    "StableAudio3DiTModel": ("StableAudio3SelfAttnProcessor",),
-    "StableAudioDiTModel": ("StableAudioAttnProcessor2_0",),
-    "WanAnimate2Transformer3DModel": ("WanAnimate2AttnProcessor",),
-    "WanAnimateTransformer3DModel": ("WanAttnProcessor",),
-    "WanTransformer3DModel": ("WanAttnProcessor",),
-    "WanVACETransformer3DModel": ("WanAttnProcessor",),
-    "ZImageControlNetModel": ("ZSingleStreamAttnProcessor",),
-    "ZImageTransformer2DModel": ("ZSingleStreamAttnProcessor",),
-}  # fmt: skip
-"""By model class: the classes in it that are covered, or why none is."""
+COVERAGE = dict(sorted((model, tuple(classes)) for classes, models in _lines(_MODELS) for model in models))
+"""By model class: the classes in it that are covered."""
 
 
 def table() -> str:
     """The README's table: the models by what their tables are and where in them jitrope rotates."""
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for model, covered in COVERAGE.items():
-        if isinstance(covered, str):
-            rows["-", f"not covered: {covered}"].append(f"`{model}`")
-            continue
-        forms = "<br>".join(dict.fromkeys(form for cls in covered for form in _forms(cls)))
+        says = "<br>".join(dict.fromkeys(says for cls in covered for says in _forms(cls)))
         where = ", ".join(dict.fromkeys(_where(cls) for cls in covered))
-        rows[forms, where].append(f"`{model}`")
+        rows[says, where].append(f"`{model}`")
     lines = ["| models | tables, as the model has them | where jitrope rotates |", "|---|---|---|"]
-    lines += [f"| {', '.join(models)} | {forms} | {where} |" for (forms, where), models in rows.items()]
+    lines += [f"| {', '.join(models)} | {says} | {where} |" for (says, where), models in rows.items()]
     return "\n".join(lines)
 
 
 def _forms(cls: str) -> list[str]:
-    functions = [INLINE[cls]] if cls in INLINE else [site.rope for site in SITES[cls]]
-    return [(function.__doc__ or "").split("\n")[0].strip() for function in functions]
+    return [INLINE[cls].call.__doc__ or ""] if cls in INLINE else [site.form.says for site in SITES[cls]]
 
 
 def _where(cls: str) -> str:

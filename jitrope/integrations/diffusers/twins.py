@@ -10,26 +10,25 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...base.errors import JitropeError
 from .counting import note
-from .ropes import Rope
+from .forms import Form, rope_of
 
 _EMBEDDINGS = "diffusers.models.embeddings"
 
 
-@dataclass(frozen=True)
-class Site:
-    """A rope function that a class calls, by its name in the code, and ours for it.
+class Site(NamedTuple):
+    """A rope function that a class calls: its form, and its name in the code.
 
     through: a function of the host's module that calls it, where the class itself does not.
     """
 
+    form: Form
     name: str
-    rope: Rope
     through: str = ""
 
 
@@ -113,37 +112,30 @@ def _register(host: Any, cls: Any) -> None:
 
 def _redirected(function: Any, site: Site, host: Any) -> Any:
     """The function with the name of the site pointing at ours."""
-    names = function.__globals__
-    alias = f"_jitrope_{site.name.strip('_')}_{site.rope.__name__}"
-    code = function.__code__
-    if site.through:
-        if site.through not in code.co_names or site.through not in names:
-            raise _unsupported(host, site.through)
-        inner = _redirected(names[site.through], Site(site.name, site.rope), host)
-        alias = f"_jitrope_{site.through.strip('_')}"
-        names[alias] = inner
-        return _copy(function, _renamed(code, site.through, alias))
-    nested = next((c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == site.name), None)
+    code, names = function.__code__, function.__globals__
+    name = site.through or site.name
+    alias = f"_jitrope_{host.__name__}_{name}"
+    nested = next((c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name), None)
     if nested is not None:
-        if nested.co_freevars or nested.co_argcount not in _STUBS:
-            raise _unsupported(host, site.name)
-        names[alias] = functools.partial(site.rope, FunctionType(nested, names, site.name))
-        stub = _STUBS[nested.co_argcount].__code__.replace(
-            co_names=(alias,), co_name=site.name, co_varnames=nested.co_varnames[: nested.co_argcount]
-        )
+        if nested.co_freevars or nested.co_kwonlyargcount or nested.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
+            raise _unsupported(host, name)
+        names[alias] = rope_of(site.form, FunctionType(nested, names, name))
+        stub = _stub(nested, alias)
         return _copy(function, code.replace(co_consts=tuple(stub if c is nested else c for c in code.co_consts)))
-    if site.name not in code.co_names:
-        raise _unsupported(host, site.name)
-    if site.name in names:
-        names[alias] = functools.partial(site.rope, names[site.name])
-    else:  # imported inside the function: the module that has it gets the alias
-        module = sys.modules[_EMBEDDINGS]
-        setattr(module, alias, functools.partial(site.rope, vars(module)[site.name]))
-    return _copy(function, _renamed(code, site.name, alias))
+    # A name that is imported inside the function gets its alias in the module that has it.
+    holder = names if name in names else vars(sys.modules[_EMBEDDINGS])
+    if name not in code.co_names or name not in holder:
+        raise _unsupported(host, name)
+    theirs = holder[name]
+    holder[alias] = _redirected(theirs, site._replace(through=""), host) if site.through else rope_of(site.form, theirs)
+    return _copy(function, code.replace(co_names=tuple(alias if n == name else n for n in code.co_names)))
 
 
-def _renamed(code: CodeType, name: str, alias: str) -> CodeType:
-    return code.replace(co_names=tuple(alias if n == name else n for n in code.co_names))
+def _stub(nested: CodeType, alias: str) -> CodeType:
+    """The code of a function of the same arguments, which calls the one of that name."""
+    names = ", ".join(nested.co_varnames[: nested.co_argcount])
+    made = compile(f"lambda {names}: {alias}({names})", nested.co_filename, "eval")
+    return next(code for code in made.co_consts if isinstance(code, CodeType)).replace(co_name=nested.co_name)
 
 
 def _copy(function: Any, code: CodeType) -> Any:
@@ -155,15 +147,3 @@ def _copy(function: Any, code: CodeType) -> Any:
 def _unsupported(host: Any, name: str) -> JitropeError:
     version = importlib.import_module("diffusers").__version__
     return JitropeError(f"diffusers {version}: {host.__name__} does not call {name}")
-
-
-# A function nested in a method becomes a stub of the same arguments, which calls ours.
-def _stub_of_two(x, table):  # type: ignore[no-untyped-def]
-    return alias(x, table)  # type: ignore[name-defined]  # noqa: F821
-
-
-def _stub_of_three(x, cos, sin):  # type: ignore[no-untyped-def]
-    return alias(x, cos, sin)  # type: ignore[name-defined]  # noqa: F821
-
-
-_STUBS: dict[int, Any] = {2: _stub_of_two, 3: _stub_of_three}

@@ -1,0 +1,318 @@
+"""The forms of rope in diffusers: what a model's tables are, and how jitrope is called with them.
+
+`rope_of` makes our function for a rope function of the host: it takes that one's arguments and gives its bits. A call
+that jitrope refuses goes to the host, and is counted with the reason.
+
+Tables are read where they are, as views, where that will do. What has to be converted is converted in each call, and
+nothing is kept: a table may be written to between two calls without a sign of it, because inference tensors have no
+version, and a write through `.data` does not change one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...api import apply_rope
+from ...base.errors import InvalidInput
+from .counting import note, or_else
+
+Tables = Sequence[Tensor]
+Read = tuple[Any, ...]
+
+_COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
+_SHAPES = "the tables' shape is not that of q and k"
+_WORDS = "arguments that jitrope does not know"
+
+
+class Form(NamedTuple):
+    """One form of rope.
+
+    Attributes:
+        says: what the host's tables are, for the README.
+        read: takes the arguments of the host's function, and gives (q, k or None, tables), and fourth another form
+            if the call has that one. Tables are (cos, sin), or one complex table.
+        axes: of these tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W).
+        width: of a row, in heads; 0: a row is as wide as the first part of a head, which is rotated.
+        layout, interleaved: as in `apply_rope`.
+        rounding: as there; "promoted": in the wider dtype of q and tables; "complex": as the table's dtype says.
+        back: takes what jitrope gives, and the host's first argument; gives what the host gives.
+        by: our function, if it is not `rotate`; it takes a form and the host's function in front.
+    """
+
+    says: str
+    read: Callable[..., Read]
+    axes: int = 2
+    width: float = 1
+    layout: str = "bshd"
+    interleaved: bool = True
+    rounding: str = "fp32"
+    back: Callable[[Tensor, Tensor], Tensor] = lambda out, x: out
+    by: Callable[..., Any] | None = None
+
+
+def rope_of(form: Form, host: Callable[..., Any]) -> Callable[..., Any]:
+    """Our function for a host's."""
+    return functools.partial(form.by or rotate, form, host)
+
+
+def options(form: Form, q: Tensor, tables: Tables, tokens: int | None = None) -> dict[str, Any]:
+    """The words with which jitrope rotates q by these tables; tokens: of the sequence, if q has not all of it.
+
+    Raises:
+        InvalidInput: there is not exactly a row of the form's width for each token. jitrope alone would take longer
+            tables.
+    """
+    if q.dim() != 4 or not all(isinstance(table, Tensor) for table in tables):
+        raise InvalidInput(_WORDS)
+    table = tables[0]
+    tokens = q.shape[1 if form.layout == "bshd" else 2] if tokens is None else tokens
+    width = int(form.width * q.shape[-1]) if form.width else table.shape[-1]
+    if table.dim() != form.axes or table.shape[min(form.axes - 2, 1)] != tokens or table.shape[-1] != width:
+        raise InvalidInput(_SHAPES)
+    names = ("cos", "sin") if len(tables) == 2 else ("freqs_cis",)
+    words: dict[str, Any] = {name: part.to(q.device).resolve_conj() for name, part in zip(names, tables)}
+    words["rounding"] = form.rounding
+    if form.rounding == "complex":
+        words["rounding"] = _COMPLEX.get(table.dtype, "complex64")
+    elif form.rounding == "promoted":
+        words["rounding"] = "dtype" if q.dtype == table.dtype != torch.float32 else "fp32"
+    if not form.width:
+        words["rotary_dim"] = width
+    return {**words, "interleaved": form.interleaved}
+
+
+def pair(tables: Any) -> Tables:
+    """The host's (cos, sin)."""
+    if not isinstance(tables, (tuple, list)) or len(tables) != 2:
+        raise InvalidInput(_WORDS)
+    return tables
+
+
+def of_pairs(cos: Tensor, sin: Tensor) -> Tables:
+    """Of each pair the first cosine and the second sine, as views: half the width of a head."""
+    return cos[..., 0::2], sin[..., 1::2]
+
+
+def columns(table: Tensor) -> Tables:
+    """The cosines and sines of a table of 2 x 2 rotations [[cos, -sin], [sin, cos]], the last two axes: one copy."""
+    return table.select(-1, 0).contiguous().unbind(-1)
+
+
+def waves(angles: Tensor) -> Tables:
+    """The cosines and sines of angles in radians, taken in fp32."""
+    angles = angles.float()
+    return angles.cos(), angles.sin()
+
+
+def _left(reason: str, form: Form, host: Callable[..., Any], *arguments: Any, **words: Any) -> Any:
+    note("host", reason)
+    return host(*arguments, **words)
+
+
+def _rotate(form: Form, host: Callable[..., Any], *arguments: Any, **words: Any) -> Any:
+    q, k, tables, *other = form.read(*arguments, **words)
+    form = other[0] if other else form
+    q_out, k_out = apply_rope(q, k, layout=form.layout, **options(form, q, tables))
+    if k is None:
+        return form.back(q_out, arguments[0]), "jitrope", 1
+    return (q_out, k_out), "jitrope", 2
+
+
+rotate = or_else(_rotate, _left)
+
+
+def _allegro(form: Form, host: Callable[..., Any], x: Tensor, freqs_cis: Any, positions: Any) -> Any:
+    third = x.shape[-1] // 3
+    fitting = all(table.dim() == 2 and table.shape[1] == third for both in freqs_cis for table in both)
+    if not fitting or not len(freqs_cis) == len(positions) == 3 or 3 * third != x.shape[-1]:
+        raise InvalidInput(_SHAPES)
+    for axis, ((cos, sin), ids) in enumerate(zip(freqs_cis, positions)):
+        words = {"position_ids": ids, "rotary_dim": third, "rotary_offset": axis * third}
+        x = apply_rope(x, None, cos, sin, layout="bhsd", **words)[0]
+    return x, "jitrope", 1
+
+
+def _camera(form: Form, host: Any, feats: Tensor, matrix: Tensor, rotary_emb: Any = None, inverse_rope: Any = 0) -> Any:
+    turned = host(feats, matrix)
+    if rotary_emb is None:
+        return turned, "jitrope", 0
+    if turned.dtype != feats.dtype:
+        raise InvalidInput("the camera's dtype")
+    words = options(form, turned, (rotary_emb.squeeze(1),))
+    half = feats.shape[-1] // 2
+    out = apply_rope(turned, None, layout="bhsd", rotary_offset=half, inverse=bool(inverse_rope), **words)[0]
+    return out, "jitrope", 1
+
+
+# ---- how the arguments are read ------------------------------------------------------------------------
+
+
+def _shared(
+    x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1, sequence_dim: int = 2, **words: Any
+) -> Read:
+    if words or use_real_unbind_dim not in (-1, -2) or sequence_dim not in (1, 2):
+        raise InvalidInput(_WORDS)
+    if not use_real:
+        return x, None, (freqs_cis,), COMPLEX_ROWS
+    return x, None, pair(freqs_cis), _SHARED[use_real_unbind_dim, sequence_dim]
+
+
+def _qwen(x: Tensor, freqs_cis: Tensor, use_real: bool = True, **words: Any) -> Read:
+    if words or use_real:
+        raise InvalidInput(_WORDS)
+    return x, None, (freqs_cis,)
+
+
+def _kandinsky(x: Tensor, rope: Tensor) -> Read:
+    tables = columns(rope)
+    rows = x if x.dim() == 4 else x[None]
+    return rows, None, tables if rope.dim() == 6 else [table[None] for table in tables]
+
+
+def _ltx(x: Tensor, freqs: Any) -> Read:
+    """A pair is two neighbours, so any even part of the row will do for a head."""
+    width = math.gcd(x.shape[-1], 128)
+    x, cos, sin = (part.unflatten(-1, (-1, width)) for part in (x, *pair(freqs)))
+    return x, None, (cos, sin)
+
+
+def _ltx2_split(x: Tensor, freqs: Any) -> Read:
+    cos, sin = (table.transpose(1, 2) for table in pair(freqs))
+    if cos.dim() != 4 or 2 * cos.shape[2] * cos.shape[3] != x.shape[-1]:
+        raise InvalidInput(_SHAPES)
+    return x.unflatten(-1, (cos.shape[2], -1)), None, (cos, sin)
+
+
+def _ernie(x: Tensor, freqs_cis: Tensor) -> Read:
+    if freqs_cis.dtype != torch.float32:
+        raise InvalidInput("the tables' dtype")  # the host takes cosines in that dtype
+    return x, None, waves(freqs_cis)
+
+
+def _grid(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 1) -> Read:
+    """The table (S, D / 2) of a grid whose axes have their own parts of the angles."""
+    grids = grid_sizes.tolist()  # the host asks the device for it in every call too
+    if len(grids) != x.shape[0] or any(grid != grids[0] for grid in grids) or math.prod(grids[0]) != x.shape[1]:
+        raise InvalidInput("samples of different or padded grids")
+    frames, height, width = grids[0]
+    small = freqs.shape[1] // 3
+    first, *rest = freqs.split([freqs.shape[1] - 2 * small, small, small], dim=1)
+    axes = (first[: frames * time_stride : time_stride, None, None], rest[0][:height, None], rest[1][:width])
+    table = torch.cat([axis.expand(frames, height, width, -1) for axis in axes], dim=-1)
+    return x.float(), None, (table.flatten(0, 2),)
+
+
+# ---- the forms -----------------------------------------------------------------------------------------
+
+COMPLEX_ROWS = Form(
+    "complex64 (B, S, D / 2)", lambda x, freqs_cis: (x, None, (freqs_cis,)), axes=3, width=0.5, rounding="complex"
+)
+SHARED = Form("fp32 (cos, sin), (S, D) each, for neighbours or halves; or complex (B, S, D / 2)", _shared)
+_SHARED = {
+    (unbind_dim, sequence_dim): SHARED._replace(interleaved=unbind_dim == -1, layout=("bshd", "bhsd")[sequence_dim - 1])
+    for unbind_dim in (-1, -2)
+    for sequence_dim in (1, 2)
+}
+QWEN = COMPLEX_ROWS._replace(says="complex64 (S, D / 2)", read=_qwen, axes=2)
+ANY_FLOW = COMPLEX_ROWS._replace(
+    says="complex128 (1, 1, S, D / 2), products in fp64",
+    read=lambda x, freqs: (x, None, (freqs.squeeze(1),)),
+    layout="bhsd",
+    rounding="complex128",
+)
+WAN = Form(
+    "fp32 (cos, sin), (1, S, 1, D) each: of a pair the first cosine and the second sine",
+    lambda x, freqs_cos, freqs_sin: (x, None, of_pairs(freqs_cos, freqs_sin)),
+    axes=4,
+    width=0.5,
+    rounding="promoted",
+)
+HELIOS = WAN._replace(
+    says="fp32 (B, S, 2 D), cosines before sines: of a pair the first cosine and the second sine",
+    read=lambda x, freqs_cis: (x, None, of_pairs(*freqs_cis.chunk(2, dim=-1))),
+    axes=3,
+)
+MOCHI = Form(
+    "fp32 (cos, sin), (S, H, D / 2) each, learned for each head",
+    lambda x, freqs_cos, freqs_sin: (x, None, (freqs_cos[None], freqs_sin[None])),
+    axes=4,
+    width=0.5,
+)
+KANDINSKY6 = Form(
+    "fp32 2 x 2 rotations (S, 1, D / 2, 2, 2)", _kandinsky, axes=4, width=0.5, back=lambda out, x: out.view(x.shape)
+)
+KANDINSKY5 = KANDINSKY6._replace(
+    says="fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2); the result is rounded to bf16 first",
+    # `.to(bfloat16)` is of the fp32 sum: anything but bf16 goes through it.
+    read=lambda x, rope: _kandinsky(x if x.dtype == torch.bfloat16 else x.float(), rope),
+    back=lambda out, x: out.view(x.shape).to(torch.bfloat16),
+)
+PRX = Form(
+    "fp32 2 x 2 rotations (1, 1, S, D / 2, 2, 2)",
+    lambda xq, freqs_cis: (xq, None, [table.squeeze(1) for table in columns(freqs_cis)]),
+    axes=3,
+    width=0.5,
+    layout="bhsd",
+)
+HIDREAM = Form(
+    "fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2), q and k in one call",
+    lambda xq, xk, freqs_cis: (xq, xk, columns(freqs_cis)),
+    axes=4,
+    width=0.5,
+)
+LTX = Form("fp32 (cos, sin), (B, S, H D) each, before the heads are split", _ltx, 4, back=lambda out, x: out.flatten(2))
+LTX2_SPLIT = LTX._replace(
+    says="fp32 (cos, sin), (B, H, S, D / 2) each, of halves; products by addcmul",
+    read=_ltx2_split,
+    width=0.5,
+    interleaved=False,
+    rounding="addcmul",
+)
+JOY = Form("fp32 (cos, sin), (S, D) each, q and k in one call", lambda xq, xk, freqs_cis: (xq, xk, pair(freqs_cis)))
+JOY_PLUS = JOY._replace(says="fp32 (cos, sin), (B, S, D) each, q and k in one call", axes=3)
+HALVES = Form(
+    "(cos, sin), (S, D) each, in the model's dtype; halves, products in fp32",
+    lambda x, rope: (x, None, pair(rope)),
+    interleaved=False,
+)
+MINIMAX_MUSIC3 = HALVES._replace(
+    says="fp32 (cos, sin), (S, R) each, of the first R of D elements; halves, all in the model's dtype",
+    width=0,
+    rounding="dtype",
+)
+MINIMAX_H3 = MINIMAX_MUSIC3._replace(read=lambda x, cos, sin: (x, None, (cos, sin)))
+ERNIE = MINIMAX_MUSIC3._replace(
+    says="fp32 angles (B, S, 1, R), two neighbours alike, of halves; all in the model's dtype", read=_ernie, axes=4
+)
+STABLE_AUDIO3 = HALVES._replace(
+    says="angles (S, R), of the first R of D elements; halves",
+    read=lambda t, freqs: (t, None, waves(freqs[-t.shape[1] :])),
+    width=0,
+)
+ALLEGRO = Form(
+    "fp32 (cos, sin), (P, D / 3) each, and position ids, for each third of a head; halves of a third",
+    lambda *_: (),
+    by=or_else(_allegro, _left),
+)
+WAN_ANIMATE2 = QWEN._replace(
+    says="complex128 (P, D / 2), a part of it for each axis of the grid of patches; the result is fp32",
+    read=_grid,
+    rounding="complex128",
+)
+SANA_WM = ANY_FLOW._replace(
+    says="complex64 (1, 1, S, D / 2), of q and k in (B, H, D, S)",
+    read=lambda x, freqs: (x.permute(0, 1, 3, 2), None, (freqs.squeeze(1),)),
+    rounding="complex",
+    back=lambda out, x: out.permute(0, 1, 3, 2),
+)
+SANA_WM_CAMERA = SANA_WM._replace(
+    says="complex64 (1, 1, S, D / 4), of the second half of a head; the first is turned by the camera's matrices",
+    width=0.25,
+    by=or_else(_camera, _left),
+)
