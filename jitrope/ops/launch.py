@@ -48,8 +48,8 @@ MAX_RECENT_KINDS = 8
 """Sets of options, and for each kinds of tensors, that a thread looks at before anything else."""
 
 _POINTERS = 15
-_Q_PER_GROUP, _VALUES, _FP8, _K_TOO = (
-    Options._fields.index(name) for name in ("q_per_group", "values", "fp8", "k_too")
+_LAYOUT, _Q_PER_GROUP, _VALUES, _FP8, _K_TOO = (
+    Options._fields.index(name) for name in ("layout", "q_per_group", "values", "fp8", "k_too")
 )
 _NORM_POINTERS = 15 + _POINTERS
 _PACK, _PACK_NORM = (struct.Struct(f"{count}q").pack_into for count in (_POINTERS, _NORM_POINTERS))
@@ -549,7 +549,7 @@ def _run_norm(
     if launch is not None:
         q_at, q_out_at = q.data_ptr(), q_out.data_ptr()
         k_at, k_out_at = (q_at, q_out_at) if k is None else (k.data_ptr(), k_out.data_ptr())  # type: ignore[union-attr]
-        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), options[0], norm), 0, 0, 0, 0, 0, 0, 0)
+        norm_at = (*_NO_SOURCES, *_weight_addresses(weights, (q, k), options[_LAYOUT], norm), 0, 0, 0, 0, 0, 0, 0)
         tables_at = _table_addresses(tables, launch)
         launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
     return q_out, k_out
@@ -572,7 +572,7 @@ def qk_norm_rope_joint(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if launch is not None:
         cos, sin = _addresses(second_tables)
         at = _addresses(streams)
-        weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), options[0], norm)
+        weights_at = _weight_addresses(weights, (*streams[:2], *streams[3:5]), options[_LAYOUT], norm)
         norm_at = (*at, *weights_at, 0, 0, 0, cos, sin + launch.sin_offset2 if sin else 0)
         launch(*norm_at, *at[:3], *_addresses(outputs), *_table_addresses(tables, launch), 0, 0, 0, 0)
     return outputs
@@ -601,7 +601,7 @@ def qk_norm_rope_backward(
     if launch is not None:
         q_at, q_out_at, dq_at = _addresses((q, q_out, dq))
         k_at, k_out_at, dk_at = (q_at, q_out_at, dq_at) if k is None else _addresses((k, k_out, dk))
-        weights_at = _weight_addresses(weights, (q, k), options[0], norm)
+        weights_at = _weight_addresses(weights, (q, k), options[_LAYOUT], norm)
         norm_at = (*_NO_SOURCES, *weights_at, 0, 0, partial.data_ptr(), dq_at, dk_at, 0, 0)
         tables_at = _table_addresses(tables, launch)
         launch(*norm_at, q_at, k_at, q_at, q_out_at, k_out_at, q_out_at, *tables_at, 0, 0, 0, 0)
