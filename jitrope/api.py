@@ -127,8 +127,8 @@ def apply_rope(
         cos, sin, kind = one_table("apply_rope", cos, sin, cos_sin_cache, freqs, freqs_cis)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved_out,
-        rotary_dim, rotary_offset, max_seqlen, cp_size, cp_rank, kind, _sections(mrope_section), mrope_interleaved,
+        rotary_dim, layout, interleaved, interleaved_out,
+        rotary_offset, max_seqlen, cp_size, cp_rank, kind, _sections(mrope_section), mrope_interleaved,
         mscale, packed_table, 0, True, False, False, rounding, launch, inverse, False,
     )  # fmt: skip
     if check is not False:
@@ -179,8 +179,8 @@ def apply_rope_(
         cos, sin, kind = one_table("apply_rope_", cos, sin, cos_sin_cache, freqs, freqs_cis)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved,
-        rotary_dim, rotary_offset, max_seqlen, cp_size, cp_rank, kind, _sections(mrope_section), mrope_interleaved,
+        rotary_dim, layout, interleaved, interleaved,
+        rotary_offset, max_seqlen, cp_size, cp_rank, kind, _sections(mrope_section), mrope_interleaved,
         mscale, packed_table, 0, True, False, False, rounding, launch, inverse, True,
     )  # fmt: skip
     if check is not False:
@@ -241,7 +241,7 @@ def apply_rope_qkv(
         cos, sin, kind = one_table("apply_rope_qkv", cos, sin, cos_sin_cache, freqs, freqs_cis)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen, cp_size, cp_rank, kind,
+        rotary_dim, layout, interleaved, interleaved, rotary_offset, max_seqlen, cp_size, cp_rank, kind,
         _sections(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, copy_v, False, False,
         rounding, launch, inverse, False,
     )  # fmt: skip
@@ -291,7 +291,7 @@ def apply_rope_qkv_(
         cos, sin, kind = one_table("apply_rope_qkv_", cos, sin, cos_sin_cache, freqs, freqs_cis)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, max_seqlen, cp_size, cp_rank, kind,
+        rotary_dim, layout, interleaved, interleaved, rotary_offset, max_seqlen, cp_size, cp_rank, kind,
         _sections(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, True, False, False,
         rounding, launch, inverse, True,
     )  # fmt: skip
@@ -343,7 +343,7 @@ def apply_rope_fp8(
         cos, sin, kind = one_table("apply_rope_fp8", cos, sin, cos_sin_cache, freqs, freqs_cis)
     tables = (cos, sin, cu_seqlens, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
+        rotary_dim, layout, interleaved, interleaved, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
         mrope_interleaved, 1.0, False, 0, True, True, False, "fp32", launch, False, False,
     )  # fmt: skip
     q_unit, k_unit = _scale("apply_rope_fp8", "q_scale", q_scale, q), _scale("apply_rope_fp8", "k_scale", k_scale, q)
@@ -465,7 +465,7 @@ def _kv_cache(
         cos, sin, kind = one_table(name, cos, sin, cos_sin_cache, freqs, freqs_cis)
     tables = (cos, sin, None, start_positions, position_ids)
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
+        rotary_dim, layout, interleaved, interleaved, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
         mrope_interleaved, 1.0, False, 0, True, scales[0] is not None, rotate_k, "fp32", launch, False, in_place,
     )  # fmt: skip
     labels = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "q_scale", "k_scale", "v_scale")
@@ -589,7 +589,7 @@ def qk_norm_rope(
         rotary_offset,
     )  # fmt: skip
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
+        rotary_dim, layout, interleaved, interleaved, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
         mrope_interleaved, 1.0, False, 0, True, False, False, rounding, launch, False, False,
     )  # fmt: skip
     norm = Norm(norm_rounding, across_heads, zero_centered, eps)
@@ -640,7 +640,7 @@ def qk_norm_rope_(
         rotary_offset,
     )  # fmt: skip
     options = (
-        layout, interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
+        rotary_dim, layout, interleaved, interleaved, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
         mrope_interleaved, 1.0, False, 0, True, False, False, rounding, launch, False, True,
     )  # fmt: skip
     norm = Norm(norm_rounding, across_heads, zero_centered, eps)
@@ -719,7 +719,7 @@ def qk_norm_rope_joint(
             )
         second_tables = (second[0], second[1])
     options = (
-        "bshd", interleaved, interleaved, rotary_dim, rotary_offset, 0, 1, 0, kind, (),
+        rotary_dim, "bshd", interleaved, interleaved, rotary_offset, 0, 1, 0, kind, (),
         False, 1.0, False, 0, True, False, False, rounding, launch, False, False,
     )  # fmt: skip
     norm = Norm(norm_rounding, False, zero_centered, eps)

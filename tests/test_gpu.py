@@ -777,7 +777,7 @@ def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypa
 def test_opcheck_of_norms(name: str) -> None:
     call = make_norm(next(case for case in NORM_CASES if case.name == name), DEVICE)
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
-    rest = (*call.weights, *call.norm, *call.tables, *call.options[:-1])
+    rest = (*call.weights, *call.tables, *call.options[:-1], *call.norm)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
         torch.ops.jitrope.qk_norm_rope_backward.default, (*grads, *call.streams, *rest), test_utils=tests

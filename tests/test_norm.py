@@ -555,7 +555,7 @@ def test_a_second_derivative_is_refused(device: str) -> None:
 
 def op_arguments(call) -> tuple:
     second = call.second_tables if len(call.streams) == 6 else ()
-    return (*call.streams, *call.weights, *second, *call.norm, *call.tables, *call.options[:-1])
+    return (*call.streams, *call.weights, *second, *call.tables, *call.options[:-1], *call.norm)
 
 
 @pytest.mark.parametrize("case", named(
@@ -583,7 +583,7 @@ def test_opcheck_of_the_gradient(case: NormCase) -> None:
     call = make_norm(case)
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     options = call.options._replace(conjugate=True, rounding="fp32")
-    arguments = (*grads, *call.streams, *call.weights, *call.norm, *call.tables, *options[:-1])
+    arguments = (*grads, *call.streams, *call.weights, *call.tables, *options[:-1], *call.norm)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_backward.default, arguments, test_utils=tests)
 

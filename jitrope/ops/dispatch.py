@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..base.errors import InvalidInput
 from ..plan.problem import value_view
 from ..plan.spec import Given, Options
 from ..plan.views import Tables
@@ -135,6 +136,12 @@ def sharded(*tensors: Tensor | None) -> bool:
     return any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in tensors if x is not None)
 
 
+def refuse_sharded(name: str, *tensors: Tensor | None) -> None:
+    """Refuse DTensors where a call takes a rank's own tensors only."""
+    if sharded(*tensors):
+        raise InvalidInput(f"{name}: it takes no DTensors; pass x.to_local(), and make results with DTensor.from_local")
+
+
 def call(q: Tensor, k: Tensor | None, tables: Tables, given: Given, check: Check = None) -> Outputs:
     """Rotate, past torch's dispatcher if nothing watches the call. `check` refuses bad input."""
     if not _is_compiling() and _dispatch_modes() == 0 and forward_ad._current_level < 0:
@@ -154,12 +161,13 @@ def call(q: Tensor, k: Tensor | None, tables: Tables, given: Given, check: Check
     if check is not None:
         name = "apply_rope_" if in_place else "apply_rope"
         options = checks.resolved(name, {"q": q}, {"k": k}, tables, options, plain)
-    if not plain and sharded(q, k, *tables):
-        from . import sharding
-
-        return sharding.rope(call, q, k, tables, options, check)  # type: ignore[no-any-return]
-    if check is not None:
         checks.check_watched(name, wants_grad, tables, {"q": q, "k": k} if in_place else {})
+        if not plain and sharded(q, k, *tables):
+            from . import sharding
+
+            check(q, k, tables, options)
+            (q, k), tables = sharding.prepared(name, {"q": q, "k": k}, tables, options)
+            check = None
     if wants_grad and (plain or (in_place and not _is_compiling())):
         alone = q._is_view() or (k is not None and (k._is_view() or k.requires_grad != q.requires_grad))
         if in_place and alone:
@@ -191,10 +199,7 @@ def call_fp8(
         return runtime.rope_fp8(*tensors, tables, options, check)
     rest = {"k": k, "q_scale": q_scale, "k_scale": k_scale}
     options = checks.resolved("apply_rope_fp8", {"q": q}, rest, tables, options)
-    if sharded(*tensors, *tables):
-        from . import sharding
-
-        return sharding.rope_fp8(call_fp8, *tensors, tables, options, check)  # type: ignore[no-any-return]
+    refuse_sharded("apply_rope_fp8", *tensors, *tables)
     check(*tensors, tables, options)  # type: ignore[misc]
     q_out, k_out = torch.ops.jitrope.rope_fp8(*tensors, *as_op(tables, options))
     return q_out, None if k is None else k_out
@@ -222,10 +227,7 @@ def call_kv_cache(tensors: Sequence[Any], tables: Tables, given: Given, check: C
     needed = dict(zip(("q", "k", "v", "k_cache", "v_cache", "slot_mapping"), tensors))
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), tensors[6:]))
     options = checks.resolved(name, needed, scales, tables, options)
-    if sharded(*tensors, *tables):
-        from . import sharding
-
-        return sharding.rope_kv_cache(call_kv_cache, tensors, tables, options, check)  # type: ignore[no-any-return]
+    refuse_sharded(name, *tensors, *tables)
     checks.check_watched(name, False, tables, written)
     check(*tensors, tables, options)  # type: ignore[misc]
     tensors = (q, k, k if options.k_too else None, *tensors[2:])
@@ -254,13 +256,9 @@ def call_qkv(qkv: Tensor, tables: Tables, given: Given, check: Check = None) -> 
     if check is not None:
         name = "apply_rope_qkv_" if in_place else "apply_rope_qkv"
         options = checks.resolved(name, {"qkv": qkv}, {}, tables, options, plain)
-    values = options.values
-    if not plain and sharded(qkv, *tables):
-        from . import sharding
-
-        return sharding.rope_qkv(call_qkv, qkv, tables, options, check)  # type: ignore[no-any-return]
-    if check is not None:
+        refuse_sharded(name, qkv, *tables)
         checks.check_watched(name, wants_grad, tables, {"qkv": qkv} if in_place else {})
+    values = options.values
     if wants_grad and (plain or (in_place and not _is_compiling())):
         if in_place:
             return (_RecordedQKVInPlace.apply(check, options, qkv, *tables),) * 3

@@ -15,7 +15,7 @@ from ..plan.spec import Given, Norm, Options
 from ..plan.views import Tables, Weights, table_pair
 from . import checks, reference
 from . import launch as runtime
-from .dispatch import _dispatch_modes, _is_compiling, _plain, _wants_grad, _written, sharded
+from .dispatch import _dispatch_modes, _is_compiling, _plain, _wants_grad, _written, refuse_sharded, sharded
 from .launch import Check
 from .library import _ARGUMENTS, _N_OPTIONS, N_TABLES, Outputs, Parts, _lib, as_op, mutating, read_options, turned_back
 
@@ -26,12 +26,12 @@ _STREAMS = ", ".join(f"Tensor {name}{n}" for n in (1, 2) for name in "qkv")
 _STREAM_WEIGHTS = ", ".join(f"Tensor? {name}_weight{n}" for n in (1, 2) for name in "qk")
 _N_JOINT = 12  # tensors of a joint call: those, and cos and sin of the second stream
 for _schema in (
-    f"qk_norm_rope(Tensor q, Tensor? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> (Tensor, Tensor)",
-    f"qk_norm_rope_(Tensor(a!) q, Tensor(b!)? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) -> ()",
-    f"qk_norm_rope_joint({_STREAMS}, {_STREAM_WEIGHTS}, Tensor? cos2, Tensor? sin2, {_NORM}, {_ARGUMENTS}) "
+    f"qk_norm_rope(Tensor q, Tensor? k, {_WEIGHTS}, {_ARGUMENTS}, {_NORM}) -> (Tensor, Tensor)",
+    f"qk_norm_rope_(Tensor(a!) q, Tensor(b!)? k, {_WEIGHTS}, {_ARGUMENTS}, {_NORM}) -> ()",
+    f"qk_norm_rope_joint({_STREAMS}, {_STREAM_WEIGHTS}, Tensor? cos2, Tensor? sin2, {_ARGUMENTS}, {_NORM}) "
     "-> (Tensor, Tensor, Tensor)",
     # What is not there comes back empty.
-    f"qk_norm_rope_backward(Tensor dq, Tensor? dk, Tensor q, Tensor? k, {_WEIGHTS}, {_NORM}, {_ARGUMENTS}) "
+    f"qk_norm_rope_backward(Tensor dq, Tensor? dk, Tensor q, Tensor? k, {_WEIGHTS}, {_ARGUMENTS}, {_NORM}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 ):
     _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -69,7 +69,7 @@ def _register(key: str, forward: Any, joint: Any, backward: Any) -> None:
         """`function` of an op's first tensors, its tables, its options and its norm."""
 
         def called(*a: Any) -> Any:
-            norm, rest = Norm(*a[tensors : tensors + _N]), a[tensors + _N :]
+            rest, norm = a[tensors:-_N], Norm(*a[-_N:])
             return function(*a[:tensors], rest[:N_TABLES], read_options(rest[N_TABLES:], in_place), norm)
 
         return called
@@ -159,7 +159,7 @@ def call_backward(
     tensors = (dq, dk, q, k, q_weight, k_weight)
     if _plain(tensors, tables) and not _wants_grad(*tensors):
         return runtime.qk_norm_rope_backward(*tensors, tables, options, norm)
-    out = torch.ops.jitrope.qk_norm_rope_backward(*tensors, *norm, *as_op(tables, options))
+    out = torch.ops.jitrope.qk_norm_rope_backward(*tensors, *as_op(tables, options), *norm)
     return tuple(None if like is None else x for x, like in zip(out, (q, k, q_weight, k_weight)))
 
 
@@ -186,9 +186,9 @@ def _joint_grads(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | No
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rest = inputs[4 + _N :]
+    rest, norm = inputs[4:-_N], Norm(*inputs[-_N:])
     ctx.has_k = inputs[1] is not None
-    _keep(ctx, inputs[:4], rest[:N_TABLES], read_options(rest[N_TABLES:]), Norm(*inputs[4 : 4 + _N]))
+    _keep(ctx, inputs[:4], rest[:N_TABLES], read_options(rest[N_TABLES:]), norm)
 
 
 def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]:
@@ -198,9 +198,9 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Any, ...]
 
 
 def _setup_joint(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rest = inputs[_N_JOINT + _N :]
+    rest = inputs[_N_JOINT:-_N]
     q1, k1, _, q2, k2, _ = inputs[:6]
-    options, norm = read_options(rest[N_TABLES:]), Norm(*inputs[_N_JOINT : _N_JOINT + _N])
+    options, norm = read_options(rest[N_TABLES:]), Norm(*inputs[-_N:])
     _keep(ctx, (q1, k1, q2, k2, *inputs[6:_N_JOINT]), rest[:N_TABLES], options, norm)
 
 
@@ -281,20 +281,24 @@ def call(
             _written((q,) if k is None else (q, k))
         return out
     options, norm = checks.resolved_norm(name, {"q": q}, dict(zip(labels[1:], tensors[1:])), tables, options, norm)
-    if not plain and sharded(*tensors, *tables):
+    checks.check_watched(name, wants_grad, tables, {"q": q, "k": k} if in_place else {}, **dict(zip(labels, tensors)))
+    if not plain and check is not None and sharded(*tensors, *tables):
         from . import sharding
 
-        return sharding.norm(call, q, k, weights, tables, options, norm, check)  # type: ignore[no-any-return]
-    checks.check_watched(name, wants_grad, tables, {"q": q, "k": k} if in_place else {}, **dict(zip(labels, tensors)))
+        check(*tensors, tables, options, norm)
+        labelled = dict(zip(labels, tensors))
+        (q, k, *own), tables = sharding.prepared(name, labelled, tables, Options(*options), norm.across_heads)
+        weights = own[0], own[1]
+        check = None
     if plain:
         out = _Recorded.apply(check, options, norm, q, k, *weights, *tables)
         return (out, None) if k is None else out
     if check is not None:
         check(q, k, *weights, tables, options, norm)
     if in_place:
-        torch.ops.jitrope.qk_norm_rope_(q, k, *weights, *norm, *as_op(tables, options))
+        torch.ops.jitrope.qk_norm_rope_(q, k, *weights, *as_op(tables, options), *norm)
         return q, k
-    q_out, k_out = torch.ops.jitrope.qk_norm_rope(q, k, *weights, *norm, *as_op(tables, options))
+    q_out, k_out = torch.ops.jitrope.qk_norm_rope(q, k, *weights, *as_op(tables, options), *norm)
     return q_out, None if k is None else k_out
 
 
@@ -315,10 +319,7 @@ def call_joint(
     needed = dict(zip([f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"], streams))
     labels = [f"{stream}'s {x}_weight" for stream in ("first", "second") for x in "qk"]
     options, norm = checks.resolved_norm(name, needed, dict(zip(labels, weights)), tables, options, norm)
-    if not plain and sharded(*tensors, *tables):
-        from . import sharding
-
-        return sharding.norm_joint(call_joint, streams, weights, second_tables, tables, options, norm, check)  # type: ignore[no-any-return]
+    refuse_sharded(name, *tensors, *tables)
     kept = {label: x for label, x in needed.items() if not label.endswith("v")} | dict(zip(labels, weights))
     checks.check_watched(name, wants_grad, tables, {}, **kept)
     checks.check_watched(name, wants_grad, (*second_tables, None, None, None), {})  # type: ignore[arg-type]
@@ -329,4 +330,4 @@ def call_joint(
     cos, sin = second_tables
     if options.table == "freqs_cis" and cos is not None and sin is not None:
         tensors = (*tensors[:10], *table_pair(cos, sin, "freqs_cis"))
-    return torch.ops.jitrope.qk_norm_rope_joint(*tensors, *norm, *as_op(tables, options))  # type: ignore[no-any-return]
+    return torch.ops.jitrope.qk_norm_rope_joint(*tensors, *as_op(tables, options), *norm)  # type: ignore[no-any-return]

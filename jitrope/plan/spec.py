@@ -34,10 +34,10 @@ Given = tuple[Any, ...]
 class Options(NamedTuple):
     """What a call asks for, beside its tensors; the words are `apply_rope`'s."""
 
+    rotary_dim: int = 0  # first: torch keeps the sharding of an op by all arguments from its first int on
     layout: str = "bshd"
     interleaved: bool = False
     interleaved_out: bool = False
-    rotary_dim: int = 0
     rotary_offset: int = 0
     max_seqlen: int = 0
     cp_size: int = 1
