@@ -495,6 +495,44 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", ["packed", "packed-starts", "starts", "cos_sin_cache", "q-alone", "q-is-k"])
+def test_calls_of_every_form_are_known_again(name: str, in_place: bool, monkeypatch) -> None:
+    """Packed batches, starts, one table and one tensor: other positions of the same form are read again."""
+    rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
+    runtime._local.recent = {}
+    packed = name.startswith("packed")
+    shape, layout = ((24, 4, 64), "thd") if packed else ((2, 12, 4, 64), "bshd")
+    words = {"layout": layout}
+    tables = [torch.rand(40, 32, device=DEVICE) for _ in range(2)]
+    if name == "cos_sin_cache":
+        words[name], tables = torch.cat(tables, -1), []
+    for turn, lengths in enumerate(([0, 5, 24], [0, 16, 24], [0, 5, 24])):
+        q, k = (torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in range(2))
+        k = {"q-alone": None, "q-is-k": q}.get(name, k)
+        if packed:
+            words["cu_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        if name.endswith("starts"):
+            words["start_positions"] = torch.tensor([3, turn], dtype=torch.int32, device=DEVICE)
+        cpu = {word: x.cpu() if isinstance(x, torch.Tensor) else x for word, x in words.items()}
+        case = (q.cpu(), None if k is None else k.cpu(), *(x.cpu() for x in tables))
+        if in_place and name == "q-is-k":  # memory that is written twice
+            with pytest.raises(jitrope.InvalidInput, match="q and k share memory"):
+                rotate(q, k, *tables, **words)
+            continue
+        want = reference_of(case, cpu)
+        got = rotate(q, k, *tables, **words)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want) if b is not None)
+        if turn == 0:
+            monkeypatch.setattr(runtime, "rope", lambda *_: pytest.fail("looked at again"))
+
+
+def reference_of(case: tuple, words: dict) -> tuple:
+    q, k, *tables = case
+    (q, k, *rest), options = lower((q, k, *(tables or [None, None]), {"interleaved": False, **words}))
+    return reference.rope(q, k, *rest, options)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", ["halves", "ids", "ids-decode", "mrope"])
 def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, monkeypatch) -> None:
     """The way of the steady state is taken, with the same bits; and left by whatever is not the same."""

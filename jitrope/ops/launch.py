@@ -53,6 +53,7 @@ _PACK, _PACK_NORM = (struct.Struct(f"{count}q").pack_into for count in (_POINTER
 _NO_SOURCES = (0,) * 6
 
 _MISSING = object()
+_ALL = -1  # the mark of a call whose missing tensors are stood for by empty ones
 
 
 class _Local(threading.local):
@@ -178,11 +179,31 @@ def rope(
         launch = _remember(key, _prepare(*head_views(q, k, o), tables, None, o))
     if options.in_place and k is not None and launch is not None:
         launch.keep_apart("apply_rope_", {"q": q, "k": k}, ("q", "k"))
-    if plain and k is not None and tables[2] is tables[3] is None and _aligned(q, k, *tables[:2]):
-        cos, sin, *rest = tables
-        tensors = (q, k if k is not q else k.detach(), cos, None if sin is cos else sin, *rest)
-        _keep_in_mind(options, tuple(x for x in tensors if x is not None), launch)
+    if plain and _aligned(q, q if k is None else k, *tables[:2]):
+        _keep_in_mind(options, *_marked(q, k, tables), launch)
     return _run_rope(launch, q, k, tables, options.in_place)
+
+
+def _marked(q: Tensor, k: Tensor | None, tables: Tables) -> tuple[int, list[Tensor]]:
+    """Which tensors a call has, in bits, and these, each once: a guard refuses a tensor that it has twice."""
+    cos, sin, cu_seqlens, starts, ids = tables
+    mark, tensors = 0, [q, cos]
+    if k is not None:
+        mark = 1
+        tensors.append(k if k is not q else k.detach())
+    if sin is not cos:
+        mark += 2
+        tensors.append(sin)
+    if ids is not None:
+        mark += 4
+        tensors.append(ids)
+    if cu_seqlens is not None:
+        mark += 8
+        tensors.append(cu_seqlens)
+    if starts is not None:
+        mark += 16
+        tensors.append(starts)
+    return mark, tensors
 
 
 def rope_again(q: Tensor, k: Tensor | None, tables: Tables, given: Given) -> tuple[Tensor, Tensor | None] | None:
@@ -190,51 +211,44 @@ def rope_again(q: Tensor, k: Tensor | None, tables: Tables, given: Given) -> tup
 
     One check in C++ stands for all questions about the tensors. It also sees what watches a call (autograd,
     functorch), but for dispatch modes, forward-mode AD and torch.compile, which `dispatch.call` asks about.
-    Written for host time: a step more here is a step more for every layer of a decode step.
+    This is the hot path: every line is paid once for each layer of a decode step.
     """
-    cos, sin, cu_seqlens, starts, ids = tables
-    if k is None or cu_seqlens is not None or starts is not None:
-        return None
     try:
         kinds = _local.recent[given]
-        if q.is_nested or k.is_nested:  # a guard given a nested tensor aborts the process
+        if q.is_nested or (k is not None and k.is_nested):  # a guard given a nested tensor aborts the process
             return None
-    except (AttributeError, KeyError, TypeError):  # no tensor, or an option without a hash: the check refuses both
-        return None
-    if k is q:
-        k = k.detach()
-    if sin is cos:  # a guard refuses a tensor that it has twice
-        tensors: tuple[Tensor, ...] = (q, k, cos) if ids is None else (q, k, cos, ids)
-    else:
-        tensors = (q, k, cos, sin) if ids is None else (q, k, cos, sin, ids)
-    count = len(tensors)
-    try:
-        for n, matches, launch in kinds:  # noqa: B007  launch is used behind the loop
-            if n == count and matches(*tensors):
+        mark, tensors = _marked(q, k, tables)
+        for known, matches, launch in kinds:  # noqa: B007  launch is used behind the loop
+            if known == mark and matches(*tensors):
                 break
         else:
             return None
-    except TypeError:  # an argument that is no tensor, which the check refuses
+    except (AttributeError, KeyError, TypeError):  # no tensor, or an option without a hash: the check refuses both
         return None
-    q_at, k_at, cos_at, sin_at = q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    cos, sin, cu_seqlens, starts, ids = tables
+    q_at, cos_at, sin_at = q.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    k_at = q_at if k is None else k.data_ptr()  # no head of a missing k is read
     if (q_at | k_at | cos_at | sin_at) & 15:  # what is kept is for aligned tensors; a guard does not see that
         return None
-    sin_at += launch.sin_offset
+    out, k_out, in_place = q_at, k_at, launch.options.in_place
+    if not in_place:
+        q, k = _empty_like(q), None if k is None else _empty_like(k)
+        out = q.data_ptr()
+        k_out = out if k is None else k.data_ptr()
+    elif k is not None and -launch.reach < k_at - q_at < launch.reach and (k_at - q_at,) not in launch.apart:
+        launch.keep_apart("apply_rope_", {"q": q, "k": k}, ("q", "k"))
+    cu_at = 0 if cu_seqlens is None else cu_seqlens.data_ptr()
+    starts_at = 0 if starts is None else starts.data_ptr()
     ids_at = 0 if ids is None else ids.data_ptr()
-    if launch.options.in_place:
-        if -launch.reach < k_at - q_at < launch.reach and (k_at - q_at,) not in launch.apart:
-            launch.keep_apart("apply_rope_", {"q": q, "k": k}, ("q", "k"))
-        _PACK(launch.args, 0, q_at, k_at, q_at, q_at, k_at, q_at, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
-        _written((q, k))
-    else:
-        q, k = _empty_like(q), _empty_like(k)
-        out, k_out = q.data_ptr(), k.data_ptr()
-        _PACK(launch.args, 0, q_at, k_at, q_at, out, k_out, out, cos_at, sin_at, 0, 0, ids_at, 0, 0, 0, 0)
+    sin_at += launch.sin_offset
+    _PACK(launch.args, 0, q_at, k_at, q_at, out, k_out, out, cos_at, sin_at, cu_at, starts_at, ids_at, 0, 0, 0, 0)
     device = launch.device
     if device == _get_device():
         launch.enqueue(_get_stream(device))
     else:
         launch.enqueue_on_its_device()
+    if in_place:
+        _written((q,) if k is None else (q, k))
     return q, k
 
 
@@ -288,7 +302,8 @@ def rope_kv_cache(
     if launch is not None:
         _keep_cache_apart(launch, tensors, options)
     if plain and _aligned(*tensors[:5], *tables[:2]):  # type: ignore[arg-type]
-        _keep_in_mind(options, _distinct(_for_a_guard((*tensors, *tables))), launch)
+        distinct = _distinct(_for_a_guard((*tensors, *tables)))
+        _keep_in_mind(options, _ALL, distinct, launch)
     q_out = q if in_place else torch.empty_like(q, dtype=FP8 if options.fp8 else None)
     if launch is not None:
         at = _addresses((q, k, v, q_out, k_cache, v_cache))
@@ -416,8 +431,8 @@ def _known(options: Any, tensors: Sequence[Tensor | None]) -> tuple[Launch | Non
             return None, []
         given = _for_a_guard(tensors)
         for _ in range(2):
-            for n, matches, launch in kinds:
-                if n == len(given) and matches(*given):
+            for _, matches, launch in kinds:
+                if matches(*given):
                     return launch, given
             if given is (given := _distinct(given)):
                 break
@@ -426,8 +441,13 @@ def _known(options: Any, tensors: Sequence[Tensor | None]) -> tuple[Launch | Non
     return None, []
 
 
-def _keep_in_mind(options: Any, given: Sequence[Tensor], launch: Launch | None, grads_asked: bool = False) -> None:
-    """Let `rope_again` know a plain call, whose tensors want no gradient; grads_asked: the caller looks after that."""
+def _keep_in_mind(
+    options: Any, mark: int, given: Sequence[Tensor], launch: Launch | None, grads_asked: bool = False
+) -> None:
+    """Keep the guard of a plain call, whose tensors want no gradient; grads_asked: the caller looks after that.
+
+    mark: which tensors the call has; a guard must get as many as it was made for.
+    """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None or launch is None or (not grads_asked and any(x.requires_grad for x in given)):
         return
@@ -438,8 +458,8 @@ def _keep_in_mind(options: Any, given: Sequence[Tensor], launch: Launch | None, 
     except TypeError:  # an option without a hash, a numpy array for a tuple
         return
     matches = guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    kinds[:] = [kind for kind in kinds if kind[2] is not launch or kind[0] != len(given)]
-    kinds.insert(0, (len(given), matches, launch))
+    kinds[:] = [kind for kind in kinds if kind[2] is not launch or kind[0] != mark]
+    kinds.insert(0, (mark, matches, launch))
     del kinds[MAX_RECENT_KINDS:]
 
 
@@ -515,7 +535,7 @@ def qk_norm_rope(
     if plain and launch is not None and not any(table.requires_grad for table in tables[:2]):
         distinct = _distinct(_for_a_guard((*tensors, *tables)))
         launch.alignments = [x.data_ptr() & 15 for x in distinct]  # a guard does not see that
-        _keep_in_mind((options, norm), distinct, launch, grads_asked=True)
+        _keep_in_mind((options, norm), _ALL, distinct, launch, grads_asked=True)
     return _run_norm(launch, q, k, weights, tables, options, norm)
 
 
