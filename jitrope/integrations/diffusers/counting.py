@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ...base.errors import InvalidInput
+from .. import _host
 
-calls: Counter[str] = Counter()
+calls = _host.calls["diffusers"]
 """So far, of every model that is enabled: tensors rotated by "jitrope", and calls left to the "host"; calls of
 processors in which norm and rope were one launch, as "fused"."""
 
-reasons: Counter[str] = Counter()
+reasons = _host.reasons["diffusers"]
 """Why calls were the host's, or were not fused."""
 
 
-@torch.compiler.assume_constant_result
 def note(who: str, reason: str = "", count: int = 1) -> None:
-    """Count a call by "jitrope", "fused" or "host", with the reason where it is not the best one.
-
-    Dynamo runs this while it traces. Traced itself, it would be guarded by the number, and every call would be
-    compiled again; so a compiled call counts once.
-    """
-    calls[who] += count
-    if reason:
-        reasons[reason] += 1
+    """Count a call by "jitrope", "fused" or "host", with the reason where it is not the best one."""
+    _host.note("diffusers", who, reason, count)
 
 
 def or_else(ours: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
