@@ -10,9 +10,10 @@ import torch
 from jitrope.jit.render import Source, environment, render
 from jitrope.ops import reference
 from jitrope.ops.library import rope_into, turned_back
-from jitrope.plan import heuristics, partition, views
+from jitrope.plan import heuristics, partition
 from jitrope.plan.problem import NormCall, cache_view, head_views, plan_call, qkv_views, separate_views
 from jitrope.plan.spec import Options
+from jitrope.plan.views import FP8, canonical, table_pair
 
 from .cases import (
     CACHE_CASES,
@@ -40,7 +41,7 @@ def run_kernel(inputs, outputs, tables, options, slots=None, scales=(None, None,
     """Run the kernel of a call on views of heads; without k or v it gets q's address and no such heads."""
     plan, words = plan_call(inputs, outputs, tuple(tables), slots, options, SM_COUNT)
     tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
-    cos, sin = views.table_pair(*tables[:2], options.table)
+    cos, sin = table_pair(*tables[:2], options.table)
     tensors = [*tensors, cos, sin, *tables[2:], slots, *scales]
     harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
     return plan
@@ -300,7 +301,7 @@ def test_fp8_outputs_match_reference(name: str) -> None:
     (q, k, *tables), options = lower(make(next(c for c in CASES if c.name == name)), fp8=True)
     scales = (torch.tensor(0.02), torch.tensor(0.3), None)  # the first saturates
     want = reference.rope_fp8(q, k, *scales[:2], tuple(tables), options)
-    outputs = [torch.zeros_like(x, dtype=views.FP8) for x in (q, k)]
+    outputs = [torch.zeros_like(x, dtype=FP8) for x in (q, k)]
     views = [head_views(*xs, options._replace(in_place=True))[0] for xs in ((q, k), outputs)]
     run_kernel(*views, tables, options, None, scales)
     for got, expected in zip(outputs, want):
@@ -326,7 +327,7 @@ def run_norm_kernel(inputs, outputs, call, second=(), grads=(), sums=None) -> he
     grads = [grads[0] if x is None else x for x in grads] if grads else [None] * 2
     weights = (*of_one(call), None, None)[:4]
     tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
-    pairs = [views.table_pair(*pair, call.options.table) for pair in (call.tables[:2], second_tables) if pair]
+    pairs = [table_pair(*pair, call.options.table) for pair in (call.tables[:2], second_tables) if pair]
     tables = [*(pairs[1] if second_tables else [None] * 2), *tensors, *pairs[0], *call.tables[2:], *[None] * 4]
     tensors = [*sources, *weights, sums and sums(plan), *grads, *tables]
     harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
@@ -435,7 +436,7 @@ def test_norm_gradient_matches_reference(case: NormCase) -> None:
 
 
 def heads_of(x, case: NormCase) -> int:
-    return views.canonical(x, case.rope.layout).shape[2]
+    return canonical(x, case.rope.layout).shape[2]
 
 
 E4M3 = """

@@ -119,7 +119,7 @@ def test_a_planted_wrong_result_is_reported(
     code, report = soaked(tmp_path)
     assert code == 1
     assert report["wrong results"] >= 1
-    assert report["problems"] == [f"{report['wrong results']} wrong results"]
+    assert report["problems"][0] == f"{report['wrong results']} wrong results"  # a slow machine's may be too short too
     assert all(" x apply_rope" in line for line in report["wrong"])
     assert report["wrong"][0] in capsys.readouterr().out
 
