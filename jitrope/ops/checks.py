@@ -14,7 +14,18 @@ from ..base.arguments import flag, number, refuse, whole, wholes, word
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
 from ..plan.problem import DTYPE_NAMES, overlaps_itself, refuse_meeting
-from ..plan.spec import LAUNCHES, LAYOUT_AXES, MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, TABLES, Given, Norm, Options
+from ..plan.spec import (
+    LAUNCHES,
+    LAYOUT_AXES,
+    MAX_HEAD_DIM,
+    NORM_ROUNDINGS,
+    ROUNDINGS,
+    TABLES,
+    Given,
+    Norm,
+    Options,
+    changed,
+)
 from ..plan.views import FP8, Tables, table_pair
 from .reference import table_rows
 
@@ -61,12 +72,12 @@ def _resolved(name: str, options: Options, width: int, table_width: int) -> Opti
     if o.rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
         head_dim = width // (o.q_per_group + 2) if o.q_per_group > 0 else width
         twice = {"cos_sin_cache": 1, "freqs_cis": 2}.get(o.table)
-        o = o._replace(rotary_dim=twice * table_width if twice else head_dim - o.rotary_offset)
+        o = changed(o, rotary_dim=twice * table_width if twice else head_dim - o.rotary_offset)
         if twice and (o.rotary_dim < 2 or o.rotary_dim % 2):
             width_words = "rotary_dim (even)" if twice == 1 else "rotary_dim / 2"
             raise InvalidInput(f"{name}: {o.table} is {table_width} wide; it must be (P, W) with W = {width_words}")
     interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
-    return o._replace(interleaved_out=interleaved_out, max_seqlen=o.max_seqlen or 0)
+    return changed(o, interleaved_out=interleaved_out, max_seqlen=o.max_seqlen or 0)
 
 
 _kept = lru_cache(maxsize=4096)(_resolved)
@@ -193,7 +204,7 @@ def check_qkv(qkv: Tensor, tables: Tables, options: Options) -> Options:
         _require_no_overlap("qkv", qkv, require)
     packed = qkv.unflatten(-1, (groups + 2, -1))
     # A group's k stands for all heads: what remains to be checked does not depend on their number.
-    check(packed[..., -2, :], packed[..., -2, :], tables, options._replace(in_place=False), name, "qkv")
+    check(packed[..., -2, :], packed[..., -2, :], tables, changed(options, in_place=False), name, "qkv")
     return options
 
 
@@ -228,7 +239,7 @@ def check_kv_cache(
     require = _requirer(name)
     needed = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
     options = resolved(name, needed, {}, tables, options)
-    read_only = options._replace(in_place=False)
+    read_only = changed(options, in_place=False)
     check(q, k, tables, read_only, name)
     _check_heads(k, v, read_only, require, "k", "v")
     if options.in_place:
@@ -254,9 +265,9 @@ def check_kv_cache(
         require(cache.device == q.device, lambda: f"{label} is on {cache.device} but q is on {q.device}")
         require(cache.dtype in (k.dtype, FP8), lambda: f"{label} is {cache.dtype}; allowed are k's {k.dtype} and {FP8}")
         _require_no_overlap(label, cache, require)
-    read = {"k": k, "v": v} | ({} if options.in_place else {"q": q})
-    written = {"k_cache": k_cache, "v_cache": v_cache} | ({"q": q} if options.in_place else {})
-    written |= {"k": read.pop("k")} if options.k_too else {}
+    written, read = {"k_cache": k_cache, "v_cache": v_cache}, {"v": v}
+    (written if options.in_place else read)["q"] = q
+    (written if options.k_too else read)["k"] = k
     _require_apart(name, written, read)
     same = k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
     require(

@@ -216,7 +216,10 @@ def call_kv_cache(tensors: Sequence[Any], tables: Tables, given: Given, check: C
     in_place = options.in_place
     name = "apply_rope_kv_cache_" if in_place else "apply_rope_kv_cache"
     written = {"k_cache": k_cache, "v_cache": v_cache}
-    written |= ({"q": q} if in_place else {}) | ({"k": k} if options.k_too is not False else {})
+    if in_place:
+        written["q"] = q
+    if options.k_too is not False:
+        written["k"] = k
     complete = not any(x is None for x in tensors[:6])
     if complete and _plain(tensors, tables) and not _wants_grad(q, k, v, k_cache, v_cache):
         if any(x.is_inference() for x in written.values()):

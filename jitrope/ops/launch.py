@@ -32,7 +32,7 @@ from ..plan.problem import (
     refuse_meeting,
     separate_views,
 )
-from ..plan.spec import LAYOUT_AXES, ROPE_KINDS, Given, Norm, Options, RopeSpec
+from ..plan.spec import LAYOUT_AXES, ROPE_KINDS, Given, Norm, Options, RopeSpec, changed
 from ..plan.views import FP8, Tables, Weights, table_pair
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
@@ -296,7 +296,7 @@ def rope_kv_cache(
     if launch is _MISSING:
         o = options if check is None else check(*tensors, tables, options)
         (q_view, k_view, _), (q_out_view, *_) = head_views(q, k, o)
-        inputs = (q_view, k_view, head_views(v, None, o._replace(in_place=True))[0][0])
+        inputs = (q_view, k_view, head_views(v, None, changed(o, in_place=True))[0][0])
         outputs = (q_out_view, cache_view(k_cache), cache_view(v_cache))
         launch = _remember(key, _prepare(inputs, outputs, tables, slot_mapping, o))
     if launch is not None:
@@ -396,7 +396,7 @@ def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: Options) -
     launch = _found(key)
     if launch is _MISSING:
         o = options
-        seen = o._replace(in_place=True)
+        seen = changed(o, in_place=True)
         q, k, v, *outs = (head_views(x, None, seen)[0][0] for x in (*inputs, *outputs))
         launch = _remember(key, _prepare((q, k, v), (outs[0], outs[1], outs[2]), tables, None, o))
     if launch is not None:
@@ -611,7 +611,7 @@ def qk_norm_rope_backward(
     prepared = _found(key)
     if prepared is _MISSING:
         o = options
-        grads = head_views(dq, dk, o._replace(in_place=True))[0][:2]
+        grads = head_views(dq, dk, changed(o, in_place=True))[0][:2]
         launch = _prepare(*head_views(q, k, o), tables, None, o, NormCall(norm, weights, grads=grads))
         sizes = [x.shape[-1] * (_heads_of(x, o) if norm.across_heads else 1) for x in (q, k) if x is not None]
         prepared = _remember(key, (launch, sizes))

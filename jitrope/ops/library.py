@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.problem import value_view
-from ..plan.spec import Given, Options
+from ..plan.spec import Given, Options, changed
 from ..plan.views import FP8, Tables, table_pair
 from . import launch as runtime
 from . import reference
@@ -105,10 +105,10 @@ def as_op(tables: Tables, options: Options) -> tuple[Any, ...]:
     """Tables and options as an op takes them. Inductor knows no complex numbers: these go as real views."""
     if options.table == "freqs_cis":
         tables = (*table_pair(*tables[:2], "freqs_cis"), *tables[2:])
-        options = options._replace(table="cos_sin")
+        options = changed(options, table="cos_sin")
     if not options.mrope_section:  # AOTInductor hands no empty list over
-        options = options._replace(mrope_section=(0,))
-    return (*tables, *options[:_N_OPTIONS])
+        options = changed(options, mrope_section=(0,))
+    return (*tables, *list(options)[:_N_OPTIONS])  # Dynamo of torch 2.6 cannot slice a named tuple
 
 
 def mutating(op: Any, *written: int, gives: bool = False) -> Any:
@@ -226,8 +226,8 @@ def rope_into(inputs: Parts, outputs: Parts, tables: Tables, options: Options) -
 def turned_back(options: Options, in_place: bool = False) -> Options:
     """The options of the gradient: a rotation's transpose is the rotation back, from output to input."""
     o = options
-    return o._replace(
-        conjugate=not o.conjugate, interleaved=o.interleaved_out, interleaved_out=o.interleaved, in_place=in_place
+    return changed(
+        o, conjugate=not o.conjugate, interleaved=o.interleaved_out, interleaved_out=o.interleaved, in_place=in_place
     )
 
 
@@ -286,7 +286,7 @@ def _setup_qkv_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward_of_qkv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    options = ctx.options._replace(values=True)
+    options = changed(ctx.options, values=True)
     return *torch.ops.jitrope.rope_qkv(grad, *as_op(ctx.saved_tensors, options)), *(None,) * (N_TABLES + _N_OPTIONS)
 
 

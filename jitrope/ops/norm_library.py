@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..base.errors import InvalidInput, JitropeError
 from ..plan.problem import joint_parts
-from ..plan.spec import Given, Norm, Options
+from ..plan.spec import Given, Norm, Options, changed
 from ..plan.views import Tables, Weights, table_pair
 from . import checks, reference
 from . import launch as runtime
@@ -131,7 +131,7 @@ def _backward_fake(dq: Tensor, dk: Tensor | None, q: Tensor, *rest: Any) -> tupl
 
 def _keep(ctx: Any, tensors: Sequence[Tensor | None], tables: Tables, options: Options, norm: Norm) -> None:
     # Roundings pass gradients on as they are: one kernel for all, with contracted products, which are the fewest.
-    ctx.options = turned_back(options)._replace(rounding="complex64")
+    ctx.options = changed(turned_back(options), rounding="complex64")
     ctx.norm = norm._replace(rounding="none")
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *tables)
@@ -320,7 +320,7 @@ def call_joint(
     labels = [f"{stream}'s {x}_weight" for stream in ("first", "second") for x in "qk"]
     options, norm = checks.resolved_norm(name, needed, dict(zip(labels, weights)), tables, options, norm)
     refuse_sharded(name, *tensors, *tables)
-    kept = {label: x for label, x in needed.items() if not label.endswith("v")} | dict(zip(labels, weights))
+    kept = {label: x for label, x in (*needed.items(), *zip(labels, weights)) if not label.endswith("v")}
     checks.check_watched(name, wants_grad, tables, {}, **kept)
     checks.check_watched(name, wants_grad, (*second_tables, None, None, None), {})  # type: ignore[arg-type]
     if plain:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plan import partition
-from ..plan.spec import LAYOUT_AXES, Norm, Options
+from ..plan.spec import LAYOUT_AXES, Norm, Options, changed
 from ..plan.views import FP8, Tables, Weights, canonical, ids_view, table_pair, table_view
 
 FP8_MAX = 448.0
@@ -186,7 +186,7 @@ def qk_norm_rope_backward(
     tables: Tables, options: Options, norm: Norm,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of q, k and their weights, in fp32 up to the last rounding; `options` rotate back."""
-    rotated = rope(dq, dk, *tables, options._replace(rounding="fp32"), out_dtype=torch.float32)
+    rotated = rope(dq, dk, *tables, changed(options, rounding="fp32"), out_dtype=torch.float32)
     grads: list[Tensor | None] = []
     weight_grads: list[Tensor | None] = []
     for x, g, weight in ((q, rotated[0], q_weight), (k, rotated[1], k_weight)):

@@ -62,7 +62,7 @@ def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
     counted = call["cp_size"] > 1 or call["cu_seqlens"] is not None or call["start_positions"] is not None
     seq = {"seq": "cu_seqlens, start_positions and cp_size count tokens of whole sequences; pass position_ids instead"}
     heads = {"heads": "across_heads needs all heads of a token"}
-    return (seq if counted else {}) | (heads if call.get("across_heads") else {})
+    return {**(seq if counted else {}), **(heads if call.get("across_heads") else {})}
 
 
 def _rows(call: Mapping[str, Any]) -> list[Row]:

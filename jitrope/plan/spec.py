@@ -57,6 +57,11 @@ class Options(NamedTuple):
     in_place: bool = False
 
 
+def changed(options: Options, **fields: Any) -> Options:
+    """The options with other values in some fields. Dynamo of torch 2.6 cannot trace `_replace`."""
+    return Options(*[fields.get(name, value) for name, value in zip(Options._fields, options)])
+
+
 class Norm(NamedTuple):
     """What `qk_norm_rope` asks for beside `Options`; the words are its own."""
 
