@@ -116,10 +116,10 @@ def test_a_planted_wrong_result_is_reported(
         return q + off, k
 
     monkeypatch.setattr(jitrope, "apply_rope", planted)
-    code, report = soaked(tmp_path)
+    code, report = soaked(tmp_path, 8.0)  # long enough for two meetings on a busy machine
     assert code == 1
     assert report["wrong results"] >= 1
-    assert report["problems"][0] == f"{report['wrong results']} wrong results"  # a slow machine's may be too short too
+    assert report["problems"] == [f"{report['wrong results']} wrong results"]
     assert all(" x apply_rope" in line for line in report["wrong"])
     assert report["wrong"][0] in capsys.readouterr().out
 

@@ -147,7 +147,7 @@ def bytes_moved(kind: Kind) -> int:
 def case(kind: Kind, with_peers: bool = True, training: bool = False) -> Case:
     """Cold: all inputs, tables and outputs rotate past L2. Of the backward COPY is of x and dy, which are read, and dx.
 
-    Ours must agree with the chain of plain torch within bf16's rounding, of which that has one more than "none" has.
+    Ours must agree with the chain of plain torch within bf16's rounding; the chain rounds once more than "none" does.
     """
     calls: dict[str, Call] = {"jitrope": ours(kind)}
     if not (training or kind.text):

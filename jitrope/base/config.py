@@ -108,20 +108,6 @@ def _warn_once(message: str) -> None:
         log.warning(message)
 
 
-@contextlib.contextmanager
-def cache_dir_set_to(folder: str | Path) -> Iterator[None]:
-    """Processes started inside use `folder` as their kernel cache."""
-    before = os.environ.get("JITROPE_CACHE_DIR")
-    os.environ["JITROPE_CACHE_DIR"] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["JITROPE_CACHE_DIR"]
-        else:
-            os.environ["JITROPE_CACHE_DIR"] = before
-
-
 def set_up_logging() -> None:
     """Show jitrope's messages from the level that `JITROPE_LOG` names (debug, info, warning, ...)."""
     if name := os.environ.get("JITROPE_LOG"):

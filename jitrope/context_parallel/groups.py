@@ -16,7 +16,7 @@ from ..thd.reference import Shape
 
 
 class Ranks(NamedTuple):
-    """Who takes part; group is None where only one process does, or none is known."""
+    """The ranks that take part; group is None where only one process does, or none is known."""
 
     group: ProcessGroup | None
     cp_size: int

@@ -31,7 +31,7 @@ class Math:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend`. The scores are made anew."""
+        """See `Backend`. The scores are computed again."""
         visible = _visible(varlen, len(q), len(k))
         q, dout = _rows_with_keys(q, visible), _rows_with_keys(dout, visible)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

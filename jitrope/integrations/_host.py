@@ -145,7 +145,7 @@ class Report:
 
 
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
-    """Replace a host's functions everywhere. What is replaced already stays as it is.
+    """Replace a host's functions everywhere. Functions that are already replaced stay as they are.
 
     Args:
         host: its name.

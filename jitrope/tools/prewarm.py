@@ -341,7 +341,7 @@ def _specs_of(described: dict[str, Any]) -> list[RopeSpec]:
 
 
 def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
-    """The specs that a cache's entries tell of; None for another version's, of which the log says how many."""
+    """The specs of a cache's entries; None for an entry of another version. The log says how many those are."""
     specs: list[Spec | None] = []
     for described in listed:
         try:
