@@ -1,53 +1,114 @@
-"""The user's functions: arguments in words to options; `checks` refuses what does not fit."""
+"""The user's functions: what they take, in words, and what they give."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from .base.arguments import number, refuse
 from .base.errors import InvalidInput
-from .ops import checks
-from .ops.dispatch import call, call_fp8, call_kv_cache, call_qkv
-from .ops.norm_library import call as normed
-from .ops.norm_library import call_joint
+from .base.signature import with_words
+from .ops.checks import ONE_TABLE
+from .ops.dispatch import call
+from .ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV
 from .plan.problem import constant
-from .plan.spec import LAYOUT_AXES, Norm
-from .plan.views import Tables
+from .plan.spec import Norm, Options
+from .plan.views import Tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+class ServingWords(TypedDict, total=False):
+    """The keywords that all functions have; `apply_rope` says what they mean."""
+
+    cos_sin_cache: Tensor | None
+    freqs: Tensor | None
+    freqs_cis: Tensor | None
+    position_ids: Tensor | None
+    mrope_section: Sequence[int]
+    mrope_interleaved: bool
+    layout: str
+    interleaved: bool
+    rotary_dim: int | None
+    rotary_offset: int
+    start_positions: Tensor | None
+    launch: str
+    check: bool
+
+
+class Fp8Words(ServingWords, total=False):
+    """Those of `apply_rope_fp8`."""
+
+    cu_seqlens: Tensor | None
+
+
+class PackedWords(Fp8Words, total=False):
+    """Those of `apply_rope_qkv`."""
+
+    mscale: float
+    inverse: bool
+    max_seqlen: int | None
+    packed_table: bool
+    cp_size: int
+    cp_rank: int
+    rounding: str
+
+
+class RopeWords(PackedWords, total=False):
+    """Those of `apply_rope`."""
+
+    interleaved_out: bool | None
+
+
+class JointWords(TypedDict, total=False):
+    """The keywords of functions with a norm; `qk_norm_rope` says what they mean."""
+
+    eps: float
+    zero_centered: bool
+    norm_rounding: str
+    interleaved: bool
+    rotary_dim: int | None
+    rotary_offset: int
+    rounding: str
+    launch: str
+
+
+class NormWords(JointWords, total=False):
+    """Those of `qk_norm_rope`."""
+
+    across_heads: bool
+    cos_sin_cache: Tensor | None
+    freqs_cis: Tensor | None
+    position_ids: Tensor | None
+    mrope_section: Sequence[int]
+    mrope_interleaved: bool
+    start_positions: Tensor | None
+    layout: str
+    check: bool
+
+
+_DEFAULTS = {
+    **Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "max_seqlen": None, "check": False,
+    **Norm._field_defaults, "norm_rounding": "none", "rounding": "fp32",
+}  # fmt: skip
+_TENSORS = frozenset((*ONE_TABLE, "position_ids", "cu_seqlens", "start_positions"))
+
+
+def _given(tensors: dict[str, Any], words: Any) -> Tensors:
+    """The tensors that are not None, with those among the words, which go from there."""
+    for word in [word for word in words if word in _TENSORS]:
+        tensors[word] = words.pop(word)
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+@with_words(RopeWords, _DEFAULTS)
 def apply_rope(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    cos_sin_cache: Tensor | None = None,
-    freqs: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    mscale: float = 1.0,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    interleaved_out: bool | None = None,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    inverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    start_positions: Tensor | None = None,
-    packed_table: bool = False,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    rounding: str = "fp32",
-    launch: str = "auto",
-    check: bool = False,
+    q: Tensor, k: Tensor | None, cos: Tensor | None = None, sin: Tensor | None = None, **words: Unpack[RopeWords]
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by position-dependent angles, in one launch; returns fresh tensors.
 
@@ -122,47 +183,13 @@ def apply_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    kind = "cos_sin"
-    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = one_table("apply_rope", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
-    options = (
-        rotary_dim, layout, interleaved, interleaved_out,
-        rotary_offset, max_seqlen, cp_size, cp_rank, kind, _sections(mrope_section), mrope_interleaved,
-        mscale, packed_table, 0, True, False, False, rounding, launch, inverse, False,
-    )  # fmt: skip
-    if check is not False:
-        checks.check_all("apply_rope", checks.check, check, {"q": q}, {"k": k}, tables, options)
-    return call(q, k, tables, options, checks.check)
+    out = call(ROPE, _given({"q": q, "k": k, "cos": cos, "sin": sin}, words), words)
+    return out["q"], out.get("k")
 
 
+@with_words(PackedWords, _DEFAULTS)
 def apply_rope_(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    cos_sin_cache: Tensor | None = None,
-    freqs: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    mscale: float = 1.0,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    inverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    start_positions: Tensor | None = None,
-    packed_table: bool = False,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    rounding: str = "fp32",
-    launch: str = "auto",
-    check: bool = False,
+    q: Tensor, k: Tensor | None, cos: Tensor | None = None, sin: Tensor | None = None, **words: Unpack[PackedWords]
 ) -> tuple[Tensor, Tensor | None]:
     """`apply_rope` in place: q and k themselves are rotated, and returned.
 
@@ -174,20 +201,12 @@ def apply_rope_(
         InvalidInput: also for a tensor whose elements overlap in memory (an expanded one).
         CompileError: as `apply_rope`.
     """
-    kind = "cos_sin"
-    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = one_table("apply_rope_", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
-    options = (
-        rotary_dim, layout, interleaved, interleaved,
-        rotary_offset, max_seqlen, cp_size, cp_rank, kind, _sections(mrope_section), mrope_interleaved,
-        mscale, packed_table, 0, True, False, False, rounding, launch, inverse, True,
-    )  # fmt: skip
-    if check is not False:
-        checks.check_all("apply_rope_", checks.check, check, {"q": q}, {"k": k}, tables, options)
-    return call(q, k, tables, options, checks.check)
+    words["inplace"] = True  # type: ignore[typeddict-unknown-key]
+    call(ROPE, _given({"q": q, "k": k, "cos": cos, "sin": sin}, words), words)
+    return q, k
 
 
+@with_words(PackedWords, _DEFAULTS)
 def apply_rope_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
@@ -195,27 +214,7 @@ def apply_rope_qkv(
     *,
     q_per_group: int = 1,
     copy_v: bool = True,
-    cos_sin_cache: Tensor | None = None,
-    freqs: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    mscale: float = 1.0,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    inverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    start_positions: Tensor | None = None,
-    packed_table: bool = False,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    rounding: str = "fp32",
-    launch: str = "auto",
-    check: bool = False,
+    **words: Unpack[PackedWords],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split packed QKV and rotate q and k, in one launch; the gradient is one launch too.
 
@@ -236,47 +235,19 @@ def apply_rope_qkv(
     Raises:
         InvalidInput, CompileError: as `apply_rope`.
     """
-    kind = "cos_sin"
-    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = one_table("apply_rope_qkv", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
-    options = (
-        rotary_dim, layout, interleaved, interleaved, rotary_offset, max_seqlen, cp_size, cp_rank, kind,
-        _sections(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, copy_v, False, False,
-        rounding, launch, inverse, False,
-    )  # fmt: skip
-    if check is not False:
-        checks.check_all("apply_rope_qkv", checks.check_qkv, check, {"qkv": qkv}, {}, tables, options)
-    return call_qkv(qkv, tables, options, checks.check_qkv)
+    words.update(q_per_group=q_per_group, copy_v=copy_v)  # type: ignore[call-arg]
+    out = call(ROPE_QKV, _given({"qkv": qkv, "cos": cos, "sin": sin}, words), words)
+    return out["q"], out["k"], out["v"]
 
 
+@with_words(PackedWords, _DEFAULTS)
 def apply_rope_qkv_(
     qkv: Tensor,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
     q_per_group: int = 1,
-    cos_sin_cache: Tensor | None = None,
-    freqs: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    mscale: float = 1.0,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    inverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    start_positions: Tensor | None = None,
-    packed_table: bool = False,
-    cp_size: int = 1,
-    cp_rank: int = 0,
-    rounding: str = "fp32",
-    launch: str = "auto",
-    check: bool = False,
+    **words: Unpack[PackedWords],
 ) -> Tensor:
     """Rotate q and k where they lie in packed QKV, and return it; v is not touched.
 
@@ -286,20 +257,12 @@ def apply_rope_qkv_(
     Returns:
         qkv itself, (B, S, G, (q_per_group + 2) D).
     """
-    kind = "cos_sin"
-    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = one_table("apply_rope_qkv_", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
-    options = (
-        rotary_dim, layout, interleaved, interleaved, rotary_offset, max_seqlen, cp_size, cp_rank, kind,
-        _sections(mrope_section), mrope_interleaved, mscale, packed_table, q_per_group, True, False, False,
-        rounding, launch, inverse, True,
-    )  # fmt: skip
-    if check is not False:
-        checks.check_all("apply_rope_qkv_", checks.check_qkv, check, {"qkv": qkv}, {}, tables, options)
-    return call_qkv(qkv, tables, options, checks.check_qkv)[0]
+    words.update(q_per_group=q_per_group, inplace=True)  # type: ignore[call-arg]
+    call(ROPE_QKV, _given({"qkv": qkv, "cos": cos, "sin": sin}, words), words)
+    return qkv
 
 
+@with_words(Fp8Words, _DEFAULTS)
 def apply_rope_fp8(
     q: Tensor,
     k: Tensor | None,
@@ -308,20 +271,7 @@ def apply_rope_fp8(
     *,
     q_scale: float | Tensor,
     k_scale: float | Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    freqs: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    cu_seqlens: Tensor | None = None,
-    start_positions: Tensor | None = None,
-    launch: str = "auto",
-    check: bool = False,
+    **words: Unpack[Fp8Words],
 ) -> tuple[Tensor, Tensor | None]:
     """`apply_rope` with fp8 outputs (e4m3; arXiv:2209.05433), for attention that takes them. Without gradient.
 
@@ -338,21 +288,12 @@ def apply_rope_fp8(
     Raises:
         InvalidInput, CompileError: as `apply_rope`.
     """
-    kind = "cos_sin"
-    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = one_table("apply_rope_fp8", cos, sin, cos_sin_cache, freqs, freqs_cis)
-    tables = (cos, sin, cu_seqlens, start_positions, position_ids)
-    options = (
-        rotary_dim, layout, interleaved, interleaved, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
-        mrope_interleaved, 1.0, False, 0, True, True, False, "fp32", launch, False, False,
-    )  # fmt: skip
-    q_unit, k_unit = _scale("apply_rope_fp8", "q_scale", q_scale, q), _scale("apply_rope_fp8", "k_scale", k_scale, q)
-    if check is not False:
-        rest = {"k": k, "q_scale": q_unit, "k_scale": k_unit}
-        checks.check_all("apply_rope_fp8", checks.check_fp8, check, {"q": q}, rest, tables, options)
-    return call_fp8(q, k, q_unit, k_unit, tables, options, checks.check_fp8)  # type: ignore[arg-type]
+    tensors = {"q": q, "k": k, **_scales("apply_rope_fp8", q, q_scale=q_scale, k_scale=k_scale)}
+    out = call(ROPE_FP8, _given({**tensors, "cos": cos, "sin": sin}, words), words)
+    return out["q"], out.get("k")
 
 
+@with_words(ServingWords, _DEFAULTS)
 def apply_rope_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -367,19 +308,7 @@ def apply_rope_kv_cache(
     v_scale: float | Tensor | None = None,
     q_scale: float | Tensor | None = None,
     rotate_k: bool = False,
-    cos_sin_cache: Tensor | None = None,
-    freqs: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    start_positions: Tensor | None = None,
-    launch: str = "auto",
-    check: bool = False,
+    **words: Unpack[ServingWords],
 ) -> Tensor:
     """Rotate q and k, and store k and v in a KV cache, in one launch; returns q rotated. Without gradient.
 
@@ -406,13 +335,13 @@ def apply_rope_kv_cache(
     Raises:
         InvalidInput, CompileError: as `apply_rope`; nothing was written.
     """
-    return _kv_cache(
-        False, q, k, v, cos, sin, cos_sin_cache, freqs, freqs_cis, position_ids, start_positions,
-        (k_cache, v_cache, slot_mapping), (q_scale, k_scale, v_scale), rotate_k, mrope_section, mrope_interleaved,
-        layout, interleaved, rotary_dim, rotary_offset, launch, check,
-    )  # fmt: skip
+    scales = _scales("apply_rope_kv_cache", q, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, **scales}
+    words["rotate_k"] = rotate_k  # type: ignore[typeddict-unknown-key]
+    return call(ROPE_KV_CACHE, _given({**tensors, "cos": cos, "sin": sin}, words), words)["q"]
 
 
+@with_words(ServingWords, _DEFAULTS)
 def apply_rope_kv_cache_(
     q: Tensor,
     k: Tensor,
@@ -426,82 +355,22 @@ def apply_rope_kv_cache_(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     rotate_k: bool = False,
-    cos_sin_cache: Tensor | None = None,
-    freqs: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    start_positions: Tensor | None = None,
-    launch: str = "auto",
-    check: bool = False,
+    **words: Unpack[ServingWords],
 ) -> Tensor:
     """`apply_rope_kv_cache` with q in place, which is returned; so there is no q_scale.
 
     Arguments and errors are those of `apply_rope_kv_cache`, those of an overlap in memory `apply_rope_`'s.
     """
-    return _kv_cache(
-        True, q, k, v, cos, sin, cos_sin_cache, freqs, freqs_cis, position_ids, start_positions,
-        (k_cache, v_cache, slot_mapping), (None, k_scale, v_scale), rotate_k, mrope_section, mrope_interleaved,
-        layout, interleaved, rotary_dim, rotary_offset, launch, check,
-    )  # fmt: skip
+    scales = _scales("apply_rope_kv_cache_", q, k_scale=k_scale, v_scale=v_scale)
+    tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, **scales}
+    words.update(rotate_k=rotate_k, inplace=True)  # type: ignore[call-arg]
+    call(ROPE_KV_CACHE, _given({**tensors, "cos": cos, "sin": sin}, words), words)
+    return q
 
 
-def _kv_cache(
-    in_place: bool, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None,
-    cos_sin_cache: Tensor | None, freqs: Tensor | None, freqs_cis: Tensor | None, position_ids: Tensor | None,
-    start_positions: Tensor | None, cache: tuple[Tensor, Tensor, Tensor],
-    scales: tuple[float | Tensor | None, float | Tensor | None, float | Tensor | None], rotate_k: bool,
-    mrope_section: Sequence[int], mrope_interleaved: bool, layout: str, interleaved: bool, rotary_dim: int | None,
-    rotary_offset: int, launch: str, check: bool,
-) -> Tensor:  # fmt: skip
-    name = "apply_rope_kv_cache_" if in_place else "apply_rope_kv_cache"
-    kind = "cos_sin"
-    if cos is None or sin is None or freqs is not None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = one_table(name, cos, sin, cos_sin_cache, freqs, freqs_cis)
-    tables = (cos, sin, None, start_positions, position_ids)
-    options = (
-        rotary_dim, layout, interleaved, interleaved, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
-        mrope_interleaved, 1.0, False, 0, True, scales[0] is not None, rotate_k, "fp32", launch, False, in_place,
-    )  # fmt: skip
-    labels = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "q_scale", "k_scale", "v_scale")
-    units = [_scale(name, label, scale, q) for label, scale in zip(labels[6:], scales)]
-    tensors = (q, k, v, *cache, *units)
-    if check is not False:
-        given = dict(zip(labels, tensors))
-        needed = {label: given.pop(label) for label in labels[:6]}
-        if checks.check_all(name, checks.check_kv_cache, check, needed, given, tables, options):
-            checks.check_slots(*cache, name)
-    return call_kv_cache(tensors, tables, options, checks.check_kv_cache)
-
-
-def one_table(
-    name: str, cos: Tensor | None, sin: Tensor | None, cache: Tensor | None, freqs: Tensor | None, cis: Tensor | None
-) -> tuple[Tensor, Tensor, str]:
-    """The two tables that the ops take, and which of `spec.TABLES` they are: what is not two is there twice.
-
-    The positions of angles are put on the axis of cos and sin's.
-    """
-    given = {"cos and sin": cos, "cos_sin_cache": cache, "freqs": freqs, "freqs_cis": cis}
-    words = [word for word, table in given.items() if table is not None]
-    if len(words) != 1 or (cos is None) != (sin is None):
-        had = ", ".join(words) or ("sin" if sin is not None else "none")
-        raise InvalidInput(f"{name}: give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not {had}")
-    if cos is not None and sin is not None:
-        return cos, sin, "cos_sin"
-    if isinstance(freqs, Tensor) and freqs.dim() == 4:  # (P, B, 1, W)
-        freqs = freqs.transpose(0, 1)
-    table = given[words[0]] if freqs is None else freqs
-    return table, table, words[0]  # type: ignore[return-value]
-
-
-def _sections(sections: Sequence[int]) -> Any:
-    """A list becomes a tuple, so that it can be part of a key; anything else is left to the check."""
-    return tuple(sections) if type(sections) is list else sections
+def _scales(name: str, q: Tensor, **scales: float | Tensor | None) -> dict[str, Tensor | None]:
+    """Scales as the kernels read them, on the device."""
+    return {label: _scale(name, label, scale, q) for label, scale in scales.items() if scale is not None}
 
 
 def _scale(name: str, label: str, scale: float | Tensor | None, q: Tensor) -> Tensor | None:
@@ -525,6 +394,7 @@ def _scale_of(device: torch.device, scale: float, label: str) -> Tensor:
 # ---- QK-norm + rope -----------------------------------------------------------------------------------
 
 
+@with_words(NormWords, _DEFAULTS)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor | None,
@@ -532,24 +402,7 @@ def qk_norm_rope(
     k_weight: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    across_heads: bool = False,
-    zero_centered: bool = False,
-    norm_rounding: str = "none",
-    cos_sin_cache: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    start_positions: Tensor | None = None,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    rounding: str = "fp32",
-    launch: str = "auto",
-    check: bool = False,
+    **words: Unpack[NormWords],
 ) -> tuple[Tensor, Tensor | None]:
     """RMSNorm of q and k, then rope, in one launch; returns fresh tensors.
 
@@ -582,23 +435,13 @@ def qk_norm_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    if _none(cos, sin, cos_sin_cache, freqs_cis):  # nothing is rotated, at whatever positions
-        mrope_section, mrope_interleaved, rotary_offset = (), False, 0
-    tables, kind, rotary_dim = _arguments(
-        "qk_norm_rope", q, cos, sin, cos_sin_cache, freqs_cis, start_positions, position_ids, layout, rotary_dim,
-        rotary_offset,
-    )  # fmt: skip
-    options = (
-        rotary_dim, layout, interleaved, interleaved, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
-        mrope_interleaved, 1.0, False, 0, True, False, False, rounding, launch, False, False,
-    )  # fmt: skip
-    norm = Norm(norm_rounding, across_heads, zero_centered, eps)
-    if check is not False:
-        rest = {"k": k, "q_weight": q_weight, "k_weight": k_weight}
-        checks.check_all("qk_norm_rope", checks.check_norm, check, {"q": q}, rest, tables, options, norm)
-    return normed(q, k, (q_weight, k_weight), tables, options, norm, checks.check_norm)
+    out = call(
+        QK_NORM_ROPE, _normed({"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}, cos, sin, words), words
+    )
+    return out["q"], out.get("k")
 
 
+@with_words(NormWords, _DEFAULTS)
 def qk_norm_rope_(
     q: Tensor,
     k: Tensor | None,
@@ -606,24 +449,7 @@ def qk_norm_rope_(
     k_weight: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    across_heads: bool = False,
-    zero_centered: bool = False,
-    norm_rounding: str = "none",
-    cos_sin_cache: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    mrope_section: Sequence[int] = (),
-    mrope_interleaved: bool = False,
-    start_positions: Tensor | None = None,
-    layout: str = "bshd",
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    rounding: str = "fp32",
-    launch: str = "auto",
-    check: bool = False,
+    **words: Unpack[NormWords],
 ) -> tuple[Tensor, Tensor | None]:
     """`qk_norm_rope` in place: q and k themselves are normalised and rotated, and returned.
 
@@ -633,23 +459,12 @@ def qk_norm_rope_(
         InvalidInput: also where a gradient is asked for, and for a tensor whose elements overlap in memory.
         CompileError: as `qk_norm_rope`.
     """
-    if _none(cos, sin, cos_sin_cache, freqs_cis):  # nothing is rotated, at whatever positions
-        mrope_section, mrope_interleaved, rotary_offset = (), False, 0
-    tables, kind, rotary_dim = _arguments(
-        "qk_norm_rope_", q, cos, sin, cos_sin_cache, freqs_cis, start_positions, position_ids, layout, rotary_dim,
-        rotary_offset,
-    )  # fmt: skip
-    options = (
-        rotary_dim, layout, interleaved, interleaved, rotary_offset, 0, 1, 0, kind, _sections(mrope_section),
-        mrope_interleaved, 1.0, False, 0, True, False, False, rounding, launch, False, True,
-    )  # fmt: skip
-    norm = Norm(norm_rounding, across_heads, zero_centered, eps)
-    if check is not False:
-        rest = {"k": k, "q_weight": q_weight, "k_weight": k_weight}
-        checks.check_all("qk_norm_rope_", checks.check_norm, check, {"q": q}, rest, tables, options, norm)
-    return normed(q, k, (q_weight, k_weight), tables, options, norm, checks.check_norm)
+    words["inplace"] = True  # type: ignore[typeddict-unknown-key]
+    call(QK_NORM_ROPE, _normed({"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}, cos, sin, words), words)
+    return q, k
 
 
+@with_words(JointWords, _DEFAULTS)
 def qk_norm_rope_joint(
     first: Sequence[Tensor],
     second: Sequence[Tensor],
@@ -658,16 +473,9 @@ def qk_norm_rope_joint(
     cos: Tensor | Sequence[Tensor] | None = None,
     sin: Tensor | Sequence[Tensor] | None = None,
     *,
-    eps: float = 1e-6,
-    zero_centered: bool = False,
-    norm_rounding: str = "none",
     cos_sin_cache: Tensor | Sequence[Tensor] | None = None,
     freqs_cis: Tensor | Sequence[Tensor] | None = None,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    rotary_offset: int = 0,
-    rounding: str = "fp32",
-    launch: str = "auto",
+    **words: Unpack[JointWords],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope` of two streams into joint tensors: norm, rope and concatenation in one launch.
 
@@ -693,42 +501,43 @@ def qk_norm_rope_joint(
         InvalidInput, CompileError: as `qk_norm_rope`.
     """
     name = "qk_norm_rope_joint"
-    first, second = (_parts(name, label, x, 3) for label, x in (("first", first), ("second", second)))
-    streams = (*first, *second)
-    weights = (*_parts(name, "first_weights", first_weights, 2), *_parts(name, "second_weights", second_weights, 2))
-    for label, x in (("first", first[0]), ("second", second[0])):
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
-            refuse(name, f"{label}'s q", x, "a tensor (B, S, H, D)")
-    rows = first[0].shape[1] + second[0].shape[1]
-    given = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
-    (cos1, cos2), (sin1, sin2), (cache1, cache2), (cis1, cis2) = (
-        (x, None) if x is None or isinstance(x, Tensor) else _parts(name, label, x, 2) for label, x in given.items()
-    )
-    if _none(cos, sin, cos_sin_cache, freqs_cis):
-        rotary_offset = 0
-    tables, kind, rotary_dim = _arguments(
-        "qk_norm_rope_joint", first[0], cos1, sin1, cache1, cis1, None, None, "bshd", rotary_dim,
-        rotary_offset, rows,
-    )  # fmt: skip
-    second_tables: tuple[Tensor | None, Tensor | None] = (None, None)
-    if any(table is not None for table in (cos2, sin2, cache2, cis2)):
-        *second, other = one_table("qk_norm_rope_joint", cos2, sin2, cache2, None, cis2)
-        if other != kind:
-            raise InvalidInput(
-                f"qk_norm_rope_joint: the first table is {kind}, the second {other}; pass two of one kind"
-            )
-        second_tables = (second[0], second[1])
-    options = (
-        rotary_dim, "bshd", interleaved, interleaved, rotary_offset, 0, 1, 0, kind, (),
-        False, 1.0, False, 0, True, False, False, rounding, launch, False, False,
-    )  # fmt: skip
-    norm = Norm(norm_rounding, False, zero_centered, eps)
-    return call_joint(streams, weights, second_tables, tables, options, norm, checks.check_norm_joint)
+    tensors: dict[str, Any] = {}
+    for n, label, stream in (("1", "first", first), ("2", "second", second)):
+        tensors.update(zip(("q" + n, "k" + n, "v" + n), _parts(name, label, stream, 3)))
+        if not isinstance(q := tensors["q" + n], Tensor) or q.is_nested or q.dim() != 4:
+            refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
+    for n, label, weights in (("", "first_weights", first_weights), ("2", "second_weights", second_weights)):
+        tensors.update(zip(("q_weight" + n, "k_weight" + n), _parts(name, label, weights, 2)))
+    tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
+    second_tables = {}
+    for label, table in tables.items():
+        if table is not None and not isinstance(table, Tensor):
+            tables[label], second_tables[label] = _parts(name, label, table, 2)
+    if len(second_tables) > 0:
+        tensors.update(zip(("cos2", "sin2"), _second_tables(name, tables, second_tables)))
+    out = call(QK_NORM_ROPE_JOINT, _normed({**tensors, **tables}, None, None, words), words)
+    return out["q"], out["k"], out["v"]
 
 
-def _none(*tables: Any) -> bool:
-    """Whether there is no table. Each is compared with None alone: Dynamo cannot trace `is` between two tuples."""
-    return all(table is None for table in tables)
+def _normed(tensors: dict[str, Any], cos: Tensor | None, sin: Tensor | None, words: Any) -> Tensors:
+    """As `_given`. Without a table nothing is rotated, at whatever positions."""
+    if cos is not None or sin is not None:
+        tensors.update(cos=cos, sin=sin)
+    given = _given(tensors, words)
+    if not any(name in given for name in ("cos", "sin", *ONE_TABLE)):
+        for word in ("mrope_section", "mrope_interleaved", "rotary_dim", "rotary_offset"):
+            words.pop(word, None)
+        given = {name: x for name, x in given.items() if name not in ("position_ids", "start_positions")}
+    return given
+
+
+def _second_tables(name: str, first: dict[str, Any], second: dict[str, Any]) -> list[Tensor]:
+    """The tables of the second stream, of the first one's kind."""
+    given = {label for label, table in first.items() if table is not None}
+    if given != second.keys():
+        had, other = (" and ".join(sorted(labels)) for labels in (given, second))
+        raise InvalidInput(f"{name}: the first table is {had}, the second {other}; pass two of one kind")
+    return list(second.values())
 
 
 def _parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
@@ -738,43 +547,3 @@ def _parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)) or len(value) != count:
         refuse(name, label, value, f"a tuple of {count} tensors")
     return tuple(value)
-
-
-def _arguments(
-    name: str,
-    q: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    freqs_cis: Tensor | None,
-    start_positions: Tensor | None,
-    position_ids: Tensor | None,
-    layout: str,
-    rotary_dim: int | None,
-    rotary_offset: int,
-    rows: int | None = None,
-) -> tuple[Tables, str, int | None]:
-    """The tables that the ops take, which of `spec.TABLES` they are, and rotary_dim."""
-    kind = "cos_sin"
-    if _none(cos, sin, cos_sin_cache, freqs_cis):
-        if not isinstance(q, Tensor) or q.is_nested or q.dim() not in (3, 4):
-            refuse(name, "q", q, "a tensor with 3 or 4 axes")
-        cos, sin = _no_rotation(q, layout, rows)
-        rotary_dim, start_positions, position_ids = q.shape[-1] - q.shape[-1] % 2, None, None
-    elif cos is None or sin is None or cos_sin_cache is not None or freqs_cis is not None:
-        cos, sin, kind = one_table(name, cos, sin, cos_sin_cache, None, freqs_cis)
-    return (cos, sin, None, start_positions, position_ids), kind, rotary_dim
-
-
-def _no_rotation(q: Tensor, layout: str, rows: int | None) -> tuple[Tensor, Tensor]:
-    """Tables that turn nothing: one row, seen as many."""
-    if rows is None:
-        known = isinstance(layout, str) and layout in LAYOUT_AXES and (q.dim() == 4 or layout == "thd")
-        rows = q.shape[LAYOUT_AXES[layout][1]] if known else 1
-    cos, sin = _one_row(q.device, q.shape[-1] // 2)
-    return cos.expand(rows, -1), sin.expand(rows, -1)
-
-
-@constant
-def _one_row(device: torch.device, pairs: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(1, pairs, device=device), torch.zeros(1, pairs, device=device)

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import one_table
 from ..base import arguments
 from ..ops import checks
-from ..ops import launch as runtime
-from ..ops import library as ops
 from ..ops.checks import Require
 from ..ops.dispatch import call
-from ..ops.library import turned_back
+from ..ops.operations import ROPE, ROPE_INTO, turned_back
 from ..plan.spec import Options
-from ..plan.views import Tables
+from ..plan.views import Tensors
 from .schedule import Schedule
 
 
@@ -51,27 +48,29 @@ class Rope:
         for label in ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis"):
             if getattr(self, label) is not None:
                 arguments.tensor(name, label, getattr(self, label))
-        cos, sin, kind = one_table(name, self.cos, self.sin, self.cos_sin_cache, self.freqs, self.freqs_cis)
-        cos, sin = (x.resolve_conj().resolve_neg() for x in (cos, sin))
+        words = ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis")
+        tables = {word: getattr(self, word) for word in words if getattr(self, word) is not None}
         shape = schedule.shape
-        counted = shape.rule == "dual_chunk" or shape.cp_size == 1  # by the kernel, from the offsets
-        tables = (cos, sin, schedule.offsets if counted else None, None, None if counted else schedule.position_ids)
-        options = Options(
-            layout="thd", interleaved=self.interleaved, interleaved_out=self.interleaved,
-            rotary_dim=self.rotary_dim,  # type: ignore[arg-type]
-            rotary_offset=self.rotary_offset, table=kind, rounding=self.rounding,
-            cp_size=shape.cp_size if counted else 1, cp_rank=shape.cp_rank if counted else 0,
-        )  # fmt: skip
-        resolved = checks.resolved(name, {"q": q}, {"k": k}, tables, options)
-        checks.check(q, k, tables, resolved, name)
-        return Rotation(tables, resolved)
+        asked: dict[str, Any] = {
+            "layout": "thd", "interleaved": self.interleaved, "rotary_dim": self.rotary_dim,
+            "rotary_offset": self.rotary_offset, "rounding": self.rounding,
+        }  # fmt: skip
+        if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel counts, from the offsets
+            asked.update(cp_size=shape.cp_size, cp_rank=shape.cp_rank)
+            positions = {"cu_seqlens": schedule.offsets}
+        else:
+            positions = {"position_ids": schedule.position_ids}
+        options, tensors = checks.resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, name)
+        checks.check(name, tensors, options)
+        tables = {label: x.resolve_conj().resolve_neg() for label, x in tensors.items() if label not in ("q", "k")}
+        return Rotation(tables, options)
 
 
 @dataclass(frozen=True)
 class Rotation:
     """A `Rope` of one call."""
 
-    tables: Tables
+    tables: Tensors
     options: Options
 
     def into(self, q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> Tensor:
@@ -83,18 +82,19 @@ class Rotation:
         ) if rows else (k, v)  # fmt: skip
         sent[rows:] = 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        into = runtime.rope_into if q.is_cuda else ops.rope_into
-        into((q, k, v), (out, keys, values), self.tables, self.options)
+        tensors = {"q": q, "k": k, "v": v, "q_out": out, "k_out": keys, "v_out": values, **self.tables}
+        call(ROPE_INTO, tensors, self.options)
         return out
 
     def apart(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k rotated, with gradients, by a launch of their own."""
-        return call(q, k, self.tables, self.options)  # type: ignore[return-value]
+        out = call(ROPE, {"q": q, "k": k, **self.tables}, self.options)
+        return out["q"], out["k"]
 
     def back_(self, dq: Tensor, dk: Tensor) -> None:
         """Gradients of what was rotated become those of what was given, in place."""
         if len(dq):
-            call(dq, dk, self.tables, turned_back(self.options, in_place=True))
+            call(ROPE, {"q": dq, "k": dk, **self.tables}, turned_back(self.options, inplace=True))
 
 
 def one_launch(k: Tensor, v: Tensor, schedule: Schedule, head_groups: int) -> bool:

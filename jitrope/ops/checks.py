@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,58 +21,89 @@ from ..plan.spec import (
     NORM_ROUNDINGS,
     ROUNDINGS,
     TABLES,
-    Given,
     Norm,
     Options,
     changed,
 )
-from ..plan.views import FP8, Tables, table_pair
+from ..plan.views import FP8, Tensors, table_pair
 from .reference import table_rows
+
+ONE_TABLE = TABLES[1:]
+"""Words for one table in place of cos and sin."""
 
 _MAX_TOKENS = 2**31 - 1  # CUDA's limit on the first grid axis
 
 
-_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS, "launch": ("auto", *LAUNCHES), "table": TABLES}
-_LABELS = {"conjugate": "inverse", "k_too": "rotate_k", "values": "copy_v"}
+_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS, "launch": ("auto", *LAUNCHES)}
 _TABLE_LABELS = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")
 
 
 # ---- arguments of any type -------------------------------------------------------------------------
 
 
-def resolved(
-    name: str, needed: dict[str, Any], optional: dict[str, Any], tables: Tables, options: Options,
-    known: bool = False,
-) -> Options:  # fmt: skip
-    """The options of a call, each of its type, with defaults filled in; the tensors are checked first.
+def canonical(tensors: Tensors) -> Tensors:
+    """A call's tensors, with one table in place of cos and sin called cos, its axes in their order."""
+    full = {"cos" if name in ONE_TABLE else name: x for name, x in tensors.items()}
+    if "freqs" in tensors and full["cos"].dim() == 4:  # (P, B, 1, W)
+        full["cos"] = full["cos"].transpose(0, 1)
+    return full
 
-    The head size is taken from the first needed tensor. known: all are tensors.
+
+def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str = "") -> tuple[Options, Tensors]:
+    """The options of a call, each of its type, with defaults filled in; and its tensors, by their names in the kernel.
+
+    The tensors are checked first. The head size is that of the first one.
+
+    Raises:
+        TypeError: a word that the function does not have.
     """
-    kind = options.table
-    labels = _TABLE_LABELS if kind == "cos_sin" else (kind, kind, *_TABLE_LABELS[2:])
-    must = {*needed, *labels[:2]}
-    for label, x in () if known else (*needed.items(), *optional.items(), *zip(labels, tables)):
-        if x is None and label not in must:
-            continue
+    inplace = asked.get("inplace", False)
+    name = name or op.function + "_" * (inplace is True)
+    for word_ in asked:
+        if word_ not in op.words:
+            raise TypeError(f"{name}() got an unexpected keyword argument {word_!r}")
+    kinds = [kind for kind in ONE_TABLE if kind in tensors]
+    pair = "cos" in tensors or "sin" in tensors
+    if len(kinds) + pair != 1 - op.norm * (not kinds and not pair) or ("cos" in tensors) != ("sin" in tensors):
+        had = ", ".join([*(["cos and sin"] if {"cos", "sin"} <= tensors.keys() else []), *kinds])
+        had = had or next((word_ for word_ in ("cos", "sin") if word_ in tensors), "none")
+        raise InvalidInput(f"{name}: give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not {had}")
+    needed = {*[label for label in op.tensors if not label.endswith("?")], "cos", "sin", *ONE_TABLE}
+    for label in op.tensors:
+        if not label.endswith("?") and label not in tensors:
+            refuse(name, op.labels.get(label, label), None, "a tensor")
+    for label, x in tensors.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
-            refuse(name, label, x, tensor if label in must else f"{tensor} or None")
-    q, cos = next(iter(needed.values())), tables[0]
-    widths = q.shape[-1] if q.dim() else 0, cos.shape[-1] if cos.dim() else 0
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return _resolved(name, options, *widths)
+            refuse(name, op.labels.get(label, label), x, tensor if label in needed else f"{tensor} or None")
+    full = canonical(dict(tensors))
+    first = next(iter(full.values()))
+    cos = full.get("cos")
+    widths = first.shape[-1] if first.dim() else 0, cos.shape[-1] if cos is not None and cos.dim() else 0
+    kind = kinds[0] if kinds else "cos_sin"
+    words = tuple([item for item in asked.items() if item[0] != "check"])
     try:
-        return _kept(name, options, *widths)
-    except TypeError:  # an option without a hash
-        return _resolved(name, options, *widths)
+        known = not (torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
+        options = (_kept if known else _resolved)(op, name, kind, words, *widths)
+    except TypeError:  # a word without a hash
+        options = _resolved(op, name, kind, words, *widths)
+    return options, full if cos is not None else op.unrotated(name, full, options)
 
 
-def _resolved(name: str, options: Options, width: int, table_width: int) -> Options:
-    o = Options(*[_typed(name, field, value) for field, value in zip(Options._fields, options)])
+def _resolved(
+    op: Any, name: str, kind: str, words: tuple[tuple[str, Any], ...], width: int, table_width: int
+) -> Options:
+    values = {word_: _typed(name, word_, value) for word_, value in words if word_ not in Norm._fields + _NORM_WORDS}
+    if op.norm:
+        values["norm"] = _norm(name, dict(words))
+    o = Options(**{"rotary_dim": None, "interleaved_out": None, "table": kind, **values})
     if o.rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
         head_dim = width // (o.q_per_group + 2) if o.q_per_group > 0 else width
         twice = {"cos_sin_cache": 1, "freqs_cis": 2}.get(o.table)
-        o = changed(o, rotary_dim=twice * table_width if twice else head_dim - o.rotary_offset)
+        rotary_dim = twice * table_width if twice else head_dim - o.rotary_offset
+        if op.norm and not table_width:  # nothing is rotated
+            rotary_dim -= rotary_dim % 2
+        o = changed(o, rotary_dim=rotary_dim)
         if twice and (o.rotary_dim < 2 or o.rotary_dim % 2):
             width_words = "rotary_dim (even)" if twice == 1 else "rotary_dim / 2"
             raise InvalidInput(f"{name}: {o.table} is {table_width} wide; it must be (P, W) with W = {width_words}")
@@ -83,42 +114,30 @@ def _resolved(name: str, options: Options, width: int, table_width: int) -> Opti
 _kept = lru_cache(maxsize=4096)(_resolved)
 
 
-def _typed(name: str, field: str, value: Any) -> Any:
-    label, default = _LABELS.get(field, field), Options._field_defaults[field]
-    if value is None and field in ("interleaved_out", "rotary_dim", "max_seqlen"):
+def _typed(name: str, label: str, value: Any) -> Any:
+    default = Options._field_defaults[label]
+    if value is None and label in ("interleaved_out", "rotary_dim", "max_seqlen"):
         return None
-    if field in _WORDS:
-        return word(name, label, value, _WORDS[field])
-    if field == "mrope_section":
+    if label in _WORDS:
+        return word(name, label, value, _WORDS[label])
+    if label == "mrope_section":
         return wholes(name, label, value, 0)
     kinds: dict[type, Callable[..., Any]] = {bool: flag, int: whole, float: number}
     return kinds[type(default)](name, label, value)
 
 
-def resolved_norm(
-    name: str, needed: dict[str, Any], optional: dict[str, Any], tables: Tables, options: Options, norm: Norm
-) -> tuple[Options, Norm]:
-    """The same of a call with a norm."""
-    options = resolved(name, needed, optional, tables, options)
-    rounding = word(name, "norm_rounding", norm.rounding, NORM_ROUNDINGS)
-    across, centered = flag(name, "across_heads", norm.across_heads), flag(name, "zero_centered", norm.zero_centered)
-    return options, Norm(rounding, across, centered, number(name, "eps", norm.eps))
+_NORM_WORDS = ("norm_rounding",)
 
 
-def check_all(
-    name: str, check: Callable[..., Any], asked: Any, needed: dict[str, Any], optional: dict[str, Any], tables: Tables,
-    given: Given, *norm: Norm,
-) -> bool:  # fmt: skip
-    """With `check=True`: everything, the positions too, which waits for the device; whether it was asked for."""
-    if not flag(name, "check", asked):
-        return False
-    if norm:
-        options, *norm = resolved_norm(name, needed, optional, tables, Options(*given), *norm)  # type: ignore[assignment]
-    else:
-        options = resolved(name, needed, optional, tables, Options(*given))
-    check(*needed.values(), *optional.values(), tables, options, *norm)
-    check_positions(next(iter(needed.values())), tables, options, name)
-    return True
+def _norm(name: str, words: dict[str, Any]) -> Norm:
+    rounding = word(name, "norm_rounding", words.get("norm_rounding", "none"), NORM_ROUNDINGS)
+    across, centered = (flag(name, x, words.get(x, False)) for x in ("across_heads", "zero_centered"))
+    return Norm(rounding, across, centered, number(name, "eps", words.get("eps", Norm().eps)))
+
+
+def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
+    """Whether a call has `check=True`: the positions are looked at, which waits for the device."""
+    return flag(name, "check", asked.get("check", False))
 
 
 def check_written(name: str, wants_grad: bool, **tensors: Tensor | None) -> None:
@@ -144,23 +163,27 @@ def check_written(name: str, wants_grad: bool, **tensors: Tensor | None) -> None
                 )
 
 
-def check_watched(
-    name: str, wants_grad: bool, tables: Tables, written: dict[str, Any], **kept: Tensor | None
-) -> None:  # fmt: skip
+def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
     """Refuse what torch does not let a call write, and what autograd cannot keep for a backward."""
+    name = op.label(options)
+    if wants_grad and options.inplace and op.norm:
+        raise InvalidInput(f"{name}: it has no gradient, which would need q and k as they were; call {op.function}")
     if torch.compiler.is_compiling():
         return
+    written = {label: tensors[label] for label in op.written(options) if label in tensors}
     if written:
         check_written(name, wants_grad, **written)
-    if wants_grad:
+    if wants_grad and op.differentiable:
         _refuse_transforms(name)
-        for label, table in zip(_TABLE_LABELS[:2], tables[:2]):
-            if table is not None and table.requires_grad:
+        saved = op.saved(tensors)
+        for label in ("cos", "sin", "cos2", "sin2"):
+            if label in tensors and tensors[label].requires_grad:
                 raise InvalidInput(
                     f"{name}: {label} requires a gradient, which jitrope does not compute; pass {label}.detach()"
                 )
-        for label, x in zip((*_TABLE_LABELS, *kept), (*tables, *kept.values())):
-            if x is not None and x.is_inference():
+        for label, x in saved.items():
+            if x.is_inference():
+                label = op.labels.get(label, label)
                 refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
 
 
@@ -178,11 +201,9 @@ def _refuse_transforms(name: str, written: bool = False) -> None:
 # ---- what does not fit -----------------------------------------------------------------------------
 
 
-def check_qkv(qkv: Tensor, tables: Tables, options: Options) -> Options:
+def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a packed call; see `check`."""
-    name = "apply_rope_qkv_" if options.in_place else "apply_rope_qkv"
-    options = resolved(name, {"qkv": qkv}, {}, tables, options)
-    cos = tables[0]
+    qkv, cos = tensors["qkv"], tensors["cos"]
     groups, width = options.q_per_group, qkv.shape[-1] if qkv.dim() else 0
     require = _requirer(name)
     require(groups > 0, lambda: f"q_per_group is {groups!r}; it must be at least 1")
@@ -200,58 +221,44 @@ def check_qkv(qkv: Tensor, tables: Tables, options: Options) -> Options:
         cos.dim() != 4 or cos.shape[2] == 1,
         lambda: f"{label} has shape {tuple(cos.shape)}; with packed QKV the heads must share it: (P, W) or (B, P, W)",
     )
-    if options.in_place:
+    if options.inplace:
         _require_no_overlap("qkv", qkv, require)
     packed = qkv.unflatten(-1, (groups + 2, -1))
     # A group's k stands for all heads: what remains to be checked does not depend on their number.
-    check(packed[..., -2, :], packed[..., -2, :], tables, changed(options, in_place=False), name, "qkv")
-    return options
+    heads = {"q": packed[..., -2, :], "k": packed[..., -2, :]}
+    check(name, {**heads, **_tables(tensors)}, changed(options, inplace=False), "qkv")
 
 
-def check_fp8(
-    q: Tensor, k: Tensor | None, q_scale: Tensor, k_scale: Tensor | None, tables: Tables, options: Options
-) -> Options:
+def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a call with fp8 outputs; see `check`."""
-    name = "apply_rope_fp8"
     require = _requirer(name)
-    options = check(q, k, tables, options, name)
-    _refuse_gradients(require, q=q, k=k)
-    _check_scale("q_scale", q_scale, q, True, require)
-    _check_scale("k_scale", k_scale, q, k is not None, require)
-    return options
+    check(name, tensors, options)
+    q = tensors["q"]
+    _refuse_gradients(require, tensors, "q", "k")
+    _check_scale("q_scale", tensors.get("q_scale"), q, True, require)
+    _check_scale("k_scale", tensors.get("k_scale"), q, "k" in tensors, require)
 
 
-def check_kv_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    tables: Tables,
-    options: Options,
-) -> Options:
+def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a call that stores k and v; see `check`."""
-    name = "apply_rope_kv_cache_" if options.in_place else "apply_rope_kv_cache"
     require = _requirer(name)
-    needed = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
-    options = resolved(name, needed, {}, tables, options)
-    read_only = changed(options, in_place=False)
-    check(q, k, tables, read_only, name)
+    q, k, v, k_cache, v_cache, slot_mapping = (
+        tensors[label] for label in ("q", "k", "v", "k_cache", "v_cache", "slot_mapping")
+    )
+    cos = tensors["cos"]
+    read_only = changed(options, inplace=False)
+    check(name, tensors, read_only)
     _check_heads(k, v, read_only, require, "k", "v")
-    if options.in_place:
+    if options.inplace:
         _require_no_overlap("q", q, require)
-    _refuse_gradients(require, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    require(tables[2] is None, "cu_seqlens does not go with a cache; position_ids say where each token is")
-    require(tables[0].dim() != 4 or tables[0].shape[2] == 1, "tables for each head do not go with a cache")
+    _refuse_gradients(require, tensors, "q", "k", "v", "k_cache", "v_cache")
+    require("cu_seqlens" not in tensors, "cu_seqlens does not go with a cache; position_ids say where each token is")
+    require(cos.dim() != 4 or cos.shape[2] == 1, "tables for each head do not go with a cache")
     require(
         v.shape == k.shape,
         lambda: f"k is {_named(k, options.layout)} but v is {_named(v, options.layout)}; they must match",
     )
-    if options.k_too:
+    if options.rotate_k:
         _require_no_overlap("k", k, require)
     batch, seqlen, heads, head_dim = _axes(k, options.layout)
     for label, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -266,8 +273,8 @@ def check_kv_cache(
         require(cache.dtype in (k.dtype, FP8), lambda: f"{label} is {cache.dtype}; allowed are k's {k.dtype} and {FP8}")
         _require_no_overlap(label, cache, require)
     written, read = {"k_cache": k_cache, "v_cache": v_cache}, {"v": v}
-    (written if options.in_place else read)["q"] = q
-    (written if options.k_too else read)["k"] = k
+    (written if options.inplace else read)["q"] = q
+    (written if options.rotate_k else read)["k"] = k
     _require_apart(name, written, read)
     same = k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
     require(
@@ -292,26 +299,20 @@ def check_kv_cache(
         lambda: f"slot_mapping has shape {tuple(slot_mapping.shape)} for {batch * seqlen} tokens",
     )
     scaled = k_cache.dtype == FP8
-    for label, scale, wanted in (
-        ("q_scale", q_scale, options.fp8), ("k_scale", k_scale, scaled), ("v_scale", v_scale, scaled),
-    ):  # fmt: skip
-        _check_scale(label, scale, q, wanted, require)
-    return options
+    for label, wanted in (("q_scale", "q_scale" in tensors), ("k_scale", scaled), ("v_scale", scaled)):
+        _check_scale(label, tensors.get(label), q, wanted, require)
 
 
-def check_norm(
-    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, tables: Tables,
-    options: Options, norm: Norm, name: str = "",
-) -> tuple[Options, Norm]:  # fmt: skip
-    """Refuse what does not fit of a call that normalises too; see `check`. The norm comes back too."""
-    name = name or ("qk_norm_rope_" if options.in_place else "qk_norm_rope")
+def check_norm(name: str, tensors: Tensors, options: Options) -> None:
+    """Refuse what does not fit of a call that normalises too; see `check`."""
     require = _requirer(name)
-    weights = {"k": k, "q_weight": q_weight, "k_weight": k_weight}
-    options, norm = resolved_norm(name, {"q": q}, weights, tables, options, norm)
-    options = check(q, k, tables, options, name)
-    require(tables[2] is None, "cu_seqlens does not go with a norm; position_ids say where each token is")
-    require(k is not None or k_weight is None, "k_weight is given, but k is not")
-    for label, x, weight in (("q", q, q_weight), ("k", k, k_weight)):
+    check(name, tensors, options)
+    norm = options.norm or Norm()
+    q, q_weight, k_weight = tensors["q"], tensors.get("q_weight"), tensors.get("k_weight")
+    require("cu_seqlens" not in tensors, "cu_seqlens does not go with a norm; position_ids say where each token is")
+    require("k" in tensors or k_weight is None, "k_weight is given, but k is not")
+    for label, weight in (("q", q_weight), ("k", k_weight)):
+        x = tensors.get(label)
         if x is None or weight is None:
             continue
         _, _, heads, size = _axes(x, options.layout)
@@ -331,17 +332,14 @@ def check_norm(
             q_weight.dtype == k_weight.dtype,
             lambda: f"q_weight is {q_weight.dtype} but k_weight is {k_weight.dtype}; they must match",
         )
-    return options, norm
 
 
-def check_norm_joint(*arguments: Any) -> tuple[Options, Norm]:
+def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a call with two streams; see `check_norm`."""
-    name = "qk_norm_rope_joint"
     require = _requirer(name)
-    *tensors, tables, options, norm = arguments
-    streams, weights, second_tables = tensors[:6], tensors[6:10], tensors[10:]
+    norm = options.norm or Norm()
+    streams = [tensors[letter + n] for n in "12" for letter in "qkv"]
     labels = [f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"]
-    options, norm = resolved_norm(name, dict(zip(labels, streams)), {}, tables, options, norm)
     for label, x in zip(labels, streams):
         require(isinstance(x, Tensor) and x.dim() == 4, lambda: f"{label} is not a tensor (B, S, H, D)")
     for label, x in zip(labels, streams):
@@ -361,12 +359,15 @@ def check_norm_joint(*arguments: Any) -> tuple[Options, Norm]:
             lambda: f"first's {letter} is {_named(a, 'bshd')}, second's {_named(b, 'bshd')}; only S may differ",
         )
     require(streams[1].shape == streams[2].shape, "v has another number of heads than k")
-    given = {w.dtype for w in weights if w is not None}
+    given = {x.dtype for label, x in tensors.items() if "weight" in label}
     require(len(given) < 2, lambda: f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
-    of_second = tables if second_tables[0] is None else (*second_tables, None, None, None)
-    for n, own in enumerate((tables, of_second)):
-        check_norm(streams[3 * n], streams[3 * n + 1], weights[2 * n], weights[2 * n + 1], own, options, norm, name)
-    cos, other = tables[0], of_second[0]
+    two_tables = "cos2" in tensors
+    for stream, weight in (("1", ""), ("2", "2")):
+        of_table = "2" if stream == "2" and two_tables else ""
+        own = {"q": "q" + stream, "k": "k" + stream, "q_weight": "q_weight" + weight, "k_weight": "k_weight" + weight}
+        own |= {"cos": "cos" + of_table, "sin": "sin" + of_table}
+        check_norm(name, {label: tensors[x] for label, x in own.items() if x in tensors}, options)
+    cos, other = tensors["cos"], tensors.get("cos2", tensors["cos"])
     require(cos.dtype == other.dtype, lambda: f"the first table is {cos.dtype} but the second {other.dtype}")
     require(
         cos.shape[-1] == other.shape[-1],
@@ -375,13 +376,16 @@ def check_norm_joint(*arguments: Any) -> tuple[Options, Norm]:
     rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
     tokens = streams[0].shape[1] + streams[3].shape[1]
     require(
-        second_tables[0] is not None or rows >= tokens,
+        two_tables or rows >= tokens,
         lambda: f"the streams have {tokens} tokens but the table has {rows} rows",
     )
     require(not norm.across_heads, "across_heads does not go with two streams")
     for table in (cos, other):
         require(table.dim() != 4 or table.shape[2] == 1, "tables for each head do not go with two streams")
-    return options, norm
+
+
+def _tables(tensors: Tensors) -> Tensors:
+    return {label: tensors[label] for label in _TABLE_LABELS if label in tensors}
 
 
 def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, require: Require) -> None:
@@ -396,18 +400,20 @@ def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, requ
     )
 
 
-def _refuse_gradients(require: Require, **tensors: Tensor | None) -> None:
-    for label, x in tensors.items():
+def _refuse_gradients(require: Require, tensors: Tensors, *labels: str) -> None:
+    for label in labels:
+        x = tensors.get(label)
         require(
             x is None or not (x.requires_grad and torch.is_grad_enabled()),
             lambda: f"{label} requires a gradient, but this call has none; use apply_rope, or torch.no_grad()",
         )
 
 
-def check_positions(q: Tensor, tables: Tables, options: Options, name: str) -> None:
-    """Refuse positions outside of the table, whichever way they are given. Waits for the device."""
-    whole = (getattr(x, "full_tensor", lambda x=x: x)() for x in tables[2:])  # of DTensors
-    cos, cu_seqlens, start_positions, position_ids = tables[0], *whole
+def check_positions(name: str, tensors: Tensors, options: Options) -> None:
+    """Refuse positions outside of the table, and slots outside of a cache. Waits for the device."""
+    q, cos = next(iter(tensors.values())), tensors["cos"]
+    given = [tensors.get(label) for label in _TABLE_LABELS[2:]]
+    cu_seqlens, start_positions, position_ids = [getattr(x, "full_tensor", lambda x=x: x)() for x in given]
     _, seqlen, _, _ = _axes(q, options.layout)
     rows, spare = table_rows(seqlen, q.device, cu_seqlens, start_positions, position_ids, options)
     if spare is not None:
@@ -418,40 +424,38 @@ def check_positions(q: Tensor, tables: Tables, options: Options, name: str) -> N
     lowest, highest = (int(x) for x in rows.aminmax())
     if lowest < 0 or highest >= count:
         raise InvalidInput(f"{name}: positions go from {lowest} to {highest}, but the table has rows 0 to {count - 1}")
+    if "slot_mapping" in tensors:
+        _check_slots(name, tensors["k_cache"], tensors["slot_mapping"])
 
 
-def check_slots(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, name: str) -> None:
-    """Refuse slots past the end of the caches. Waits for the device."""
+def _check_slots(name: str, k_cache: Tensor, slot_mapping: Tensor) -> None:
     count = k_cache.shape[0] * (k_cache.shape[1] if k_cache.dim() == 4 else 1)
     highest = int(slot_mapping.max()) if slot_mapping.numel() else -1
     if highest >= count:
         raise InvalidInput(f"{name}: slot_mapping goes up to {highest}, but the caches have slots 0 to {count - 1}")
 
 
-def check(q: Tensor, k: Tensor | None, tables: Tables, options: Options, name: str = "", label: str = "q") -> Options:
-    """Refuse what does not fit, naming the argument, what was given and what is allowed; the options, `resolved`.
+def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> None:
+    """Refuse what does not fit, naming the argument, what was given and what is allowed.
 
     label: the argument that q is, or is a part of.
     """
-    name = name or ("apply_rope_" if options.in_place else "apply_rope")
-    cos, sin, cu_seqlens, start_positions, position_ids = tables
-    options = resolved(name, {label: q}, {"k": k}, tables, options)
+    q, k, cos, sin = tensors["q"], tensors.get("k"), tensors["cos"], tensors.get("sin")
+    cu_seqlens, start_positions = tensors.get("cu_seqlens"), tensors.get("start_positions")
     require = _requirer(name)
     forward_mode = forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in (q, k, cos, sin)
     )
     require(not forward_mode, "forward-mode derivatives (jvp) are not supported; use the backward")
-    tables_of = _TABLE_LABELS if options.table == "cos_sin" else (options.table, "", *_TABLE_LABELS[2:])
-    for table, x in zip(tables_of, tables):
-        same = x is None or x.device == q.device
-        require(same, lambda: f"{table} is on {x.device} but {label} is on {q.device}")  # type: ignore[union-attr]
+    for table, x in _tables(tensors).items():
+        table = options.table if table == "cos" and sin is None else table
+        require(x.device == q.device, lambda: f"{table} is on {x.device} but {label} is on {q.device}")
     _check_heads(q, k, options, require, label, "k" if label == "q" else label)
-    if options.in_place and k is not None:
+    if options.inplace and k is not None:
         _require_apart(name, {"q": q, "k": k}, {})
     _check_lengths(q, cu_seqlens, start_positions, options, require)
-    _check_position_ids(q, tables, options, require)
-    _check_tables(q, k, cos, sin, cu_seqlens is not None, position_ids is not None, options, require)
-    return options
+    _check_position_ids(q, tensors, options, require)
+    _check_tables(q, k, cos, sin, cu_seqlens is not None, "position_ids" in tensors, options, require)
 
 
 Require = Callable[[bool, "str | Callable[[], str]"], None]
@@ -483,7 +487,7 @@ def _check_heads(q: Tensor, k: Tensor | None, options: Options, require: Require
         require(_is_float(x), lambda: f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
         same = x.device == q.device and x.dtype == q.dtype
         require(same, lambda: f"{label} is {x.dtype} on {x.device} but {first} is {q.dtype} on {q.device}")
-        if options.in_place:
+        if options.inplace:
             _require_no_overlap(label, x, require)
     known = q.device.type in ("cuda", "cpu", "meta")
     require(known, lambda: f"{first} is on {q.device}; it must be on a CUDA device, the CPU or meta")
@@ -575,9 +579,8 @@ def _check_integers(label: str, x: Tensor, q: Tensor, require: Require) -> None:
     require(x.device == q.device, lambda: f"{label} is on {x.device} but q is on {q.device}")
 
 
-def _check_position_ids(q: Tensor, tables: Tables, options: Options, require: Require) -> None:
-    *_, cu_seqlens, start_positions, ids = tables
-    sections = options.mrope_section
+def _check_position_ids(q: Tensor, tensors: Tensors, options: Options, require: Require) -> None:
+    ids, sections = tensors.get("position_ids"), options.mrope_section
     if ids is None:
         require(not sections, "mrope_section goes with position_ids, which is not given")
         return
@@ -599,7 +602,7 @@ def _check_position_ids(q: Tensor, tables: Tables, options: Options, require: Re
             + ", ".join(dict.fromkeys(map(str, allowed)))
         ),
     )
-    with_others = cu_seqlens is not None or start_positions is not None or options.cp_size > 1
+    with_others = "cu_seqlens" in tensors or "start_positions" in tensors or options.cp_size > 1
     require(
         not with_others, "position_ids go without cu_seqlens, start_positions and cp_size: they say all that those do"
     )
@@ -608,7 +611,14 @@ def _check_position_ids(q: Tensor, tables: Tables, options: Options, require: Re
 
 
 def _check_tables(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, packed: bool, ids: bool, options: Options, require: Require
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor | None,
+    packed: bool,
+    ids: bool,
+    options: Options,
+    require: Require,
 ) -> None:
     batch, seqlen, heads, head_dim = _axes(q, options.layout)
     rotary, kind = options.rotary_dim, options.table

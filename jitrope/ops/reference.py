@@ -83,7 +83,7 @@ def rope(
     q: Tensor,
     k: Tensor | None,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
     position_ids: Tensor | None,
@@ -170,10 +170,10 @@ def qk_norm_rope_joint(
     The second stream's tables are its own, or the rows of the first's behind the first stream's.
     """
     cos, sin = second_tables
-    if cos is None or sin is None:
+    if cos is None:
         begin = first[0].shape[1]
-        cos, sin = (table[begin:] if table.dim() == 2 else table[:, begin:] for table in tables[:2])
-    own = (cos, sin, None, None, None)
+        cos, sin = (None if x is None else x[begin:] if x.dim() == 2 else x[:, begin:] for x in tables[:2])
+    own = Tables(cos, sin)  # type: ignore[arg-type]
     parts = []
     for (q, k, v), (q_weight, k_weight), rows in ((first, first_weights, tables), (second, second_weights, own)):
         parts.append((*qk_norm_rope(q, k, q_weight, k_weight, rows, options, norm), v))
@@ -257,13 +257,13 @@ def rope_kv_cache(
         stored: Tensor = to_fp8(exact, scale) if cache.dtype == FP8 else x  # type: ignore[arg-type, assignment]
         bits = torch.uint8 if cache.dtype == FP8 else cache.dtype  # there is no index_put for fp8
         cache.view(bits)[at] = canonical(stored.view(bits), options.layout).flatten(0, 1)[kept]
-    return to_fp8(q_exact, q_scale) if options.fp8 else q_out, k_out  # type: ignore[arg-type,return-value]
+    return to_fp8(q_exact, q_scale) if q_scale is not None else q_out, k_out  # type: ignore[arg-type,return-value]
 
 
 def rope_qkv(
     qkv: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
     position_ids: Tensor | None,
@@ -280,7 +280,7 @@ def rope_qkv_backward(
     dk: Tensor,
     dv: Tensor,
     cos: Tensor,
-    sin: Tensor,
+    sin: Tensor | None,
     cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
     position_ids: Tensor | None,
@@ -332,7 +332,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, options: Options) -> Tensor:
     full = cos.shape[-1] == o.rotary_dim
     cos0, cos1 = _members(cos, o.interleaved) if full else (cos, cos)
     sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
-    if o.conjugate:  # the transpose: each sine is read at the partner
+    if o.inverse:  # the transpose: each sine is read at the partner
         sin0, sin1 = -sin1, -sin0
     if o.rounding.startswith("complex") and not full:  # torch's own, whose last pairs of a row may round apart
         turned = torch.complex(x0, x1) * torch.complex(cos0, sin0)

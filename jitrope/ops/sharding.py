@@ -4,7 +4,7 @@ Rotating or normalising a head needs no other head and no other token. So each d
 batch, the sequence or the heads, and `_rows` is the rule by which torch runs the ops of `OUTPUTS` on the shards. Where
 no row fits, torch would gather without a word: `prepared` refuses that, and places the tensors beside q and k.
 
-`dispatch` and `norm_library` import this with the first DTensor they meet: it imports torch.distributed.tensor.
+`dispatch` imports this with the first DTensor they meet: it imports torch.distributed.tensor.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..base.errors import InvalidInput
-from ..plan.spec import LAYOUT_AXES
+from ..plan.spec import LAYOUT_AXES, Options
+from ..plan.views import Tables, Tensors
 
 OUTPUTS = {
     "rope": ("q", "k"),
@@ -34,7 +34,6 @@ torch keeps its decisions by the placements and by all arguments from the first 
 stand behind that one.
 """
 
-TABLES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")
 Q, K = ("q", "dq"), ("k", "dk")
 Row = dict[str, Any]
 """How one dimension of a mesh places a call's tensors."""
@@ -97,22 +96,21 @@ for _name, _outputs in OUTPUTS.items():
     register_sharding(_op)(_rule(_op, _outputs))
 
 
-def prepared(
-    name: str, tensors: Mapping[str, Tensor | None], tables: Sequence[Tensor | None], options: Any, across: bool = False
-) -> tuple[Any, Any]:
-    """The tensors and the tables of a checked call, all as DTensors whose placements torch leaves as they are.
+def prepared(name: str, tensors: Tensors, options: Options) -> Tensors:
+    """The tensors of a checked call, all as DTensors whose placements torch leaves as they are.
 
     A plain tensor beside q and k is the same on all ranks, as a replicated one is: each rank takes its part of it.
     """
-    call = {**tensors, **dict(zip(TABLES, tables)), **options._asdict(), "across_heads": across}
-    given: dict[str, Any] = {label: call[label] for label in (*tensors, *TABLES) if call[label] is not None}
+    given: dict[str, Any] = dict(tensors)
+    across = options.norm is not None and options.norm.across_heads
+    call = {**dict.fromkeys(Tables._fields), **given, **options._asdict(), "across_heads": across}
     heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):
             raise InvalidInput(f"{name}: {label} is a plain tensor beside DTensors; use DTensor.from_local")
         if isinstance(x, DTensor) and x.device_mesh != given["q"].device_mesh:
             raise InvalidInput(f"{name}: {label} is on {x.device_mesh}, q on {given['q'].device_mesh}; use one mesh")
-    if options.in_place and call["cu_seqlens"] is not None and any(x.requires_grad for x in heads.values()):
+    if options.inplace and call["cu_seqlens"] is not None and any(x.requires_grad for x in heads.values()):
         raise InvalidInput(f"{name}: DTensors that require a gradient do not go with cu_seqlens; call apply_rope")
     axes = {label: _axes(label, x, call) for label, x in given.items()}
     try:
@@ -122,9 +120,9 @@ def prepared(
         _check_parts(given, axes)
     except InvalidInput as error:
         raise InvalidInput(f"{name}: {error}") from None
-    if options.in_place and not torch.compiler.is_compiling():  # torch counts the writes of the shards alone
+    if options.inplace and not torch.compiler.is_compiling():  # torch counts the writes of the shards alone
         torch._C._increment_version(list(heads.values()))
-    return tuple(given.get(label) for label in tensors), tuple(given.get(label) for label in TABLES)
+    return given
 
 
 def _same(placements: Sequence[Any], wanted: Sequence[Any]) -> bool:

@@ -36,17 +36,9 @@ DTYPE_NAMES = {
 Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
 
 
-def head_views(q: Tensor, k: Tensor | None, options: Options) -> tuple[Views, Views]:
-    """The heads that a call of `rope` reads and those that it writes; a head is a group of its own."""
-    outputs = (q, k)
-    if not options.in_place:
-        dtype = FP8 if options.fp8 else q.dtype
-        outputs = (
-            torch.empty_like(q, dtype=dtype, device="meta"),
-            None if k is None else torch.empty_like(k, dtype=dtype, device="meta"),
-        )
-    views = [[None if x is None else canonical(x, options.layout).unsqueeze(3) for x in xs] for xs in ((q, k), outputs)]
-    return (*views[0], None), (*views[1], None)  # type: ignore[return-value]
+def head_view(x: Tensor, layout: str) -> Tensor:
+    """The heads of a tensor in `layout`; each is a group of its own."""
+    return canonical(x, layout).unsqueeze(3)
 
 
 def cache_view(cache: Tensor) -> Tensor:
@@ -198,7 +190,7 @@ class NormCall(NamedTuple):
     norm: Norm
     weights: tuple[Tensor | None, ...]
     second: tuple[Tensor, ...] = ()
-    second_tables: tuple[Tensor, ...] = ()
+    second_tables: tuple[Tensor, Tensor | None] | tuple[()] = ()
     grads: tuple[Tensor | None, ...] = ()
 
 
@@ -245,13 +237,13 @@ def plan_call(
         rotary_offset=options.rotary_offset,
         interleaved=options.interleaved,
         interleaved_out=options.interleaved_out,
-        conjugate=options.conjugate,
+        conjugate=options.inverse,
         angles=options.table == "freqs",
         full_width=table_views[0].shape[-1] == options.rotary_dim,
         per_head=any(table[2] for table in table_strides),
         packed_table=options.packed_table,
         rounding=options.rounding,
-        in_place=options.in_place,
+        in_place=options.inplace,
         index_dtype=_name(cu_seqlens),
         start_dtype=_name(start_positions),
         cp_size=options.cp_size,
@@ -260,7 +252,7 @@ def plan_call(
         spread=options.mrope_interleaved,
         slot_dtype=_name(slot_mapping),
         page_size=page_size,
-        k_too=options.k_too,
+        k_too=options.rotate_k,
         q_out=DTYPE_NAMES[views[3].dtype],
         kv_out=DTYPE_NAMES[views[4].dtype],
         **_norm_fields(inputs, normed),

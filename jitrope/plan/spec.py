@@ -27,8 +27,13 @@ LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
 }
 
 
-Given = tuple[Any, ...]
-"""The values of `Options` as a caller wrote them: of any type, and with None for a default."""
+class Norm(NamedTuple):
+    """How q and k are normalised before they are rotated; the words are `qk_norm_rope`'s."""
+
+    rounding: str = "none"
+    across_heads: bool = False
+    zero_centered: bool = False
+    eps: float = 1e-6
 
 
 class Options(NamedTuple):
@@ -42,33 +47,25 @@ class Options(NamedTuple):
     max_seqlen: int = 0
     cp_size: int = 1
     cp_rank: int = 0
-    table: str = "cos_sin"  # of the others cos and sin are the same tensor: angles, cos | sin, complex64
+    table: str = "cos_sin"  # of the others there is one tensor, at the place of cos: angles, cos | sin, complex64
     mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; (): there is one axis
     mrope_interleaved: bool = False
     mscale: float = 1.0
     packed_table: bool = False
     q_per_group: int = 0  # heads of q in a group of packed QKV; 0: q and k are tensors of their own
-    values: bool = True  # of packed QKV: v is copied out, or left as a view
-    fp8: bool = False  # q (and k, where it does not go to a cache) come out as scaled fp8
-    k_too: bool = False  # k is rotated in place beside its copy in a cache
+    copy_v: bool = True  # of packed QKV: v is copied out, or left as a view
+    rotate_k: bool = False  # k is rotated in place beside its copy in a cache
     rounding: str = "fp32"
     launch: str = "auto"
-    conjugate: bool = False
-    in_place: bool = False
+    inverse: bool = False
+    norm: Norm | None = None
+    inplace: bool = False
 
 
 def changed(options: Options, **fields: Any) -> Options:
     """The options with other values in some fields. Dynamo of torch 2.6 cannot trace `_replace`."""
-    return Options(*[fields.get(name, value) for name, value in zip(Options._fields, options)])
-
-
-class Norm(NamedTuple):
-    """What `qk_norm_rope` asks for beside `Options`; the words are its own."""
-
-    rounding: str = "none"
-    across_heads: bool = False
-    zero_centered: bool = False
-    eps: float = 1e-6
+    values: list[Any] = [fields.get(name, value) for name, value in zip(Options._fields, options)]
+    return Options(*values)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .spec import LAYOUT_AXES, Options
 
 FP8 = torch.float8_e4m3fn
-Tables = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
-"""cos, sin, cu_seqlens, start_positions and position_ids."""
+Tensors = dict[str, Tensor]
+"""A call's tensors by the names of their arguments; one that is not given is not there."""
 Weights = tuple["Tensor | None", "Tensor | None"]
 """Of the norms of q and k."""
+
+
+class Tables(NamedTuple):
+    """Where a token's angles are; without sin there is one table, of which `Options.table` says the kind."""
+
+    cos: Tensor
+    sin: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    start_positions: Tensor | None = None
+    position_ids: Tensor | None = None
+
+
+def tables_of(tensors: Tensors) -> Tables:
+    """The tables among a call's tensors."""
+    return Tables(*[tensors.get(name) for name in Tables._fields])  # type: ignore[arg-type]
 
 
 def canonical(x: Tensor, layout: str) -> Tensor:
@@ -27,11 +44,9 @@ def table_view(table: Tensor) -> Tensor:
     return table[None, :, None] if table.dim() == 2 else table[:, :, None]
 
 
-def table_pair(cos: Tensor, sin: Tensor, table: str) -> tuple[Tensor, Tensor]:
-    """cos and sin as two views; of angles both are the angles. `table` is a word of `spec.TABLES`.
-
-    The second is a view of the second tensor: who hands an op one tensor twice may get two that are alike.
-    """
+def table_pair(cos: Tensor, sin: Tensor | None, table: str) -> tuple[Tensor, Tensor]:
+    """cos and sin as two views; of angles both are the angles. `table` is a word of `spec.TABLES`."""
+    sin = cos if sin is None else sin
     if table == "cos_sin_cache":
         half = cos.shape[-1] // 2
         return cos[..., :half], sin[..., half:]

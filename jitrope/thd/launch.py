@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..base.spec import ACCESS_BYTES
 from ..jit.kernels import get_kernel
-from ..ops.launch import MAX_LAUNCHES, _get_device, _get_stream
+from ..ops.launch import MAX_LAUNCHES
+from ..ops.watch import get_device, get_stream
 from ..plan.partition import Mask, exchange_rows
 from ..plan.problem import DTYPE_NAMES
 from .reference import Shape, layout, split
@@ -28,7 +29,7 @@ _local = threading.local()
 def _launch(spec: ThdSpec, grid: tuple[int, int], device: torch.device, arguments: Sequence[int]) -> None:
     """Enqueue on torch's current stream of the device; arguments: addresses, then words."""
     index: int = device.index
-    if index != _get_device():
+    if index != get_device():
         with torch.cuda.device(device):
             return _launch(spec, grid, device, arguments)
     kept = _local.__dict__.setdefault("launches", {})
@@ -42,7 +43,7 @@ def _launch(spec: ThdSpec, grid: tuple[int, int], device: torch.device, argument
         kept[key] = words, kernel.enqueuer(grid, spec.threads, ctypes.addressof(words))
     words, enqueue = kept[key]
     words[:] = arguments
-    enqueue(_get_stream(index))
+    enqueue(get_stream(index))
 
 
 # ---- rows --------------------------------------------------------------------------------------------

@@ -1,0 +1,550 @@
+"""What the library launches: a class for each operation, a few lines each, from which all else follows.
+
+A call is an operation, its tensors by name, and its options. `launch` plans and launches it, `dispatch` decides which
+way it goes, `library` makes torch's op of it, with its fake and its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import refuse
+from ..base.errors import JitropeError
+from ..plan import partition
+from ..plan.problem import (
+    NormCall,
+    Views,
+    cache_view,
+    constant,
+    empty_parts,
+    head_view,
+    joint_parts,
+    qkv_views,
+    separate_views,
+    value_view,
+)
+from ..plan.spec import LAYOUT_AXES, Norm, Options, changed
+from ..plan.views import FP8, Tensors, tables_of
+from . import checks, reference
+from .reference import RULE
+
+Call = Callable[["Operation", Tensors, Options], Tensors]
+"""`dispatch.call`."""
+
+HEADS = ("rotary_dim", "layout", "interleaved", "rotary_offset", "table", "mrope_section", "mrope_interleaved")
+SERVING = (*HEADS, "launch")
+NORMED = (*HEADS, "rounding", "launch")
+ROTATION = (*NORMED, "mscale", "inverse", "max_seqlen", "packed_table", "cp_size", "cp_rank", "interleaved_out")
+NORM = ("eps", "zero_centered", "norm_rounding")
+
+
+class Operation:
+    """A row of the table.
+
+    Attributes:
+        name: of torch's op; the op in place has "_" behind it. function: the user's.
+        tensors: names, in the op's order, before those of the tables; one with "?" may be missing.
+        options: the fields of `Options` that its op takes. words: those that a user's call may have.
+        labels: names of tensors for messages, where they are others. norm: it normalises.
+        results: names of outputs; one that is named as an input is missing where that is.
+        reads, writes: where the heads of q, k and v come from and go to; "q_out" is the output "q".
+        mutated: inputs that are written, in place or not.
+        inplace: there is an op in place. backward: its gradient's class; None: it has none.
+    """
+
+    name: str
+    function: str = ""
+    tensors: tuple[str, ...] = ("q", "k?")
+    options: tuple[str, ...] = ROTATION
+    words: tuple[str, ...] = ()
+    labels: dict[str, str] = {}  # noqa: RUF012  no one writes it
+    results: tuple[str, ...] = ("q", "k")
+    reads: tuple[str, ...] = ("q", "k", "v")
+    writes: tuple[str, ...] = ("q_out", "k_out", "v_out")
+    mutated: tuple[str, ...] = ()
+    norm = False
+    inplace = True
+    differentiable = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names."""
+        return tuple([name.rstrip("?") for name in self.tensors])
+
+    def label(self, options: Options) -> str:
+        """The name of the user's function, for messages."""
+        return self.function + "_" * options.inplace
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        """Refuse what does not fit."""
+        checks.check(name, tensors, options)
+
+    def written(self, options: Options) -> tuple[str, ...]:
+        """Names of the inputs that a call writes."""
+        return (*self.mutated, *(self.results if options.inplace else ()))
+
+    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+        """Fresh tensors that a call writes, or those that it writes in place."""
+        if options.inplace:
+            return {name: tensors[name] for name in self.results if name in tensors}
+        return {name: torch.empty_like(tensors[name]) for name in self.results if name in tensors}
+
+    def made(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+        """Names of the results that torch's op makes."""
+        return tuple([name for name in self.results if name in tensors or name not in self.names])
+
+    def produced(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+        """Names of all that a call gives."""
+        return self.made(tensors, options)
+
+    def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        """All results, from those that torch's op makes."""
+        return results
+
+    def fakes(self, tensors: Tensors, options: Options) -> Tensors:
+        """Tensors like the results."""
+        return self.outputs(tensors, options)
+
+    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        """The results, from the outputs that a launch has written."""
+        return outputs
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        """The heads of q, k and v that are read and those that are written; an output "q" is called "q_out" here."""
+        views = [
+            [head_view(tensors[name], options.layout) if name in tensors else None for name in names]
+            for names in (self.reads, self.writes)
+        ]
+        return tuple(views[0]), tuple(views[1])  # type: ignore[return-value]
+
+    def places(self, options: Options) -> tuple[str, ...]:
+        """The tensors that these are views of, as the pointers of q, k and v, in and out."""
+        written = tuple([name.removesuffix("_out") for name in self.writes]) if options.inplace else self.writes
+        return (*self.reads, *written)
+
+    def normed(self, tensors: Tensors, options: Options) -> NormCall | None:
+        """What a call with a norm has beside that."""
+        return None
+
+    def reference(self, tensors: Tensors, options: Options) -> Tensors:
+        """The results in plain torch, as fresh tensors."""
+        raise NotImplementedError
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        """What a call gives on CPU tensors."""
+        results = self.reference(tensors, options)
+        return self.put(tensors, results, options) if options.inplace else results
+
+    def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
+        """Fresh results copied to where a call in place has them."""
+        for name, result in results.items():
+            tensors[name].copy_(spare_stays(tensors[name], result, tensors, options))
+        return {name: tensors[name] for name in results}
+
+    def saved(self, tensors: Tensors) -> Tensors:
+        """What the backward needs: tables, lengths, starts and positions."""
+        return {name: x for name, x in tensors.items() if name not in self.names}
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        """The gradients of inputs, from those of results, at least one."""
+        raise JitropeError(f"{self.function or self.name} has no {'second derivative' if self.norm else 'gradient'}")
+
+
+def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) -> Tensor:
+    """x after a call in place: the tokens after the last sequence are not touched."""
+    cu_seqlens = tensors.get("cu_seqlens")
+    if cu_seqlens is None:
+        return rotated
+    end = partition.local_rows(cu_seqlens[-1].long(), options.cp_rank, options.cp_size, RULE)
+    spare = torch.arange(x.shape[0], device=x.device) >= end
+    return torch.where(spare[:, None, None], x, rotated)
+
+
+def turned_back(options: Options, inplace: bool = False) -> Options:
+    """The options of the gradient: a rotation's transpose is the rotation back, from output to input."""
+    o = options
+    return changed(
+        o, inverse=not o.inverse, interleaved=o.interleaved_out, interleaved_out=o.interleaved, inplace=inplace
+    )
+
+
+class _Rope(Operation):
+    name, function = "rope", "apply_rope"
+    words = (*ROTATION, "check", "inplace")
+
+    def reference(self, t: Tensors, o: Options) -> Tensors:
+        q, k = reference.rope(t["q"], t.get("k"), *tables_of(t), o)
+        return _given(q=q, k=k)
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        back = turned_back(options)
+        if "q" in grads:
+            found = call(self, {**grads, **saved}, back)
+        else:
+            found = {"k": call(self, {"q": grads["k"], **saved}, back)["q"]}
+        if options.inplace:  # what stayed passes its gradient on
+            found = {name: spare_stays(grads[name], x, saved, options) for name, x in found.items()}
+        return found
+
+
+class _RopeFp8(Operation):
+    name, function = "rope_fp8", "apply_rope_fp8"
+    tensors = ("q", "k?", "q_scale", "k_scale?")
+    options = SERVING
+    words = (*SERVING, "check")
+    inplace = differentiable = False
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        checks.check_fp8(name, tensors, options)
+
+    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+        return {name: torch.empty_like(tensors[name], dtype=FP8) for name in self.results if name in tensors}
+
+    def reference(self, t: Tensors, o: Options) -> Tensors:
+        q, k = reference.rope_fp8(t["q"], t.get("k"), t["q_scale"], t.get("k_scale"), tables_of(t), o)
+        return _given(q=q, k=k)
+
+
+class _RopeKVCache(Operation):
+    name, function = "rope_kv_cache", "apply_rope_kv_cache"
+    tensors = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "q_scale?", "k_scale?", "v_scale?")
+    options = (*SERVING, "rotate_k")
+    words = (*options, "check", "inplace")
+    results = ("q",)
+    writes = ("q_out", "k_cache", "v_cache")
+    mutated = ("k_cache", "v_cache")
+    differentiable = False
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        checks.check_kv_cache(name, tensors, options)
+
+    def written(self, options: Options) -> tuple[str, ...]:
+        return (*super().written(options), *(("k",) if options.rotate_k else ()))
+
+    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+        q = tensors["q"]
+        return {"q": q if options.inplace else torch.empty_like(q, dtype=FP8 if "q_scale" in tensors else None)}
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        inputs, (q, *_) = super().heads(tensors, options)
+        return inputs, (q, cache_view(tensors["k_cache"]), cache_view(tensors["v_cache"]))
+
+    def on_cpu(self, t: Tensors, options: Options) -> Tensors:
+        tensors = [t.get(name) for name in self.names]
+        q, k = reference.rope_kv_cache(*tensors, tables_of(t), options)  # type: ignore[call-arg,arg-type]
+        if options.rotate_k:
+            t["k"].copy_(k)
+        return {"q": t["q"].copy_(q) if options.inplace else q}
+
+
+class _RopeQKV(Operation):
+    name, function = "rope_qkv", "apply_rope_qkv"
+    tensors = ("qkv",)
+    options = (*ROTATION, "q_per_group", "copy_v")
+    words = (*ROTATION[:-1], "q_per_group", "copy_v", "check", "inplace")
+    results = ("q", "k", "v")
+    reads = ("qkv", "qkv", "qkv")
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        checks.check_qkv(name, tensors, options)
+
+    def written(self, options: Options) -> tuple[str, ...]:
+        return ("qkv",) if options.inplace else ()
+
+    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+        qkv, o = tensors["qkv"], options
+        return {"qkv": qkv} if o.inplace else dict(zip("qkv", empty_parts(qkv, o.q_per_group, qkv.device, o.copy_v)))
+
+    def places(self, options: Options) -> tuple[str, ...]:
+        return (*self.reads, *(self.reads if options.inplace else self.writes))
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        o = options
+        inputs: Views = qkv_views(tensors["qkv"], o.q_per_group, o.layout)
+        outputs: Views = inputs
+        if not o.inplace:
+            outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], o)
+        if o.inplace or not o.copy_v:
+            inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
+        return inputs, outputs
+
+    def reference(self, t: Tensors, o: Options) -> Tensors:
+        parts = dict(zip("qkv", reference.rope_qkv(t["qkv"], *tables_of(t), o)))
+        return self.complete({name: parts[name] for name in self.made(t, o)}, t, o)
+
+    def made(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+        return ("q", "k", "v")[: 2 + (options.copy_v and not options.inplace)]
+
+    def produced(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+        return ("qkv",) if options.inplace else ("q", "k", "v")
+
+    def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        if "v" not in results:
+            results["v"] = value_view(tensors["qkv"], options.q_per_group)
+        return results
+
+    def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
+        qkv, o = tensors["qkv"], options
+        rotated = reference.join_qkv(results["q"], results["k"], results["v"], o.q_per_group)
+        return {"qkv": qkv.copy_(spare_stays(qkv, rotated, tensors, o))}
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        if options.inplace:
+            grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
+            return call(self, {"qkv": grad, **saved}, turned_back(options, inplace=True))
+        some, groups = next(iter(grads.values())), options.q_per_group
+        heads = some.shape[-2] // (groups if "q" in grads else 1)
+        for name, count in (("q", heads * groups), ("k", heads), ("v", heads)):
+            if name not in grads:
+                grads[name] = some.new_zeros((*some.shape[:-2], count, some.shape[-1]))
+        ordered = {"d" + name: grads[name] for name in "qkv"}
+        return call(ROPE_QKV_BACKWARD, {**ordered, **saved}, changed(turned_back(options), copy_v=True))
+
+
+class _RopeQKVBackward(Operation):
+    name = "rope_qkv_backward"
+    tensors = ("dq", "dk", "dv")
+    options = (*ROTATION, "q_per_group", "copy_v")
+    results = ("qkv",)
+    reads = ("dq", "dk", "dv")
+    writes = ("qkv_out", "qkv_out", "qkv_out")
+    inplace = False
+
+    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+        dk = tensors["dk"]
+        return {"qkv": dk.new_empty((*dk.shape[:-1], (options.q_per_group + 2) * dk.shape[-1]))}
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        outputs = qkv_views(tensors["qkv_out"], options.q_per_group, options.layout)
+        return separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options), outputs
+
+    def reference(self, t: Tensors, o: Options) -> Tensors:
+        return {"qkv": reference.rope_qkv_backward(t["dq"], t["dk"], t["dv"], *tables_of(t), o)}
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        found = call(ROPE_QKV, {**grads, **saved}, turned_back(options))
+        return {"d" + name: x for name, x in found.items()}
+
+
+class _RopeInto(Operation):
+    """q and k rotated, v copied, in one launch, into tensors of the caller's, whose heads may lie apart."""
+
+    name = "rope_into"
+    tensors = ("q", "k", "v", "q_out", "k_out", "v_out")
+    results = ()
+    mutated = ("q_out", "k_out", "v_out")
+    inplace = differentiable = False
+
+    def on_cpu(self, t: Tensors, options: Options) -> Tensors:
+        for name, x in zip("qkv", (*reference.rope(t["q"], t["k"], *tables_of(t), options), t["v"])):
+            t[name + "_out"].copy_(x)  # type: ignore[arg-type]
+        return {}
+
+
+class _QKNormRope(Operation):
+    name, function = "qk_norm_rope", "qk_norm_rope"
+    tensors: tuple[str, ...] = ("q", "k?", "q_weight?", "k_weight?")
+    options: tuple[str, ...] = (*NORMED, "inverse")
+    words: tuple[str, ...] = (*NORMED, *NORM, "across_heads", "check", "inplace")
+    norm = True
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        checks.check_norm(name, tensors, options)
+
+    def normed(self, tensors: Tensors, options: Options) -> NormCall | None:
+        return NormCall(norm_of(options), tuple([tensors.get(name) for name in ("q_weight", "k_weight")]))
+
+    def reference(self, t: Tensors, o: Options) -> Tensors:
+        tensors = [t.get(name) for name in self.names]
+        q, k = reference.qk_norm_rope(*tensors, tables_of(t), o, norm_of(o))  # type: ignore[call-arg,arg-type]
+        return _given(q=q, k=k)
+
+    def saved(self, tensors: Tensors) -> Tensors:
+        return {name: x for name, x in tensors.items() if not name.startswith("v")}
+
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
+        """The tensors of a call without a table, and tables that turn nothing: one row, seen as many."""
+        q = next(iter(tensors.values()))
+        if q.dim() not in (3, 4):
+            refuse(name, "q", q, "a tensor with 3 or 4 axes")
+        cos, sin = _one_row(q.device, options.rotary_dim // 2)
+        rows = self.tokens(tensors, options)
+        return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
+
+    def tokens(self, tensors: Tensors, options: Options) -> int:
+        """The rows of a table for its tokens."""
+        return tensors["q"].shape[LAYOUT_AXES[options.layout][1]]
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        # Roundings pass gradients on as they are: one kernel for all, with contracted products, which are the fewest.
+        norm = norm_of(options)
+        back = changed(turned_back(options), rounding="complex64", norm=norm._replace(rounding="none"))
+        letters = [name for name in "qk" if name in grads]
+        tensors = {"d" + as_name: grads[name] for as_name, name in zip("qk", letters)}
+        for ending in ("", "_weight"):
+            for as_name, name in zip("qk", letters):
+                if name + ending in saved:
+                    tensors[as_name + ending] = saved[name + ending]
+        tables = {name: x for name, x in saved.items() if name not in self.names}
+        found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **tables}, back)
+        names = dict(zip("qk", letters))
+        return {names[name[0]] + name[1:]: x for name, x in found.items()}
+
+
+class _QKNormRopeJoint(_QKNormRope):
+    name = function = "qk_norm_rope_joint"
+    tensors = (
+        "q1", "k1", "v1", "q2", "k2", "v2", "q_weight?", "k_weight?", "q_weight2?", "k_weight2?", "cos2?", "sin2?",
+    )  # fmt: skip
+    options = NORMED
+    words = (*NORM, "interleaved", "rotary_dim", "rotary_offset", "rounding", "launch")
+    labels = {  # noqa: RUF012
+        **{letter + n: f"{stream}'s {letter}" for n, stream in (("1", "first"), ("2", "second")) for letter in "qkv"},
+        **{f"{x}_weight{n}": f"{stream}'s {x}_weight" for n, stream in (("", "first"), ("2", "second")) for x in "qk"},
+    }
+    results = ("q", "k", "v")
+    reads = ("q1", "k1", "v1")
+    inplace = False
+
+    def tokens(self, tensors: Tensors, options: Options) -> int:
+        return tensors["q1"].shape[1] + tensors["q2"].shape[1]
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        checks.check_norm_joint(name, tensors, options)
+
+    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+        return dict(zip("qkv", joint_parts(*[tensors[name] for name in ("q1", "k1", "v1", "q2")])))
+
+    def normed(self, tensors: Tensors, options: Options) -> NormCall | None:
+        second = tuple([head_view(tensors[name], options.layout) for name in ("q2", "k2", "v2")])
+        tables = (tensors["cos2"], tensors.get("sin2")) if "cos2" in tensors else ()
+        weights = tuple([tensors.get(name) for name in self.names[6:10]])
+        return NormCall(norm_of(options), weights, second, tables)
+
+    def reference(self, t: Tensors, o: Options) -> Tensors:
+        x = [t.get(name) for name in self.names]
+        parts = reference.qk_norm_rope_joint(x[:3], x[3:6], x[6:8], x[8:10], tables_of(t), o, norm_of(o), x[10:])  # type: ignore[arg-type]
+        return dict(zip("qkv", parts))
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        """Each stream's own: its tokens, and its rows of the tables."""
+        found: Tensors = {}
+        begin = 0
+        for n in "12":
+            end = begin + saved["q" + n].shape[1]
+            own = {name: x[:, begin:end] for name, x in grads.items()}
+            if "v" in own:
+                found["v" + n] = own.pop("v")
+            names = {name: name + n for name in "qk"}
+            names.update({name + "_weight": name + "_weight" + n * (n == "2") for name in "qk"})
+            kept = {name: saved[other] for name, other in names.items() if other in saved}
+            if n == "2" and "cos2" in saved:
+                kept.update({name: saved[name + "2"] for name in ("cos", "sin") if name + "2" in saved})
+            else:
+                tables = {name: saved[name] for name in ("cos", "sin") if name in saved}
+                kept.update({name: x[begin:end] if x.dim() == 2 else x[:, begin:end] for name, x in tables.items()})
+            if own:
+                of_stream = QK_NORM_ROPE.gradient(call, kept, own, options)
+                found.update({names[name]: x for name, x in of_stream.items()})
+            begin = end
+        return found
+
+
+class _QKNormRopeBackward(Operation):
+    name = "qk_norm_rope_backward"
+    tensors = ("dq", "dk?", "q", "k?", "q_weight?", "k_weight?")
+    options = _QKNormRope.options
+    results = ("q", "k", "q_weight", "k_weight")
+    norm = True
+    inplace = False
+
+    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+        out = {name: torch.empty_like(tensors[name]) for name in "qk" if name in tensors}
+        width = sum(self._sizes(tensors, options)) if "q_weight" in tensors or "k_weight" in tensors else 0
+        if width:
+            out["sums"] = torch.empty(blocks, width, dtype=torch.float32, device=tensors["q"].device)
+        return out
+
+    def made(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+        """Names of the results that torch's op makes."""
+        return tuple([name for name in self.results if name in tensors or name not in self.names])
+
+    def produced(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+        """Names of all that a call gives."""
+        return self.made(tensors, options)
+
+    def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        """All results, from those that torch's op makes."""
+        return results
+
+    def fakes(self, tensors: Tensors, options: Options) -> Tensors:
+        return {name: torch.empty_like(tensors[name]) for name in self.results if name in tensors}
+
+    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        sums = outputs.pop("sums", None)
+        if sums is not None:
+            sizes = self._sizes(tensors, options)
+            for name, part in zip(("q_weight", "k_weight"), sums.sum(0).split(sizes)):
+                if name in tensors:
+                    outputs[name] = part.to(tensors[name].dtype)
+        return outputs
+
+    def _sizes(self, tensors: Tensors, options: Options) -> list[int]:
+        """The numbers of the weights of q and k."""
+        across, axis = norm_of(options).across_heads, LAYOUT_AXES[options.layout][2]
+        given = [tensors[name] for name in "qk" if name in tensors]
+        return [x.shape[-1] * (x.shape[axis] if across else 1) for x in given]
+
+    def normed(self, tensors: Tensors, options: Options) -> NormCall | None:
+        grads = [head_view(tensors[name], options.layout) if name in tensors else None for name in ("dq", "dk")]
+        weights = tuple([tensors.get(name) for name in ("q_weight", "k_weight")])
+        return NormCall(norm_of(options), weights, grads=tuple(grads))
+
+    def reference(self, t: Tensors, o: Options) -> Tensors:
+        tensors = [t.get(name) for name in self.names]
+        found = reference.qk_norm_rope_backward(*tensors, tables_of(t), o, norm_of(o))  # type: ignore[call-arg,arg-type]
+        return _given(**dict(zip(self.results, found)))
+
+
+def norm_of(options: Options) -> Norm:
+    """The norm of a call that has one."""
+    return options.norm or Norm()
+
+
+def weights_of_one(tensors: Tensors, options: Options) -> Tensors:
+    """Ones for weights that are missing beside others: a kernel takes all weights or none."""
+    norm, ones = norm_of(options), {}
+    given = [x for name, x in tensors.items() if "weight" in name]
+    for name in ("q_weight", "k_weight", "q_weight2", "k_weight2") if given else ():
+        letter, stream = name[0], name[8:]
+        x = tensors.get(letter + (stream or "1"), None if stream else tensors.get(letter))
+        if x is not None and name not in tensors:
+            heads = x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1
+            ones[name] = _ones(x.device, x.shape[-1] * heads, given[0].dtype, norm.zero_centered)
+    return ones
+
+
+@constant
+def _one_row(device: torch.device, pairs: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(1, pairs, device=device), torch.zeros(1, pairs, device=device)
+
+
+@constant
+def _ones(device: torch.device, count: int, dtype: torch.dtype, zero_centered: bool) -> Tensor:
+    return torch.full((count,), 0 if zero_centered else 1, dtype=dtype, device=device)
+
+
+def _given(**tensors: Tensor | None) -> Tensors:
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_INTO = _Rope(), _RopeFp8(), _RopeKVCache(), _RopeInto()
+ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()
+QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
+OPERATIONS = (
+    ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD,
+)  # fmt: skip
+"""Those that torch has as ops; `ROPE_INTO` is for context parallelism alone."""

@@ -1,0 +1,67 @@
+"""What torch does around a call: its private questions, each with a fallback where a torch may lack one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+is_compiling = torch.compiler.is_compiling
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+written: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
+grad_enabled = torch.is_grad_enabled
+get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # a torch without CUDA has neither
+get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+on_gpu: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")
+
+_tracing = torch._C._get_tracing_state
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def watched() -> bool:
+    """Whether more than autograd sees a call: torch.compile, dispatch modes, forward-mode AD, torch.jit.trace."""
+    return is_compiling() or dispatch_modes() > 0 or forward_ad._current_level >= 0 or _tracing() is not None
+
+
+def plain(tensors: Mapping[str, Any]) -> bool:
+    """Whether tensors are as they lie in the GPU's memory, and nothing but autograd watches.
+
+    Tensor subclasses and torch.func's transforms are for the library's ops, as are torch's lazy negative and
+    conjugate bits, which the ops resolve.
+    """
+    for x in tensors.values():
+        if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj():
+            return False
+    return not watched() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def wants_grad(*tensors: Any) -> bool:
+    """Whether autograd records a call of these tensors."""
+    return grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def sharded(tensors: Iterable[Any]) -> bool:
+    """One of them is a DTensor, whose class is not imported for the question."""
+    return any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in tensors)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is captured on the stream of a tensor's device."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """A function in C++ that says whether other tensors are of the same kind, or None where torch has none.
+
+    It compares types, dispatch keys, dtypes, devices, sizes, strides and requires_grad. It does not see addresses,
+    it takes no tensor twice, and a nested tensor aborts the process.
+    """
+    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None:
+        return None
+    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
