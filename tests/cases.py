@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.ops import reference
+from jitrope.ops import library, reference
+from jitrope.ops.operations import Operation
+from jitrope.plan.problem import head_view
 from jitrope.plan.spec import LAYOUT_AXES, Norm, Options
-from jitrope.plan.views import canonical
+from jitrope.plan.views import Tables, canonical
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TABLE_DTYPES = {**DTYPES, "fp64": torch.float64}
@@ -377,8 +379,9 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
     else:
         del keywords["layout"]
     tables, second = _split(tables, case)
-    names = ("cos", "sin") if options.table == "cos_sin" else (options.table,) * 2
+    names = ("cos", "sin") if options.table == "cos_sin" else (options.table,)
     given = dict(zip(names, tables[:2] if second[0] is None else zip(tables[:2], second)))
+    options = options._replace(norm=case.norm)
     return NormTensors(
         streams, tuple(weights), {**keywords, **words, **given}, tuple(tables), second, options, case.norm
     )  # fmt: skip
@@ -390,8 +393,11 @@ def _split(tables: list[Any], case: NormCase) -> tuple[list[Any], tuple[Any, Any
     if not case.two_tables:
         return tables, (None, None)
     first = case.first
-    padded = [torch.cat((t[first:], torch.full_like(t[first:], 9)), -1)[..., : t.shape[-1]] for t in (cos, sin)]
-    return [cos[:first], sin[:first], *rest], (padded[0], padded[0] if sin is cos else padded[1])
+    padded = [
+        None if t is None else torch.cat((t[first:], torch.full_like(t[first:], 9)), -1)[..., : t.shape[-1]]
+        for t in (cos, sin)
+    ]
+    return [cos[:first], None if sin is None else sin[:first], *rest], (padded[0], padded[1])
 
 
 def random_norm_case(seed: int) -> NormCase:
@@ -453,7 +459,7 @@ class CacheCase:
     padding: tuple[int, ...] = (2,)  # tokens whose slot is negative
     fp8: bool = False
     q_fp8: bool = False
-    k_too: bool = False
+    rotate_k: bool = False
     table: str = "cos_sin_cache"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -468,12 +474,12 @@ class CacheCase:
 
 CACHE_CASES = [
     CacheCase("slots", "SGLang: a row a slot"),
-    CacheCase("paged", "vLLM: pages that follow each other", cache=(5, 4), k_too=True),
+    CacheCase("paged", "vLLM: pages that follow each other", cache=(5, 4), rotate_k=True),
     CacheCase("paged-heads-first", "pages with a head's rows together", cache=(5, 4), heads_first=True),
     CacheCase("fp8", "scaled e4m3 caches", fp8=True, cache=(3, 8)),
     CacheCase("fp8-query", "and q for attention in fp8", fp8=True, q_fp8=True, cache=(3, 8), heads_first=True),
     CacheCase("query-fp8-alone", "q in fp8 beside caches that are not", q_fp8=True, dtype="fp16"),
-    CacheCase("partial", "the rest of k goes along, that of q stays", shape=(1, 5, 3, 2, 80), k_too=True,
+    CacheCase("partial", "the rest of k goes along, that of q stays", shape=(1, 5, 3, 2, 80), rotate_k=True,
               options={"rotary_dim": 32}),
     CacheCase("partial-fp8", "and is scaled", shape=(1, 5, 3, 2, 80), fp8=True,
               options={"rotary_dim": 32, "rotary_offset": 16}),
@@ -509,9 +515,7 @@ def make_cache(case: CacheCase, device: str = "cpu", launch: str = "auto", in_pl
                 ids="shared" if case.layout == "thd" else "rows",
                 table="angles" if case.table == "freqs" else case.table,
                 options={n: v for n, v in case.options.items() if n not in ("rotary_dim", "interleaved")})  # fmt: skip
-    (q, k, *tables), options = lower(
-        make(rope, device), launch=launch, in_place=in_place, fp8=case.q_fp8, k_too=case.k_too
-    )
+    (q, k, *tables), options = lower(make(rope, device), launch=launch, inplace=in_place, rotate_k=case.rotate_k)
     generator = torch.Generator().manual_seed(7)
     v = torch.randn(k.shape, generator=generator).to(k.dtype).to(device)
     rows = torch.Size(case.cache).numel()
@@ -592,11 +596,37 @@ def lower(call: Call, **changes: Any) -> tuple[Lowered, Options]:
     cu_seqlens, starts, ids = (words.pop(name, None) for name in ("cu_seqlens", "start_positions", "position_ids"))
     table = next((name for name in ("freqs", "cos_sin_cache", "freqs_cis") if name in words), "cos_sin")
     words.setdefault("interleaved_out", words["interleaved"])
-    words["conjugate"] = words.pop("inverse", False)
     words.setdefault("rotary_dim", q.shape[-1] - words.get("rotary_offset", 0))
     if table != "cos_sin":
-        cos = sin = words.pop(table)
+        cos, sin = words.pop(table), None
     return (q, k, cos, sin, cu_seqlens, starts, ids), Options(**{**words, "table": table, **changes})
+
+
+def head_views(q: Tensor, k: Tensor | None, options: Options, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """The heads that a call of q and k reads and those that it writes."""
+    out = (q, k)
+    if not options.inplace:
+        out = tuple(None if x is None else torch.empty_like(x, dtype=dtype, device="meta") for x in (q, k))
+    inputs, outputs = (
+        (*[None if x is None else head_view(x, options.layout) for x in xs], None) for xs in ((q, k), out)
+    )
+    return inputs, outputs
+
+
+def named(op: Operation, tensors: Any, tables: Any) -> dict[str, Tensor]:
+    """An operation's tensors by name, from those in its order, None where one is missing."""
+    return {name: x for name, x in zip((*op.names, *Tables._fields), (*tensors, *tables)) if x is not None}
+
+
+def launched(op: Operation, tensors: Any, tables: Any, options: Options) -> list[Tensor | None]:
+    """What a launch gives of an operation, None where there is no result."""
+    results = library.on_gpu(op, named(op, tensors, tables), options)
+    return [results.get(name) for name in (results if "qkv" in results else op.results)]
+
+
+def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> tuple[Any, ...]:
+    """A call as torch's op takes it."""
+    return library.arguments(op, named(op, tensors, tables), options)
 
 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:

@@ -202,7 +202,7 @@ def cache_job(case: CacheCase, in_place: bool = False, launch: str = "auto") -> 
         slots = torch.randperm(torch.Size(cache).numel() + 2, generator=generator)[: b * s]
         c.slots.copy_(torch.where(c.slots.cpu() < 0, -1, slots).to(device))
         words: dict[str, Any] = {
-            **case.options, "layout": case.layout, "launch": launch, "rotate_k": case.k_too, case.table: c.tables[0],
+            **case.options, "layout": case.layout, "launch": launch, "rotate_k": case.rotate_k, case.table: c.tables[0],
             "position_ids": c.tables[4], "k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots,
             "k_scale": c.scales[1], "v_scale": c.scales[2],
         }  # fmt: skip

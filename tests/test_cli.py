@@ -24,12 +24,14 @@ from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import Entry, Key
 from jitrope.jit.registry import spec_from_dict
-from jitrope.ops.library import turned_back
-from jitrope.plan.problem import NormCall, cache_view, head_views, plan_call
+from jitrope.ops.operations import turned_back
+from jitrope.plan.problem import NormCall, cache_view, plan_call
 from jitrope.plan.spec import Norm, Options
 from jitrope.plan.views import FP8
 from jitrope.tools import cli, cli_cache, console, doctor
 from jitrope.tools.prewarm import DEFAULT_CALLS, Call, read_calls
+
+from .cases import head_views
 
 ROOT = Path(__file__).parent.parent
 
@@ -682,7 +684,7 @@ def plans_of(call: Call, launch: str):
     options = Options(
         layout="thd" if packed else "bshd", interleaved=call.interleaved, interleaved_out=call.interleaved,
         rotary_dim=rotary, table="freqs" if call.angles else "freqs_cis" if call.freqs_cis else "cos_sin",
-        rounding=call.rounding, launch=launch, in_place=call.in_place,
+        rounding=call.rounding, launch=launch, inplace=call.in_place,
     )  # fmt: skip
     tables = (cos, cos, lengths, None, ids)
     q = empty(4096, heads, call.head_dim) if packed else empty(1, 4096, heads, call.head_dim)

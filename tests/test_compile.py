@@ -18,12 +18,12 @@ import torch
 from jitrope.base.errors import CompileError
 from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
-from jitrope.ops.library import turned_back
-from jitrope.plan.problem import NormCall, head_views, plan_call
+from jitrope.ops.operations import turned_back
+from jitrope.plan.problem import NormCall, plan_call
 from jitrope.plan.spec import Options, RopeSpec
 from jitrope.tools.prewarm import DEFAULT_CALLS, Call
 
-from .cases import CASES, NORM_CASES, NormCase, lower, make, make_norm
+from .cases import CASES, NORM_CASES, NormCase, head_views, lower, make, make_norm
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Beside them the largest block, in which a thread has the fewest registers, with the widest tables.
@@ -176,7 +176,7 @@ def norm_specs(case: NormCase) -> list[RopeSpec]:
     if case.first is not None:
         parts = [tuple(x.unsqueeze(3) for x in xs) for xs in (call.streams[:3], call.streams[3:])]
         out = [torch.empty(*a.shape[:1], a.shape[1] + b.shape[1], *a.shape[2:], dtype=a.dtype) for a, b in zip(*parts)]
-        second_tables = tuple(x for x in call.second_tables if x is not None)
+        second_tables = call.second_tables if call.second_tables[0] is not None else ()
         normed = NormCall(call.norm, call.weights, parts[1], second_tables)
         return [plan_call(parts[0], tuple(out), tables, None, call.options, 132, normed)[0].spec]
     views = head_views(*call.streams, call.options)
@@ -194,7 +194,7 @@ def test_a_stride_past_31_bits_is_compiled_in(which: str) -> None:
     q = torch.empty_strided((1, 2, 4, 64), (0, far if which == "q" else 256, 64, 1), device="meta")
     cos = torch.empty_strided((9, 32), (far if which == "cos" else 32, 1), device="meta")
     ids = torch.empty_strided((2, 1, 2), (far if which == "ids" else 2, 2, 1), dtype=torch.int32, device="meta")
-    options = Options(rotary_dim=64, mrope_section=(16, 16), in_place=True)
+    options = Options(rotary_dim=64, mrope_section=(16, 16), inplace=True)
     for tensors, wide in (((q, cos, ids), True), ([x.contiguous() for x in (q, cos, ids)], False)):
         q, cos, ids = tensors
         plan, _ = plan_call(*head_views(q, None, options), (cos, cos, None, None, ids), None, options, 132)

@@ -14,11 +14,19 @@ import pytest
 import torch
 
 import jitrope
-from jitrope import api as norm_rope
 from jitrope.jit import kernels
+from jitrope.ops import dispatch, library, operations, reference
 from jitrope.ops import launch as runtime
-from jitrope.ops import reference
-from jitrope.ops.library import turned_back
+from jitrope.ops.operations import (
+    QK_NORM_ROPE,
+    QK_NORM_ROPE_BACKWARD,
+    ROPE,
+    ROPE_FP8,
+    ROPE_KV_CACHE,
+    ROPE_QKV,
+    ROPE_QKV_BACKWARD,
+    turned_back,
+)
 from jitrope.plan.spec import Options
 
 from .cases import (
@@ -31,6 +39,7 @@ from .cases import (
     Case,
     NormCase,
     dealt,
+    launched,
     lower,
     make,
     make_cache,
@@ -38,6 +47,7 @@ from .cases import (
     make_qkv,
     norm_call,
     norm_reference,
+    op_arguments,
     random_case,
     random_norm_case,
 )
@@ -71,12 +81,12 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
     """
     tensors, options = lower(make(case), launch=launch)
     for conjugate in (False, True):
-        options = options._replace(conjugate=conjugate)
+        options = options._replace(inverse=conjugate)
         device = [None if x is None else on_gpu(x) for x in tensors]
         want = reference.rope(*(device if options.table == "freqs" else tensors), options)
         for in_place in (False, True)[: 1 if options.interleaved != options.interleaved_out else 2]:
             device = [None if x is None else on_gpu(x) for x in tensors]
-            outputs = runtime.rope(*device[:2], tuple(device[2:]), options._replace(in_place=in_place))
+            outputs = launched(ROPE, device[:2], device[2:], options._replace(inplace=in_place))
             end = None
             if in_place and case.lengths is not None:
                 end = case.end
@@ -103,14 +113,14 @@ def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
     back = turned_back(options)
     end = case.end
     for values in (True, False):
-        parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), options._replace(values=values))
+        parts = launched(ROPE_QKV, tensors[:1], tensors[1:], options._replace(copy_v=values))
         for got, expected in zip(parts, want):
             assert torch.equal(got, expected)
     qkv = tensors[0].clone()
-    runtime.rope_qkv(qkv, tuple(tensors[1:]), options._replace(in_place=True))
+    launched(ROPE_QKV, [qkv], tensors[1:], options._replace(inplace=True))
     for got, expected in zip(reference.split_qkv(qkv, options.q_per_group), want):
         assert torch.equal(got[:end], expected[:end])
-    got = runtime.rope_qkv_backward(*want, tuple(tensors[1:]), back)
+    (got,) = launched(ROPE_QKV_BACKWARD, want, tensors[1:], back)
     assert torch.equal(got, reference.rope_qkv_backward(*want, *tensors[1:], back))
 
 
@@ -183,7 +193,7 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
     options = Options(layout="thd", rotary_dim=128, table="freqs", cp_size=size, cp_rank=rank)
     table = freqs.transpose(0, 1)
     for x, conjugate, got in ((q, False, results[0][0]), (grad, True, results[0][1])):
-        want, _ = reference.rope(x, None, table, table, cu_seqlens, None, None, options._replace(conjugate=conjugate))
+        want, _ = reference.rope(x, None, table, table, cu_seqlens, None, None, options._replace(inverse=conjugate))
         assert torch.equal(got, want)
 
 
@@ -345,10 +355,10 @@ def test_video_length_batches() -> None:
 def test_results_do_not_change_from_run_to_run(name: str) -> None:
     (q, k, *tables), options = lower(make(case_named(name), DEVICE))
     for conjugate in (False, True):
-        words = options._replace(conjugate=conjugate)
-        first = runtime.rope(q, k, tuple(tables), words)
+        words = options._replace(inverse=conjugate)
+        first = launched(ROPE, (q, k), tables, words)
         for _ in range(20):
-            for a, b in zip(first, runtime.rope(q, k, tuple(tables), words)):
+            for a, b in zip(first, launched(ROPE, (q, k), tables, words)):
                 assert torch.equal(a.nan_to_num(9), b.nan_to_num(9))
 
 
@@ -425,7 +435,7 @@ def test_expanded_gradient_and_double_backward() -> None:
     out, _ = jitrope.apply_rope(q, None, cos, sin)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)  # a stride-0 gradient
     want, _ = reference.rope(
-        torch.ones_like(q).cpu(), None, cos.cpu(), sin.cpu(), None, None, None, Options(rotary_dim=64, conjugate=True)
+        torch.ones_like(q).cpu(), None, cos.cpu(), sin.cpu(), None, None, None, Options(rotary_dim=64, inverse=True)
     )
     assert torch.equal(gradient.detach().cpu(), want)
     out, _ = jitrope.apply_rope(q, None, cos, sin)
@@ -448,7 +458,7 @@ def test_opcheck(op: str) -> None:
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     if op == "rope":
         q.requires_grad_()
-    arguments = (q, k, cos, sin, None, None, None, *Options(rotary_dim=64)[:-1])
+    arguments = op_arguments(ROPE, (q, k), (cos, sin), Options(rotary_dim=64))
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
 
 
@@ -476,17 +486,11 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     """A fast path whose guard is never true is a defect: neither direction goes through the dispatcher."""
     taken = []
 
-    def counted(function):
-        def call(*arguments):
-            out = function(*arguments)
-            if out is not None:  # a call that is not known goes on to the other
-                taken.append(arguments[3][-2])  # conjugate
-            return out
-
-        return call
-
-    for name in ("rope", "rope_again"):
-        monkeypatch.setattr(runtime, name, counted(getattr(runtime, name)))  # the library ops hold their own
+    run = runtime.Known.run
+    monkeypatch.setattr(
+        runtime.Known, "run", lambda known, *a: (taken.append(known.options.inverse), run(known, *a))[1]
+    )
+    monkeypatch.setattr(library, "run_op", lambda *_: pytest.fail("through the dispatcher"))
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     outputs = jitrope.apply_rope(q.requires_grad_(grad), k.requires_grad_(grad), cos, sin)
     if grad:
@@ -499,7 +503,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
 def test_calls_of_every_form_are_known_again(name: str, in_place: bool, monkeypatch) -> None:
     """Packed batches, starts, one table and one tensor: other positions of the same form are read again."""
     rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
-    runtime._local.recent = {}
+    runtime.local.recent = {}
     packed = name.startswith("packed")
     shape, layout = ((24, 4, 64), "thd") if packed else ((2, 12, 4, 64), "bshd")
     words = {"layout": layout}
@@ -523,7 +527,7 @@ def test_calls_of_every_form_are_known_again(name: str, in_place: bool, monkeypa
         got = rotate(q, k, *tables, **words)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want) if b is not None)
         if turn == 0:
-            monkeypatch.setattr(runtime, "rope", lambda *_: pytest.fail("looked at again"))
+            monkeypatch.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
 
 
 def reference_of(case: tuple, words: dict) -> tuple:
@@ -537,19 +541,19 @@ def reference_of(case: tuple, words: dict) -> tuple:
 def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, monkeypatch) -> None:
     """The way of the steady state is taken, with the same bits; and left by whatever is not the same."""
     rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
-    runtime._local.recent = {}
+    runtime.local.recent = {}
     results = []
     for seed in (0, 0, 1):
         q, k, cos, sin, keywords = make(case_named(name), DEVICE, seed)
         results.append([x.clone() for x in rotate(q, k, cos, sin, **keywords)])
         if len(results) == 1:
-            slow = runtime.rope
-            monkeypatch.setattr(runtime, "rope", lambda *_: pytest.fail("looked at again"))
+            slow = dispatch._call
+            monkeypatch.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
     for a, b in zip(results[0], results[1]):
         assert torch.equal(a, b)
     assert not torch.equal(results[1][0], results[2][0])
     taken = []
-    monkeypatch.setattr(runtime, "rope", lambda *a: (taken.append(a), slow(*a))[1])
+    monkeypatch.setattr(dispatch, "_call", lambda *a: (taken.append(a), slow(*a))[1])
     q, k, cos, sin, keywords = make(case_named(name), DEVICE)
     unaligned = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape).copy_(q)
     for other in (unaligned, q.transpose(-2, -3).contiguous().transpose(-2, -3), q.repeat(1, 1, 2, 1)):
@@ -567,15 +571,6 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
     if not in_place:
         out, _ = rotate(q.requires_grad_(), k, cos, sin, **keywords)
         assert out.requires_grad
-
-
-def test_a_table_that_is_there_twice_may_be_two() -> None:
-    """Whoever copies an op's arguments makes two tensors of one; a launch that was prepared for them serves both."""
-    (q, k, cache, _, *rest), options = lower(make(case_named("ids-cache"), DEVICE))
-    want = reference.rope(q, k, cache, cache, *rest, options)
-    for second in (cache.clone(), cache, cache.clone()):
-        for got, expected in zip(runtime.rope(q, k, (cache, second, *rest), options), want):
-            assert torch.equal(got, expected)
 
 
 def test_modes_are_seen_by_a_known_call() -> None:
@@ -603,10 +598,10 @@ def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None
         c = make_cache(case, device, launch=launch, in_place=in_place)
         want = (c.k_cache.clone(), c.v_cache.clone())
         q_want, k_want = reference.rope_kv_cache(c.q, c.k, c.v, *want, c.slots, *c.scales, c.tables, c.options)
-        k_want = k_want if case.k_too else c.k
+        k_want = k_want if case.rotate_k else c.k
         c = make_cache(case, DEVICE, launch=launch, in_place=in_place)
         tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
-        q = runtime.rope_kv_cache(*tensors, c.tables, c.options)
+        (q,) = launched(ROPE_KV_CACHE, tensors, c.tables, c.options)
         assert (q is c.q) == in_place
         for got, expected in zip((q, c.k, c.k_cache, c.v_cache), (q_want, k_want, *want)):
             assert torch.equal(got.float().cpu(), expected.float().cpu())
@@ -614,11 +609,11 @@ def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None
 
 @pytest.mark.parametrize("name", ["halves", "ids", "partial-odd", "d72", "packed"])
 def test_fp8_outputs_have_the_references_bits(name: str) -> None:
-    (q, k, *tables), options = lower(make(case_named(name)), fp8=True)
+    (q, k, *tables), options = lower(make(case_named(name)))
     scales = (torch.tensor(0.02), torch.tensor(0.3))
     want = reference.rope_fp8(q, k, *scales, tuple(tables), options)
     tables = tuple(None if x is None else x.to(DEVICE) for x in tables)
-    got = runtime.rope_fp8(on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales), tables, options)
+    got = launched(ROPE_FP8, (on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales)), tables, options)
     for a, b in zip(got, want):
         assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
 
@@ -766,7 +761,7 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
     q, weight = torch.randn(1, 8, 2, 64, device=DEVICE), torch.randn(64, device=DEVICE)
     cos = torch.ones(1, 32, device=DEVICE).expand(8, 32)
     want, _ = jitrope.qk_norm_rope(q, None, weight, None, cos, torch.zeros_like(cos[:1]).expand(8, 32))
-    norm_rope._one_row.cache_clear()
+    operations._one_row.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         jitrope.qk_norm_rope(q, None, weight)
@@ -790,7 +785,7 @@ def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
         leaves = [*call.streams, *call.weights]
         torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
         return
-    monkeypatch.setattr(runtime, "qk_norm_rope", lambda *_: pytest.fail("looked at again"))
+    monkeypatch.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
     for got, want in zip(norm_call(call), outputs):
         assert torch.equal(got, want)
 
@@ -803,7 +798,7 @@ def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypa
     with torch.no_grad():
         outputs = norm_call(call)
         with monkeypatch.context() as patched:
-            patched.setattr(runtime, "qk_norm_rope", lambda *_: pytest.fail("looked at again"))
+            patched.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
             again = norm_call(call)
     assert all(torch.equal(a, b) for a, b in zip(outputs, again))
     watched = norm_call(call)
@@ -815,15 +810,15 @@ def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypa
 def test_opcheck_of_norms(name: str) -> None:
     call = make_norm(next(case for case in NORM_CASES if case.name == name), DEVICE)
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
-    rest = (*call.weights, *call.tables, *call.options[:-1], *call.norm)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
-        torch.ops.jitrope.qk_norm_rope_backward.default, (*grads, *call.streams, *rest), test_utils=tests
+        torch.ops.jitrope.qk_norm_rope_backward.default,
+        op_arguments(QK_NORM_ROPE_BACKWARD, (*grads, *call.streams, *call.weights), call.tables, call.options),
+        test_utils=tests,
     )
-    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_.default, (*call.streams, *rest))
-    torch.library.opcheck(
-        torch.ops.jitrope.qk_norm_rope.default, (call.streams[0].requires_grad_(), *call.streams[1:], *rest)
-    )
+    arguments = op_arguments(QK_NORM_ROPE, (*call.streams, *call.weights), call.tables, call.options)
+    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_.default, arguments)
+    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope.default, (arguments[0].requires_grad_(), *arguments[1:]))
 
 
 def test_wild_ids_and_slots_on_the_device() -> None:
@@ -1014,9 +1009,9 @@ def test_a_gpu_without_cupy_names_the_extra(tmp_path: Path) -> None:
 SANITIZED = """
 import torch
 from jitrope import apply_rope, apply_rope_
-from jitrope.ops import launch as runtime
+from jitrope.ops.operations import ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD
 from tests.cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES
-from tests.cases import make, make_cache, make_norm, make_qkv, norm_call
+from tests.cases import launched, make, make_cache, make_norm, make_qkv, norm_call
 from tests.test_gpu import test_wild_ids_and_slots_on_the_device as wild
 names = ("halves", "interleaved", "partial-odd", "packed", "packed-too-long", "packed-qkv", "d72", "full-interleaved",
          "cp-packed-starts", "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla",
@@ -1030,12 +1025,11 @@ for launch in ("token_linear", "grid_2d"):
                 apply_rope_(q, k, cos, sin, launch=launch, **keywords)
     for case in QKV_CASES:
         tensors, options = make_qkv(case, "cuda", launch=launch)
-        parts = runtime.rope_qkv(tensors[0], tuple(tensors[1:]), options)
-        runtime.rope_qkv_backward(*parts, tuple(tensors[1:]), options)
+        parts = launched(ROPE_QKV, tensors[:1], tensors[1:], options)
+        launched(ROPE_QKV_BACKWARD, parts, tensors[1:], options)
     for case in CACHE_CASES:
         c = make_cache(case, "cuda", launch=launch)
-        runtime.rope_kv_cache(
-            c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales, c.tables, c.options)
+        launched(ROPE_KV_CACHE, (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales), c.tables, c.options)
 for case in NORM_CASES:
     for in_place in (False, True)[: 2 if case.first is None else 1]:
         call = make_norm(case, "cuda")

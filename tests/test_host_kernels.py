@@ -9,9 +9,9 @@ import torch
 
 from jitrope.jit.render import Source, environment, render
 from jitrope.ops import reference
-from jitrope.ops.library import rope_into, turned_back
+from jitrope.ops.operations import ROPE_INTO, turned_back
 from jitrope.plan import heuristics, partition
-from jitrope.plan.problem import NormCall, cache_view, head_views, plan_call, qkv_views, separate_views
+from jitrope.plan.problem import NormCall, cache_view, plan_call, qkv_views, separate_views
 from jitrope.plan.spec import Options
 from jitrope.plan.views import FP8, canonical, table_pair
 
@@ -23,11 +23,13 @@ from .cases import (
     CacheCase,
     Case,
     NormCase,
+    head_views,
     lower,
     make,
     make_cache,
     make_norm,
     make_qkv,
+    named,
     norm_reference,
     random_case,
     random_norm_case,
@@ -51,15 +53,15 @@ def run_rope(lowered, options, outputs=None):
     """(outputs of the kernel, its plan) of a call of the op."""
     q, k, *tables = lowered
     if outputs is None:
-        outputs = (q, k) if options.in_place else [None if x is None else torch.full_like(x, 777) for x in (q, k)]
-    views = [head_views(*xs, options._replace(in_place=True))[0] for xs in ((q, k), outputs)]
+        outputs = (q, k) if options.inplace else [None if x is None else torch.full_like(x, 777) for x in (q, k)]
+    views = [head_views(*xs, options._replace(inplace=True))[0] for xs in ((q, k), outputs)]
     return outputs, run_kernel(*views, tables, options)
 
 
 def run_case(case: Case, launch: str = "auto", conjugate: bool | None = None, in_place: bool = False):
     """(outputs of the kernel, outputs of the reference, the plan) of a case."""
-    changes = {} if conjugate is None else {"conjugate": conjugate}
-    (q, k, *tables), options = lower(make(case), launch=launch, in_place=in_place, **changes)
+    changes = {} if conjugate is None else {"inverse": conjugate}
+    (q, k, *tables), options = lower(make(case), launch=launch, inplace=in_place, **changes)
     expected = reference.rope(q, k, *tables, options)
     if in_place and case.lengths is not None:  # spare rows stay as they are
         end = case.end
@@ -176,8 +178,8 @@ def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) ->
 def test_sanitizer_sees_a_read_past_the_table() -> None:
     """The harness can fail: a table with a row too few is caught, not read over."""
     (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
-    views = head_views(q, k, options._replace(in_place=True))[0]
-    outputs = head_views(q.clone(), k, options._replace(in_place=True))[0]
+    views = head_views(q, k, options._replace(inplace=True))[0]
+    outputs = head_views(q.clone(), k, options._replace(inplace=True))[0]
     plan, words = plan_call(views, outputs, (cos, sin, *rest), None, options, SM_COUNT)
     short = [table[:7].clone() for table in (cos, sin)]
     tensors = [q, q, q, outputs[0], outputs[0], outputs[0], *short, *[None] * 7]
@@ -187,7 +189,7 @@ def test_sanitizer_sees_a_read_past_the_table() -> None:
 
 def test_sanitizer_sees_a_misaligned_access() -> None:
     (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
-    views = head_views(q, k, options._replace(in_place=True))[0]
+    views = head_views(q, k, options._replace(inplace=True))[0]
     plan, words = plan_call(views, views, (cos, sin, *rest), None, options, SM_COUNT)
     shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
     tensors = [shifted, q, q, q, q, q, cos, sin, *[None] * 7]
@@ -218,7 +220,7 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
 
     changed = qkv.clone()
     views = (*qkv_views(changed, options.q_per_group, options.layout)[:2], None)
-    run_kernel(views, views, tables, options._replace(in_place=True))
+    run_kernel(views, views, tables, options._replace(inplace=True))
     parts = reference.split_qkv(changed, options.q_per_group)
     old = reference.split_qkv(qkv, options.q_per_group)
     assert_same([x[:end] for x in parts[:2]], [q[:end], k[:end]], case)
@@ -243,11 +245,11 @@ def test_k_and_v_go_side_by_side(cp: tuple[int, int]) -> None:
     options = Options(layout="thd", rotary_dim=16, cp_size=cp[0], cp_rank=cp[1])
     out, sent = torch.full_like(q, 777), torch.full((rows + 1, 64), 777.0).bfloat16()
     outputs = (out, *(x.view(rows, 2, 16) for x in sent[:rows].split(32, 1)))
-    seen = options._replace(in_place=True)
+    seen = options._replace(inplace=True)
     views = [tuple(head_views(x, None, seen)[0][0] for x in xs) for xs in ((q, k, v), outputs)]
     run_kernel(*views, tables, options)
     wants = [torch.full_like(q, 7), *(torch.full_like(k, 7) for _ in range(2))]
-    rope_into((q, k, v), tuple(wants), tables, options)
+    ROPE_INTO.on_cpu(named(ROPE_INTO, (q, k, v, *wants), tables), options)
     assert_same(outputs, wants)
     assert torch.equal(wants[2], v)
     assert (sent[rows] == 777).all()
@@ -269,7 +271,7 @@ def test_kv_cache_matches_reference(case: CacheCase, launch: str) -> None:
         q_out = call.q if in_place else torch.full_like(q_want.float(), 77).to(q_want.dtype)
         k_before = call.k.clone()
         views = [
-            head_views(x, None, call.options._replace(in_place=True))[0][0] for x in (call.q, call.k, call.v, q_out)
+            head_views(x, None, call.options._replace(inplace=True))[0][0] for x in (call.q, call.k, call.v, q_out)
         ]
         caches = (cache_view(call.k_cache), cache_view(call.v_cache))
         plan = run_kernel(
@@ -278,7 +280,7 @@ def test_kv_cache_matches_reference(case: CacheCase, launch: str) -> None:
         assert plan.spec.launch == launch
         assert plan.spec.page_size == case.page_size
         assert_same([q_out.float()], [q_want.float()])
-        assert_same([call.k], [k_want if call.options.k_too else k_before])
+        assert_same([call.k], [k_want if call.options.rotate_k else k_before])
         for got, want in zip((call.k_cache, call.v_cache), expected):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
@@ -289,7 +291,7 @@ def test_wild_slots_write_nothing() -> None:
     for wild in ([-1] * 3 + [10**6] * 3, [2**31, 2**32, 2**40, -(2**40), 2**63 - 1, -(2**63)]):
         call = make_cache(case)
         before = call.k_cache.clone()
-        views = [head_views(x, None, call.options._replace(in_place=True))[0][0] for x in (call.q, call.k, call.v)]
+        views = [head_views(x, None, call.options._replace(inplace=True))[0][0] for x in (call.q, call.k, call.v)]
         caches = (cache_view(call.k_cache), cache_view(call.v_cache))
         slots = torch.tensor(wild)
         run_kernel(tuple(views), (views[0], *caches), call.tables, call.options, slots, call.scales)
@@ -298,11 +300,11 @@ def test_wild_slots_write_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["halves", "d72", "partial-odd", "ids", "d2", "packed"])
 def test_fp8_outputs_match_reference(name: str) -> None:
-    (q, k, *tables), options = lower(make(next(c for c in CASES if c.name == name)), fp8=True)
+    (q, k, *tables), options = lower(make(next(c for c in CASES if c.name == name)))
     scales = (torch.tensor(0.02), torch.tensor(0.3), None)  # the first saturates
     want = reference.rope_fp8(q, k, *scales[:2], tuple(tables), options)
     outputs = [torch.zeros_like(x, dtype=FP8) for x in (q, k)]
-    views = [head_views(*xs, options._replace(in_place=True))[0] for xs in ((q, k), outputs)]
+    views = [head_views(*xs, options._replace(inplace=True))[0] for xs in ((q, k), outputs)]
     run_kernel(*views, tables, options, None, scales)
     for got, expected in zip(outputs, want):
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
@@ -313,7 +315,7 @@ def test_fp8_outputs_match_reference(name: str) -> None:
 
 def seen(tensors, options):
     """Views of heads of (q, k) or (q, k, v), whatever the call does with them."""
-    views = head_views(*tensors[:2], options._replace(in_place=True))[0][:2]
+    views = head_views(*tensors[:2], options._replace(inplace=True))[0][:2]
     return (*views, tensors[2].unsqueeze(3) if len(tensors) > 2 else None)
 
 
@@ -343,7 +345,7 @@ def of_one(call):
 
 def run_norm(case: NormCase, launch: str = "auto", in_place: bool = False):
     """(outputs of the kernel, outputs of the reference, the plan) of a case."""
-    call = make_norm(case, launch=launch, in_place=in_place)
+    call = make_norm(case, launch=launch, inplace=in_place)
     expected, streams, second = norm_reference(call), call.streams, ()
     if case.first is not None:
         streams, second = streams[:3], tuple(x.unsqueeze(3) for x in streams[3:])

@@ -11,11 +11,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import jitrope
-from jitrope import api as norm_rope
-from jitrope.ops import reference
+from jitrope.ops import operations, reference
+from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QK_NORM_ROPE_JOINT
 from jitrope.plan import views
 
-from .cases import NORM_CASES, NormCase, make_norm, norm_call, random_norm_case
+from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
 from .devices import DEVICE, DEVICES
 from .test_rope import autograd_reference
 
@@ -271,7 +271,7 @@ def test_fake_tensors_leave_nothing_behind(device: str) -> None:
     """The row of no rotation is kept; a fake one would be met by the next real call."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    norm_rope._one_row.cache_clear()
+    operations._one_row.cache_clear()
     with FakeTensorMode():
         jitrope.qk_norm_rope(torch.ones(1, 2, 1, 10, device=device), None)
     with torch.inference_mode():
@@ -553,11 +553,6 @@ def test_a_second_derivative_is_refused(device: str) -> None:
 # ---- torch's machinery -------------------------------------------------------------------------------
 
 
-def op_arguments(call) -> tuple:
-    second = call.second_tables if len(call.streams) == 6 else ()
-    return (*call.streams, *call.weights, *second, *call.tables, *call.options[:-1], *call.norm)
-
-
 @pytest.mark.parametrize("case", named(
     "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "mrope", "packed-qkv", "joint",
     "joint-batch", "joint-two-tables", "cis-starts",
@@ -572,7 +567,10 @@ def test_opcheck(case: NormCase, in_place: bool) -> None:
             if x is not None:
                 x.requires_grad_()
     name = "qk_norm_rope_" if in_place else "qk_norm_rope" if case.first is None else "qk_norm_rope_joint"
-    torch.library.opcheck(getattr(torch.ops.jitrope, name).default, op_arguments(call))
+    second = call.second_tables if len(call.streams) == 6 else ()
+    operation = QK_NORM_ROPE_JOINT if second else QK_NORM_ROPE
+    arguments = op_arguments(operation, (*call.streams, *call.weights, *second), call.tables, call.options)
+    torch.library.opcheck(getattr(torch.ops.jitrope, name).default, arguments)
 
 
 @pytest.mark.parametrize("case", named(
@@ -582,8 +580,9 @@ def test_opcheck_of_the_gradient(case: NormCase) -> None:
     """Without a test of its own gradient: there is none."""
     call = make_norm(case)
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
-    options = call.options._replace(conjugate=True, rounding="fp32")
-    arguments = (*grads, *call.streams, *call.weights, *call.tables, *options[:-1], *call.norm)
+    options = call.options._replace(inverse=True, rounding="fp32")
+    tensors = (*grads, *call.streams, *call.weights)
+    arguments = op_arguments(QK_NORM_ROPE_BACKWARD, tensors, call.tables, options)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_backward.default, arguments, test_utils=tests)
 

@@ -17,10 +17,25 @@ from torch.utils.checkpoint import (
 
 import jitrope
 from jitrope.ops import reference
+from jitrope.ops.operations import OPERATIONS
 from jitrope.plan import partition, views
 
-from .cases import CACHE_CASES, CASES, QKV_CASES, CacheCase, Case, dealt, lower, make, make_cache, make_qkv
+from .cases import (
+    CACHE_CASES,
+    CASES,
+    QKV_CASES,
+    CacheCase,
+    Case,
+    dealt,
+    lower,
+    make,
+    make_cache,
+    make_qkv,
+    op_arguments,
+)
 from .devices import DEVICES
+
+OPERATION = {op.name: op for op in OPERATIONS}
 
 
 def by_name(*names: str) -> list[Case]:
@@ -153,7 +168,7 @@ def autograd_reference(case: Case, q, k, cos, sin, keywords):
             sequence, row = sources[s]
             row += 0 if starts is None else int(starts[b if cu_seqlens is None else sequence])
             row += int(cu_seqlens[sequence]) if o.packed_table else 0
-            c, sn = (views.table_view(t).float() for t in (cos, sin))
+            c, sn = (views.table_view(t).float() for t in (cos, cos if sin is None else sin))
             c, sn = (t[min(b, len(t) - 1)] for t in (c, sn))
             c, sn = (t[row] if ids is None else row_of_ids(t, ids, b, s, o) for t in (c, sn))
             c, sn = (c.cos() * o.mscale, sn.sin() * o.mscale) if o.table == "freqs" else (c, sn)
@@ -192,7 +207,7 @@ def turned(x, cos, sin, o):
         c, d = (2 * i, 2 * i + 1) if o.interleaved_out else (i, i + n)
         angle = (a, b) if cos.shape[-1] == o.rotary_dim else (i, i)
         (c0, c1), (s0, s1) = ([t[..., j] for j in angle] for t in (cos, sin))
-        if o.conjugate:
+        if o.inverse:
             s0, s1 = -s1, -s0
         x0, x1 = (x[:, o.rotary_offset + j] for j in (a, b))
         y[o.rotary_offset + c] = x0 * c0 - x1 * s0
@@ -394,7 +409,9 @@ def test_packed_opcheck(op: str) -> None:
         tensors = [x.contiguous() for x in reference.split_qkv(qkv, options.q_per_group)]
     if op != "rope_qkv_":
         tensors[0].requires_grad_()
-    torch.library.opcheck(getattr(torch.ops.jitrope, op).default, (*tensors, *tables, *options[:-1]))
+    torch.library.opcheck(
+        getattr(torch.ops.jitrope, op).default, op_arguments(OPERATION[op.rstrip("_")], tensors, tables, options)
+    )
 
 
 @pytest.mark.parametrize("how", ["copied", "view", "in place"])
@@ -604,10 +621,10 @@ def test_gradient_of_a_rounding_is_the_turn_back(rounding: str) -> None:
 @pytest.mark.parametrize("case", by_name("halves", "q-alone", "packed", "full-partial", "angles-packed-cp"), ids=str)
 @pytest.mark.parametrize("op", ["rope", "rope_"])
 def test_opcheck(case: Case, op: str) -> None:
-    arguments, options = lower(make(case))
+    (q, k, *tables), options = lower(make(case))
     if op == "rope":
-        arguments[0].requires_grad_()
-    arguments = (*arguments, *options[:-1])
+        q.requires_grad_()
+    arguments = op_arguments(OPERATION["rope"], (q, k), tables, options)
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments)
 
 
@@ -794,7 +811,7 @@ def cache_words(c, case):
     names = ("layout", "interleaved", "rotary_dim", "rotary_offset", "mrope_section", "mrope_interleaved")
     return {
         **table, **{name: getattr(c.options, name) for name in names}, "position_ids": c.tables[4],
-        "k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots, "rotate_k": case.k_too,
+        "k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots, "rotate_k": case.rotate_k,
         "k_scale": c.scales[1], "v_scale": c.scales[2],
     }  # fmt: skip
 
@@ -823,7 +840,7 @@ def test_kv_cache_holds_what_rope_gives(case: CacheCase) -> None:
         q = jitrope.apply_rope_kv_cache_(c.q, c.k, c.v, **words)
         assert q is c.q
         assert torch.equal(q, q_want.to(q.dtype))
-    assert torch.equal(c.k, k_want.to(c.k.dtype) if case.k_too else k_before)
+    assert torch.equal(c.k, k_want.to(c.k.dtype) if case.rotate_k else k_before)
     for got, want in zip((c.k_cache, c.v_cache), expected):
         assert torch.equal(got.float(), want.float())
 
@@ -876,24 +893,21 @@ def test_no_gradient_is_dropped_in_silence(name: str) -> None:
     if name == "q":
         with pytest.raises(jitrope.InvalidInput, match="q requires a gradient"):
             jitrope.apply_rope_fp8(c.q, None, c.tables[0][:6, :32], c.tables[0][:6, 32:], layout="thd", q_scale=1.0)
-        (q, _, *tables), options = lower(make(*by_name("fp32")), fp8=True)
-        out = torch.ops.jitrope.rope_fp8(
-            q.requires_grad_(), None, torch.ones(()), None, *tables, *options[:-1]
-        )[0]  # fmt: skip
-        with pytest.raises(jitrope.JitropeError, match="have no gradient"):
+        (q, _, *tables), options = lower(make(*by_name("fp32")))
+        tensors = (q.requires_grad_(), None, torch.ones(()))
+        out = torch.ops.jitrope.rope_fp8(*op_arguments(OPERATION["rope_fp8"], (*tensors, None), tables, options))[0]
+        with pytest.raises(jitrope.JitropeError, match="has no gradient"):
             out.float().sum().backward()
 
 
 @pytest.mark.parametrize("op", ["rope_kv_cache", "rope_kv_cache_", "rope_fp8"])
 def test_serving_opcheck(op: str) -> None:
     c = make_cache(CACHE_CASES[1])
-    rotated = c.k.clone() if c.options.k_too else None  # where k is written, the op takes it from here
-    tensors = (c.q, c.k, rotated, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
+    tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
     if op == "rope_fp8":
         tensors = (c.q, c.k, torch.ones(()), torch.ones(()))
-        c.options = c.options._replace(fp8=True)
     tests = ("test_schema", "test_faketensor") if op == "rope_fp8" else None  # there is no allclose for fp8
-    arguments = (*tensors, *c.tables, *c.options[:-1])
+    arguments = op_arguments(OPERATION[op.rstrip("_")], tensors, c.tables, c.options)
     words = {"test_utils": tests} if tests else {}
     torch.library.opcheck(getattr(torch.ops.jitrope, op).default, arguments, **words)
 
@@ -923,7 +937,7 @@ def test_serving_compiles_fullgraph_once_for_all_lengths() -> None:
 
 
 def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:
-    """`runtime.rope_again` asks torch's guards in place of looking at each tensor."""
+    """`launch.again` asks torch's guards in place of looking at each tensor."""
     q, other = torch.randn(2, 3), torch.randn(2, 3)
     guards = torch._C._dynamo.guards.TensorGuards(q, other, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     assert guards.check(torch.randn(2, 3), torch.randn(2, 3))

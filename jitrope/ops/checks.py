@@ -59,8 +59,8 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     """
     inplace = asked.get("inplace", False)
     name = name or op.function + "_" * (inplace is True)
-    for word_ in asked:
-        if word_ not in op.words:
+    for word_ in (*asked, *[label for label in tensors if label not in op.names]):
+        if word_ not in op.words and word_ not in op.tables:
             raise TypeError(f"{name}() got an unexpected keyword argument {word_!r}")
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
     pair = "cos" in tensors or "sin" in tensors
@@ -93,7 +93,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
 def _resolved(
     op: Any, name: str, kind: str, words: tuple[tuple[str, Any], ...], width: int, table_width: int
 ) -> Options:
-    values = {word_: _typed(name, word_, value) for word_, value in words if word_ not in Norm._fields + _NORM_WORDS}
+    values = {word_: _typed(name, word_, value) for word_, value in words if word_ not in _NORM_WORDS}
     if op.norm:
         values["norm"] = _norm(name, dict(words))
     o = Options(**{"rotary_dim": None, "interleaved_out": None, "table": kind, **values})
@@ -126,7 +126,7 @@ def _typed(name: str, label: str, value: Any) -> Any:
     return kinds[type(default)](name, label, value)
 
 
-_NORM_WORDS = ("norm_rounding",)
+_NORM_WORDS = ("norm_rounding", "across_heads", "zero_centered", "eps")
 
 
 def _norm(name: str, words: dict[str, Any]) -> Norm:

@@ -82,11 +82,12 @@ def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tupl
     tensors = {name: x for name, x in zip(names, arguments) if x is not None}
     fields = _fields(op)
     values = dict(zip(fields, arguments[len(names) :]))
-    values["mrope_section"] = tuple([size for size in values["mrope_section"] if size])
+    sections = tuple(values["mrope_section"])
+    values = {"interleaved_out": values["interleaved"], **values, "mrope_section": sections[sections == (0,) :]}
     if op.norm:
         values["norm"] = Norm(*arguments[len(names) + len(fields) :])
-    if tensors.pop(_ROTATED, None) is not None:
-        values["rotate_k"] = True
+    if _ROTATED in tensors:
+        tensors["k"] = tensors.pop(_ROTATED)
     return tensors, Options(**values, inplace=inplace)
 
 

@@ -36,6 +36,7 @@ Call = Callable[["Operation", Tensors, Options], Tensors]
 
 HEADS = ("rotary_dim", "layout", "interleaved", "rotary_offset", "table", "mrope_section", "mrope_interleaved")
 SERVING = (*HEADS, "launch")
+TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
 NORMED = (*HEADS, "rounding", "launch")
 ROTATION = (*NORMED, "mscale", "inverse", "max_seqlen", "packed_table", "cp_size", "cp_rank", "interleaved_out")
 NORM = ("eps", "zero_centered", "norm_rounding")
@@ -47,7 +48,7 @@ class Operation:
     Attributes:
         name: of torch's op; the op in place has "_" behind it. function: the user's.
         tensors: names, in the op's order, before those of the tables; one with "?" may be missing.
-        options: the fields of `Options` that its op takes. words: those that a user's call may have.
+        options: the fields of `Options` that its op takes. words, tables: those that a user's call may have.
         labels: names of tensors for messages, where they are others. norm: it normalises.
         results: names of outputs; one that is named as an input is missing where that is.
         reads, writes: where the heads of q, k and v come from and go to; "q_out" is the output "q".
@@ -60,6 +61,7 @@ class Operation:
     tensors: tuple[str, ...] = ("q", "k?")
     options: tuple[str, ...] = ROTATION
     words: tuple[str, ...] = ()
+    tables: tuple[str, ...] = (*TABLE_WORDS, "cu_seqlens")
     labels: dict[str, str] = {}  # noqa: RUF012  no one writes it
     results: tuple[str, ...] = ("q", "k")
     reads: tuple[str, ...] = ("q", "k", "v")
@@ -213,6 +215,7 @@ class _RopeKVCache(Operation):
     tensors = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "q_scale?", "k_scale?", "v_scale?")
     options = (*SERVING, "rotate_k")
     words = (*options, "check", "inplace")
+    tables = TABLE_WORDS
     results = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
     mutated = ("k_cache", "v_cache")
@@ -349,6 +352,7 @@ class _QKNormRope(Operation):
     tensors: tuple[str, ...] = ("q", "k?", "q_weight?", "k_weight?")
     options: tuple[str, ...] = (*NORMED, "inverse")
     words: tuple[str, ...] = (*NORMED, *NORM, "across_heads", "check", "inplace")
+    tables = TABLE_WORDS[:-1]
     norm = True
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
@@ -401,6 +405,7 @@ class _QKNormRopeJoint(_QKNormRope):
     )  # fmt: skip
     options = NORMED
     words = (*NORM, "interleaved", "rotary_dim", "rotary_offset", "rounding", "launch")
+    tables = TABLE_WORDS[:4]
     labels = {  # noqa: RUF012
         **{letter + n: f"{stream}'s {letter}" for n, stream in (("1", "first"), ("2", "second")) for letter in "qkv"},
         **{f"{x}_weight{n}": f"{stream}'s {x}_weight" for n, stream in (("", "first"), ("2", "second")) for x in "qk"},

@@ -26,10 +26,8 @@ import torch
 
 from jitrope.base.spec import Spec
 from jitrope.jit.render import render
-from jitrope.ops import dispatch
 from jitrope.ops import launch as runtime
-from jitrope.ops import library as ops
-from jitrope.ops import norm_library as norm_ops
+from jitrope.ops import library, watch
 from jitrope.thd import launch as thd_runtime
 from jitrope.thd import ops as thd_ops
 
@@ -86,11 +84,10 @@ def install() -> None:
     """Take CPU tensors as a GPU's, in this process, from now on."""
     kernels = cache(lambda spec, device: Kernel(spec))
     runtime.get_kernel = thd_runtime.get_kernel = kernels
-    runtime._get_device = thd_runtime._get_device = lambda: None  # the index of the device "cpu"
-    runtime._get_stream = thd_runtime._get_stream = lambda device: 0
-    dispatch._on_gpu = lambda x: True
+    runtime.get_device = thd_runtime.get_device = lambda: None  # the index of the device "cpu"
+    runtime.get_stream = thd_runtime.get_stream = lambda device: 0
+    watch.on_gpu = lambda x: True
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
-    ops._register("CPU", *ops.CUDA)
-    norm_ops._register("CPU", *norm_ops.CUDA)
+    library.register("CPU", library.on_gpu)
     thd_ops._register("CPU", *thd_ops.CUDA)
