@@ -101,9 +101,13 @@ _TENSORS = frozenset((*ONE_TABLE, "position_ids", "cu_seqlens", "start_positions
 
 def _given(tensors: dict[str, Any], words: Any) -> Tensors:
     """The tensors that are not None, with those among the words, which go from there."""
-    for word in [word for word in words if word in _TENSORS]:
-        tensors[word] = words.pop(word)
-    return {name: x for name, x in tensors.items() if x is not None}
+    for word in [*words]:
+        if word in _TENSORS:
+            tensors[word] = words.pop(word)
+    for x in tensors.values():
+        if x is None:
+            return {name: x for name, x in tensors.items() if x is not None}
+    return tensors
 
 
 @with_words(RopeWords, _DEFAULTS)

@@ -16,20 +16,26 @@ from ..base.errors import InvalidInput
 from ..plan.spec import Options, changed
 from ..plan.views import Tensors
 from . import checks, launch, library, watch
-from .launch import Asked, Known, again
+from .launch import Asked, Known, local
 from .operations import Operation
-from .watch import dispatch_modes, grad_enabled, is_compiling
+from .watch import dispatch_modes, is_compiling
 
 
 def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
-    """The results of an operation by name. A user's words are checked; `Options` are known to be good."""
+    """The results of an operation by name. A user's words are checked; `Options` are known to be good.
+
+    First the calls that this thread has had lately are asked whether this is one of them (`replay`). They see what
+    watches a call, but for what is asked here.
+    """
     if not is_compiling() and not dispatch_modes() and forward_ad._current_level < 0:
-        found = again(op, tensors, asked)
-        if found is not None:
-            known, wants, xs, at = found
-            if not wants or not grad_enabled():
-                return known.run(tensors, xs, at)
-            return _record(op, {**checks.canonical(tensors), **known.stand_ins}, known.options, known)
+        try:
+            key = (op.name, *tensors, *asked.items()) if type(asked) is dict else (op.name, *tensors, asked)
+            for known in local.recent[key]:
+                out = known(tensors, *tensors.values())
+                if out is not None:
+                    return out
+        except (AttributeError, KeyError, TypeError):  # no tensor, or a word without a hash: the check refuses both
+            pass
     return _call(op, tensors, asked)
 
 
@@ -48,6 +54,10 @@ def _call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
     else:
         options, full = checks.resolved(op, tensors, asked)
     if not isinstance(asked, Options):
+        sharded = not plain and watch.sharded(full.values())
+        if sharded and not op.shards:
+            words = "it takes no DTensors; pass x.to_local(), and make results with DTensor.from_local"
+            raise InvalidInput(f"{op.label(options)}: {words}")
         checks.check_watched(op, wants, full, options)
         if known is None:
             op.check(op.label(options), full, options)
@@ -55,92 +65,88 @@ def _call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
                 checks.check_positions(op.label(options), full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False
-        if not plain and watch.sharded(full.values()):
-            full = _sharded(op, full, options)
-    if wants and (plain or (options.inplace and not is_compiling())):
-        if options.inplace and _alone(op, tensors):
-            return _record_views(op, full, options)
-        if plain and not options.inplace:
-            known = known or launch.prepare(op, tensors, full, asked, options)
-            launch.keep_in_mind(known, tensors, asked)
-        return _record(op, full, options, known if plain and not options.inplace else None)
-    if plain:
+        if sharded:
+            from . import sharding
+
+            full = sharding.prepared(op.label(options), full, options)
+    if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, asked, options)
-        launch.keep_in_mind(known, tensors, asked)
-        return known.run(tensors, [*tensors.values()], [x.data_ptr() for x in tensors.values()])
-    if options.inplace and wants:  # traced under autograd: a copy, which Inductor writes in place
+        launch.keep_in_mind(known, tensors, asked, record)
+        return record(known, tensors) if wants else known.run(tensors)
+    if wants and options.inplace and not is_compiling():
+        return (_write_views if _alone(op, tensors) else _write)(op, full, options)
+    if wants and options.inplace:  # traced under autograd: a copy, which Inductor writes in place
         return op.put(full, library.run_op(op, full, changed(options, inplace=False)), options)
     return library.run_op(op, full, options)
 
 
-def _sharded(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    from . import sharding
-
-    if op.name not in sharding.OUTPUTS:
-        raise InvalidInput(
-            f"{op.label(options)}: it takes no DTensors; pass x.to_local(), and make results with DTensor.from_local"
-        )
-    return sharding.prepared(op.label(options), tensors, options)
+# ---- under autograd: a fraction of the host time of the library's own recording --------------------
 
 
-# ---- under autograd ------------------------------------------------------------------------------
-
-
-class _Recorded(torch.autograd.Function):
-    """A call under eager autograd: a fraction of the host time of the library's own recording."""
+class _Known(torch.autograd.Function):
+    """A known call that gives fresh tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, op: Operation, names: tuple[str, ...], options: Options, known: Known | None, *xs: Tensor
-    ) -> Any:
-        tensors = dict(zip(names, xs))
-        if known is None:
-            outputs = call(op, tensors, options)
-        else:
-            given = xs[: len(known.names)]
-            outputs = known.run(tensors, given, [x.data_ptr() for x in given])
-        library.keep(ctx, op, names, tensors, outputs, options)
-        if options.inplace:
-            ctx.mark_dirty(*outputs.values())
+    def forward(ctx: Any, known: Known, *xs: Tensor) -> Any:
+        outputs = known.run(dict(zip(known.names, xs)))
+        ctx.known = known
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[xs[i] for i in known.saved])
         return tuple(outputs.values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        known: Known = ctx.known
+        saved = dict(
+            zip([known.names[i] for i in known.saved], ctx.saved_tensors)
+        )  # once: a checkpoint gives them once
+        given = {name: grad for name, grad in zip(known.results, grads) if grad is not None}
+        tensors = {**checks.canonical(saved), **known.stand_ins}
+        found = known.op.gradient(call, tensors, given, known.options) if given else {}
+        return None, *[found.get(name) for name in known.names]
+
+
+class _Written(torch.autograd.Function):
+    """A call in place; or, where it is over, one tensor of it."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Operation, options: Options, over: bool, names: tuple[str, ...], *xs: Tensor) -> Any:
+        tensors = dict(zip(names, xs))
+        if not over:
+            call(op, tensors, options)
+        written = names[:1] if over else op.produced(tensors, options)
+        library.keep(ctx, op, names, tensors, written, options)
+        outputs = tuple([tensors[name] for name in written])
+        ctx.mark_dirty(*outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return None, None, None, None, *library.gradients(ctx, grads)
 
 
-class _RecordedView(torch.autograd.Function):
-    """A tensor that was written in place: torch records a view of another tensor only by itself."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Operation, names: tuple[str, ...], options: Options, *xs: Tensor) -> Tensor:
-        tensors = dict(zip(names, xs))
-        library.keep(ctx, op, names, tensors, {"q": xs[0]}, options)
-        ctx.mark_dirty(xs[0])
-        return xs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, *library.gradients(ctx, grads)
+def record(known: Known, tensors: Tensors) -> Tensors:
+    """The results of a known call, recorded for backward."""
+    return dict(zip(known.results, _Known.apply(known, *tensors.values())))
 
 
-def _record(op: Operation, tensors: Tensors, options: Options, known: Known | None) -> Tensors:
-    outputs = _Recorded.apply(op, tuple(tensors), options, known, *tensors.values())
+def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
+    outputs = _Written.apply(op, options, False, tuple(tensors), *tensors.values())
     return dict(zip(op.produced(tensors, options), outputs))
 
 
 def _alone(op: Operation, tensors: Tensors) -> bool:
-    """Whether torch can only record each tensor that is written in place by itself."""
+    """Whether torch records each tensor that is written by itself: a view, or one of two that wants a gradient."""
     heads = [tensors[name] for name in op.results if name in tensors]
-    return any(x._is_view() or x.requires_grad != heads[0].requires_grad for x in heads) if len(heads) else False
+    return any(x._is_view() or x.requires_grad != heads[0].requires_grad for x in heads)
 
 
-def _record_views(op: Operation, tensors: Tensors, options: Options) -> Tensors:
+def _write_views(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     with torch.no_grad():
-        outputs = call(op, tensors, options)
-    tables = op.saved(tensors)
+        call(op, tensors, options)
+    tables, outputs = op.saved(tensors), {name: tensors[name] for name in op.produced(tensors, options)}
     for name, x in outputs.items():
         if x.requires_grad:
             kept = {"q": x, **tables}
-            outputs[name] = _RecordedView.apply(op, tuple(kept), options, *kept.values())
+            (outputs[name],) = _Written.apply(op, options, True, tuple(kept), *kept.values())
     return outputs

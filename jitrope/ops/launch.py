@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import operator
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from ..plan.spec import ROPE_KINDS, Options, RopeSpec
 from ..plan.views import Tensors, table_pair, tables_of
 from . import watch
 from .operations import Operation, weights_of_one
-from .watch import get_device, get_stream, written
+from .replay import Form, maker, twice
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
 
@@ -59,69 +58,70 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.known: dict[Any, Known] = {}
-        self.recent: dict[Any, list[tuple[Callable[..., bool], Known, bool]]] = {}
+        self.recent: dict[Any, list[Callable[..., Tensors | None]]] = {}
 
 
 local = _Local()
 
 
 class Known:
-    """A kind of call that is prepared.
-
-    A call has the addresses of its tensors, then those of its fresh outputs, then those that never change; `order`
-    puts them in the order of the argument block.
-    """
+    """A kind of call that is prepared."""
 
     device: int  # the GPU's index
     reach: int  # bytes, past which no two tensors of a call can meet
     stand_ins: Tensors  # for what was not given, by name
-    statics: list[int]  # addresses
-    kept: tuple[Tensor, ...]  # these are
-    offsets: list[tuple[int, int]]  # an address and bytes behind it: what is inside of a tensor
-    order: Callable[[list[int]], tuple[int, ...]]
+    kept: tuple[Tensor, ...]  # tensors that no call brings
+    fixed: list[int]  # their addresses
+    pointers: tuple[str, ...]  # the argument block's addresses as expressions; (): there is nothing to do
+    enqueue: Callable[[int], None]
     pack: Callable[..., None]
     args: ctypes.Array[ctypes.c_int64]
 
     def __init__(self, op: Operation, options: Options, given: Tensors) -> None:
         self.op, self.options = op, options
         self.names = tuple(given)
+        self.written = tuple([name for name in op.written(options) if name in given])
+        self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
+        self.results = op.produced(given, options)
+        kept = op.saved(given)
+        self.saved = tuple([n for n, name in enumerate(given) if name in kept])  # places of what a backward needs
         self.blocks = 0
-        self.written: tuple[int, ...] = tuple([self.names.index(n) for n in op.written(options) if n in given])
-        self.alignments = [x.data_ptr() & 15 for x in given.values()]
-        self.close: tuple[int, ...] = ()  # of those that may not meet
+        self.pointers, self.fixed = (), []
+        self.close: tuple[str, ...] = ()  # those that may not meet
         self.apart: set[tuple[int, ...]] = set()  # distances between them at which they do not
-        self.enqueue: Callable[[int], None] | None = None  # None: there is nothing to do
+        self.unguarded: Callable[..., Tensors | None] | None = None
 
-    def run(self, tensors: Tensors, xs: Sequence[Tensor], at: list[int]) -> Tensors:
-        """Enqueue a call of this kind on torch's current stream: its tensors, and their addresses."""
+    @property
+    def form(self) -> Form:
+        """What the text of its calls depends on."""
         op, options = self.op, self.options
-        if self.close:
-            first = at[self.close[0]]
-            distances = tuple([at[i] - first for i in self.close])
-            if distances not in self.apart:
-                self.keep_apart(tensors, distances)
-        outputs = op.outputs(tensors, options, self.blocks)
-        if self.enqueue is not None:
-            if not options.inplace:
-                at += [x.data_ptr() for x in outputs.values()]
-            at += self.statics
-            for index, offset in self.offsets:
-                at.append(at[index] + offset)
-            self.pack(self.args, 0, *self.order(at))
-            device = self.device
-            if device == get_device():
-                self.enqueue(get_stream(device))
-            else:
-                with torch.cuda.device(device):
-                    self.enqueue(get_stream(device))
-        if self.written:
-            written([xs[i] for i in self.written])
-        return op.finish(outputs, tensors, options)
+        like, finished = type(op).fresh is Operation.fresh, type(op).finish is not Operation.finish
+        return Form(
+            self.names, self.pointers, self.results, options.inplace, like, finished, self.close, self.written,
+            aligned=not any(self.alignments),
+        )  # fmt: skip
+
+    def written_out(self, form: Form, matches: Any = None, record: Any = None) -> Callable[..., Tensors | None]:
+        """A function of the tensors, as one dict and one by one, that enqueues a call."""
+        launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
+        own = (self.fixed, self.apart, matches, self.alignments, record)
+        return maker(form)(self, self.op, self.options, self.blocks, *launched, *own)
+
+    def run(self, tensors: Tensors) -> Tensors:
+        """Enqueue a call of this kind on torch's current stream; its results by name, in place among its tensors."""
+        if self.unguarded is None:
+            self.unguarded = self.written_out(self.form)
+        return self.unguarded(tensors, *tensors.values())  # type: ignore[return-value]
+
+    def elsewhere(self) -> None:
+        """Enqueue on torch's current stream of the kernel's device, where another device is the current one."""
+        with torch.cuda.device(self.device):
+            self.enqueue(watch.get_stream(self.device))  # type: ignore[misc]
 
     def keep_apart(self, tensors: Tensors, distances: tuple[int, ...]) -> None:
         """Refuse memory that a call would write and also read or write as another of its tensors."""
-        if any(b - a < self.reach for a, b in itertools.pairwise(sorted(distances))):
-            heads = {self.names[i]: tensors[self.names[i]] for i in self.close}
+        if any(b - a < self.reach for a, b in itertools.pairwise(sorted((0, *distances)))):
+            heads = {name: tensors[name] for name in self.close}
             refuse_meeting(self.op.label(self.options), heads, [n for n in self.op.written(self.options) if n in heads])
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
@@ -174,7 +174,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     known.reach = max(extent(x) for _, x in sources)
     close = tuple(dict.fromkeys([name for name, _ in sources if name in known.names]))
     if len(close) > 1 and any(name in close for name in op.written(options)):
-        known.close = tuple([known.names.index(name) for name in close])
+        known.close = close
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     normed, slots = op.normed(tensors, options), tensors.get("slot_mapping")
     planned = plan_call(inputs, results, tables_of(tensors), slots, options, sm_count, normed)
@@ -206,65 +206,36 @@ def _order(
         if "cos" + n in named and "sin" + n not in named:
             cos = named["cos" + n]
             found["sin" + n] = ("cos" + n, table_pair(cos, None, options.table)[1].data_ptr() - cos.data_ptr())
-    places = [*named][: len(known.names)] + fresh + [*statics, ""]  # the last is for pointers to nothing
+    own = dict(zip([*named], known.names))  # a table of one is called cos in the kernel, and by its word in a call
+    at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
+    at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}
     known.kept = tuple(statics.values())
-    known.statics = [*[x.data_ptr() for x in known.kept], 0]
-    known.offsets, order = [], []
+    known.fixed = [x.data_ptr() for x in known.kept]
+    places = []
     for pointer in pointers:
         name, behind = found.get(pointer, (pointer, 0))
-        index = places.index(next((place for place in (name, name + "_out") if place in places), ""))
-        if behind:
-            known.offsets.append((index, behind))
-            index = len(places) + len(known.offsets) - 1
-        order.append(index)
-    known.order = operator.itemgetter(*order)
+        where = at.get(name) or at.get(name + "_out", "0")
+        places.append(f"{where} + {behind}" if behind else where)
+    known.pointers = tuple(places)
 
 
 # ---- the replay ----------------------------------------------------------------------------------
 
 
-def again(op: Operation, tensors: Tensors, asked: Asked) -> tuple[Known, bool, list[Tensor], list[int]] | None:
-    """The kind of a call, if this thread has had it lately, whether it asks for a gradient, tensors and addresses.
-
-    One check in C++ stands for all questions about the tensors. It sees what watches a call, but for what
-    `watch.watched` asks. This is the hot path: every line is paid once for each layer of a decode step.
-    """
-    try:
-        kinds = local.recent[words_of(op, tensors, asked)]
-        xs = [*tensors.values()]
-        at = [x.data_ptr() for x in xs if not x.is_nested]  # a guard that is given a nested tensor aborts the process
-        aligned = [address & 15 for address in at]  # which a guard does not see
-        for _ in range(2):
-            for matches, known, wants in kinds:
-                if known.alignments == aligned and matches(*xs):
-                    return known, wants, xs, at
-            if xs is (xs := _distinct(xs)):
-                break
-    except (AttributeError, KeyError, TypeError, RuntimeError):  # no strided tensor, or a word without a hash
-        pass
-    return None
-
-
-def keep_in_mind(known: Known, tensors: Tensors, asked: Asked) -> None:
-    """Keep the guard of a plain call for `again`. A table that asks for a gradient is left to the check."""
-    xs = _distinct([*tensors.values()])
+def keep_in_mind(known: Known, tensors: Tensors, asked: Asked, record: Callable[[Known, Tensors], Tensors]) -> None:
+    """Keep a plain call for `again`. A table that asks for a gradient is left to the check."""
     wants = [name for name, x in tensors.items() if x.requires_grad]
     names = known.op.names if known.op.differentiable else ()
     if any(name not in names for name in wants) or (wants and known.options.inplace):
         return
-    matches = watch.guard(xs)
+    xs = [*tensors.values()]
+    again = twice(known.names, xs)
+    matches = watch.guard([x.detach() if name in dict(again) else x for name, x in zip(known.names, xs)])
     if matches is None or (known.kept and watch.capturing(xs[0])):
         return
+    form = known.form._replace(twice=again, guarded=True, recorded=bool(wants))
     if len(local.recent) >= MAX_RECENT:
         local.recent = {}
     kinds = local.recent.setdefault(words_of(known.op, tensors, asked), [])
-    kinds[:] = [kind for kind in kinds if kind[1] is not known or kind[2] != bool(wants)]
-    kinds.insert(0, (matches, known, bool(wants)))
+    kinds.insert(0, known.written_out(form, matches, record))
     del kinds[MAX_RECENT_KINDS:]
-
-
-def _distinct(xs: list[Tensor]) -> list[Tensor]:
-    """A guard takes no tensor twice, such as one weight for q and k: the second becomes a detached view."""
-    if len({*map(id, xs)}) == len(xs):
-        return xs
-    return [x.detach() if any(x is y for y in xs[:n]) else x for n, x in enumerate(xs)]

@@ -119,7 +119,7 @@ def _on_cpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 def on_gpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """The results of an operation by a launch."""
     known = launch.find(op, tensors, options) or launch.prepare(op, tensors, tensors, options, options)
-    return known.run(tensors, [*tensors.values()], [x.data_ptr() for x in tensors.values()])
+    return known.run(tensors)
 
 
 def register(key: str, run: Run) -> None:

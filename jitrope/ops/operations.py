@@ -6,7 +6,7 @@ way it goes, `library` makes torch's op of it, with its fake and its backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from .reference import RULE
 Call = Callable[["Operation", Tensors, Options], Tensors]
 """`dispatch.call`."""
 
+empty_like = torch.empty_like
 HEADS = ("rotary_dim", "layout", "interleaved", "rotary_offset", "table", "mrope_section", "mrope_interleaved")
 SERVING = (*HEADS, "launch")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
@@ -53,7 +54,7 @@ class Operation:
         results: names of outputs; one that is named as an input is missing where that is.
         reads, writes: where the heads of q, k and v come from and go to; "q_out" is the output "q".
         mutated: inputs that are written, in place or not.
-        inplace: there is an op in place. backward: its gradient's class; None: it has none.
+        inplace: there is an op in place. differentiable: it has a gradient. shards: it takes DTensors.
     """
 
     name: str
@@ -68,8 +69,8 @@ class Operation:
     writes: tuple[str, ...] = ("q_out", "k_out", "v_out")
     mutated: tuple[str, ...] = ()
     norm = False
-    inplace = True
-    differentiable = True
+    inplace = differentiable = True
+    shards = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,18 +90,22 @@ class Operation:
         return (*self.mutated, *(self.results if options.inplace else ()))
 
     def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
-        """Fresh tensors that a call writes, or those that it writes in place."""
+        """What a call writes: fresh tensors, or those that it writes in place."""
         if options.inplace:
-            return {name: tensors[name] for name in self.results if name in tensors}
-        return {name: torch.empty_like(tensors[name]) for name in self.results if name in tensors}
+            return {name: tensors[name] for name in self.produced(tensors, options)}
+        return self.fresh(tensors, options, blocks)
 
-    def made(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        """Tensors for the results, and for the sums of so many blocks."""
+        return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         """Names of the results that torch's op makes."""
-        return tuple([name for name in self.results if name in tensors or name not in self.names])
+        return tuple([name for name in self.results if name in given or name not in self.names])
 
-    def produced(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+    def produced(self, given: Container[str], options: Options) -> tuple[str, ...]:
         """Names of all that a call gives."""
-        return self.made(tensors, options)
+        return self.made(given, options)
 
     def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
         """All results, from those that torch's op makes."""
@@ -175,6 +180,7 @@ def turned_back(options: Options, inplace: bool = False) -> Options:
 
 class _Rope(Operation):
     name, function = "rope", "apply_rope"
+    shards = True
     words = (*ROTATION, "check", "inplace")
 
     def reference(self, t: Tensors, o: Options) -> Tensors:
@@ -202,8 +208,8 @@ class _RopeFp8(Operation):
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         checks.check_fp8(name, tensors, options)
 
-    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
-        return {name: torch.empty_like(tensors[name], dtype=FP8) for name in self.results if name in tensors}
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        return {name: empty_like(tensors[name], dtype=FP8) for name in self.results if name in tensors}
 
     def reference(self, t: Tensors, o: Options) -> Tensors:
         q, k = reference.rope_fp8(t["q"], t.get("k"), t["q_scale"], t.get("k_scale"), tables_of(t), o)
@@ -227,13 +233,12 @@ class _RopeKVCache(Operation):
     def written(self, options: Options) -> tuple[str, ...]:
         return (*super().written(options), *(("k",) if options.rotate_k else ()))
 
-    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
-        q = tensors["q"]
-        return {"q": q if options.inplace else torch.empty_like(q, dtype=FP8 if "q_scale" in tensors else None)}
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        return {"q": empty_like(tensors["q"], dtype=FP8 if "q_scale" in tensors else None)}
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        inputs, (q, *_) = super().heads(tensors, options)
-        return inputs, (q, cache_view(tensors["k_cache"]), cache_view(tensors["v_cache"]))
+        q, k, v, out = (head_view(tensors[name], options.layout) for name in ("q", "k", "v", "q_out"))
+        return (q, k, v), (out, cache_view(tensors["k_cache"]), cache_view(tensors["v_cache"]))
 
     def on_cpu(self, t: Tensors, options: Options) -> Tensors:
         tensors = [t.get(name) for name in self.names]
@@ -257,9 +262,8 @@ class _RopeQKV(Operation):
     def written(self, options: Options) -> tuple[str, ...]:
         return ("qkv",) if options.inplace else ()
 
-    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
-        qkv, o = tensors["qkv"], options
-        return {"qkv": qkv} if o.inplace else dict(zip("qkv", empty_parts(qkv, o.q_per_group, qkv.device, o.copy_v)))
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        return dict(zip("qkv", empty_parts(tensors["qkv"], options.q_per_group, options.copy_v)))
 
     def places(self, options: Options) -> tuple[str, ...]:
         return (*self.reads, *(self.reads if options.inplace else self.writes))
@@ -278,10 +282,10 @@ class _RopeQKV(Operation):
         parts = dict(zip("qkv", reference.rope_qkv(t["qkv"], *tables_of(t), o)))
         return self.complete({name: parts[name] for name in self.made(t, o)}, t, o)
 
-    def made(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return ("q", "k", "v")[: 2 + (options.copy_v and not options.inplace)]
 
-    def produced(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
+    def produced(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return ("qkv",) if options.inplace else ("q", "k", "v")
 
     def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
@@ -316,7 +320,7 @@ class _RopeQKVBackward(Operation):
     writes = ("qkv_out", "qkv_out", "qkv_out")
     inplace = False
 
-    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         dk = tensors["dk"]
         return {"qkv": dk.new_empty((*dk.shape[:-1], (options.q_per_group + 2) * dk.shape[-1]))}
 
@@ -352,7 +356,8 @@ class _QKNormRope(Operation):
     tensors: tuple[str, ...] = ("q", "k?", "q_weight?", "k_weight?")
     options: tuple[str, ...] = (*NORMED, "inverse")
     words: tuple[str, ...] = (*NORMED, *NORM, "across_heads", "check", "inplace")
-    tables = TABLE_WORDS[:-1]
+    tables: tuple[str, ...] = TABLE_WORDS[:-1]
+    shards = True
     norm = True
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
@@ -412,7 +417,7 @@ class _QKNormRopeJoint(_QKNormRope):
     }
     results = ("q", "k", "v")
     reads = ("q1", "k1", "v1")
-    inplace = False
+    inplace = shards = False
 
     def tokens(self, tensors: Tensors, options: Options) -> int:
         return tensors["q1"].shape[1] + tensors["q2"].shape[1]
@@ -420,7 +425,7 @@ class _QKNormRopeJoint(_QKNormRope):
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         checks.check_norm_joint(name, tensors, options)
 
-    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         return dict(zip("qkv", joint_parts(*[tensors[name] for name in ("q1", "k1", "v1", "q2")])))
 
     def normed(self, tensors: Tensors, options: Options) -> NormCall | None:
@@ -466,27 +471,15 @@ class _QKNormRopeBackward(Operation):
     norm = True
     inplace = False
 
-    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
-        out = {name: torch.empty_like(tensors[name]) for name in "qk" if name in tensors}
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        out = {name: empty_like(tensors[name]) for name in "qk" if name in tensors}
         width = sum(self._sizes(tensors, options)) if "q_weight" in tensors or "k_weight" in tensors else 0
         if width:
             out["sums"] = torch.empty(blocks, width, dtype=torch.float32, device=tensors["q"].device)
         return out
 
-    def made(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
-        """Names of the results that torch's op makes."""
-        return tuple([name for name in self.results if name in tensors or name not in self.names])
-
-    def produced(self, tensors: Tensors, options: Options) -> tuple[str, ...]:
-        """Names of all that a call gives."""
-        return self.made(tensors, options)
-
-    def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        """All results, from those that torch's op makes."""
-        return results
-
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
-        return {name: torch.empty_like(tensors[name]) for name in self.results if name in tensors}
+        return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         sums = outputs.pop("sums", None)

@@ -58,7 +58,7 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
 
 def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
     """The axes that a call needs whole, and why."""
-    counted = call["cp_size"] > 1 or call["cu_seqlens"] is not None or call["start_positions"] is not None
+    counted = call.get("cp_size", 1) > 1 or call["cu_seqlens"] is not None or call["start_positions"] is not None
     seq = {"seq": "cu_seqlens, start_positions and cp_size count tokens of whole sequences; pass position_ids instead"}
     heads = {"heads": "across_heads needs all heads of a token"}
     return {**(seq if counted else {}), **(heads if call.get("across_heads") else {})}

@@ -66,13 +66,13 @@ def value_view(qkv: Tensor, q_per_group: int) -> Tensor:
     return view
 
 
-def empty_parts(qkv: Tensor, q_per_group: int, device: Any, values: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh q, k and v of a packed tensor; without `values` v is the view."""
+def empty_parts(qkv: Tensor, q_per_group: int, copy_v: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Fresh q, k and v of a packed tensor; without `copy_v` v is the view."""
     *lead, groups, width = qkv.shape
     head_dim = width // (q_per_group + 2)
-    q = torch.empty((*lead, groups * q_per_group, head_dim), dtype=qkv.dtype, device=device)
-    k = torch.empty((*lead, groups, head_dim), dtype=qkv.dtype, device=device)
-    return q, k, torch.empty_like(k) if values else value_view(qkv, q_per_group)
+    q = qkv.new_empty((*lead, groups * q_per_group, head_dim))
+    k = qkv.new_empty((*lead, groups, head_dim))
+    return q, k, torch.empty_like(k) if copy_v else value_view(qkv, q_per_group)
 
 
 def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -84,8 +84,8 @@ def install() -> None:
     """Take CPU tensors as a GPU's, in this process, from now on."""
     kernels = cache(lambda spec, device: Kernel(spec))
     runtime.get_kernel = thd_runtime.get_kernel = kernels
-    runtime.get_device = thd_runtime.get_device = lambda: None  # the index of the device "cpu"
-    runtime.get_stream = thd_runtime.get_stream = lambda device: 0
+    watch.get_device = thd_runtime.get_device = lambda: None  # the index of the device "cpu"
+    watch.get_stream = thd_runtime.get_stream = lambda device: 0
     watch.on_gpu = lambda x: True
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)

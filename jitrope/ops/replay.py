@@ -1,0 +1,112 @@
+"""A known call written out in Python: it asks, fills the argument block and launches, without a loop over tensors.
+
+This is the hot path: every line of it is paid once for each layer of a decode step, and half of the time of a loop
+over names would be the loop. Its text depends on names alone and is compiled once for each form of call; what belongs
+to one kind of call comes in as the arguments of `make`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan.views import Tensors
+from . import watch
+
+
+class Form(NamedTuple):
+    """All that the text of a known call depends on.
+
+    Attributes:
+        names: of its tensors, in their order. twice: (a name, an earlier one) that are one tensor.
+        pointers: the addresses of the argument block as expressions, () if nothing is launched.
+        results: names of the results. inplace: they are tensors of the call. like: they are like those that they are
+            named as. finished: they are made of the outputs.
+        close: tensors that may not meet. written: tensors whose versions are counted.
+        guarded: it returns None for a call of another kind. aligned: all addresses are multiples of 16.
+        recorded: it is recorded where gradients are enabled.
+    """
+
+    names: tuple[str, ...]
+    pointers: tuple[str, ...]
+    results: tuple[str, ...]
+    inplace: bool
+    like: bool
+    finished: bool
+    close: tuple[str, ...]
+    written: tuple[str, ...]
+    twice: tuple[tuple[str, str], ...] = ()
+    guarded: bool = False
+    aligned: bool = True
+    recorded: bool = False
+
+
+def text(form: Form) -> str:
+    """The source of `make`, a function that makes a known call of this form."""
+    names, results = form.names, form.results
+    lines: list[str] = []
+    if form.guarded:
+        given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
+        lines += [f"if {name} is not {earlier}: return None" for name, earlier in form.twice]
+        # A guard that is given a nested tensor aborts the process. It takes no tensor twice.
+        lines.append(f"if {' or '.join(f'{name}.is_nested' for name in names)}: return None")
+        lines.append(f"if not matches({', '.join(given[name] or name for name in names)}): return None")
+    lines += [f"{name}_at = {name}.data_ptr()" for name in names]
+    if form.guarded:  # a guard does not see addresses
+        bits = [f"{name}_at" for name in names]
+        other = f"({' | '.join(bits)}) & 15" if form.aligned else f"({' & 15, '.join(bits)} & 15,) != alignments"
+        lines.append(f"if {other}: return None")
+    if form.recorded:
+        lines.append("if grad_enabled(): return record(known, tensors)")
+    if form.close:
+        lines.append(f"distances = ({', '.join(f'{name}_at - {form.close[0]}_at' for name in form.close[1:])},)")
+        lines.append("if distances not in apart: keep_apart(tensors, distances)")
+    made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
+    if form.inplace:
+        made = "tensors"
+    elif form.like:
+        lines += [f"{name}_out = empty_like({name})\n        {name}_out_at = {name}_out.data_ptr()" for name in results]
+    else:
+        made = "out"
+        lines.append("out = fresh(tensors, options, blocks)")
+        used = [name for name in (*results, "sums") if any(name + "_out_at" in pointer for pointer in form.pointers)]
+        lines += [f"{name}_out_at = out['{name}'].data_ptr()" for name in used]
+    if form.pointers:
+        lines.append(f"pack(args, 0, {', '.join(form.pointers)})")
+        lines.append("if device == get_device(): enqueue(get_stream(device))")
+        lines.append("else: elsewhere()")
+    if form.written:
+        lines.append(f"written(({', '.join(form.written)},))")
+    lines.append(f"return finish({made}, tensors, options)" if form.finished else f"return {made}")
+    body = "\n        ".join(lines)
+    taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, apart, matches, alignments, record"
+    return (
+        f"def make({taken}):\n    fresh, finish, keep_apart, elsewhere = "
+        "op.fresh, op.finish, known.keep_apart, known.elsewhere\n"
+        f"    def call(tensors, {', '.join(names)}):\n        {body}\n    return call\n"
+    )
+
+
+@lru_cache(maxsize=1024)
+def maker(form: Form) -> Callable[..., Callable[..., Tensors | None]]:
+    """`make`, compiled."""
+    scope: dict[str, Any] = {
+        "empty_like": torch.empty_like,
+        "get_device": watch.get_device,
+        "get_stream": watch.get_stream,
+        "written": watch.written,
+        "grad_enabled": watch.grad_enabled,
+    }
+    exec(compile(text(form), f"<known call of {', '.join(form.names)}>", "exec"), scope)
+    found: Callable[..., Callable[..., Tensors | None]] = scope["make"]
+    return found
+
+
+def twice(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[tuple[str, str], ...]:
+    """(a name, an earlier one) of tensors that are there twice."""
+    first: dict[int, str] = {}
+    return tuple([(name, first[id(x)]) for name, x in zip(names, tensors) if first.setdefault(id(x), name) != name])
