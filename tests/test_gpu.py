@@ -486,6 +486,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
     """A fast path whose guard is never true is a defect: neither direction goes through the dispatcher."""
     taken = []
 
+    runtime.local.recent = {}
     run = runtime.Known.run
     monkeypatch.setattr(
         runtime.Known, "run", lambda known, *a: (taken.append(known.options.inverse), run(known, *a))[1]
