@@ -153,7 +153,7 @@ def can_raise() -> set[str]:
         words = {w.id for part in parts for w in ast.walk(part) if isinstance(w, ast.Name)}
         words |= {w.attr for part in parts for w in ast.walk(part) if isinstance(w, ast.Attribute)}
         uses.setdefault(name, set()).update(words)
-    found = {name for name, words in uses.items() if words & {"InvalidInput", "require", "_requirer"}}
+    found = {name for name, words in uses.items() if words & {"InvalidInput", "fail", "failing"}}
     while more := {name for name, words in uses.items() if words & found} - found:
         found |= more
     return found

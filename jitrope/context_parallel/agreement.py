@@ -6,14 +6,14 @@ from itertools import pairwise
 
 import torch
 
-from ..ops.checks import Require
+from ..ops.fit import Fail
 from ..plan.partition import RULES
 from .groups import gather_values
 from .schedule import Schedule
 from .steps import Call
 
 
-def check_ranks(call: Call, require: Require) -> None:
+def check_ranks(call: Call, fail: Fail) -> None:
     """Refuse, on every rank, arguments that differ between ranks, or lengths that are none. Waits for the device."""
     schedule, case = call.schedule, call.case
     real, padded = schedule.cu_seqlens, schedule.cu_seqlens_padded
@@ -29,26 +29,27 @@ def check_ranks(call: Call, require: Require) -> None:
     values = gather_values(torch.tensor(list(sizes.values()), device=real.device), schedule.ranks)
     for name, each in zip(sizes, zip(*values)):
         if len(set(each)) > 1:
-            require(False, f"{name} differs between ranks: {list(each)}")
+            fail(f"{name} differs between ranks: {list(each)}")
     both = [real] if padded is None else [real, padded]
     lengths = gather_values(torch.stack(both).long().view(-1), schedule.ranks)
     for i, each in enumerate(zip(*lengths)):
         if len(set(each)) > 1:
             name = "cu_seqlens" if i < len(real) else "cu_seqlens_padded"
-            require(False, f"{name} differs between ranks: entry {i % len(real)} is {list(each)}")
-    _check_lengths(lengths[0][: len(real)], lengths[0][-len(real) :], schedule, require)
+            fail(f"{name} differs between ranks: entry {i % len(real)} is {list(each)}")
+    _check_lengths(lengths[0][: len(real)], lengths[0][-len(real) :], schedule, fail)
 
 
-def _check_lengths(real: list[int], padded: list[int], schedule: Schedule, require: Require) -> None:
+def _check_lengths(real: list[int], padded: list[int], schedule: Schedule, fail: Fail) -> None:
     for offsets in (real, padded):
         fits = offsets[0] == 0 and all(a <= b for a, b in pairwise(offsets))
-        require(fits, "cu_seqlens does not ascend from 0")
+        if not fits:
+            fail("cu_seqlens does not ascend from 0")
     tokens = schedule.shape.tokens
-    require(padded[-1] <= tokens, lambda: f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
+    if padded[-1] > tokens:
+        fail(f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
     longest = max(b - a for a, b in pairwise(padded))
-    require(
-        longest <= schedule.max_seqlen,
-        lambda: f"a sequence has {longest} tokens, more than max_seqlen={schedule.max_seqlen}",
-    )
+    if longest > schedule.max_seqlen:
+        fail(f"a sequence has {longest} tokens, more than max_seqlen={schedule.max_seqlen}")
     fits = all(b - a <= d - c for (a, b), (c, d) in zip(pairwise(real), pairwise(padded)))
-    require(fits, "a sequence is longer in cu_seqlens than in cu_seqlens_padded")
+    if not fits:
+        fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")

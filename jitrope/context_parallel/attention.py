@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..base import arguments
-from ..ops.checks import Require, _requirer
+from ..ops.fit import Fail, failing
 from .agreement import check_ranks
 from .backends import choose
 from .checks import check_heads, checked_head_groups, size_or_none
@@ -95,10 +95,10 @@ def all_gather_attention(
     Raises:
         InvalidInput: the arguments do not fit together, or no backend takes them; without `check` nothing was sent.
     """
-    require = _requirer(_NAME)
-    check_heads(q, k, v, layout, require)
-    head_groups = checked_head_groups(_NAME, head_groups, k.shape[-2], require)
-    require_rope(rope, require)
+    fail = failing(_NAME)
+    check_heads(q, k, v, layout, fail)
+    head_groups = checked_head_groups(_NAME, head_groups, k.shape[-2], fail)
+    require_rope(rope, fail)
     return_lse = arguments.flag(_NAME, "return_lse", return_lse)
     return_max_logit = arguments.flag(_NAME, "return_max_logit", return_max_logit)
     keep_gathered = arguments.flag(_NAME, "keep_gathered", keep_gathered)
@@ -107,10 +107,10 @@ def all_gather_attention(
     if schedule is not None and not isinstance(schedule, Schedule):
         arguments.refuse(_NAME, "schedule", schedule, "a Schedule")
     batch = _Batch(cu_seqlens, cu_seqlens_padded, tokens, max_seqlen, group, causal, window, rule)
-    schedule = batch.of(schedule, require) if schedule is not None else batch.schedule(q, layout, require)
+    schedule = batch.of(schedule, fail) if schedule is not None else batch.schedule(q, layout, fail)
     shape = q.shape
     q, k, v = (_packed(x, layout) for x in (q, k, v))
-    _check_rows(q, shape, layout, schedule, require)
+    _check_rows(q, shape, layout, schedule, fail)
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     case = Case(
         q.device, q.dtype, q.shape[1] // head_groups, k.shape[1] // head_groups, q.shape[2], v.shape[2], schedule.mask,
@@ -120,7 +120,7 @@ def all_gather_attention(
     rotation = None if rope is None else rope.call(q, k, schedule, _NAME)
     call = Call(schedule, choose(backend, case), case, scale, head_groups, keep_gathered)
     if check:
-        check_ranks(call, require)
+        check_ranks(call, fail)
     if rotation is not None and one_launch(k, v, schedule, head_groups):
         call = call._replace(rotation=rotation)
     elif rotation is not None:
@@ -146,13 +146,14 @@ class _Batch(NamedTuple):
     window: tuple[int, int] | None
     rule: str | None
 
-    def of(self, schedule: Schedule, require: Require) -> Schedule:
+    def of(self, schedule: Schedule, fail: Fail) -> Schedule:
         """The schedule given, if nothing is besides."""
         besides = [name for name, value in self._asdict().items() if value is not None]
-        require(not besides, lambda: f"{', '.join(besides)} given besides a schedule, which says so itself")
+        if besides:
+            fail(f"{', '.join(besides)} given besides a schedule, which says so itself")
         return schedule
 
-    def schedule(self, q: Tensor, layout: str, require: Require) -> Schedule:
+    def schedule(self, q: Tensor, layout: str, fail: Fail) -> Schedule:
         """One for this call alone."""
         rest: dict[str, Any] = {
             "group": self.group,
@@ -162,16 +163,17 @@ class _Batch(NamedTuple):
         }
         if layout != "thd":
             given = [name for name in self._fields[:4] if getattr(self, name) is not None]
-            require(
-                not given, lambda: f"{', '.join(given)} given with layout {layout!r}, whose sequences are of one length"
-            )
-            size = ranks_of(_NAME, self.group, None, None, require).cp_size
+            if given:
+                fail(f"{', '.join(given)} given with layout {layout!r}, whose sequences are of one length")
+            size = ranks_of(_NAME, self.group, None, None, fail).cp_size
             rows, seqlen = q.shape[:2] if layout == "bshd" else (q.shape[1], q.shape[0])
-            require(rows > 0, "q has B=0; it must be at least 1")
+            if rows <= 0:
+                fail("q has B=0; it must be at least 1")
             return Schedule.fixed(rows, seqlen * size, q.device, **rest)
-        require(self.cu_seqlens is not None, "cu_seqlens is missing; layout 'thd' needs it, or a schedule")
+        if self.cu_seqlens is None:
+            fail("cu_seqlens is missing; layout 'thd' needs it, or a schedule")
         tokens = size_or_none(_NAME, "tokens", self.tokens)
-        tokens = len(q) * ranks_of(_NAME, self.group, None, None, require).cp_size if tokens is None else tokens
+        tokens = len(q) * ranks_of(_NAME, self.group, None, None, fail).cp_size if tokens is None else tokens
         rest |= {"cu_seqlens_padded": self.cu_seqlens_padded, "max_seqlen": self.max_seqlen}
         assert self.cu_seqlens is not None
         return Schedule(self.cu_seqlens, tokens, **rest)
@@ -193,24 +195,17 @@ def _unpacked(x: Tensor, shape: torch.Size, layout: str) -> Tensor:
     return x.view(shape[1], shape[0], *x.shape[1:]).transpose(0, 1)
 
 
-def _check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule, require: Require) -> None:
+def _check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule, fail: Fail) -> None:
     shape, device = schedule.shape, schedule.cu_seqlens.device
     batch = {"bshd": given[0], "sbhd": given[1]}.get(layout)
-    require(
-        batch is None or (batch == shape.sequences and (schedule.equal or shape.tokens == 0)),
-        lambda: f"q has B={batch} in layout {layout!r}; the schedule has to be one of Schedule.fixed, with that batch",
-    )
-    require(q.device == device, lambda: f"q is on {q.device} but cu_seqlens on {device}")
-    require(
-        len(q) == shape.rows,
-        lambda: (
-            f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}"
-        ),
-    )
-    require(
-        shape.cp_size == 1 or schedule.ranks.group is not None,
-        "the schedule was made with cp_size and cp_rank; make it with a group",
-    )
+    if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):
+        fail(f"q has B={batch} in layout {layout!r}; the schedule has to be one of Schedule.fixed, with that batch")
+    if q.device != device:
+        fail(f"q is on {q.device} but cu_seqlens on {device}")
+    if len(q) != shape.rows:
+        fail(f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}")
+    if shape.cp_size != 1 and schedule.ranks.group is None:
+        fail("the schedule was made with cp_size and cp_rank; make it with a group")
 
 
 # ---- autograd ----------------------------------------------------------------------------------------

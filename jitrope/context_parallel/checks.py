@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.checks import Require
+from ..ops.fit import Fail
 from ..plan.partition import RULES
 
 LAYOUTS = {"thd": ("T", "H", "D"), "bshd": ("B", "S", "H", "D"), "sbhd": ("S", "B", "H", "D")}
@@ -22,83 +22,71 @@ def size_or_none(function: str, label: str, size: Any, least: int = 0) -> int | 
 
 
 def checked_batch(
-    function: str, cu_seqlens: Any, cu_seqlens_padded: Any, tokens: Any, rule: Any, require: Require
+    function: str, cu_seqlens: Any, cu_seqlens_padded: Any, tokens: Any, rule: Any, fail: Fail
 ) -> tuple[int, str]:
     """(tokens, rule), with the offsets of a batch looked at."""
-    _check_offsets("cu_seqlens", cu_seqlens, require)
+    _check_offsets("cu_seqlens", cu_seqlens, fail)
     if cu_seqlens_padded is not None:
-        _check_offsets("cu_seqlens_padded", cu_seqlens_padded, require)
-        require(
-            cu_seqlens_padded.shape == cu_seqlens.shape and cu_seqlens_padded.device == cu_seqlens.device,
-            lambda: (
+        _check_offsets("cu_seqlens_padded", cu_seqlens_padded, fail)
+        if cu_seqlens_padded.shape != cu_seqlens.shape or cu_seqlens_padded.device != cu_seqlens.device:
+            fail(
                 f"cu_seqlens is {tuple(cu_seqlens.shape)} on {cu_seqlens.device} but cu_seqlens_padded is "
                 f"{tuple(cu_seqlens_padded.shape)} on {cu_seqlens_padded.device}; they must match"
-            ),
-        )
+            )
     tokens = arguments.whole(function, "tokens", tokens, 0)
-    require(
-        tokens <= _MAX_TOKENS,
-        lambda: f"tokens is {tokens!r}; it is the number of rows of the whole batch, at most {_MAX_TOKENS}",
-    )
+    if tokens > _MAX_TOKENS:
+        fail(f"tokens is {tokens!r}; it is the number of rows of the whole batch, at most {_MAX_TOKENS}")
     return tokens, arguments.word(function, "rule", rule, RULES)
 
 
-def checked_window(function: str, window: Any, require: Require) -> tuple[int, ...]:
+def checked_window(function: str, window: Any, fail: Fail) -> tuple[int, ...]:
     """(left, right), each -1 or more."""
     sizes = arguments.wholes(function, "window", window, -1)
-    require(
-        len(sizes) == 2, lambda: f"window is {sizes!r}; it is (left, right), each a number of keys or -1 for no bound"
-    )
+    if len(sizes) != 2:
+        fail(f"window is {sizes!r}; it is (left, right), each a number of keys or -1 for no bound")
     return sizes
 
 
-def check_heads(q: Any, k: Any, v: Any, layout: Any, require: Require) -> None:
+def check_heads(q: Any, k: Any, v: Any, layout: Any, fail: Fail) -> None:
     """Shapes, dtypes and devices of a rank's q, k and v."""
     arguments.word("all_gather_attention", "layout", layout, LAYOUTS)
     axes = LAYOUTS[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x, q, layout, require)
-    require(q.dtype in _DTYPES, lambda: f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
-    require(
-        q.shape[:-2] == k.shape[:-2] == v.shape[:-2],
-        lambda: f"q is {_named(q, axes)}, k {_named(k, axes)}, v {_named(v, axes)}; only H and v's D may differ",
-    )
-    require(
-        k.shape[-2] == v.shape[-2] and q.shape[-1] == k.shape[-1],
-        lambda: f"q is {_named(q, axes)}, k {_named(k, axes)}, v {_named(v, axes)}; k's H is v's, and k's D is q's",
-    )
-    require(min(*q.shape[-2:], *v.shape[-2:]) > 0, lambda: f"q is {_named(q, axes)}, v {_named(v, axes)}; H or D is 0")
-    require(
-        q.shape[-2] % k.shape[-2] == 0,
-        lambda: f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide",
-    )
+        _check_tensor(name, x, q, layout, fail)
+    if q.dtype not in _DTYPES:
+        fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
+    if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
+        fail(f"q is {_named(q, axes)}, k {_named(k, axes)}, v {_named(v, axes)}; only H and v's D may differ")
+    if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
+        fail(f"q is {_named(q, axes)}, k {_named(k, axes)}, v {_named(v, axes)}; k's H is v's, and k's D is q's")
+    if min(*q.shape[-2:], *v.shape[-2:]) <= 0:
+        fail(f"q is {_named(q, axes)}, v {_named(v, axes)}; H or D is 0")
+    if q.shape[-2] % k.shape[-2] != 0:
+        fail(f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide")
 
 
-def _check_offsets(name: str, x: Any, require: Require) -> None:
-    require(isinstance(x, Tensor), lambda: f"{name} is {type(x).__name__}; it is a tensor")
-    require(
-        x.dtype in (torch.int32, torch.int64) and x.dim() == 1 and len(x) >= 2,
-        lambda: f"{name} is {tuple(x.shape)} {x.dtype}; it is (N + 1) int32 or int64, with one sequence at least",
-    )
+def _check_offsets(name: str, x: Any, fail: Fail) -> None:
+    if not isinstance(x, Tensor):
+        fail(f"{name} is {type(x).__name__}; it is a tensor")
+    if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or len(x) < 2:
+        fail(f"{name} is {tuple(x.shape)} {x.dtype}; it is (N + 1) int32 or int64, with one sequence at least")
 
 
-def _check_tensor(name: str, x: Any, q: Any, layout: str, require: Require) -> None:
+def _check_tensor(name: str, x: Any, q: Any, layout: str, fail: Fail) -> None:
     axes = LAYOUTS[layout]
-    require(isinstance(x, Tensor), lambda: f"{name} is {type(x).__name__}; it is a tensor")
-    require(
-        x.dim() == len(axes),
-        lambda: f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(axes)} axes ({', '.join(axes)})",
-    )
-    require(
-        x.dtype == q.dtype and x.device == q.device,
-        lambda: f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}",
-    )
+    if not isinstance(x, Tensor):
+        fail(f"{name} is {type(x).__name__}; it is a tensor")
+    if x.dim() != len(axes):
+        fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(axes)} axes ({', '.join(axes)})")
+    if x.dtype != q.dtype or x.device != q.device:
+        fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
 
 
-def checked_head_groups(function: str, head_groups: Any, kv_heads: int, require: Require) -> int:
+def checked_head_groups(function: str, head_groups: Any, kv_heads: int, fail: Fail) -> int:
     """It divides the KV heads."""
     groups = arguments.whole(function, "head_groups", head_groups, 1)
-    require(kv_heads % groups == 0, lambda: f"head_groups is {groups}, which does not divide k's H={kv_heads}")
+    if kv_heads % groups != 0:
+        fail(f"head_groups is {groups}, which does not divide k's H={kv_heads}")
     return groups
 
 

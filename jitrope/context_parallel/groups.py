@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..base import arguments
-from ..ops.checks import Require
+from ..ops.fit import Fail
 from ..thd.reference import Shape
 
 
@@ -46,23 +46,24 @@ class Pending(NamedTuple):
         return self.rows
 
 
-def ranks_of(
-    function: str, group: ProcessGroup | None, cp_size: int | None, cp_rank: int | None, require: Require
-) -> Ranks:
+def ranks_of(function: str, group: ProcessGroup | None, cp_size: int | None, cp_rank: int | None, fail: Fail) -> Ranks:
     """From cp_size and cp_rank, else the group, else torch's default one, else one process."""
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         arguments.refuse(function, "group", group, "a torch.distributed process group, or None")
     if cp_size is not None or cp_rank is not None:
-        require(group is None, "group is given besides cp_size and cp_rank; give one of the two")
+        if group is not None:
+            fail("group is given besides cp_size and cp_rank; give one of the two")
         size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
         rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
-        require(rank < size, lambda: f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
+        if rank >= size:
+            fail(f"cp_rank is {rank}, cp_size {size}; ranks go from 0 to cp_size - 1")
         return Ranks(None, size, rank)
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Ranks(None, 1, 0)
     group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)
-    require(rank >= 0, "this process is not in the group")
+    if rank < 0:
+        fail("this process is not in the group")
     return Ranks(group, dist.get_world_size(group), rank)
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..base import arguments
 from ..ops import checks
-from ..ops.checks import Require
 from ..ops.dispatch import call
+from ..ops.fit import Fail
 from ..ops.operations import ROPE, ROPE_INTO, turned_back
+from ..ops.words import resolved
 from ..plan.spec import Options
 from ..plan.views import Tensors
 from .schedule import Schedule
@@ -60,7 +61,7 @@ class Rope:
             positions = {"cu_seqlens": schedule.offsets}
         else:
             positions = {"position_ids": schedule.position_ids}
-        options, tensors = checks.resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, name)
+        options, tensors = resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, name)
         checks.check(name, tensors, options)
         tables = {label: x.resolve_conj().resolve_neg() for label, x in tensors.items() if label not in ("q", "k")}
         return Rotation(tables, options)
@@ -102,6 +103,7 @@ def one_launch(k: Tensor, v: Tensor, schedule: Schedule, head_groups: int) -> bo
     return head_groups == 1 and schedule.exchange is None and k.shape == v.shape
 
 
-def require_rope(rope: Any, require: Require) -> None:
+def require_rope(rope: Any, fail: Fail) -> None:
     """A `Rope`, or None."""
-    require(rope is None or isinstance(rope, Rope), lambda: f"rope is {type(rope).__name__}; it is a Rope")
+    if rope is not None and not isinstance(rope, Rope):
+        fail(f"rope is {type(rope).__name__}; it is a Rope")

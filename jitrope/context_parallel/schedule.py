@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..base import arguments
-from ..ops.checks import _requirer
+from ..ops.fit import failing
 from ..plan.partition import Mask, Rows, capacity, exchange_rows
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments, Shape
@@ -57,12 +57,12 @@ class Schedule:
         window: tuple[int, int] = (-1, -1),
         rule: str = "dual_chunk",
     ) -> None:
-        require = _requirer("Schedule")
-        tokens, rule = checked_batch("Schedule", cu_seqlens, cu_seqlens_padded, tokens, rule, require)
-        left, right = checked_window("Schedule", window, require)
+        fail = failing("Schedule")
+        tokens, rule = checked_batch("Schedule", cu_seqlens, cu_seqlens_padded, tokens, rule, fail)
+        left, right = checked_window("Schedule", window, fail)
         max_seqlen = size_or_none("Schedule", "max_seqlen", max_seqlen)
         causal = arguments.flag("Schedule", "causal", causal)
-        self.ranks: Ranks = ranks_of("Schedule", group, cp_size, cp_rank, require)
+        self.ranks: Ranks = ranks_of("Schedule", group, cp_size, cp_rank, fail)
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
         self.mask = Mask(left, 0 if causal else right)
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
@@ -93,18 +93,16 @@ class Schedule:
         Raises:
             InvalidInput: the arguments do not fit together.
         """
-        require = _requirer("Schedule.fixed")
+        fail = failing("Schedule.fixed")
         name = "Schedule.fixed"
         batch = arguments.whole(name, "batch", batch, 1)
         seqlen = arguments.whole(name, "seqlen", seqlen, 0)
         where = arguments.device(name, "device", device)
         if where is None:
             arguments.refuse(name, "device", device, "that of q")
-        ranks = ranks_of(name, group, cp_size, cp_rank, require)
-        require(
-            seqlen % ranks.cp_size == 0,
-            lambda: f"seqlen is {seqlen}; it is a multiple of the group's size {ranks.cp_size}",
-        )
+        ranks = ranks_of(name, group, cp_size, cp_rank, fail)
+        if seqlen % ranks.cp_size != 0:
+            fail(f"seqlen is {seqlen}; it is a multiple of the group's size {ranks.cp_size}")
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
         schedule = cls(
             offsets, batch * seqlen, group=group, cp_size=cp_size, cp_rank=cp_rank, max_seqlen=seqlen, causal=causal,

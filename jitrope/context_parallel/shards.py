@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..base import arguments
-from ..ops.checks import _requirer
+from ..ops.fit import failing
 from ..plan.partition import local_rows
 from ..thd import ops as thd_ops
 from ..thd.reference import Shape
@@ -55,9 +55,9 @@ class Partition:
         cp_rank: int | None = None,
         rule: str = "dual_chunk",
     ) -> None:
-        require = _requirer("Partition")
-        tokens, rule = checked_batch("Partition", cu_seqlens, None, tokens, rule, require)
-        self.ranks: Ranks = ranks_of("Partition", group, cp_size, cp_rank, require)
+        fail = failing("Partition")
+        tokens, rule = checked_batch("Partition", cu_seqlens, None, tokens, rule, fail)
+        self.ranks: Ranks = ranks_of("Partition", group, cp_size, cp_rank, fail)
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
         self._offsets = cu_seqlens
 
@@ -110,10 +110,8 @@ class Partition:
         Raises:
             InvalidInput: x has not T rows.
         """
-        _requirer("shard")(
-            arguments.tensor("shard", "x", x).dim() > 0 and len(x) == self.shape.tokens,
-            lambda: f"x has shape {tuple(x.shape)}; the batch has T={self.shape.tokens} tokens",
-        )
+        if arguments.tensor("shard", "x", x).dim() <= 0 or len(x) != self.shape.tokens:
+            failing("shard")(f"x has shape {tuple(x.shape)}; the batch has T={self.shape.tokens} tokens")
         self._require_device("shard", x)
         return _Shard.apply(x, self)  # type: ignore[no-any-return]
 
@@ -125,21 +123,18 @@ class Partition:
         Raises:
             InvalidInput: x has not this rank's rows, or the partition was made without a group; nothing was sent.
         """
-        require = _requirer("unshard")
-        require(
-            arguments.tensor("unshard", "x", x).dim() > 0 and len(x) == self.rows,
-            lambda: f"x has shape {tuple(x.shape)}; this rank has {self.rows} rows of tokens={self.shape.tokens}",
-        )
-        require(
-            self.ranks.group is not None or self.shape.cp_size == 1,
-            "the partition was made with cp_size and cp_rank; make it with a group",
-        )
+        fail = failing("unshard")
+        if arguments.tensor("unshard", "x", x).dim() <= 0 or len(x) != self.rows:
+            fail(f"x has shape {tuple(x.shape)}; this rank has {self.rows} rows of tokens={self.shape.tokens}")
+        if self.ranks.group is None and self.shape.cp_size != 1:
+            fail("the partition was made with cp_size and cp_rank; make it with a group")
         self._require_device("unshard", x)
         return _Unshard.apply(x, self)  # type: ignore[no-any-return]
 
     def _require_device(self, function: str, x: Tensor) -> None:
         device = self._offsets.device
-        _requirer(function)(x.device == device, lambda: f"x is on {x.device} but cu_seqlens on {device}")
+        if x.device != device:
+            failing(function)(f"x is on {x.device} but cu_seqlens on {device}")
 
 
 def _of(function: str, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str) -> Partition:

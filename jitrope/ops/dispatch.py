@@ -19,6 +19,7 @@ from . import checks, launch, library, watch
 from .launch import Asked, Known, local
 from .operations import Operation
 from .watch import dispatch_modes, is_compiling
+from .words import canonical, check_asked, resolved
 
 
 def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
@@ -48,20 +49,20 @@ def _call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
     plain = not is_compiling() and not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
     known = launch.find(op, tensors, asked) if plain else None
     if known is not None:
-        options, full = known.options, {**checks.canonical(tensors), **known.stand_ins}
+        options, full = known.options, {**canonical(tensors), **known.stand_ins}
     elif isinstance(asked, Options):
         options, full = asked, tensors
     else:
-        options, full = checks.resolved(op, tensors, asked)
+        options, full = resolved(op, tensors, asked)
     if not isinstance(asked, Options):
         sharded = not plain and watch.sharded(full.values())
         if sharded and not op.shards:
-            words = "it takes no DTensors; pass x.to_local(), and make results with DTensor.from_local"
-            raise InvalidInput(f"{op.label(options)}: {words}")
+            text = "it takes no DTensors; pass x.to_local(), and make results with DTensor.from_local"
+            raise InvalidInput(f"{op.label(options)}: {text}")
         checks.check_watched(op, wants, full, options)
         if known is None:
             op.check(op.label(options), full, options)
-            if checks.check_asked(op.label(options), asked):
+            if check_asked(op.label(options), asked):
                 checks.check_positions(op.label(options), full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False
@@ -101,7 +102,7 @@ class _Known(torch.autograd.Function):
             zip([known.names[i] for i in known.saved], ctx.saved_tensors)
         )  # once: a checkpoint gives them once
         given = {name: grad for name, grad in zip(known.results, grads) if grad is not None}
-        tensors = {**checks.canonical(saved), **known.stand_ins}
+        tensors = {**canonical(saved), **known.stand_ins}
         found = known.op.gradient(call, tensors, given, known.options) if given else {}
         return None, *[found.get(name) for name in known.names]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.checks import Require, _requirer
+from ..ops.fit import Fail, failing
 from ..plan.partition import RULES
 from . import ops as thd_ops
 from .reference import Shape
@@ -49,28 +49,25 @@ CORRECTIONS = ("none", "add", "copy")
 """What `grad_correction` does with a half."""
 
 
-def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, require: Require, rows: str = "x") -> None:
-    require(
-        cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
-        lambda: f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it is (sequences + 1) int32 or int64",
-    )
-    require(cu_seqlens.device == x.device, lambda: f"{label} is on {cu_seqlens.device}, {rows} on {x.device}")
-    require(cu_seqlens.is_contiguous(), lambda: f"{label} is not contiguous")
+def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, fail: Fail, rows: str = "x") -> None:
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        fail(f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it is (sequences + 1) int32 or int64")
+    if cu_seqlens.device != x.device:
+        fail(f"{label} is on {cu_seqlens.device}, {rows} on {x.device}")
+    if not cu_seqlens.is_contiguous():
+        fail(f"{label} is not contiguous")
 
 
-def _check_shape(x: Tensor, cu_seqlens: Tensor, shape: Shape, require: Require) -> None:
-    _check_offsets("cu_seqlens", cu_seqlens, x, require)
-    require(
-        shape.tokens + shape.cp_size <= MAX_TOKENS, lambda: f"{shape.tokens} tokens are more than {MAX_TOKENS} rows"
-    )
+def _check_shape(x: Tensor, cu_seqlens: Tensor, shape: Shape, fail: Fail) -> None:
+    _check_offsets("cu_seqlens", cu_seqlens, x, fail)
+    if shape.tokens + shape.cp_size > MAX_TOKENS:
+        fail(f"{shape.tokens} tokens are more than {MAX_TOKENS} rows")
 
 
-def _require_written(label: str, x: Tensor, require: Require) -> None:
+def _require_written(label: str, x: Tensor, fail: Fail) -> None:
     """What is written has rows of their own, and each in one piece."""
-    require(
-        len(x) == 0 or (x[0].is_contiguous() and (len(x) == 1 or abs(x.stride(0)) >= x[0].numel())),
-        lambda: f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap",
-    )
+    if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
+        fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")
 
 
 def _rows_of(x: Tensor) -> Tensor:
@@ -105,31 +102,28 @@ def _reordered(xs: tuple[Tensor, ...], map: str, cu_seqlens: Tensor, shape: Shap
 
 def _reorder(name: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Rows:
     xs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    require = _requirer(name)
-    require(1 <= len(xs) <= 2, lambda: f"x is {len(xs)} tensors; one launch moves one or two")
+    fail = failing(name)
+    if not (1 <= len(xs) <= 2):
+        fail(f"x is {len(xs)} tensors; one launch moves one or two")
     for i, y in enumerate(xs):
         arguments.tensor(name, "x" if len(xs) == 1 else f"x[{i}]", y)
     arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
     cp_size = arguments.whole(name, "cp_size", cp_size, 1)
     tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
     rule = arguments.word(name, "rule", rule, RULES)
-    require(
-        all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs),
-        lambda: (
+    if not all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs):
+        fail(
             f"x is {', '.join(map(arguments.shown, xs))}; it must be (T, ...), a pair with as many rows and one device"
-        ),
-    )
+        )
     to_ranks = name.startswith("sequence")
     shape = Shape(tokens if tokens is not None else len(xs[0]), len(cu_seqlens) - 1, cp_size, 0, rule)
-    _check_shape(xs[0], cu_seqlens, shape, require)
+    _check_shape(xs[0], cu_seqlens, shape, fail)
     rows = shape.tokens if to_ranks else cp_size * shape.capacity
-    require(
-        len(xs[0]) == rows,
-        lambda: (
+    if len(xs[0]) != rows:
+        fail(
             f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows} (total_tokens "
             "must be given where it is not the number of rows)"
-        ),
-    )
+        )
     out = _Reordered.apply("to_ranks" if to_ranks else "to_sequences", cu_seqlens, shape, *xs)
     return out if isinstance(x, (tuple, list)) else out[0]  # type: ignore[no-any-return]
 
@@ -189,10 +183,11 @@ def get_partitioned_indices(
     total_tokens = arguments.whole(name, "total_tokens", total_tokens, 0)
     world_size = arguments.whole(name, "world_size", world_size, 1)
     rank = arguments.whole(name, "rank", rank, 0)
-    require = _requirer(name)
-    require(rank < world_size, lambda: f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
+    fail = failing(name)
+    if rank >= world_size:
+        fail(f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
     shape = Shape(total_tokens, len(cu_seqlens) - 1, world_size, rank, arguments.word(name, "rule", rule, RULES))
-    _check_shape(cu_seqlens, cu_seqlens, shape, require)
+    _check_shape(cu_seqlens, cu_seqlens, shape, fail)
     return thd_ops.partition_indices(cu_seqlens, shape)
 
 
@@ -213,22 +208,18 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "copy_valid_tokens_from_per_split_to_rank_local"
-    require = _requirer(name)
+    fail = failing(name)
     for label, tensor in (
         ("out", out), ("x", x), ("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens),
     ):  # fmt: skip
         arguments.tensor(name, label, tensor)
-    require(
-        out.dim() > 0 and out.shape == x.shape and out.dtype == x.dtype and out.device == x.device,
-        lambda: f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike",
-    )
+    if out.dim() <= 0 or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+        fail(f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike")
     for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
-        _check_offsets(label, offsets, x, require)
-    require(
-        cu_seqlens.shape == cu_seqlens_padded.shape and cu_seqlens.dtype == cu_seqlens_padded.dtype,
-        lambda: "cu_seqlens and cu_seqlens_padded differ in shape or dtype",
-    )
-    _require_written("out", out, require)
+        _check_offsets(label, offsets, x, fail)
+    if cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.dtype != cu_seqlens_padded.dtype:
+        fail("cu_seqlens and cu_seqlens_padded differ in shape or dtype")
+    _require_written("out", out, fail)
     if len(cu_seqlens) > 1:
         thd_ops.copy_valid([_rows_of(x)], [out], cu_seqlens_padded, cu_seqlens)
 
@@ -249,16 +240,18 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         InvalidInput: the arguments do not fit together.
     """
     name = "read_half_tensor"
-    require = _requirer(name)
+    fail = failing(name)
     arguments.tensor(name, "x", x)
     arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
     half_idx = arguments.whole(name, "half_idx", half_idx)
-    require(half_idx in (0, 1), lambda: f"half_idx is {half_idx!r}; it must be 0 or 1")
+    if half_idx not in (0, 1):
+        fail(f"half_idx is {half_idx!r}; it must be 0 or 1")
     both = x.dim() == 4
-    require(x.dim() == 3 or (both and len(x) == 2), lambda: f"x is {tuple(x.shape)}; it is (T, H, D) or (2, T, H, D)")
+    if x.dim() != 3 and (not both or len(x) != 2):
+        fail(f"x is {tuple(x.shape)}; it is (T, H, D) or (2, T, H, D)")
     xs = tuple(x) if both else (x,)
     shape = Shape(len(xs[0]), len(cu_seqlens) - 1, 2, half_idx, "contiguous")
-    _check_shape(x, cu_seqlens, shape, require)
+    _check_shape(x, cu_seqlens, shape, fail)
     out = x.new_empty((len(xs), shape.rows, *xs[0].shape[1:]))
     thd_ops.reorder([_rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape)
     return out if both else out[0]
@@ -267,23 +260,17 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
 # ---- ring attention's corrections --------------------------------------------------------------------
 
 
-def _check_lse(label: str, lse: Tensor, packed: bool, cu_seqlens: Tensor, require: Require) -> None:
+def _check_lse(label: str, lse: Tensor, packed: bool, cu_seqlens: Tensor, fail: Fail) -> None:
     words = "(H, rows)" if packed else "(B, H, rows)"
-    require(
-        lse.dim() == (2 if packed else 3) and lse.dtype == torch.float32 and lse.is_contiguous(),
-        lambda: f"{label} is {tuple(lse.shape)} {lse.dtype}, strides {lse.stride()}; it is contiguous {words} fp32",
-    )
-    require(
-        packed or len(lse) == len(cu_seqlens) - 1,
-        lambda: f"{label} has B={len(lse)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match",
-    )
+    if lse.dim() != (2 if packed else 3) or lse.dtype != torch.float32 or not lse.is_contiguous():
+        fail(f"{label} is {tuple(lse.shape)} {lse.dtype}, strides {lse.stride()}; it is contiguous {words} fp32")
+    if not packed and len(lse) != len(cu_seqlens) - 1:
+        fail(f"{label} has B={len(lse)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match")
 
 
-def _check_step_lse(lse: Tensor, lse_per_step: Tensor, require: Require) -> None:
-    require(
-        lse_per_step.shape[:-1] == lse.shape[:-1] and lse_per_step.device == lse.device,
-        lambda: f"lse_per_step is {arguments.shown(lse_per_step)}, lse {arguments.shown(lse)}; only rows may differ",
-    )
+def _check_step_lse(lse: Tensor, lse_per_step: Tensor, fail: Fail) -> None:
+    if lse_per_step.shape[:-1] != lse.shape[:-1] or lse_per_step.device != lse.device:
+        fail(f"lse_per_step is {arguments.shown(lse_per_step)}, lse {arguments.shown(lse)}; only rows may differ")
 
 
 def _rows_in_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool) -> int:
@@ -303,14 +290,14 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "second_half_lse_correction"
-    require = _requirer(name)
+    fail = failing(name)
     for label, tensor in (("lse", lse), ("lse_per_step", lse_per_step), ("cu_seqlens", cu_seqlens)):
         arguments.tensor(name, label, tensor)
     lse_packed = arguments.flag(name, "lse_packed", lse_packed)
-    _check_offsets("cu_seqlens", cu_seqlens, lse, require, "lse")
+    _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
     for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
-        _check_lse(label, x, lse_packed, cu_seqlens, require)
-    _check_step_lse(lse, lse_per_step, require)
+        _check_lse(label, x, lse_packed, cu_seqlens, fail)
+    _check_step_lse(lse, lse_per_step, fail)
     rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
     torch.ops.jitrope.thd_correct("lse", "nothing", "add", lse_packed, cu_seqlens, rows, None, None, lse, lse_per_step)
 
@@ -329,13 +316,13 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
         InvalidInput: the arguments do not fit together.
     """
     name = "read_second_half_lse"
-    require = _requirer(name)
+    fail = failing(name)
     for label, tensor in (("lse", lse), ("cu_seqlens", cu_seqlens)):
         arguments.tensor(name, label, tensor)
     lse_packed = arguments.flag(name, "lse_packed", lse_packed)
     second_half_lse_seqlen = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
-    _check_offsets("cu_seqlens", cu_seqlens, lse, require, "lse")
-    _check_lse("lse", lse, lse_packed, cu_seqlens, require)
+    _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
+    _check_lse("lse", lse, lse_packed, cu_seqlens, fail)
     out = lse.new_zeros((*lse.shape[:-1], second_half_lse_seqlen))
     rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
     torch.ops.jitrope.thd_correct("read_lse", "nothing", "copy", lse_packed, cu_seqlens, rows, None, None, lse, out)
@@ -360,7 +347,7 @@ def out_correction(
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "out_correction"
-    require = _requirer(name)
+    fail = failing(name)
     for label, tensor in (
         ("out", out), ("out_per_step", out_per_step), ("lse", lse), ("lse_per_step", lse_per_step),
         ("cu_seqlens", cu_seqlens),
@@ -369,12 +356,14 @@ def out_correction(
     only_second_half = arguments.flag(name, "only_second_half", only_second_half)
     lse_packed = arguments.flag(name, "lse_packed", lse_packed)
     first = "nothing" if only_second_half else "add"
-    _check_step("out", out, out_per_step, cu_seqlens, first, "add", require)
+    _check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
     for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
-        _check_lse(label, x, lse_packed, cu_seqlens, require)
-        require(x.device == out.device, lambda: f"{label} is on {x.device}, out on {out.device}")  # noqa: B023
-        require(x.shape[-2] == out.shape[1], lambda: f"{label} has {x.shape[-2]} heads, out {out.shape[1]}")  # noqa: B023
-    _check_step_lse(lse, lse_per_step, require)
+        _check_lse(label, x, lse_packed, cu_seqlens, fail)
+        if x.device != out.device:
+            fail(f"{label} is on {x.device}, out on {out.device}")
+        if x.shape[-2] != out.shape[1]:
+            fail(f"{label} has {x.shape[-2]} heads, out {out.shape[1]}")
+    _check_step_lse(lse, lse_per_step, fail)
     torch.ops.jitrope.thd_correct(
         "out", first, "add", lse_packed, cu_seqlens, len(out), out, _rows_of(out_per_step), lse, lse_per_step
     )
@@ -393,7 +382,7 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "grad_correction"
-    require = _requirer(name)
+    fail = failing(name)
     for label, tensor in (("grad", grad), ("grad_per_step", grad_per_step), ("cu_seqlens", cu_seqlens)):
         arguments.tensor(name, label, tensor)
     for label, what in (("first_half", first_half), ("second_half", second_half)):
@@ -401,36 +390,30 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
     first, second = (what if what in ("add", "copy") else "nothing" for what in (first_half, second_half))
     for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):
         shape = tuple(x.shape)
-        require(
-            x.dim() == grad.dim() and (x.dim() == 3 or (x.dim() == 4 and len(x) == 2)),
-            lambda: f"{label} is {shape}; it is (T, H, D) or (2, T, H, D), and grad_per_step as grad",  # noqa: B023
-        )
+        if x.dim() != grad.dim() or (x.dim() != 3 and (x.dim() != 4 or len(x) != 2)):
+            fail(f"{label} is {shape}; it is (T, H, D) or (2, T, H, D), and grad_per_step as grad")
     pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
     for one, step in pairs:
-        _check_step("grad", one, step, cu_seqlens, first, second, require)
+        _check_step("grad", one, step, cu_seqlens, first, second, fail)
     for one, step in pairs:
         torch.ops.jitrope.thd_correct(
             "grad", first, second, True, cu_seqlens, len(one), one, _rows_of(step), None, None
         )
 
 
-def _check_step(
-    label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, require: Require
-) -> None:
-    require(
-        out.dim() == 3 and out.dtype in SUMMED,
-        lambda: f"{label} is {tuple(out.shape)} {out.dtype}; it is (T, H, D) fp32, fp16 or bf16",
-    )
+def _check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
+    if out.dim() != 3 or out.dtype not in SUMMED:
+        fail(f"{label} is {tuple(out.shape)} {out.dtype}; it is (T, H, D) fp32, fp16 or bf16")
     rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
-    require(
-        step.dim() == 3
-        and step.shape[1:] == out.shape[1:]
-        and len(step) >= rows
-        and (step.dtype, step.device) == (out.dtype, out.device),
-        lambda: (
+    if (
+        step.dim() != 3
+        or step.shape[1:] != out.shape[1:]
+        or len(step) < rows
+        or (step.dtype, step.device) != (out.dtype, out.device)
+    ):
+        fail(
             f"{label}_per_step is {arguments.shown(step)}; it must have {rows} rows at least, and else be as {label}, "
             f"{arguments.shown(out)}"
-        ),
-    )
-    _require_written(label, out, require)
-    _check_offsets("cu_seqlens", cu_seqlens, out, require, label)
+        )
+    _require_written(label, out, fail)
+    _check_offsets("cu_seqlens", cu_seqlens, out, fail, label)
