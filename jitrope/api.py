@@ -13,7 +13,7 @@ from .base.arguments import number, refuse
 from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
-from .ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV
+from .ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV, Operation
 from .ops.words import ONE_TABLE
 from .plan.problem import constant
 from .plan.spec import Norm, Options
@@ -96,13 +96,12 @@ _DEFAULTS = {
     **Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "max_seqlen": None, "check": False,
     **Norm._field_defaults, "norm_rounding": "none", "rounding": "fp32",
 }  # fmt: skip
-_TENSORS = frozenset((*ONE_TABLE, "position_ids", "cu_seqlens", "start_positions"))
 
 
-def _given(tensors: dict[str, Any], words: Any) -> Tensors:
+def _given(op: Operation, tensors: dict[str, Any], words: Any) -> Tensors:
     """The tensors that are not None, with those among the words, which go from there."""
     for word in [*words]:
-        if word in _TENSORS:
+        if word in op.tables:
             tensors[word] = words.pop(word)
     for x in tensors.values():
         if x is None:
@@ -187,7 +186,7 @@ def apply_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    out = call(ROPE, _given({"q": q, "k": k, "cos": cos, "sin": sin}, words), words)
+    out = call(ROPE, _given(ROPE, {"q": q, "k": k, "cos": cos, "sin": sin}, words), words)
     return out["q"], out.get("k")
 
 
@@ -206,7 +205,7 @@ def apply_rope_(
         CompileError: as `apply_rope`.
     """
     words["inplace"] = True  # type: ignore[typeddict-unknown-key]
-    call(ROPE, _given({"q": q, "k": k, "cos": cos, "sin": sin}, words), words)
+    call(ROPE, _given(ROPE, {"q": q, "k": k, "cos": cos, "sin": sin}, words), words)
     return q, k
 
 
@@ -240,7 +239,7 @@ def apply_rope_qkv(
         InvalidInput, CompileError: as `apply_rope`.
     """
     words.update(q_per_group=q_per_group, copy_v=copy_v)  # type: ignore[call-arg]
-    out = call(ROPE_QKV, _given({"qkv": qkv, "cos": cos, "sin": sin}, words), words)
+    out = call(ROPE_QKV, _given(ROPE_QKV, {"qkv": qkv, "cos": cos, "sin": sin}, words), words)
     return out["q"], out["k"], out["v"]
 
 
@@ -262,7 +261,7 @@ def apply_rope_qkv_(
         qkv itself, (B, S, G, (q_per_group + 2) D).
     """
     words.update(q_per_group=q_per_group, inplace=True)  # type: ignore[call-arg]
-    call(ROPE_QKV, _given({"qkv": qkv, "cos": cos, "sin": sin}, words), words)
+    call(ROPE_QKV, _given(ROPE_QKV, {"qkv": qkv, "cos": cos, "sin": sin}, words), words)
     return qkv
 
 
@@ -293,7 +292,7 @@ def apply_rope_fp8(
         InvalidInput, CompileError: as `apply_rope`.
     """
     tensors = {"q": q, "k": k, **_scales("apply_rope_fp8", q, q_scale=q_scale, k_scale=k_scale)}
-    out = call(ROPE_FP8, _given({**tensors, "cos": cos, "sin": sin}, words), words)
+    out = call(ROPE_FP8, _given(ROPE_FP8, {**tensors, "cos": cos, "sin": sin}, words), words)
     return out["q"], out.get("k")
 
 
@@ -342,7 +341,7 @@ def apply_rope_kv_cache(
     scales = _scales("apply_rope_kv_cache", q, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, **scales}
     words["rotate_k"] = rotate_k  # type: ignore[typeddict-unknown-key]
-    return call(ROPE_KV_CACHE, _given({**tensors, "cos": cos, "sin": sin}, words), words)["q"]
+    return call(ROPE_KV_CACHE, _given(ROPE_KV_CACHE, {**tensors, "cos": cos, "sin": sin}, words), words)["q"]
 
 
 @with_words(ServingWords, _DEFAULTS)
@@ -368,7 +367,7 @@ def apply_rope_kv_cache_(
     scales = _scales("apply_rope_kv_cache_", q, k_scale=k_scale, v_scale=v_scale)
     tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, **scales}
     words.update(rotate_k=rotate_k, inplace=True)  # type: ignore[call-arg]
-    call(ROPE_KV_CACHE, _given({**tensors, "cos": cos, "sin": sin}, words), words)
+    call(ROPE_KV_CACHE, _given(ROPE_KV_CACHE, {**tensors, "cos": cos, "sin": sin}, words), words)
     return q
 
 
@@ -439,9 +438,8 @@ def qk_norm_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    out = call(
-        QK_NORM_ROPE, _normed({"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}, cos, sin, words), words
-    )
+    tensors = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
+    out = call(QK_NORM_ROPE, _normed(QK_NORM_ROPE, tensors, cos, sin, words), words)
     return out["q"], out.get("k")
 
 
@@ -464,7 +462,8 @@ def qk_norm_rope_(
         CompileError: as `qk_norm_rope`.
     """
     words["inplace"] = True  # type: ignore[typeddict-unknown-key]
-    call(QK_NORM_ROPE, _normed({"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}, cos, sin, words), words)
+    tensors = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
+    call(QK_NORM_ROPE, _normed(QK_NORM_ROPE, tensors, cos, sin, words), words)
     return q, k
 
 
@@ -519,15 +518,15 @@ def qk_norm_rope_joint(
             tables[label], second_tables[label] = _parts(name, label, table, 2)
     if len(second_tables) > 0:
         tensors.update(zip(("cos2", "sin2"), _second_tables(name, tables, second_tables)))
-    out = call(QK_NORM_ROPE_JOINT, _normed({**tensors, **tables}, None, None, words), words)
+    out = call(QK_NORM_ROPE_JOINT, _normed(QK_NORM_ROPE_JOINT, {**tensors, **tables}, None, None, words), words)
     return out["q"], out["k"], out["v"]
 
 
-def _normed(tensors: dict[str, Any], cos: Tensor | None, sin: Tensor | None, words: Any) -> Tensors:
+def _normed(op: Operation, tensors: dict[str, Any], cos: Tensor | None, sin: Tensor | None, words: Any) -> Tensors:
     """As `_given`. Without a table nothing is rotated, at whatever positions."""
     if cos is not None or sin is not None:
         tensors.update(cos=cos, sin=sin)
-    given = _given(tensors, words)
+    given = _given(op, tensors, words)
     if not any(name in given for name in ("cos", "sin", *ONE_TABLE)):
         for word in ("mrope_section", "mrope_interleaved", "rotary_dim", "rotary_offset"):
             words.pop(word, None)

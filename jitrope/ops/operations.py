@@ -380,10 +380,10 @@ class _QKNormRope(Operation):
         if q.dim() not in (3, 4):
             refuse(name, "q", q, "a tensor with 3 or 4 axes")
         cos, sin = _one_row(q.device, options.rotary_dim // 2)
-        rows = self.tokens(tensors, options)
+        rows = self.unrotated_rows(tensors, options)
         return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
 
-    def tokens(self, tensors: Tensors, options: Options) -> int:
+    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
         """The rows of a table for its tokens."""
         return tensors["q"].shape[LAYOUT_AXES[options.layout][1]]
 
@@ -419,7 +419,7 @@ class _QKNormRopeJoint(_QKNormRope):
     reads = ("q1", "k1", "v1")
     inplace = shards = False
 
-    def tokens(self, tensors: Tensors, options: Options) -> int:
+    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
         return tensors["q1"].shape[1] + tensors["q2"].shape[1]
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
