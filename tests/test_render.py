@@ -39,8 +39,12 @@ ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in THD_SPECS}
 # Where constants are.
 PARAMETERS = {
-    "heads.cuh.jinja", "norm.cuh.jinja", "rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja",
-}  # fmt: skip
+    "parameters.cuh.jinja",
+    "norm_parameters.cuh.jinja",
+    "rows.cuh.jinja",
+    "segments.cuh.jinja",
+    "thd_corrections.cu.jinja",
+}
 
 HEADERS = {path.name for path in TEMPLATES.glob("*.cuh")}
 
@@ -131,8 +135,11 @@ def test_ingredients_follow_every_field_and_file() -> None:
             assert render.render(other).text != render.render(spec).text, name
     for entry in ROPE_ENTRIES:
         texts = render._texts(entry)
-        assert texts.keys() >= {"vec.cuh", "sequences.cuh", "dependents.cuh", "heads.cuh.jinja", entry}
-        assert ("norm.cuh.jinja" in texts) == (entry != "rope.cu.jinja")
+        shared = {"vec.cuh", "sequences.cuh", "dependents.cuh", "positions.cuh", "angles.cuh", "heads.cuh"}
+        assert texts.keys() >= shared | {"parameters.cuh.jinja", entry}
+        for name in ("norm_parameters.cuh.jinja", "norm.cuh"):
+            assert (name in texts) == (entry != "rope.cu.jinja")
+        assert ("torch_sum.cuh" in texts) == (entry == "qk_norm_rope.cu.jinja")
         for name, text in texts.items():
             assert (TEMPLATES / name).read_text() == text
 
@@ -176,7 +183,8 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
     spec = next(s for s in (*ROPE_SPECS, *THD_SPECS) if name in render._texts(s.template))
     texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
-    at = next(i for i, line in enumerate(lines) if i > len(lines) // 2 and line in ("}", "};"))
+    ends = ("}", "};", "static_assert")  # of lines after which a declaration may stand
+    at = next(i for i, line in enumerate(lines) if i > len(lines) // 2 and line.startswith(ends))
     lines.insert(at + 1, "int broken = nope;")
     texts[name] = "\n".join(lines) + "\n"
     monkeypatch.setattr(render, "_texts", lambda file: {file: texts[file]})
@@ -195,7 +203,7 @@ def test_a_compile_error_has_the_spec_and_the_source(tmp_path: Path, monkeypatch
         compiler.compile_source(source, "sm_90", spec=SPEC.to_dict())
     first, *_, spec, kept = str(caught.value).splitlines()
     assert first.startswith(f"{SPEC.name} for sm_90: ")
-    assert re.search(r'heads\.cuh\.jinja\(\d+\): error: identifier "nope"', str(caught.value))
+    assert re.search(r'parameters\.cuh\.jinja\(\d+\): error: identifier "nope"', str(caught.value))
     assert spec_from_dict(json.loads(spec.removeprefix("spec: "))) == SPEC
     assert Path(kept.removeprefix("source: ")).read_text() == source.text
     assert Path(kept.removeprefix("source: ")).parent == tmp_path
