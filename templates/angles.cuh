@@ -106,7 +106,7 @@ __device__ __forceinline__ void write_turn(const Params& p, float a, float b, fl
     if constexpr (FREQS) {
         float sine, cosine;
         sincosf(a, &sine, &cosine);
-        a = __fmul_rn(cosine, p.mscale[0]), b = __fmul_rn(sine, p.mscale[0]);
+        a = __fmul_rn(cosine, p.scalars.mscale), b = __fmul_rn(sine, p.scalars.mscale);
     }
     out[0] = ROUNDING == DTYPE ? rounded(a) : a, out[1] = ROUNDING == DTYPE ? rounded(b) : b;
 }

@@ -1,8 +1,25 @@
 // What QK-norm + rope and its gradient share: two streams of tokens, the weights, and the sum over a row.
+//
+// A row is the elements that one mean is taken over: a head, or, ACROSS_HEADS, all heads of q or of k of a token. A
+// head has TEAM threads, its LANES and some that idle. A thread has a part of STEPS heads, STRIDE apart: of its row's,
+// whose ROW_THREADS have HEADS_PER_BLOCK heads at a time, or of neighbours, which share its weights and angles.
+
+constexpr int ELEMENTS = ACCESSES * VEC;                 // elements that a lane has of a head
+constexpr int TENSORS = K_HEADS ? 2 : 1;                 // ACROSS_HEADS: rows of a token
+constexpr int ROW_HEADS = Q_HEADS > K_HEADS ? Q_HEADS : K_HEADS;
+constexpr int STEPS = ACROSS_HEADS ? (ROW_HEADS + HEADS_PER_BLOCK - 1) / HEADS_PER_BLOCK : HEADS_PER_THREAD;
+constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
+constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
+constexpr int WEIGHT_SETS = ACROSS_HEADS ? STEPS : 1;    // sets of weights that a thread has
+constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
+constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
+static_assert(!PACKED && !FREQS && !CACHE && !CONVERTS && CP_SIZE == 1 && !MIXED, "refused by the host");
+static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V), "refused by the host");
+static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
 
 // ---- two streams -------------------------------------------------------------------------------
 
-__device__ __forceinline__ bool in_second_stream(const NormParams& p, const Place& place) {
+__device__ __forceinline__ bool in_second_stream(const Params& p, const Place& place) {
     return TWO_STREAMS && place.token >= static_cast<int>(p.split);
 }
 
@@ -14,9 +31,7 @@ __device__ __forceinline__ Lane<const T> lane_of(
 }
 
 // A lane's part of a head where it is read: in its stream's tensor.
-__device__ __forceinline__ Lane<const T> source_of(
-    const NormParams& p, const Head& head, const Place& place, int dim
-) {
+__device__ __forceinline__ Lane<const T> source_of(const Params& p, const Head& head, const Place& place, int dim) {
     if constexpr (!TWO_STREAMS) return head.input(p, place, dim);
     const bool second = in_second_stream(p, place);
     const int number = head.tensor + (second ? 3 : 0);
@@ -24,7 +39,7 @@ __device__ __forceinline__ Lane<const T> source_of(
     return lane_of(p.source[number], p.source_stride[number], own, head.index, dim);
 }
 
-__device__ __forceinline__ Angles angles_of(const NormParams& p, const Place& place, Row row, int head, int lane) {
+__device__ __forceinline__ Angles angles_of(const Params& p, const Place& place, Row row, int head, int lane) {
     if (!TWO_TABLES || !in_second_stream(p, place)) return load_angles(p, row, head, lane);
     row.row[0] -= p.split;
     const TablePair second = {p.second_table[0], p.second_table[1], p.second_table_stride[0], p.second_table_stride[1]};
@@ -37,7 +52,7 @@ __device__ __forceinline__ Angles angles_of(const NormParams& p, const Place& pl
 struct Factors {
     Vec<Weight, WEIGHT_VEC> x[WEIGHTED ? ELEMENTS / WEIGHT_VEC : 1] = {};
 
-    __device__ __forceinline__ void load(const NormParams& p, const Head& head, bool second, int dim, int accesses) {
+    __device__ __forceinline__ void load(const Params& p, const Head& head, bool second, int dim, int accesses) {
         if (!WEIGHTED || head.is_v) return;
         const Weight* weight = p.weight[head.tensor + (second ? 2 : 0)];
         weight += dim + (ACROSS_HEADS ? head.index * HEAD_DIM : 0);
@@ -100,9 +115,9 @@ __device__ __forceinline__ float elements_of_row(const Head& head) {
 
 // 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm and its mean compute it. For a power of two both
 // are the same.
-__device__ __forceinline__ float scale_of_row(const NormParams& p, float sum, const Head& head) {
+__device__ __forceinline__ float scale_of_row(const Params& p, float sum, const Head& head) {
     const float count = elements_of_row(head);
     constexpr bool exact = !ACROSS_HEADS && (HEAD_DIM & (HEAD_DIM - 1)) == 0;
     const float mean = exact || NORM_ROUNDING == TWICE ? __fmul_rn(sum, __frcp_rn(count)) : __fdiv_rn(sum, count);
-    return rsqrtf(__fadd_rn(mean, p.mscale[1]));
+    return rsqrtf(__fadd_rn(mean, p.scalars.eps));
 }

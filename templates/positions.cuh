@@ -31,10 +31,10 @@ __device__ __forceinline__ Span span_of(const Params& p, long long sequence) {
 __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long long index, long long sequence) {
     if constexpr (POSITION_IDS) {
         Row row = {place.batch, {}, false};
-        const PositionIds* ids = p.position_ids + p.ids_token.step(place.token);
-        if constexpr (!ONE_ROW) ids += p.ids_batch.step(place.batch);
+        const PositionIds* ids = p.position_ids + p.ids_stride.token.step(place.token);
+        if constexpr (!ONE_ROW) ids += p.ids_stride.batch.step(place.batch);
         #pragma unroll
-        for (int axis = 0; axis < AXES; ++axis) row.row[axis] = ids[p.ids_axis.step(axis)];
+        for (int axis = 0; axis < AXES; ++axis) row.row[axis] = ids[p.ids_stride.axis.step(axis)];
         return row;
     }
     const int rank = static_cast<int>(p.cp_rank);

@@ -19,6 +19,7 @@ from jitrope.jit import compiler, render
 from jitrope.jit.entry import Key
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import partition
+from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
 from jitrope.plan.spec import NORM_ROUNDINGS, ROUNDINGS, RopeSpec
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
@@ -58,8 +59,11 @@ LITERAL = re.compile(r"true|false|\d{1,10}|[A-Za-z][A-Za-z0-9_ ]{0,20}|\{\d{1,11
 
 
 def is_harmless(spec: Spec) -> bool:
-    """Whatever is put into the templates is a number, a flag, a word or a list of numbers."""
-    literals = [str(render.cpp_literal(value)) for value in spec.constants().values()]
+    """Whatever is put into the templates is a number, a flag, a word, a list of numbers, or the fixed arguments."""
+    constants = spec.constants()
+    fixed = constants.pop("arguments", None)
+    literals = [str(render.cpp_literal(value)) for value in constants.values()]
+    assert fixed in (None, declarations(norm=False), declarations(norm=True))
     return all(LITERAL.fullmatch(text) for text in literals)
 
 

@@ -16,6 +16,7 @@ from jitrope.base.errors import CompileError
 from jitrope.base.spec import Spec
 from jitrope.jit import compiler, render
 from jitrope.jit.registry import spec_from_dict
+from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
 from jitrope.tools.prewarm import DEFAULT_CALLS, Call
@@ -81,7 +82,7 @@ def test_no_jinja_below_the_parameter_block(name: str) -> None:
     marker = "// --------------------------------------------------------------------------------------------"
     assert (marker in text) == (name in PARAMETERS)
     below = text.split(marker)[-1]
-    assert len(below) > (300 if name == "thd_tables.cu.jinja" else 1000)
+    assert len(below) > {"thd_tables.cu.jinja": 300, "norm_parameters.cuh.jinja": -1}.get(name, 1000)
     if name in ENTRIES:  # which include, and nothing else
         below = re.sub(r'^{% include "[\w.]+" %}$', "", below, flags=re.MULTILINE)
     assert not re.search(r"{{|{%|{#", below)
@@ -159,6 +160,40 @@ def test_ingredients_follow_every_field_of_moving_rows() -> None:
             assert render.render(other).text != render.render(spec).text, name
 
 
+@pytest.mark.parametrize("spec", [SPEC, NORM_SPEC], ids=["rope", "norm"])
+def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec) -> None:
+    """The compiler's offset of each field is that of its words on the host."""
+    names = arguments.address_names(spec.norm != "")
+    assert len(names) == len(set(names)) == (30 if spec.norm else 15)
+    source = render.render(spec)
+    groups = (arguments.ADDRESSES, arguments.WORDS)
+    if spec.norm:
+        groups = (arguments.NORM_ADDRESSES, *groups, arguments.NORM_WORDS)
+    at, checks = 0, []
+    for argument in (argument for group in groups for argument in group):
+        checks.append(f"static_assert(__builtin_offsetof(Params, {argument.field}) == {8 * at});")
+        at += arguments.WORDS_OF.get(argument.c_type, 1) * len(argument.names)
+    checks.append(f"static_assert(sizeof(Params) == {8 * at});")
+    for more in ("", "static_assert(__builtin_offsetof(Params, cp_rank) == 8);"):
+        changed = replace(source, text=source.text + "\n".join([*checks, more]))
+        if more:
+            with pytest.raises(CompileError, match="static assertion failed"):
+                compiler.compile_source(changed, "sm_90")
+        else:
+            compiler.compile_source(changed, "sm_90")
+
+
+def test_words_take_every_field_in_any_order() -> None:
+    sizes = {x.field: arguments.WORDS_OF.get(x.c_type, 1) * len(x.names) for x in arguments.WORDS}
+    numbers = iter(range(sum(sizes.values())))
+    given = {field: [next(numbers) for _ in range(count)] for field, count in sizes.items()}
+    shuffled = dict(reversed(given.items()))
+    assert arguments.words(shuffled, norm=False) == list(range(sum(sizes.values())))
+    for wrong in ({**given, "more": 1}, {**given, "tokens": [1, 2]}, {k: v for k, v in given.items() if k != "batch"}):
+        with pytest.raises(AssertionError):
+            arguments.words(wrong, norm=False)
+
+
 def test_missing_constant_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     constants = SPEC.constants()
     del constants["head_dim"]
@@ -184,7 +219,7 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
     texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
     ends = ("}", "};", "static_assert")  # of lines after which a declaration may stand
-    at = next(i for i, line in enumerate(lines) if i > len(lines) // 2 and line.startswith(ends))
+    at = next((i for i, line in enumerate(lines) if i > len(lines) // 2 and line.startswith(ends)), len(lines) - 1)
     lines.insert(at + 1, "int broken = nope;")
     texts[name] = "\n".join(lines) + "\n"
     monkeypatch.setattr(render, "_texts", lambda file: {file: texts[file]})

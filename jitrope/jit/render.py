@@ -54,7 +54,7 @@ def mark_lines(text: str, name: str) -> str:
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
         lines.append(line)
-        if "{%" in line:
+        if "{%" in line or line.startswith("{{"):  # text that may have several lines
             lines.append(f'#line {number + 1} "{name}"')
     return "\n".join(lines) + "\n"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
-from . import heuristics
+from . import arguments, heuristics
 from .spec import Norm, Options
 from .views import FP8, Tables, canonical, ids_view, table_pair, table_view
 
@@ -280,17 +280,30 @@ def plan_call(
         launch=options.launch,
         sm_count=sm_count,
     )
-    counts = [tokens, batch, seqlen, q_heads, k_heads, problem.num_sequences, table_views[0].shape[1]]
-    (mscale_bits,) = struct.unpack("q", struct.pack("2f", options.mscale, normed.norm.eps if normed else 0))
-    words = [word for group in (*strides, *table_strides[:2], ids_strides, counts) for word in group]
-    words += [options.cp_rank, slot_count, mscale_bits]
+    (scalars,) = struct.unpack("q", struct.pack("2f", options.mscale, normed.norm.eps if normed else 0))
+    given: dict[str, arguments.Word] = {
+        "in_stride": strides[:3],
+        "out_stride": strides[3:],
+        "cos_stride": table_strides[0],
+        "sin_stride": table_strides[1],
+        "ids_stride": ids_strides,
+        "tokens": tokens,
+        "batch": batch,
+        "seqlen": seqlen,
+        "q_heads": q_heads,
+        "k_heads": k_heads,
+        "sequences": problem.num_sequences,
+        "table_rows": table_views[0].shape[1],
+        "cp_rank": options.cp_rank,
+        "slot_count": slot_count,
+        "scalars": scalars,
+    }
     if normed:
-        nothing = [0] * 5
-        words += [word for group in (more_strides[: len(sources)] or [nothing] * 6) for word in group]
-        words += [word for group in (more_strides[len(sources) :] or [nothing] * 2) for word in group]
-        words += [word for group in (table_strides[2:] or [[0] * 4] * 2) for word in group]
-        words.append(views[0].shape[1])
-    return heuristics.plan(problem), words
+        given["source_stride"] = more_strides[: len(sources)] or [0] * 30
+        given["grad_stride"] = more_strides[len(sources) :] or [0] * 10
+        given["second_table_stride"] = table_strides[2:] or [0] * 8
+        given["split"] = views[0].shape[1]
+    return heuristics.plan(problem), arguments.words(given, norm=normed is not None)
 
 
 def _norm_views(views: list[Tensor], normed: NormCall | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

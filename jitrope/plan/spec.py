@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Named, check_fields, refuse_unless
+from . import arguments
 
 LAUNCHES = ("token_linear", "grid_2d")
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
@@ -275,6 +276,7 @@ class RopeSpec(Compiled, Named):
             "one_step": self.one_step,
             "team": self.team,
             "threads": self.threads,
+            "arguments": arguments.declarations(bool(self.norm)),
             **(self._norm_constants() if self.norm else {}),
         }
 
