@@ -227,7 +227,7 @@ def test_render(jitrope) -> None:
     text = jitrope("render", "--heads", "24", "--interleaved", "--head-dim", "64", "--backward").stdout
     assert "constexpr int HEAD_DIM = 64;" in text
     assert "constexpr bool INTERLEAVED = true;" in text
-    assert "constexpr bool CONJUGATE = true;" in text
+    assert "constexpr bool INVERSE = true;" in text
     data = json.loads(jitrope("render", "--json").stdout)
     assert data["text"].startswith("#line 1")
     assert data["spec"]["heads_per_block"] == 40

@@ -114,20 +114,59 @@ def test_text_is_whole_and_deterministic(spec: Spec) -> None:
 
 def test_ingredients_follow_every_field_and_file() -> None:
     changes = {
-        "dtype": "fp16", "table_dtype": "bf16", "head_dim": 256, "rotary_dim": 64, "interleaved": True,
-        "conjugate": True, "full_width": True, "per_head": True, "rounding": "complex64", "in_place": True,
-        "index_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2, "tokens_per_block": 2,
-        "heads_per_block": 7, "one_step": False, "rotary_offset": 8, "interleaved_out": True, "angles": True,
-        "packed_table": True, "start_dtype": "int64", "cp_size": 2, "q_per_group": 4, "values": True,
-        "batch_inner": True, "position_dtype": "int64", "sections": (16, 48), "spread": True, "one_row": True,
-        "wide": True, "slot_dtype": "int64", "page_size": 16, "k_too": True, "q_out": "fp8", "kv_out": "fp8",
-        "norm": "twice", "table_step": 2,
-    }  # fmt: skip
+        "dtype": "fp16",
+        "table_dtype": "bf16",
+        "head_dim": 256,
+        "rotary_dim": 64,
+        "interleaved": True,
+        "inverse": True,
+        "full_width": True,
+        "per_head": True,
+        "rounding": "complex64",
+        "in_place": True,
+        "cu_seqlens_dtype": "int64",
+        "launch": "grid_2d",
+        "vec": 4,
+        "chunks": 1,
+        "table_vec": 2,
+        "tokens_per_block": 2,
+        "heads_per_block": 7,
+        "one_step": False,
+        "rotary_offset": 8,
+        "interleaved_out": True,
+        "freqs": True,
+        "packed_table": True,
+        "start_positions_dtype": "int64",
+        "cp_size": 2,
+        "q_per_group": 4,
+        "copy_v": True,
+        "batch_inner": True,
+        "position_ids_dtype": "int64",
+        "mrope_section": (16, 48),
+        "mrope_interleaved": True,
+        "one_row": True,
+        "wide": True,
+        "slot_mapping_dtype": "int64",
+        "page_size": 16,
+        "rotate_k": True,
+        "q_out": "fp8",
+        "kv_out": "fp8",
+        "norm_rounding": "twice",
+        "table_step": 2,
+    }
     norms_own = {
-        "norm": "none", "across_heads": True, "row_heads": (8,), "zero_centered": True, "weight_dtype": "fp32",
-        "two_streams": True, "two_tables": True, "gradient": True, "weight_vec": 2, "heads_per_thread": 4,
+        "norm_rounding": "none",
+        "across_heads": True,
+        "row_heads": (8,),
+        "zero_centered": True,
+        "weight_dtype": "fp32",
+        "two_streams": True,
+        "two_tables": True,
+        "gradient": True,
+        "weight_vec": 2,
+        "heads_per_thread": 4,
         "blocks_per_sm": 7,
-    }  # fmt: skip
+    }
     assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys() - {"kind"}
     for spec, fields in ((SPEC, changes), (NORM_SPEC, norms_own)):
         for name, value in fields.items():
@@ -163,7 +202,7 @@ def test_ingredients_follow_every_field_of_moving_rows() -> None:
 @pytest.mark.parametrize("spec", [SPEC, NORM_SPEC], ids=["rope", "norm"])
 def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec) -> None:
     """The compiler's offset of each field is that of its words on the host."""
-    names = arguments.address_names(spec.norm != "")
+    names = arguments.address_names(spec.norm)
     assert len(names) == len(set(names)) == (30 if spec.norm else 15)
     source = render.render(spec)
     groups = (arguments.ADDRESSES, arguments.WORDS)
