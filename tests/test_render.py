@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -13,7 +13,7 @@ import pytest
 from jinja2 import meta
 
 from jitrope.base.errors import CompileError
-from jitrope.base.spec import Spec
+from jitrope.base.spec import Named, Spec
 from jitrope.jit import compiler, render
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import arguments
@@ -48,6 +48,11 @@ PARAMETERS = {
 }
 
 HEADERS = {path.name for path in TEMPLATES.glob("*.cuh")}
+
+
+def cuda(spec: Spec) -> str:
+    """The source without the comment at its head."""
+    return render.render(spec).text.removeprefix(render.head(spec))
 
 
 def test_every_template_is_somebodys() -> None:
@@ -112,6 +117,54 @@ def test_text_is_whole_and_deterministic(spec: Spec) -> None:
     assert render.render(spec) == source
 
 
+@SPECS
+def test_a_source_says_what_it_is(spec: Spec) -> None:
+    text = render.head(spec)
+    assert text.splitlines()[0] == f"// {spec.name}"
+    assert f"Begin at the kernel, {spec.entry}, at the end" in text
+    written = "".join(line.removeprefix("//: ") for line in text.splitlines() if line.startswith("//: "))
+    assert [spec_from_dict(found) for found in json.loads(written)["spec"]] == [spec]
+    assert cuda(spec).startswith(f'#line 1 "{spec.template}"\n')
+
+
+EVIL = ["x\n#error", "x\r#error", "x\u2028#error", "x\\", "??/", "*/ #error /*", '"', "a b " * 60, "{name}"]
+
+
+@dataclass(frozen=True)
+class Evil(Named):
+    """A spec of somebody else's, with any text in its name and in a field."""
+
+    text: str
+    kind = "evil"
+
+    @property
+    def name(self) -> str:
+        return self.text
+
+    def check(self) -> None: ...
+
+    def constants(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_no_text_ends_the_comment_at_the_head(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evil.cu.jinja").write_text('extern "C" __global__ void jitrope_evil() { nope; }\n')
+    monkeypatch.setattr(render, "TEMPLATE_PATHS", [tmp_path])
+    try:
+        spec = Evil(text)
+        lines = render.head(spec).splitlines()
+        assert all(line.startswith("//") and line.isascii() and not line.endswith("\\") for line in lines)
+        with pytest.raises(CompileError) as caught:  # the template's own error, at its own line, and no other
+            compiler.compile_source(render.render(spec), "sm_90")
+        assert re.findall(r"\S+ error: .*", str(caught.value)) == [
+            'evil.cu.jinja(1): error: identifier "nope" is undefined'
+        ]
+    finally:
+        render._texts.cache_clear()
+        render.environment.cache_clear()
+
+
 def test_ingredients_follow_every_field_and_file() -> None:
     changes = {
         "dtype": "fp16",
@@ -172,7 +225,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         for name, value in fields.items():
             other = replace(spec, **{name: value})
             assert render.ingredients(other) != render.ingredients(spec), name
-            assert render.render(other).text != render.render(spec).text, name
+            assert cuda(other) != cuda(spec), name
     for entry in ROPE_ENTRIES:
         texts = render._texts(entry)
         shared = {"vec.cuh", "sequences.cuh", "dependents.cuh", "positions.cuh", "angles.cuh", "heads.cuh"}
@@ -196,7 +249,7 @@ def test_ingredients_follow_every_field_of_moving_rows() -> None:
             changed = changes[name] if changes[name] != getattr(spec, name) else "fp16"
             other = replace(spec, **{name: changed})
             assert render.ingredients(other) != render.ingredients(spec), name
-            assert render.render(other).text != render.render(spec).text, name
+            assert cuda(other) != cuda(spec), name
 
 
 @pytest.mark.parametrize("spec", [SPEC, NORM_SPEC], ids=["rope", "norm"])
