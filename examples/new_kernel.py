@@ -80,9 +80,8 @@ struct Params {                                          // addresses, then word
     T* out;
     long long channels, rows_of_a_gate;
 };
-using Arguments = Params;
 
-extern "C" __global__ void __launch_bounds__(THREADS) jitrope_gated_add(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(THREADS) jitrope_gated_add(const __grid_constant__ Params p) {
     wait_for_earlier_kernels();
     let_the_next_begin();
     const unsigned int row = blockIdx.x, batch = row / static_cast<unsigned int>(p.rows_of_a_gate);   // not by 64 bits

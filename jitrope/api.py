@@ -505,19 +505,19 @@ def qk_norm_rope_joint(
     """
     name = "qk_norm_rope_joint"
     tensors: dict[str, Any] = {}
-    for n, label, stream in (("1", "first", first), ("2", "second", second)):
-        tensors.update(zip(("q" + n, "k" + n, "v" + n), _parts(name, label, stream, 3)))
-        if not isinstance(q := tensors["q" + n], Tensor) or q.is_nested or q.dim() != 4:
+    for label, stream in (("first", first), ("second", second)):
+        tensors.update(zip((f"{label}_q", f"{label}_k", f"{label}_v"), _parts(name, label, stream, 3)))
+        if not isinstance(q := tensors[f"{label}_q"], Tensor) or q.is_nested or q.dim() != 4:
             refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
-    for n, label, weights in (("", "first_weights", first_weights), ("2", "second_weights", second_weights)):
-        tensors.update(zip(("q_weight" + n, "k_weight" + n), _parts(name, label, weights, 2)))
+    for n, label, weights in (("", "first_weights", first_weights), ("second_", "second_weights", second_weights)):
+        tensors.update(zip((n + "q_weight", n + "k_weight"), _parts(name, label, weights, 2)))
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
     second_tables = {}
     for label, table in tables.items():
         if table is not None and not isinstance(table, Tensor):
             tables[label], second_tables[label] = _parts(name, label, table, 2)
     if len(second_tables) > 0:
-        tensors.update(zip(("cos2", "sin2"), _second_tables(name, tables, second_tables)))
+        tensors.update(zip(("second_cos", "second_sin"), _second_tables(name, tables, second_tables)))
     out = call(QK_NORM_ROPE_JOINT, _normed(QK_NORM_ROPE_JOINT, {**tensors, **tables}, None, None, words), words)
     return out["q"], out["k"], out["v"]
 

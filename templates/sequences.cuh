@@ -2,36 +2,36 @@
 //
 // cu_seqlens[0..count] are the offsets of `count` sequences, ascending from 0; sequence i owns the
 // tokens [cu_seqlens[i], cu_seqlens[i + 1]) and may be empty. Under context parallelism they are those
-// of the whole batch, and each sequence is cut into `of` chunks by the rule of jitrope/partition.py. With
-// of = 2 cp_size a rank has chunks cp_rank and of - 1 - cp_rank, one behind the other ("dual chunk"), with
-// of = cp_size chunk cp_rank ("contiguous"). Both are compile-time constants wherever these are called: they
-// are divided by in multiplications.
+// of the whole batch, and each sequence is cut into `chunks` parts by the rule of jitrope/plan/partition.py. With
+// chunks = 2 cp_size a rank has chunks cp_rank and chunks - 1 - cp_rank, one behind the other ("dual chunk"); with
+// chunks = cp_size it has chunk cp_rank ("contiguous"). Both numbers are compile-time constants in every call, so
+// divisions by them are multiplications.
 
-// Of the first `offset` tokens of the batch, those in chunk `chunk` of `of` of their sequences.
+// Of the first `offset` tokens of the batch, those in chunk number `chunk` of their sequences.
 template <typename Index>
-__device__ __forceinline__ long long chunk_count(Index offset, int chunk, int of) {
-    return static_cast<long long>(offset / of) + (static_cast<int>(offset % of) > chunk);
+__device__ __forceinline__ long long chunk_count(Index offset, int chunk, int chunks) {
+    return static_cast<long long>(offset / chunks) + (static_cast<int>(offset % chunks) > chunk);
 }
 
 // Of the first `offset` tokens of the batch, those in the chunks before `chunk`.
 template <typename Index>
-__device__ __forceinline__ long long chunk_before(Index offset, int chunk, int of) {
-    return static_cast<long long>(offset / of) * chunk + min(static_cast<int>(offset % of), chunk);
+__device__ __forceinline__ long long chunk_before(Index offset, int chunk, int chunks) {
+    return static_cast<long long>(offset / chunks) * chunk + min(static_cast<int>(offset % chunks), chunk);
 }
 
 // Of the first `offset` tokens of the batch, those that a rank has.
 template <typename Index>
-__device__ __forceinline__ long long local_offset(Index offset, int cp_size, int of, int cp_rank) {
-    if (of == 1) return offset;
-    const long long head = chunk_count(offset, cp_rank, of);
-    return of == cp_size ? head : head + chunk_count(offset, of - 1 - cp_rank, of);
+__device__ __forceinline__ long long local_offset(Index offset, int cp_size, int chunks, int cp_rank) {
+    if (chunks == 1) return offset;
+    const long long head = chunk_count(offset, cp_rank, chunks);
+    return chunks == cp_size ? head : head + chunk_count(offset, chunks - 1 - cp_rank, chunks);
 }
 
-// The least offset whose local one is past a rank's `token`: chunk c grows at c + 1, of + c + 1, ..., so a
-// rank's two in turn.
-__device__ __forceinline__ long long offset_past(long long token, int cp_size, int of, int cp_rank) {
-    if (of == cp_size) return token * of + cp_rank + 1;
-    return (token >> 1) * of + (token & 1 ? of - cp_rank : cp_rank + 1);
+// The least offset whose local one is past a rank's `token`: chunk c grows at c + 1, chunks + c + 1, ..., so a
+// rank's two grow in turn.
+__device__ __forceinline__ long long offset_past(long long token, int cp_size, int chunks, int cp_rank) {
+    if (chunks == cp_size) return token * chunks + cp_rank + 1;
+    return (token >> 1) * chunks + (token & 1 ? chunks - cp_rank : cp_rank + 1);
 }
 
 // The first of `count` sequences whose end is at least `target`, or `count`; of a rank's token, its sequence if
@@ -68,13 +68,13 @@ __device__ __forceinline__ long long find_between(
 // The position in its sequence, the tokens [first, end) of the batch, of the i-th token that a rank has of it.
 template <typename Index>
 __device__ __forceinline__ long long position_of(
-    long long i, Index first, Index end, int cp_size, int of, int cp_rank
+    long long i, Index first, Index end, int cp_size, int chunks, int cp_rank
 ) {
-    if (of == 1) return i;
-    if (of == cp_size) return chunk_before(end, cp_rank, of) - chunk_before(first, cp_rank, of) + i;
-    const long long head = chunk_count(end, cp_rank, of) - chunk_count(first, cp_rank, of);
-    const int chunk = i < head ? cp_rank : of - 1 - cp_rank;
-    return chunk_before(end, chunk, of) - chunk_before(first, chunk, of) + (i < head ? i : i - head);
+    if (chunks == 1) return i;
+    if (chunks == cp_size) return chunk_before(end, cp_rank, chunks) - chunk_before(first, cp_rank, chunks) + i;
+    const long long head = chunk_count(end, cp_rank, chunks) - chunk_count(first, cp_rank, chunks);
+    const int chunk = i < head ? cp_rank : chunks - 1 - cp_rank;
+    return chunk_before(end, chunk, chunks) - chunk_before(first, chunk, chunks) + (i < head ? i : i - head);
 }
 
 // The same of a sequence that is not packed, whose chunks are equal: a rank has n tokens of it, n even.

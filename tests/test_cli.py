@@ -229,10 +229,20 @@ def test_render(jitrope) -> None:
     text = jitrope("render", "--heads", "24", "--interleaved", "--head-dim", "64", "--backward").stdout
     assert "constexpr int HEAD_DIM = 64;" in text
     assert "constexpr bool INTERLEAVED = true;" in text
-    assert "constexpr bool CONJUGATE = true;" in text
+    assert "constexpr bool INVERSE = true;" in text
     data = json.loads(jitrope("render", "--json").stdout)
-    assert data["text"].startswith("#line 1")
+    assert data["text"].startswith(f"// {data['name']}\n")
     assert data["spec"]["heads_per_block"] == 40
+
+
+def test_a_source_renders_again_by_the_command_at_its_head(jitrope, tmp_path: Path) -> None:
+    text = jitrope("render", "--heads", "24", "--interleaved", "--backward").stdout
+    (tmp_path / "kernel.cu").write_text(text)
+    (command,) = re.findall(r"^// This text again: (.*)$", text, re.MULTILINE)
+    command = command.replace("FILE", "kernel.cu").replace("jitrope", f"{sys.executable} -m jitrope")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == text, done.stderr
 
 
 CALLS_OF_LISTS = [

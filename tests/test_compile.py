@@ -129,8 +129,8 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         stack, stores, loads = map(int, report.groups())
         # sincosf keeps 32 bytes for arguments past 105,615. A kernel held to 40 registers may lack one, which
         # it stores once and loads twice.
-        tight = spec.angles and spec.full_width
-        assert stack <= max(40 if spec.angles else 0, allowed[spec]), spec.name
+        tight = spec.freqs and spec.full_width
+        assert stack <= max(40 if spec.freqs else 0, allowed[spec]), spec.name
         assert stores <= max(4 if tight else 0, allowed[spec]), spec.name
         assert loads <= max(8 if tight else 0, allowed[spec]), spec.name
         assert not DIVISION.search(cubin), spec.name
@@ -143,9 +143,9 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         narrow_loads = [name for name in loads if ".128" not in name]
         # The heads, and the tables where every thread has its own part. A block that shares work loads a
         # table's entries one by one, once; cu_seqlens too are 4 or 8 bytes each. Nothing else is narrow.
-        shares = spec.angles or (spec.index_dtype is not None and spec.launch == "token_linear")
+        shares = spec.freqs or (spec.cu_seqlens_dtype is not None and spec.launch == "token_linear")
         per_entry = spec.table_vec == 1  # complex64 tables, and axes that alternate from pair to pair
-        integers = spec.index_dtype is not None or spec.position_dtype is not None
+        integers = spec.cu_seqlens_dtype is not None or spec.position_ids_dtype is not None
         assert len(loads) - len(narrow_loads) >= spec.chunks + (0 if shares or per_entry else 2), spec.name
         assert bool(narrow_loads) == (shares or per_entry or integers), (spec.name, narrow_loads)
         assert stores, spec.name
@@ -153,7 +153,7 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         # A block of a norm's gradient stores its sums of the weights' gradients one by one, once.
         assert wide if spec.gradient and spec.weight_dtype else len(wide) == len(stores), spec.name
         local = [name for name in names if name.startswith(("LDL", "STL"))]
-        assert spec.angles or allowed[spec] or not local, spec.name
+        assert spec.freqs or allowed[spec] or not local, spec.name
 
 
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])

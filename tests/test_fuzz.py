@@ -19,6 +19,7 @@ from jitrope.jit import compiler, render
 from jitrope.jit.entry import Key
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import partition
+from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
 from jitrope.plan.spec import NORM_ROUNDINGS, ROUNDINGS, RopeSpec
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
@@ -58,8 +59,11 @@ LITERAL = re.compile(r"true|false|\d{1,10}|[A-Za-z][A-Za-z0-9_ ]{0,20}|\{\d{1,11
 
 
 def is_harmless(spec: Spec) -> bool:
-    """Whatever is put into the templates is a number, a flag, a word or a list of numbers."""
-    literals = [str(render.cpp_literal(value)) for value in spec.constants().values()]
+    """Whatever is put into the templates is a number, a flag, a word, a list of numbers, or the fixed arguments."""
+    constants = spec.constants()
+    fixed = constants.pop("arguments", None)
+    literals = [str(render.cpp_literal(value)) for value in constants.values()]
+    assert fixed in (None, declarations(norm=False), declarations(norm=True))
     return all(LITERAL.fullmatch(text) for text in literals)
 
 
@@ -85,7 +89,8 @@ def test_no_text_gets_into_a_source(spec: Any, data: st.DataObject) -> None:
     else:
         assert is_harmless(changed)
         base = render.render(spec).text
-        assert len(text.splitlines()) == len(base.splitlines()) or changed.template != spec.template
+        lines = [len(x.removeprefix(render.head(y)).splitlines()) for x, y in ((text, changed), (base, spec))]
+        assert lines[0] == lines[1] or changed.template != spec.template
     try:
         again = spec_from_dict({**spec.to_dict(), name: value})
     except InvalidInput:
@@ -163,21 +168,21 @@ def problems(draw: Any) -> RopeProblem:
     return RopeProblem(
         dtype=dtype, table_dtype=pick(*DTYPES, *(["fp64"] if exact else [])), head_dim=head_dim, rotary_dim=rotary,
         rotary_offset=offset, interleaved=interleaved, interleaved_out=interleaved != mixed,
-        conjugate=gradient or draw(FLAG), angles=angles, full_width=draw(FLAG) and not mixed,
+        inverse=gradient or draw(FLAG), freqs=angles, full_width=draw(FLAG) and not mixed,
         per_head=per_head and kind == "plain",
         packed_table=draw(FLAG) and kind == "packed", rounding=rounding, in_place=in_place,
-        index_dtype=pick(*INDEX_DTYPES) if kind == "packed" else None,
-        start_dtype=pick(None, *INDEX_DTYPES) if kind in ("plain", "packed") and not exact else None,
+        cu_seqlens_dtype=pick(*INDEX_DTYPES) if kind == "packed" else None,
+        start_positions_dtype=pick(None, *INDEX_DTYPES) if kind in ("plain", "packed") and not exact else None,
         cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv") else 1,
-        position_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
-        sections=sections, spread=bool(sections) and draw(FLAG),
-        slot_dtype=pick(*INDEX_DTYPES) if kind == "cache" else None,
-        page_size=pick(0, 16, 784) if kind == "cache" else 0, k_too=kind == "cache" and draw(FLAG),
+        position_ids_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
+        mrope_section=sections, mrope_interleaved=bool(sections) and draw(FLAG),
+        slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" else None,
+        page_size=pick(0, 16, 784) if kind == "cache" else 0, rotate_k=kind == "cache" and draw(FLAG),
         q_out="fp8" if fp8 else dtype, kv_out="fp8" if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
-        norm=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
+        norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, zero_centered=normed and draw(FLAG),
         weight_dtype=weight, two_streams=kind == "streams",
-        two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, values=values,
+        two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, copy_v=values,
         batch_inner=kind != "packed" and draw(FLAG), wide=draw(FLAG), batch=draw(st.integers(1, 4)), tokens=tokens,
         heads=heads, q_heads=q_heads if not row_heads else row_heads[0],
         num_sequences=draw(st.one_of(st.integers(1, 9), st.just(MAX_GRID_Y), st.just(100_000)))
@@ -199,7 +204,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     assert spec.threads % 32 == 0
     assert spec.lanes <= spec.team <= spec.threads
     run = spec.chunk * spec.chunks  # every element of a head has one lane
-    rest = 0 if p.in_place and not p.slot_dtype and not p.norm else p.head_dim - p.rotary_dim
+    rest = 0 if p.in_place and not p.slot_mapping_dtype and not p.norm else p.head_dim - p.rotary_dim
     assert spec.lanes * run >= p.rotary_dim
     assert p.rotary_dim % run == rest % spec.vec == p.rotary_offset % spec.vec == 0
     assert spec.lanes == p.rotary_dim // run + rest // spec.vec
@@ -212,7 +217,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
         assert x * spec.tokens_per_block >= p.tokens
         assert y == 1
         assert spec.one_step == (step >= p.heads)
-    elif p.index_dtype:
+    elif p.cu_seqlens_dtype:
         assert y == p.num_sequences + 1
     else:
         assert x * spec.tokens_per_block >= p.tokens

@@ -11,18 +11,59 @@ from jitrope.plan import heuristics, partition
 from jitrope.plan.heuristics import RopeProblem, plan
 
 BASE = RopeProblem(
-    dtype="bf16", table_dtype="fp32", head_dim=128, rotary_dim=128, rotary_offset=0, interleaved=False,
-    interleaved_out=False, conjugate=False, angles=False, full_width=False, per_head=False, packed_table=False,
-    rounding="fp32", in_place=False, index_dtype=None, start_dtype=None, cp_size=1, position_dtype=None,
-    sections=(), spread=False, slot_dtype=None, page_size=0, k_too=False, q_out="bf16", kv_out="bf16",
-    norm="", across_heads=False, row_heads=(), zero_centered=False, weight_dtype=None, two_streams=False,
-    two_tables=False, gradient=False, q_per_group=1, values=False, batch_inner=False, wide=False, batch=1, tokens=4608,
-    heads=48, q_heads=24, num_sequences=0, max_seqlen=0, vec_limit=8, table_vec_limit=4, table_step_limit=1,
-    weight_vec_limit=1, launch="auto", sm_count=132,
-)  # fmt: skip
+    dtype="bf16",
+    table_dtype="fp32",
+    head_dim=128,
+    rotary_dim=128,
+    rotary_offset=0,
+    interleaved=False,
+    interleaved_out=False,
+    inverse=False,
+    freqs=False,
+    full_width=False,
+    per_head=False,
+    packed_table=False,
+    rounding="fp32",
+    in_place=False,
+    cu_seqlens_dtype=None,
+    start_positions_dtype=None,
+    cp_size=1,
+    position_ids_dtype=None,
+    mrope_section=(),
+    mrope_interleaved=False,
+    slot_mapping_dtype=None,
+    page_size=0,
+    rotate_k=False,
+    q_out="bf16",
+    kv_out="bf16",
+    norm_rounding="",
+    across_heads=False,
+    row_heads=(),
+    zero_centered=False,
+    weight_dtype=None,
+    two_streams=False,
+    two_tables=False,
+    gradient=False,
+    q_per_group=1,
+    copy_v=False,
+    batch_inner=False,
+    wide=False,
+    batch=1,
+    tokens=4608,
+    heads=48,
+    q_heads=24,
+    num_sequences=0,
+    max_seqlen=0,
+    vec_limit=8,
+    table_vec_limit=4,
+    table_step_limit=1,
+    weight_vec_limit=1,
+    launch="auto",
+    sm_count=132,
+)
 
 
-FEW = {"index_dtype": "int32", "tokens": 256, "heads": 32}
+FEW = {"cu_seqlens_dtype": "int32", "tokens": 256, "heads": 32}
 PAIRS = {"interleaved": True, "interleaved_out": True}
 
 
@@ -38,15 +79,15 @@ PAIRS = {"interleaved": True, "interleaved_out": True}
         ({"tokens": 1, "heads": 1}, "token_linear", "1 tokens fill"),
         ({"launch": "grid_2d"}, "grid_2d", "was asked for"),
         ({"launch": "token_linear", "tokens": 1}, "token_linear", "was asked for"),
-        ({"index_dtype": "int32", "num_sequences": 2401}, "token_linear", "cost follows the tokens"),
-        ({"index_dtype": "int32", "num_sequences": 4, "max_seqlen": 1200}, "token_linear", "cost follows"),
+        ({"cu_seqlens_dtype": "int32", "num_sequences": 2401}, "token_linear", "cost follows the tokens"),
+        ({"cu_seqlens_dtype": "int32", "num_sequences": 4, "max_seqlen": 1200}, "token_linear", "cost follows"),
         ({**FEW, "num_sequences": 4, "max_seqlen": 64}, "grid_2d", "256 packed tokens of 4 even sequences"),
         ({**FEW, "num_sequences": 4, "max_seqlen": 129}, "token_linear", "cost follows"),
         ({**FEW, "num_sequences": 4, "max_seqlen": 256, "cp_size": 2}, "grid_2d", "even sequences"),
         ({**FEW, "num_sequences": 4}, "token_linear", "cost follows"),
         ({**FEW, "num_sequences": 4, "max_seqlen": 64, "heads": 33}, "token_linear", "cost follows"),
-        ({"index_dtype": "int32", "num_sequences": 4, "launch": "grid_2d"}, "grid_2d", "was asked for"),
-        ({"index_dtype": "int32", "num_sequences": 70000, "launch": "grid_2d"}, "token_linear", "limit of 65535"),
+        ({"cu_seqlens_dtype": "int32", "num_sequences": 4, "launch": "grid_2d"}, "grid_2d", "was asked for"),
+        ({"cu_seqlens_dtype": "int32", "num_sequences": 70000, "launch": "grid_2d"}, "token_linear", "limit of 65535"),
     ],
 )
 def test_launch_and_its_reason(changes, launch, reason) -> None:
@@ -110,8 +151,8 @@ def test_every_plan_fits_cudas_limits() -> None:
                         assert covered >= tokens
 
 
-NORM = {"norm": "once", "weight_dtype": "bf16", "weight_vec_limit": 8}
-GRADIENT = {**NORM, "gradient": True, "conjugate": True}
+NORM = {"norm_rounding": "once", "weight_dtype": "bf16", "weight_vec_limit": 8}
+GRADIENT = {**NORM, "gradient": True, "inverse": True}
 
 
 def across(q_heads: int, k_heads: int = 0, **changes):
@@ -128,7 +169,7 @@ def across(q_heads: int, k_heads: int = 0, **changes):
         ({**NORM, "heads": 7, "q_heads": 4}, "token_linear", 4, 7, 1, (1152, 1)),
         ({**NORM, "heads": 8, "q_heads": 7}, "token_linear", 4, 8, 1, (1152, 1)),
         ({**NORM, "per_head": True}, "token_linear", 1, 48, 1, (4608, 1)),
-        ({**NORM, "heads": 72, "two_streams": True, "values": True}, "token_linear", 1, 36, 2, (4608, 1)),
+        ({**NORM, "heads": 72, "two_streams": True, "copy_v": True}, "token_linear", 1, 36, 2, (4608, 1)),
         ({**NORM, "tokens": 3, "heads": 40, "q_heads": 32}, "grid_2d", 1, 8, 1, (3, 5)),  # few: accesses of 8 bytes
         ({**NORM, "head_dim": 80, "rotary_dim": 80}, "token_linear", 1, 24, 2, (4608, 1)),  # 5 lanes, teams of 8
         (across(12, 12), "token_linear", 2, 4, 1, (2304, 1)),  # a warp a row
@@ -190,7 +231,9 @@ def test_every_norm_plan_fits_cudas_limits(across_heads: bool, gradient: bool) -
 @pytest.mark.parametrize("sequences", [1, 2, 64])
 def test_no_dead_blocks_under_context_parallelism(sequences) -> None:
     """TransformerEngine launches a block for each row of the whole sequence, cp_size times too many."""
-    p = replace(BASE, heads=32, index_dtype="int32", num_sequences=sequences, tokens=8192, cp_size=8, max_seqlen=65536)
+    p = replace(
+        BASE, heads=32, cu_seqlens_dtype="int32", num_sequences=sequences, tokens=8192, cp_size=8, max_seqlen=65536
+    )
     linear, by_sequence = plan(p), plan(replace(p, launch="grid_2d", max_seqlen=65536 // sequences))
     assert linear.spec.launch == "token_linear"
     assert linear.grid == (8192, 1)
@@ -205,7 +248,9 @@ def test_a_ranks_share_of_a_sequence_is_one_step(cp_size) -> None:
         for rank, first in itertools.product(range(cp_size), range(2 * cp_size)):
             begin, end = (partition.local_rows(x, rank, cp_size, "dual_chunk") for x in (first, first + length))
             shares.append(end - begin)
-        p = replace(BASE, index_dtype="int32", num_sequences=3, max_seqlen=length, cp_size=cp_size, launch="grid_2d")
+        p = replace(
+            BASE, cu_seqlens_dtype="int32", num_sequences=3, max_seqlen=length, cp_size=cp_size, launch="grid_2d"
+        )
         assert max(shares) <= heuristics.longest_share(p) <= max(shares) + 1
         found = plan(replace(p, heads=32))
         assert (found.grid[0] - 1) * found.spec.tokens_per_block < heuristics.longest_share(p)
@@ -213,5 +258,7 @@ def test_a_ranks_share_of_a_sequence_is_one_step(cp_size) -> None:
 
 
 def test_token_linear_does_not_depend_on_the_number_of_sequences() -> None:
-    problems = [replace(BASE, index_dtype="int32", num_sequences=n, launch="token_linear") for n in (1, 100, 10**6)]
+    problems = [
+        replace(BASE, cu_seqlens_dtype="int32", num_sequences=n, launch="token_linear") for n in (1, 100, 10**6)
+    ]
     assert len({plan(p).grid for p in problems}) == 1

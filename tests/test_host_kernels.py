@@ -444,7 +444,6 @@ def heads_of(x, case: NormCase) -> int:
 E4M3 = """
 {% include "vec.cuh" %}
 struct Params { const float* x; unsigned char* out; };
-using Arguments = Params;
 extern "C" __global__ void probe(const Params p) {
     const long long at = blockIdx.x * 64ll + threadIdx.x;
     p.out[at] = float_to_fp8(p.x[at]);
@@ -469,7 +468,6 @@ def test_fp8_conversion_is_torchs() -> None:
 
 COLLECTIVES = """
 struct Params { int* out; };
-using Arguments = Params;
 extern "C" __global__ void probe(const Params p) {
     __shared__ int sums[2];
     const int t = threadIdx.x;

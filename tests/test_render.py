@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jinja2
@@ -13,9 +13,10 @@ import pytest
 from jinja2 import meta
 
 from jitrope.base.errors import CompileError
-from jitrope.base.spec import Spec
+from jitrope.base.spec import Named, Spec
 from jitrope.jit import compiler, render
 from jitrope.jit.registry import spec_from_dict
+from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
 from jitrope.tools.prewarm import DEFAULT_CALLS, Call
@@ -39,10 +40,19 @@ ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in THD_SPECS}
 # Where constants are.
 PARAMETERS = {
-    "heads.cuh.jinja", "norm.cuh.jinja", "rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja",
-}  # fmt: skip
+    "parameters.cuh.jinja",
+    "norm_parameters.cuh.jinja",
+    "rows.cuh.jinja",
+    "segments.cuh.jinja",
+    "thd_corrections.cu.jinja",
+}
 
 HEADERS = {path.name for path in TEMPLATES.glob("*.cuh")}
+
+
+def cuda(spec: Spec) -> str:
+    """The source without the comment at its head."""
+    return render.render(spec).text.removeprefix(render.head(spec))
 
 
 def test_every_template_is_somebodys() -> None:
@@ -77,7 +87,7 @@ def test_no_jinja_below_the_parameter_block(name: str) -> None:
     marker = "// --------------------------------------------------------------------------------------------"
     assert (marker in text) == (name in PARAMETERS)
     below = text.split(marker)[-1]
-    assert len(below) > (300 if name == "thd_tables.cu.jinja" else 1000)
+    assert len(below) > {"thd_tables.cu.jinja": 300, "norm_parameters.cuh.jinja": -1}.get(name, 1000)
     if name in ENTRIES:  # which include, and nothing else
         below = re.sub(r'^{% include "[\w.]+" %}$', "", below, flags=re.MULTILINE)
     assert not re.search(r"{{|{%|{#", below)
@@ -107,32 +117,122 @@ def test_text_is_whole_and_deterministic(spec: Spec) -> None:
     assert render.render(spec) == source
 
 
+@SPECS
+def test_a_source_says_what_it_is(spec: Spec) -> None:
+    text = render.head(spec)
+    assert text.splitlines()[0] == f"// {spec.name}"
+    assert f"Begin at the kernel, {spec.entry}, at the end" in text
+    written = "".join(line.removeprefix("//: ") for line in text.splitlines() if line.startswith("//: "))
+    assert [spec_from_dict(found) for found in json.loads(written)["spec"]] == [spec]
+    assert cuda(spec).startswith(f'#line 1 "{spec.template}"\n')
+
+
+EVIL = ["x\n#error", "x\r#error", "x\u2028#error", "x\\", "??/", "*/ #error /*", '"', "a b " * 60, "{name}"]
+
+
+@dataclass(frozen=True)
+class Evil(Named):
+    """A spec of somebody else's, with any text in its name and in a field."""
+
+    text: str
+    kind = "evil"
+
+    @property
+    def name(self) -> str:
+        return self.text
+
+    def check(self) -> None: ...
+
+    def constants(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_no_text_ends_the_comment_at_the_head(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evil.cu.jinja").write_text('extern "C" __global__ void jitrope_evil() { nope; }\n')
+    monkeypatch.setattr(render, "TEMPLATE_PATHS", [tmp_path])
+    try:
+        spec = Evil(text)
+        lines = render.head(spec).splitlines()
+        assert all(line.startswith("//") and line.isascii() and not line.endswith("\\") for line in lines)
+        with pytest.raises(CompileError) as caught:  # the template's own error, at its own line, and no other
+            compiler.compile_source(render.render(spec), "sm_90")
+        assert re.findall(r"\S+ error: .*", str(caught.value)) == [
+            'evil.cu.jinja(1): error: identifier "nope" is undefined'
+        ]
+    finally:
+        render._texts.cache_clear()
+        render.environment.cache_clear()
+
+
 def test_ingredients_follow_every_field_and_file() -> None:
     changes = {
-        "dtype": "fp16", "table_dtype": "bf16", "head_dim": 256, "rotary_dim": 64, "interleaved": True,
-        "conjugate": True, "full_width": True, "per_head": True, "rounding": "complex64", "in_place": True,
-        "index_dtype": "int64", "launch": "grid_2d", "vec": 4, "chunks": 1, "table_vec": 2, "tokens_per_block": 2,
-        "heads_per_block": 7, "one_step": False, "rotary_offset": 8, "interleaved_out": True, "angles": True,
-        "packed_table": True, "start_dtype": "int64", "cp_size": 2, "q_per_group": 4, "values": True,
-        "batch_inner": True, "position_dtype": "int64", "sections": (16, 48), "spread": True, "one_row": True,
-        "wide": True, "slot_dtype": "int64", "page_size": 16, "k_too": True, "q_out": "fp8", "kv_out": "fp8",
-        "norm": "twice", "table_step": 2,
-    }  # fmt: skip
+        "dtype": "fp16",
+        "table_dtype": "bf16",
+        "head_dim": 256,
+        "rotary_dim": 64,
+        "interleaved": True,
+        "inverse": True,
+        "full_width": True,
+        "per_head": True,
+        "rounding": "complex64",
+        "in_place": True,
+        "cu_seqlens_dtype": "int64",
+        "launch": "grid_2d",
+        "vec": 4,
+        "chunks": 1,
+        "table_vec": 2,
+        "tokens_per_block": 2,
+        "heads_per_block": 7,
+        "one_step": False,
+        "rotary_offset": 8,
+        "interleaved_out": True,
+        "freqs": True,
+        "packed_table": True,
+        "start_positions_dtype": "int64",
+        "cp_size": 2,
+        "q_per_group": 4,
+        "copy_v": True,
+        "batch_inner": True,
+        "position_ids_dtype": "int64",
+        "mrope_section": (16, 48),
+        "mrope_interleaved": True,
+        "one_row": True,
+        "wide": True,
+        "slot_mapping_dtype": "int64",
+        "page_size": 16,
+        "rotate_k": True,
+        "q_out": "fp8",
+        "kv_out": "fp8",
+        "norm_rounding": "twice",
+        "table_step": 2,
+    }
     norms_own = {
-        "norm": "none", "across_heads": True, "row_heads": (8,), "zero_centered": True, "weight_dtype": "fp32",
-        "two_streams": True, "two_tables": True, "gradient": True, "weight_vec": 2, "heads_per_thread": 4,
+        "norm_rounding": "none",
+        "across_heads": True,
+        "row_heads": (8,),
+        "zero_centered": True,
+        "weight_dtype": "fp32",
+        "two_streams": True,
+        "two_tables": True,
+        "gradient": True,
+        "weight_vec": 2,
+        "heads_per_thread": 4,
         "blocks_per_sm": 7,
-    }  # fmt: skip
+    }
     assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys() - {"kind"}
     for spec, fields in ((SPEC, changes), (NORM_SPEC, norms_own)):
         for name, value in fields.items():
             other = replace(spec, **{name: value})
             assert render.ingredients(other) != render.ingredients(spec), name
-            assert render.render(other).text != render.render(spec).text, name
+            assert cuda(other) != cuda(spec), name
     for entry in ROPE_ENTRIES:
         texts = render._texts(entry)
-        assert texts.keys() >= {"vec.cuh", "sequences.cuh", "dependents.cuh", "heads.cuh.jinja", entry}
-        assert ("norm.cuh.jinja" in texts) == (entry != "rope.cu.jinja")
+        shared = {"vec.cuh", "sequences.cuh", "dependents.cuh", "positions.cuh", "angles.cuh", "heads.cuh"}
+        assert texts.keys() >= shared | {"parameters.cuh.jinja", entry}
+        for name in ("norm_parameters.cuh.jinja", "norm.cuh"):
+            assert (name in texts) == (entry != "rope.cu.jinja")
+        assert ("torch_sum.cuh" in texts) == (entry == "qk_norm_rope.cu.jinja")
         for name, text in texts.items():
             assert (TEMPLATES / name).read_text() == text
 
@@ -149,7 +249,41 @@ def test_ingredients_follow_every_field_of_moving_rows() -> None:
             changed = changes[name] if changes[name] != getattr(spec, name) else "fp16"
             other = replace(spec, **{name: changed})
             assert render.ingredients(other) != render.ingredients(spec), name
-            assert render.render(other).text != render.render(spec).text, name
+            assert cuda(other) != cuda(spec), name
+
+
+@pytest.mark.parametrize("spec", [SPEC, NORM_SPEC], ids=["rope", "norm"])
+def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec) -> None:
+    """The compiler's offset of each field is that of its words on the host."""
+    names = arguments.address_names(spec.norm)
+    assert len(names) == len(set(names)) == (30 if spec.norm else 15)
+    source = render.render(spec)
+    groups = (arguments.ADDRESSES, arguments.WORDS)
+    if spec.norm:
+        groups = (arguments.NORM_ADDRESSES, *groups, arguments.NORM_WORDS)
+    at, checks = 0, []
+    for argument in (argument for group in groups for argument in group):
+        checks.append(f"static_assert(__builtin_offsetof(Params, {argument.field}) == {8 * at});")
+        at += arguments.WORDS_OF.get(argument.c_type, 1) * len(argument.names)
+    checks.append(f"static_assert(sizeof(Params) == {8 * at});")
+    for more in ("", "static_assert(__builtin_offsetof(Params, cp_rank) == 8);"):
+        changed = replace(source, text=source.text + "\n".join([*checks, more]))
+        if more:
+            with pytest.raises(CompileError, match="static assertion failed"):
+                compiler.compile_source(changed, "sm_90")
+        else:
+            compiler.compile_source(changed, "sm_90")
+
+
+def test_words_take_every_field_in_any_order() -> None:
+    sizes = {x.field: arguments.WORDS_OF.get(x.c_type, 1) * len(x.names) for x in arguments.WORDS}
+    numbers = iter(range(sum(sizes.values())))
+    given = {field: [next(numbers) for _ in range(count)] for field, count in sizes.items()}
+    shuffled = dict(reversed(given.items()))
+    assert arguments.words(shuffled, norm=False) == list(range(sum(sizes.values())))
+    for wrong in ({**given, "more": 1}, {**given, "tokens": [1, 2]}, {k: v for k, v in given.items() if k != "batch"}):
+        with pytest.raises(AssertionError):
+            arguments.words(wrong, norm=False)
 
 
 def test_missing_constant_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +310,8 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
     spec = next(s for s in (*ROPE_SPECS, *THD_SPECS) if name in render._texts(s.template))
     texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
-    at = next(i for i, line in enumerate(lines) if i > len(lines) // 2 and line in ("}", "};"))
+    ends = ("}", "};", "static_assert")  # of lines after which a declaration may stand
+    at = next((i for i, line in enumerate(lines) if i > len(lines) // 2 and line.startswith(ends)), len(lines) - 1)
     lines.insert(at + 1, "int broken = nope;")
     texts[name] = "\n".join(lines) + "\n"
     monkeypatch.setattr(render, "_texts", lambda file: {file: texts[file]})
@@ -195,7 +330,7 @@ def test_a_compile_error_has_the_spec_and_the_source(tmp_path: Path, monkeypatch
         compiler.compile_source(source, "sm_90", spec=SPEC.to_dict())
     first, *_, spec, kept = str(caught.value).splitlines()
     assert first.startswith(f"{SPEC.name} for sm_90: ")
-    assert re.search(r'heads\.cuh\.jinja\(\d+\): error: identifier "nope"', str(caught.value))
+    assert re.search(r'parameters\.cuh\.jinja\(\d+\): error: identifier "nope"', str(caught.value))
     assert spec_from_dict(json.loads(spec.removeprefix("spec: "))) == SPEC
     assert Path(kept.removeprefix("source: ")).read_text() == source.text
     assert Path(kept.removeprefix("source: ")).parent == tmp_path

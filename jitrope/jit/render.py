@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import jinja2
 
 _HERE = Path(__file__).resolve().parent.parent
+HEAD_WIDTH = 112
 TEMPLATE_PATHS = [_HERE / "templates", _HERE.parent / "templates"]  # in a wheel; in a checkout
 
 
@@ -54,7 +55,7 @@ def mark_lines(text: str, name: str) -> str:
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
         lines.append(line)
-        if "{%" in line:
+        if "{%" in line or line.startswith("{{"):  # text that may have several lines
             lines.append(f'#line {number + 1} "{name}"')
     return "\n".join(lines) + "\n"
 
@@ -89,6 +90,35 @@ def environment() -> jinja2.Environment:
 
 
 def render(spec: Spec) -> Source:
-    """The CUDA text of a spec, includes and all."""
+    """The CUDA text of a spec, includes and all, behind a comment that says what it is."""
     text = environment().get_template(spec.template).render(spec.constants())
-    return Source(text, spec.entry, spec.name)
+    return Source(head(spec) + text, spec.entry, spec.name)
+
+
+HEAD = """\
+// {name}
+//
+// Begin at the kernel, {entry}, at the end of this text.
+// Before it come its constants ("parameters") and the pieces that it uses. `#line` marks name the file of each piece.
+// templates/README.md has a drawing of a head and defines the nouns.
+//
+// This text again: sed -n 's|^//: ||p' FILE | jitrope render --from /dev/stdin
+"""
+
+
+def head(spec: Spec) -> str:
+    """The comment that a source begins with. No text of a spec can end it, or begin code.
+
+    It depends on the spec alone, as the constants do, so it needs no place in the cache's key.
+    """
+    name, entry = (re.sub(r"[^ -\[\]-~]", "?", text) for text in (spec.name, spec.entry))  # printable, no backslash
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in spec.to_dict().items()]
+    lines = ['{"spec": [{' + parts[0]]
+    for part in parts[1:]:
+        lines[-1] += ","
+        if len(lines[-1]) + len(part) < HEAD_WIDTH:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(part)
+    lines[-1] += "}]}"
+    return HEAD.format(name=name, entry=entry) + "".join(f"//: {line}\n" for line in lines)

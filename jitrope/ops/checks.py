@@ -66,7 +66,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if wants_grad and op.differentiable:
         _refuse_transforms(name)
         saved = op.saved(tensors)
-        for label in ("cos", "sin", "cos2", "sin2"):
+        for label in ("cos", "sin", "second_cos", "second_sin"):
             if label in tensors and tensors[label].requires_grad:
                 raise InvalidInput(
                     f"{name}: {label} requires a gradient, which jitrope does not compute; pass {label}.detach()"
@@ -220,7 +220,7 @@ def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a call with two streams; see `check_norm`."""
     fail = failing(name)
     norm = options.norm or Norm()
-    streams = [tensors[letter + n] for n in "12" for letter in "qkv"]
+    streams = [tensors[f"{stream}_{letter}"] for stream in ("first", "second") for letter in "qkv"]
     labels = [f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"]
     for label, x in zip(labels, streams):
         if not isinstance(x, Tensor) or x.dim() != 4:
@@ -242,13 +242,12 @@ def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
     given = {x.dtype for label, x in tensors.items() if "weight" in label}
     if len(given) >= 2:
         fail(f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
-    two_tables = "cos2" in tensors
-    for stream, weight in (("1", ""), ("2", "2")):
-        of_table = "2" if stream == "2" and two_tables else ""
-        own = {"q": "q" + stream, "k": "k" + stream, "q_weight": "q_weight" + weight, "k_weight": "k_weight" + weight}
-        own |= {"cos": "cos" + of_table, "sin": "sin" + of_table}
+    two_tables = "second_cos" in tensors
+    for stream, second in (("first_", ""), ("second_", "second_")):
+        own = {name: stream + name for name in ("q", "k")} | {name: second + name for name in ("q_weight", "k_weight")}
+        own |= {name: (second if two_tables else "") + name for name in ("cos", "sin")}
         check_norm(name, {label: tensors[x] for label, x in own.items() if x in tensors}, options)
-    cos, other = tensors["cos"], tensors.get("cos2", tensors["cos"])
+    cos, other = tensors["cos"], tensors.get("second_cos", tensors["cos"])
     if cos.dtype != other.dtype:
         fail(f"the first table is {cos.dtype} but the second {other.dtype}")
     if cos.shape[-1] != other.shape[-1]:

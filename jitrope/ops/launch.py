@@ -20,6 +20,7 @@ from torch import Tensor
 from ..base.config import log
 from ..jit.kernels import get_kernel
 from ..jit.registry import KINDS
+from ..plan.arguments import address_names
 from ..plan.problem import extent, plan_call, refuse_meeting
 from ..plan.spec import ROPE_KINDS, Options, RopeSpec
 from ..plan.views import Tensors, table_pair, tables_of
@@ -39,18 +40,11 @@ MAX_RECENT = 256
 MAX_RECENT_KINDS = 8
 """Sets of words, and for each kinds of tensors, that a thread looks at before anything else."""
 
-POINTERS = (
-    "q", "k", "v", "q_out", "k_out", "v_out", "cos", "sin", "cu_seqlens", "start_positions", "position_ids",
-    "slot_mapping", "q_scale", "k_scale", "v_scale",
-)  # fmt: skip
-NORM_POINTERS = (
-    "q1", "k1", "v1", "q2", "k2", "v2", "q_weight", "k_weight", "q_weight2", "k_weight2", "sums", "dq", "dk", "cos2",
-    "sin2",
-)  # fmt: skip
-"""The addresses of an argument block; those of a norm are in front."""
-
 Asked = Any
 """A user's words as they were given (a dict), or `Options` that are checked."""
+
+
+HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
 
 
 class _Local(threading.local):
@@ -186,7 +180,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
         kernel = get_kernel(plan.spec, device.index)  # type: ignore[arg-type]
         kernel.bind_thread()
     known.device, known.blocks = device.index, plan.grid[0] * plan.grid[1]
-    pointers = (*NORM_POINTERS, *POINTERS) if op.norm else POINTERS
+    pointers = address_names(op.norm)
     known.pack = struct.Struct(f"{len(pointers)}q").pack_into
     known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
     known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))
@@ -200,12 +194,13 @@ def _order(
     """Which address each pointer takes, and how many bytes behind it."""
     op, options = known.op, known.options
     found = {}  # of a pointer the tensor's name and the bytes from its first element
-    for pointer, name, head in zip(POINTERS, op.places(options), heads):  # no head of a missing k or v is read
+    for pointer, name, head in zip(HEADS, op.places(options), heads):  # no head of a missing k or v is read
         found[pointer] = (op.reads[0], 0) if head is None else (name, head.data_ptr() - named[name].data_ptr())
-    for n in ("", "2"):
-        if "cos" + n in named and "sin" + n not in named:
-            cos = named["cos" + n]
-            found["sin" + n] = ("cos" + n, table_pair(cos, None, options.table)[1].data_ptr() - cos.data_ptr())
+    for stream in ("", "second_"):
+        cos = named.get(stream + "cos")
+        if cos is not None and stream + "sin" not in named:
+            behind = table_pair(cos, None, options.table)[1].data_ptr() - cos.data_ptr()
+            found[stream + "sin"] = (stream + "cos", behind)
     own = dict(zip([*named], known.names))  # a table of one is called cos in the kernel, and by its word in a call
     at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
     at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}

@@ -61,10 +61,10 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
     """
     tensors = dict(tensors)
     if options.table == "freqs_cis":
-        for n in ("", "2"):
-            if "cos" + n in tensors:
-                pair = table_pair(tensors["cos" + n], tensors.get("sin" + n), "freqs_cis")
-                tensors["cos" + n], tensors["sin" + n] = pair
+        for stream in ("", "second_"):
+            if stream + "cos" in tensors:
+                pair = table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), "freqs_cis")
+                tensors[stream + "cos"], tensors[stream + "sin"] = pair
         options = changed(options, table="cos_sin")
     if not options.mrope_section:
         options = changed(options, mrope_section=(0,))

@@ -372,7 +372,7 @@ class _QKNormRope(Operation):
         return _given(q=q, k=k)
 
     def saved(self, tensors: Tensors) -> Tensors:
-        return {name: x for name, x in tensors.items() if not name.startswith("v")}
+        return {name: x for name, x in tensors.items() if not name.endswith("_v")}
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
         """The tensors of a call without a table, and tables that turn nothing: one row, seen as many."""
@@ -406,31 +406,33 @@ class _QKNormRope(Operation):
 class _QKNormRopeJoint(_QKNormRope):
     name = function = "qk_norm_rope_joint"
     tensors = (
-        "q1", "k1", "v1", "q2", "k2", "v2", "q_weight?", "k_weight?", "q_weight2?", "k_weight2?", "cos2?", "sin2?",
+        "first_q", "first_k", "first_v", "second_q", "second_k", "second_v", "q_weight?", "k_weight?",
+        "second_q_weight?", "second_k_weight?", "second_cos?", "second_sin?",
     )  # fmt: skip
     options = NORMED
     words = (*NORM, "interleaved", "rotary_dim", "rotary_offset", "rounding", "launch")
     tables = TABLE_WORDS[:4]
     labels = {  # noqa: RUF012
-        **{letter + n: f"{stream}'s {letter}" for n, stream in (("1", "first"), ("2", "second")) for letter in "qkv"},
-        **{f"{x}_weight{n}": f"{stream}'s {x}_weight" for n, stream in (("", "first"), ("2", "second")) for x in "qk"},
+        **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"},
+        **{f"{letter}_weight": f"first's {letter}_weight" for letter in "qk"},
+        **{f"second_{letter}_weight": f"second's {letter}_weight" for letter in "qk"},
     }
     results = ("q", "k", "v")
-    reads = ("q1", "k1", "v1")
+    reads = ("first_q", "first_k", "first_v")
     inplace = shards = False
 
     def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
-        return tensors["q1"].shape[1] + tensors["q2"].shape[1]
+        return tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         checks.check_norm_joint(name, tensors, options)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return dict(zip("qkv", joint_parts(*[tensors[name] for name in ("q1", "k1", "v1", "q2")])))
+        return dict(zip("qkv", joint_parts(*[tensors[name] for name in ("first_q", "first_k", "first_v", "second_q")])))
 
     def normed(self, tensors: Tensors, options: Options) -> NormCall | None:
-        second = tuple([head_view(tensors[name], options.layout) for name in ("q2", "k2", "v2")])
-        tables = (tensors["cos2"], tensors.get("sin2")) if "cos2" in tensors else ()
+        second = tuple([head_view(tensors[name], options.layout) for name in ("second_q", "second_k", "second_v")])
+        tables = (tensors["second_cos"], tensors.get("second_sin")) if "second_cos" in tensors else ()
         weights = tuple([tensors.get(name) for name in self.names[6:10]])
         return NormCall(norm_of(options), weights, second, tables)
 
@@ -443,16 +445,15 @@ class _QKNormRopeJoint(_QKNormRope):
         """Each stream's own: its tokens, and its rows of the tables."""
         found: Tensors = {}
         begin = 0
-        for n in "12":
-            end = begin + saved["q" + n].shape[1]
+        for stream, second in (("first_", ""), ("second_", "second_")):
+            end = begin + saved[stream + "q"].shape[1]
             own = {name: x[:, begin:end] for name, x in grads.items()}
             if "v" in own:
-                found["v" + n] = own.pop("v")
-            names = {name: name + n for name in "qk"}
-            names.update({name + "_weight": name + "_weight" + n * (n == "2") for name in "qk"})
+                found[stream + "v"] = own.pop("v")
+            names = {name: stream + name for name in "qk"} | {x: second + x for x in ("q_weight", "k_weight")}
             kept = {name: saved[other] for name, other in names.items() if other in saved}
-            if n == "2" and "cos2" in saved:
-                kept.update({name: saved[name + "2"] for name in ("cos", "sin") if name + "2" in saved})
+            if second and "second_cos" in saved:
+                kept.update({name: saved[second + name] for name in ("cos", "sin") if second + name in saved})
             else:
                 tables = {name: saved[name] for name in ("cos", "sin") if name in saved}
                 kept.update({name: x[begin:end] if x.dim() == 2 else x[:, begin:end] for name, x in tables.items()})
@@ -475,14 +476,14 @@ class _QKNormRopeBackward(Operation):
         out = {name: empty_like(tensors[name]) for name in "qk" if name in tensors}
         width = sum(self._sizes(tensors, options)) if "q_weight" in tensors or "k_weight" in tensors else 0
         if width:
-            out["sums"] = torch.empty(blocks, width, dtype=torch.float32, device=tensors["q"].device)
+            out["weight_grads"] = torch.empty(blocks, width, dtype=torch.float32, device=tensors["q"].device)
         return out
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        sums = outputs.pop("sums", None)
+        sums = outputs.pop("weight_grads", None)
         if sums is not None:
             sizes = self._sizes(tensors, options)
             for name, part in zip(("q_weight", "k_weight"), sums.sum(0).split(sizes)):
@@ -515,10 +516,11 @@ def norm_of(options: Options) -> Norm:
 def weights_of_one(tensors: Tensors, options: Options) -> Tensors:
     """Ones for weights that are missing beside others: a kernel takes all weights or none."""
     norm, ones = norm_of(options), {}
-    given = [x for name, x in tensors.items() if "weight" in name]
-    for name in ("q_weight", "k_weight", "q_weight2", "k_weight2") if given else ():
-        letter, stream = name[0], name[8:]
-        x = tensors.get(letter + (stream or "1"), None if stream else tensors.get(letter))
+    given = [x for name, x in tensors.items() if name.endswith("_weight")]
+    names = {"q": "q_weight", "k": "k_weight", "first_q": "q_weight", "first_k": "k_weight"}
+    names |= {"second_q": "second_q_weight", "second_k": "second_k_weight"}
+    for of, name in names.items() if given else ():
+        x = tensors.get(of)
         if x is not None and name not in tensors:
             heads = x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1
             ones[name] = _ones(x.device, x.shape[-1] * heads, given[0].dtype, norm.zero_centered)

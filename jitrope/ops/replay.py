@@ -73,7 +73,9 @@ def text(form: Form) -> str:
     else:
         made = "out"
         lines.append("out = fresh(tensors, options, blocks)")
-        used = [name for name in (*results, "sums") if any(name + "_out_at" in pointer for pointer in form.pointers)]
+        used = [
+            name for name in (*results, "weight_grads") if any(name + "_out_at" in pointer for pointer in form.pointers)
+        ]
         lines += [f"{name}_out_at = out['{name}'].data_ptr()" for name in used]
     if form.pointers:
         lines.append(f"pack(args, 0, {', '.join(form.pointers)})")

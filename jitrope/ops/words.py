@@ -54,7 +54,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     for label, x in tensors.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
-            shown = (kinds or ["cos"])[0] if label == "cos2" else op.labels.get(label, label)
+            shown = (kinds or ["cos"])[0] if label == "second_cos" else op.labels.get(label, label)
             refuse(name, shown, x, tensor if label in needed else f"{tensor} or None")
     full = canonical(dict(tensors))
     first = next(iter(full.values()))

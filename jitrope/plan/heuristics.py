@@ -117,7 +117,7 @@ def plan(problem: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
     p = problem
     launch, reason = choose_launch(p)
-    tiled = launch == "grid_2d" and not p.index_dtype
+    tiled = launch == "grid_2d" and not p.cu_seqlens_dtype
     vec, chunks = widest_access(p, tiled)
     spec = RopeSpec(
         **{field.name: getattr(p, field.name) for field in fields(Compiled)},
@@ -199,7 +199,7 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     359, 360, 362, 362 and 362 us on an H100, and grid_2d 482, 405, 401, 404, 405, 406 and 420; uneven
     lengths add to the latter only. Small packs are the exception (`FEW_PACKED_HEADS`).
     """
-    packed = p.index_dtype is not None
+    packed = p.cu_seqlens_dtype is not None
     if p.across_heads or p.gradient:
         return "token_linear", "a block has whole rows of tokens"
     if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:
@@ -229,7 +229,7 @@ def longest_share(p: RopeProblem) -> int:
 
 def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
     """(elements an access, runs of them in a thread): the widest that addresses and head allow."""
-    rest = 0 if p.in_place and not p.slot_dtype and not p.norm else p.head_dim - p.rotary_dim
+    rest = 0 if p.in_place and not p.slot_mapping_dtype and not p.norm else p.head_dim - p.rotary_dim
     interleaved = p.interleaved and p.interleaved_out
     vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
     if p.norm:  # torch's order of a sum has neighbours of four
@@ -247,8 +247,8 @@ def table_access(p: RopeProblem, spec: RopeSpec) -> int:
     step = p.rotary_dim // (2 if p.full_width or not interleaved else 4)  # to the thread's second run
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
     members = 2 if p.full_width and p.interleaved else 1  # of a pair, side by side
-    ends = [end * members for end in accumulate(p.sections)]
-    if p.spread:
+    ends = [end * members for end in accumulate(p.mrope_section)]
+    if p.mrope_interleaved:
         table_vec = min(table_vec, members)
     while run % table_vec or (spec.chunks == 2 and step % table_vec) or any(end % table_vec for end in ends):
         table_vec //= 2

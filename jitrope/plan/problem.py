@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
-from . import heuristics
+from . import arguments, heuristics
 from .spec import Norm, Options
 from .views import FP8, Tables, canonical, ids_view, table_pair, table_view
 
@@ -237,27 +237,27 @@ def plan_call(
         rotary_offset=options.rotary_offset,
         interleaved=options.interleaved,
         interleaved_out=options.interleaved_out,
-        conjugate=options.inverse,
-        angles=options.table == "freqs",
+        inverse=options.inverse,
+        freqs=options.table == "freqs",
         full_width=table_views[0].shape[-1] == options.rotary_dim,
         per_head=any(table[2] for table in table_strides),
         packed_table=options.packed_table,
         rounding=options.rounding,
         in_place=options.inplace,
-        index_dtype=_name(cu_seqlens),
-        start_dtype=_name(start_positions),
+        cu_seqlens_dtype=_name(cu_seqlens),
+        start_positions_dtype=_name(start_positions),
         cp_size=options.cp_size,
-        position_dtype=_name(position_ids),
-        sections=tuple(options.mrope_section),
-        spread=options.mrope_interleaved,
-        slot_dtype=_name(slot_mapping),
+        position_ids_dtype=_name(position_ids),
+        mrope_section=tuple(options.mrope_section),
+        mrope_interleaved=options.mrope_interleaved,
+        slot_mapping_dtype=_name(slot_mapping),
         page_size=page_size,
-        k_too=options.rotate_k,
+        rotate_k=options.rotate_k,
         q_out=DTYPE_NAMES[views[3].dtype],
         kv_out=DTYPE_NAMES[views[4].dtype],
         **_norm_fields(inputs, normed),
         q_per_group=q_per_group,
-        values=inputs[2] is not None,
+        copy_v=inputs[2] is not None,
         batch_inner=batch > 1 and seqlen > 1 and views[0].stride(0) < views[0].stride(1),
         wide=largest >= 1 << 31,
         batch=batch,
@@ -272,17 +272,30 @@ def plan_call(
         launch=options.launch,
         sm_count=sm_count,
     )
-    counts = [tokens, batch, seqlen, q_heads, k_heads, problem.num_sequences, table_views[0].shape[1]]
-    (mscale_bits,) = struct.unpack("q", struct.pack("2f", options.mscale, normed.norm.eps if normed else 0))
-    words = [word for group in (*strides, *table_strides[:2], ids_strides, counts) for word in group]
-    words += [options.cp_rank, slot_count, mscale_bits]
+    (scalars,) = struct.unpack("q", struct.pack("2f", options.mscale, normed.norm.eps if normed else 0))
+    given: dict[str, arguments.Word] = {
+        "in_stride": strides[:3],
+        "out_stride": strides[3:],
+        "cos_stride": table_strides[0],
+        "sin_stride": table_strides[1],
+        "ids_stride": ids_strides,
+        "tokens": tokens,
+        "batch": batch,
+        "seqlen": seqlen,
+        "q_heads": q_heads,
+        "k_heads": k_heads,
+        "sequences": problem.num_sequences,
+        "table_rows": table_views[0].shape[1],
+        "cp_rank": options.cp_rank,
+        "slot_count": slot_count,
+        "scalars": scalars,
+    }
     if normed:
-        nothing = [0] * 5
-        words += [word for group in (more_strides[: len(sources)] or [nothing] * 6) for word in group]
-        words += [word for group in (more_strides[len(sources) :] or [nothing] * 2) for word in group]
-        words += [word for group in (table_strides[2:] or [[0] * 4] * 2) for word in group]
-        words.append(views[0].shape[1])
-    return heuristics.plan(problem), words
+        given["source_stride"] = more_strides[: len(sources)] or [0] * 30
+        given["grad_stride"] = more_strides[len(sources) :] or [0] * 10
+        given["second_table_stride"] = table_strides[2:] or [0] * 8
+        given["split"] = views[0].shape[1]
+    return heuristics.plan(problem), arguments.words(given, norm=normed is not None)
 
 
 def _norm_views(views: list[Tensor], normed: NormCall | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -302,7 +315,7 @@ def _norm_fields(inputs: Views, normed: NormCall | None) -> dict[str, Any]:
     limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
     head_dim = inputs[0].shape[-1]
     return {
-        "norm": norm.rounding,
+        "norm_rounding": norm.rounding,
         "across_heads": norm.across_heads,
         "row_heads": tuple(rows),
         "zero_centered": norm.zero_centered,

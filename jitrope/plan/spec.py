@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Named, check_fields, refuse_unless
+from . import arguments
 
 LAUNCHES = ("token_linear", "grid_2d")
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
@@ -72,23 +73,27 @@ def changed(options: Options, **fields: Any) -> Options:
 class Compiled:
     """The parts of a call that are compiled into its kernel; a problem and a spec have them in common.
 
-    dtype, table_dtype: of q and k, and of cos and sin. The rotary_dim elements from rotary_offset on
-    are rotated; their pairs are (2i, 2i+1) if interleaved, else (i, i + rotary_dim / 2), in the
-    output by interleaved_out. conjugate: rotate back (the backward). angles: the table holds angles,
-    not cos and sin. full_width: it has an entry for each member of a pair. per_head: it has entries
-    for each head. packed_table: it has a row for each token of the packed batch. rounding: the arithmetic,
-    one of `ROUNDINGS`; "complex128" is the one in fp64, and the one whose tables may be fp64.
-    index_dtype, start_dtype: of cu_seqlens and start_positions, None without them. cp_size: ranks
-    that share each sequence. position_dtype: of position_ids, or None; sections: pairs of each of their
-    axes, () for one; spread: the pairs of the axes take turns. slot_dtype: of slot_mapping, or None:
-    k and v go to a cache with pages of page_size slots (0: no pages), and k_too: k is also rotated in
-    place. q_out, kv_out: the stored type, dtype or "fp8". norm: one of `NORM_ROUNDINGS`, or "" without
-    a norm; across_heads: over all heads of a token; row_heads: the numbers of q's (and k's) heads then;
-    zero_centered: the factor is 1 + weight; weight_dtype: None without weights; two_streams: q, k and v come from two
-    tensors each, two_tables: cos and sin too; gradient: the norm's, of q, k and the weights. q_per_group: heads of q
-    in a group of packed QKV, 1 elsewhere; values: v's heads are copied along. batch_inner: tokens of neighbouring
-    batch rows are neighbours in memory, and are taken in that order. wide: a stride (or a table's row) needs more than
-    31 bits.
+    dtype, table_dtype: of q and k, and of the tables. rotary_dim elements from rotary_offset on are rotated; their
+    pairs are (2i, 2i+1) if interleaved, otherwise (i, i + rotary_dim / 2), and interleaved_out says the same of the
+    output. inverse: rotate back (the backward). rounding: the arithmetic, one of `ROUNDINGS`; "complex128" is the only
+    one in fp64, and the only one with fp64 tables. wide: a stride (or a table's row) needs more than 31 bits.
+
+    The tables. freqs: the table holds angles, not cos and sin. full_width: each member of a pair has an entry.
+    per_head: each head has entries. packed_table: there is a row for each token of the packed batch.
+
+    Rows of the tables. The dtypes of cu_seqlens, start_positions, position_ids and slot_mapping are None without them.
+    cp_size: ranks that share each sequence. mrope_section: pairs of each axis of position_ids, () for one axis;
+    mrope_interleaved: the pairs of the axes alternate. batch_inner: tokens of neighbouring batch rows are neighbours in
+    memory, and are taken in that order.
+
+    Outputs. q_out, kv_out: the stored type, dtype or "fp8". With a slot_mapping k and v go to a cache with pages of
+    page_size slots (0: no pages), and rotate_k also rotates k in place. q_per_group: heads of q in a group of packed
+    QKV, 1 elsewhere. copy_v: v's heads are copied.
+
+    A norm. norm_rounding: one of `NORM_ROUNDINGS`, or "" without a norm. across_heads: the mean is over all heads of a
+    token, and row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is 1 + weight. weight_dtype:
+    None without weights. two_streams, two_tables: q, k and v, or cos and sin too, come from two tensors each. gradient:
+    the kernel is the norm's gradient, of q, k and the weights.
     """
 
     dtype: str
@@ -98,25 +103,25 @@ class Compiled:
     rotary_offset: int
     interleaved: bool
     interleaved_out: bool
-    conjugate: bool
-    angles: bool
+    inverse: bool
+    freqs: bool
     full_width: bool
     per_head: bool
     packed_table: bool
     rounding: str
     in_place: bool
-    index_dtype: str | None
-    start_dtype: str | None
+    cu_seqlens_dtype: str | None
+    start_positions_dtype: str | None
     cp_size: int
-    position_dtype: str | None
-    sections: tuple[int, ...]
-    spread: bool
-    slot_dtype: str | None
+    position_ids_dtype: str | None
+    mrope_section: tuple[int, ...]
+    mrope_interleaved: bool
+    slot_mapping_dtype: str | None
     page_size: int
-    k_too: bool
+    rotate_k: bool
     q_out: str
     kv_out: str
-    norm: str
+    norm_rounding: str
     across_heads: bool
     row_heads: tuple[int, ...]
     zero_centered: bool
@@ -125,9 +130,14 @@ class Compiled:
     two_tables: bool
     gradient: bool
     q_per_group: int
-    values: bool
+    copy_v: bool
     batch_inner: bool
     wide: bool
+
+    @property
+    def norm(self) -> bool:
+        """Whether there is a norm."""
+        return self.norm_rounding != ""
 
 
 @dataclass(frozen=True)
@@ -169,17 +179,17 @@ class RopeSpec(Compiled, Named):
             self.dtype,
             f"d{self.head_dim}" + (f"r{self.rotary_dim}" if self.rotary_dim != self.head_dim else ""),
             "_to_".join(dict.fromkeys(pairings)),
-            f"{self.table_dtype}_{'full' if self.full_width else 'half'}_{'angles' if self.angles else 'table'}"
+            f"{self.table_dtype}_{'full' if self.full_width else 'half'}_{'freqs' if self.freqs else 'table'}"
             + ("_per_head" if self.per_head else ""),
-            "backward" if self.conjugate else "forward",
+            "backward" if self.inverse else "forward",
             "in_place" if self.in_place else "",
-            "packed" if self.index_dtype else "",
+            "packed" if self.cu_seqlens_dtype else "",
             f"cp{self.cp_size}" if self.cp_size > 1 else "",
-            "ids" + (f"{len(self.sections)}" if self.sections else "") if self.position_dtype else "",
-            f"cache_{self.kv_out}" if self.slot_dtype else f"qkv{self.q_per_group}" if self.values else "",
+            "ids" + (f"{len(self.mrope_section)}" if self.mrope_section else "") if self.position_ids_dtype else "",
+            f"cache_{self.kv_out}" if self.slot_mapping_dtype else f"qkv{self.q_per_group}" if self.copy_v else "",
             f"to_{self.q_out}" if self.q_out != self.dtype else "",
             self.rounding if self.rounding != "fp32" else "",
-            f"round_{self.norm}" if self.norm else "",
+            f"round_{self.norm_rounding}" if self.norm else "",
             "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
             "two_streams" if self.two_streams else "",
             self.launch,
@@ -189,7 +199,7 @@ class RopeSpec(Compiled, Named):
     @property
     def lanes(self) -> int:
         """Threads along one head."""
-        rest = 0 if self.in_place and not self.slot_dtype and not self.norm else self.head_dim - self.rotary_dim
+        rest = 0 if self.in_place and not self.slot_mapping_dtype and not self.norm else self.head_dim - self.rotary_dim
         return self.rotary_dim // (self.chunk * self.chunks) + rest // self.vec
 
     @property
@@ -229,36 +239,36 @@ class RopeSpec(Compiled, Named):
             "q_out_c_type": C_TYPES[self.q_out],
             "kv_out_c_type": C_TYPES[self.kv_out],
             "table_c_type": C_TYPES[self.table_dtype],
-            "index_c_type": C_TYPES[self.index_dtype or "int32"],
-            "start_c_type": C_TYPES[self.start_dtype or "int32"],
-            "position_c_type": C_TYPES[self.position_dtype or "int32"],
-            "slot_c_type": C_TYPES[self.slot_dtype or "int32"],
-            "ids": self.position_dtype is not None,
-            "axes": len(self.sections) or 1,
-            "spread": self.spread,
-            "section_ends": "{" + ", ".join(map(str, accumulate(self.sections or (0,)))) + "}",
-            "cache": self.slot_dtype is not None,
-            "k_too": self.k_too,
+            "cu_seqlens_c_type": C_TYPES[self.cu_seqlens_dtype or "int32"],
+            "start_positions_c_type": C_TYPES[self.start_positions_dtype or "int32"],
+            "position_ids_c_type": C_TYPES[self.position_ids_dtype or "int32"],
+            "slot_mapping_c_type": C_TYPES[self.slot_mapping_dtype or "int32"],
+            "position_ids": self.position_ids_dtype is not None,
+            "axes": len(self.mrope_section) or 1,
+            "mrope_interleaved": self.mrope_interleaved,
+            "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
+            "cache": self.slot_mapping_dtype is not None,
+            "rotate_k": self.rotate_k,
             "page_size": self.page_size,
             "head_dim": self.head_dim,
             "rotary_dim": self.rotary_dim,
             "rotary_offset": self.rotary_offset,
             "interleaved": self.interleaved,
             "interleaved_out": self.interleaved_out,
-            "conjugate": self.conjugate,
-            "angles": self.angles,
+            "inverse": self.inverse,
+            "freqs": self.freqs,
             "full_width": self.full_width,
             "per_head": self.per_head,
             "packed_table": self.packed_table,
             "rounding": self.rounding.upper(),
             "real_c_type": "double" if self.rounding == "complex128" else "float",
             "in_place": self.in_place,
-            "norm": self.norm != "",
-            "packed": self.index_dtype is not None,
-            "starts": self.start_dtype is not None,
+            "norm": self.norm,
+            "packed": self.cu_seqlens_dtype is not None,
+            "start_positions": self.start_positions_dtype is not None,
             "cp_size": self.cp_size,
             "q_per_group": self.q_per_group,
-            "values": self.values,
+            "copy_v": self.copy_v,
             "batch_inner": self.batch_inner,
             "one_row": self.one_row,
             "stride_c_type": "long long" if self.wide else "unsigned int",
@@ -272,6 +282,7 @@ class RopeSpec(Compiled, Named):
             "one_step": self.one_step,
             "team": self.team,
             "threads": self.threads,
+            "arguments": arguments.declarations(self.norm),
             **(self._norm_constants() if self.norm else {}),
         }
 
@@ -282,7 +293,7 @@ class RopeSpec(Compiled, Named):
             "weighted": self.weight_dtype is not None,
             "across_heads": self.across_heads,
             "zero_centered": self.zero_centered,
-            "norm_rounding": self.norm.upper(),
+            "norm_rounding": self.norm_rounding.upper(),
             "two_streams": self.two_streams,
             "two_tables": self.two_tables,
             "row_q_heads": q_heads,
@@ -299,12 +310,12 @@ _WORDS = {
     "q_out": (*DTYPES, "fp8"),
     "kv_out": (*DTYPES, "fp8"),
     "weight_dtype": DTYPES,
-    "index_dtype": INDEX_DTYPES,
-    "start_dtype": INDEX_DTYPES,
-    "position_dtype": INDEX_DTYPES,
-    "slot_dtype": INDEX_DTYPES,
+    "cu_seqlens_dtype": INDEX_DTYPES,
+    "start_positions_dtype": INDEX_DTYPES,
+    "position_ids_dtype": INDEX_DTYPES,
+    "slot_mapping_dtype": INDEX_DTYPES,
     "rounding": ROUNDINGS,
-    "norm": ("", *NORM_ROUNDINGS),
+    "norm_rounding": ("", *NORM_ROUNDINGS),
     "launch": LAUNCHES,
 }
 _COUNTS = ("cp_size", "q_per_group", "heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block")

@@ -162,7 +162,7 @@ def render(
     else:
         fields = {"head_dim": head_dim, "dtype": dtype, "interleaved": interleaved, "rotary_dim": rotary_dim}
         (call,) = _calls([heads], **fields, width=width, in_place=in_place and not backward, backward=backward)
-        found = [spec for spec in call.specs() if spec.launch == launch and spec.conjugate == backward]
+        found = [spec for spec in call.specs() if spec.launch == launch and spec.inverse == backward]
     if not found:
         raise typer.BadParameter("there is no such kernel; --launch must be token_linear or grid_2d")
     source = render_source(found[0])

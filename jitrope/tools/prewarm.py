@@ -176,25 +176,25 @@ class Call:
             rotary_offset=self.rotary_offset,
             interleaved=self.interleaved,
             interleaved_out=self.interleaved if self.interleaved_out is None else self.interleaved_out,
-            conjugate=False,
-            angles=self.angles,
+            inverse=False,
+            freqs=self.angles,
             full_width=self.width == "full",
             per_head=False,
             packed_table=self.packed_table,
             rounding=self.rounding,
             in_place=self.in_place,
-            index_dtype=self.packed,
-            start_dtype=self.start_positions,
+            cu_seqlens_dtype=self.packed,
+            start_positions_dtype=self.start_positions,
             cp_size=self.cp_size,
-            position_dtype=self.position_ids,
-            sections=self.mrope_section,
-            spread=self.mrope_interleaved,
-            slot_dtype=self.slots,
+            position_ids_dtype=self.position_ids,
+            mrope_section=self.mrope_section,
+            mrope_interleaved=self.mrope_interleaved,
+            slot_mapping_dtype=self.slots,
             page_size=self.page_size,
-            k_too=self.rotate_k,
+            rotate_k=self.rotate_k,
             q_out="fp8" if self.fp8 else self.dtype,
             kv_out=self.kv_dtype or ("fp8" if self.fp8 and not self.slots else self.dtype),
-            norm=self.norm,
+            norm_rounding=self.norm,
             across_heads=bool(self.across_heads),
             row_heads=self.across_heads,
             zero_centered=self.zero_centered,
@@ -203,7 +203,7 @@ class Call:
             two_tables=self.two_tables,
             gradient=False,
             q_per_group=max(1, self.q_per_group),
-            values=self.slots is not None
+            copy_v=self.slots is not None
             or self.two_streams
             or (self.q_per_group > 0 and self.copy_v and not self.in_place),
             batch_inner=self.batch_inner,
@@ -225,10 +225,10 @@ class Call:
         if self.backward:  # of a fresh tensor, whichever way the forward went
             problems += [
                 replace(
-                    p, conjugate=True, in_place=False, interleaved=p.interleaved_out, interleaved_out=p.interleaved,
-                    values=self.q_per_group > 0, gradient=bool(self.norm), two_streams=False,
+                    p, inverse=True, in_place=False, interleaved=p.interleaved_out, interleaved_out=p.interleaved,
+                    copy_v=self.q_per_group > 0, gradient=bool(self.norm), two_streams=False,
                     two_tables=False, heads=self.heads * 2 // 3 if self.two_streams else self.heads,
-                    rounding="complex64" if self.norm else self.rounding, norm="none" if self.norm else "",
+                    rounding="complex64" if self.norm else self.rounding, norm_rounding="none" if self.norm else "",
                 )
                 for p in problems
             ]  # fmt: skip

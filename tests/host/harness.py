@@ -25,7 +25,7 @@ SHARED = ("-fPIC", "-shared", "-fno-gnu-unique", "-fvisibility=hidden")
 
 # Whether the threads of a block meet, where that is not always so: a word of the template, or never.
 COLLECTIVES = {
-    "jitrope_rope": "TOGETHER",
+    "jitrope_rope": "SHARES_WORK",
     "jitrope_thd_rows": "SEARCHES",
     "jitrope_thd_tables": "false",
     "jitrope_cp_segment_rows": "false",

@@ -33,7 +33,7 @@ int main(int, char** argv) {
     std::fclose(file);
     for (std::size_t i = 0; i < words.size(); ++i)
         if (owners[i] >= 0) words[i] += reinterpret_cast<std::int64_t>(regions[owners[i]]);
-    Arguments params;
+    Params params;
     static_assert(sizeof(Params) % 8 == 0);
     if (words.size() * 8 != sizeof params) {
         std::fprintf(stderr, "%zu parameter words, the kernel takes %zu\n", words.size(), sizeof params / 8);

@@ -1,0 +1,107 @@
+"""The arguments of the rope kernels: one list of names in order, for the host's words and for the CUDA struct.
+
+A kernel takes one struct: addresses of tensors, then words of 8 bytes. `declarations` writes the struct's fields, which
+`templates/parameters.cuh.jinja` includes, and `words` puts the host's values into the same order. A kernel with a norm
+has more addresses in front and more words at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Argument(NamedTuple):
+    """A field of the struct. names: of its elements; a field with several names is an array."""
+
+    c_type: str
+    field: str
+    names: tuple[str, ...]
+
+
+def _argument(c_type: str, field: str, names: str = "") -> Argument:
+    return Argument(c_type, field, tuple(names.split()) or (field,))
+
+
+WORDS_OF = {"Strides": 5, "TableStrides": 4, "IdStrides": 3}
+"""8-byte words of a C++ type; every other type is one word."""
+
+ADDRESSES = (
+    _argument("const T*", "in", "q k v"),
+    _argument("void*", "out", "q_out k_out v_out"),
+    _argument("const Table*", "cos"),
+    _argument("const Table*", "sin"),
+    _argument("const CuSeqlens*", "cu_seqlens"),
+    _argument("const StartPositions*", "start_positions"),
+    _argument("const PositionIds*", "position_ids"),
+    _argument("const SlotMapping*", "slot_mapping"),
+    _argument("const float*", "scale", "q_scale k_scale v_scale"),
+)
+WORDS = (
+    _argument("Strides", "in_stride", "q k v"),
+    _argument("Strides", "out_stride", "q_out k_out v_out"),
+    _argument("TableStrides", "cos_stride"),
+    _argument("TableStrides", "sin_stride"),
+    _argument("IdStrides", "ids_stride"),
+    _argument("long long", "tokens"),
+    _argument("long long", "batch"),
+    _argument("long long", "seqlen"),
+    _argument("long long", "q_heads"),
+    _argument("long long", "k_heads"),
+    _argument("long long", "sequences"),
+    _argument("long long", "table_rows"),
+    _argument("long long", "cp_rank"),
+    _argument("long long", "slot_count"),
+    _argument("Scalars", "scalars"),
+)
+NORM_ADDRESSES = (
+    _argument("const T*", "source", "first_q first_k first_v second_q second_k second_v"),
+    _argument("const Weight*", "weight", "q_weight k_weight second_q_weight second_k_weight"),
+    _argument("float*", "weight_grads"),
+    _argument("const T*", "grad", "dq dk"),
+    _argument("const Table*", "second_table", "second_cos second_sin"),
+)
+NORM_WORDS = (
+    _argument("Strides", "source_stride", "first_q first_k first_v second_q second_k second_v"),
+    _argument("Strides", "grad_stride", "dq dk"),
+    _argument("TableStrides", "second_table_stride", "second_cos second_sin"),
+    _argument("long long", "split"),
+)
+
+_COMMENT_COLUMN = 57
+
+Word = int | Sequence["Word"]
+"""A word, or several."""
+
+
+def address_names(norm: bool) -> tuple[str, ...]:
+    """The names of the addresses, in order."""
+    arguments = (*NORM_ADDRESSES, *ADDRESSES) if norm else ADDRESSES
+    return tuple(name for argument in arguments for name in argument.names)
+
+
+def declarations(norm: bool) -> str:
+    """The fields of the struct, in CUDA, a line each."""
+    groups = (NORM_ADDRESSES, ADDRESSES, WORDS, NORM_WORDS) if norm else (ADDRESSES, WORDS)
+    return "\n".join(_declaration(argument) for group in groups for argument in group)
+
+
+def _declaration(argument: Argument) -> str:
+    count = f"[{len(argument.names)}]" if len(argument.names) > 1 else ""
+    line = f"    {argument.c_type} {argument.field}{count};"
+    if argument.names == (argument.field,):
+        return line
+    return f"{line:{_COMMENT_COLUMN}}// {', '.join(argument.names)}"
+
+
+def words(given: Mapping[str, Word], norm: bool) -> list[int]:
+    """The words behind the addresses. given: those of every field, and of no other."""
+    arguments = (*WORDS, *NORM_WORDS) if norm else WORDS
+    flat = {field: _flat(value) for field, value in given.items()}
+    sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in arguments}
+    assert {field: len(value) for field, value in flat.items()} == sizes
+    return [word for field in sizes for word in flat[field]]
+
+
+def _flat(value: Word) -> list[int]:
+    return [value] if isinstance(value, int) else [word for part in value for word in _flat(part)]

@@ -1,0 +1,142 @@
+// The cosine and the sine that turn each pair: loaded from the tables by each lane, or staged in shared memory by the
+// whole block.
+
+#define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
+
+// A value as it is after it has been stored as a T.
+__device__ __forceinline__ float rounded(float value) {
+    T stored;
+    from_float(value, stored);
+    return to_float(stored);
+}
+
+// The members' own cosine and sine; mostly both members have the same.
+struct Turn { Real cos0, sin0, cos1, sin1; };
+
+// ---- loaded: a lane's angles in registers ------------------------------------------------------
+
+struct Angles {
+    Real cos[ENTRIES], sin[ENTRIES];
+
+    __device__ __forceinline__ Turn of(int pair) const {
+        const int first = FULL_WIDTH && INTERLEAVED ? 2 * pair : pair;
+        const int second = !FULL_WIDTH ? pair : INTERLEAVED ? 2 * pair + 1 : PAIRS + pair;
+        return {cos[first], sin[first], cos[second], sin[second]};
+    }
+};
+
+struct TablePair { const Table *cos, *sin; TableStrides cos_stride, sin_stride; };
+
+__device__ __forceinline__ int pair_of(int column) {
+    return !FULL_WIDTH ? column : INTERLEAVED ? column / 2 : column % (ROTARY_DIM / 2);
+}
+
+// A table that the heads share is small beside q and k, and every layer reads it: it stays in L2
+// (1.036 -> 1.024 x a copy on an H100, out of place). One with entries for each head is as large as q.
+__device__ __forceinline__ void load_table(
+    Real* out, const Table* table, const TableStrides& stride, const Row& row, int head, int lane
+) {
+    if constexpr (!ONE_ROW) table += stride.batch.step(row.batch);
+    if constexpr (PER_HEAD) table += stride.head.step(head);
+    // Of two neighbours, the table is the first or the second. An access begins with the first, in its aligned word.
+    const bool second = TABLE_STEP == 2 && reinterpret_cast<unsigned long long>(table) / sizeof(Table) % 2;
+    table += TABLE_VEC == 1 ? stride.dim.step(lane * RUN) : lane * RUN * TABLE_STEP - second;
+    #pragma unroll
+    for (int i = 0; i < ENTRIES; i += TABLE_VEC) {
+        const int step = i / RUN * RUN_STEP + i % RUN;
+        const Stride pair_row = row_of_pair(row, pair_of(lane * RUN + step));
+        constexpr int LOADED = TABLE_VEC * TABLE_STEP;
+        const Table* address = table + row_offset(pair_row, stride);
+        address += TABLE_VEC == 1 ? stride.dim.step(step) : step * TABLE_STEP;
+        Real loaded[LOADED];
+        unpack(PER_HEAD ? load<Table, LOADED>(address) : load_kept<Table, LOADED>(address), loaded);
+        #pragma unroll
+        for (int n = 0; n < LOADED; n += TABLE_STEP)
+            out[i + n / TABLE_STEP] = second ? loaded[n + TABLE_STEP - 1] : loaded[n];
+    }
+    if constexpr (ROUNDING == DTYPE) {
+        #pragma unroll
+        for (int i = 0; i < ENTRIES; ++i) out[i] = rounded(out[i]);
+    }
+}
+
+// A token whose row the tables do not have gets NaN, not wrong numbers.
+__device__ __forceinline__ Angles load_angles(const TablePair& t, const Row& row, bool outside, int head, int lane) {
+    Angles a;
+    if (outside) {
+        #pragma unroll
+        for (int i = 0; i < ENTRIES; ++i) a.cos[i] = a.sin[i] = NOT_A_NUMBER;
+        return a;
+    }
+    load_table(a.cos, t.cos, t.cos_stride, row, head, lane);
+    load_table(a.sin, t.sin, t.sin_stride, row, head, lane);
+    return a;
+}
+__device__ __forceinline__ Angles load_angles(const Params& p, const Row& row, int head, int lane) {
+    const TablePair t = {p.cos, p.sin, p.cos_stride, p.sin_stride};
+    return load_angles(t, row, outside(p, row), head, lane);
+}
+
+// ---- staged: a token's angles in shared memory -------------------------------------------------
+
+// cos, sin of each of a token's pairs. If the members of a pair differ, those of the second members lie ROTARY_DIM
+// floats further on.
+template <bool MEMBERS_DIFFER>
+struct Staged {
+    const float* first;                                  // of the lane's pairs
+
+    __device__ __forceinline__ Turn of(int pair) const {
+        const int index = pair / PAIR_RUN * (ROTARY_DIM / 4) + pair % PAIR_RUN;
+        const int aligned = index * 2 / STAGE_VEC * STAGE_VEC;
+        const Vec<float, STAGE_VEC> v = load<float, STAGE_VEC>(first + aligned);
+        const float cos = v.item[2 * index - aligned], sin = v.item[2 * index - aligned + 1];
+        if constexpr (!MEMBERS_DIFFER) return {cos, sin, cos, sin};
+        const Vec<float, STAGE_VEC> w = load<float, STAGE_VEC>(first + ROTARY_DIM + aligned);
+        return {cos, sin, w.item[2 * index - aligned], w.item[2 * index - aligned + 1]};
+    }
+};
+
+__device__ __forceinline__ float entry(const Table* row, const TableStrides& stride, int column) {
+    row += TABLE_VEC == 1 ? stride.dim.step(column) : column * TABLE_STEP;
+    return to_float(load_kept<Table, 1>(row).item[0]);
+}
+
+// Writes cos, sin: those of an entry, (a, b), or of the angle a.
+__device__ __forceinline__ void write_turn(const Params& p, float a, float b, float* out) {
+    if constexpr (FREQS) {
+        float sine, cosine;
+        sincosf(a, &sine, &cosine);
+        a = __fmul_rn(cosine, p.scalars.mscale), b = __fmul_rn(sine, p.scalars.mscale);
+    }
+    out[0] = ROUNDING == DTYPE ? rounded(a) : a, out[1] = ROUNDING == DTYPE ? rounded(b) : b;
+}
+
+// Stages the pairs of every token of the block: each entry is loaded, and each angle's sine and cosine taken, once.
+// Returns whether the members of a pair of this thread differ; those of a full-width table mostly do not.
+__device__ __forceinline__ bool stage(const Params& p, const Row* rows, float* staged) {
+    bool members_differ = false;
+    for (int i = threadIdx.x; i < TOKENS_PER_BLOCK * (ROTARY_DIM / 2); i += THREADS) {
+        const int slot = i / (ROTARY_DIM / 2), pair = i % (ROTARY_DIM / 2);
+        const Row row = rows[slot];
+        const Stride pair_row = row_of_pair(row, pair);
+        const Table* cos = p.cos + p.cos_stride.batch.step(row.batch) + row_offset(pair_row, p.cos_stride);
+        const Table* sin = p.sin + p.sin_stride.batch.step(row.batch) + row_offset(pair_row, p.sin_stride);
+        const int first_column = FULL_WIDTH && INTERLEAVED ? 2 * pair : pair;
+        const int second_column = INTERLEAVED ? 2 * pair + 1 : pair + ROTARY_DIM / 2;
+        const bool none = row.spare || outside(p, row);
+        float* out = staged + slot * STAGE_FLOATS + 2 * pair;
+        const float a = none ? NOT_A_NUMBER : entry(cos, p.cos_stride, first_column);
+        const float b = none || FREQS ? a : entry(sin, p.sin_stride, first_column);
+        const float c = FULL_WIDTH && !none ? entry(cos, p.cos_stride, second_column) : a;
+        const float d = FULL_WIDTH && !none && !FREQS ? entry(sin, p.sin_stride, second_column) : b;
+        const bool differ = __float_as_uint(c) != __float_as_uint(a) || __float_as_uint(d) != __float_as_uint(b);
+        members_differ |= differ;
+        write_turn(p, a, b, out);
+        if constexpr (FULL_WIDTH) {
+            out[ROTARY_DIM] = out[0], out[ROTARY_DIM + 1] = out[1];
+            if (differ) write_turn(p, c, d, out + ROTARY_DIM);
+        }
+        if constexpr (TOKENS_PER_BLOCK * (ROTARY_DIM / 2) <= THREADS) break;
+    }
+    return members_differ;
+}

@@ -1,0 +1,138 @@
+// A head: where it lies, a lane's part of it, the rotation, and the store.
+
+struct Chunks { Vec<T, VEC> x[ACCESSES]; };              // a lane's part of a head
+
+// A lane's first element of a head. lane[dims] is the address of the element so many dims further on.
+template <typename Element>
+struct Lane {
+    Element* first;
+    Axis dim;
+
+    __device__ __forceinline__ Element* operator[](int dims) const {
+        return first + (VEC == 1 ? dim.step(dims) : dims);
+    }
+};
+
+// Which tensor a head of a token is in: q's heads come first, then k's, then v's.
+struct Head {
+    bool is_q, is_v;
+    int tensor, index;                                   // q, k, v: 0, 1, 2; and the head's number in the tensor
+
+    __device__ __forceinline__ Head(const Params& p, int head)
+        : is_q(head < static_cast<int>(p.q_heads)), is_v(COPY_V && head >= static_cast<int>(p.q_heads + p.k_heads)),
+          tensor(is_q ? 0 : is_v ? 2 : 1),
+          index(head - static_cast<int>(is_q ? 0 : is_v ? p.q_heads + p.k_heads : p.q_heads)) {}
+
+    // The field of this head's tensor. Between two tensors a choice is faster than an index into the arguments.
+    template <typename Field>
+    __device__ __forceinline__ Field of(const Field (&each)[3]) const {
+        return COPY_V ? each[tensor] : is_q ? each[0] : each[1];
+    }
+    __device__ __forceinline__ Axis of(const Strides (&each)[3], Axis Strides::*axis) const {
+        return COPY_V ? each[tensor].*axis : is_q ? each[0].*axis : each[1].*axis;
+    }
+
+    template <typename Element>
+    __device__ __forceinline__ Lane<Element> in(
+        Element* base, const Strides (&strides)[3], const Place& place, int dim
+    ) const {
+        const Axis group = of(strides, &Strides::group), dims = of(strides, &Strides::dim);
+        long long offset = of(strides, &Strides::token).step(place.token);
+        if constexpr (!ONE_ROW || PAGE_SIZE) offset += of(strides, &Strides::batch).step(place.batch);
+        if (Q_PER_GROUP > 1 && is_q)
+            offset += group.step(index / Q_PER_GROUP) + strides[0].head.step(index % Q_PER_GROUP);
+        else offset += group.step(index);
+        return {base + offset + (VEC == 1 ? dims.step(dim) : dim), dims};
+    }
+
+    __device__ __forceinline__ Lane<const T> input(const Params& p, const Place& place, int dim) const {
+        return in(of(p.in), p.in_stride, place, dim);
+    }
+
+    template <typename Out>
+    __device__ __forceinline__ Lane<Out> output(const Params& p, const Place& place, int dim) const {
+        return in(static_cast<Out*>(of(p.out)), p.out_stride, place, dim);
+    }
+};
+
+// ---- a lane's part of a head -------------------------------------------------------------------
+
+// A lane's first dim. Two chunks are half a head apart. MIXED, they are neighbours on the interleaved side. A lane past
+// the rotary ones has one access.
+__device__ __forceinline__ int first_dim(int lane, bool interleaved) {
+    if (COPY_LANES == 0 || lane < ROTARY_LANES)
+        return ROTARY_OFFSET + lane * CHUNK * (MIXED && interleaved ? CHUNKS : 1);
+    const int dim = (lane - ROTARY_LANES) * VEC;
+    return dim < ROTARY_OFFSET ? dim : dim + ROTARY_DIM;
+}
+// The dims from a lane's first one to an access.
+__device__ __forceinline__ constexpr int dims_to(int access, bool interleaved) {
+    const int chunk = access / (CHUNK / VEC), i = access % (CHUNK / VEC);
+    return chunk * (MIXED && interleaved ? CHUNK : ROTARY_DIM / 2) + i * VEC;
+}
+
+// In place a line is read, written and not needed again: streaming (1.04 -> 1.02 x a copy on an H100). Out of
+// place streaming stores cost up to 15 %, so both are ordinary; and with a norm, which keeps a line
+// waiting for longer, both cost 5 to 12 % in place too.
+constexpr bool STREAMING = IN_PLACE && !NORM;
+__device__ __forceinline__ Vec<T, VEC> load_x(const T* address) {
+    return STREAMING ? load_once<T, VEC>(address) : load_global<T, VEC>(address);
+}
+__device__ __forceinline__ void store_x(T* address, const Vec<T, VEC>& v, bool in_place) {
+    in_place && STREAMING ? store_once(address, v) : COPY_V ? store_whole(address, v) : store(address, v);
+}
+
+__device__ __forceinline__ Chunks load_head(const Lane<const T>& lane) {
+    Chunks chunks;
+    #pragma unroll
+    for (int n = 0; n < ACCESSES; ++n) chunks.x[n] = load_x(lane[dims_to(n, INTERLEAVED)]);
+    return chunks;
+}
+
+__device__ __forceinline__ void unpack_head(const Chunks& chunks, float* x) {
+    #pragma unroll
+    for (int n = 0; n < ACCESSES; ++n) unpack(chunks.x[n], x + n * VEC);
+}
+__device__ __forceinline__ void pack_head(const float* y, Chunks& chunks) {
+    #pragma unroll
+    for (int n = 0; n < ACCESSES; ++n) pack(y + n * VEC, chunks.x[n]);
+}
+
+// Rounds values as a store of T does, by the same instructions.
+template <int COUNT>
+__device__ __forceinline__ void round_all(float (&x)[COUNT]) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; i += VEC) {
+        Vec<T, VEC> stored;
+        pack(x + i, stored);
+        unpack(stored, x + i);
+    }
+}
+
+// ---- the rotation ------------------------------------------------------------------------------
+
+// a * b + c * d: each product and the sum rounded, to fp32 or to T, or the first product not rounded, as
+// torch's complex multiply and its addcmul contract on a GPU.
+__device__ __forceinline__ float sum_of_products(float a, float b, float c, float d) {
+    if constexpr (ROUNDING == FP32) return __fadd_rn(__fmul_rn(a, b), __fmul_rn(c, d));
+    else if constexpr (ROUNDING == DTYPE) return __fadd_rn(rounded(__fmul_rn(a, b)), rounded(__fmul_rn(c, d)));
+    else return __fmaf_rn(a, b, __fmul_rn(c, d));
+}
+__device__ __forceinline__ float sum_of_products(double a, double b, double c, double d) {
+    return static_cast<float>(__fma_rn(a, b, __dmul_rn(c, d)));
+}
+
+// A lane's part of a head, x, turned to y. DTYPE rounds the sums too, when they are stored.
+template <typename Turns>
+__device__ __forceinline__ void turn(const float* x, float* y, const Turns& turns) {
+    #pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+        const Turn turn = turns.of(i);
+        const Real x0 = x[INTERLEAVED ? 2 * i : i], x1 = x[INTERLEAVED ? 2 * i + 1 : PAIRS + i];
+        const Real sin0 = INVERSE ? -turn.sin1 : turn.sin0;
+        const Real sin1 = INVERSE ? -turn.sin0 : turn.sin1;
+        y[INTERLEAVED_OUT ? 2 * i : i] = ROUNDING == ADDCMUL ? sum_of_products(-x1, sin0, x0, turn.cos0)
+                                                             : sum_of_products(x0, turn.cos0, -x1, sin0);
+        y[INTERLEAVED_OUT ? 2 * i + 1 : PAIRS + i] = sum_of_products(x0, sin1, x1, turn.cos1);
+    }
+}

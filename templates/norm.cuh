@@ -1,0 +1,123 @@
+// What QK-norm + rope and its gradient share: two streams of tokens, the weights, and the sum over a row.
+//
+// A row is the elements that one mean is taken over: a head, or, ACROSS_HEADS, all heads of q or of k of a token. A
+// head has TEAM threads, its LANES and some that idle. A thread has a part of STEPS heads, STRIDE apart: of its row's,
+// whose ROW_THREADS have HEADS_PER_BLOCK heads at a time, or of neighbours, which share its weights and angles.
+
+constexpr int ELEMENTS = ACCESSES * VEC;                 // elements that a lane has of a head
+constexpr int TENSORS = K_HEADS ? 2 : 1;                 // ACROSS_HEADS: rows of a token
+constexpr int ROW_HEADS = Q_HEADS > K_HEADS ? Q_HEADS : K_HEADS;
+constexpr int STEPS = ACROSS_HEADS ? (ROW_HEADS + HEADS_PER_BLOCK - 1) / HEADS_PER_BLOCK : HEADS_PER_THREAD;
+constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
+constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
+constexpr int WEIGHT_SETS = ACROSS_HEADS ? STEPS : 1;    // sets of weights that a thread has
+constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
+constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
+static_assert(!PACKED && !FREQS && !CACHE && !CONVERTS && CP_SIZE == 1 && !MIXED, "refused by the host");
+static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V), "refused by the host");
+static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
+
+// ---- two streams -------------------------------------------------------------------------------
+
+__device__ __forceinline__ bool in_second_stream(const Params& p, const Place& place) {
+    return TWO_STREAMS && place.token >= static_cast<int>(p.split);
+}
+
+__device__ __forceinline__ Lane<const T> lane_of(
+    const T* base, const Strides& stride, const Place& place, int head, int dim
+) {
+    base += stride.token.step(place.token) + stride.group.step(head) + (ONE_ROW ? 0 : stride.batch.step(place.batch));
+    return {base + (VEC == 1 ? stride.dim.step(dim) : dim), stride.dim};
+}
+
+// A lane's part of a head where it is read: in its stream's tensor.
+__device__ __forceinline__ Lane<const T> source_of(const Params& p, const Head& head, const Place& place, int dim) {
+    if constexpr (!TWO_STREAMS) return head.input(p, place, dim);
+    const bool second = in_second_stream(p, place);
+    const int number = head.tensor + (second ? 3 : 0);
+    const Place own = {place.batch, place.token - (second ? static_cast<int>(p.split) : 0)};
+    return lane_of(p.source[number], p.source_stride[number], own, head.index, dim);
+}
+
+__device__ __forceinline__ Angles angles_of(const Params& p, const Place& place, Row row, int head, int lane) {
+    if (!TWO_TABLES || !in_second_stream(p, place)) return load_angles(p, row, head, lane);
+    row.row[0] -= p.split;
+    const TablePair second = {p.second_table[0], p.second_table[1], p.second_table_stride[0], p.second_table_stride[1]};
+    return load_angles(second, row, false, head, lane);
+}
+
+// ---- the weights -------------------------------------------------------------------------------
+
+// The weights of a lane's part of a head, as they are stored.
+struct Factors {
+    Vec<Weight, WEIGHT_VEC> x[WEIGHTED ? ELEMENTS / WEIGHT_VEC : 1] = {};
+
+    __device__ __forceinline__ void load(const Params& p, const Head& head, bool second, int dim, int accesses) {
+        if (!WEIGHTED || head.is_v) return;
+        const Weight* weight = p.weight[head.tensor + (second ? 2 : 0)];
+        weight += dim + (ACROSS_HEADS ? head.index * HEAD_DIM : 0);
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; i += WEIGHT_VEC)
+            if (i / VEC < accesses)
+                x[i / WEIGHT_VEC] = load_kept<Weight, WEIGHT_VEC>(weight + dims_to(i / VEC, INTERLEAVED) + i % VEC);
+    }
+
+    __device__ __forceinline__ void values(float* out) const {
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; i += WEIGHT_VEC) unpack(x[i / WEIGHT_VEC], out + i);
+        if constexpr (ZERO_CENTERED) {
+            #pragma unroll
+            for (int i = 0; i < ELEMENTS; ++i) out[i] = __fadd_rn(out[i], 1.0f);
+        }
+    }
+};
+
+// Scales and weights a lane's part of a head, in the host's rounding.
+__device__ __forceinline__ void normalise(float (&x)[ELEMENTS], float scale, const Factors& factors) {
+    float factor[ELEMENTS];
+    if constexpr (WEIGHTED) factors.values(factor);
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) x[i] = __fmul_rn(x[i], scale);
+    if constexpr (NORM_ROUNDING == TWICE) round_all(x);
+    if constexpr (WEIGHTED) {
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i) x[i] = __fmul_rn(x[i], factor[i]);
+    }
+    if constexpr (NORM_ROUNDING != NONE) round_all(x);
+}
+
+// ---- the sum over a row ------------------------------------------------------------------------
+
+// Sums COUNT numbers at once, each over the threads of a row; every thread of the row gets the sums.
+template <int COUNT>
+__device__ __forceinline__ void row_sum(float (&sum)[COUNT]) {
+    #pragma unroll
+    for (int step = (ROW_THREADS < 32 ? ROW_THREADS : 32) / 2; step > 0; step /= 2)
+        #pragma unroll
+        for (int n = 0; n < COUNT; ++n) sum[n] = __fadd_rn(sum[n], __shfl_xor_sync(~0u, sum[n], step));
+    if constexpr (ROW_THREADS > 32) {
+        __shared__ float of_warps[COUNT][THREADS / 32];
+        const int warp = threadIdx.x / 32, first = warp / ROW_WARPS * ROW_WARPS;
+        __syncthreads();                                 // the sum before this one has been read
+        for (int n = 0; n < COUNT; ++n)
+            if (threadIdx.x % 32 == 0) of_warps[n][warp] = sum[n];
+        __syncthreads();
+        for (int n = 0; n < COUNT; ++n) {
+            sum[n] = 0.0f;
+            for (int w = 0; w < ROW_WARPS; ++w) sum[n] = __fadd_rn(sum[n], of_warps[n][first + w]);
+        }
+    }
+}
+
+__device__ __forceinline__ float elements_of_row(const Head& head) {
+    return ACROSS_HEADS ? HEAD_DIM * static_cast<float>(head.tensor ? K_HEADS : Q_HEADS) : HEAD_DIM;
+}
+
+// 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm and its mean compute it. For a power of two both
+// are the same.
+__device__ __forceinline__ float scale_of_row(const Params& p, float sum, const Head& head) {
+    const float count = elements_of_row(head);
+    constexpr bool exact = !ACROSS_HEADS && (HEAD_DIM & (HEAD_DIM - 1)) == 0;
+    const float mean = exact || NORM_ROUNDING == TWICE ? __fmul_rn(sum, __frcp_rn(count)) : __fdiv_rn(sum, count);
+    return rsqrtf(__fadd_rn(mean, p.scalars.eps));
+}

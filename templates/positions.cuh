@@ -1,0 +1,116 @@
+// Where a token lies, which row of the tables turns it, and where its k and v go in a cache.
+
+struct Place { int batch, token; };                      // a batch row, and a token in it
+struct Span { long long begin, end; };                   // tokens of a sequence, or all tokens
+
+// The rows of a token in the tables, one for each axis of position_ids.
+struct Row {
+    int batch;
+    long long row[AXES];
+    bool spare;                                          // the token lies after the last sequence
+};
+
+__device__ __forceinline__ Place place_of(const Params& p, long long index) {
+    const unsigned int token = static_cast<unsigned int>(index);
+    if constexpr (PACKED || ONE_ROW) return {0, static_cast<int>(token)};
+    const unsigned int inner = static_cast<unsigned int>(BATCH_INNER ? p.batch : p.seqlen);
+    const unsigned int outer = token / inner, rest = token - outer * inner;
+    const Place place = {static_cast<int>(outer), static_cast<int>(rest)};
+    return BATCH_INNER ? Place{place.token, place.batch} : place;
+}
+
+// The tokens of a packed sequence on this rank, or those after the last one.
+__device__ __forceinline__ Span span_of(const Params& p, long long sequence) {
+    const int rank = static_cast<int>(p.cp_rank);
+    const long long begin = max(0ll, local_offset(p.cu_seqlens[sequence], CP_SIZE, SEQUENCE_CHUNKS, rank));
+    if (sequence == p.sequences) return {begin, p.tokens};
+    return {begin, min(p.tokens, local_offset(p.cu_seqlens[sequence + 1], CP_SIZE, SEQUENCE_CHUNKS, rank))};
+}
+
+// The row of token `index`, which lies at `place`. PACKED: it is a token of `sequence`.
+__device__ __forceinline__ Row row_of(const Params& p, const Place& place, long long index, long long sequence) {
+    if constexpr (POSITION_IDS) {
+        Row row = {place.batch, {}, false};
+        const PositionIds* ids = p.position_ids + p.ids_stride.token.step(place.token);
+        if constexpr (!ONE_ROW) ids += p.ids_stride.batch.step(place.batch);
+        #pragma unroll
+        for (int axis = 0; axis < AXES; ++axis) row.row[axis] = ids[p.ids_stride.axis.step(axis)];
+        return row;
+    }
+    const int rank = static_cast<int>(p.cp_rank);
+    long long row;
+    if constexpr (PACKED) {
+        if (sequence == p.sequences) return {0, {}, true};
+        const CuSeqlens first = p.cu_seqlens[sequence], end = p.cu_seqlens[sequence + 1];
+        row = position_of(index - span_of(p, sequence).begin, first, end, CP_SIZE, SEQUENCE_CHUNKS, rank);
+    } else {
+        row = position_in_equal_chunks(place.token, p.seqlen, CP_SIZE, rank);
+    }
+    if constexpr (START_POSITIONS) row += p.start_positions[PACKED ? sequence : place.batch];
+    if constexpr (PACKED_TABLE) row += p.cu_seqlens[sequence];
+    return {place.batch, {row}, false};
+}
+
+// The rows of a block's tokens, first to last. PACKED: the block's warps search for the sequences of these two, and
+// a thread searches for its token's sequence between them.
+__device__ __forceinline__ void find_rows(
+    const Params& p, long long first, long long last, long long sequence, Row* rows, long long* ends
+) {
+    constexpr bool SEARCHES = PACKED && TOKEN_LINEAR;
+    const int rank = static_cast<int>(p.cp_rank);
+    if constexpr (SEARCHES) {
+        for (int end = threadIdx.x / 32; end < (TOKENS_PER_BLOCK > 1 ? 2 : 1); end += THREADS / 32) {
+            sequence = find_sequence(
+                p.cu_seqlens, p.sequences, offset_past(end ? last : first, CP_SIZE, SEQUENCE_CHUNKS, rank)
+            );
+            if (threadIdx.x % 32 == 0) ends[end] = sequence;
+        }
+        if constexpr (TOKENS_PER_BLOCK > 1) __syncthreads();
+    }
+    if (threadIdx.x < TOKENS_PER_BLOCK) {
+        const long long index = min(first + threadIdx.x, last);
+        if constexpr (SEARCHES && TOKENS_PER_BLOCK > 1)
+            sequence = find_between(
+                p.cu_seqlens, ends[0], ends[1], offset_past(index, CP_SIZE, SEQUENCE_CHUNKS, rank)
+            );
+        rows[threadIdx.x] = row_of(p, place_of(p, index), index, sequence);
+    }
+    __syncthreads();
+}
+
+// Whether a token has a row that the tables do not have.
+__device__ __forceinline__ bool outside(const Params& p, const Row& row) {
+    bool found = false;
+    #pragma unroll
+    for (int axis = 0; axis < AXES; ++axis)
+        found |= static_cast<unsigned long long>(row.row[axis]) >= static_cast<unsigned long long>(p.table_rows);
+    return GUARDED && found;
+}
+
+// The row for a pair: that of its axis. The tables have it.
+__device__ __forceinline__ Stride row_of_pair(const Row& row, int pair) {
+    Stride found = static_cast<Stride>(row.row[0]);
+    #pragma unroll
+    for (int axis = 1; axis < AXES; ++axis) {
+        const int begin = mrope_section_end(axis - 1), size = mrope_section_end(axis) - begin;
+        // Every axis' row is loaded: an index that is not constant would put the rows in local memory.
+        const Stride other = static_cast<Stride>(row.row[axis]);
+        const bool is_its = MROPE_INTERLEAVED ? pair % AXES == axis && pair < AXES * size : pair >= begin;
+        found = is_its ? other : found;
+    }
+    return found;
+}
+
+__device__ __forceinline__ long long row_offset(Stride row, const TableStrides& stride) {
+    return static_cast<unsigned long long>(row) * static_cast<Stride>(stride.row.stride);
+}
+
+// Where a token's k and v go in a cache; its batch axis is the page. A negative slot is padding: nothing is written.
+struct Destination { Place place; bool valid; };
+
+__device__ __forceinline__ Destination destination_of(const Params& p, const Place& place) {
+    const long long slot = p.slot_mapping[ONE_ROW ? place.token : place.batch * p.seqlen + place.token];
+    const unsigned int row = static_cast<unsigned int>(slot), page = PAGE_SIZE ? PAGE_SIZE : ~0u;
+    const Place found = {static_cast<int>(row / page), static_cast<int>(row % page)};
+    return {found, slot >= 0 && slot < p.slot_count};
+}
