@@ -25,8 +25,9 @@ __device__ __forceinline__ int begin_of(Sequence s, int cp_size, int chunks, int
     return static_cast<int>(local_offset(s.first, cp_size, chunks, rank));
 }
 __device__ __forceinline__ int position_at(Sequence s, int row, int cp_size, int chunks, int rank) {
-    const int number = row - begin_of(s, cp_size, chunks, rank);
-    return static_cast<int>(position_of(number, s.first, s.end, cp_size, chunks, rank));
+    return static_cast<int>(
+        position_of(row - begin_of(s, cp_size, chunks, rank), s.first, s.end, cp_size, chunks, rank)
+    );
 }
 
 // The chunk that a position is in. The first `low` chunks have `size` tokens, as do those from `high` on; the ones
