@@ -790,9 +790,9 @@ def test_group_offload(name, offload, device) -> None:
     """On a CPU its hooks run, and move nothing. Norms that have one are called by the host's own code."""
     model, inputs = prepared(MODELS[name], device)
     with torch.no_grad():
-        stock = forward(model, inputs)
         words = {"num_blocks_per_group": 1} if offload == "block_level" else {}
         model.enable_group_offload(torch.device(device), offload_type=offload, **words)
+        stock = forward(model, inputs)  # of weights where offloading puts them: cuBLAS looks at addresses
         for fuse_norm in (False, True):
             with integration.enable(model, fuse_norm=fuse_norm) as report:
                 assert torch.equal(forward(model, inputs), stock)

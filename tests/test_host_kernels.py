@@ -321,7 +321,7 @@ def seen(tensors, options):
 
 def run_norm_kernel(inputs, outputs, call, second=(), grads=(), sums=None) -> heuristics.Plan:
     """Run the kernel of a call on views of heads; `second` are the other stream's, `sums` a function of the plan."""
-    second_tables = tuple(x for x in call.second_tables if x is not None)
+    second_tables = call.second_tables if call.second_tables[0] is not None else ()
     normed = NormCall(call.norm, call.weights, second, second_tables, grads)
     sm_count = 1 if grads else SM_COUNT  # few blocks, which walk
     plan, words = plan_call(inputs, outputs, call.tables, None, call.options, sm_count, normed)

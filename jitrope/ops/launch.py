@@ -80,7 +80,7 @@ class Known:
         kept = op.saved(given)
         self.saved = tuple([n for n, name in enumerate(given) if name in kept])  # places of what a backward needs
         self.blocks = 0
-        self.pointers, self.fixed = (), []
+        self.pointers, self.fixed, self.kept = (), [], ()
         self.close: tuple[str, ...] = ()  # those that may not meet
         self.apart: set[tuple[int, ...]] = set()  # distances between them at which they do not
         self.unguarded: Callable[..., Tensors | None] | None = None

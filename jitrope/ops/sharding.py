@@ -126,8 +126,8 @@ def prepared(name: str, tensors: Tensors, options: Options) -> Tensors:
 
 
 def _same(placements: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    strided = [p for p in placements if hasattr(p, "split_factor")]  # which some torches take for Shard
-    return not strided and list(placements) == list(wanted)
+    # Some torches take a strided shard for a shard.
+    return all([type(p) is type(w) and p == w for p, w in zip(placements, wanted)])
 
 
 def _row(n: int, heads: Mapping[str, Any], call: Mapping[str, Any]) -> Row:
