@@ -127,7 +127,7 @@ def prepared(name: str, tensors: Tensors, options: Options) -> Tensors:
 
 def _same(placements: Sequence[Any], wanted: Sequence[Any]) -> bool:
     # Some torches take a strided shard for a shard.
-    return all([type(p) is type(w) and p == w for p, w in zip(placements, wanted)])
+    return all(type(p) is type(w) and p == w for p, w in zip(placements, wanted))
 
 
 def _row(n: int, heads: Mapping[str, Any], call: Mapping[str, Any]) -> Row:
