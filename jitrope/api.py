@@ -100,12 +100,13 @@ _DEFAULTS = {
 
 def _given(op: Operation, tensors: dict[str, Any], words: Any) -> Tensors:
     """The tensors that are not None, with those among the words, which go from there."""
+    tables = op.tables
     for word in [*words]:
-        if word in op.tables:
+        if word in tables:
             tensors[word] = words.pop(word)
-    for x in tensors.values():
-        if x is None:
-            return {name: x for name, x in tensors.items() if x is not None}
+    for name in [*tensors]:
+        if tensors[name] is None:
+            del tensors[name]
     return tensors
 
 
@@ -186,7 +187,10 @@ def apply_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    out = call(ROPE, _given(ROPE, {"q": q, "k": k, "cos": cos, "sin": sin}, words), words)
+    tensors: Any = {"q": q, "k": k, "cos": cos, "sin": sin}
+    if words or k is None or sin is None:
+        tensors = _given(ROPE, tensors, words)
+    out = call(ROPE, tensors, words)
     return out["q"], out.get("k")
 
 
@@ -204,8 +208,11 @@ def apply_rope_(
         InvalidInput: also for a tensor whose elements overlap in memory (an expanded one).
         CompileError: as `apply_rope`.
     """
+    tensors: Any = {"q": q, "k": k, "cos": cos, "sin": sin}
+    if words or k is None or sin is None:
+        tensors = _given(ROPE, tensors, words)
     words["inplace"] = True  # type: ignore[typeddict-unknown-key]
-    call(ROPE, _given(ROPE, {"q": q, "k": k, "cos": cos, "sin": sin}, words), words)
+    call(ROPE, tensors, words)
     return q, k
 
 

@@ -98,7 +98,7 @@ class Known:
     def written_out(self, form: Form, matches: Any = None, record: Any = None) -> Callable[..., Tensors | None]:
         """A function of the tensors, as one dict and one by one, that enqueues a call."""
         launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
-        own = (self.fixed, self.apart, matches, self.alignments, record)
+        own = (self.fixed, self.reach, self.apart, matches, self.alignments, record)
         return maker(form)(self, self.op, self.options, self.blocks, *launched, *own)
 
     def run(self, tensors: Tensors) -> Tensors:

@@ -62,7 +62,7 @@ class Operation:
     tensors: tuple[str, ...] = ("q", "k?")
     options: tuple[str, ...] = ROTATION
     words: tuple[str, ...] = ()
-    tables: tuple[str, ...] = (*TABLE_WORDS, "cu_seqlens")
+    tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens"))
     labels: dict[str, str] = {}  # noqa: RUF012  no one writes it
     results: tuple[str, ...] = ("q", "k")
     reads: tuple[str, ...] = ("q", "k", "v")
@@ -221,7 +221,7 @@ class _RopeKVCache(Operation):
     tensors = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "q_scale?", "k_scale?", "v_scale?")
     options = (*SERVING, "rotate_k")
     words = (*options, "check", "inplace")
-    tables = TABLE_WORDS
+    tables = frozenset(TABLE_WORDS)
     results = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
     mutated = ("k_cache", "v_cache")
@@ -356,7 +356,7 @@ class _QKNormRope(Operation):
     tensors: tuple[str, ...] = ("q", "k?", "q_weight?", "k_weight?")
     options: tuple[str, ...] = (*NORMED, "inverse")
     words: tuple[str, ...] = (*NORMED, *NORM, "across_heads", "check", "inplace")
-    tables: tuple[str, ...] = TABLE_WORDS[:-1]
+    tables: frozenset[str] = frozenset(TABLE_WORDS[:-1])
     shards = True
     norm = True
 
@@ -411,7 +411,7 @@ class _QKNormRopeJoint(_QKNormRope):
     )  # fmt: skip
     options = NORMED
     words = (*NORM, "interleaved", "rotary_dim", "rotary_offset", "rounding", "launch")
-    tables = TABLE_WORDS[:4]
+    tables = frozenset(TABLE_WORDS[:4])
     labels = {  # noqa: RUF012
         **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"},
         **{f"{letter}_weight": f"first's {letter}_weight" for letter in "qk"},

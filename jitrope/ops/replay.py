@@ -63,8 +63,9 @@ def text(form: Form) -> str:
     if form.recorded:
         lines.append("if grad_enabled(): return record(known, tensors)")
     if form.close:
-        lines.append(f"distances = ({', '.join(f'{name}_at - {form.close[0]}_at' for name in form.close[1:])},)")
-        lines.append("if distances not in apart: keep_apart(tensors, distances)")
+        behind = [f"{name}_at - {form.close[0]}_at" for name in form.close[1:]]
+        near = f"-reach < {behind[0]} < reach and " if len(behind) == 1 else ""
+        lines.append(f"if {near}({', '.join(behind)},) not in apart: keep_apart(tensors, ({', '.join(behind)},))")
     made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
     if form.inplace:
         made = "tensors"
@@ -85,7 +86,7 @@ def text(form: Form) -> str:
         lines.append(f"written(({', '.join(form.written)},))")
     lines.append(f"return finish({made}, tensors, options)" if form.finished else f"return {made}")
     body = "\n        ".join(lines)
-    taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, apart, matches, alignments, record"
+    taken = "known, op, options, blocks, pack, args, device, enqueue, fixed, reach, apart, matches, alignments, record"
     return (
         f"def make({taken}):\n    fresh, finish, keep_apart, elsewhere = "
         "op.fresh, op.finish, known.keep_apart, known.elsewhere\n"
