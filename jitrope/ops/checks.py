@@ -244,8 +244,9 @@ def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
         fail(f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
     two_tables = "second_cos" in tensors
     for stream, second in (("first_", ""), ("second_", "second_")):
-        own = {name: stream + name for name in ("q", "k")} | {name: second + name for name in ("q_weight", "k_weight")}
-        own |= {name: (second if two_tables else "") + name for name in ("cos", "sin")}
+        own = {name: stream + name for name in ("q", "k")}
+        own.update({name: second + name for name in ("q_weight", "k_weight")})
+        own.update({name: (second if two_tables else "") + name for name in ("cos", "sin")})
         check_norm(name, {label: tensors[x] for label, x in own.items() if x in tensors}, options)
     cos, other = tensors["cos"], tensors.get("second_cos", tensors["cos"])
     if cos.dtype != other.dtype:
