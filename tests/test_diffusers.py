@@ -794,9 +794,13 @@ def test_group_offload(name, offload, device) -> None:
         model.enable_group_offload(torch.device(device), offload_type=offload, **words)
         stock = forward(model, inputs)  # of weights where offloading puts them: cuBLAS looks at addresses
         for fuse_norm in (False, True):
-            with integration.enable(model, fuse_norm=fuse_norm) as report:
-                assert torch.equal(forward(model, inputs), stock)
             fused = fuse_norm and offload == "block_level"
+            with integration.enable(model, fuse_norm=fuse_norm) as report:
+                out = forward(model, inputs)
+            if fused and device == "cuda":  # squares of fp32 are summed in another order there
+                torch.testing.assert_close(out, stock, rtol=1e-4, atol=1e-5)
+            else:
+                assert torch.equal(out, stock)
             calls = {"jitrope": 0, "host": 0, "fused": FUSED_CALLS[name]}
             assert report.calls == (calls if fused else {"jitrope": MODELS[name].rotations, "host": 0})
 
