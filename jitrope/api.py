@@ -13,7 +13,8 @@ from .base.arguments import number, refuse
 from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
-from .ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV, Operation
+from .ops.operation import Operation
+from .ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV
 from .ops.words import ONE_TABLE
 from .plan.problem import constant
 from .plan.spec import Norm, Options

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import jitrope
 from jitrope.ops import library, reference
-from jitrope.ops.operations import Operation
+from jitrope.ops.operation import Operation
 from jitrope.plan.problem import head_view
 from jitrope.plan.spec import LAYOUT_AXES, Norm, Options
 from jitrope.plan.views import Tables, canonical

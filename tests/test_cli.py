@@ -24,7 +24,7 @@ from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import Entry, Key
 from jitrope.jit.registry import spec_from_dict
-from jitrope.ops.operations import turned_back
+from jitrope.ops.operation import turned_back
 from jitrope.plan.problem import NormCall, cache_view, plan_call
 from jitrope.plan.spec import Norm, Options
 from jitrope.plan.views import FP8

@@ -18,7 +18,7 @@ import torch
 from jitrope.base.errors import CompileError
 from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
-from jitrope.ops.operations import turned_back
+from jitrope.ops.operation import turned_back
 from jitrope.plan.problem import NormCall, plan_call
 from jitrope.plan.spec import Options, RopeSpec
 from jitrope.tools.prewarm import DEFAULT_CALLS, Call

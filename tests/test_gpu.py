@@ -18,6 +18,7 @@ import jitrope
 from jitrope.jit import kernels
 from jitrope.ops import dispatch, library, operations, reference
 from jitrope.ops import launch as runtime
+from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (
     QK_NORM_ROPE,
     QK_NORM_ROPE_BACKWARD,
@@ -26,7 +27,6 @@ from jitrope.ops.operations import (
     ROPE_KV_CACHE,
     ROPE_QKV,
     ROPE_QKV_BACKWARD,
-    turned_back,
 )
 from jitrope.plan.spec import Options
 

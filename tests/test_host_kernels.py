@@ -9,7 +9,8 @@ import torch
 
 from jitrope.jit.render import Source, environment, render
 from jitrope.ops import reference
-from jitrope.ops.operations import ROPE_INTO, turned_back
+from jitrope.ops.operation import turned_back
+from jitrope.ops.operations import ROPE_INTO
 from jitrope.plan import heuristics, partition
 from jitrope.plan.problem import NormCall, cache_view, plan_call, qkv_views, separate_views
 from jitrope.plan.spec import Options

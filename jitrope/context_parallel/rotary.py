@@ -12,7 +12,8 @@ from ..base import arguments
 from ..ops import checks
 from ..ops.dispatch import call
 from ..ops.fit import Fail
-from ..ops.operations import ROPE, ROPE_INTO, turned_back
+from ..ops.operation import turned_back
+from ..ops.operations import ROPE, ROPE_INTO
 from ..ops.words import resolved
 from ..plan.spec import Options
 from ..plan.views import Tensors

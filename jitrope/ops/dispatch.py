@@ -17,7 +17,7 @@ from ..plan.spec import Options, changed
 from ..plan.views import Tensors
 from . import checks, launch, library, watch
 from .launch import Asked, Known, local
-from .operations import Operation
+from .operation import Operation
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
 

@@ -25,7 +25,8 @@ from ..plan.problem import extent, plan_call, refuse_meeting
 from ..plan.spec import ROPE_KINDS, Options, RopeSpec
 from ..plan.views import Tensors, table_pair, tables_of
 from . import watch
-from .operations import Operation, weights_of_one
+from .operation import Operation
+from .operations import weights_of_one
 from .replay import Form, maker, twice
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))

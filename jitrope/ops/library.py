@@ -11,7 +11,8 @@ from torch import Tensor
 from ..plan.spec import Norm, Options, changed
 from ..plan.views import Tables, Tensors, table_pair
 from . import launch, watch
-from .operations import OPERATIONS, ROPE_INTO, Operation
+from .operation import Operation
+from .operations import OPERATIONS, ROPE_INTO
 
 _TABLES = "Tensor cos, Tensor? sin, Tensor? cu_seqlens, Tensor? start_positions, Tensor? position_ids"
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
