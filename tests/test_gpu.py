@@ -591,6 +591,28 @@ def test_modes_are_seen_by_a_known_call() -> None:
     assert torch.ops.jitrope.rope.default in seen
 
 
+def test_dtensors_reach_the_launch() -> None:
+    """On a mesh of one: what a rank does with its own shards; `test_sharding` has four ranks."""
+    dist = pytest.importorskip("torch.distributed", reason="this torch has no distributed")
+    from torch.distributed.tensor import DTensor, Shard
+
+    q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
+    want = jitrope.apply_rope(q, k, cos, sin)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh(torch.device(DEVICE).type, (1,))
+        given = [DTensor.from_local(x.clone().requires_grad_(), mesh, [Shard(2)]) for x in (q, k)]
+        got = jitrope.apply_rope(*given, cos, sin)
+        grads = torch.autograd.grad(got, given, [torch.ones_like(y) for y in got])
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
+        outputs = jitrope.apply_rope(*leaves, cos, sin)
+        wanted = torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
+        for a, b in zip((*got, *grads), (*want, *wanted)):
+            assert torch.equal(a.to_local(), b)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.hardware
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
 @pytest.mark.parametrize("case", CACHE_CASES, ids=str)
