@@ -189,7 +189,7 @@ def apply_rope(
         CompileError: the kernel could not be built; the message says what to install.
     """
     tensors: Any = {"q": q, "k": k, "cos": cos, "sin": sin}
-    if words or k is None or sin is None:
+    if words or k is None or cos is None or sin is None:
         tensors = _given(ROPE, tensors, words)
     out = call(ROPE, tensors, words)
     return out["q"], out.get("k")
@@ -210,7 +210,7 @@ def apply_rope_(
         CompileError: as `apply_rope`.
     """
     tensors: Any = {"q": q, "k": k, "cos": cos, "sin": sin}
-    if words or k is None or sin is None:
+    if words or k is None or cos is None or sin is None:
         tensors = _given(ROPE, tensors, words)
     words["inplace"] = True  # type: ignore[typeddict-unknown-key]
     call(ROPE, tensors, words)
