@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -573,6 +574,16 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
     if not in_place:
         out, _ = rotate(q.requires_grad_(), k, cos, sin, **keywords)
         assert out.requires_grad
+
+
+def test_words_without_a_hash() -> None:
+    """A list is a tuple; a numpy array has no hash, so its call is prepared each time."""
+    q, k, cos, sin, words = make(case_named("mrope"), DEVICE)
+    want = jitrope.apply_rope(q, k, cos, sin, **words)
+    for sections in (list(words["mrope_section"]), np.array(words["mrope_section"])):
+        for _ in range(3):
+            got = jitrope.apply_rope(q, k, cos, sin, **{**words, "mrope_section": sections})
+            assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 def test_modes_are_seen_by_a_known_call() -> None:

@@ -937,7 +937,7 @@ def test_serving_compiles_fullgraph_once_for_all_lengths() -> None:
 
 
 def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:
-    """`launch.again` asks torch's guards in place of looking at each tensor."""
+    """`ops/replay.py` asks torch's guards in place of looking at each tensor."""
     q, other = torch.randn(2, 3), torch.randn(2, 3)
     guards = torch._C._dynamo.guards.TensorGuards(q, other, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     assert guards.check(torch.randn(2, 3), torch.randn(2, 3))

@@ -1,7 +1,7 @@
 """Which way a call goes: past torch's dispatcher, through an autograd function, or to the library's op.
 
 A call that nothing watches does not go through torch's dispatcher, which would cost as much host time as the launch;
-one that is like one of the last ones is not even looked at again (`launch.again`).
+one that is like one of the last ones is not even looked at again (`replay`).
 """
 
 from __future__ import annotations

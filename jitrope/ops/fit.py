@@ -21,7 +21,7 @@ Fail = Callable[[str], NoReturn]
 
 
 def failing(name: str) -> Fail:
-    """A function that refuses a call of `name`, in these words."""
+    """A function that refuses a call of `name` with a text."""
 
     def fail(text: str) -> NoReturn:
         raise InvalidInput(f"{name}: {text}")

@@ -44,7 +44,6 @@ MAX_RECENT_KINDS = 8
 Asked = Any
 """A user's words as they were given (a dict), or `Options` that are checked."""
 
-
 HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
 
 
@@ -232,6 +231,7 @@ def keep_in_mind(known: Known, tensors: Tensors, asked: Asked, record: Callable[
     form = known.form._replace(twice=again, guarded=True, recorded=bool(wants))
     if len(local.recent) >= MAX_RECENT:
         local.recent = {}
-    kinds = local.recent.setdefault(words_of(known.op, tensors, asked), [])
-    kinds.insert(0, known.written_out(form, matches, record))
-    del kinds[MAX_RECENT_KINDS:]
+    with contextlib.suppress(TypeError):  # a word without a hash
+        kinds = local.recent.setdefault(words_of(known.op, tensors, asked), [])
+        kinds.insert(0, known.written_out(form, matches, record))
+        del kinds[MAX_RECENT_KINDS:]
