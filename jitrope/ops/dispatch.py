@@ -43,7 +43,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
 def _call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
     """The same of a call that is new, or watched."""
     if not isinstance(asked, Options):
-        asked = {word: tuple(value) if type(value) is list else value for word, value in asked.items()}
+        asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names])
     plain = not is_compiling() and not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
