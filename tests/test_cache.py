@@ -550,6 +550,14 @@ def test_prune_removes_what_was_written_before(cache: KernelCache) -> None:
     assert [entry.path for entry in cache.prune(0)] == folders[3:]
 
 
+@pytest.mark.parametrize("ahead", [365 * 24 * HOUR, 600])
+def test_a_date_in_the_future(cache: KernelCache, ahead: float) -> None:
+    """An entry that a wrong clock dated is old; one of a clock that is minutes ahead is new."""
+    folder = filled(cache, KEY).parent
+    os.utime(folder, (time.time() + ahead,) * 2)
+    assert [entry.path for entry in cache.prune(HOUR)] == ([folder] if ahead > HOUR else [])
+
+
 # ---- where it is ---------------------------------------------------------------------------------
 
 

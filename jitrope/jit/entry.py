@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -244,11 +245,15 @@ def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -
 
 
 def written(path: Path) -> float:
-    """When a folder was written, in seconds since 1970; 0 of what is in a bundle."""
+    """When a folder was written, in seconds since 1970; 0 of what is in a bundle.
+
+    It is 0, long ago, too where the date is more than an hour ahead: a clock was wrong.
+    """
     try:
-        return os.lstat(path).st_mtime
+        found = os.lstat(path).st_mtime
     except OSError:
         return 0.0
+    return found if found <= time.time() + 3600 else 0.0
 
 
 def survey(
