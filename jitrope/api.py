@@ -105,6 +105,8 @@ def _given(op: Operation, tensors: dict[str, Any], words: Any) -> Tensors:
     for word in [*words]:
         if word in tables:
             tensors[word] = words.pop(word)
+        elif word == "inplace":  # ours: the functions that end in "_" set it
+            raise TypeError(f"{op.function}() got an unexpected keyword argument 'inplace'")
     for name in [*tensors]:
         if tensors[name] is None:
             del tensors[name]
@@ -268,8 +270,9 @@ def apply_rope_qkv_(
     Returns:
         qkv itself, (B, S, G, (q_per_group + 2) D).
     """
+    tensors = _given(ROPE_QKV, {"qkv": qkv, "cos": cos, "sin": sin}, words)
     words.update(q_per_group=q_per_group, inplace=True)  # type: ignore[call-arg]
-    call(ROPE_QKV, _given(ROPE_QKV, {"qkv": qkv, "cos": cos, "sin": sin}, words), words)
+    call(ROPE_QKV, tensors, words)
     return qkv
 
 
@@ -374,8 +377,9 @@ def apply_rope_kv_cache_(
     """
     scales = _scales("apply_rope_kv_cache_", q, k_scale=k_scale, v_scale=v_scale)
     tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping, **scales}
+    given = _given(ROPE_KV_CACHE, {**tensors, "cos": cos, "sin": sin}, words)
     words.update(rotate_k=rotate_k, inplace=True)  # type: ignore[call-arg]
-    call(ROPE_KV_CACHE, _given(ROPE_KV_CACHE, {**tensors, "cos": cos, "sin": sin}, words), words)
+    call(ROPE_KV_CACHE, given, words)
     return q
 
 
@@ -469,9 +473,9 @@ def qk_norm_rope_(
         InvalidInput: also where a gradient is asked for, and for a tensor whose elements overlap in memory.
         CompileError: as `qk_norm_rope`.
     """
+    tensors = _normed(QK_NORM_ROPE, {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}, cos, sin, words)
     words["inplace"] = True  # type: ignore[typeddict-unknown-key]
-    tensors = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight}
-    call(QK_NORM_ROPE, _normed(QK_NORM_ROPE, tensors, cos, sin, words), words)
+    call(QK_NORM_ROPE, tensors, words)
     return q, k
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 from dataclasses import replace
 
@@ -1119,3 +1120,18 @@ def test_expanded_in_place_is_refused() -> None:
     q = torch.ones(1, 6, 4, 8).expand(2, 6, 4, 8)
     with pytest.raises(jitrope.InvalidInput, match="its elements overlap in memory"):
         jitrope.apply_rope_(q, None, torch.zeros(6, 4), torch.zeros(6, 4))
+
+
+@pytest.mark.parametrize("op", [op for op in OPERATIONS if op.function], ids=lambda op: op.name)
+def test_a_function_takes_the_words_of_its_signature_alone(op) -> None:
+    """What `help` shows is what a call may have; words of the inside are not."""
+    function = getattr(jitrope, op.function)
+    shown = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    taken = {*op.words, *op.tables} - {"inplace", "cos", "sin"}
+    assert shown - {name.rstrip("?") for name in op.tensors} == taken - {name.rstrip("?") for name in op.tensors}
+    given = [torch.ones(1, 2, 1, 8)] * 2
+    for word in ("inplace", "table", "fp8", "norm"):
+        with pytest.raises(TypeError, match=word):
+            jitrope.apply_rope(*given, torch.ones(2, 4), torch.ones(2, 4), **{word: True})
+        with pytest.raises(TypeError, match=word):
+            jitrope.qk_norm_rope_(*given, None, None, torch.ones(2, 4), torch.ones(2, 4), **{word: True})

@@ -35,7 +35,7 @@ def _names(op: Operation) -> list[str]:
 
 
 def _schema(op: Operation, inplace: bool) -> str:
-    """The declaration of an op. What is missing among its results comes back empty."""
+    """The declaration of an op. A result that a call does not have is an empty tensor."""
     written = {*op.mutated, *((_ROTATED,) if "rotate_k" in op.options else ())}
     if inplace:
         written |= {*op.results} if op.results[0] in op.names else {*op.names}
@@ -52,7 +52,7 @@ def _schema(op: Operation, inplace: bool) -> str:
 
 
 def _fields(op: Operation) -> list[str]:
-    return [name for name in Options._fields if name in op.options]
+    return [name for name in Options._fields if name in (*op.options, "table")]
 
 
 def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, ...]:

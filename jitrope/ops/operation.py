@@ -23,7 +23,7 @@ Call = Callable[["Operation", Tensors, Options], Tensors]
 """`dispatch.call`."""
 
 empty_like = torch.empty_like
-HEADS = ("rotary_dim", "layout", "interleaved", "rotary_offset", "table", "mrope_section", "mrope_interleaved")
+HEADS = ("rotary_dim", "layout", "interleaved", "rotary_offset", "mrope_section", "mrope_interleaved")
 SERVING = (*HEADS, "launch")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
 NORMED = (*HEADS, "rounding", "launch")
@@ -37,7 +37,8 @@ class Operation:
     Attributes:
         name: of torch's op; the op in place has "_" behind it. function: the user's.
         tensors: names, in the op's order, before those of the tables; one with "?" may be missing.
-        options: the fields of `Options` that its op takes. words, tables: those that a user's call may have.
+        options: the fields of `Options` that its op takes, beside `table`.
+        words, tables: the keywords that a user's call may have; tables are tensors.
         labels: names of tensors for messages, where they are others. norm: it normalises.
         results: names of outputs; one that is named as an input is missing where that is.
         reads, writes: where the heads of q, k and v come from and go to; "q_out" is the output "q".

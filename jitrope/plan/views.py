@@ -17,7 +17,7 @@ Weights = tuple["Tensor | None", "Tensor | None"]
 
 
 class Tables(NamedTuple):
-    """Where a token's angles are; without sin there is one table, of which `Options.table` says the kind."""
+    """The tables, and the tokens' positions in them. Without sin, cos is one table; `Options.table` is its kind."""
 
     cos: Tensor
     sin: Tensor | None = None
