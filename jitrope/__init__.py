@@ -19,41 +19,31 @@ radians, positions and offsets in tokens, sizes in bytes.
 
 from typing import Any as _Any
 
-from .api import (
-    apply_rope,
-    apply_rope_,
-    apply_rope_fp8,
-    apply_rope_kv_cache,
-    apply_rope_kv_cache_,
-    apply_rope_qkv,
-    apply_rope_qkv_,
-    qk_norm_rope,
-    qk_norm_rope_,
-    qk_norm_rope_joint,
-)
+from .api import apply_rope, prepare_joint_qkv, prepare_packed_qkv, prepare_qkv
 from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import record
+from .ops.values import KVCache, Mrope, Norm, Packed, Quantize, Starts
 
 __all__ = [
     "CacheError",
     "CompileError",
     "InvalidInput",
     "JitropeError",
+    "KVCache",
     "MissingKernel",
+    "Mrope",
+    "Norm",
+    "Packed",
+    "Quantize",
+    "Starts",
     "__version__",
     "apply_rope",
-    "apply_rope_",
-    "apply_rope_fp8",
-    "apply_rope_kv_cache",
-    "apply_rope_kv_cache_",
-    "apply_rope_qkv",
-    "apply_rope_qkv_",
     "configure",
-    "qk_norm_rope",
-    "qk_norm_rope_",
-    "qk_norm_rope_joint",
+    "prepare_joint_qkv",
+    "prepare_packed_qkv",
+    "prepare_qkv",
     "record",
 ]
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import jitrope
 from jitrope.ops import library, reference
 from jitrope.ops.operation import Operation
 from jitrope.plan.problem import head_view
-from jitrope.plan.spec import LAYOUT_AXES, Norm, Options
+from jitrope.plan.spec import LAYOUT_AXES, NormOptions, Options
 from jitrope.plan.views import Tables, canonical
+from tests.said import norm_rope, norm_rope_joint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TABLE_DTYPES = {**DTYPES, "fp64": torch.float64}
@@ -252,7 +252,7 @@ QKV_CASES = [
 
 @dataclass(frozen=True)
 class NormCase:
-    """A call of `qk_norm_rope`: the norm in front of a `Case` without cu_seqlens and angles."""
+    """A call with a norm, in front of a `Case` without cu_seqlens and angles."""
 
     name: str
     why: str
@@ -269,8 +269,8 @@ class NormCase:
         return self.name
 
     @property
-    def norm(self) -> Norm:
-        return Norm(self.rounding, self.across_heads, self.zero_centered)
+    def norm(self) -> NormOptions:
+        return NormOptions(self.rounding, self.across_heads, self.zero_centered)
 
 
 def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
@@ -346,11 +346,11 @@ class NormTensors:
 
     streams: list[Tensor | None]
     weights: tuple[Tensor | None, ...]
-    arguments: dict[str, Any]  # of `qk_norm_rope` beside those: tables, the norm's, the options
+    arguments: dict[str, Any]  # beside those: tables, the norm's, the options
     tables: Any  # what the ops take
     second_tables: tuple[Tensor | None, Tensor | None]
     options: Options
-    norm: Norm
+    norm: NormOptions
 
 
 def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any) -> NormTensors:
@@ -431,9 +431,8 @@ def norm_call(call: NormTensors, in_place: bool = False) -> tuple[Tensor | None,
     """What the user's function gives."""
     if len(call.streams) == 6:
         pairs = (call.streams[:3], call.streams[3:], call.weights[:2], call.weights[2:])
-        return jitrope.qk_norm_rope_joint(*pairs, **call.arguments)  # type: ignore[arg-type]
-    function = jitrope.qk_norm_rope_ if in_place else jitrope.qk_norm_rope
-    return function(*call.streams, *call.weights, **call.arguments)  # type: ignore[arg-type]
+        return norm_rope_joint(*pairs, **call.arguments)  # type: ignore[arg-type]
+    return norm_rope(*call.streams, *call.weights, inplace=in_place, **call.arguments)  # type: ignore[arg-type,no-any-return]
 
 
 def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
@@ -447,7 +446,7 @@ def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
 
 @dataclass(frozen=True)
 class CacheCase:
-    """A call of `apply_rope_kv_cache`."""
+    """A call with a cache."""
 
     name: str
     why: str

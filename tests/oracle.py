@@ -156,7 +156,7 @@ def normed(x: Tensor, weight: Any, o: dict[str, Any]) -> Tensor:
     return y.reshape(x.shape)
 
 
-def fp8(y: Tensor, scale: Any) -> Tensor:
+def as_fp8(y: Tensor, scale: Any) -> Tensor:
     """What fp8 holds before its rounding."""
     return (y / exact(scale).reshape(())).clamp(-FP8_MAX, FP8_MAX)
 
@@ -164,12 +164,12 @@ def fp8(y: Tensor, scale: Any) -> Tensor:
 # ---- the ten functions -----------------------------------------------------------------------------
 
 
-def apply_rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
+def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
     o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
     return tuple(None if x is None else unheads(rotated(heads(exact(x), layout), o), layout) for x in (q, k)), {}
 
 
-def apply_rope_(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
+def rope_(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
     o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
     views = [None if x is None else heads(exact(x), layout) for x in (q, k)]
     out = tuple(None if x is None else unheads(kept(x, rotated(x, o), o), layout) for x in views)
@@ -181,48 +181,48 @@ def split(qkv: Tensor, q_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
     return packed[..., :q_per_group, :].flatten(-3, -2), packed[..., -2, :], packed[..., -1, :]
 
 
-def apply_rope_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
+def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     o.pop("copy_v", None)
     q, k, v = split(exact(qkv), int(q_per_group))
-    return (*apply_rope(q, k, cos, sin, **o)[0], v), {}
+    return (*rope(q, k, cos, sin, **o)[0], v), {}
 
 
-def apply_rope_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
+def packed_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     q, k, v = split(exact(qkv), int(q_per_group))
-    q, k = apply_rope_(q, k, cos, sin, **o)[0]  # type: ignore[assignment]
+    q, k = rope_(q, k, cos, sin, **o)[0]  # type: ignore[assignment]
     parts = (q.unflatten(-2, (-1, int(q_per_group))), k.unsqueeze(-2), v.unsqueeze(-2))
     out = torch.cat(parts, -2).flatten(-2)
     return (out,), {"qkv": out}
 
 
-def apply_rope_fp8(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None,
+def fp8(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None,
                    **o: Any) -> Result:  # fmt: skip
-    q, k = apply_rope(q, k, cos, sin, **o)[0]
-    return (fp8(q, q_scale), None if k is None else fp8(k, k_scale)), {}
+    q, k = rope(q, k, cos, sin, **o)[0]
+    return (as_fp8(q, q_scale), None if k is None else as_fp8(k, k_scale)), {}
 
 
-def apply_rope_kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, k_cache: Any, v_cache: Any,
+def kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, k_cache: Any, v_cache: Any,
                         slot_mapping: Any, k_scale: Any = None, v_scale: Any = None, q_scale: Any = None,
                         rotate_k: bool = False, **o: Any) -> Result:  # fmt: skip
     layout = o.get("layout", "bshd")
-    q, turned = apply_rope(q, k, cos, sin, **o)[0]
+    q, turned = rope(q, k, cos, sin, **o)[0]
     written = {"k": turned} if rotate_k else {}
     for name, cache, x, scale in (("k_cache", k_cache, turned, k_scale), ("v_cache", v_cache, v, v_scale)):
-        x = exact(x) if scale is None else fp8(exact(x), scale)
+        x = exact(x) if scale is None else as_fp8(exact(x), scale)
         after = exact(cache).flatten(0, 1).clone() if cache.dim() == 4 else exact(cache).clone()
         for slot, token in zip(slot_mapping.flatten().tolist(), heads(x, layout).flatten(0, 1)):
             if 0 <= slot < len(after):
                 after[slot] = token
         written[name] = after.reshape(cache.shape)
-    return (q if q_scale is None else fp8(q, q_scale),), written
+    return (q if q_scale is None else as_fp8(q, q_scale),), written
 
 
-def apply_rope_kv_cache_(q: Any, *rest: Any, **o: Any) -> Result:
-    out, written = apply_rope_kv_cache(q, *rest, **o)
+def kv_cache_(q: Any, *rest: Any, **o: Any) -> Result:
+    out, written = kv_cache(q, *rest, **o)
     return out, {"q": out[0], **written}  # type: ignore[dict-item]
 
 
-def qk_norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
+def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
                  **o: Any) -> Result:  # fmt: skip
     o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
     pairs = ((q, q_weight), (k, k_weight))
@@ -232,12 +232,12 @@ def qk_norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos
     ), {}
 
 
-def qk_norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:
-    out = qk_norm_rope(q, k, *rest, **o)[0]
+def norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:
+    out = norm_rope(q, k, *rest, **o)[0]
     return out, {name: y for name, y in zip("qk", out) if y is not None}
 
 
-def qk_norm_rope_joint(first: Any, second: Any, first_weights: Any, second_weights: Any, cos: Any = None,
+def norm_rope_joint(first: Any, second: Any, first_weights: Any, second_weights: Any, cos: Any = None,
                        sin: Any = None, **o: Any) -> Result:  # fmt: skip
     names = ("cos", "sin", "cos_sin_cache", "freqs_cis")
     tables = {**o, "cos": cos, "sin": sin}
@@ -252,5 +252,5 @@ def qk_norm_rope_joint(first: Any, second: Any, first_weights: Any, second_weigh
     out = []
     for (q, k, v), weights, turn in zip((first, second), (first_weights, second_weights), own):
         options = {name: value for name, value in o.items() if name not in names}
-        out.append((*qk_norm_rope(q, k, *(weights or (None, None)), **options, **turn)[0], exact(v)))
+        out.append((*norm_rope(q, k, *(weights or (None, None)), **options, **turn)[0], exact(v)))
     return tuple(torch.cat(parts, 1) for parts in zip(*out)), {}

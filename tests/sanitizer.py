@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import jitrope
 from jitrope.jit import kernels
 from jitrope.jit.render import TEMPLATE_PATHS
 
@@ -74,26 +75,28 @@ ROPES = (
 
 
 def _rope(launch: str) -> Iterator[Job]:
+    jitrope.configure(launch=launch)
     for case in CASES:
         if case.name in ROPES:
-            yield rope_job(case, "backward", launch)
+            yield rope_job(case, "backward")
             if can_be_in_place(case):
-                yield rope_job(case, "in place", launch)
+                yield rope_job(case, "in place")
 
 
-def _serving(launch: str) -> Iterator[Job]:
+def _serving() -> Iterator[Job]:
     for case in QKV_CASES:
-        yield from (qkv_job(case, mode, launch) for mode in ("backward", "in place"))
+        yield from (qkv_job(case, mode) for mode in ("backward", "in place"))
     for case in CACHE_CASES:
-        yield cache_job(case, not case.q_fp8, launch)
-    yield from (fp8_job(case, launch) for case in CASES if case.name in FP8)
+        yield cache_job(case, not case.q_fp8)
+    yield from (fp8_job(case) for case in CASES if case.name in FP8)
 
 
 def _norm(launch: str, modes: tuple[str, ...]) -> Iterator[Job]:
+    jitrope.configure(launch=launch)
     for case in NORM_CASES:
         for mode in modes:
             if (mode != "in place" or case.first is None) and (mode != "backward" or case.rope.ids != "past"):
-                yield norm_job(case, mode, launch)
+                yield norm_job(case, mode)
 
 
 def _rows() -> Iterator[Job]:
@@ -122,7 +125,7 @@ class Group(NamedTuple):
 GROUPS = {
     "rope-token_linear": Group("rope", lambda: _rope("token_linear")),
     "rope-grid_2d": Group("rope", lambda: _rope("grid_2d")),
-    "rope-serving": Group("rope", lambda: _serving("auto")),
+    "rope-serving": Group("rope", _serving),
     "qk_norm_rope-token_linear": Group("qk_norm_rope", lambda: _norm("token_linear", ("", "in place"))),
     "qk_norm_rope-grid_2d": Group("qk_norm_rope", lambda: _norm("grid_2d", ("", "in place"))),
     "qk_norm_rope_backward": Group("qk_norm_rope_backward", lambda: _norm("auto", ("backward",))),

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import jitrope
 from jitrope.jit import kernels
 from jitrope.ops import launch as runtime
 from jitrope.thd import launch as thd_runtime
@@ -361,9 +362,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=150, help="kinds of calls, each of one or two kernels")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--launch", default="auto", help="auto, token_linear or grid_2d")
     parser.add_argument("--json", type=Path, help="a file for the report")
     parser.add_argument("--between-meetings", type=float, default=20.0, help="seconds")
     given = parser.parse_args(arguments)
+    jitrope.configure(launch=given.launch)
     runtime.MAX_LAUNCHES = thd_runtime.MAX_LAUNCHES = KEPT_LAUNCHES
     plan = Plan(
         given.device, 60 * given.minutes, given.threads, given.streams, given.cases, given.seed, given.between_meetings

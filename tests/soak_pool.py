@@ -20,6 +20,7 @@ from jitrope import thd
 from jitrope.context_parallel import Schedule, all_gather_attention, local_cu_seqlens, position_ids, shard
 from jitrope.plan.partition import RULES, Mask
 from jitrope.thd.reference import Shape
+from tests.said import fp8, kv_cache, said
 
 from .cases import (
     CACHE_CASES,
@@ -137,22 +138,21 @@ def can_be_in_place(case: Case) -> bool:
     return case.options.get("interleaved_out", case.interleaved) == case.interleaved
 
 
-def rope_job(case: Case, mode: str, launch: str = "auto") -> Job:
+def rope_job(case: Case, mode: str) -> Job:
     """mode: "" | "in place" | "backward"."""
 
     def made(device: str, seed: int) -> Call:
         q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
-        words["launch"] = launch
         if mode == "in place":
-            return lambda: [*jitrope.apply_rope_(q, k, cos, sin, **words)]
-        call = lambda: [*jitrope.apply_rope(q, k, cos, sin, **words)]  # noqa: E731
+            return lambda: [*jitrope.apply_rope(q, k, cos, sin, **said(**words), inplace=True)]
+        call = lambda: [*jitrope.apply_rope(q, k, cos, sin, **said(**words))]  # noqa: E731
         return gradients(call, [q, k], torch.Generator().manual_seed(seed), device) if mode else call
 
-    op = {"": "apply_rope", "in place": "apply_rope_", "backward": "apply_rope, backward"}[mode]
-    return Job(op, f"{case.name}-{launch}", made, rope_slack(case))
+    op = {"": "rope", "in place": "rope_", "backward": "rope, backward"}[mode]
+    return Job(op, case.name, made, rope_slack(case))
 
 
-def qkv_job(case: Case, mode: str, launch: str = "auto") -> Job:
+def qkv_job(case: Case, mode: str) -> Job:
     """Packed QKV; modes as `rope_job`'s."""
 
     def made(device: str, seed: int) -> Call:
@@ -161,33 +161,32 @@ def qkv_job(case: Case, mode: str, launch: str = "auto") -> Job:
         shape = (b, s, groups, 0, d * (q_per_group + 2))
         packed = replace(sized, shape=shape, rotary_dim=sized.rotary_dim or d)
         qkv, _, cos, sin, words = make(packed, device, seed)
-        words.update(q_per_group=q_per_group, launch=launch)
+        words["q_per_group"] = q_per_group
         if mode == "in place":
-            return lambda: [jitrope.apply_rope_qkv_(qkv, cos, sin, **words)]
-        call = lambda: [*jitrope.apply_rope_qkv(qkv, cos, sin, **words)]  # noqa: E731
+            return lambda: [jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**words), inplace=True)]
+        call = lambda: [*jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**words))]  # noqa: E731
         return gradients(call, [qkv], torch.Generator().manual_seed(seed), device) if mode else call
 
-    op = {"": "apply_rope_qkv", "in place": "apply_rope_qkv_", "backward": "apply_rope_qkv, backward"}[mode]
-    return Job(op, f"{case.name}-{launch}", made, rope_slack(case))
+    op = {"": "packed_qkv", "in place": "packed_qkv_", "backward": "packed_qkv, backward"}[mode]
+    return Job(op, case.name, made, rope_slack(case))
 
 
 # ---- serving -----------------------------------------------------------------------------------------
 
 
-def fp8_job(case: Case, launch: str = "auto") -> Job:
+def fp8_job(case: Case) -> Job:
     def made(device: str, seed: int) -> Call:
         q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
         del words["rounding"]
         scale = torch.tensor(0.02, device=device)
         return lambda: [
-            *jitrope.apply_rope_fp8(q, k, cos, sin, q_scale=scale, k_scale=0.3 if k is not None else None, **words,
-                                    launch=launch)
+            *fp8(q, k, cos, sin, q_scale=scale, k_scale=0.3 if k is not None else None, **words)
         ]  # fmt: skip
 
-    return Job("apply_rope_fp8", f"{case.name}-{launch}", made, rope_slack(case))
+    return Job("fp8", case.name, made, rope_slack(case))
 
 
-def cache_job(case: CacheCase, in_place: bool = False, launch: str = "auto") -> Job:
+def cache_job(case: CacheCase, in_place: bool = False) -> Job:
     """k and v into a cache full of noise, slots without repetition, some of them padding or past the end."""
 
     def made(device: str, seed: int) -> Call:
@@ -202,17 +201,16 @@ def cache_job(case: CacheCase, in_place: bool = False, launch: str = "auto") -> 
         slots = torch.randperm(torch.Size(cache).numel() + 2, generator=generator)[: b * s]
         c.slots.copy_(torch.where(c.slots.cpu() < 0, -1, slots).to(device))
         words: dict[str, Any] = {
-            **case.options, "layout": case.layout, "launch": launch, "rotate_k": case.rotate_k, case.table: c.tables[0],
+            **case.options, "layout": case.layout, "rotate_k": case.rotate_k, case.table: c.tables[0],
             "position_ids": c.tables[4], "k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots,
             "k_scale": c.scales[1], "v_scale": c.scales[2],
         }  # fmt: skip
         if not in_place:
             words["q_scale"] = c.scales[0]
-        function = jitrope.apply_rope_kv_cache_ if in_place else jitrope.apply_rope_kv_cache
-        return lambda: [function(c.q, c.k, c.v, **words), c.k, c.k_cache, c.v_cache]
+        return lambda: [kv_cache(c.q, c.k, c.v, inplace=in_place, **words), c.k, c.k_cache, c.v_cache]
 
-    op = "apply_rope_kv_cache_" if in_place else "apply_rope_kv_cache"
-    return Job(op, f"{case.name}-{launch}", made, 1.0 if case.table == "freqs" else 0.0)
+    op = "kv_cache_" if in_place else "kv_cache"
+    return Job(op, case.name, made, 1.0 if case.table == "freqs" else 0.0)
 
 
 # ---- QK-norm -----------------------------------------------------------------------------------------
@@ -233,12 +231,11 @@ def resized_norm(case: NormCase, draw: random.Random) -> NormCase:
     return replace(case, rope=rope, first=draw.randint(0, tokens))
 
 
-def norm_job(case: NormCase, mode: str, launch: str = "auto") -> Job:
+def norm_job(case: NormCase, mode: str) -> Job:
     """modes as `rope_job`'s."""
 
     def made(device: str, seed: int) -> Call:
         call = make_norm(resized_norm(case, random.Random(seed)), device, seed)
-        call.arguments["launch"] = launch
         if mode == "in place":
             return lambda: [*norm_call(call, True)]
         if mode == "":
@@ -246,9 +243,9 @@ def norm_job(case: NormCase, mode: str, launch: str = "auto") -> Job:
         leaves = [*call.streams, *call.weights]
         return gradients(lambda: norm_call(call), leaves, torch.Generator().manual_seed(seed), device)
 
-    name = "qk_norm_rope" if case.first is None else "qk_norm_rope_joint"
+    name = "norm_rope" if case.first is None else "norm_rope_joint"
     op = {"": name, "in place": f"{name}_", "backward": f"{name}, backward"}[mode]
-    return Job(op, f"{case.name}-{launch}", made, NORM_SLACK)
+    return Job(op, case.name, made, NORM_SLACK)
 
 
 # ---- packed batches between ranks ----------------------------------------------------------------------
@@ -451,7 +448,6 @@ def attention_job(draw: random.Random) -> Job:
 
 # ---- the pool ----------------------------------------------------------------------------------------
 
-LAUNCHES = ("auto", "token_linear", "grid_2d")
 FP8 = ("halves", "ids", "partial-odd", "d72", "packed")
 
 
@@ -460,7 +456,7 @@ def _ropes(draw: random.Random) -> Iterator[Job]:
     while True:
         case = draw.choice((draw.choice(cases), random_case(draw.randrange(10_000))))
         modes = ("", "in place", "backward") if can_be_in_place(case) else ("", "backward")
-        yield rope_job(case, draw.choice(modes), draw.choice(LAUNCHES))
+        yield rope_job(case, draw.choice(modes))
 
 
 def _norms(draw: random.Random) -> Iterator[Job]:
@@ -469,14 +465,14 @@ def _norms(draw: random.Random) -> Iterator[Job]:
         modes = [""] if case.first is not None else ["", "in place"]
         if case in NORM_CASES and case.rope.ids != "past":
             modes.append("backward")
-        yield norm_job(case, draw.choice(modes), draw.choice(LAUNCHES))
+        yield norm_job(case, draw.choice(modes))
 
 
 def _serving(draw: random.Random) -> Iterator[Job]:
     while True:
         case = draw.choice(CACHE_CASES)
-        yield cache_job(case, not case.q_fp8 and draw.random() < 0.5, draw.choice(LAUNCHES))
-        yield fp8_job(draw.choice([c for c in CASES if c.name in FP8]), draw.choice(LAUNCHES))
+        yield cache_job(case, not case.q_fp8 and draw.random() < 0.5)
+        yield fp8_job(draw.choice([c for c in CASES if c.name in FP8]))
 
 
 def _packed(draw: random.Random) -> Iterator[Job]:
@@ -490,7 +486,7 @@ def _packed(draw: random.Random) -> Iterator[Job]:
 
 def _qkvs(draw: random.Random) -> Iterator[Job]:
     while True:
-        yield qkv_job(draw.choice(QKV_CASES), draw.choice(("", "in place", "backward")), draw.choice(LAUNCHES))
+        yield qkv_job(draw.choice(QKV_CASES), draw.choice(("", "in place", "backward")))
 
 
 def _attentions(draw: random.Random) -> Iterator[Job]:

@@ -26,7 +26,7 @@ from jitrope.jit.entry import Entry, Key
 from jitrope.jit.registry import spec_from_dict
 from jitrope.ops.operation import turned_back
 from jitrope.plan.problem import NormCall, cache_view, plan_call
-from jitrope.plan.spec import Norm, Options
+from jitrope.plan.spec import NormOptions, Options
 from jitrope.plan.views import FP8
 from jitrope.tools import cli, cli_cache, console, doctor
 from jitrope.tools.prewarm import DEFAULT_CALLS, Call, read_calls
@@ -714,7 +714,7 @@ def plans_of(call: Call, launch: str):
         else None
         for h in (q_heads, k_heads)
     ]
-    norm = Norm(call.norm, bool(call.across_heads), call.zero_centered)
+    norm = NormOptions(call.norm, bool(call.across_heads), call.zero_centered)
     if call.two_streams:
         views, out = ([empty(1, n, heads, 1, call.head_dim) for _ in range(3)] for n in (2048, 4096))
         second_tables = (cos, cos) if call.two_tables else ()

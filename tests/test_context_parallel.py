@@ -38,6 +38,7 @@ from jitrope.context_parallel.plain import Math
 from jitrope.plan.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
 from jitrope.thd import ops as thd_ops
 from jitrope.thd.reference import Segments, Shape
+from tests.said import said
 
 # ---- the oracle ------------------------------------------------------------------------------------
 
@@ -687,7 +688,7 @@ def check_rope(case: Attention) -> None:
         if fused:
             out = all_gather_attention(q, k, v, pack.cu_seqlens, rope=Rope(**words), **given)
         else:
-            rotated = jitrope.apply_rope(q, k, layout="thd", position_ids=part.position_ids, **words)
+            rotated = jitrope.apply_rope(q, k, **said(layout="thd", position_ids=part.position_ids, **words))
             out = all_gather_attention(*rotated, v, pack.cu_seqlens, **given)
         results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
     spare = made.spare[part.indices.long()]

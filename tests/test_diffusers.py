@@ -24,6 +24,7 @@ import torch
 import jitrope
 from jitrope.integrations import diffusers as integration
 from jitrope.integrations.diffusers import counting, coverage, forms
+from tests.said import said
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 from .devices import DEVICES  # noqa: E402
@@ -216,7 +217,7 @@ def test_tables_are_read_where_they_are(monkeypatch) -> None:
 
     def rotated(x, *arguments, **words):
         seen.extend(t for t in words.values() if isinstance(t, torch.Tensor))
-        return jitrope.apply_rope(x, *arguments, **words)
+        return jitrope.apply_rope(x, *arguments, **said(**words))
 
     monkeypatch.setattr(forms, "apply_rope", rotated)
     x, (cos, sin) = torch.randn(2, 6, 3, 16), full_tables()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import jitrope
+from tests.said import norm_rope
 
 pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 
@@ -170,8 +171,13 @@ def test_what_a_hook_has_seen_is_not_overwritten() -> None:
 def test_in_place_without_gradients(grad, monkeypatch) -> None:
     model, inputs = prepared("WanTransformer3DModel")
     written = []
-    original = norms.qk_norm_rope_
-    monkeypatch.setattr(norms, "qk_norm_rope_", lambda *a, **w: (written.append(a), original(*a, **w))[1])
+    original = norms.prepare_qkv
+
+    def watched(*tensors, **words):
+        written.extend([tensors] * words["inplace"])
+        return original(*tensors, **words)
+
+    monkeypatch.setattr(norms, "prepare_qkv", watched)
     with integration.enable(model), torch.set_grad_enabled(grad):
         zoo.forward(model, inputs)
     # Self-attention writes q and k at once, cross-attention one after the other.
@@ -353,7 +359,7 @@ def test_norm_of_says_what_the_module_does(kind, eps, dtype, device) -> None:
     assert weight is module.weight
     for scale in (1.0, 2.0**-11):  # the second is of eps' size
         x = (torch.randn(2, 5, 3, 128, device=device) * scale).to(dtype)
-        ours, _ = jitrope.qk_norm_rope(x, None, weight, eps=found_eps, norm_rounding=rounding)
+        ours, _ = norm_rope(x, None, weight, eps=found_eps, norm_rounding=rounding)
         assert torch.equal(ours, module(x))
 
 
@@ -385,7 +391,7 @@ def test_tables_are_not_copied(name, monkeypatch) -> None:
             seen.extend(t for t in (table if isinstance(table, tuple) else (table,)) if t is not None)
         return function(*arguments, **words)
 
-    for call in ("qk_norm_rope", "qk_norm_rope_", "qk_norm_rope_joint"):
+    for call in ("prepare_qkv", "prepare_joint_qkv"):
         monkeypatch.setattr(norms, call, functools.partial(noted, getattr(norms, call)))
     given = []
     read = forms.options

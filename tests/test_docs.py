@@ -207,5 +207,5 @@ def test_what_is_missing_is_found(source: str, complaint: str) -> None:
 
 def test_what_can_raise_is_known() -> None:
     found = can_raise()
-    assert {"apply_rope", "qk_norm_rope_joint", "Partition", "rotary_embedding", "grad_correction"} <= found
+    assert {"apply_rope", "prepare_joint_qkv", "Partition", "rotary_embedding", "grad_correction"} <= found
     assert "rows_per_rank" not in found

@@ -30,6 +30,7 @@ from jitrope.ops.operations import (
     ROPE_QKV_BACKWARD,
 )
 from jitrope.plan.spec import Options
+from tests.said import KINDS, kv_cache, norm_rope, norm_rope_joint, said
 
 from .cases import (
     CACHE_CASES,
@@ -187,7 +188,7 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
     for launch in ("token_linear", "grid_2d"):
         leaf = q.clone().requires_grad_()
         out, _ = jitrope.apply_rope(
-            leaf, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens, cp_size=size, cp_rank=rank, launch=launch
+            leaf, None, freqs=freqs, launch=launch, positions=jitrope.Packed(cu_seqlens, cp_size=size, cp_rank=rank)
         )
         results.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
     for a, b in zip(*results):
@@ -215,20 +216,20 @@ def test_ragged_packs_have_the_bits_of_the_whole(
     freqs = torch.rand(tokens, 64, device=DEVICE) * 100
     words = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens.to(index_dtype), "launch": launch}
     grad = torch.randn_like(q)
-    whole = jitrope.apply_rope(q, None, **words)[0]
-    gradient = jitrope.apply_rope(grad, None, **words, inverse=True)[0]
+    whole = jitrope.apply_rope(q, None, **said(**words))[0]
+    gradient = jitrope.apply_rope(grad, None, **said(**words, inverse=True))[0]
     begins = cu_seqlens.tolist()
     total = 0
     for rank, places in enumerate(dealt(begins, cp_size)):
         mine = torch.tensor([begins[sequence] + position for sequence, position in places], device=DEVICE)
         total += len(mine)
         leaf = q[mine].requires_grad_()
-        out, _ = jitrope.apply_rope(leaf, None, **words, cp_size=cp_size, cp_rank=rank)
+        out, _ = jitrope.apply_rope(leaf, None, **said(**words, cp_size=cp_size, cp_rank=rank))
         assert torch.equal(out, whole[mine])
         assert torch.equal(torch.autograd.grad(out, leaf, grad[mine])[0], gradient[mine])
         spare = torch.ones_like(q[:5])
         padded = torch.cat((q[mine], spare))
-        jitrope.apply_rope_(padded, None, **words, cp_size=cp_size, cp_rank=rank)
+        jitrope.apply_rope(padded, None, **said(**words, cp_size=cp_size, cp_rank=rank), inplace=True)
         assert torch.equal(padded, torch.cat((whole[mine], spare)))
     assert total == tokens
 
@@ -242,7 +243,7 @@ def test_a_million_sequences(sequences: int) -> None:
     starts = torch.randint(0, 9, (sequences,), generator=generator, dtype=torch.int32).to(DEVICE)
     q = torch.randn(tokens, 2, 64, device=DEVICE, dtype=torch.bfloat16)
     freqs = torch.rand(512, 32, device=DEVICE) * 100
-    out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens, start_positions=starts)
+    out, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=jitrope.Packed(cu_seqlens, start_positions=starts))
     options = Options(layout="thd", rotary_dim=64, table="freqs")
     want, _ = reference.rope(q, None, freqs, freqs, cu_seqlens, starts, None, options)
     assert not want.isnan().any()
@@ -302,7 +303,7 @@ def test_past_two_to_the_31_elements() -> None:
         assert torch.equal(out[part], want)
     expected = out[-700:].clone()
     del out
-    jitrope.apply_rope_(q, None, cos, sin, layout="thd")
+    jitrope.apply_rope(q, None, cos, sin, layout="thd", inplace=True)
     assert torch.equal(q[-700:], expected)
 
 
@@ -316,10 +317,9 @@ def test_norm_past_two_to_the_31_elements() -> None:
     words = {"layout": "thd", "norm_rounding": "once"}
     parts = [slice(start, start + 700) for start in (0, tokens // 2, tokens - 700)]
     want = [
-        jitrope.qk_norm_rope(q[part], None, weight, None, angles[part].cos(), angles[part].sin(), **words)[0]
-        for part in parts
+        norm_rope(q[part], None, weight, None, angles[part].cos(), angles[part].sin(), **words)[0] for part in parts
     ]
-    jitrope.qk_norm_rope_(q, None, weight, None, angles.cos(), angles.sin(), **words)
+    norm_rope(q, None, weight, None, angles.cos(), angles.sin(), **words, inplace=True)
     assert q.numel() > 2**31
     for part, expected in zip(parts, want):
         assert torch.equal(q[part], expected)
@@ -334,7 +334,7 @@ def test_more_sequences_than_a_grid_has_rows() -> None:
     angles = torch.rand(4, 32, device=DEVICE)
     for launch in ("token_linear", "grid_2d"):
         arguments = (q, None, angles.cos(), angles.sin())
-        out, _ = jitrope.apply_rope(*arguments, layout="thd", cu_seqlens=cu_seqlens, launch=launch)
+        out, _ = jitrope.apply_rope(*arguments, launch=launch, positions=jitrope.Packed(cu_seqlens))
         assert torch.equal(
             out, reference.rope(*arguments, cu_seqlens, None, None, Options(layout="thd", rotary_dim=64))[0]
         )
@@ -372,8 +372,8 @@ def test_there_and_back_is_one_rounding(dtype: str) -> None:
     freqs = torch.outer(torch.arange(4096.0), 10000 ** (-torch.arange(64) / 64)).to(DEVICE)
     cu_seqlens = packed_offsets(4096, 9, 1, torch.Generator().manual_seed(1))
     keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens}
-    there, _ = jitrope.apply_rope(q, None, **keywords)
-    again, _ = jitrope.apply_rope(there, None, **keywords, inverse=True)
+    there, _ = jitrope.apply_rope(q, None, **said(**keywords))
+    again, _ = jitrope.apply_rope(there, None, **said(**keywords, inverse=True))
     # Rounding there and back, half a unit each of the pair's length; in fp32 products and sums round too.
     units = 4 if dtype == "fp32" else 1.01
     bound = units * torch.finfo(q.dtype).eps * q.float().unflatten(-1, (2, 64)).norm(dim=-2)
@@ -418,7 +418,7 @@ def test_angles_against_fp64(dtype: str, interleaved: bool) -> None:
 )
 def test_gradient_is_the_cpus(name: str, in_place: bool) -> None:
     case = case_named(name)
-    rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
+    rotate = KINDS["rope_" if in_place else "rope"]
     grads = []
     for device in ("cpu", DEVICE):
         q, k, cos, sin, keywords = make(case, device)
@@ -450,7 +450,7 @@ def test_in_place_is_seen_by_autograd() -> None:
     q, _, cos, sin, _ = make(case_named("fp32"), DEVICE)
     weight = torch.ones_like(q, requires_grad=True)
     product = weight * q  # needs q for its backward
-    jitrope.apply_rope_(q, None, cos, sin)
+    jitrope.apply_rope(q, None, cos, sin, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
@@ -467,7 +467,7 @@ def test_opcheck(op: str) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compile_fullgraph(in_place: bool) -> None:
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
-    rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
+    rotate = KINDS["rope_" if in_place else "rope"]
 
     def model(q, k):
         q, k = rotate(q * 2, k + 1, cos, sin)
@@ -505,7 +505,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["packed", "packed-starts", "starts", "cos_sin_cache", "q-alone", "q-is-k"])
 def test_calls_of_every_form_are_known_again(name: str, in_place: bool, monkeypatch) -> None:
     """Packed batches, starts, one table and one tensor: other positions of the same form are read again."""
-    rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
+    rotate = KINDS["rope_" if in_place else "rope"]
     runtime.local.recent = {}
     packed = name.startswith("packed")
     shape, layout = ((24, 4, 64), "thd") if packed else ((2, 12, 4, 64), "bshd")
@@ -543,7 +543,7 @@ def reference_of(case: tuple, words: dict) -> tuple:
 @pytest.mark.parametrize("name", ["halves", "ids", "ids-decode", "mrope"])
 def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, monkeypatch) -> None:
     """The way of the steady state is taken, with the same bits; and left by whatever is not the same."""
-    rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
+    rotate = KINDS["rope_" if in_place else "rope"]
     runtime.local.recent = {}
     results = []
     for seed in (0, 0, 1):
@@ -579,10 +579,10 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
 def test_words_without_a_hash() -> None:
     """A list is a tuple; a numpy array has no hash, so its call is prepared each time."""
     q, k, cos, sin, words = make(case_named("mrope"), DEVICE)
-    want = jitrope.apply_rope(q, k, cos, sin, **words)
+    want = jitrope.apply_rope(q, k, cos, sin, **said(**words))
     for sections in (list(words["mrope_section"]), np.array(words["mrope_section"])):
         for _ in range(3):
-            got = jitrope.apply_rope(q, k, cos, sin, **{**words, "mrope_section": sections})
+            got = jitrope.apply_rope(q, k, cos, sin, **said(**{**words, "mrope_section": sections}))
             assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
@@ -665,19 +665,19 @@ def test_a_known_cache_call_and_its_graph() -> None:
     results = []
     for _ in range(2):
         c.k_cache.zero_()
-        results.append((jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **words), c.k_cache.clone()))
+        results.append((kv_cache(c.q, c.k, c.v, **words), c.k_cache.clone()))
     for a, b in zip(*results):
         assert torch.equal(a, b)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        q = jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **words)
+        q = kv_cache(c.q, c.k, c.v, **words)
     c.slots.copy_(c.slots.flip(0))
     c.tables[4].copy_(c.tables[4].flip(0))
     c.k_cache.zero_()
     graph.replay()
     got = (q.clone(), c.k_cache.clone())
     c.k_cache.zero_()
-    want = jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **words)
+    want = kv_cache(c.q, c.k, c.v, **words)
     assert torch.equal(got[0], want)
     assert torch.equal(got[1], c.k_cache)
     assert got[1].any()
@@ -710,7 +710,7 @@ def test_overlapping_launches_keep_their_order(tokens: int, captured: bool) -> N
         return q, k
 
     def kernels(q, k, position):
-        jitrope.apply_rope_(q, k, cos_sin_cache=cache, position_ids=position, layout="thd", inverse=False)
+        jitrope.apply_rope(q, k, cos_sin_cache=cache, positions=position, layout="thd", inverse=False, inplace=True)
         q.mul_(0.125)
         k.mul_(0.125)
 
@@ -748,11 +748,11 @@ def test_overlapping_norms_keep_their_order(across_heads: bool, tokens: int, cap
 
     def chain(q, k, pause):
         for i in range(20):
-            jitrope.qk_norm_rope_(q, k, *weights, *tables, across_heads=across_heads)
+            norm_rope(q, k, *weights, *tables, across_heads=across_heads, inplace=True)
             pause()
             q.add_(k, alpha=0.5)
             if i % 4 == 1:
-                joint = jitrope.qk_norm_rope_joint((q, k, k), (k, q, q), None, None, *tables)
+                joint = norm_rope_joint((q, k, k), (k, q, q), None, None, *tables)
                 pause()
                 k, q = joint[0][:, :tokens] + joint[2][:, tokens:], joint[1][:, tokens:].clone()
             if i % 10 == 3:
@@ -795,15 +795,15 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
     """The row that turns nothing is no part of the graph's memory: calls behind it do not read what it left."""
     q, weight = torch.randn(1, 8, 2, 64, device=DEVICE), torch.randn(64, device=DEVICE)
     cos = torch.ones(1, 32, device=DEVICE).expand(8, 32)
-    want, _ = jitrope.qk_norm_rope(q, None, weight, None, cos, torch.zeros_like(cos[:1]).expand(8, 32))
+    want, _ = norm_rope(q, None, weight, None, cos, torch.zeros_like(cos[:1]).expand(8, 32))
     operations._one_row.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        jitrope.qk_norm_rope(q, None, weight)
+        norm_rope(q, None, weight)
     del graph
     torch.cuda.empty_cache()
     torch.full((1 << 20,), 7.0, device=DEVICE)
-    out, _ = jitrope.qk_norm_rope(q, None, weight)
+    out, _ = norm_rope(q, None, weight)
     assert torch.equal(out, want)
 
 
@@ -864,10 +864,17 @@ def test_wild_ids_and_slots_on_the_device() -> None:
     cache = torch.ones(5, 64, device=DEVICE)
     ids = torch.tensor([0, 4, 5, -1, 2**40, -(2**62)], device=DEVICE)
     slots = torch.tensor([0, 8, -1, 2**31, 2**40, 7], device=DEVICE)
-    out = jitrope.apply_rope_kv_cache(
-        q, k, v, cos_sin_cache=cache, position_ids=ids, layout="thd", k_cache=k_cache, v_cache=v_cache,
+    out = kv_cache(
+        q,
+        k,
+        v,
+        cos_sin_cache=cache,
+        position_ids=ids,
+        layout="thd",
+        k_cache=k_cache,
+        v_cache=v_cache,
         slot_mapping=slots,
-    )  # fmt: skip
+    )
     assert not out[:2].isnan().any()
     assert out[2:].isnan().all()
     assert v_cache.sum((-1, -2)).tolist() == [128, 0, 0, 0, 0, 0, 0, 128]
@@ -878,7 +885,7 @@ def test_inference_mode() -> None:
     want = jitrope.apply_rope(q, k, cos, sin)
     with torch.inference_mode():
         q, k = q.clone(), k.clone()
-        for function in (jitrope.apply_rope, jitrope.apply_rope_):
+        for function in (KINDS["rope"], KINDS["rope_"]):
             for got, expected in zip(function(q, k, cos, sin), want):
                 assert torch.equal(got, expected)
 
@@ -886,16 +893,16 @@ def test_inference_mode() -> None:
 @pytest.mark.hardware
 def test_cuda_graph() -> None:
     q, k, cos, sin, keywords = make(case_named("packed"), DEVICE)
-    jitrope.apply_rope(q, k, cos, sin, **keywords)  # the warm call
+    jitrope.apply_rope(q, k, cos, sin, **said(**keywords))  # the warm call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = jitrope.apply_rope(q, k, cos, sin, **keywords)
+        outputs = jitrope.apply_rope(q, k, cos, sin, **said(**keywords))
     for seed in (1, 2):
         torch.manual_seed(seed)
         q.copy_(torch.randn_like(q))
         keywords["cu_seqlens"].copy_(torch.tensor([0, 3, 8, 8, 9, 10, 20]))
         graph.replay()
-        for got, want in zip(outputs, jitrope.apply_rope(q, k, cos, sin, **keywords)):
+        for got, want in zip(outputs, jitrope.apply_rope(q, k, cos, sin, **said(**keywords))):
             assert torch.equal(got, want)
 
 
@@ -903,13 +910,13 @@ def test_cuda_graph() -> None:
 def test_cuda_graph_of_packed_qkv() -> None:
     (qkv, freqs, _, cu_seqlens, *_), o = make_qkv(next(case for case in QKV_CASES if case.name == "qkv-packed"), DEVICE)
     keywords = {"freqs": freqs, "layout": "thd", "cu_seqlens": cu_seqlens, "q_per_group": o.q_per_group}
-    jitrope.apply_rope_qkv(qkv, **keywords)
+    jitrope.prepare_packed_qkv(qkv, **said(**keywords))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = jitrope.apply_rope_qkv(qkv, **keywords)
+        outputs = jitrope.prepare_packed_qkv(qkv, **said(**keywords))
     cu_seqlens.copy_(torch.tensor([0, 2, 2, 6]))
     graph.replay()
-    for got, want in zip(outputs, jitrope.apply_rope_qkv(qkv, **keywords)):
+    for got, want in zip(outputs, jitrope.prepare_packed_qkv(qkv, **said(**keywords))):
         assert torch.equal(got, want)
 
 
@@ -976,7 +983,7 @@ def test_refusals_write_nothing() -> None:
     ):
         for _ in range(2):  # the second time too
             with pytest.raises(jitrope.InvalidInput, match=message):
-                jitrope.apply_rope_(*arguments)
+                jitrope.apply_rope(*arguments, inplace=True)
     assert torch.equal(q, before)
 
 

@@ -372,7 +372,7 @@ def test_rope_on_the_way(spare: int) -> None:
     freqs = torch.outer(torch.arange(2041.0, device="cuda"), torch.rand(32, device="cuda"))
     dout = torch.randn_like(q)
     schedule = Schedule(cu_seqlens, tokens, max_seqlen=2041)
-    rotated = jitrope.apply_rope(q, k, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens)
+    rotated = jitrope.apply_rope(q, k, freqs=freqs, positions=jitrope.Packed(cu_seqlens))
     want = all_gather_attention(*rotated, v, schedule=schedule)
     wants = torch.autograd.grad(want, (q, k, v), dout)
     out = all_gather_attention(q, k, v, schedule=schedule, rope=Rope(freqs=freqs))

@@ -14,6 +14,7 @@ import jitrope
 from jitrope.ops import operations, reference
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QK_NORM_ROPE_JOINT
 from jitrope.plan import views
+from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
 from .devices import DEVICE, DEVICES
@@ -109,7 +110,7 @@ def test_joint_is_both_streams_one_behind_the_other(case: NormCase) -> None:
                 table = own[name]
                 own[name] = table[n] if case.two_tables else table[first:] if n else table[:first]
         if streams[3 * n].shape[1]:
-            parts.append(jitrope.qk_norm_rope(*streams[3 * n : 3 * n + 2], *call.weights[2 * n : 2 * n + 2], **own))
+            parts.append(norm_rope(*streams[3 * n : 3 * n + 2], *call.weights[2 * n : 2 * n + 2], **own))
     assert_equal((q, k), [torch.cat(pair, 1) for pair in zip(*parts)])
     assert torch.equal(v, torch.cat((streams[2], streams[5]), 1))
     for x in (q, k, v):
@@ -124,11 +125,12 @@ def test_a_stream_with_cosines_of_one_is_only_normalised(device: str) -> None:
     weights = tensors(device, torch.bfloat16, *[(64,)] * 4, seed=1)
     cos, sin = tables_of(device, 5, 32)
     both = torch.cat((torch.ones_like(cos[:3]), cos)), torch.cat((torch.zeros_like(sin[:3]), sin))
-    q, k, v = jitrope.qk_norm_rope_joint((q1, k1, v1), (q2, k2, v2), weights[:2], weights[2:], *both,
-                                         norm_rounding="once", interleaved=True)  # fmt: skip
+    q, k, v = norm_rope_joint(
+        (q1, k1, v1), (q2, k2, v2), weights[:2], weights[2:], *both, norm_rounding="once", interleaved=True
+    )
     assert torch.equal(q[:, :3], F.rms_norm(q1, (64,), weights[0], 1e-6))
     assert torch.equal(k[:, :3], F.rms_norm(k1, (64,), weights[1], 1e-6))
-    want = jitrope.qk_norm_rope(q2, k2, *weights[2:], cos, sin, norm_rounding="once", interleaved=True)
+    want = norm_rope(q2, k2, *weights[2:], cos, sin, norm_rounding="once", interleaved=True)
     assert_equal((q[:, 3:], k[:, 3:], v[:, 3:]), (*want, v2))
 
 
@@ -156,12 +158,12 @@ def test_once_is_torchs_rms_norm(dtype: torch.dtype, device: str, dim: int, word
         q, k, q_weight, k_weight = tensors(device, dtype, q_shape, k_shape, (dim,), (dim,))
         tables = tables_of(device, q.shape[1], dim // 2)
         normed = [F.rms_norm(x, (dim,), w, 1e-5) for x, w in ((q, q_weight), (k, k_weight))]
-        want = jitrope.apply_rope(*normed, *tables, **words)
-        got = jitrope.qk_norm_rope(q, k, q_weight, k_weight, *tables, eps=1e-5, norm_rounding="once", **words)
+        want = jitrope.apply_rope(*normed, *tables, **said(**words))
+        got = norm_rope(q, k, q_weight, k_weight, *tables, eps=1e-5, norm_rounding="once", **words)
         assert_equal(got, want)
-        none = jitrope.apply_rope(*(F.rms_norm(x, (dim,), None, 1e-5) for x in (q, k)), *tables, **words)
-        assert_equal(jitrope.qk_norm_rope(q, k, None, None, *tables, eps=1e-5, norm_rounding="once", **words), none)
-        in_place = jitrope.qk_norm_rope_(q, k, q_weight, k_weight, *tables, eps=1e-5, norm_rounding="once", **words)
+        none = jitrope.apply_rope(*(F.rms_norm(x, (dim,), None, 1e-5) for x in (q, k)), *tables, **said(**words))
+        assert_equal(norm_rope(q, k, None, None, *tables, eps=1e-5, norm_rounding="once", **words), none)
+        in_place = norm_rope(q, k, q_weight, k_weight, *tables, eps=1e-5, norm_rounding="once", **words, inplace=True)
         assert_equal(in_place, want)
         assert in_place[0] is q
         assert in_place[1] is k
@@ -199,8 +201,8 @@ def test_twice_is_the_hosts_rms_norm(name: str, device: str, dim: int, dtype: to
     with torch.no_grad():
         normed = [host_norm(name, dim, w)(x) for x, w in ((q, q_weight), (k, k_weight))]
     for words in ({}, {"interleaved": True}, {"rounding": "dtype"}):
-        want = jitrope.apply_rope(*normed, *tables, **words)
-        got = jitrope.qk_norm_rope(q, k, q_weight, k_weight, *tables, norm_rounding="twice", **words)
+        want = jitrope.apply_rope(*normed, *tables, **said(**words))
+        got = norm_rope(q, k, q_weight, k_weight, *tables, norm_rounding="twice", **words)
         assert_equal(got, want)
 
 
@@ -214,11 +216,11 @@ def test_zero_centered_is_gemmas(dtype: torch.dtype) -> None:
     for own in (weights, [w.to(dtype) for w in weights]):
         with torch.no_grad():
             normed = [host_norm("gemma", 96, w)(x) for x, w in zip((q, k), own)]
-        assert_equal(jitrope.qk_norm_rope(q, k, *own, *tables, **words), jitrope.apply_rope(*normed, *tables))
+        assert_equal(norm_rope(q, k, *own, *tables, **words), jitrope.apply_rope(*normed, *tables))
     shifted = [w + 1 for w in weights]
     assert_equal(
-        jitrope.qk_norm_rope(q, k, *weights, *tables, zero_centered=True),
-        jitrope.qk_norm_rope(q, k, *shifted, *tables),
+        norm_rope(q, k, *weights, *tables, zero_centered=True),
+        norm_rope(q, k, *shifted, *tables),
     )
 
 
@@ -238,8 +240,8 @@ def test_once_across_heads_is_torchs(name, heads, dim, interleaved, dtype, devic
         tables = [t.transpose(1, 2) for t in tables_of(device, 17, dim // 2, 2, heads)]
         words["rounding"] = "addcmul"
     normed = [F.rms_norm(x.flatten(-2), (heads * dim,), w, 1e-6).view_as(x) for x, w in zip((q, k), weights)]
-    want = jitrope.apply_rope(*normed, *tables, **words)
-    assert_equal(jitrope.qk_norm_rope(q, k, *weights, *tables, across_heads=True, norm_rounding="once", **words), want)
+    want = jitrope.apply_rope(*normed, *tables, **said(**words))
+    assert_equal(norm_rope(q, k, *weights, *tables, across_heads=True, norm_rounding="once", **words), want)
 
 
 # ---- what tensors and tables may be ------------------------------------------------------------------
@@ -250,10 +252,10 @@ def test_once_across_heads_is_torchs(name, heads, dim, interleaved, dtype, devic
 def test_no_table_is_a_norm_alone(layout: str, device: str) -> None:
     shape = {"bshd": (2, 5, 3, 64), "sbhd": (5, 2, 3, 64), "bhsd": (2, 3, 5, 64), "thd": (5, 3, 64)}[layout]
     q, k, q_weight, k_weight = tensors(device, torch.bfloat16, shape, shape, (64,), (64,))
-    q_out, k_out = jitrope.qk_norm_rope(q, k, q_weight, k_weight, layout=layout, norm_rounding="once")
+    q_out, k_out = norm_rope(q, k, q_weight, k_weight, layout=layout, norm_rounding="once")
     assert torch.equal(q_out, F.rms_norm(q, (64,), q_weight, 1e-6))
     assert torch.equal(k_out, F.rms_norm(k, (64,), k_weight, 1e-6))
-    alone, none = jitrope.qk_norm_rope(q, None, q_weight, layout=layout, norm_rounding="once")
+    alone, none = norm_rope(q, None, q_weight, layout=layout, norm_rounding="once")
     assert none is None
     assert torch.equal(alone, q_out)
 
@@ -262,7 +264,7 @@ def test_no_table_is_a_norm_alone(layout: str, device: str) -> None:
 @pytest.mark.parametrize("dim", [7, 45])
 def test_a_norm_alone_of_odd_heads(dim: int, device: str) -> None:
     q, weight = tensors(device, torch.float32, (1, 3, 2, dim), (dim,))
-    out, _ = jitrope.qk_norm_rope(q, None, weight)
+    out, _ = norm_rope(q, None, weight)
     torch.testing.assert_close(out, F.rms_norm(q, (dim,), weight, 1e-6))
 
 
@@ -273,12 +275,12 @@ def test_fake_tensors_leave_nothing_behind(device: str) -> None:
 
     operations._one_row.cache_clear()
     with FakeTensorMode():
-        jitrope.qk_norm_rope(torch.ones(1, 2, 1, 10, device=device), None)
+        norm_rope(torch.ones(1, 2, 1, 10, device=device), None)
     with torch.inference_mode():
-        jitrope.qk_norm_rope(torch.ones(1, 2, 1, 12, device=device), None)
+        norm_rope(torch.ones(1, 2, 1, 12, device=device), None)
     for dim in (10, 12):
         q = torch.ones(1, 2, 1, dim, device=device, requires_grad=True)
-        out, _ = jitrope.qk_norm_rope(q, None)
+        out, _ = norm_rope(q, None)
         torch.testing.assert_close(out, torch.ones_like(q))
         out.sum().backward()
 
@@ -292,15 +294,15 @@ def test_views_of_a_wide_projection(device: str) -> None:
     assert q.stride(1) == 55_296
     tables = tables_of(device, 9, dim // 2)
     words = {"norm_rounding": "once", "interleaved": True}
-    want = jitrope.qk_norm_rope(q.contiguous(), k.contiguous(), q_weight, k_weight, *tables, **words)
-    assert_equal(jitrope.qk_norm_rope(q, k, q_weight, k_weight, *tables, **words), want)
+    want = norm_rope(q.contiguous(), k.contiguous(), q_weight, k_weight, *tables, **words)
+    assert_equal(norm_rope(q, k, q_weight, k_weight, *tables, **words), want)
     both = [(x[:, :4], x[:, 4:]) for x in (q, k, v)]
     weights = (q_weight, k_weight)
     streams = [tuple(part[n] for part in both) for n in range(2)]
-    joint = jitrope.qk_norm_rope_joint(*streams, weights, weights, *tables, **words)
+    joint = norm_rope_joint(*streams, weights, weights, *tables, **words)
     assert_equal(joint, (*want, v))
     rest = projected.clone()
-    jitrope.qk_norm_rope_(q, k, q_weight, k_weight, *tables, **words)
+    norm_rope(q, k, q_weight, k_weight, *tables, **words, inplace=True)
     assert_equal((q, k), want)
     assert torch.equal(projected[..., 2 * heads * dim :], rest[..., 2 * heads * dim :])
 
@@ -311,7 +313,7 @@ def test_nothing_to_normalise(shape: tuple[int, ...], device: str) -> None:
     q = torch.empty(shape, device=device, requires_grad=True)
     weight = torch.ones(8, device=device, requires_grad=True)
     for tables in ((None, None), tables_of(device, 4, 4)):
-        out, k = jitrope.qk_norm_rope(q, q.clone(), weight, weight, *tables)
+        out, k = norm_rope(q, q.clone(), weight, weight, *tables)
         assert out.shape == k.shape == shape
         q_grad, weight_grad = torch.autograd.grad(out.sum() + k.sum(), (q, weight))
         assert q_grad.shape == shape
@@ -325,11 +327,11 @@ def test_a_stream_may_be_empty(tokens: tuple[int, int], device: str) -> None:
     for x in (*streams[0], *streams[1]):
         x.requires_grad_()
     tables = tables_of(device, 3, 4)
-    q, k, v = jitrope.qk_norm_rope_joint(*streams, None, None, *tables)
+    q, k, v = norm_rope_joint(*streams, None, None, *tables)
     assert q.shape == k.shape == v.shape == (2, sum(tokens), 2, 8)
     if sum(tokens):
         full = streams[0] if tokens[0] else streams[1]
-        assert_equal((q, k), jitrope.qk_norm_rope(*full[:2], None, None, *tables))
+        assert_equal((q, k), norm_rope(*full[:2], None, None, *tables))
         assert torch.equal(v, full[2])
     (q.sum() + v.sum()).backward()
     assert streams[0][0].grad.shape == streams[0][0].shape
@@ -361,11 +363,11 @@ def test_in_place_has_no_gradient(which: str, device: str) -> None:
     q, weight = tensors(device, torch.float32, (1, 3, 2, 8), (8,))
     before = q.clone()
     {"q": q, "weight": weight}[which].requires_grad_()
-    with pytest.raises(jitrope.JitropeError, match="qk_norm_rope_: it has no gradient"):
-        jitrope.qk_norm_rope_(q, None, weight)
+    with pytest.raises(jitrope.JitropeError, match="prepare_qkv: it has no gradient"):
+        norm_rope(q, None, weight, inplace=True)
     assert torch.equal(q, before)
     with torch.no_grad():
-        jitrope.qk_norm_rope_(q, None, weight)
+        norm_rope(q, None, weight, inplace=True)
     assert not torch.equal(q, before)
 
 
@@ -430,7 +432,7 @@ def test_gradient_against_fp64(words, per_head: bool, dtype: torch.dtype, device
     leaves = [x.to(device).requires_grad_() for x in (q, k, *weights)]
     results = []
     for _ in range(2):
-        outputs = jitrope.qk_norm_rope(*leaves, *(t.to(device) for t in tables), **words)
+        outputs = norm_rope(*leaves, *(t.to(device) for t in tables), **words)
         results.append(torch.autograd.grad(outputs, leaves, [g.to(device) for g in grads]))
     assert [g.dtype for g in results[0]] == [x.dtype for x in leaves]
     assert_gradients([g.cpu() for g in results[0]], want, dtype)
@@ -455,7 +457,7 @@ def test_gradient_of_some_through_an_expanded_one(which: str, across_heads: bool
     leaves = [x.double().requires_grad_() for x in given]
     want = torch.autograd.grad(total(oracle(*leaves, *tables, **words)), [leaves[i] for i in wanted])
     leaves = [x.to(device).requires_grad_(i in wanted) for i, x in enumerate(given)]
-    outputs = jitrope.qk_norm_rope(*leaves, *(t.to(device) for t in tables), **words)
+    outputs = norm_rope(*leaves, *(t.to(device) for t in tables), **words)
     total(outputs).backward()
     assert_gradients([leaves[i].grad.cpu() for i in wanted], want, torch.float32)
     for i in set(range(4)) - set(wanted):
@@ -475,10 +477,10 @@ def test_gradient_of_a_transposed_layout_and_one_weight(device: str) -> None:
     leaves = [x.to(device).requires_grad_() for x in (q, k, weight)]
     q, k = (x.transpose(1, 2) for x in leaves[:2])
     on_device = [t.to(device) for t in tables]
-    outputs = jitrope.qk_norm_rope(q, k, leaves[2], None, *on_device, layout="bhsd")
+    outputs = norm_rope(q, k, leaves[2], None, *on_device, layout="bhsd")
     got = torch.autograd.grad(outputs, leaves, [g.to(device) for g in grads])
     assert_gradients([g.cpu() for g in got], want, torch.float32)
-    alone, _ = jitrope.qk_norm_rope(q, None, leaves[2], None, *on_device, layout="bhsd")
+    alone, _ = norm_rope(q, None, leaves[2], None, *on_device, layout="bhsd")
     got = torch.autograd.grad(alone, (leaves[0], leaves[2]), grads[0].to(device))
     assert_gradients([g.cpu() for g in got], (want[0], want[2]), torch.float32)
 
@@ -503,10 +505,10 @@ def test_joint_gradient_against_fp64(two_tables: bool, dtype: torch.dtype, devic
     tables = [t.to(device) for t in (cos, sin)]
     if two_tables:
         tables = [t.split(tokens) for t in tables]
-    outputs = jitrope.qk_norm_rope_joint(leaves[:3], leaves[3:6], leaves[6:8], leaves[8:], *tables)
+    outputs = norm_rope_joint(leaves[:3], leaves[3:6], leaves[6:8], leaves[8:], *tables)
     got = torch.autograd.grad(outputs, leaves, [g.to(device) for g in grads])
     assert_gradients([g.cpu() for g in got], want, dtype)
-    outputs = jitrope.qk_norm_rope_joint(leaves[:3], leaves[3:6], leaves[6:8], leaves[8:], *tables)
+    outputs = norm_rope_joint(leaves[:3], leaves[3:6], leaves[6:8], leaves[8:], *tables)
     (v_grad,) = torch.autograd.grad(outputs[2], leaves[2], grads[2].to(device))
     assert torch.equal(v_grad.cpu(), grads[2][:, :3])
 
@@ -544,7 +546,7 @@ def autograd_rope(case: NormCase, call, normed):
 def test_a_second_derivative_is_refused(device: str) -> None:
     q, weight = tensors(device, torch.float32, (1, 3, 2, 8), (8,))
     q.requires_grad_(), weight.requires_grad_()
-    out, _ = jitrope.qk_norm_rope(q, None, weight, None, *tables_of(device, 3, 4))
+    out, _ = norm_rope(q, None, weight, None, *tables_of(device, 3, 4))
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(jitrope.JitropeError, match="no second derivative"):
         first.sum().backward()
@@ -598,10 +600,10 @@ def test_compile_fullgraph_once_for_all_lengths(kind: str, grad: bool, device: s
     def model(q, k, v, cos, sin):
         if kind == "joint":
             streams = [tuple(part * 2 for part in (q, k, v)), tuple(x[:, 1:] for x in (q, k, v))]
-            return jitrope.qk_norm_rope_joint(*streams, weights, weights, cos, sin)
+            return norm_rope_joint(*streams, weights, weights, cos, sin)
         if kind == "alone":
-            return (jitrope.qk_norm_rope(q * 2, None, weights[0])[0],)
-        return jitrope.qk_norm_rope(q * 2, k, *weights, cos, sin, across_heads=kind == "across", norm_rounding="once")
+            return (norm_rope(q * 2, None, weights[0])[0],)
+        return norm_rope(q * 2, k, *weights, cos, sin, across_heads=kind == "across", norm_rounding="once")
 
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
@@ -632,7 +634,7 @@ def test_compiled_in_place(device: str) -> None:
 
     def model(q, k):
         q, k = q * 2, k + 1
-        jitrope.qk_norm_rope_(q, k, weight, weight, *tables)
+        norm_rope(q, k, weight, weight, *tables, inplace=True)
         return q, k * 3
 
     for got, want in zip(torch.compile(model, fullgraph=True, backend="aot_eager")(q, k), model(q, k)):
@@ -661,7 +663,7 @@ def test_checkpointing(reentrant: bool, device: str) -> None:
     tables = tables_of(device, 5, 8)
 
     def block(q, k, *weights):
-        q, k = jitrope.qk_norm_rope(q * 2, k, *weights, *tables)
+        q, k = norm_rope(q * 2, k, *weights, *tables)
         return (q.sin().sum() + k.cos().sum()).square()
 
     grads = []
@@ -675,7 +677,7 @@ def test_checkpointing(reentrant: bool, device: str) -> None:
 def test_forward_mode_is_refused() -> None:
     q = torch.randn(1, 3, 2, 8)
     with pytest.raises(jitrope.InvalidInput, match="forward-mode"):
-        torch.func.jvp(lambda x: jitrope.qk_norm_rope(x, None)[0], (q,), (q,))
+        torch.func.jvp(lambda x: norm_rope(x, None)[0], (q,), (q,))
 
 
 # ---- refusals ----------------------------------------------------------------------------------------
@@ -708,12 +710,11 @@ REFUSALS = {
     "weight-without-k": (arguments(k=None), "k_weight is given, but k is not"),
     "norm-rounding": (
         arguments(norm_rounding="thrice"),
-        "norm_rounding is 'thrice'; it must be one of 'none', 'once', 'twice'",
+        "rounding is 'thrice'; it must be one of 'none', 'once', 'twice'",
     ),
     "rounding": (arguments(rounding="bf16"), "rounding is 'bf16'"),
     "layout": (arguments(layout="hsbd"), "layout is 'hsbd'"),
     "layout-no-table": (arguments(cos=None, sin=None, layout="hsbd"), "layout is 'hsbd'"),
-    "launch": (arguments(launch="3d"), "launch is '3d'"),
     "k-shape": (arguments(k=torch.ones(2, 5, 2, 8)), "only H may differ"),
     "k-dtype": (arguments(k=torch.ones(2, 6, 2, 8).half()), "k is torch.float16 on cpu but q is torch.float32"),
     "rank": (arguments(q=torch.ones(6, 4, 8)), "layout 'bshd' needs 4 axes"),
@@ -726,20 +727,21 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-@pytest.mark.parametrize("function", [jitrope.qk_norm_rope, jitrope.qk_norm_rope_])
+@pytest.mark.parametrize("function", [KINDS["norm_rope"], KINDS["norm_rope_"]])
 def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> None:
     words, message = REFUSALS[name]
     before = words["q"].clone()
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
         function(**words)
-    assert str(error.value).startswith(f"{function.__name__}: ")
+    assert str(error.value).startswith(("prepare_qkv: ", "Norm: "))
     assert torch.equal(words["q"], before)
 
 
 @pytest.mark.parametrize("word", ["cu_seqlens", "cp_size", "freqs", "inverse", "interleaved_out", "mscale"])
 def test_what_a_norm_does_not_take(word: str) -> None:
-    with pytest.raises(TypeError, match=word):
-        jitrope.qk_norm_rope(**arguments(), **{word: None})
+    value = {"cu_seqlens": torch.tensor([0, 6]), "cp_size": 2, "freqs": torch.zeros(6, 4)}.get(word, True)
+    with pytest.raises(jitrope.InvalidInput, match=f"{word} does not go with norm"):
+        norm_rope(**{**arguments(), word: value, **({"cos": None, "sin": None} if word == "freqs" else {})})
 
 
 def stream(tokens: int = 3, **changes):
@@ -771,7 +773,7 @@ JOINT_REFUSALS = {
         {"cos": (torch.zeros(3, 4), torch.zeros(4, 4)), "sin": (torch.zeros(3, 4), torch.zeros(4, 4))},
         "cos has 4 rows",
     ),
-    "norm-rounding": ((stream(), stream(5)), {"norm_rounding": "thrice"}, "norm_rounding is 'thrice'"),
+    "norm-rounding": ((stream(), stream(5)), {"norm_rounding": "thrice"}, "rounding is 'thrice'"),
 }
 
 
@@ -781,5 +783,5 @@ def test_joint_refusals(name: str) -> None:
     words = {"cos": torch.zeros(8, 4), "sin": torch.zeros(8, 4), "second": (ONES, ONES), **words}
     second = words.pop("second")
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
-        jitrope.qk_norm_rope_joint(*streams, (ONES, ONES), second, **words)
-    assert str(error.value).startswith("qk_norm_rope_joint: ")
+        norm_rope_joint(*streams, (ONES, ONES), second, **words)
+    assert str(error.value).startswith(("prepare_joint_qkv: ", "Norm: "))

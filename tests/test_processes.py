@@ -28,7 +28,7 @@ from jitrope.jit.entry import CUBIN, Entry
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import heuristics
 from jitrope.plan.partition import Mask
-from jitrope.plan.spec import Norm, Options
+from jitrope.plan.spec import NormOptions, Options
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 from jitrope.tools.doctor import Check
 from jitrope.tools.prewarm import DEFAULT_CALLS, Built, Call, read_calls
@@ -301,7 +301,7 @@ PICKLED = {
     "call": DEFAULT_CALLS[0],
     "options": Options(layout="thd"),
     "plan": heuristics.plan(BASE),
-    "norm": Norm("once"),
+    "norm": NormOptions("once"),
     "built": Built(SPEC, "sm_90", "cached"),
     "mask": Mask(),
     "counts": KernelCache(Path("/a")).counts,
@@ -631,7 +631,7 @@ def on(device):
     w = torch.ones(128, device=device, dtype=torch.bfloat16, requires_grad=True)
     angles = torch.rand(64, 64).to(device)
     q, k = jitrope.apply_rope(x, x, angles.cos(), angles.sin())
-    n, _ = jitrope.qk_norm_rope(q, k, w, w, angles.cos(), angles.sin())
+    n, _, _ = jitrope.prepare_qkv(q, k, None, angles.cos(), angles.sin(), norm=jitrope.Norm(w, w))
     n.float().square().sum().backward()
     lengths = torch.tensor([0, 24, 64], dtype=torch.int32, device=device)
     shards = thd.sequence_order_to_cp_rank_order(n.detach()[0], lengths, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import itertools
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ import jitrope
 from jitrope.ops import reference
 from jitrope.ops.operations import OPERATIONS
 from jitrope.plan import partition, views
+from tests.said import KINDS, fp8, kv_cache, said
 
 from .cases import (
     CACHE_CASES,
@@ -79,9 +79,9 @@ SAME_PAIRING = [case for case in CASES if "interleaved_out" not in case.options]
 @pytest.mark.parametrize("case", SAME_PAIRING, ids=str)
 def test_in_place_gives_the_same_bits(case: Case) -> None:
     q, k, cos, sin, keywords = make(case)
-    expected = jitrope.apply_rope(q, k, cos, sin, **keywords)
+    expected = jitrope.apply_rope(q, k, cos, sin, **said(**keywords))
     before = [None if x is None else x.clone() for x in (q, k)]
-    outputs = jitrope.apply_rope_(q, k, cos, sin, **keywords)
+    outputs = jitrope.apply_rope(q, k, cos, sin, **said(**keywords), inplace=True)
     assert outputs[0] is q
     assert outputs[1] is k
     for out, want, old in zip(outputs, expected, before):
@@ -104,9 +104,9 @@ def test_shards_of_any_lengths_are_parts_of_the_whole(cp_size: int, how: str) ->
 
     def rotated(x, **more):
         if how.startswith("qkv"):
-            rotate = jitrope.apply_rope_qkv_ if how == "qkv in place" else jitrope.apply_rope_qkv
+            rotate = KINDS["packed_qkv_" if how == "qkv in place" else "packed_qkv"]
             return rotate((x * 1).flatten(1).unsqueeze(1), q_per_group=2, **words, **more)
-        rotate = jitrope.apply_rope_ if how == "in place" else jitrope.apply_rope
+        rotate = KINDS["rope_" if how == "in place" else "rope"]
         return rotate(x[:, :3] * 1, x[:, 3:] * 1, **words, **more)
 
     whole = torch.randn(offsets[-1], 4, 16, requires_grad=True)
@@ -129,7 +129,7 @@ def test_shards_of_any_lengths_are_parts_of_the_whole(cp_size: int, how: str) ->
 
 def test_outputs_keep_dense_strides() -> None:
     q, k, cos, sin, keywords = make(*by_name("bhsd"))
-    for x, out in zip((q, k), jitrope.apply_rope(q, k, cos, sin, **keywords)):
+    for x, out in zip((q, k), jitrope.apply_rope(q, k, cos, sin, **said(**keywords))):
         assert out.stride() == x.stride()
 
 
@@ -224,7 +224,7 @@ PAST_THE_TABLE = ("packed-too-long", "starts-past", "angles-packed")
 def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
     """The vectorised reference against an independent one; the tables' rows are inside."""
     q, k, cos, sin, keywords = make(case)
-    got = jitrope.apply_rope(q, k, cos, sin, **keywords)
+    got = jitrope.apply_rope(q, k, cos, sin, **said(**keywords))
     # Where products nearly cancel, what was rounded before the sum is seen.
     atol = 2**-6 if case.rounding == "dtype" else 1e-6
     for out, want in zip(got, autograd_reference(case, q, k, cos, sin, keywords)):
@@ -251,9 +251,9 @@ def test_gradient_is_autograds(case: Case, in_place: bool) -> None:
         if rotate:
             outputs = rotate(case, *leaves, cos, sin, keywords)
         elif in_place:
-            outputs = jitrope.apply_rope_(*(x * 1 for x in leaves), cos, sin, **keywords)
+            outputs = jitrope.apply_rope(*(x * 1 for x in leaves), cos, sin, **said(**keywords), inplace=True)
         else:
-            outputs = jitrope.apply_rope(*leaves, cos, sin, **keywords)
+            outputs = jitrope.apply_rope(*leaves, cos, sin, **said(**keywords))
         torch.manual_seed(1)
         weights = [torch.randn(y.shape).to(y.dtype) for y in outputs]
         grads.append(torch.autograd.grad(outputs, leaves, weights))
@@ -307,21 +307,21 @@ def test_only_tables_and_lengths_are_saved() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        jitrope.apply_rope(q.requires_grad_(), k.requires_grad_(), cos, sin, **keywords)
+        jitrope.apply_rope(q.requires_grad_(), k.requires_grad_(), cos, sin, **said(**keywords))
     assert set(saved) == {x.data_ptr() for x in (cos, sin, keywords["cu_seqlens"])}
 
 
 def test_in_place_on_a_leaf_is_refused() -> None:
     q, k, cos, sin, _ = make(*by_name("fp32"))
     with pytest.raises(jitrope.InvalidInput, match="q requires a gradient and is a leaf"):
-        jitrope.apply_rope_(q.requires_grad_(), k, cos, sin)
+        jitrope.apply_rope(q.requires_grad_(), k, cos, sin, inplace=True)
 
 
 def test_in_place_bumps_the_version() -> None:
     """A tensor that backward still needs and that was rotated in place is noticed by autograd."""
     q, k, cos, sin, _ = make(*by_name("fp32"))
     version = q._version
-    jitrope.apply_rope_(q, k, cos, sin)
+    jitrope.apply_rope(q, k, cos, sin, inplace=True)
     assert q._version > version
 
 
@@ -329,7 +329,7 @@ def test_in_place_bumps_the_version() -> None:
 
 
 def packed_call(case: Case):
-    """(qkv, keywords of apply_rope_qkv) of a packed case."""
+    """(qkv, flat words) of a packed case."""
     (qkv, cos, sin, cu_seqlens, starts, ids), o = make_qkv(case)
     tables = {"freqs": cos} if o.table == "freqs" else {"cos": cos, "sin": sin}
     return qkv, {
@@ -349,11 +349,11 @@ def test_packed_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
     for packed in (False, True):
         leaf = qkv.clone().requires_grad_()
         if packed:
-            q, k, v = jitrope.apply_rope_qkv(leaf, **keywords, copy_v=copy_v)
+            q, k, v = jitrope.prepare_packed_qkv(leaf, **said(**keywords, copy_v=copy_v))
             assert (v.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()) == (not copy_v)
         else:
             q, k, v = reference.split_qkv(leaf, keywords["q_per_group"])
-            q, k = jitrope.apply_rope(q, k, **plain)
+            q, k = jitrope.apply_rope(q, k, **said(**plain))
         torch.manual_seed(1)
         weights = [torch.randn(y.shape).to(y.dtype) for y in (q, k, v)]
         results.append([q, k, v, *torch.autograd.grad((q, k, v), leaf, weights)])
@@ -364,10 +364,10 @@ def test_packed_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
 @pytest.mark.parametrize("case", QKV_CASES, ids=str)
 def test_packed_qkv_in_place(case: Case) -> None:
     qkv, keywords = packed_call(case)
-    want = jitrope.apply_rope_qkv(qkv, **keywords)
+    want = jitrope.prepare_packed_qkv(qkv, **said(**keywords))
     leaf = qkv.clone().requires_grad_()
     base = leaf * 1
-    out = jitrope.apply_rope_qkv_(base, **keywords)
+    out = jitrope.prepare_packed_qkv(base, **said(**keywords), inplace=True)
     assert out is base
     end = case.end
     for got, expected in zip(reference.split_qkv(out, keywords["q_per_group"]), want):
@@ -377,7 +377,7 @@ def test_packed_qkv_in_place(case: Case) -> None:
     torch.manual_seed(1)
     weight = torch.randn(out.shape).to(out.dtype)
     (gradient,) = torch.autograd.grad(out, leaf, weight)
-    back = jitrope.apply_rope_qkv_(weight.clone(), **keywords, inverse=True)
+    back = jitrope.prepare_packed_qkv(weight.clone(), **said(**keywords, inverse=True), inplace=True)
     assert torch.equal(gradient, back)
 
 
@@ -385,7 +385,7 @@ def test_packed_gradient_of_some() -> None:
     qkv, keywords = packed_call(QKV_CASES[0])
     for i in range(3):
         leaf = qkv.clone().requires_grad_()
-        parts = jitrope.apply_rope_qkv(leaf, **keywords)
+        parts = jitrope.prepare_packed_qkv(leaf, **said(**keywords))
         (gradient,) = torch.autograd.grad(parts[i].float().square().sum(), leaf)
         expected = torch.zeros_like(qkv)
         at = slice(64 * i, 64 * (i + 1))
@@ -396,7 +396,7 @@ def test_packed_gradient_of_some() -> None:
 def test_packed_double_backward() -> None:
     qkv, keywords = packed_call(QKV_CASES[-1])
     leaf = qkv.clone().requires_grad_()
-    parts = jitrope.apply_rope_qkv(leaf, **keywords)
+    parts = jitrope.prepare_packed_qkv(leaf, **said(**keywords))
     (first,) = torch.autograd.grad(sum(y.square().sum() for y in parts), leaf, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), leaf)
     torch.testing.assert_close(second, torch.full_like(qkv, 2.0), rtol=1e-4, atol=1e-4)
@@ -421,8 +421,8 @@ def test_packed_compile_fullgraph(how: str) -> None:
 
     def model(x):
         if how == "in place":
-            return (jitrope.apply_rope_qkv_(x * 2, **keywords).float() * 3,)
-        q, k, v = jitrope.apply_rope_qkv(x * 2, **keywords, copy_v=how == "copied")
+            return (jitrope.prepare_packed_qkv(x * 2, **said(**keywords), inplace=True).float() * 3,)
+        q, k, v = jitrope.prepare_packed_qkv(x * 2, **said(**keywords, copy_v=how == "copied"))
         return q.float().sum(-1), k * 2, v + 1
 
     results = []
@@ -447,7 +447,7 @@ def test_gradcheck_of_the_reference(name: str) -> None:
                 "rotary_offset": o.rotary_offset, "layout": o.layout, "cu_seqlens": tables[2]}  # fmt: skip
 
     def function(q):
-        return jitrope.apply_rope(q, None, *tables[:2], **keywords)[0]
+        return jitrope.apply_rope(q, None, *tables[:2], **said(**keywords))[0]
 
     small = q.float()[..., :2, :].clone().requires_grad_()
     assert torch.autograd.gradcheck(function, small, eps=1e-2, atol=1e-2, rtol=1e-2, fast_mode=True)
@@ -463,10 +463,10 @@ def test_there_and_back_is_one_rounding(name: str, dtype: str) -> None:
     keywords["freqs" if cos is None else "cos"] = keywords.pop("freqs", cos)
     if sin is not None:
         keywords["sin"] = sin
-    there, _ = jitrope.apply_rope(q, None, **keywords)
+    there, _ = jitrope.apply_rope(q, None, **said(**keywords))
     out = keywords.get("interleaved_out", keywords["interleaved"])
     back = {**keywords, "interleaved": out, "interleaved_out": keywords["interleaved"], "inverse": True}
-    again, _ = jitrope.apply_rope(there, None, **back)
+    again, _ = jitrope.apply_rope(there, None, **said(**back))
     end = case.end
     o, n, w = keywords.get("rotary_offset", 0), case.rotary_dim or q.shape[-1], q.shape[-1]
     x, y = (t.float()[:end, ..., o : o + n] for t in (q, again))
@@ -525,9 +525,9 @@ def test_complex128_is_the_hosts(name: str, dtype: torch.dtype, shape, device: s
         function = host("diffusers", "transformers.transformer_anyflow", "apply_rotary_emb")
         want = [function(x, table[None, :, None]) for x in (q, k)]
     words = {"interleaved": True, "rounding": "complex128"}
-    assert_equal(jitrope.apply_rope(q, k, angles.cos(), angles.sin(), **words), want)
-    assert_equal(jitrope.apply_rope(q, k, freqs_cis=table, **words), want)
-    assert_equal(jitrope.apply_rope_(q, k, freqs_cis=table, **words), want)
+    assert_equal(jitrope.apply_rope(q, k, angles.cos(), angles.sin(), **said(**words)), want)
+    assert_equal(jitrope.apply_rope(q, k, **said(freqs_cis=table, **words)), want)
+    assert_equal(jitrope.apply_rope(q, k, **said(freqs_cis=table, **words), inplace=True), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -568,12 +568,12 @@ def test_dtype_is_ernies_and_minimaxs(rotary_dim: int, dtype: torch.dtype, devic
                     "ErnieImageSingleStreamAttnProcessor")  # fmt: skip
     want = [function(x, repeated) for x in (q, k)]
     words = {"rounding": "dtype", "rotary_dim": rotary_dim}
-    assert_equal(jitrope.apply_rope(q, k, repeated.cos(), repeated.sin(), **words), want)
+    assert_equal(jitrope.apply_rope(q, k, repeated.cos(), repeated.sin(), **said(**words)), want)
     function = host("diffusers", "transformers.transformer_minimax_h3", "_apply_rotary_emb")
     cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
     want = [function(x, cos, sin) for x in (q, k)]
-    assert_equal(jitrope.apply_rope(q, k, cos, sin, **words), want)
-    assert_equal(jitrope.apply_rope(q, k, angles.cos(), angles.sin(), **words), want)
+    assert_equal(jitrope.apply_rope(q, k, cos, sin, **said(**words)), want)
+    assert_equal(jitrope.apply_rope(q, k, angles.cos(), angles.sin(), **said(**words)), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -586,10 +586,10 @@ def test_dtype_is_llamas(dtype: torch.dtype, shape, device: str) -> None:
     q, k = (x.transpose(1, 2) for x in (q, k))
     want = function(q, k, cos[None], sin[None])
     words = {"layout": "bhsd", "rounding": "dtype"}
-    assert_equal(jitrope.apply_rope(q, k, cos, sin, **words), want)
+    assert_equal(jitrope.apply_rope(q, k, cos, sin, **said(**words)), want)
     half = shape[-1] // 2
-    assert_equal(jitrope.apply_rope(q, k, cos[..., :half], sin[..., :half], **words), want)
-    assert_equal(jitrope.apply_rope_(q.clone(), k.clone(), cos, sin, **words), want)
+    assert_equal(jitrope.apply_rope(q, k, cos[..., :half], sin[..., :half], **said(**words)), want)
+    assert_equal(jitrope.apply_rope(q.clone(), k.clone(), cos, sin, **said(**words), inplace=True), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -633,7 +633,7 @@ def test_opcheck(case: Case, op: str) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_compile_fullgraph(in_place: bool, grad: bool) -> None:
     q, k, cos, sin, _ = make(*by_name("fp32"))
-    rotate = jitrope.apply_rope_ if in_place else jitrope.apply_rope
+    rotate = KINDS["rope_" if in_place else "rope"]
 
     def model(q, k):
         q, k = rotate(q * 2, k * 2, cos, sin)
@@ -660,8 +660,8 @@ def test_compile_with_numbers_that_change(packed_qkv: bool) -> None:
     def model(x, longest, rank):
         words = {"layout": "thd", "cu_seqlens": cu_seqlens, "max_seqlen": longest, "cp_size": 8, "cp_rank": rank}
         if packed_qkv:
-            return sum(y.square().sum(-1) for y in jitrope.apply_rope_qkv(x * 1, cos, cos, **words))
-        return jitrope.apply_rope(x * 1, None, cos, cos, **words)[0].sin()
+            return sum(y.square().sum(-1) for y in jitrope.prepare_packed_qkv(x * 1, cos, cos, **said(**words)))
+        return jitrope.apply_rope(x * 1, None, cos, cos, **said(**words))[0].sin()
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for i in range(4):
@@ -690,7 +690,7 @@ def test_compiled_in_place_leaves_spare_tokens(case: Case, grad: bool) -> None:
     q, k, cos, sin, keywords = make(case)
 
     def model(q, k):
-        return jitrope.apply_rope_(q * 1, k * 1, cos, sin, **keywords)
+        return jitrope.apply_rope(q * 1, k * 1, cos, sin, **said(**keywords), inplace=True)
 
     results = []
     for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
@@ -724,7 +724,7 @@ def test_vmap() -> None:
     torch.testing.assert_close(out, want)
 
 
-@pytest.mark.parametrize("function", [jitrope.apply_rope, jitrope.apply_rope_])
+@pytest.mark.parametrize("function", [KINDS["rope"], KINDS["rope_"]])
 def test_forward_mode_is_refused(function) -> None:
     """torch would drop the tangent of an op without a rule, in silence."""
     q, _, cos, sin, _ = make(*by_name("fp32"))
@@ -773,10 +773,10 @@ def test_fake_tensors_and_meta() -> None:
 
     with FakeTensorMode():
         q, k, cos, sin, keywords = make(*by_name("bhsd"))
-        outputs = jitrope.apply_rope(q, k, cos, sin, **keywords)
+        outputs = jitrope.apply_rope(q, k, cos, sin, **said(**keywords))
         assert [y.stride() for y in outputs] == [q.stride(), k.stride()]
         with pytest.raises(jitrope.InvalidInput):
-            jitrope.apply_rope(q, k, cos[:2], sin[:2], **keywords)
+            jitrope.apply_rope(q, k, cos[:2], sin[:2], **said(**keywords))
 
 
 # ---- refusals ----------------------------------------------------------------------------------
@@ -787,8 +787,8 @@ def test_fake_tensors_and_meta() -> None:
 
 def test_positions_in_range_pass_the_check() -> None:
     q, k, cos, sin, keywords = make(*by_name("ids"))
-    for got, want in zip(jitrope.apply_rope(q, k, cos, sin, check=True, **keywords),
-                         jitrope.apply_rope(q, k, cos, sin, **keywords)):  # fmt: skip
+    for got, want in zip(jitrope.apply_rope(q, k, cos, sin, **said(check=True, **keywords)),
+                         jitrope.apply_rope(q, k, cos, sin, **said(**keywords))):  # fmt: skip
         assert torch.equal(got, want)
 
 
@@ -802,12 +802,12 @@ def test_axial_positions_are_those_of_a_table_of_all_tokens() -> None:
     written_out = torch.cat([part[ids] for part, ids in zip(parts, grid)], -1)
     q = torch.randn(2, 60, 3, 32)
     want, _ = jitrope.apply_rope(q, None, written_out.cos(), written_out.sin())
-    got, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), position_ids=grid, mrope_section=sections)
+    got, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), **said(position_ids=grid, mrope_section=sections))
     assert torch.equal(got, want)
 
 
 def cache_words(c, case):
-    """The keywords of `apply_rope_kv_cache` of a case's call."""
+    """The flat words of a case's call."""
     table = {c.options.table: c.tables[0]}
     names = ("layout", "interleaved", "rotary_dim", "rotary_offset", "mrope_section", "mrope_interleaved")
     return {
@@ -824,7 +824,7 @@ def test_kv_cache_holds_what_rope_gives(case: CacheCase) -> None:
     words = cache_words(c, case)
     plain = {n: v for n, v in words.items() if n not in (
         "k_cache", "v_cache", "slot_mapping", "rotate_k", "k_scale", "v_scale")}  # fmt: skip
-    q_want, k_want = jitrope.apply_rope(c.q.float(), c.k.float(), **plain)
+    q_want, k_want = jitrope.apply_rope(c.q.float(), c.k.float(), **said(**plain))
     expected = [c.k_cache.clone(), c.v_cache.clone()]
     for cache, x, scale in zip(expected, (k_want, c.v.float()), c.scales[1:]):
         tokens = views.canonical(x, case.layout).flatten(0, 1)
@@ -835,10 +835,10 @@ def test_kv_cache_holds_what_rope_gives(case: CacheCase) -> None:
                 page.copy_(stored.to(cache.dtype))
     k_before = c.k.clone()
     if case.q_fp8:
-        q = jitrope.apply_rope_kv_cache(c.q, c.k, c.v, q_scale=c.scales[0], **words)
+        q = kv_cache(c.q, c.k, c.v, q_scale=c.scales[0], **words)
         assert torch.equal(q.float(), (q_want * (1 / c.scales[0])).clamp(-448, 448).to(q.dtype).float())
     else:
-        q = jitrope.apply_rope_kv_cache_(c.q, c.k, c.v, **words)
+        q = kv_cache(c.q, c.k, c.v, **words, inplace=True)
         assert q is c.q
         assert torch.equal(q, q_want.to(q.dtype))
     assert torch.equal(c.k, k_want.to(c.k.dtype) if case.rotate_k else k_before)
@@ -849,7 +849,7 @@ def test_kv_cache_holds_what_rope_gives(case: CacheCase) -> None:
 def test_scales_may_be_numbers() -> None:
     q, k, cos, sin, _ = make(*by_name("halves"))
     for scale in (0.25, torch.tensor(0.25)):
-        a, b = jitrope.apply_rope_fp8(q, k, cos, sin, q_scale=scale, k_scale=0.5)
+        a, b = fp8(q, k, cos, sin, q_scale=scale, k_scale=0.5)
         want, _ = jitrope.apply_rope(q.float(), None, cos, sin)
         assert a.dtype == b.dtype == torch.float8_e4m3fn
         assert torch.equal(a.float(), (want * 4).to(a.dtype).float())
@@ -877,7 +877,7 @@ def test_cache_refusals_write_nothing(name: str) -> None:
     changes, message = CACHE_REFUSALS[name]
     before = [x.clone() for x in (c.q, c.k, c.k_cache, c.v_cache)]
     with pytest.raises(jitrope.InvalidInput, match=message):
-        jitrope.apply_rope_kv_cache_(c.q, c.k, c.v, **{**cache_words(c, CACHE_CASES[0]), **changes})
+        kv_cache(c.q, c.k, c.v, **{**cache_words(c, CACHE_CASES[0]), **changes}, inplace=True)
     for x, old in zip((c.q, c.k, c.k_cache, c.v_cache), before):
         assert torch.equal(x, old)
 
@@ -888,12 +888,12 @@ def test_no_gradient_is_dropped_in_silence(name: str) -> None:
     c = make_cache(CACHE_CASES[0])
     getattr(c, name).requires_grad_()
     with pytest.raises(jitrope.InvalidInput, match=f"{name} requires a gradient"):
-        jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **cache_words(c, CACHE_CASES[0]))
+        kv_cache(c.q, c.k, c.v, **cache_words(c, CACHE_CASES[0]))
     with torch.no_grad():
-        jitrope.apply_rope_kv_cache(c.q, c.k, c.v, **cache_words(c, CACHE_CASES[0]))
+        kv_cache(c.q, c.k, c.v, **cache_words(c, CACHE_CASES[0]))
     if name == "q":
         with pytest.raises(jitrope.InvalidInput, match="q requires a gradient"):
-            jitrope.apply_rope_fp8(c.q, None, c.tables[0][:6, :32], c.tables[0][:6, 32:], layout="thd", q_scale=1.0)
+            fp8(c.q, None, c.tables[0][:6, :32], c.tables[0][:6, 32:], layout="thd", q_scale=1.0)
         (q, _, *tables), options = lower(make(*by_name("fp32")))
         tensors = (q.requires_grad_(), None, torch.ones(()))
         out = torch.ops.jitrope.rope_fp8(*op_arguments(OPERATION["rope_fp8"], (*tensors, None), tables, options))[0]
@@ -918,11 +918,19 @@ def test_serving_compiles_fullgraph_once_for_all_lengths() -> None:
     k_cache, v_cache = torch.zeros(2, 64, 2, 64)
 
     def step(q, k, v, cache, ids, slots):
-        q = jitrope.apply_rope_kv_cache_(
-            q * 2, k * 1, v, cos_sin_cache=cache, position_ids=ids, layout="thd", k_cache=k_cache, v_cache=v_cache,
+        q = kv_cache(
+            q * 2,
+            k * 1,
+            v,
+            cos_sin_cache=cache,
+            position_ids=ids,
+            layout="thd",
+            k_cache=k_cache,
+            v_cache=v_cache,
             slot_mapping=slots,
-        )  # fmt: skip
-        return jitrope.apply_rope(q, k, cos_sin_cache=cache, position_ids=ids, layout="thd")
+            inplace=True,
+        )
+        return jitrope.apply_rope(q, k, cos_sin_cache=cache, positions=ids, layout="thd")
 
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
     cache = torch.rand(128, 64)
@@ -995,11 +1003,6 @@ REFUSALS = {
     "ids-shape": (call(position_ids=torch.zeros(6, 2, dtype=torch.int32)), r"allowed are \(6,\), \(1, 6\), \(2, 6\)"),
     "ids-dtype": (call(position_ids=torch.zeros(6)), "position_ids is torch.float32; allowed are int32 and int64"),
     "ids-device": (call(position_ids=torch.zeros(6, dtype=torch.int32, device="meta")), "position_ids is on meta"),
-    "ids-and-starts": (
-        call(position_ids=torch.zeros(6, dtype=torch.int32), start_positions=torch.zeros(2, dtype=torch.int32)),
-        "position_ids go without cu_seqlens, start_positions and cp_size",
-    ),
-    "mrope-alone": (call(mrope_section=(2, 2)), "mrope_section goes with position_ids"),
     "mrope-sum": (
         call(position_ids=torch.zeros(2, 6, dtype=torch.int32), mrope_section=(2, 1)),
         "numbers of pairs, 4 in all",
@@ -1007,10 +1010,6 @@ REFUSALS = {
     "mrope-axes": (
         call(position_ids=torch.zeros(6, dtype=torch.int32), mrope_section=(2, 2)),
         r"allowed are \(2, 6\), \(2, 1, 6\)",
-    ),
-    "mrope-interleaved-alone": (
-        call(position_ids=torch.zeros(6, dtype=torch.int32), mrope_interleaved=True),
-        "goes with mrope_section",
     ),
     "check-past": (
         call(position_ids=torch.tensor([0, 1, 2, 3, 4, 6]), check=True),
@@ -1025,7 +1024,6 @@ REFUSALS = {
     "cache-rank": (call(cos=None, sin=None, cos_sin_cache=torch.zeros(1, 6, 8)), r"it is \(P, rotary_dim\)"),
     "cis-dtype": (call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4)), "freqs_cis is torch.float32; it is complex64"),
     "layout": (call(layout="hsbd"), "layout is 'hsbd'; it must be one of 'bshd', 'sbhd', 'bhsd', 'thd'"),
-    "launch": (call(launch="3d"), "launch is '3d'; it must be one of 'auto', 'token_linear', 'grid_2d'"),
     "rounding": (
         call(rounding="bf16"),
         "rounding is 'bf16'; it must be one of 'fp32', 'complex64', 'complex128', 'dtype', 'addcmul'",
@@ -1046,7 +1044,10 @@ REFUSALS = {
         call(cos=torch.zeros(6, 4).double(), sin=torch.zeros(6, 4).double(), rounding="dtype"),
         "cos is torch.float64; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'",
     ),
-    "lengths-layout": (call(cu_seqlens=torch.tensor([0, 6])), "cu_seqlens goes with layout 'thd', not 'bshd'"),
+    "lengths-layout": (
+        call(cu_seqlens=torch.tensor([0, 6]), layout="bshd"),
+        "cu_seqlens goes with layout 'thd', not 'bshd'",
+    ),
     "lengths-dtype": (call(**packed, cu_seqlens=torch.tensor([0.0, 6.0])), "cu_seqlens is torch.float32"),
     "lengths-device": (call(**packed, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")), "on meta but q"),
     "lengths-rank": (
@@ -1055,7 +1056,6 @@ REFUSALS = {
     ),
     "lengths-strided": (call(**packed, cu_seqlens=torch.zeros(4, dtype=torch.int32)[::2]), "must be contiguous"),
     "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "7 positions are used"),
-    "max-alone": (call(**packed, max_seqlen=7), "max_seqlen goes with cu_seqlens"),
     "cp-size": (call(cp_size=0), "cp_size is 0; it must be at least 1"),
     "cp-rank": (call(cp_size=2, cp_rank=2), "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
     "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "a rank has two equal chunks"),
@@ -1066,7 +1066,6 @@ REFUSALS = {
         "2 entries for 1 sequences",
     ),
     "starts-dtype": (call(start_positions=torch.zeros(2)), "start_positions is torch.float32"),
-    "packed-table-alone": (call(**packed, packed_table=True), "packed_table goes with cu_seqlens"),
     "no-table": (call(cos=None), "give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
     "freqs-and-cos": (call(freqs=torch.zeros(6, 4)), "not cos and sin, freqs"),
     "freqs-dtype": (call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()), "freqs is torch.bfloat16; angles"),
@@ -1079,13 +1078,13 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-@pytest.mark.parametrize("function", [jitrope.apply_rope, jitrope.apply_rope_])
+@pytest.mark.parametrize("function", [KINDS["rope"], KINDS["rope_"]])
 def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> None:
     arguments, message = REFUSALS[name]
     before = arguments["q"].clone()
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
         function(**arguments)
-    assert str(error.value).startswith(f"{function.__name__}: ")
+    assert str(error.value).startswith(("apply_rope: ", "prepare_packed_qkv: "))
     assert isinstance(error.value, ValueError)
     if not before.is_meta:
         assert torch.equal(arguments["q"], before)
@@ -1093,7 +1092,7 @@ def test_refusals_name_the_argument_and_write_nothing(name: str, function) -> No
 
 def test_two_pairings_need_half_width() -> None:
     with pytest.raises(jitrope.InvalidInput, match="interleaved_out goes with half-width tables, 4 wide"):
-        jitrope.apply_rope(**call(cos=torch.zeros(6, 8), sin=torch.zeros(6, 8)), interleaved_out=True)
+        jitrope.apply_rope(**said(**call(cos=torch.zeros(6, 8), sin=torch.zeros(6, 8)), interleaved_out=True))
 
 
 QKV_REFUSALS = {
@@ -1107,31 +1106,16 @@ QKV_REFUSALS = {
 
 
 @pytest.mark.parametrize("name", QKV_REFUSALS)
-@pytest.mark.parametrize("function", [jitrope.apply_rope_qkv, jitrope.apply_rope_qkv_])
+@pytest.mark.parametrize("function", [KINDS["packed_qkv"], KINDS["packed_qkv_"]])
 def test_packed_refusals_name_the_argument(name: str, function) -> None:
     changes, message = QKV_REFUSALS[name]
     arguments = {"qkv": torch.ones(2, 6, 3, 32), "cos": torch.zeros(6, 4), "sin": torch.zeros(6, 4), "q_per_group": 2}
     with pytest.raises(jitrope.InvalidInput, match=message) as error:
         function(**{**arguments, **changes})
-    assert str(error.value).startswith(f"{function.__name__}: ")
+    assert str(error.value).startswith(("apply_rope: ", "prepare_packed_qkv: "))
 
 
 def test_expanded_in_place_is_refused() -> None:
     q = torch.ones(1, 6, 4, 8).expand(2, 6, 4, 8)
     with pytest.raises(jitrope.InvalidInput, match="its elements overlap in memory"):
-        jitrope.apply_rope_(q, None, torch.zeros(6, 4), torch.zeros(6, 4))
-
-
-@pytest.mark.parametrize("op", [op for op in OPERATIONS if op.function], ids=lambda op: op.name)
-def test_a_function_takes_the_words_of_its_signature_alone(op) -> None:
-    """What `help` shows is what a call may have; words of the inside are not."""
-    function = getattr(jitrope, op.function)
-    shown = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    taken = {*op.words, *op.tables} - {"inplace", "cos", "sin"}
-    assert shown - {name.rstrip("?") for name in op.tensors} == taken - {name.rstrip("?") for name in op.tensors}
-    given = [torch.ones(1, 2, 1, 8)] * 2
-    for word in ("inplace", "table", "fp8", "norm"):
-        with pytest.raises(TypeError, match=word):
-            jitrope.apply_rope(*given, torch.ones(2, 4), torch.ones(2, 4), **{word: True})
-        with pytest.raises(TypeError, match=word):
-            jitrope.qk_norm_rope_(*given, None, None, torch.ones(2, 4), torch.ones(2, 4), **{word: True})
+        jitrope.apply_rope(q, None, torch.zeros(6, 4), torch.zeros(6, 4), inplace=True)

@@ -26,6 +26,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import jitrope
 from jitrope.plan.spec import LAYOUT_AXES
+from tests.said import KINDS, norm_rope, said
 
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
@@ -131,11 +132,11 @@ def against_plain(
 
 
 def rope(**arguments: Any) -> Function:
-    return lambda q, k=None: jitrope.apply_rope(q, k, **arguments)
+    return lambda q, k=None: jitrope.apply_rope(q, k, **said(**arguments))
 
 
 def normed(cos: Tensor, sin: Tensor, **options: Any) -> Function:
-    return lambda q, k, q_weight, k_weight: jitrope.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
+    return lambda q, k, q_weight, k_weight: norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
 
 
 def refuses(match: str, function: Function, *arguments: Any, **keywords: Any) -> None:
@@ -272,8 +273,8 @@ def in_place() -> None:
     q, k = heads(8), heads(4)
     for (function, fresh), axis in itertools.product(
         (
-            (lambda *x: jitrope.apply_rope_(*x, cos, sin), rope(cos=cos, sin=sin)),
-            (lambda *x: jitrope.qk_norm_rope_(*x, None, None, cos, sin), lambda *x: normed(cos, sin)(*x, None, None)),
+            (lambda *x: jitrope.apply_rope(*x, cos, sin, inplace=True), rope(cos=cos, sin=sin)),
+            (lambda *x: norm_rope(*x, None, None, cos, sin, inplace=True), lambda *x: normed(cos, sin)(*x, None, None)),
         ),
         range(3),
     ):
@@ -286,13 +287,15 @@ def in_place() -> None:
             assert x.to_local().data_ptr() == address
             assert x._version > version
             same(x, expected, [Shard(axis)])
-    against_plain(lambda *x: jitrope.apply_rope_(*[y * 1 for y in x], cos, sin), [(q, [Shard(1)]), (k, [Shard(1)])])
+    against_plain(
+        lambda *x: jitrope.apply_rope(*[y * 1 for y in x], cos, sin, inplace=True), [(q, [Shard(1)]), (k, [Shard(1)])]
+    )
     packed = {"layout": "thd", "cu_seqlens": torch.tensor([0, 5, 19, 30])}
     q = heads(8, layout="thd")
     placed = place(q, [Shard(1)])
-    jitrope.apply_rope_(placed, None, cos, sin, **packed)
-    same(placed, jitrope.apply_rope_(q, None, cos, sin, **packed)[0], [Shard(1)])
-    refuses("cu_seqlens; call apply_rope", jitrope.apply_rope_, placed.requires_grad_() * 1, None, cos, sin, **packed)
+    jitrope.apply_rope(placed, None, cos, sin, **said(**packed), inplace=True)
+    same(placed, jitrope.apply_rope(q, None, cos, sin, **said(**packed), inplace=True)[0], [Shard(1)])
+    refuses("cu_seqlens; call apply_rope", KINDS["rope_"], placed.requires_grad_() * 1, None, cos, sin, **packed)
 
 
 @case
@@ -303,7 +306,7 @@ def norms() -> None:
     for axis, rounding in itertools.product(range(3), ("none", "once", "twice")):
         inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
         against_plain(normed(cos, sin, norm_rounding=rounding, zero_centered=axis == 0), inputs, partial)
-        against_plain(jitrope.qk_norm_rope, inputs)
+        against_plain(norm_rope, inputs)
     for axis in range(2):
         inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
         wide = [(weight(8 * D), [Partial()]), (weight(4 * D), [Partial()])]
@@ -314,8 +317,8 @@ def norms() -> None:
 def a_plain_weight_gets_its_whole_gradient() -> None:
     cos, sin = table(S, D // 2)
     plain, beside = nn.Parameter(weight()), nn.Parameter(weight())
-    jitrope.qk_norm_rope(heads(8), None, plain, None, cos, sin)[0].square().sum().backward()
-    out = jitrope.qk_norm_rope(place(heads(8), [Shard(2)]), None, beside, None, cos, sin)[0]
+    norm_rope(heads(8), None, plain, None, cos, sin)[0].square().sum().backward()
+    out = norm_rope(place(heads(8), [Shard(2)]), None, beside, None, cos, sin)[0]
     out.square().sum().backward()
     torch.testing.assert_close(beside.grad, plain.grad)
 
@@ -382,8 +385,8 @@ def refused_beside_q() -> None:
     packed = place(heads(4, layout="thd"), [Shard(0)])
     lengths = {"layout": "thd", "cu_seqlens": torch.tensor([0, 4, 8])}
     refuses("count tokens of whole sequences", call, packed, None, cos, sin, **lengths)
-    refuses(r"Shard\(1\) \(seq\), .*across_heads", jitrope.qk_norm_rope, by_heads, None, across_heads=True)
-    refuses("q_weight is .*replicated", jitrope.qk_norm_rope, by_heads, None, place(weight(), [Shard(0)]))
+    refuses(r"Shard\(1\) \(seq\), .*across_heads", norm_rope, by_heads, None, across_heads=True)
+    refuses("q_weight is .*replicated", norm_rope, by_heads, None, place(weight(), [Shard(0)]))
 
 
 @case
@@ -394,14 +397,14 @@ def calls_that_take_local_tensors_only() -> None:
     cache = torch.zeros(B * S, 4, D)
     slots = {"k_cache": cache, "v_cache": cache.clone(), "slot_mapping": torch.arange(B * S)}
     for name, arguments, keywords in (
-        ("apply_rope_fp8", (q, None, cos, sin), {"q_scale": 1.0}),
-        ("apply_rope_kv_cache", (q, q, q, cos, sin), slots),
-        ("apply_rope_kv_cache_", (q, q, q, cos, sin), slots),
-        ("apply_rope_qkv", (qkv, cos, sin), {}),
-        ("apply_rope_qkv_", (qkv, cos, sin), {}),
-        ("qk_norm_rope_joint", ((q, q, q), (plain, plain, plain), None, None, cos, sin), {}),
+        ("fp8", (q, None, cos, sin), {"q_scale": 1.0}),
+        ("kv_cache", (q, q, q, cos, sin), slots),
+        ("kv_cache_", (q, q, q, cos, sin), slots),
+        ("packed_qkv", (qkv, cos, sin), {}),
+        ("packed_qkv_", (qkv, cos, sin), {}),
+        ("norm_rope_joint", ((q, q, q), (plain, plain, plain), None, None, cos, sin), {}),
     ):
-        refuses(f"{name}: it takes no DTensors; pass x.to_local()", getattr(jitrope, name), *arguments, **keywords)
+        refuses("it takes no DTensors; pass x.to_local()", KINDS[name], *arguments, **keywords)
 
 
 # ---- a module, and torch.compile -----------------------------------------------------------------------
@@ -423,7 +426,7 @@ class Attention(nn.Module):
         if self.q_norm is None:
             q, k = jitrope.apply_rope(q, k, self.cos, self.sin)
         else:
-            q, k = jitrope.qk_norm_rope(q, k, self.q_norm, self.k_norm, self.cos, self.sin)
+            q, k = norm_rope(q, k, self.q_norm, self.k_norm, self.cos, self.sin)
         return self.out_proj((q.unflatten(2, (4, 2)) * k.unsqueeze(3)).flatten(2))
 
 
@@ -475,7 +478,7 @@ def compiled_in_place() -> None:
     placed = [place(x, p) for x in (q, k)]
 
     def step(q: Tensor, k: Tensor) -> Any:
-        jitrope.apply_rope_(q, k, cos, sin)
+        jitrope.apply_rope(q, k, cos, sin, inplace=True)
         return q + 1
 
     out = compiled(step)(*placed)
@@ -484,7 +487,7 @@ def compiled_in_place() -> None:
         same(x, y, p)
 
     def trained(q: Tensor, k: Tensor) -> Any:
-        return jitrope.apply_rope_(q * 1, k * 1, cos, sin)
+        return jitrope.apply_rope(q * 1, k * 1, cos, sin, inplace=True)
 
     against_plain(trained, [(q, p), (k, p)], sharded=compiled(trained), watch=nullcontext)
 

@@ -27,9 +27,9 @@ from .soak_pool import check, pool
 from .test_fuzz import SPECS
 
 OPS = {
-    "apply_rope", "apply_rope_", "apply_rope, backward", "apply_rope_fp8", "apply_rope_kv_cache",
-    "apply_rope_kv_cache_", "apply_rope_qkv", "apply_rope_qkv_", "apply_rope_qkv, backward", "qk_norm_rope",
-    "qk_norm_rope_", "qk_norm_rope, backward", "qk_norm_rope_joint", "thd order", "thd rows", "thd tables",
+    "rope", "rope_", "rope, backward", "fp8", "kv_cache",
+    "kv_cache_", "packed_qkv", "packed_qkv_", "packed_qkv, backward", "norm_rope",
+    "norm_rope_", "norm_rope, backward", "norm_rope_joint", "thd order", "thd rows", "thd tables",
     "thd corrections", "cp segments", "all_gather_attention",
 }  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_a_planted_exception_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_thread_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "MEETING_TIMEOUT", 1.0)
-    monkeypatch.setattr(jitrope, "apply_rope_", lambda *_, **__: time.sleep(5))
+    monkeypatch.setattr(jitrope, "apply_rope", lambda *_, **__: time.sleep(5))
     code, report = soaked(tmp_path)
     assert code == 1
     assert "a thread did not come" in " ".join(report["failed"])

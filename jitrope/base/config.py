@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,6 +27,8 @@ VARIABLES = {
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _may_compile: bool | None = None  # None: what the environment says
+_launch = "auto"
+_reactions: list[Callable[[], None]] = []
 _warned: set[str] = set()
 
 
@@ -35,18 +37,35 @@ def unknown_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("JITROPE_") and name not in VARIABLES)
 
 
-def configure(*, compile: bool | None = None) -> None:
+def configure(*, compile: bool | None = None, launch: str = "auto") -> None:
     """Settings of this process, over the environment's.
 
     Args:
         compile: False: a kernel that is in no cache raises `MissingKernel`, which names it and the command that
             makes it; True: it is compiled, whatever `JITROPE_NO_COMPILE` says; None: as that says.
+        launch: "auto", or force "token_linear" or "grid_2d", to compare them; all give the same bits.
 
     Raises:
-        InvalidInput: compile is none of the three; nothing was changed.
+        InvalidInput: an argument is none of these; nothing was changed.
     """
-    global _may_compile
-    _may_compile = None if compile is None else arguments.flag("configure", "compile", compile)
+    global _may_compile, _launch
+    may_compile = None if compile is None else arguments.flag("configure", "compile", compile)
+    launch = arguments.word("configure", "launch", launch, ("auto", "token_linear", "grid_2d"))
+    changed, _may_compile, _launch = launch != _launch, may_compile, launch
+    if changed:
+        for react in _reactions:
+            react()
+
+
+def on_change(react: Callable[[], None]) -> Callable[[], None]:
+    """Call a function when the launch is set to another."""
+    _reactions.append(react)
+    return react
+
+
+def launch() -> str:
+    """The launch that is forced, else "auto"."""
+    return _launch
 
 
 def compile_allowed() -> bool:

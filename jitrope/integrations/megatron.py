@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..api import apply_rope
 from ..base.errors import InvalidInput
+from ..ops.values import Packed
 from . import _host, transformer_engine
 
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
@@ -90,8 +91,8 @@ def apply_rotary_pos_emb(
 
 def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> dict[str, Any]:
     a_row_a_token = freqs.shape[0] == t.shape[0] * cp_size
-    words = {"layout": "thd", "cu_seqlens": cu_seqlens, "packed_table": a_row_a_token}
-    return {**words, "cp_size": cp_size, "cp_rank": cp_rank}
+    positions = Packed(cu_seqlens, packed_table=a_row_a_token, cp_size=cp_size, cp_rank=cp_rank)
+    return {"layout": "thd", "positions": positions}
 
 
 def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **words: Any) -> Tensor:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope_, apply_rope_kv_cache_
+from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
+from ..ops.values import KVCache
 from . import _host, vllm
 from .vllm import heads
 
@@ -72,9 +73,9 @@ def apply_rope_with_cos_sin_cache_inplace(
         return vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
     to = fused_set_kv_buffer_arg
     q, k = heads("query", query, 1, head_size), heads("key", key, 1, head_size)
-    words: dict[str, Any] = {"position_ids": positions, "slot_mapping": to.cache_loc, "interleaved": not is_neox}
-    words |= {"k_scale": getattr(to, "k_scale", None), "v_scale": getattr(to, "v_scale", None)}
-    _rope_and_store(q, k, to.value, to.k_buffer, to.v_buffer, cos_sin_cache=cos_sin_cache, **words)
+    words = {"cos_sin_cache": cos_sin_cache, "positions": positions, "interleaved": not is_neox}
+    scales = {name: getattr(to, name, None) for name in ("k_scale", "v_scale")}
+    _rope_and_store(q, k, to.value, (to.k_buffer, to.v_buffer, to.cache_loc), words, scales)
 
 
 def apply_rope_inplace(
@@ -84,8 +85,8 @@ def apply_rope_inplace(
 
     The arguments are those of `apply_rope_with_cos_sin_cache_inplace`; rope_dim is R, or 0. So are the errors.
     """
-    words: dict[str, Any] = {"position_ids": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
-    apply_rope_(q, k, cos_sin_cache=cos_sin_cache, layout="thd", **words)
+    words: Any = {"positions": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
+    apply_rope(q, k, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
 
 
 def apply_rope_inplace_with_kvcache(
@@ -110,18 +111,20 @@ def apply_rope_inplace_with_kvcache(
         out_loc: int32 or int64 (T), the slot of each token; negative ones are padding.
         The others are `apply_rope_inplace`'s, and so are the errors.
     """
-    words: dict[str, Any] = {"position_ids": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
-    _rope_and_store(q, k, v, k_cache, v_cache, cos_sin_cache=cos_sin_cache, slot_mapping=out_loc, **words)
+    words = {"cos_sin_cache": cos_sin_cache, "positions": positions, "interleaved": not is_neox}
+    _rope_and_store(q, k, v, (k_cache, v_cache, out_loc), {**words, "rotary_dim": rope_dim or None}, {})
 
 
-def _rope_and_store(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, **words: Any) -> None:
+def _rope_and_store(
+    q: Tensor, k: Tensor, v: Tensor, to: tuple[Tensor, Tensor, Tensor], words: Any, scales: dict[str, Any]
+) -> None:
+    """to: the caches and the slots."""
     size = k.shape[-1]
-    if k_cache.dtype == torch.float8_e4m3fn:
-        words |= {name: 1.0 for name in ("k_scale", "v_scale") if words.get(name) is None}
-    v, k_cache, v_cache = (
-        heads(name, x, 1, size) for name, x in (("v", v), ("k_cache", k_cache), ("v_cache", v_cache))
-    )
-    apply_rope_kv_cache_(q, k, v, k_cache=k_cache, v_cache=v_cache, rotate_k=True, layout="thd", **words)
+    if to[0].dtype == torch.float8_e4m3fn:
+        scales |= {name: 1.0 for name in ("k_scale", "v_scale") if scales.get(name) is None}
+    v, k_cache, v_cache = (heads(name, x, 1, size) for name, x in (("v", v), ("k_cache", to[0]), ("v_cache", to[1])))
+    cache = KVCache(k_cache, v_cache, to[2], rotate_k=True, **scales)
+    prepare_qkv(q, k, v, cache=cache, layout="thd", inplace=True, **words)
 
 
 def rotary_embedding(

@@ -48,7 +48,7 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     """
     half = cache.shape[-1] // 4  # both members of a pair have one angle: half of the table is all of it
     cos, sin = cache[:, :half], cache[:, 2 * half : 3 * half]
-    q, k = _both(query, key, cos, sin, rotary_dim=2 * half, position_ids=positions)
+    q, k = _both(query, key, cos, sin, rotary_dim=2 * half, positions=positions)
     return q, k
 
 
@@ -58,7 +58,7 @@ def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     The other arguments and the errors are those of `rotate_cos_sin`.
     """
     words = {"freqs_cis": cache, "interleaved": True, "rounding": "complex64"}
-    q, k = _both(query, key, position_ids=positions, **words)
+    q, k = _both(query, key, positions=positions, **words)
     return q, k
 
 

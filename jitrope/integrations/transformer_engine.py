@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, apply_rope_qkv
+from ..api import apply_rope, prepare_packed_qkv
 from ..base.errors import InvalidInput
+from ..ops.values import Packed, Starts
 from . import _host
 
 
@@ -142,7 +143,9 @@ def apply_fused_qkv_rotary_pos_emb(
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and _same(q_freqs, k_freqs):
         rotary_dim, q_per_group = q_freqs.shape[-1], q_width // k_width
-        return apply_rope_qkv(qkv, freqs=q_freqs.float(), rotary_dim=rotary_dim, q_per_group=q_per_group, **words)
+        words |= {"freqs": q_freqs.float(), "rotary_dim": rotary_dim, "q_per_group": q_per_group}
+        q, k, v = prepare_packed_qkv(qkv, **words)
+        return q, k, v
     q, k, v = qkv.split(qkv_split_arg_list, -1)
     q = q.unflatten(-1, (-1, k_width)).flatten(-3, -2)
     return _rotate(q, q_freqs, words), _rotate(k, k_freqs, words), v.contiguous()
@@ -158,14 +161,9 @@ def _words(
     """`apply_rope`'s keywords for TransformerEngine's."""
     if tensor_format == "thd" and cu_seqlens is None:
         raise InvalidInput("tensor_format 'thd' needs cu_seqlens")
-    return {
-        "layout": tensor_format,
-        "interleaved": interleaved,
-        "start_positions": starts,
-        "cu_seqlens": cu_seqlens if tensor_format == "thd" else None,
-        "cp_size": cp_size,
-        "cp_rank": cp_rank,
-    }
+    where: Any = {"start_positions": starts, "cp_size": cp_size, "cp_rank": cp_rank}
+    positions = Starts(**where) if cu_seqlens is None or tensor_format != "thd" else Packed(cu_seqlens, **where)
+    return {"layout": tensor_format, "interleaved": interleaved, "positions": positions}
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

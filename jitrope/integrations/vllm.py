@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope_, apply_rope_kv_cache_
+from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
+from ..ops.values import KVCache, Mrope
 from . import _host
 
 _FP8 = ("fp8", "fp8_e4m3")
@@ -59,7 +60,7 @@ def rotary_embedding(
         CompileError: the kernel could not be built.
     """
     words: dict[str, Any] = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
-    words |= {"cos_sin_cache": cos_sin_cache, "position_ids": positions}
+    words |= {"cos_sin_cache": cos_sin_cache, "positions": positions}
     _rotate(query, key, _token_axes(positions), head_size, is_neox, **words)
 
 
@@ -89,8 +90,8 @@ def mrope(
     """
     if positions.dim() == 1:
         return rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rounding=rounding)
-    words = {"mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved, "rounding": rounding}
-    _rotate(query, key, 1, head_size, is_neox, cos_sin_cache=cos_sin_cache, position_ids=positions, **words)
+    words = {"positions": Mrope(positions, mrope_section, mrope_interleaved), "rounding": rounding}
+    _rotate(query, key, 1, head_size, is_neox, cos_sin_cache=cos_sin_cache, **words)
 
 
 def triton_mrope(
@@ -124,9 +125,9 @@ def triton_mrope(
     axes, tokens = cos.shape[:2]
     # The axes' tables one after another, and ids that say so: nothing is mixed or copied.
     ids = torch.arange(axes * tokens, device=q.device).view(axes, tokens)
-    words = {"mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved, "rounding": rounding}
+    words = {"positions": Mrope(ids, mrope_section, mrope_interleaved), "rounding": rounding}
     tables = {"cos": cos.flatten(0, 1), "sin": sin.flatten(0, 1), "rotary_dim": rotary_dim}
-    _rotate(q, k, 1, head_size, is_neox_style, position_ids=ids, **tables, **words)
+    _rotate(q, k, 1, head_size, is_neox_style, **tables, **words)
     return q, k
 
 
@@ -163,9 +164,9 @@ def rotary_embedding_and_cache(
         InvalidInput, CompileError: as `rotary_embedding`; nothing was written.
     """
     axes = _token_axes(positions)
-    words: dict[str, Any] = {"slot_mapping": slot_mapping, "rotate_k": True}
+    scales = {}
     if kv_cache_dtype in _FP8:
-        words |= {"k_scale": k_scale, "v_scale": v_scale}
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
         if key_cache.dtype == torch.uint8:
             key_cache, value_cache = key_cache.view(torch.float8_e4m3fn), value_cache.view(torch.float8_e4m3fn)
     elif kv_cache_dtype not in _PLAIN:
@@ -175,8 +176,9 @@ def rotary_embedding_and_cache(
         count = slot_mapping.shape[0]
         positions, query, key, value = (x[:count] for x in (positions, query, key, value))
     q, k, v = (heads(name, x, axes, head_size) for name, x in (("query", query), ("key", key), ("value", value)))
-    words |= {"cos_sin_cache": cos_sin_cache, "position_ids": positions, "interleaved": not is_neox}
-    apply_rope_kv_cache_(q, k, v, k_cache=key_cache, v_cache=value_cache, layout=_LAYOUTS[axes], **words)
+    words: dict[str, Any] = {"positions": positions, "layout": _LAYOUTS[axes], "interleaved": not is_neox}
+    cache = KVCache(key_cache, value_cache, slot_mapping, rotate_k=True, **scales)
+    prepare_qkv(q, k, v, cos_sin_cache=cos_sin_cache, cache=cache, inplace=True, **words)
 
 
 _LAYOUTS = {1: "thd", 2: "bshd"}
@@ -191,7 +193,7 @@ def _token_axes(positions: Tensor) -> int:
 
 def _rotate(query: Tensor, key: Tensor | None, axes: int, head_size: int, is_neox: bool, **words: Any) -> None:
     q, k = heads("query", query, axes, head_size), None if key is None else heads("key", key, axes, head_size)
-    apply_rope_(q, k, layout=_LAYOUTS[axes], interleaved=not is_neox, **words)
+    apply_rope(q, k, layout=_LAYOUTS[axes], interleaved=not is_neox, inplace=True, **words)
 
 
 def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:

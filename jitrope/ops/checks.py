@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.spec import Norm, Options, changed
+from ..plan.spec import NormOptions, Options, changed
 from ..plan.views import FP8, Tables, Tensors
 from .fit import (
     MAX_TOKENS,
@@ -55,9 +55,9 @@ def check_written(name: str, wants_grad: bool, **tensors: Tensor | None) -> None
 
 def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
     """Refuse what torch does not let a call write, and what autograd cannot keep for a backward."""
-    name = op.label(options)
+    name = op.function
     if wants_grad and options.inplace and op.norm:
-        raise InvalidInput(f"{name}: it has no gradient, which would need q and k as they were; call {op.function}")
+        raise InvalidInput(f"{name}: it has no gradient, which would need q and k as they were; leave inplace=True out")
     if torch.compiler.is_compiling():
         return
     written = {label: tensors[label] for label in op.written(options) if label in tensors}
@@ -180,6 +180,8 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail(f"slot_mapping has strides {slot_mapping.stride()}; it must be contiguous")
     if slot_mapping.numel() != batch * seqlen:
         fail(f"slot_mapping has shape {tuple(slot_mapping.shape)} for {batch * seqlen} tokens")
+    if options.inplace and "q_scale" in tensors:
+        fail("q comes out as fp8, which does not fit in place; leave inplace=True out")
     scaled = k_cache.dtype == FP8
     for label, wanted in (("q_scale", "q_scale" in tensors), ("k_scale", scaled), ("v_scale", scaled)):
         _check_scale(label, tensors.get(label), q, wanted, fail)
@@ -189,7 +191,7 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a call that normalises too; see `check`."""
     fail = failing(name)
     check(name, tensors, options)
-    norm = options.norm or Norm()
+    norm = options.norm or NormOptions()
     q, q_weight, k_weight = tensors["q"], tensors.get("q_weight"), tensors.get("k_weight")
     if "cu_seqlens" in tensors:
         fail("cu_seqlens does not go with a norm; position_ids say where each token is")
@@ -219,7 +221,7 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
 def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a call with two streams; see `check_norm`."""
     fail = failing(name)
-    norm = options.norm or Norm()
+    norm = options.norm or NormOptions()
     streams = [tensors[f"{stream}_{letter}"] for stream in ("first", "second") for letter in "qkv"]
     labels = [f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"]
     for label, x in zip(labels, streams):

@@ -12,14 +12,24 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..base import config
 from ..base.errors import InvalidInput
 from ..plan.spec import Options, changed
 from ..plan.views import Tensors
 from . import checks, launch, library, watch
-from .launch import Asked, Known, local
+from .launch import Asked, Known
 from .operation import Operation
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
+
+local = launch.local
+
+
+@config.on_change
+def _forget() -> None:
+    """Known calls have the launch that was set when they were planned."""
+    global local
+    launch.local = local = launch.Local()
 
 
 def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
@@ -58,18 +68,18 @@ def _call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
         sharded = not plain and watch.sharded(full.values())
         if sharded and not op.shards:
             text = "it takes no DTensors; pass x.to_local(), and make results with DTensor.from_local"
-            raise InvalidInput(f"{op.label(options)}: {text}")
+            raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
         if known is None:
-            op.check(op.label(options), full, options)
-            if check_asked(op.label(options), asked):
-                checks.check_positions(op.label(options), full, options)
+            op.check(op.function, full, options)
+            if check_asked(op.function, asked):
+                checks.check_positions(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False
         if sharded:
             from . import sharding
 
-            full = sharding.prepared(op.label(options), full, options)
+            full = sharding.prepared(op.function, full, options)
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, asked, options)
         launch.keep_in_mind(known, tensors, asked, record)

@@ -47,7 +47,7 @@ Asked = Any
 HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
 
 
-class _Local(threading.local):
+class Local(threading.local):
     """What a thread keeps: an argument block is filled by one thread at a time."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _Local(threading.local):
         self.recent: dict[Any, list[Callable[..., Tensors | None]]] = {}
 
 
-local = _Local()
+local = Local()
 
 
 class Known:
@@ -116,7 +116,7 @@ class Known:
         """Refuse memory that a call would write and also read or write as another of its tensors."""
         if any(b - a < self.reach for a, b in itertools.pairwise(sorted((0, *distances)))):
             heads = {name: tensors[name] for name in self.close}
-            refuse_meeting(self.op.label(self.options), heads, [n for n in self.op.written(self.options) if n in heads])
+            refuse_meeting(self.op.function, heads, [n for n in self.op.written(self.options) if n in heads])
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
         self.apart.add(distances)

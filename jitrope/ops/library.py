@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.spec import Norm, Options, changed
+from ..plan.spec import NormOptions, Options, changed
 from ..plan.views import Tables, Tensors, table_pair
 from . import launch, watch
 from .operation import Operation
@@ -86,7 +86,7 @@ def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tupl
     sections = tuple(values["mrope_section"])
     values = {"interleaved_out": values["interleaved"], **values, "mrope_section": sections[sections == (0,) :]}
     if op.norm:
-        values["norm"] = Norm(*arguments[len(names) + len(fields) :])
+        values["norm"] = NormOptions(*arguments[len(names) + len(fields) :])
     if _ROTATED in tensors:
         tensors["k"] = tensors.pop(_ROTATED)
     return tensors, Options(**values, inplace=inplace)

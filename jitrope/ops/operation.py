@@ -28,7 +28,6 @@ SERVING = (*HEADS, "launch")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
 NORMED = (*HEADS, "rounding", "launch")
 ROTATION = (*NORMED, "mscale", "inverse", "max_seqlen", "packed_table", "cp_size", "cp_rank", "interleaved_out")
-NORM = ("eps", "zero_centered", "norm_rounding")
 
 
 class Operation:
@@ -38,7 +37,8 @@ class Operation:
         name: of torch's op; the op in place has "_" behind it. function: the user's.
         tensors: names, in the op's order, before those of the tables; one with "?" may be missing.
         options: the fields of `Options` that its op takes, beside `table`.
-        words, tables: the keywords that a user's call may have; tables are tensors.
+        words, tables: what a user's call may have beside its tensors; tables are tensors.
+        stage: what keeps it from having the other words, for messages.
         labels: names of tensors for messages, where they are others. norm: it normalises.
         results: names of outputs; one that is named as an input is missing where that is.
         reads, writes: where the heads of q, k and v come from and go to; "q_out" is the output "q".
@@ -51,6 +51,7 @@ class Operation:
     tensors: tuple[str, ...] = ("q", "k?")
     options: tuple[str, ...] = ROTATION
     words: tuple[str, ...] = ()
+    stage: str = ""
     tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens"))
     labels: dict[str, str] = {}  # noqa: RUF012  no one writes it
     results: tuple[str, ...] = ("q", "k")
@@ -65,10 +66,6 @@ class Operation:
     def names(self) -> tuple[str, ...]:
         """The tensors' names."""
         return tuple([name.rstrip("?") for name in self.tensors])
-
-    def label(self, options: Options) -> str:
-        """The name of the user's function, for messages."""
-        return self.function + "_" * options.inplace
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         """Refuse what does not fit."""

@@ -20,11 +20,10 @@ from ..plan.problem import (
     separate_views,
     value_view,
 )
-from ..plan.spec import LAYOUT_AXES, Norm, Options, changed
+from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed
 from ..plan.views import FP8, Tensors, tables_of
 from . import checks, reference
 from .operation import (
-    NORM,
     NORMED,
     ROTATION,
     SERVING,
@@ -58,7 +57,7 @@ class _Rope(Operation):
 
 
 class _RopeFp8(Operation):
-    name, function = "rope_fp8", "apply_rope_fp8"
+    name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
     tensors = ("q", "k?", "q_scale", "k_scale?")
     options = SERVING
     words = (*SERVING, "check")
@@ -76,7 +75,7 @@ class _RopeFp8(Operation):
 
 
 class _RopeKVCache(Operation):
-    name, function = "rope_kv_cache", "apply_rope_kv_cache"
+    name, function, stage = "rope_kv_cache", "prepare_qkv", "cache"
     tensors = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "q_scale?", "k_scale?", "v_scale?")
     options = (*SERVING, "rotate_k")
     words = (*options, "check", "inplace")
@@ -108,7 +107,7 @@ class _RopeKVCache(Operation):
 
 
 class _RopeQKV(Operation):
-    name, function = "rope_qkv", "apply_rope_qkv"
+    name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
     tensors = ("qkv",)
     options = (*ROTATION, "q_per_group", "copy_v")
     words = (*ROTATION[:-1], "q_per_group", "copy_v", "check", "inplace")
@@ -211,10 +210,10 @@ class _RopeInto(Operation):
 
 
 class _QKNormRope(Operation):
-    name, function = "qk_norm_rope", "qk_norm_rope"
+    name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
     tensors: tuple[str, ...] = ("q", "k?", "q_weight?", "k_weight?")
     options: tuple[str, ...] = (*NORMED, "inverse")
-    words: tuple[str, ...] = (*NORMED, *NORM, "across_heads", "check", "inplace")
+    words: tuple[str, ...] = (*NORMED, "norm", "check", "inplace")
     tables: frozenset[str] = frozenset(TABLE_WORDS[:-1])
     shards = True
     norm = True
@@ -263,13 +262,13 @@ class _QKNormRope(Operation):
 
 
 class _QKNormRopeJoint(_QKNormRope):
-    name = function = "qk_norm_rope_joint"
+    name, function = "qk_norm_rope_joint", "prepare_joint_qkv"
     tensors = (
         "first_q", "first_k", "first_v", "second_q", "second_k", "second_v", "q_weight?", "k_weight?",
         "second_q_weight?", "second_k_weight?", "second_cos?", "second_sin?",
     )  # fmt: skip
     options = NORMED
-    words = (*NORM, "interleaved", "rotary_dim", "rotary_offset", "rounding", "launch")
+    words = ("norm", "interleaved", "rotary_dim", "rotary_offset", "rounding", "launch")
     tables = frozenset(TABLE_WORDS[:4])
     labels = {  # noqa: RUF012
         **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"},
@@ -367,9 +366,9 @@ class _QKNormRopeBackward(Operation):
         return _given(**dict(zip(self.results, found)))
 
 
-def norm_of(options: Options) -> Norm:
+def norm_of(options: Options) -> NormOptions:
     """The norm of a call that has one."""
-    return options.norm or Norm()
+    return options.norm or NormOptions()
 
 
 def weights_of_one(tensors: Tensors, options: Options) -> Tensors:

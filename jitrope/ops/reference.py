@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plan import partition
-from ..plan.spec import LAYOUT_AXES, Norm, Options, changed
+from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed
 from ..plan.views import FP8, Tables, Weights, canonical, ids_view, table_pair, table_view
 
 FP8_MAX = 448.0
@@ -125,7 +125,7 @@ def rope(
 # ---- RMSNorm before the rotation -----------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm, layout: str) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, norm: NormOptions, layout: str) -> Tensor:
     """x / sqrt(mean(x^2) + eps) times weight, over each head or over all heads of a token; the mean in fp32.
 
     In fp32 with norm.rounding "none", else in x's dtype: with "once" what torch.nn.RMSNorm gives, with
@@ -151,7 +151,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, norm: Norm, layout: str) -> Tenso
 
 def qk_norm_rope(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, tables: Tables, options: Options,
-    norm: Norm,
+    norm: NormOptions,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """q and k normalised and rotated, of q's dtype."""
     normed = [
@@ -163,7 +163,7 @@ def qk_norm_rope(
 
 def qk_norm_rope_joint(
     first: Sequence[Tensor], second: Sequence[Tensor], first_weights: Weights, second_weights: Weights, tables: Tables,
-    options: Options, norm: Norm, second_tables: Sequence[Tensor | None] = (None, None),
+    options: Options, norm: NormOptions, second_tables: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k and v of two streams, one behind the other along the sequence; q and k normalised, then rotated.
 
@@ -183,7 +183,7 @@ def qk_norm_rope_joint(
 
 def qk_norm_rope_backward(
     dq: Tensor, dk: Tensor | None, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    tables: Tables, options: Options, norm: Norm,
+    tables: Tables, options: Options, norm: NormOptions,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of q, k and their weights, in fp32 up to the last rounding; `options` rotate back."""
     rotated = rope(dq, dk, *tables, changed(options, rounding="fp32"), out_dtype=torch.float32)

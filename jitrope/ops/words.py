@@ -9,15 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base import config
 from ..base.arguments import flag, number, refuse, whole, wholes, word
 from ..base.errors import InvalidInput
-from ..plan.spec import LAUNCHES, LAYOUT_AXES, NORM_ROUNDINGS, ROUNDINGS, TABLES, Norm, Options, changed
+from ..plan.spec import LAYOUT_AXES, ROUNDINGS, TABLES, Options, changed
 from ..plan.views import Tensors
 
 ONE_TABLE = TABLES[1:]
 """Words for one table in place of cos and sin."""
 
-_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS, "launch": ("auto", *LAUNCHES)}
+_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS}
+
+_PACKED = "positions=jitrope.Packed(cu_seqlens, ...)"
+_OLD = {
+    "position_ids": "positions=position_ids",
+    **dict.fromkeys(("mrope_section", "mrope_interleaved"), "positions=jitrope.Mrope(position_ids, mrope_section)"),
+    "start_positions": "positions=jitrope.Starts(start_positions)",
+    **dict.fromkeys(("cu_seqlens", "max_seqlen", "packed_table", "cp_size", "cp_rank"), _PACKED),
+    **dict.fromkeys(("eps", "across_heads", "zero_centered", "q_weight", "k_weight"), "norm=jitrope.Norm(...)"),
+    **dict.fromkeys(("k_cache", "v_cache", "slot_mapping", "v_scale", "rotate_k"), "cache=jitrope.KVCache(...)"),
+    **dict.fromkeys(("q_scale", "k_scale"), "quantize=jitrope.Quantize(...)"),
+    "launch": "jitrope.configure(launch=...)",
+}
+"""How other libraries' words, and those that jitrope had, are said."""
+
+
+def unexpected(name: str, label: str) -> TypeError:
+    """The error of a word that a function does not have."""
+    hint = f"; pass {_OLD[label]}" if label in _OLD else ""
+    return TypeError(f"{name}() got an unexpected keyword argument {label!r}{hint}")
 
 
 def canonical(tensors: Tensors) -> Tensors:
@@ -34,18 +54,17 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     The tensors are checked first. The head size is that of the first one.
 
     Raises:
-        TypeError: a word that the function does not have.
+        InvalidInput: a word that does not go with the operation, or a value of another type.
     """
-    inplace = asked.get("inplace", False)
-    name = name or op.function + "_" * (inplace is True)
-    for word_ in (*asked, *[label for label in tensors if label not in op.names]):
-        if word_ not in op.words and word_ not in op.tables:
-            raise TypeError(f"{name}() got an unexpected keyword argument {word_!r}")
+    name = name or op.function
+    for label in (*asked, *[label for label in tensors if label not in op.names]):
+        if label not in op.words and label not in op.tables:
+            raise InvalidInput(f"{name}: {label} does not go with {op.stage or 'this function'}")
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
     pair = "cos" in tensors or "sin" in tensors
     if len(kinds) + pair != 1 - op.norm * (not kinds and not pair) or ("cos" in tensors) != ("sin" in tensors):
         had = ", ".join([*(["cos and sin"] if {"cos", "sin"} <= tensors.keys() else []), *kinds])
-        had = had or next((word_ for word_ in ("cos", "sin") if word_ in tensors), "none")
+        had = had or next((label for label in ("cos", "sin") if label in tensors), "none")
         raise InvalidInput(f"{name}: give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not {had}")
     needed = {*[label for label in op.tensors if not label.endswith("?")], "cos", "sin", *ONE_TABLE}
     for label in op.tensors:
@@ -61,7 +80,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     cos = full.get("cos")
     widths = first.shape[-1] if first.dim() else 0, cos.shape[-1] if cos is not None and cos.dim() else 0
     kind = kinds[0] if kinds else "cos_sin"
-    words = tuple([item for item in asked.items() if item[0] != "check"])
+    words = (("launch", config.launch()), *[item for item in asked.items() if item[0] != "check"])
     try:
         known = not (torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
         options = (_kept if known else _resolved)(op, name, kind, words, *widths)
@@ -73,9 +92,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
 def _resolved(
     op: Any, name: str, kind: str, words: tuple[tuple[str, Any], ...], width: int, table_width: int
 ) -> Options:
-    values = {word_: _typed(name, word_, value) for word_, value in words if word_ not in _NORM_WORDS}
-    if op.norm:
-        values["norm"] = _norm(name, dict(words))
+    values = {label: _typed(name, label, value) for label, value in words}
     o = Options(**{"rotary_dim": None, "interleaved_out": None, "table": kind, **values})
     if o.rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
         head_dim = width // (o.q_per_group + 2) if o.q_per_group > 0 else width
@@ -96,23 +113,14 @@ _kept = lru_cache(maxsize=4096)(_resolved)
 
 def _typed(name: str, label: str, value: Any) -> Any:
     default = Options._field_defaults[label]
-    if value is None and label in ("interleaved_out", "rotary_dim", "max_seqlen"):
-        return None
+    if label in ("norm", "launch") or (value is None and label in ("interleaved_out", "rotary_dim", "max_seqlen")):
+        return value  # checked where they are made
     if label in _WORDS:
         return word(name, label, value, _WORDS[label])
     if label == "mrope_section":
         return wholes(name, label, value, 0)
     kinds: dict[type, Callable[..., Any]] = {bool: flag, int: whole, float: number}
     return kinds[type(default)](name, label, value)
-
-
-_NORM_WORDS = ("norm_rounding", "across_heads", "zero_centered", "eps")
-
-
-def _norm(name: str, words: dict[str, Any]) -> Norm:
-    rounding = word(name, "norm_rounding", words.get("norm_rounding", "none"), NORM_ROUNDINGS)
-    across, centered = (flag(name, x, words.get(x, False)) for x in ("across_heads", "zero_centered"))
-    return Norm(rounding, across, centered, number(name, "eps", words.get("eps", Norm().eps)))
 
 
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
-from .spec import Norm, Options
+from .spec import NormOptions, Options
 from .views import FP8, Tables, canonical, ids_view, table_pair, table_view
 
 DTYPE_NAMES = {
@@ -187,7 +187,7 @@ class NormCall(NamedTuple):
     its cos and sin, if they are not rows of the first's. grads: the outputs' gradients, of the norm's gradient.
     """
 
-    norm: Norm
+    norm: NormOptions
     weights: tuple[Tensor | None, ...]
     second: tuple[Tensor, ...] = ()
     second_tables: tuple[Tensor, Tensor | None] | tuple[()] = ()
@@ -309,7 +309,7 @@ def _norm_views(views: list[Tensor], normed: NormCall | None) -> tuple[tuple[Ten
 
 def _norm_fields(inputs: Views, normed: NormCall | None) -> dict[str, Any]:
     """The fields of a problem about its norm."""
-    norm = Norm("") if normed is None else normed.norm
+    norm = NormOptions("") if normed is None else normed.norm
     weights = [] if normed is None else [w for w in normed.weights if w is not None]
     rows = [x.shape[2] for x in inputs[:2] if x is not None] if norm.across_heads else []
     limits = [_elements_per_access([w], [_strides(w)]) for w in weights]

@@ -28,8 +28,8 @@ LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
 }
 
 
-class Norm(NamedTuple):
-    """How q and k are normalised before they are rotated; the words are `qk_norm_rope`'s."""
+class NormOptions(NamedTuple):
+    """How q and k are normalised before they are rotated; the words are those of `Norm`."""
 
     rounding: str = "none"
     across_heads: bool = False
@@ -59,7 +59,7 @@ class Options(NamedTuple):
     rounding: str = "fp32"
     launch: str = "auto"
     inverse: bool = False
-    norm: Norm | None = None
+    norm: NormOptions | None = None
     inplace: bool = False
 
 

@@ -98,7 +98,7 @@ def named(word: str) -> Callable[[Function], bool]:
 
 def simple(f: Function) -> bool:
     """It takes layouts and lengths."""
-    return f.name != "qk_norm_rope_joint"
+    return f.name != "norm_rope_joint"
 
 
 # ---- options: the oracle and the library agree on all of the docstring ------------------------------
@@ -157,7 +157,7 @@ def _(cell: Cell) -> Args:
     return {**NO_TABLES, "freqs": cell.rand(P, D), "mscale": 1.25}
 
 
-MSCALED = ("apply_rope", "apply_rope_", "apply_rope_qkv", "apply_rope_qkv_")
+MSCALED = ("rope", "rope_", "packed_qkv", "packed_qkv_")
 
 
 @option("freqs_cis", "complex64")
@@ -170,7 +170,7 @@ def _(cell: Cell) -> Args:
     return {"cos": cell.rand(P, D, seed=1), "sin": cell.rand(P, D, seed=2), "inverse": True, "interleaved": True}
 
 
-@option("interleaved_out", "pairs into halves", only(right, lambda f: f.name == "apply_rope"))
+@option("interleaved_out", "pairs into halves", only(right, lambda f: f.name == "rope"))
 def _(cell: Cell) -> Args:
     return {"interleaved": True, "interleaved_out": False, "rotary_dim": 4, "rotary_offset": 2,
             "cos": cell.rand(P, 2), "sin": cell.rand(P, 2)}  # fmt: skip
@@ -182,10 +182,10 @@ def _(cell: Cell) -> Args:
 
 
 @option("tables of each head", "(B, P, H, W), k with as many heads",
-        lambda f: "refused" if "qkv" in f.name or "kv_cache" in f.name or "joint" in f.name else "right")  # fmt: skip
+        lambda f: "refused" if any(x in f.name for x in ("packed", "kv_cache", "joint")) else "right")  # fmt: skip
 def _(cell: Cell) -> Args:
     changes = {"cos": cell.rand(1, P, H, D // 2, seed=1), "sin": cell.rand(1, P, H, D // 2, seed=2)}
-    if "k" in cell.function.heads and cell.function.name != "qk_norm_rope_joint":
+    if "k" in cell.function.heads and cell.function.name != "norm_rope_joint":
         changes["k"] = cell.rand(B, S, H, D, seed=1)
         if "k_weight" in cell.function.weights:
             changes["k_weight"] = cell.rand(*cell.size("q_weight"), seed=7)
@@ -272,7 +272,9 @@ def _(cell: Cell) -> Args:
     return {"layout": "sbhd", **{n: cell.rand(S, B, *SIZES[n][2:], seed=4) for n in cell.function.heads}}
 
 
-@option("bhsd", "heads before the sequence", lambda f: "refused" if "qkv" in f.name else "right" if simple(f) else None)
+@option(
+    "bhsd", "heads before the sequence", lambda f: "refused" if "packed" in f.name else "right" if simple(f) else None
+)
 def _(cell: Cell) -> Args:
     heads = {n: cell.rand(B, SIZES[n][2], S, SIZES[n][3], seed=4) for n in cell.function.heads}
     return {"layout": "bhsd", **heads}
@@ -286,7 +288,7 @@ def _(cell: Cell) -> Args:
     return {**changes, **({"k_weight": None} if cell.function.weights else {})}
 
 
-@option("v stays", "v comes back as a view", only(right, lambda f: f.name == "apply_rope_qkv"))
+@option("v stays", "v comes back as a view", only(right, lambda f: f.name == "packed_qkv"))
 def _(cell: Cell) -> Args:
     return {"copy_v": False, "q_per_group": 2}
 
@@ -740,7 +742,7 @@ for _axis, _letter in enumerate("BSHD"):
     def _(cell: Cell, axis: int = _axis) -> str:
         f = cell.function
         changes = {n: cell.args()[n].narrow(axis, 0, 1).expand(cell.size(n)) for n in f.turned
-                   if not f.written or n in f.written or f.name == "apply_rope_kv_cache"}  # fmt: skip
+                   if not f.written or n in f.written or f.name == "kv_cache"}  # fmt: skip
         return cell.settle(cell.args(**changes))
 
     @situation(f"an expanded v along {_letter}", "it is only read", only(right, has("v")))

@@ -25,10 +25,11 @@ def apply_rotary(
     starts = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None
     if starts is None:
         cos, sin = cos[seqlen_offsets:], sin[seqlen_offsets:]
-    rotate = jitrope.apply_rope_ if inplace else jitrope.apply_rope
+    positions = jitrope.Starts(starts)
+    if cu_seqlens is not None:
+        positions = jitrope.Packed(cu_seqlens, max_seqlen, start_positions=starts)
     with torch.no_grad():
-        return rotate(
-            x, None, cos, sin, layout="bshd" if cu_seqlens is None else "thd", interleaved=interleaved,
-            rotary_dim=2 * cos.shape[-1], cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, start_positions=starts,
-            inverse=conjugate,
+        return jitrope.apply_rope(
+            x, None, cos, sin, positions=positions, interleaved=interleaved, rotary_dim=2 * cos.shape[-1],
+            inverse=conjugate, inplace=inplace,
         )[0]  # fmt: skip

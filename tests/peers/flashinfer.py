@@ -12,6 +12,7 @@ from torch import Tensor
 import jitrope
 from jitrope import tables
 from jitrope.integrations import sglang
+from tests.said import fp8
 
 from .standin import module
 
@@ -32,15 +33,15 @@ def _by_offsets(
     in_place: bool, llama31: bool, q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, **words: Any,
 ) -> Any:  # fmt: skip
     longest = int((indptr.diff() + offsets).max())
-    return _rotate(in_place, llama31, q, k, longest, {"cu_seqlens": indptr, "start_positions": offsets}, **words)
+    return _rotate(in_place, llama31, q, k, longest, jitrope.Packed(indptr, start_positions=offsets), **words)
 
 
 def _by_positions(in_place: bool, llama31: bool, q: Tensor, k: Tensor, pos_ids: Tensor, **words: Any) -> Any:
-    return _rotate(in_place, llama31, q, k, int(pos_ids.max()) + 1, {"position_ids": pos_ids}, **words)
+    return _rotate(in_place, llama31, q, k, int(pos_ids.max()) + 1, pos_ids, **words)
 
 
 def _rotate(
-    in_place: bool, llama31: bool, q: Tensor, k: Tensor, rows: int, where: dict[str, Tensor], rotary_dim: int | None =
+    in_place: bool, llama31: bool, q: Tensor, k: Tensor, rows: int, positions: Any, rotary_dim: int | None =
     None, interleave: bool = False, rope_theta: float = 1e4,
 ) -> Any:  # fmt: skip
     extended = {
@@ -51,8 +52,8 @@ def _rotate(
         **(extended if llama31 else {}),
     )  # fmt: skip
     angles = torch.arange(rows, device=q.device, dtype=torch.float32)[:, None] * frequencies
-    function = jitrope.apply_rope_ if in_place else jitrope.apply_rope
-    return function(q, k, freqs=angles, layout="thd", interleaved=interleave, rotary_dim=rotary_dim, **where)
+    words: Any = {"layout": "thd", "interleaved": interleave, "rotary_dim": rotary_dim, "inplace": in_place}
+    return jitrope.apply_rope(q, k, freqs=angles, positions=positions, **words)
 
 
 def rope_quantize_fp8(
@@ -62,10 +63,16 @@ def rope_quantize_fp8(
 ) -> None:  # fmt: skip
     """The rotated parts by jitrope; what is not rotated is only scaled and rounded, in plain torch."""
     k_heads = k_rope if k_rope.dim() == 3 else k_rope.unsqueeze(1)
-    q, k = jitrope.apply_rope_fp8(
-        q_rope, k_heads, q_scale=1 / quant_scale_q, k_scale=1 / quant_scale_kv, cos_sin_cache=cos_sin_cache,
-        position_ids=pos_ids, layout="thd", interleaved=not is_neox,
-    )  # fmt: skip
+    q, k = fp8(
+        q_rope,
+        k_heads,
+        q_scale=1 / quant_scale_q,
+        k_scale=1 / quant_scale_kv,
+        cos_sin_cache=cos_sin_cache,
+        position_ids=pos_ids,
+        layout="thd",
+        interleaved=not is_neox,
+    )
     q_rope_out.copy_(q)
     k_rope_out.copy_(k.view(k_rope.shape))
     for out, x, scale in ((q_nope_out, q_nope, quant_scale_q), (k_nope_out, k_nope, quant_scale_kv)):

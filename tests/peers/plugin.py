@@ -41,7 +41,7 @@ def _counted(name: str, function: Any) -> Any:
 
 def _count_calls() -> None:
     """Count calls of jitrope's public functions, whoever holds them; compiled ones count as they are traced."""
-    public = {n: getattr(jitrope, n) for n in jitrope.__all__ if n.startswith(("apply_rope", "qk_norm_rope"))}
+    public = {n: getattr(jitrope, n) for n in jitrope.__all__ if n.startswith(("apply_rope", "prepare_"))}
     counted = {function: _counted(name, function) for name, function in public.items()}
     for name, module in list(sys.modules.items()):
         if name.startswith(("jitrope", "tests.peers")):

@@ -133,7 +133,7 @@ def _allegro(form: Form, host: Callable[..., Any], x: Tensor, freqs_cis: Any, po
     if not fitting or not len(freqs_cis) == len(positions) == 3 or 3 * third != x.shape[-1]:
         raise InvalidInput(_SHAPES)
     for axis, ((cos, sin), ids) in enumerate(zip(freqs_cis, positions)):
-        words = {"position_ids": ids, "rotary_dim": third, "rotary_offset": axis * third}
+        words = {"positions": ids, "rotary_dim": third, "rotary_offset": axis * third}
         x = apply_rope(x, None, cos, sin, layout="bhsd", **words)[0]
     return x, "jitrope", 1
 

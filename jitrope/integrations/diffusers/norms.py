@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...api import qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
+from ...api import prepare_joint_qkv, prepare_qkv
 from ...base.errors import InvalidInput
+from ...ops.values import Norm
 
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[Tensor, Tensor, Tensor]
 Words = dict[str, Any]
 
-# Where a norm's class rounds to q's dtype; see `jitrope.qk_norm_rope`.
+# Where a norm's class rounds to q's dtype; see `jitrope.Norm`.
 _NORM_ROUNDING = {
     ("torch.nn.modules.normalization", "RMSNorm"): "once",
     ("diffusers.models.normalization", "RMSNorm"): "twice",
@@ -36,9 +37,14 @@ class Norms(NamedTuple):
     weights: Sequence[Tensor | None]
     words: Words
 
+    def of(self, stream: int, **words: Any) -> Norm:
+        """The norm of a stream's q and k."""
+        weights = dict(zip(("q_weight", "k_weight"), self.weights[2 * stream :]))
+        return Norm(**weights, **self.words, **words)
+
 
 def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
-    """A norm's (weight, eps, norm_rounding).
+    """A norm's (weight, eps, rounding).
 
     Raises:
         InvalidInput: the module has to be called. Such are other classes (wrapped and parametrized norms too), a bias,
@@ -70,7 +76,7 @@ def norms_of(x: Tensor, *modules: Any) -> Norms:
     weights, epsilons, roundings = zip(*map(norm_of, modules))
     if len(set(epsilons)) > 1 or len(set(roundings)) > 1:
         raise InvalidInput("the norms of q and k differ")
-    norms = Norms(weights, {"eps": epsilons[0], "norm_rounding": roundings[0]})
+    norms = Norms(weights, {"eps": epsilons[0], "rounding": roundings[0]})
     _refuse_mixed(norms, x)
     return norms
 
@@ -90,11 +96,12 @@ def norm_rope(
     """
     tensors = [q] if k is None else [q, k]
     _refuse_mixed(norms, *tensors)
-    call = qk_norm_rope_ if fresh and _overwritable(*tensors) else qk_norm_rope
-    words = {**norms.words, **rope, "across_heads": across_heads}
+    inplace = fresh and _overwritable(*tensors)
+    norm = norms.of(0, across_heads=across_heads)
     if k is None or rope or q.shape[1] == k.shape[1]:
-        return call(q, k, *norms.weights, **words)
-    return call(q, None, norms.weights[0], **words)[0], call(k, None, norms.weights[1], **words)[0]
+        return prepare_qkv(q, k, None, norm=norm, inplace=inplace, **rope)[:2]
+    each = [Norm(weight, across_heads=across_heads, **norms.words) for weight in norms.weights]
+    return tuple([prepare_qkv(x, None, None, norm=norm, inplace=inplace)[0] for x, norm in zip((q, k), each)])
 
 
 def norm_rope_front(norms: Norms, q: Tensor, k: Tensor, rope: Words, *, fresh: bool = False) -> Any:
@@ -102,9 +109,8 @@ def norm_rope_front(norms: Norms, q: Tensor, k: Tensor, rope: Words, *, fresh: b
     rows = rope["cos"].shape[0]
     if fresh and _overwritable(q, k):
         _refuse_mixed(norms, q, k)
-        call: Any = qk_norm_rope_
         for part, words in ((slice(rows), rope), (slice(rows, None), {})):
-            call(q[:, part], k[:, part], *norms.weights, **norms.words, **words)
+            prepare_qkv(q[:, part], k[:, part], None, norm=norms.of(0), inplace=True, **words)
         return q, k
     behind = (0, 0, 0, q.shape[1] - rows)
     longer = {"cos": F.pad(rope["cos"], behind, value=1.0), "sin": F.pad(rope["sin"], behind)}
@@ -122,7 +128,7 @@ def _overwritable(*tensors: Tensor) -> bool:
 def joint(norms: Norms, first: Parts, second: Parts, rope: Words) -> Parts:
     """q, k, v of two streams, each (B, S, H, D), as one sequence."""
     _refuse_mixed(norms, *first[:2], *second[:2])
-    return qk_norm_rope_joint(first, second, norms.weights[:2], norms.weights[2:], **norms.words, **rope)
+    return prepare_joint_qkv(first, second, norm=(norms.of(0), norms.of(1)), **rope)
 
 
 def beside(first: Words, second: Words) -> Words:

@@ -1,0 +1,95 @@
+"""Calls from flat words, as the sweeps have them: each name is a field of `Options`, or of a value that users make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import jitrope
+
+_OF = {
+    "packed": ("cu_seqlens", "max_seqlen", "start_positions", "packed_table", "cp_size", "cp_rank"),
+    "mrope": ("mrope_section", "mrope_interleaved"),
+    "norm": ("q_weight", "k_weight", "eps", "across_heads", "zero_centered", "norm_rounding"),
+    "cache": ("k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "rotate_k"),
+}
+
+
+def said(**flat: Any) -> dict[str, Any]:
+    """The words of `apply_rope`, with values in place of their parts."""
+    mrope = {k: v for k, v in flat.items() if k in _OF["mrope"]}
+    packed = {k: v for k, v in flat.items() if k in _OF["packed"] and v is not None}
+    words = {k: v for k, v in flat.items() if k not in (*_OF["mrope"], *_OF["packed"], "position_ids")}
+    ids = flat.get("position_ids")
+    if mrope and ids is not None and len(mrope.get("mrope_section", ())) > 0:
+        words["positions"] = jitrope.Mrope(ids, **mrope)
+    elif ids is not None:
+        words["positions"] = ids
+    elif "cu_seqlens" in packed:
+        words["positions"] = jitrope.Packed(**packed)
+    elif packed:
+        words["positions"] = jitrope.Starts(**packed)
+    return words
+
+
+def norm_rope(
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, **flat: Any,
+) -> Any:  # fmt: skip
+    """`prepare_qkv` with a norm: (q, k)."""
+    norm, flat = _norm(flat, q_weight, k_weight)
+    return jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, **said(**flat))[:2]
+
+
+def norm_rope_joint(
+    first: Any, second: Any, first_weights: Any = None, second_weights: Any = None, cos: Any = None, sin: Any = None,
+    **flat: Any,
+) -> Any:  # fmt: skip
+    """`prepare_joint_qkv` with the weights of both streams: (q, k, v)."""
+    norms = [_norm(flat, *(weights or (None, None))) for weights in (first_weights, second_weights)]
+    return jitrope.prepare_joint_qkv(first, second, cos, sin, norm=[norm for norm, _ in norms], **norms[0][1])
+
+
+def kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, q_scale: Any = None, **flat: Any) -> Any:
+    """`prepare_qkv` with a cache: q."""
+    cache = jitrope.KVCache(**{k: v for k, v in flat.items() if k in _OF["cache"]})
+    words = {k: v for k, v in flat.items() if k not in _OF["cache"]}
+    if q_scale is not None:
+        words["quantize"] = jitrope.Quantize(q_scale)
+    return jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, **said(**words))[0]
+
+
+def fp8(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None, **flat: Any) -> Any:
+    """`prepare_qkv` with fp8 outputs: (q, k)."""
+    quantize = jitrope.Quantize(q_scale, k_scale)
+    return jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize, **said(**flat))[:2]
+
+
+def _norm(flat: dict[str, Any], q_weight: Any, k_weight: Any) -> tuple[jitrope.Norm, dict[str, Any]]:
+    words = {k.removeprefix("norm_"): v for k, v in flat.items() if k in _OF["norm"]}
+    return jitrope.Norm(q_weight, k_weight, **words), {k: v for k, v in flat.items() if k not in _OF["norm"]}
+
+
+def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
+    """`apply_rope`."""
+    return jitrope.apply_rope(q, k, cos, sin, **said(**flat))
+
+
+def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
+    """`prepare_packed_qkv`."""
+    return jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**flat))
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "rope": rope,
+    "packed_qkv": packed_qkv,
+    "fp8": fp8,
+    "kv_cache": kv_cache,
+    "norm_rope": norm_rope,
+    "norm_rope_joint": norm_rope_joint,
+}
+"""The kinds of calls; a name with "_" behind it is the call in place."""
+KINDS |= {f"{name}_": partial(KINDS[name], inplace=True) for name in ("rope", "packed_qkv", "kv_cache", "norm_rope")}

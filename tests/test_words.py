@@ -1,0 +1,175 @@
+"""The words of the public functions, and the values that take the place of several."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import jitrope
+from jitrope import KVCache, Mrope, Norm, Packed, Quantize, Starts
+
+Q, K, V = (torch.randn(2, 6, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+ANGLES = torch.linspace(0, 3, 32).view(8, 4)
+COS, SIN = ANGLES.cos(), ANGLES.sin()
+LENGTHS = torch.tensor([0, 2, 6], dtype=torch.int32)
+IDS = torch.tensor([3, 1, 4, 1, 5, 2])
+
+
+def caches() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(12, 2, 8), torch.zeros(12, 2, 8)
+
+
+VALUES = {
+    "packed": Packed(LENGTHS, 4, start_positions=torch.tensor([1, 2]), cp_size=1),
+    "starts": Starts(torch.tensor([1, 2])),
+    "mrope": Mrope(torch.stack((IDS, IDS + 1)), [1, 3]),
+    "norm": Norm(torch.ones(8), torch.ones(8), eps=1e-5, rounding="once"),
+    "cache": KVCache(*caches(), torch.arange(12), rotate_k=True),
+    "quantize": Quantize(0.5, torch.tensor(0.25)),
+}
+
+
+def run(value: Any) -> list[torch.Tensor]:
+    """The results of a call that takes the value."""
+    words = {Norm: "norm", KVCache: "cache", Quantize: "quantize"}
+    if type(value) in words:
+        cache = isinstance(value, KVCache)
+        out = jitrope.prepare_qkv(Q, K.clone(), V, COS, SIN, **{words[type(value)]: value})
+        return [*(x.float() for x in out if x is not None), *(value.tensors.values() if cache else ())]
+    q, k = (Q[0], K[0]) if isinstance(value, Packed) else (Q, K)
+    return [x for x in jitrope.apply_rope(q, k, COS, SIN, positions=value) if x is not None]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_may_be_kept_copied_pickled_and_printed(name: str) -> None:
+    value = VALUES[name]
+    want = run(value)
+    for other in (value, copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert {value: 1}.get(other) == (1 if other is value else None)
+        for x, y in zip(run(other), want):
+            assert torch.equal(x, y)
+    text = repr(value)
+    assert text.startswith(f"{type(value).__name__}(")
+    assert "\n" not in text
+    assert "tensor([" not in text  # shapes, no numbers
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("made", ["before", "inside"])
+def test_a_compiled_call_takes_a_value(name: str, made: str) -> None:
+    value = VALUES[name]
+
+    def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        if made == "before":
+            return run(value)
+        return run(type(value)(*tensors[: 2 if name == "norm" else None]))
+
+    given = {"mrope": ()}.get(name, (*value.tensors.values(),)[: {"packed": 1, "cache": 3}.get(name)])
+    if made == "inside" and name == "mrope":
+        call = lambda: run(Mrope(torch.stack((IDS, IDS + 1)), (1, 3)))  # type: ignore[assignment, misc]  # noqa: E731
+    if made == "inside" and name == "quantize":
+        call = lambda: run(Quantize(0.5, 0.25))  # type: ignore[assignment, misc]  # noqa: E731
+        given = ()
+    torch._dynamo.reset()
+    for x, y in zip(torch.compile(call, fullgraph=True)(*given), call(*given)):
+        torch.testing.assert_close(x, y)
+
+
+OLD = {
+    "position_ids": "positions=position_ids",
+    "cu_seqlens": r"positions=jitrope.Packed\(",
+    "max_seqlen": r"positions=jitrope.Packed\(",
+    "cp_rank": r"positions=jitrope.Packed\(",
+    "start_positions": r"positions=jitrope.Starts\(",
+    "mrope_section": r"positions=jitrope.Mrope\(",
+    "launch": r"jitrope.configure\(launch=",
+    "q_scale": r"quantize=jitrope.Quantize\(",
+    "k_cache": r"cache=jitrope.KVCache\(",
+    "eps": r"norm=jitrope.Norm\(",
+}
+
+
+@pytest.mark.parametrize("word", OLD)
+def test_another_word_is_told_the_right_one(word: str) -> None:
+    for function, tensors in ((jitrope.apply_rope, (Q, K)), (jitrope.prepare_qkv, (Q, K, V))):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{word}'; pass {OLD[word]}"):
+            function(*tensors, COS, SIN, **{word: 1})
+
+
+def test_an_unknown_word_is_refused_as_python_does() -> None:
+    for word in ("table", "fp8", "rotery_dim"):
+        with pytest.raises(TypeError, match=rf"apply_rope\(\) got an unexpected keyword argument '{word}'$"):
+            jitrope.apply_rope(Q, K, COS, SIN, **{word: True})
+
+
+WITHOUT_MEANING = {
+    "norm and cache": ({"norm": VALUES["norm"], "cache": VALUES["cache"]}, "norm does not go with cache or quantize"),
+    "two scales of k": ({"cache": VALUES["cache"], "quantize": VALUES["quantize"]}, "give it to KVCache"),
+    "lengths of a cache": (
+        {"cache": VALUES["cache"], "positions": VALUES["packed"]},
+        "max_seqlen does not go with cache",
+    ),
+    "lengths of a norm": ({"norm": VALUES["norm"], "positions": VALUES["packed"]}, "max_seqlen does not go with norm"),
+    "fp8 in place": ({"quantize": VALUES["quantize"], "inplace": True}, "inplace does not go with quantize"),
+    "fp8 of a q in place": ({"cache": VALUES["cache"], "quantize": Quantize(0.5), "inplace": True}, "in place"),
+    "ids in a list": ({"positions": [0, 1]}, "positions is .*it must be a tensor of ids, or a jitrope.Packed"),
+    "a norm's module": ({"norm": torch.nn.RMSNorm(8)}, "norm is a module, RMSNorm; it must be a jitrope.Norm"),
+    "caches in a tuple": ({"cache": caches()}, "cache is .*it must be a jitrope.KVCache"),
+    "a number to quantize": ({"quantize": 0.5}, "quantize is 0.5; it must be a jitrope.Quantize"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEANING)
+def test_a_combination_without_a_meaning_is_refused(name: str) -> None:
+    words, message = WITHOUT_MEANING[name]
+    k = K.clone()
+    with pytest.raises(jitrope.InvalidInput, match=message):
+        jitrope.prepare_qkv(Q, k, V, COS, SIN, **words)
+    assert torch.equal(k, K)
+
+
+MADE_WRONG = {
+    "packed": (lambda: Packed([0, 2, 6]), r"Packed: cu_seqlens is \[0, 2, 6\]; it must be a tensor"),
+    "packed, length": (lambda: Packed(LENGTHS, 2.5), "Packed: max_seqlen is 2.5; it must be a whole number"),
+    "starts": (lambda: Starts(3), "Starts: start_positions is 3; it must be a tensor"),
+    "mrope": (lambda: Mrope(IDS, ()), "Mrope: mrope_section is"),
+    "norm": (lambda: Norm("w"), "Norm: q_weight is 'w'; it must be a tensor"),
+    "norm, rounding": (lambda: Norm(rounding="thrice"), "Norm: rounding is 'thrice'; it must be one of"),
+    "cache": (lambda: KVCache(*caches(), [1]), r"KVCache: slot_mapping is \[1\]; it must be a tensor"),
+    "quantize": (lambda: Quantize(None), "Quantize: q_scale is None; it must be a finite number, or a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", MADE_WRONG)
+def test_a_value_is_checked_when_it_is_made(name: str) -> None:
+    make, message = MADE_WRONG[name]
+    with pytest.raises(jitrope.InvalidInput, match=message):
+        make()
+
+
+def test_help_shows_the_keywords() -> None:
+    """An editor reads the TypedDict; `help` reads the signature."""
+    for function in (jitrope.apply_rope, jitrope.prepare_qkv, jitrope.prepare_packed_qkv):
+        parameters = inspect.signature(function).parameters
+        assert {"positions", "layout", "interleaved", "rotary_dim", "inplace", "check"} <= parameters.keys()
+        assert parameters["layout"].default == "bshd"
+        assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def test_a_forced_launch_gives_the_same_bits() -> None:
+    want = jitrope.apply_rope(Q, K, COS, SIN)
+    try:
+        for launch in ("token_linear", "grid_2d"):
+            jitrope.configure(launch=launch)
+            for x, y in zip(jitrope.apply_rope(Q, K, COS, SIN), want):
+                assert x is not None
+                assert torch.equal(x, y)  # type: ignore[arg-type]
+        with pytest.raises(jitrope.InvalidInput, match="configure: launch is '3d'; it must be one of 'auto', "):
+            jitrope.configure(launch="3d")
+    finally:
+        jitrope.configure()
