@@ -36,7 +36,6 @@ class JointWords(TypedDict, total=False):
 class PackedWords(JointWords, total=False):
     """Those of `prepare_packed_qkv`."""
 
-    positions: Tensor | Positions | None
     cos_sin_cache: Tensor | None
     freqs: Tensor | None
     freqs_cis: Tensor | None
@@ -50,7 +49,6 @@ class RopeWords(PackedWords, total=False):
     """Those of `apply_rope` and `prepare_qkv`: the whole list."""
 
     interleaved_out: bool | None
-    inplace: bool
 
 
 _DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}
@@ -58,7 +56,14 @@ _DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": N
 
 @with_words(RopeWords, _DEFAULTS)
 def apply_rope(
-    q: Tensor, k: Tensor | None, cos: Tensor | None = None, sin: Tensor | None = None, **words: Unpack[RopeWords]
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    inplace: bool = False,
+    **words: Unpack[RopeWords],
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by position-dependent angles, in one launch.
 
@@ -114,11 +119,19 @@ def apply_rope(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built; the message says what to install.
     """
-    tensors: Any = {"q": q, "k": k, "cos": cos, "sin": sin}
-    asked: Any = words
-    if words or k is None or cos is None or sin is None:
-        asked = _gather(ROPE, tensors, words, _ROPE_WORDS)
-    out = call(ROPE, tensors, asked)
+    tensors: Any = {"q": q, "cos": cos, "sin": sin} if k is None else {"q": q, "k": k, "cos": cos, "sin": sin}
+    if words or cos is None or sin is None or type(inplace) is not bool:
+        out = call(ROPE, tensors, _gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace))
+        return out["q"], out.get("k")
+    # The lines that everyone writes have a key that is cheaper than their names and words.
+    asked: dict[str, Any] = {"inplace": True} if inplace else {}
+    form: Any = None
+    if positions is not None:
+        if type(positions) is Tensor:
+            tensors["position_ids"], form = positions, "ids"
+        else:
+            asked, form = {**_placed(ROPE, tensors, positions), **asked}, getattr(positions, "form", "ids")
+    out = call(ROPE, tensors, asked, ("apply_rope", k is None, form, inplace))
     return out["q"], out.get("k")
 
 
@@ -130,9 +143,11 @@ def prepare_qkv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
+    positions: Tensor | Positions | None = None,
     norm: Norm | None = None,
     cache: KVCache | None = None,
     quantize: Quantize | None = None,
+    inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """All between the projection and attention, in one launch: norm, rope, conversion to fp8, the write to a KV cache.
@@ -168,11 +183,12 @@ def prepare_qkv(
     else:
         op, tensors["v"] = ROPE_KV_CACHE, v
     tensors.update(cos=cos, sin=sin)
-    asked = _gather(op, tensors, words, _ROPE_WORDS)
+    asked = _gather(op, tensors, words, _ROPE_WORDS, positions, inplace)
     if norm is not None:
         if op is not QK_NORM_ROPE:
             raise InvalidInput("prepare_qkv: norm does not go with cache or quantize; normalise in a call before")
         _add("prepare_qkv", "norm", norm, Norm, tensors, asked)
+        _forget_positions(tensors, asked)
     if cache is not None:
         _add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
     if quantize is not None:
@@ -192,6 +208,7 @@ def prepare_packed_qkv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
+    positions: Tensor | Positions | None = None,
     q_per_group: int = 1,
     copy_v: bool = True,
     inplace: Literal[False] = False,
@@ -205,6 +222,7 @@ def prepare_packed_qkv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
+    positions: Tensor | Positions | None = None,
     q_per_group: int = 1,
     inplace: Literal[True],
     **words: Unpack[PackedWords],
@@ -217,6 +235,7 @@ def prepare_packed_qkv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
+    positions: Tensor | Positions | None = None,
     q_per_group: int = 1,
     copy_v: bool = True,
     inplace: bool = False,
@@ -244,10 +263,8 @@ def prepare_packed_qkv(
         InvalidInput, CompileError: as `apply_rope`.
     """
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
-    asked = _gather(ROPE_QKV, tensors, words, _PACKED_WORDS)
+    asked = _gather(ROPE_QKV, tensors, words, _PACKED_WORDS, positions, inplace)
     asked["q_per_group"] = q_per_group
-    if inplace is not False:
-        asked["inplace"] = inplace
     if copy_v is not True:
         asked["copy_v"] = copy_v
     out = call(ROPE_QKV, tensors, asked)
@@ -304,6 +321,7 @@ def prepare_joint_qkv(
         tensors.update(zip(("second_cos", "second_sin"), _second_tables(name, tables, second_tables)))
     tensors.update(tables)
     asked = _gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS)
+    _forget_positions(tensors, asked)
     norms = (norm, norm) if isinstance(norm, Norm) else _parts(name, "norm", norm, 2)
     of_second: dict[str, Any] = {}
     for value, given in zip(norms, (tensors, of_second)):
@@ -320,31 +338,43 @@ _PACKED_WORDS = _JOINT_WORDS | frozenset(PackedWords.__annotations__)
 _ROPE_WORDS = _PACKED_WORDS | frozenset(RopeWords.__annotations__)
 
 
-def _gather(op: Operation, tensors: Tensors, words: Any, allowed: frozenset[str]) -> dict[str, Any]:
+def _gather(
+    op: Operation, tensors: Tensors, words: Any, allowed: frozenset[str], positions: Any = None, inplace: bool = False
+) -> dict[str, Any]:
     """Put the tensors among the words to the others, without those that are None; the words that stay."""
     for word in [*words]:
         if word not in allowed:
             raise unexpected(op.function, word)
         if word in ONE_TABLE:
             tensors[word] = words.pop(word)
-    positions = words.pop("positions", None)
+    if inplace is not False:
+        words["inplace"] = inplace
     if positions is not None:
-        if isinstance(positions, Tensor):
-            tensors["position_ids"] = positions
-        elif isinstance(positions, Positions):
-            tensors.update(positions.tensors)
-            words = {**positions.words, **words}
-        else:
-            refuse(op.function, "positions", positions, "a tensor of ids, or a jitrope.Packed, Mrope or Starts")
+        words = {**_placed(op, tensors, positions), **words}
     for name in [*tensors]:
         if tensors[name] is None:
             del tensors[name]
-    if op.norm and "cos" not in tensors and "sin" not in tensors and not any(name in tensors for name in ONE_TABLE):
-        for name in ("position_ids", "start_positions"):  # nothing is rotated, at whatever positions
+    return words  # type: ignore[no-any-return]
+
+
+def _placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
+    """Put the tensors of `positions` to the others; its words."""
+    if isinstance(positions, Positions):
+        tensors.update(positions.tensors)
+        return positions.words
+    if not isinstance(positions, Tensor):
+        refuse(op.function, "positions", positions, "a tensor of ids, or a jitrope.Packed, Mrope or Starts")
+    tensors["position_ids"] = positions
+    return {}
+
+
+def _forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
+    """Without a table nothing is rotated, at whatever positions."""
+    if not any(name in tensors for name in ("cos", "sin", *ONE_TABLE)):
+        for name in ("position_ids", "start_positions"):
             tensors.pop(name, None)
         for word in ("mrope_section", "mrope_interleaved", "rotary_dim", "rotary_offset"):
             words.pop(word, None)
-    return words  # type: ignore[no-any-return]
 
 
 def _add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:

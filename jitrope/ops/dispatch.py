@@ -32,32 +32,35 @@ def _forget() -> None:
     launch.local = local = launch.Local()
 
 
-def call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
+def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tensors:
     """The results of an operation by name. A user's words are checked; `Options` are known to be good.
 
     First the calls that this thread has had lately are asked whether this is one of them (`replay`). They see what
     watches a call, but for what is asked here.
+
+    key: what such calls are found by: the operation, the tensors' names and the words, or what stands for them.
     """
     if not is_compiling() and not dispatch_modes() and forward_ad._current_level < 0:
-        try:
+        if key is None:
             key = (op.name, *tensors, *asked.items()) if type(asked) is dict else (op.name, *tensors, asked)
+        try:
             for known in local.recent[key]:
                 out = known(tensors, *tensors.values())
                 if out is not None:
                     return out
         except (AttributeError, KeyError, TypeError):  # no tensor, or a word without a hash: the check refuses both
             pass
-    return _call(op, tensors, asked)
+    return _call(op, tensors, asked, key)
 
 
-def _call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
+def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     """The same of a call that is new, or watched."""
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names])
     plain = not is_compiling() and not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
-    known = launch.find(op, tensors, asked) if plain else None
+    known = launch.find(key, tensors) if plain else None
     if known is not None:
         options, full = known.options, {**canonical(tensors), **known.stand_ins}
     elif isinstance(asked, Options):
@@ -81,8 +84,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked) -> Tensors:
 
             full = sharding.prepared(op.function, full, options)
     if plain and not (wants and options.inplace):
-        known = known or launch.prepare(op, tensors, full, asked, options)
-        launch.keep_in_mind(known, tensors, asked, record)
+        known = known or launch.prepare(op, tensors, full, key, options)
+        launch.keep_in_mind(known, tensors, key, record)
         return record(known, tensors) if wants else known.run(tensors)
     if wants and options.inplace and not is_compiling():
         return (_write_views if _alone(op, tensors) else _write)(op, full, options)
@@ -98,23 +101,21 @@ class _Known(torch.autograd.Function):
     """A known call that gives fresh tensors."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, *xs: Tensor) -> Any:
-        outputs = known.run(dict(zip(known.names, xs)))
+    def forward(ctx: Any, known: Known, tensors: Tensors, *xs: Tensor) -> Any:
+        outputs = known.run(tensors)
         ctx.known = known
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[xs[i] for i in known.saved])
+        ctx.save_for_backward(*[tensors[name] for name in known.saved])
         return tuple(outputs.values())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         known: Known = ctx.known
-        saved = dict(
-            zip([known.names[i] for i in known.saved], ctx.saved_tensors)
-        )  # once: a checkpoint gives them once
+        saved = dict(zip(known.saved, ctx.saved_tensors))  # once: a checkpoint gives them once
         given = {name: grad for name, grad in zip(known.results, grads) if grad is not None}
         tensors = {**canonical(saved), **known.stand_ins}
         found = known.op.gradient(call, tensors, given, known.options) if given else {}
-        return None, *[found.get(name) for name in known.names]
+        return None, None, *[found.get(name) for name in known.heads]
 
 
 class _Written(torch.autograd.Function):
@@ -138,7 +139,10 @@ class _Written(torch.autograd.Function):
 
 def record(known: Known, tensors: Tensors) -> Tensors:
     """The results of a known call, recorded for backward."""
-    return dict(zip(known.results, _Known.apply(known, *tensors.values())))
+    return dict(zip(known.results, _apply(known, tensors, *[tensors[name] for name in known.heads])))
+
+
+_apply = watch.apply_of(_Known)
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:

@@ -77,8 +77,8 @@ class Known:
         self.written = tuple([name for name in op.written(options) if name in given])
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
-        kept = op.saved(given)
-        self.saved = tuple([n for n, name in enumerate(given) if name in kept])  # places of what a backward needs
+        self.saved = tuple(op.saved(given))  # what a backward needs
+        self.heads = tuple([name for name in given if name in op.names])  # what has gradients
         self.blocks = 0
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: tuple[str, ...] = ()  # those that may not meet
@@ -122,15 +122,10 @@ class Known:
         self.apart.add(distances)
 
 
-def words_of(op: Operation, tensors: Tensors, asked: Asked) -> tuple[Any, ...]:
-    """What is known of a call without a look at its tensors."""
-    return (op.name, *tensors, *asked.items()) if type(asked) is dict else (op.name, *tensors, asked)
-
-
-def find(op: Operation, tensors: Tensors, asked: Asked) -> Known | None:
-    """What this thread has prepared for a kind of call, if it has."""
+def find(key: Any, tensors: Tensors) -> Known | None:
+    """What this thread has prepared for a kind of call, if it has. key: `dispatch.call`'s."""
     try:
-        return local.known.get((words_of(op, tensors, asked), *map(_kind, tensors.values())))
+        return local.known.get((key, *map(_kind, tensors.values())))
     except (RuntimeError, TypeError):  # a sparse or a nested tensor, or a word without a hash, which the check refuses
         return None
 
@@ -140,7 +135,7 @@ def _kind(x: Tensor) -> Any:
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15
 
 
-def prepare(op: Operation, given: Tensors, tensors: Tensors, asked: Asked, options: Options) -> Known:
+def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: Options) -> Known:
     """Plan a kind of call, get its kernel, and keep both.
 
     tensors: those given, by the names of `Options`, and behind them those that stand for what was not given.
@@ -154,7 +149,7 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, asked: Asked, optio
     if len(local.known) >= MAX_LAUNCHES:
         local.known.clear()
     with contextlib.suppress(TypeError):  # a word without a hash
-        local.known[(words_of(op, given, asked), *map(_kind, given.values()))] = known
+        local.known[(key, *map(_kind, given.values()))] = known
     return known
 
 
@@ -217,7 +212,7 @@ def _order(
 # ---- the replay ----------------------------------------------------------------------------------
 
 
-def keep_in_mind(known: Known, tensors: Tensors, asked: Asked, record: Callable[[Known, Tensors], Tensors]) -> None:
+def keep_in_mind(known: Known, tensors: Tensors, key: Any, record: Callable[[Known, Tensors], Tensors]) -> None:
     """Keep a plain call for `again`. A table that asks for a gradient is left to the check."""
     wants = [name for name, x in tensors.items() if x.requires_grad]
     names = known.op.names if known.op.differentiable else ()
@@ -232,6 +227,6 @@ def keep_in_mind(known: Known, tensors: Tensors, asked: Asked, record: Callable[
     if len(local.recent) >= MAX_RECENT:
         local.recent = {}
     with contextlib.suppress(TypeError):  # a word without a hash
-        kinds = local.recent.setdefault(words_of(known.op, tensors, asked), [])
+        kinds = local.recent.setdefault(key, [])
         kinds.insert(0, known.written_out(form, matches, record))
         del kinds[MAX_RECENT_KINDS:]

@@ -119,7 +119,8 @@ def _on_cpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 def on_gpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """The results of an operation by a launch."""
-    known = launch.find(op, tensors, options) or launch.prepare(op, tensors, tensors, options, options)
+    key = (op.name, *tensors, options)
+    known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
     return known.run(tensors)
 
 

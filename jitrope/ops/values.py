@@ -38,6 +38,17 @@ class Value:
 class Positions(Value):
     """Which row of the table a token takes; `apply_rope` describes it. Ids are given as a tensor."""
 
+    form: tuple[Any, ...]  # names of its tensors, and its words
+
+    def _complete(self, start_positions: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0) -> None:
+        name = type(self).__name__
+        if start_positions is not None:
+            self.tensors["start_positions"] = tensor(name, "start_positions", start_positions)
+        size, rank = whole(name, "cp_size", cp_size), whole(name, "cp_rank", cp_rank)
+        if size != 1 or rank != 0:
+            self.words.update(cp_size=size, cp_rank=rank)
+        self.form = (*self.tensors, *self.words.items())
+
 
 class Packed(Positions):
     """Sequences one behind the other, (T, H, D): positions restart at 0 in each. The layout is "thd".
@@ -78,7 +89,7 @@ class Packed(Positions):
             self.words["max_seqlen"] = whole("Packed", "max_seqlen", max_seqlen)
         if flag("Packed", "packed_table", packed_table):
             self.words["packed_table"] = True
-        _started(self, start_positions, cp_size, cp_rank)
+        self._complete(start_positions, cp_size, cp_rank)
 
 
 class Starts(Positions):
@@ -95,7 +106,7 @@ class Starts(Positions):
 
     def __init__(self, start_positions: Tensor | None = None, *, cp_size: int = 1, cp_rank: int = 0) -> None:
         self.tensors, self.words = {}, {}
-        _started(self, start_positions, cp_size, cp_rank)
+        self._complete(start_positions, cp_size, cp_rank)
 
 
 class Mrope(Positions):
@@ -119,6 +130,7 @@ class Mrope(Positions):
             refuse("Mrope", "mrope_section", mrope_section, "the number of pairs of each axis")
         if flag("Mrope", "mrope_interleaved", mrope_interleaved):
             self.words["mrope_interleaved"] = True
+        self._complete()
 
 
 class Norm(Value):
@@ -223,15 +235,6 @@ class Quantize(Value):
 
     def __repr__(self) -> str:
         return f"Quantize({', '.join(f'{name}={shown(x)}' for name, x in self.given.items() if x is not None)})"
-
-
-def _started(value: Value, start_positions: Tensor | None, cp_size: int, cp_rank: int) -> None:
-    name = type(value).__name__
-    if start_positions is not None:
-        value.tensors["start_positions"] = tensor(name, "start_positions", start_positions)
-    size, rank = whole(name, "cp_size", cp_size), whole(name, "cp_rank", cp_rank)
-    if size != 1 or rank != 0:
-        value.words.update(cp_size=size, cp_rank=rank)
 
 
 def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:

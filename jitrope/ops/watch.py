@@ -54,6 +54,12 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The `apply` of an autograd function in C++. The one in Python asks for torch.func's transforms before it."""
+    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return found
+
+
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """A function in C++ that says whether other tensors are of the same kind, or None where torch has none.
 

@@ -39,7 +39,7 @@ class Norms(NamedTuple):
 
     def of(self, stream: int, **words: Any) -> Norm:
         """The norm of a stream's q and k."""
-        weights = dict(zip(("q_weight", "k_weight"), self.weights[2 * stream :]))
+        weights: Words = dict(zip(("q_weight", "k_weight"), self.weights[2 * stream :]))
         return Norm(**weights, **self.words, **words)
 
 
