@@ -330,7 +330,7 @@ def a_plain_weight_gets_its_whole_gradient() -> None:
 def refused_placements() -> None:
     mesh = MESHES["4"]
     cos, sin = table(S, D // 2)
-    q, k, call = heads(8), heads(4), jitrope.apply_rope
+    q, k, call = heads(8), heads(4), KINDS["rope"]
     whole, seq, by_heads = (place(q, [p]) for p in (R, Shard(1), Shard(2)))
     placed_q = r"apply_rope: q is \(4, 8, 8, 16\), placed as "
     allowed = (
@@ -364,7 +364,7 @@ def refused_placements() -> None:
 @case
 def refused_beside_q() -> None:
     cos, sin = table(S, D // 2)
-    q, call = heads(8), jitrope.apply_rope
+    q, call = heads(8), KINDS["rope"]
     whole, seq, by_heads = (place(q, [p]) for p in (R, Shard(1), Shard(2)))
     for x in (whole, by_heads):
         refuses(
