@@ -11,7 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
-from jitrope import apply_rope
+from jitrope import Packed, apply_rope
 from jitrope.integrations.deepspeed import apply_rotary_pos_emb
 
 from . import peers as others
@@ -56,7 +56,7 @@ def thd_rows(sequences: int, shape: tuple[int, int, int], kind: str, uneven: boo
     if with_peers and heads % 2 == 0:  # the tensor's heads, half of them as q and half as k
         pairs = others.packed_pairs(cu_seqlens, tokens, half)
         peers |= {label: partial(lambda pair, x: pair(*x.x.chunk(2, 1)), pair) for label, pair in pairs.items()}
-    call: Any = partial(apply_rope, **words, layout="thd", cu_seqlens=cu_seqlens)
+    call: Any = partial(apply_rope, **words, positions=Packed(cu_seqlens))
     times = times_of(shape, lambda x: call(x.x, None)[0], peers)
     return [
         {"sequences": sequences, "by": by, "fwd us": t.forward, "bwd us": t.backward, "fwd+bwd us": t.both,
@@ -105,8 +105,8 @@ def padded(shape: tuple[int, ...], with_peers: bool) -> tuple[Call, dict[str, Ca
 
 def packed(shape: tuple[int, ...], sequences: int) -> tuple[Call, dict[str, Call]]:
     """Very many tokens, in uneven sequences."""
-    cu_seqlens, freqs = offsets(shape[0], sequences, uneven=True), twice(angles(shape[0], shape[-1]))
-    return lambda x: apply_rope(x.x, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens)[0], {}
+    positions, freqs = Packed(offsets(shape[0], sequences, uneven=True)), twice(angles(shape[0], shape[-1]))
+    return lambda x: apply_rope(x.x, None, freqs=freqs, positions=positions)[0], {}
 
 
 def deepspeed(shape: tuple[int, ...], with_peers: bool) -> tuple[Call, dict[str, Call]]:
