@@ -148,8 +148,9 @@ def command(
         counts, kinds, head_dim, prefill, pool = [1, 5], [(4, 2)], 16, prefill and 20, 64
     steps = {
         f"{n} tokens, {pair} heads": partial(rows, n, pair, head_dim, False, peers, pool)
-        for pair in kinds for n in counts
-    }  # fmt: skip
+        for pair in kinds
+        for n in counts
+    }
     if prefill:
         steps[f"{prefill} tokens, cold"] = partial(rows, prefill, kinds[0], head_dim, True, peers, pool)
     show(steps, smoke, as_json, plot, draw)

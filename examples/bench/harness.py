@@ -201,9 +201,7 @@ def turn_by_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 15) -> di
         call()
     if DEVICE != "cuda":
         return in_rounds({label: partial(host_time, call, 1, 1) for label, call in calls.items()}, rounds=1)
-    return in_rounds(
-        {label: partial(_between_events, call, 2_000_000) for label, call in calls.items()}, rounds=rounds
-    )  # fmt: skip
+    return in_rounds({label: partial(_between_events, call, 2_000_000) for label, call in calls.items()}, rounds=rounds)
 
 
 def host_time(call: Callable[[], Any], count: int = 300, repeats: int = 5) -> float:

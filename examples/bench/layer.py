@@ -85,10 +85,15 @@ def rows(count: int, length: int, heads: int, with_peers: bool) -> Rows:
 
     all_us, us = (turn_by_turn({by: partial(run, rope) for by, rope in found.items()}) for run in (whole, alone))
     return [
-        {"batch": f"{count} x {length}", "rope": by, "layer ms": all_us[by] / 1e3, "rope ms": us[by] / 1e3,
-         "rope's share %": 100 * us[by] / all_us[by]}
+        {
+            "batch": f"{count} x {length}",
+            "rope": by,
+            "layer ms": all_us[by] / 1e3,
+            "rope ms": us[by] / 1e3,
+            "rope's share %": 100 * us[by] / all_us[by],
+        }
         for by in found
-    ]  # fmt: skip
+    ]
 
 
 @app.command("layer")

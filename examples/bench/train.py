@@ -59,10 +59,16 @@ def thd_rows(sequences: int, shape: tuple[int, int, int], kind: str, uneven: boo
     call: Any = partial(apply_rope, **words, positions=Packed(cu_seqlens))
     times = times_of(shape, lambda x: call(x.x, None)[0], peers)
     return [
-        {"sequences": sequences, "by": by, "fwd us": t.forward, "bwd us": t.backward, "fwd+bwd us": t.both,
-         "x 2 COPY": t.both / times[COPY].both}
+        {
+            "sequences": sequences,
+            "by": by,
+            "fwd us": t.forward,
+            "bwd us": t.backward,
+            "fwd+bwd us": t.both,
+            "x 2 COPY": t.both / times[COPY].both,
+        }
         for by, t in times.items()
-    ]  # fmt: skip
+    ]
 
 
 @app.command("thd")
@@ -124,10 +130,16 @@ def rows(name: str, shape: tuple[int, ...], make: Any, option: int) -> Rows:
     times = times_of(shape, *make(shape, option))
     base = times[COPY].forward
     return [
-        {"case": name, "by": by, "fwd us": t.forward, "bwd us": t.backward, "fwd x COPY": t.forward / base,
-         "bwd x COPY": t.backward / base}
+        {
+            "case": name,
+            "by": by,
+            "fwd us": t.forward,
+            "bwd us": t.backward,
+            "fwd x COPY": t.forward / base,
+            "bwd x COPY": t.backward / base,
+        }
         for by, t in times.items()
-    ]  # fmt: skip
+    ]
 
 
 @app.command("train")
@@ -136,9 +148,10 @@ def command(peers: PEERS = True, smoke: SMOKE = False, as_json: AS_JSON = False)
     tokens, many = (64, 8) if smoke else (1_000_000, 100_000)
     long, wide, one = ((8, 2, 2, 16),) * 3 if smoke else ((4096, 1, 128, 128), (512, 32, 24, 128), (4096, 1, 32, 128))
     cases: dict[str, tuple[tuple[int, ...], Any, int]] = {
-        f"sbhd {list(long)}": (long, padded, peers), f"sbhd {list(wide)}": (wide, padded, peers),
+        f"sbhd {list(long)}": (long, padded, peers),
+        f"sbhd {list(wide)}": (wide, padded, peers),
         f"{many} sequences in {tokens} tokens, 8 heads": ((tokens, 8, 128), packed, many),
         f"{many} sequences in {tokens} tokens, 32 heads": ((tokens, 32, 128), packed, many),
         f"DeepSpeed {list(one)}": (one, deepspeed, peers),
-    }  # fmt: skip
+    }
     show({name: partial(rows, name, *case) for name, case in cases.items()}, smoke, as_json)
