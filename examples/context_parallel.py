@@ -43,15 +43,10 @@ class Model(nn.Module):
         self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         self.projection, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
 
-    def forward(self, tokens: Tensor, freqs: Tensor, schedule: Schedule) -> Tensor:
+    def forward(self, tokens: Tensor, freqs: Tensor, positions: jitrope.Packed, schedule: Schedule) -> Tensor:
         x = self.embedding(tokens)  # (rows, HIDDEN)
         q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split((HEADS, KV_HEADS, KV_HEADS), 1)
-        # The offsets are the whole batch's; which of its positions these rows have follows from the rank.
-        shape = schedule.shape
-        q, k = jitrope.apply_rope(
-            q, k, freqs=freqs, layout="thd", cu_seqlens=schedule.cu_seqlens, cp_size=shape.cp_size,
-            cp_rank=shape.cp_rank,
-        )  # fmt: skip
+        q, k = jitrope.apply_rope(q, k, freqs=freqs, positions=positions)
         y = all_gather_attention(q, k, v, schedule=schedule)
         return self.head(x + self.projection(y.flatten(1)))
 
@@ -59,10 +54,13 @@ class Model(nn.Module):
 def step(model: Model, tokens: Tensor, target: Tensor, freqs: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
     """(logits, loss) with gradients; the loss is the batch's mean, of which each rank has its rows' part."""
     model.zero_grad()
-    logits = model(tokens, freqs, schedule)
-    loss = F.cross_entropy(logits.float(), target, reduction="sum") / schedule.shape.tokens
+    shape = schedule.shape
+    # The offsets are the whole batch's; which of its positions these rows have follows from the rank.
+    positions = jitrope.Packed(schedule.cu_seqlens, cp_size=shape.cp_size, cp_rank=shape.cp_rank)
+    logits = model(tokens, freqs, positions, schedule)
+    loss = F.cross_entropy(logits.float(), target, reduction="sum") / shape.tokens
     loss.backward()
-    if schedule.shape.cp_size > 1:
+    if shape.cp_size > 1:
         for x in (loss.detach(), *(p.grad for p in model.parameters())):
             dist.all_reduce(x)
     return logits.detach(), loss.detach()
@@ -73,9 +71,8 @@ def differences(model: Model, batch: tuple[Tensor, Tensor, Tensor], part: Partit
     tokens, target, freqs = batch
     logits, _ = step(model, part.shard(tokens), part.shard(target), freqs, schedule)
     found = {"output": part.unshard(logits)} | {name: p.grad.clone() for name, p in model.named_parameters()}
-    alone = Schedule(
-        schedule.cu_seqlens, schedule.shape.tokens, cp_size=1, cp_rank=0, window=schedule.mask, causal=True
-    )  # fmt: skip
+    whole = {"window": schedule.mask, "causal": True, "cp_size": 1, "cp_rank": 0}
+    alone = Schedule(schedule.cu_seqlens, schedule.shape.tokens, **whole)
     want = {"output": step(model, *batch, alone)[0]} | {name: p.grad for name, p in model.named_parameters()}
     return {name: float((x - want[name]).abs().max() / want[name].abs().max()) for name, x in found.items()}
 

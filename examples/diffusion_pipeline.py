@@ -68,16 +68,21 @@ def flux(tiny: bool, blocks: int):
     pipeline = diffusers.FluxPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=diffusers.AutoencoderKL(
-            latent_channels=16, block_out_channels=(16, 16, 32, 32), norm_num_groups=8, layers_per_block=1,
-            down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-            shift_factor=0.1159, scaling_factor=0.3611,
+            latent_channels=16,
+            block_out_channels=(16, 16, 32, 32),
+            norm_num_groups=8,
+            layers_per_block=1,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            shift_factor=0.1159,
+            scaling_factor=0.3611,
         ),
         text_encoder=transformers.CLIPTextModel(clip),
         tokenizer=tokenizer(PROMPT, 77),
         text_encoder_2=t5(transformers.T5EncoderModel, transformer.config.joint_attention_dim),
         tokenizer_2=tokenizer(PROMPT, text),
         transformer=transformer,
-    )  # fmt: skip
+    )
     return pipeline, {"height": pixels, "width": pixels, "max_sequence_length": text}
 
 
@@ -85,10 +90,16 @@ def qwen(tiny: bool, blocks: int):
     transformer = diffusers.QwenImageTransformer2DModel(num_layers=blocks, **(TINY if tiny else {}))
     width = transformer.config.joint_attention_dim
     text = {
-        "hidden_size": width, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "vocab_size": 128, "bos_token_id": 3, "eos_token_id": 1,
+        "hidden_size": width,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "bos_token_id": 3,
+        "eos_token_id": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 4, 0, 0]},
-    }  # fmt: skip
+    }
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": width}
     pipeline = diffusers.QwenImagePipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
@@ -118,8 +129,12 @@ def wan(tiny: bool, blocks: int):
     )
     height, columns, frames, text = (128, 224, 9, 64) if tiny else (480, 832, 81, 512)
     return pipeline, {
-        "height": height, "width": columns, "num_frames": frames, "max_sequence_length": text, "guidance_scale": 1.0,
-    }  # fmt: skip
+        "height": height,
+        "width": columns,
+        "num_frames": frames,
+        "max_sequence_length": text,
+        "guidance_scale": 1.0,
+    }
 
 
 MODELS = {"flux": flux, "qwen": qwen, "wan": wan}
@@ -144,10 +159,13 @@ def build(model: str, blocks: int, device: str):
     def run(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         latents = {}
         output = pipeline(
-            prompt=PROMPT, num_inference_steps=steps, output_type="pt",
+            prompt=PROMPT,
+            num_inference_steps=steps,
+            output_type="pt",
             generator=torch.Generator(device).manual_seed(SEED),
-            callback_on_step_end=lambda _, step, time, now: latents.update(now) or {}, **call,
-        )  # fmt: skip
+            callback_on_step_end=lambda _, step, time, now: latents.update(now) or {},
+            **call,
+        )
         return latents["latents"], output.frames[0] if model == "wan" else output.images
 
     return pipeline, run

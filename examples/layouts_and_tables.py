@@ -36,13 +36,14 @@ for layout, axes in (("sbhd", (1, 0, 2, 3)), ("bhsd", (0, 2, 1, 3))):
 
 # Packed: the sequences one behind the other, as many tokens as there are, no padding.
 cu_seqlens = torch.arange(B + 1, device=device, dtype=torch.int32) * S
-out, _ = jitrope.apply_rope(q.flatten(0, 1), k.flatten(0, 1), cos, sin, layout="thd", cu_seqlens=cu_seqlens)
-report("thd with cu_seqlens", torch.equal(out, q_out.flatten(0, 1)))
+packed = jitrope.Packed(cu_seqlens)  # made once a batch, for all layers
+out, _ = jitrope.apply_rope(q.flatten(0, 1), k.flatten(0, 1), cos, sin, positions=packed)
+report("thd, positions=Packed(cu_seqlens)", torch.equal(out, q_out.flatten(0, 1)))
 
 # A projection's output before it is split: q, k and v of a token side by side.
 qkv = torch.randn(B, S, HEADS + 2 * KV_HEADS, D, device=device, dtype=torch.bfloat16)
 qkv[:, :, :HEADS], qkv[:, :, HEADS : HEADS + KV_HEADS] = q, k
-jitrope.apply_rope_(*qkv.split((HEADS, KV_HEADS, KV_HEADS), 2)[:2], cos, sin)  # in place, in the packed tensor
+jitrope.apply_rope(*qkv.split((HEADS, KV_HEADS, KV_HEADS), 2)[:2], cos, sin, inplace=True)  # in the packed tensor
 report("in place, inside of a packed projection", torch.equal(qkv[:, :, :HEADS], q_out))
 
 print("Tables are read as they are.")
@@ -61,12 +62,12 @@ print(f"  angles instead of cosines: within {(out.float() - q_out.float()).abs()
 
 print("Positions are the table's rows.")
 ids = torch.arange(S, device=device).flip(0)
-out, _ = jitrope.apply_rope(q.flip(1), k, cos, sin, position_ids=ids)
-report("position_ids for tokens in another order", torch.equal(out.flip(1), q_out))
-starts = torch.tensor([0, 17], device=device)
+out, _ = jitrope.apply_rope(q.flip(1), k, cos, sin, positions=ids)
+report("ids for tokens in another order", torch.equal(out.flip(1), q_out))
+starts = jitrope.Starts(torch.tensor([0, 17], device=device))
 later, _ = jitrope.apply_rope(q[1:], k[1:], cos[17:], sin[17:])
-out, _ = jitrope.apply_rope(q, k, cos, sin, start_positions=starts)
-report("start_positions, a sequence that goes on at 17", torch.equal(out[1:], later))
+out, _ = jitrope.apply_rope(q, k, cos, sin, positions=starts)
+report("Starts, a sequence that goes on at 17", torch.equal(out[1:], later))
 
 # Pairs (2i, 2i + 1) in place of (i, i + D / 2): the same rotation of heads whose elements are in another order.
 order = torch.arange(D, device=device).view(2, -1).t().flatten()

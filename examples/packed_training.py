@@ -31,11 +31,9 @@ class Attention(nn.Module):
         hidden = HEADS * HEAD_DIM
         self.qkv, self.out = nn.Linear(hidden, (HEADS + 2 * GROUPS) * HEAD_DIM), nn.Linear(hidden, hidden)
 
-    def forward(self, x, freqs, cu_seqlens, mask):
+    def forward(self, x, freqs, positions, mask):
         qkv = self.qkv(x).unflatten(-1, (GROUPS, -1))  # (T, G, (q_per_group + 2) D)
-        q, k, v = jitrope.apply_rope_qkv(
-            qkv, freqs=freqs, q_per_group=HEADS // GROUPS, layout="thd", cu_seqlens=cu_seqlens
-        )
+        q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, positions=positions, q_per_group=HEADS // GROUPS)
         q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return self.out(y[0].transpose(0, 1).flatten(1))
@@ -52,6 +50,7 @@ def main() -> None:
 
     lengths = document_lengths(arguments.documents, arguments.tokens)
     cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int().to(device)
+    packed = jitrope.Packed(cu_seqlens)  # made once a batch, for all layers
     document = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
     index = torch.arange(arguments.tokens, device=device)
     mask = (document[:, None] == document) & (index[:, None] >= index)  # causal, inside a document
@@ -70,7 +69,7 @@ def main() -> None:
     losses = []
     for _ in range(arguments.steps):
         x = model[0](tokens)
-        x = x + model[1](x, freqs, cu_seqlens, mask)
+        x = x + model[1](x, freqs, packed, mask)
         loss = F.cross_entropy(model[2](x), target)
         optimizer.zero_grad()
         loss.backward()
@@ -84,11 +83,11 @@ def main() -> None:
     # Two ranks: each has chunks r and 3 - r of the four chunks of every document, whatever its length.
     cp_size = 2
     q = torch.randn(arguments.tokens, HEADS, HEAD_DIM, device=device)
-    whole, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens)
+    whole, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=packed)
     for rank in range(cp_size):
         part = Partition(cu_seqlens, arguments.tokens, cp_size=cp_size, cp_rank=rank)
-        words = {"layout": "thd", "cu_seqlens": cu_seqlens, "cp_size": cp_size, "cp_rank": rank}
-        local, _ = jitrope.apply_rope(part.shard(q), None, freqs=freqs, **words)
+        positions = jitrope.Packed(cu_seqlens, cp_size=cp_size, cp_rank=rank)
+        local, _ = jitrope.apply_rope(part.shard(q), None, freqs=freqs, positions=positions)
         assert torch.equal(local, part.shard(whole))
         print(f"rank {rank} of {cp_size}: its {len(local)} tokens have the whole batch's bits")
 

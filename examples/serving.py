@@ -93,10 +93,8 @@ class Server:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             caches = self.k_caches[layer], self.v_caches[layer]
-            jitrope.apply_rope_kv_cache_(
-                q, k, v, cos_sin_cache=self.table, position_ids=positions, slot_mapping=slots,
-                k_cache=caches[0], v_cache=caches[1], **self.scales,
-            )  # fmt: skip
+            cache = jitrope.KVCache(*caches, slots, **self.scales)
+            jitrope.prepare_qkv(q, k, v, cos_sin_cache=self.table, positions=positions, cache=cache, inplace=True)
             return sdpa(q, *(self.gathered(cache, q.dtype) for cache in caches), mask)
 
         return self.model(tokens, attend)
@@ -137,9 +135,8 @@ class Server:
 def check(server: Server, inv_freq: Tensor, factor: float, tolerance: float) -> str:
     """The text and its hidden states against the model without cache, by eager torch's rope."""
     text = server.text[:, :-1]
-    cos, sin = (
-        x[:, None] for x in tables.cos_sin(text.shape[1], inv_freq, attention_factor=factor, width="full")
-    )  # fmt: skip
+    cos, sin = tables.cos_sin(text.shape[1], inv_freq, attention_factor=factor, width="full")
+    cos, sin = cos[:, None], sin[:, None]
 
     def rotated(x: Tensor) -> Tensor:
         x0, x1 = x.float().chunk(2, -1)
@@ -186,10 +183,9 @@ def main() -> None:
     tolerance = 0.1 if arguments.fp8 else 0.03 if dtype == torch.bfloat16 else 1e-4
 
     model = Model(arguments.layers).to(device, dtype)
-    inv_freq, factor = tables.inv_freq(
-        "llama3", rotary_dim=HEAD_DIM, theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=8192, device=device,
-    )  # fmt: skip
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Llama 3.1's
+    scaling["original_max_position_embeddings"] = 8192
+    inv_freq, factor = tables.inv_freq("llama3", rotary_dim=HEAD_DIM, theta=500000.0, device=device, **scaling)
     longest = PROMPT + arguments.steps
     table = tables.cos_sin_cache(longest, inv_freq, attention_factor=factor)  # cosines, then sines; one for all layers
     lengths = torch.randint(1, PROMPT + 1, (arguments.batch,), device=device)

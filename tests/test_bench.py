@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,8 +128,8 @@ BY = {
     "qk-norm --only prefill": {"torch.compile", "torch eager"},
     "diffusion --only flux,wan": {"stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"},
     "layer --no-peers": {"none", "jitrope", "jitrope packed QKV"},
-    "host": {"x.add_(1)", "apply_rope_", "apply_rope", "apply_rope, packed", "apply_rope_kv_cache_", "qk_norm_rope_",
-             "apply_rope, recorded for backward", "torch.ops.jitrope.rope"},
+    "host": {"x.add_(1)", "apply_rope in place", "apply_rope", "apply_rope, packed", "KV cache in place",
+             "norm in place", "apply_rope, recorded for backward", "torch.ops.jitrope.rope"},
     "cold": {"empty cache", "from disk"},
 }  # fmt: skip
 
@@ -268,7 +269,7 @@ def test_qk_norm_chains_agree(name: str) -> None:
     """The plain chain is F.rms_norm and our rope, bit for bit."""
     kind = qk_norm.tiny(qk_norm.CASES[name])
     x = qk_norm.inputs(kind)
-    plain, ours = qk_norm.separate(kind)(x), qk_norm.separate(kind, jitrope.apply_rope_)(x)
+    plain, ours = qk_norm.separate(kind)(x), qk_norm.separate(kind, partial(jitrope.apply_rope, inplace=True))(x)
     assert len(plain) == (3 if kind.text else 2)
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 

@@ -170,7 +170,7 @@ def documented() -> dict[str, tuple[Def, bool]]:
             if not callable(value):
                 continue
             tree = ast.parse(Path(inspect.getsourcefile(value) or "").read_text())
-            (node,) = (n for n in tree.body if isinstance(n, Def) and n.name == value.__name__)
+            *_, node = (n for n in tree.body if isinstance(n, Def) and n.name == value.__name__)  # behind its overloads
             docs[f"{module_name}.{name}"] = node, node.name in raising
             for method in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):

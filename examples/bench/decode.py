@@ -10,14 +10,13 @@ import torch
 import typer
 from torch import Tensor
 
-from jitrope import apply_rope_, apply_rope_kv_cache_, tables
+from jitrope import KVCache, apply_rope, prepare_qkv, tables
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, bf16, host_times, measure
 from .report import AS_JSON, PEERS, PLOT, SMOKE, Rows, app, lines, numbers, pairs, show
 
 PAGE, POSITIONS = 16, 8192
-CACHES = ("k_cache", "v_cache")
 COPY_KV, COPY_FP8 = "COPY, KV cache", "COPY, fp8 KV cache"
 
 
@@ -29,9 +28,11 @@ class Inputs(NamedTuple):
     v: Tensor
     cos: Tensor  # (T, D / 2) fp32: the tokens' rows of the table, gathered beforehand
     sin: Tensor
-    ids: dict[str, Any]  # of `apply_rope_`: a table (POSITIONS, D) fp32 and positions (T,) int64
-    kv: dict[str, Any]  # of `apply_rope_kv_cache_`: the same, slots and caches (pages, PAGE, Hk, D) in bf16
-    kv_fp8: dict[str, Any]  # the same with caches in e4m3, and their scales
+    table: Tensor  # (POSITIONS, D) fp32: cosines, then sines
+    positions: Tensor  # (T,) int64
+    kv: KVCache  # slots and caches (pages, PAGE, Hk, D) in bf16
+    kv_fp8: KVCache  # the same with caches in e4m3, and their scales
+    caches: tuple[Tensor, ...]  # the tensors of both
 
 
 def inputs(
@@ -48,33 +49,36 @@ def inputs(
     else:
         positions, slots = torch.randint(pool, (tokens,), device=DEVICE), order(pool)[:tokens]
     cos, sin = (part.contiguous() for part in table[positions].chunk(2, -1))
-    ids = {"cos_sin_cache": table, "position_ids": positions}
-    bf16_caches, fp8_caches = (
-        {name: torch.zeros(pool // PAGE, PAGE, kv_heads, head_dim, device=DEVICE).to(dtype) for name in CACHES}
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-    )
-    scales = {name: torch.full((1,), scale, device=DEVICE) for name, scale in (("k_scale", 0.02), ("v_scale", 0.03))}
-    kv = {**ids, "slot_mapping": slots}
-    return Inputs(q, k, v, cos, sin, ids, {**kv, **bf16_caches}, {**kv, **fp8_caches, **scales})
+    empty = torch.zeros(2, pool // PAGE, PAGE, kv_heads, head_dim, device=DEVICE)
+    (k_cache, v_cache), (k_fp8, v_fp8) = empty.bfloat16(), empty.to(torch.float8_e4m3fn)
+    k_scale, v_scale = (torch.full((1,), scale, device=DEVICE) for scale in (0.02, 0.03))
+    kv = KVCache(k_cache, v_cache, slots)
+    kv_fp8 = KVCache(k_fp8, v_fp8, slots, k_scale=k_scale, v_scale=v_scale)
+    return Inputs(q, k, v, cos, sin, table, positions, kv, kv_fp8, (k_cache, v_cache, k_fp8, v_fp8))
+
+
+def by_rows(x: Inputs) -> Any:
+    """In place, by the rows gathered beforehand."""
+    return apply_rope(x.q, x.k, x.cos, x.sin, inplace=True)
 
 
 def by_ids(x: Inputs) -> Any:
     """In place, by the table of all positions."""
-    return apply_rope_(x.q, x.k, **x.ids)
+    return apply_rope(x.q, x.k, cos_sin_cache=x.table, positions=x.positions, inplace=True)
 
 
-def to_cache(x: Inputs) -> Any:
+def to_cache(x: Inputs) -> Tensor:
     """q in place, k and v into the paged cache."""
-    return apply_rope_kv_cache_(x.q, x.k, x.v, **x.kv)
+    return prepare_qkv(x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, cache=x.kv, inplace=True)[0]
 
 
-def to_fp8_cache(x: Inputs) -> Any:
+def to_fp8_cache(x: Inputs) -> Tensor:
     """The same with a cache of e4m3."""
-    return apply_rope_kv_cache_(x.q, x.k, x.v, **x.kv_fp8)
+    return prepare_qkv(x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, cache=x.kv_fp8, inplace=True)[0]
 
 
 OURS: dict[str, tuple[str, Call, Call]] = {
-    "jitrope, cos and sin rows": (COPY, lambda x: apply_rope_(x.q, x.k, x.cos, x.sin), others.plain_pair(False)),
+    "jitrope, cos and sin rows": (COPY, by_rows, others.plain_pair(False)),
     "jitrope, cos_sin_cache and ids": (COPY, by_ids, others.plain_pair(False)),
     "jitrope, KV cache": (COPY_KV, to_cache, others.plain_kv_cache(False)),
     "jitrope, fp8 KV cache": (COPY_FP8, to_fp8_cache, others.plain_kv_cache(True)),
@@ -95,7 +99,7 @@ def bytes_moved(tokens: int, heads: int, kv_heads: int, head_dim: int) -> dict[s
 def case(tokens: int, heads: tuple[int, int], head_dim: int, prefill: bool, with_peers: bool, pool: int) -> Case:
     """Hot, with the same inputs in every call; the KV writes of a prefill are cold, caches included.
 
-    Cosine and sine rows are gathered beforehand for all that take no position_ids.
+    Cosine and sine rows are gathered beforehand for all that take no positions.
     """
     moved = bytes_moved(tokens, *heads, head_dim)
     peers = {
@@ -109,7 +113,7 @@ def case(tokens: int, heads: tuple[int, int], head_dim: int, prefill: bool, with
         ours, peers = ({by: calls[by] for by in calls if beside.get(by) in KV} for calls in (ours, peers))
     make = partial(inputs, tokens, *heads, head_dim, prefill, pool)
     plain = {by: OURS[by][2] for by in ours}
-    return Case(make, ours, moved, peers if with_peers else {}, beside, not prefill, plain, ("kv", "kv_fp8"))
+    return Case(make, ours, moved, peers if with_peers else {}, beside, not prefill, plain, ("caches",))
 
 
 def rows(tokens: int, heads: tuple[int, int], head_dim: int, prefill: bool, with_peers: bool, pool: int) -> Rows:
@@ -144,8 +148,9 @@ def command(
         counts, kinds, head_dim, prefill, pool = [1, 5], [(4, 2)], 16, prefill and 20, 64
     steps = {
         f"{n} tokens, {pair} heads": partial(rows, n, pair, head_dim, False, peers, pool)
-        for pair in kinds for n in counts
-    }  # fmt: skip
+        for pair in kinds
+        for n in counts
+    }
     if prefill:
         steps[f"{prefill} tokens, cold"] = partial(rows, prefill, kinds[0], head_dim, True, peers, pool)
     show(steps, smoke, as_json, plot, draw)

@@ -55,7 +55,11 @@ class Model(NamedTuple):
 _WIDTHS = {"joint_attention_dim": 32, "text_dim": 32, "text_embed_dim": 32, "caption_channels": 32}
 MODELS = {
     "flux": Model(
-        "FluxTransformer2DModel", (19, 38), (4, 8), (1, 64, 64, 512), {"in_channels": 8, "axes_dims_rope": (4, 4, 8)},
+        "FluxTransformer2DModel",
+        (19, 38),
+        (4, 8),
+        (1, 64, 64, 512),
+        {"in_channels": 8, "axes_dims_rope": (4, 4, 8)},
         {"guidance_embeds": True},
     ),
     "flux2": Model(
@@ -65,18 +69,31 @@ MODELS = {
         "QwenImageTransformer2DModel", (60,), (10,), (1, 64, 64, 256), {"in_channels": 8, "axes_dims_rope": (4, 4, 8)}
     ),
     "wan": Model(  # 480p, 81 frames
-        "WanTransformer3DModel", (40,), (4,), (21, 60, 104, 512), {"ffn_dim": 64, "freq_dim": 32}, latent=True,
+        "WanTransformer3DModel",
+        (40,),
+        (4,),
+        (21, 60, 104, 512),
+        {"ffn_dim": 64, "freq_dim": 32},
+        latent=True,
         joint=False,
     ),
     "hunyuan": Model(  # 720p, 29 frames
-        "HunyuanVideoTransformer3DModel", (20, 40), (4, 8), (8, 90, 160, 256),
-        {"in_channels": 4, "num_refiner_layers": 1, "rope_axes_dim": (4, 4, 8)}, latent=True,
+        "HunyuanVideoTransformer3DModel",
+        (20, 40),
+        (4, 8),
+        (8, 90, 160, 256),
+        {"in_channels": 4, "num_refiner_layers": 1, "rope_axes_dim": (4, 4, 8)},
+        latent=True,
     ),
     "ltx": Model(  # 480 x 704, 121 frames
-        "LTXVideoTransformer3DModel", (28,), (8,), (16, 15, 22, 128), {"in_channels": 8, "cross_attention_dim": 32},
+        "LTXVideoTransformer3DModel",
+        (28,),
+        (8,),
+        (16, 15, 22, 128),
+        {"in_channels": 8, "cross_attention_dim": 32},
         joint=False,
     ),
-}  # fmt: skip
+}
 _TINY = {"num_attention_heads": 2, "attention_head_dim": 16, "pooled_projection_dim": 16, **_WIDTHS}
 
 

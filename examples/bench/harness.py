@@ -11,13 +11,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from jitrope.base.config import log
 
@@ -124,7 +125,7 @@ def agree(case: Case, inputs: Any) -> None:
     for label, plain in case.plain.items():
         seen = []
         for call in (case.ours[label], plain):
-            mine = tree_map_only(Tensor, Tensor.clone, inputs)
+            mine = deepcopy(inputs)  # tensors within values too
             seen.append(tree_leaves([call(mine), [getattr(mine, name) for name in case.written]]))
         for got, want in zip(*seen, strict=True):
             if any(case.tolerance):
@@ -200,9 +201,7 @@ def turn_by_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 15) -> di
         call()
     if DEVICE != "cuda":
         return in_rounds({label: partial(host_time, call, 1, 1) for label, call in calls.items()}, rounds=1)
-    return in_rounds(
-        {label: partial(_between_events, call, 2_000_000) for label, call in calls.items()}, rounds=rounds
-    )  # fmt: skip
+    return in_rounds({label: partial(_between_events, call, 2_000_000) for label, call in calls.items()}, rounds=rounds)
 
 
 def host_time(call: Callable[[], Any], count: int = 300, repeats: int = 5) -> float:

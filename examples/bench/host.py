@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jitrope import (
-    apply_rope,
-    apply_rope_,
-    apply_rope_qkv,
-    qk_norm_rope,
-    qk_norm_rope_,
-    qk_norm_rope_joint,
-)
+from jitrope import Norm, Packed, apply_rope, prepare_joint_qkv, prepare_packed_qkv, prepare_qkv
 
 from . import decode
 from .harness import DEVICE, angles, bf16, host_times
@@ -30,27 +23,27 @@ def calls() -> dict[str, Callable[[], Any]]:
     cos, sin, ids = both.cos(), both.sin(), torch.arange(64, device=DEVICE)
     step, x, weight = decode.inputs(64, 32, 8, 128), torch.ones(64, device=DEVICE), bf16(128)
     leaf, flat = q.detach().requires_grad_(), (q[0], k[0])
-    packed: dict[str, Any] = {"layout": "thd", "cu_seqlens": torch.tensor([0, 20, 64], device=DEVICE).int()}
-    qkv, normed = bf16(1, 64, 8, 6 * 128), (weight, weight, cos, sin)
-    joint = (q[:, :16], k[:, :16], v[:, :16]), (q[:, 16:], k[:, 16:], v[:, 16:]), (weight, weight), (weight, weight)
+    packed, qkv = Packed(torch.tensor([0, 20, 64], device=DEVICE).int()), bf16(1, 64, 8, 6 * 128)
+    norm = Norm(weight, weight)
+    joint = (q[:, :16], k[:, :16], v[:, :16]), (q[:, 16:], k[:, 16:], v[:, 16:])
     return {
         "x.add_(1)": lambda: x.add_(1),
         "two empty_like": lambda: (torch.empty_like(q), torch.empty_like(k)),
-        "apply_rope_": lambda: apply_rope_(q, k, cos, sin),
+        "apply_rope in place": lambda: apply_rope(q, k, cos, sin, inplace=True),
         "apply_rope": lambda: apply_rope(q, k, cos, sin),
-        "apply_rope_, position_ids": lambda: apply_rope_(q, k, cos, sin, position_ids=ids),
-        "apply_rope, position_ids": lambda: apply_rope(q, k, cos, sin, position_ids=ids),
-        "apply_rope_, cos_sin_cache and position_ids": lambda: decode.by_ids(step),
-        "apply_rope, packed": lambda: apply_rope(*flat, cos, sin, **packed),
-        "apply_rope_qkv": lambda: apply_rope_qkv(qkv, cos, sin, q_per_group=4),
-        "apply_rope_kv_cache_": lambda: decode.to_cache(step),
-        "apply_rope_kv_cache_, fp8": lambda: decode.to_fp8_cache(step),
-        "qk_norm_rope_": lambda: qk_norm_rope_(q, k, *normed),
-        "qk_norm_rope": lambda: qk_norm_rope(q, k, *normed),
-        "qk_norm_rope_joint": lambda: qk_norm_rope_joint(*joint, cos, sin),
+        "apply_rope in place, position_ids": lambda: apply_rope(q, k, cos, sin, positions=ids, inplace=True),
+        "apply_rope, position_ids": lambda: apply_rope(q, k, cos, sin, positions=ids),
+        "apply_rope in place, cos_sin_cache and position_ids": lambda: decode.by_ids(step),
+        "apply_rope, packed": lambda: apply_rope(*flat, cos, sin, positions=packed),
+        "prepare_packed_qkv": lambda: prepare_packed_qkv(qkv, cos, sin, q_per_group=4),
+        "KV cache in place": lambda: decode.to_cache(step),
+        "KV cache in place, fp8": lambda: decode.to_fp8_cache(step),
+        "norm in place": lambda: prepare_qkv(q, k, v, cos, sin, norm=norm, inplace=True),
+        "norm": lambda: prepare_qkv(q, k, v, cos, sin, norm=norm),
+        "prepare_joint_qkv": lambda: prepare_joint_qkv(*joint, cos, sin, norm=norm),
         f"apply_rope, {RECORDED}": lambda: apply_rope(leaf, k, cos, sin),
-        f"qk_norm_rope, {RECORDED}": lambda: qk_norm_rope(leaf, k, *normed),
-        "torch.ops.jitrope.rope_": library_op(lambda: apply_rope_(q, k, cos, sin)),
+        f"norm, {RECORDED}": lambda: prepare_qkv(leaf, k, v, cos, sin, norm=norm),
+        "torch.ops.jitrope.rope_": library_op(lambda: apply_rope(q, k, cos, sin, inplace=True)),
         "torch.ops.jitrope.rope": library_op(lambda: apply_rope(q, k, cos, sin)),
     }
 

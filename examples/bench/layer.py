@@ -12,7 +12,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jitrope import apply_rope, apply_rope_qkv
+from jitrope import Packed, apply_rope, prepare_packed_qkv
 
 from . import peers as others
 from .harness import DEVICE, Call, angles, bf16, turn_by_turn, twice, usable
@@ -44,7 +44,7 @@ class Layer(nn.Module):
 def ropes(cu_seqlens: Tensor, tokens: int, with_peers: bool) -> dict[str, Call]:
     """The implementations by name, each from packed QKV (T, H, 3 D) to q, k and v; "none" only splits it."""
     half = angles(tokens, HEAD_DIM)  # as long as the pack, as Megatron passes it
-    words: dict[str, Any] = {"freqs": twice(half)[:, None, None], "layout": "thd", "cu_seqlens": cu_seqlens}
+    words: dict[str, Any] = {"freqs": twice(half)[:, None, None], "positions": Packed(cu_seqlens)}
 
     def split(rotate: Callable[..., Any], qkv: Tensor) -> Any:
         q, k, v = qkv.chunk(3, -1)
@@ -56,7 +56,7 @@ def ropes(cu_seqlens: Tensor, tokens: int, with_peers: bool) -> dict[str, Call]:
     found: dict[str, Call] = {
         "none": lambda qkv: qkv.chunk(3, -1),
         "jitrope": partial(split, partial(apply_rope, **words)),
-        "jitrope packed QKV": partial(apply_rope_qkv, **words),
+        "jitrope packed QKV": partial(prepare_packed_qkv, **words),
     }
     if with_peers:
         singles = {label: partial(both, one) for label, one in others.packed(cu_seqlens, tokens, half).items()}
@@ -85,10 +85,15 @@ def rows(count: int, length: int, heads: int, with_peers: bool) -> Rows:
 
     all_us, us = (turn_by_turn({by: partial(run, rope) for by, rope in found.items()}) for run in (whole, alone))
     return [
-        {"batch": f"{count} x {length}", "rope": by, "layer ms": all_us[by] / 1e3, "rope ms": us[by] / 1e3,
-         "rope's share %": 100 * us[by] / all_us[by]}
+        {
+            "batch": f"{count} x {length}",
+            "rope": by,
+            "layer ms": all_us[by] / 1e3,
+            "rope ms": us[by] / 1e3,
+            "rope's share %": 100 * us[by] / all_us[by],
+        }
         for by in found
-    ]  # fmt: skip
+    ]
 
 
 @app.command("layer")

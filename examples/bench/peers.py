@@ -82,15 +82,15 @@ def plain_kv_cache(fp8: bool) -> Call:
     """q and k rotated by position, k and v written to a cache; see `decode.Inputs`. fp8 is rounded once from fp32."""
 
     def write(x: Any) -> Tensor:
-        words = x.kv_fp8 if fp8 else x.kv
-        cos, sin = (part[:, None] for part in words["cos_sin_cache"][words["position_ids"]].chunk(2, -1))
+        paged = (x.kv_fp8 if fp8 else x.kv).tensors
+        cos, sin = (part[:, None] for part in x.table[x.positions].chunk(2, -1))
         k, v = (x.k.float(), x.v.float()) if fp8 else (x.k, x.v)
         for name, y in (("k", rotate(k, cos, sin)), ("v", v)):
-            cache = words[f"{name}_cache"].flatten(0, 1)
+            cache = paged[f"{name}_cache"].flatten(0, 1)
             if fp8:  # as bytes, which index_put takes
-                y = (y * (1 / words[f"{name}_scale"])).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+                y = (y * (1 / paged[f"{name}_scale"])).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
                 cache = cache.view(torch.uint8)
-            cache[words["slot_mapping"]] = y.flatten(0, 1)
+            cache[paged["slot_mapping"]] = y.flatten(0, 1)
         return rotate(x.q, cos, sin)
 
     return write

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from jitrope import apply_rope, apply_rope_, qk_norm_rope, qk_norm_rope_, qk_norm_rope_joint
+from jitrope import Norm, apply_rope, prepare_joint_qkv, prepare_qkv
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, bf16, measure
@@ -86,15 +86,20 @@ def inputs(kind: Kind) -> Inputs:
 # ---- the implementations, each of which returns q and k, and with two streams v ---------------------------
 
 
-def ours(kind: Kind, function: Callable[..., Any] = qk_norm_rope, norm_rounding: str = "none") -> Call:
+def ours(kind: Kind, inplace: bool = False, rounding: str = "none") -> Call:
     """jitrope's one launch."""
-    words: dict[str, Any] = {"interleaved": kind.interleaved, "eps": EPS, "norm_rounding": norm_rounding}
-    if kind.text:
-        return lambda x: qk_norm_rope_joint(
-            x.first[:3], (x.q, x.k, x.v), x.first[3:], (x.q_weight, x.k_weight), x.cos, x.sin, **words
-        )
-    words["across_heads"] = kind.across_heads
-    return lambda x: function(x.q, x.k, x.q_weight, x.k_weight, x.cos, x.sin, **words)
+    norm = partial(Norm, eps=EPS, across_heads=kind.across_heads, rounding=rounding)
+
+    def one(x: Inputs) -> Any:
+        words: Any = {"interleaved": kind.interleaved, "inplace": inplace}
+        return prepare_qkv(x.q, x.k, None, x.cos, x.sin, norm=norm(x.q_weight, x.k_weight), **words)[:2]
+
+    def joint(x: Inputs) -> Any:
+        norms = norm(*x.first[3:]), norm(x.q_weight, x.k_weight)
+        words: Any = {"norm": norms, "interleaved": kind.interleaved}
+        return prepare_joint_qkv(x.first[:3], (x.q, x.k, x.v), x.cos, x.sin, **words)
+
+    return joint if kind.text else one
 
 
 def plain_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
@@ -151,11 +156,11 @@ def case(kind: Kind, with_peers: bool = True, training: bool = False) -> Case:
     """
     calls: dict[str, Call] = {"jitrope": ours(kind)}
     if not (training or kind.text):
-        calls["jitrope in place"] = ours(kind, qk_norm_rope_)
-    calls |= {f"jitrope, rounded {rounding}": ours(kind, norm_rounding=rounding) for rounding in ("once", "twice")}
+        calls["jitrope in place"] = ours(kind, inplace=True)
+    calls |= {f"jitrope, rounded {rounding}": ours(kind, rounding=rounding) for rounding in ("once", "twice")}
     plain = dict.fromkeys(calls, separate(kind))
-    rope = apply_rope if training else apply_rope_  # the norm's result is nobody else's and may be overwritten
-    calls[f"F.rms_norm + {rope.__name__}"] = separate(kind, rope)
+    inplace = not training  # the norm's result is nobody else's and may be overwritten
+    calls["F.rms_norm + apply_rope" + inplace * " in place"] = separate(kind, partial(apply_rope, inplace=inplace))
     peers = others.with_compiled(separate(kind)) if with_peers else {}
     if with_peers and not (kind.interleaved or kind.across_heads or kind.text):
         peers |= liger()

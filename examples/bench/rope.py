@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jitrope import apply_rope, apply_rope_
+from jitrope import Mrope, apply_rope
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, angles, bf16, measure
@@ -54,7 +54,8 @@ class Inputs(NamedTuple):
     sin: Tensor
     shared: tuple[Tensor, ...]  # the same, and one for all calls, as a model's layers have it
     ids: Tensor  # (S,)
-    axial: tuple[Tensor, ...]  # tables of AXIAL_ROWS rows, ids of three axes (3, S)
+    axial: tuple[Tensor, ...]  # tables of AXIAL_ROWS rows
+    axes: Mrope | None  # ids of three axes (3, S), and pairs that turn with each
 
 
 def case(name: str, with_peers: bool = True, smoke: bool = False) -> Case:
@@ -68,28 +69,26 @@ def case(name: str, with_peers: bool = True, smoke: bool = False) -> Case:
     tables = half.cos(), half.sin()
 
     def inputs() -> Inputs:
-        axial = [table[:AXIAL_ROWS].clone() for table in tables]
-        axes = (
-            torch.cartesian_prod(*(torch.arange(size, device=DEVICE) for size in grid)).T.contiguous() if grid else half
-        )
+        axial, axes = tuple(table[:AXIAL_ROWS].clone() for table in tables), None
+        if grid:
+            ids = torch.cartesian_prod(*(torch.arange(size, device=DEVICE) for size in grid)).T.contiguous()
+            axes = Mrope(ids, section)
+        q, k, rows = bf16(b, s, hq, d), bf16(b, s, hk, d), torch.arange(s, device=DEVICE)
         cos, sin = (table.clone() for table in tables)
-        return Inputs(
-            bf16(b, s, hq, d), bf16(b, s, hk, d), cos, sin, tables, torch.arange(s, device=DEVICE), (*axial, axes)
-        )
+        return Inputs(q, k, cos, sin, tables, rows, axial, axes)
 
     ours: dict[str, Call] = {}
-    for label, function in (("jitrope", apply_rope), ("jitrope in place", apply_rope_)):
-        call: Any = partial(function, interleaved=interleaved)
+    for label, inplace in (("jitrope", False), ("jitrope in place", True)):
+        call: Any = partial(apply_rope, interleaved=interleaved, inplace=inplace)
         ours[label] = partial(lambda call, x: call(x.q, x.k, x.cos, x.sin), call)
         if not hot:
             ours[f"{label}, one table"] = partial(lambda call, x: call(x.q, x.k, *x.shared), call)
-        by_ids = partial(lambda call, x: call(x.q, x.k, x.cos, x.sin, position_ids=x.ids), call)
+        by_ids = partial(lambda call, x: call(x.q, x.k, x.cos, x.sin, positions=x.ids), call)
         ours[f"{label}, position_ids"] = by_ids
     plain = dict.fromkeys(ours, others.plain_pair(interleaved))
     if grid:
-        axial = partial(apply_rope, interleaved=interleaved, mrope_section=section)
         label = "jitrope, axial position_ids"
-        ours[label] = lambda x: axial(x.q, x.k, *x.axial[:2], position_ids=x.axial[2])
+        ours[label] = lambda x: apply_rope(x.q, x.k, *x.axial, positions=x.axes, interleaved=interleaved)
         plain[label] = lambda x: others.plain_pair(interleaved)(_gathered(x, section))
     peers = others.pairs(interleaved) if with_peers else {}
     return Case(inputs, ours, {COPY: 2 * 2 * b * s * (hq + hk) * d}, peers, hot=hot, plain=plain)
@@ -97,11 +96,11 @@ def case(name: str, with_peers: bool = True, smoke: bool = False) -> Case:
 
 def _gathered(x: Inputs, section: tuple[int, ...]) -> Inputs:
     """With a row of cosines and sines for each token, section by section of its pairs."""
-    *tables, axes = x.axial
-    cos, sin = (
-        torch.cat([part[ids] for part, ids in zip(table.split(section, -1), axes)], -1) for table in tables
-    )  # fmt: skip
-    return x._replace(cos=cos, sin=sin)
+    assert x.axes is not None
+    rows, made = x.axes.tensors["position_ids"], []
+    for table in x.axial:
+        made.append(torch.cat([part[ids] for part, ids in zip(table.split(section, -1), rows)], -1))
+    return x._replace(cos=made[0], sin=made[1])
 
 
 def rows(name: str, with_peers: bool, smoke: bool) -> Rows:

@@ -11,7 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
-from jitrope import apply_rope
+from jitrope import Packed, apply_rope
 from jitrope.integrations.deepspeed import apply_rotary_pos_emb
 
 from . import peers as others
@@ -56,13 +56,19 @@ def thd_rows(sequences: int, shape: tuple[int, int, int], kind: str, uneven: boo
     if with_peers and heads % 2 == 0:  # the tensor's heads, half of them as q and half as k
         pairs = others.packed_pairs(cu_seqlens, tokens, half)
         peers |= {label: partial(lambda pair, x: pair(*x.x.chunk(2, 1)), pair) for label, pair in pairs.items()}
-    call: Any = partial(apply_rope, **words, layout="thd", cu_seqlens=cu_seqlens)
+    call: Any = partial(apply_rope, **words, positions=Packed(cu_seqlens))
     times = times_of(shape, lambda x: call(x.x, None)[0], peers)
     return [
-        {"sequences": sequences, "by": by, "fwd us": t.forward, "bwd us": t.backward, "fwd+bwd us": t.both,
-         "x 2 COPY": t.both / times[COPY].both}
+        {
+            "sequences": sequences,
+            "by": by,
+            "fwd us": t.forward,
+            "bwd us": t.backward,
+            "fwd+bwd us": t.both,
+            "x 2 COPY": t.both / times[COPY].both,
+        }
         for by, t in times.items()
-    ]  # fmt: skip
+    ]
 
 
 @app.command("thd")
@@ -105,8 +111,8 @@ def padded(shape: tuple[int, ...], with_peers: bool) -> tuple[Call, dict[str, Ca
 
 def packed(shape: tuple[int, ...], sequences: int) -> tuple[Call, dict[str, Call]]:
     """Very many tokens, in uneven sequences."""
-    cu_seqlens, freqs = offsets(shape[0], sequences, uneven=True), twice(angles(shape[0], shape[-1]))
-    return lambda x: apply_rope(x.x, None, freqs=freqs, layout="thd", cu_seqlens=cu_seqlens)[0], {}
+    positions, freqs = Packed(offsets(shape[0], sequences, uneven=True)), twice(angles(shape[0], shape[-1]))
+    return lambda x: apply_rope(x.x, None, freqs=freqs, positions=positions)[0], {}
 
 
 def deepspeed(shape: tuple[int, ...], with_peers: bool) -> tuple[Call, dict[str, Call]]:
@@ -124,10 +130,16 @@ def rows(name: str, shape: tuple[int, ...], make: Any, option: int) -> Rows:
     times = times_of(shape, *make(shape, option))
     base = times[COPY].forward
     return [
-        {"case": name, "by": by, "fwd us": t.forward, "bwd us": t.backward, "fwd x COPY": t.forward / base,
-         "bwd x COPY": t.backward / base}
+        {
+            "case": name,
+            "by": by,
+            "fwd us": t.forward,
+            "bwd us": t.backward,
+            "fwd x COPY": t.forward / base,
+            "bwd x COPY": t.backward / base,
+        }
         for by, t in times.items()
-    ]  # fmt: skip
+    ]
 
 
 @app.command("train")
@@ -136,9 +148,10 @@ def command(peers: PEERS = True, smoke: SMOKE = False, as_json: AS_JSON = False)
     tokens, many = (64, 8) if smoke else (1_000_000, 100_000)
     long, wide, one = ((8, 2, 2, 16),) * 3 if smoke else ((4096, 1, 128, 128), (512, 32, 24, 128), (4096, 1, 32, 128))
     cases: dict[str, tuple[tuple[int, ...], Any, int]] = {
-        f"sbhd {list(long)}": (long, padded, peers), f"sbhd {list(wide)}": (wide, padded, peers),
+        f"sbhd {list(long)}": (long, padded, peers),
+        f"sbhd {list(wide)}": (wide, padded, peers),
         f"{many} sequences in {tokens} tokens, 8 heads": ((tokens, 8, 128), packed, many),
         f"{many} sequences in {tokens} tokens, 32 heads": ((tokens, 32, 128), packed, many),
         f"DeepSpeed {list(one)}": (one, deepspeed, peers),
-    }  # fmt: skip
+    }
     show({name: partial(rows, name, *case) for name, case in cases.items()}, smoke, as_json)

@@ -215,8 +215,8 @@ class Quantize(Value):
 
     Args:
         q_scale, k_scale: what one unit of the output stands for: stored is y / scale, at most 448 in size, rounded once
-            from fp32 (times the reciprocal of the scale). Numbers, or fp32 tensors of one element on q's device, which
-            are not read on the host. A cache has its own scale of k.
+            from fp32 (times the reciprocal of the scale). Numbers, or fp32 tensors of one element, () or (1), on q's
+            device, which are not read on the host. A cache has its own scale of k.
 
     Raises:
         InvalidInput: an argument is of another type.
@@ -230,7 +230,7 @@ class Quantize(Value):
         self.tensors, self.words = {}, {}
 
     def on(self, q: Tensor) -> Tensors:
-        """The scales as tensors, beside q."""
+        """The scales as tensors on q's device. Shapes and errors are those of `Quantize`."""
         return scales("Quantize", q, **self.given)
 
     def __repr__(self) -> str:

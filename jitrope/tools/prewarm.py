@@ -45,11 +45,11 @@ _KINDS: dict[Any, Callable[..., Any]] = {  # by a field's annotation
 
 @dataclass(frozen=True)
 class Call:
-    """A kind of `apply_rope`, with q_per_group `apply_rope_qkv`, with slots `apply_rope_kv_cache` call with
-    aligned, ordinary tensors.
+    """A kind of call with aligned, ordinary tensors: of `apply_rope`, with q_per_group of `prepare_packed_qkv`, with
+    slots, fp8 or a norm of `prepare_qkv`.
 
     The kernels of a call are both launches, and with `backward` the gradient's. Fields that are not listed are
-    arguments of those functions.
+    arguments of those functions and of their values.
 
     Attributes:
         heads: those of q and k (and v, if the call moves it) together, since one block takes all of a token's.
@@ -64,9 +64,9 @@ class Call:
         kv_dtype: the cache's, if it is "fp8".
         fp8: q (and without a cache k) comes out as fp8.
         batch_inner: (S, B, H, D) in memory, B > 1.
-        norm, weight_dtype: norm_rounding of a `qk_norm_rope` call, "" elsewhere, and its weights' dtype.
+        norm, weight_dtype: rounding of a call's `Norm`, "" without one, and its weights' dtype.
         across_heads: the heads of q and of k of a norm over all of them, else ().
-        two_streams, two_tables: a `qk_norm_rope_joint` call, and one with tables for each stream.
+        two_streams, two_tables: a `prepare_joint_qkv` call, and one with tables for each stream.
         backward: the gradient's kernels too.
 
     Raises:
