@@ -224,7 +224,7 @@ def test_another_versions_entry_is_neither_whole_nor_damaged(cache: KernelCache)
     edit(filled(cache).parent, "format", 1)
     assert cache.verify() == (0, [])
     assert cache.entries() == []
-    assert cache.clear() == 1
+    assert len(cache.clear()) == 1
 
 
 # ---- many at once --------------------------------------------------------------------------------
@@ -505,10 +505,7 @@ def test_what_jitrope_did_not_make_is_never_removed(cache: KernelCache, how: str
         os.utime(path, (1, 1))
     assert [entry.path for entry in cache.entries()] == [folder]
     assert cache.verify() == (1, [])
-    if how == "clear":
-        assert cache.clear() == 1
-    else:
-        assert [entry.path for entry in cache.prune(HOUR)] == [folder]
+    assert (cache.clear() if how == "clear" else cache.prune(HOUR)) == [folder]
     assert not folder.exists()
     assert not (cache.root / DEAD).exists()
     assert [name for name in OF_THE_USER if (cache.root / name).read_text() != name] == []
@@ -542,12 +539,11 @@ def test_prune_removes_what_was_written_before(cache: KernelCache) -> None:
     assert cache.prune(3 * HOUR) == []
     assert len(cache.prune(HOUR, dry_run=True)) == 3
     assert all(folder.exists() for folder in folders)
-    gone = cache.prune(HOUR)
-    assert {entry.path for entry in gone} == set(folders[:3])
+    assert set(cache.prune(HOUR)) == set(folders[:3])
     assert set(cache.root.iterdir()) == {folders[3], busy}
     assert cubin(cache, keys[0]) is None
     assert cubin(cache, keys[3]) == DATA
-    assert [entry.path for entry in cache.prune(0)] == folders[3:]
+    assert cache.prune(0) == folders[3:]
 
 
 @pytest.mark.parametrize("ahead", [365 * 24 * HOUR, 600])
@@ -555,7 +551,7 @@ def test_a_date_in_the_future(cache: KernelCache, ahead: float) -> None:
     """An entry that a wrong clock dated is old; one of a clock that is minutes ahead is new."""
     folder = filled(cache, KEY).parent
     os.utime(folder, (time.time() + ahead,) * 2)
-    assert [entry.path for entry in cache.prune(HOUR)] == ([folder] if ahead > HOUR else [])
+    assert cache.prune(HOUR) == ([folder] if ahead > HOUR else [])
 
 
 # ---- where it is ---------------------------------------------------------------------------------

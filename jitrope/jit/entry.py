@@ -29,9 +29,6 @@ DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
 ANY = "any"
 """In the name of an entry from a bundle, in place of the compiler: the entry serves beside any compiler, or none."""
 
-MAX_FILE = 64 << 20
-"""Bytes of one file; a kernel has some thousands."""
-
 NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20}))-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
 """The name of an entry's folder: kernel, architecture, hash of the source, hash of the compiler."""
 
@@ -185,8 +182,6 @@ def _read_file(path: Path) -> bytes:
             raise ValueError(f"{path.name} is not a file")
         if writable_by_others(info):
             raise ValueError(f"{path.name} can be written by other users")
-        if info.st_size > MAX_FILE:
-            raise ValueError(f"{path.name} has {info.st_size} bytes, which no kernel has")
         with open(number, "rb", closefd=False) as file:
             return file.read()
     finally:
@@ -256,18 +251,16 @@ def written(path: Path) -> float:
     return found if found <= time.time() + 3600 else 0.0
 
 
-def survey(
-    folder: Path, names: Iterable[str], read_entry: Callable[[str], Read]
-) -> tuple[list[Entry], list[tuple[Path, str]]]:
+def survey(paths: Iterable[Path], read_entry: Callable[[Path], Read]) -> tuple[list[Entry], list[tuple[Path, str]]]:
     """(whole entries, damaged ones with the reason); another version's are neither."""
     good, bad = [], []
-    for name in names:
+    for path in paths:
         try:
-            good.append(described(folder / name, *read_entry(name)))
+            good.append(described(path, *read_entry(path)))
         except OtherFormat:
             continue
         except (OSError, CacheError, *DAMAGE) as error:
-            bad.append((folder / name, reason(error)))
+            bad.append((path, reason(error)))
     return good, bad
 
 
