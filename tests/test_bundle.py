@@ -218,7 +218,7 @@ def test_a_newer_bundles_kernel_takes_an_older_ones_place(cache: KernelCache, tm
         assert cache.verify() == (1, [])
     before = entry.path.stat().st_ino
     bundle.load(tmp_path / "old.tar", cache)
-    assert entry.path.stat().st_ino == before  # the same is left alone
+    assert entry.path.stat().st_ino == before  # the same stays
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_here(written: Path, tmp_path: Path) -> None:
@@ -274,22 +274,7 @@ def rename_kernel(members: Members) -> None:
         info.name = {first: last, last: first}.get(folder, folder) + slash + name
 
 
-ALIEN = "x-sm_90-" + "0" * 20 + "-any/kernel.cubin"
 CHANGES: dict[str, Callable[[Members], object]] = {
-    "out of the folder": lambda m: m.append(member("../evil-sm_90-" + "0" * 20 + "-any/kernel.cubin")),
-    "absolute": lambda m: m.append(member("/tmp/kernel.cubin")),
-    "foreign file": lambda m: m.append(member("setup.py")),
-    "foreign file in a kernel": lambda m: m.append(member(f"{first_kernel(m)}/evil.so")),
-    "folder": lambda m: m.append(member("folder", type=tarfile.DIRTYPE)),
-    "folder of no kernel": lambda m: m.append(member(Path(ALIEN).parent.name, type=tarfile.DIRTYPE)),
-    "folder in a kernel": lambda m: m.append(member(f"{first_kernel(m)}/kernel.cubin", type=tarfile.DIRTYPE)),
-    "folder out of the folder": lambda m: m.append(member("../" + first_kernel(m), type=tarfile.DIRTYPE)),
-    "folder twice": lambda m: m.append(m[1]),
-    "symbolic link": lambda m: m.append(member(ALIEN, b"", tarfile.SYMTYPE, "/x")),
-    "hard link": lambda m: m.append(member(ALIEN, b"", tarfile.LNKTYPE, "/x")),
-    "device": lambda m: m.append(member(ALIEN, b"", tarfile.CHRTYPE)),
-    "kernel of no manifest": lambda m: m.append(member(ALIEN)),
-    "twice": lambda m: m.append(m[2]),
     "a file less": lambda m: m.pop(),
     "no manifest": lambda m: m.pop(0),
     "nothing": lambda m: m.clear(),
@@ -301,6 +286,7 @@ CHANGES: dict[str, Callable[[Members], object]] = {
     "cubin cut": lambda m: put(m, 3, m[3][1][:-1]),
     "text changed": lambda m: put(m, 2, m[2][1] + b"x"),
     "kernels exchanged": rename_kernel,
+    "a kernel outside of the folder": lambda m: named_outside(m),
 }
 
 
@@ -318,14 +304,33 @@ def test_anything_else_is_refused_and_nothing_is_written(written, cache, tmp_pat
         assert layered.find(key) in (None, bundle_bytes(written, key))
 
 
-def test_folders_may_be_left_out_of_a_bundle(written: Path, tmp_path: Path) -> None:
-    """As `tar c */kernel.*` has it, and older bundles."""
+def named_outside(members: Members) -> None:
+    """A manifest that names a kernel outside of the folder."""
+    at = f"../{first_kernel(members)}"
+    manifest = json.loads(members[0][1])
+    manifest["kernels"] = {at: manifest["kernels"][first_kernel(members)]}
+    manifest["seal"] = seal(manifest)
+    members[0] = members[0][0], json.dumps(manifest).encode()
+    members += [member(f"{at}/{info.name.split('/')[1]}", data) for info, data in members[2:5]]
 
-    def files_only(members: Members) -> None:
-        members[:] = [(info, data) for info, data in members if info.isreg()]
 
-    path = rewritten(written, tmp_path / "a.tar", files_only)
+ALIEN = "x-sm_90-" + "0" * 20 + "-any/kernel.cubin"
+MORE = [member("setup.py"), member("../kernel.cubin"), member("/tmp/kernel.cubin"), member(ALIEN)]
+MORE += [member(ALIEN, b"", kind, "/x") for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE)]
+MORE += [member("../folder", type=tarfile.DIRTYPE)]
+
+
+def test_what_the_manifest_does_not_name_is_never_read(written: Path, cache: KernelCache, tmp_path: Path) -> None:
+    """Folders may be left out, as `tar c */kernel.*` has it; other files, links and devices are left in it."""
+
+    def files_and_more(members: Members) -> None:
+        members[:] = [(info, data) for info, data in members if info.isreg()] + MORE
+
+    path = rewritten(written, tmp_path / "a.tar", files_and_more)
     assert [e.name for e in bundle.entries(path)] == [e.name for e in bundle.entries(written)]
+    assert {entry.path.parent for entry in bundle.load(path)} == {cache.root}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar", "kernels"]
+    assert len(list(cache.root.iterdir())) == 4
 
 
 def bundle_bytes(written: Path, key: Key) -> bytes:

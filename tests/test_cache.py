@@ -81,7 +81,7 @@ def test_round_trip(cache: KernelCache) -> None:
     (entry,) = cache.entries()
     assert (entry.path, entry.name, entry.arch, entry.spec) == (path.parent, "rope_x", "sm_90", {"a": 1})
     assert entry.size == sum(file.stat().st_size for file in path.parent.iterdir())
-    assert cache.store(KEY, "text", DATA, {})  # another process was faster: its entry stays
+    assert cache.store(KEY, "text", DATA, {"a": 1})  # another process was faster: its entry stays
     assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
 
 
@@ -102,14 +102,13 @@ def test_the_umask_decides_who_may_read_and_nobody_else_may_write(cache: KernelC
 def test_every_part_of_the_key_counts(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upgrade of the templates, the compiler or the flags can never load an old kernel."""
     changed = replace(KEY, **{field: (*KEY.options, "-G") if field == "options" else "other"})
-    assert changed.digest != KEY.digest
     assert changed.folder != KEY.folder
     assert (changed.source == KEY.source) == (field == "compiler")
-    assert replace(KEY, name="other").digest == KEY.digest
+    assert replace(KEY, name="other").source == KEY.source
     for other in (replace(SPEC, vec=4), replace(SPEC, rotary_dim=64)):
-        assert kernels.key_of(other, "sm_90").digest != kernels.key_of(SPEC, "sm_90").digest
+        assert kernels.key_of(other, "sm_90").source != kernels.key_of(SPEC, "sm_90").source
     monkeypatch.setattr("jitrope.jit.entry.FORMAT", 999)
-    assert replace(KEY).digest != KEY.digest
+    assert replace(KEY).source != KEY.source
 
 
 IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import Call"
@@ -162,7 +161,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "deep spec": lambda folder: (folder / META).write_text("[" * 100_000),
     "empty object": lambda folder: (folder / META).write_text("{}"),
     "old format": lambda folder: edit(folder, "format", 0),
-    "another key": lambda folder: edit(folder, "digest", "0" * 64),
+    "another key": lambda folder: edit(folder, "source", "0" * 64),
     "changed spec": lambda folder: edit(folder, "spec", {"a": 2}),
     "another entry": other_entry,
     "folder as a file": lambda folder: instead(folder, Path.touch),
@@ -230,7 +229,7 @@ def test_another_versions_entry_is_neither_whole_nor_damaged(cache: KernelCache)
 # ---- many at once --------------------------------------------------------------------------------
 
 
-STEPS = ("mkdir", "open", "fsync", "rename")
+STEPS = ("mkdir", "open", "rename")
 """What a store asks of the system; a fault is injected at each of its calls in turn."""
 
 
@@ -310,7 +309,7 @@ def test_an_error_at_any_step_of_a_store_is_only_a_warning(cache, monkeypatch, n
         assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
         if calls[0] < at:
             break
-    assert 8 < at < 39
+    assert 5 < at < 39
 
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE", "EBUSY", "ENOENT", "EMFILE", "EACCES"])

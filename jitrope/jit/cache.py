@@ -2,7 +2,7 @@
 
 The folder's name has hashes of what a kernel is made from (templates, constants, options, architecture, format) and
 of the compiler, so a hit renders nothing and an upgrade never finds an old kernel. An entry is written in a temporary
-folder, fsynced and renamed: it is there whole or not at all, and no lock is taken. An entry that is damaged or cannot
+folder and renamed: it is there whole or not at all, and no lock is taken. An entry that is damaged or cannot
 be read is a miss: the log says so once, and the kernel is made again. Read-only layers lie below the folder.
 """
 
@@ -24,7 +24,7 @@ from ..base import arguments
 from ..base.config import log
 from ..base.errors import CacheError
 from . import entry
-from .entry import ANY, CUBIN, DAMAGE, META, NAME, Entry, Key, Read, reason
+from .entry import ANY, CUBIN, DAMAGE, NAME, Entry, Key, Read, reason
 from .layers import Layer
 
 __all__ = ["Counts", "KernelCache"]
@@ -152,14 +152,11 @@ class KernelCache:
     # ---- writing ---------------------------------------------------------------------------------
 
     def store(self, key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> bool:
-        """Write an entry; False if the folder cannot be written. Another process' entry is as good, and stays."""
+        """Write an entry; False if the folder cannot be written."""
         return self.install(key.folder, entry.pack(key, text, cubin, spec))
 
-    def install(self, name: str, files: Mapping[str, bytes], replace: bool = False) -> bool:
-        """Put an entry in its place, in one step; False if the folder cannot be written.
-
-        replace: take the place of another compiler's entry of the same source, too.
-        """
+    def install(self, name: str, files: Mapping[str, bytes]) -> bool:
+        """Put an entry in its place, in one step; False if the folder cannot be written. The same one stays."""
         temporary, path = self._temporary(), self.root / name
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,10 +168,9 @@ class KernelCache:
             except OSError:
                 if not os.path.lexists(path):
                     raise
-                if not self._may_stay(path, files, replace):
+                if not self._is(path, files):
                     self._remove(path)
                     os.rename(temporary, path)
-            entry.sync(self.root)
         except OSError as error:
             self._warn("write", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
             return False
@@ -182,11 +178,10 @@ class KernelCache:
             _delete(temporary)
         return True
 
-    def _may_stay(self, path: Path, files: Mapping[str, bytes], same: bool) -> bool:
-        """Whether the entry that is in the place already is as good. same: only if its files are these."""
+    def _is(self, path: Path, files: Mapping[str, bytes]) -> bool:
+        """Whether an entry has these files."""
         try:
-            meta, theirs = self._read(path)
-            return theirs == files if same else bool(meta["source"] == entry.parse(files[META], META)["source"])
+            return self._read(path)[1] == files
         except OSError:
             return True  # on a network the other process' files may appear later
         except DAMAGE:

@@ -58,11 +58,6 @@ class Key:
         """SHA-256 over everything that a kernel is made from, without the compiler."""
         return _sha(json.dumps([FORMAT, self.ingredients, self.options, self.arch]).encode())
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 over everything but the name."""
-        return _sha(json.dumps([self.source, self.compiler]).encode())
-
     @property
     def stem(self) -> str:
         """The folder's name without the compiler."""
@@ -80,7 +75,7 @@ class Key:
 
     def owns(self, meta: Mapping[str, Any], any_compiler: bool) -> bool:
         """Whether a `spec.json` is of this key."""
-        return bool(meta["source"] == self.source if any_compiler else meta["digest"] == self.digest)
+        return bool(meta["source"] == self.source and (any_compiler or meta["compiler"] == self.compiler))
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,6 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
     """The files of an entry. The same key gives the same bytes: no time and no path is in them."""
     meta = {
         "format": FORMAT,
-        "digest": key.digest,
         "source": key.source,
         "name": key.name,
         "arch": key.arch,
@@ -189,29 +183,12 @@ def _read_file(path: Path) -> bytes:
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with an entry's files, on the disk when this returns. Raises OSError."""
+    """Make a folder with an entry's files. Raises OSError."""
     os.mkdir(folder, 0o755)  # subject to the umask: anyone who can read the folder can read the entry
     for name, data in files.items():
         number = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
         with open(number, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    sync(folder)
-
-
-def sync(folder: Path) -> None:
-    """Keep what is in a folder through a crash of the machine. Raises OSError."""
-    if os.name != "posix":
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # of file systems that cannot do it
-            raise
-    finally:
-        os.close(number)
 
 
 def writable_by_others(info: os.stat_result) -> bool:

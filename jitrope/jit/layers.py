@@ -81,22 +81,25 @@ class Layer:
 class Bundle:
     """A tar of entries with a manifest. The manifest is checked at once, an entry when it is read.
 
-    Raises CacheError: the file is no bundle, has another format, or has anything in it but the entries of its manifest
-    (other files, links, other folders, paths out of it).
+    Files that the manifest does not name are never read. Raises CacheError: the file is no bundle, has another format,
+    or lacks something.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._members: dict[str, tuple[int, int]] = {}  # offset and size of each file and folder
         with self._open() as file:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    if not _belongs(member):
-                        raise CacheError(f"{path} is not a bundle of kernels: {member.name!r} is not a kernel's file")
-                    if member.name in self._members:
-                        raise ValueError(f"it has {member.name} twice")
-                    self._members[member.name] = member.offset_data, member.size
-            self.kernels = self._read_manifest(file)
+                self._members = {member.name: (member.offset_data, member.size) for member in tar if member.isreg()}
+            if MANIFEST not in self._members:
+                raise CacheError(f"{path} is not a bundle of kernels: it has no {MANIFEST}")
+            manifest = parse(self._content(file, MANIFEST), MANIFEST)
+            if manifest.get("format") != FORMAT:
+                raise CacheError(f"{path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
+            if manifest.get("seal") != seal(manifest):
+                raise ValueError(f"{MANIFEST} does not match its checksum")
+            self.kernels: dict[str, dict[str, str]] = manifest["kernels"]
+            if missing := {f"{folder}/{name}" for folder in self.kernels for name in FILES} - self._members.keys():
+                raise ValueError(f"it has no {min(missing)}")
 
     def read(self, folder: str) -> Read:
         """(`spec.json`, files) of an entry, checked. Raises CacheError."""
@@ -110,21 +113,6 @@ class Bundle:
             if match is None or match["source"] != meta["source"][:20]:
                 raise ValueError(f"{folder} is another kernel")
             return meta, files
-
-    def _read_manifest(self, file: Any) -> dict[str, dict[str, str]]:
-        if MANIFEST not in self._members:
-            raise CacheError(f"{self.path} is not a bundle of kernels: it has no {MANIFEST}")
-        manifest = parse(self._content(file, MANIFEST), MANIFEST)
-        if manifest.get("format") != FORMAT:
-            raise CacheError(f"{self.path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
-        if manifest.get("seal") != seal(manifest):
-            raise ValueError(f"{MANIFEST} does not match its checksum")
-        kernels: dict[str, dict[str, str]] = manifest["kernels"]
-        named = {MANIFEST} | {f"{folder}/{name}" for folder, files in kernels.items() for name in files}
-        found = self._members.keys() - kernels.keys()  # folders may be left out
-        if named != found:
-            raise ValueError(f"its manifest and its files differ in {', '.join(map(repr, sorted(named ^ found)[:3]))}")
-        return kernels
 
     def _content(self, file: Any, name: str) -> bytes:
         offset, size = self._members[name]
@@ -148,14 +136,6 @@ class Bundle:
             raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
 
 
-def _belongs(member: tarfile.TarInfo) -> bool:
-    """Whether a member is the manifest, an entry's folder or a file of one."""
-    folder, _, name = member.name.rpartition("/")
-    if member.isdir():
-        return NAME.fullmatch(member.name) is not None
-    return member.isreg() and (member.name == MANIFEST or (name in FILES and NAME.fullmatch(folder) is not None))
-
-
 def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
     return {name: hashlib.sha256(files[name]).hexdigest() for name in FILES}
 
@@ -171,17 +151,17 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
     }
     manifest["seal"] = seal(manifest)
     temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
+
+    def open_(name: str, flags: int) -> int:  # 0644 whatever the umask: a layer that the group can write is not used
+        return os.open(name, flags, 0o644)
+
     try:
-        # Mode 0644 whatever the umask, because a layer that the group can write is not used.
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
-                for folder in manifest["kernels"]:
-                    _add(tar, folder, None)
-                    for name in FILES:
-                        _add(tar, f"{folder}/{name}", entries[folder][name])
-            file.flush()
-            os.fsync(file.fileno())
+        with open(temporary, "xb", opener=open_) as file, tarfile.open(fileobj=file, mode="w") as tar:
+            _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
+            for folder in manifest["kernels"]:
+                _add(tar, folder, None)
+                for name in FILES:
+                    _add(tar, f"{folder}/{name}", entries[folder][name])
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -105,7 +105,7 @@ def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
     loaded: list[Entry] = []
     for folder in bundle.kernels:
         meta, files = bundle.read(folder)
-        if not cache.install(folder, files, replace=True):
+        if not cache.install(folder, files):
             raise CacheError(f"cannot write the kernel cache {cache.root}; {len(loaded)} kernels of {path} are in it")
         loaded.append(described(cache.root / folder, meta, files))
     return loaded

@@ -68,7 +68,9 @@ _count = _value(r"[1-9]\d*", "8", int)
 JSON = _option("--json", action="store_true", help="print JSON on stdout instead of text")
 DRY_RUN = _option("--dry-run", action="store_true", help="say what would be done, and change nothing")
 ARCHS = _option("--arch", type=_archs, help="architectures, as sm_80,sm_90; default: this machine's GPUs")
-JOBS = _option("--jobs", type=_count, default=os.cpu_count(), help="kernels compiled at a time; default: one per core")
+JOBS = _option(
+    "--jobs", type=_count, default=os.cpu_count() or 1, help="kernels compiled at a time; default: all cores"
+)
 FROM = _option("--from", dest="file", type=Path, help="TOML or JSON: calls, a recorded run, or `cache ls --json`")
 RECORD = _option("--record", type=Path, help="add the kernels to this file, for --from elsewhere")
 BUNDLE = _option("path", type=Path, help="a file that `jitrope bundle write` wrote")
