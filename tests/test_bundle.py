@@ -170,7 +170,7 @@ def test_load_puts_kernels_into_the_cache(written: Path, cache: KernelCache, mon
     assert cache.verify() == (4, [])
     for spec in SPECS:
         assert kernels.build(spec, "sm_90").data.startswith(b"\x7fELF")
-    assert len(bundle.load(written, cache)) == 4  # again
+    assert len(bundle.load(written)) == 4  # again
     assert cache.verify() == (4, [])
     with pytest.raises(CompileError, match="compiling is forbidden"):
         kernels.build(SPECS[0], "sm_120")
@@ -211,20 +211,21 @@ def test_a_newer_bundles_kernel_takes_an_older_ones_place(cache: KernelCache, tm
         files = pack(replace(KEY, compiler=name), "text", DATA + name.encode(), {})
         write_bundle(tmp_path / f"{name}.tar", {KEY.portable_folder: files})
     for name in ("old", "new", "old"):
-        (entry,) = bundle.load(tmp_path / f"{name}.tar", cache)
+        (entry,) = bundle.load(tmp_path / f"{name}.tar")
         assert entry.compiler == name
         assert (entry.path / CUBIN).read_bytes() == DATA + name.encode()
         assert cache.find(KEY) == DATA + name.encode()
         assert cache.verify() == (1, [])
     before = entry.path.stat().st_ino
-    bundle.load(tmp_path / "old.tar", cache)
+    bundle.load(tmp_path / "old.tar")
     assert entry.path.stat().st_ino == before  # the same stays
 
 
-def test_a_cache_that_cannot_be_written_is_an_error_here(written: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_an_error_here(written: Path, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "file" / "kernels"))
     with pytest.raises(CacheError, match="cannot write the kernel cache"):
-        bundle.load(written, KernelCache(tmp_path / "file" / "kernels"))
+        bundle.load(written)
 
 
 # ---- files that are not bundles, or not whole ones ------------------------------------------------

@@ -299,8 +299,3 @@ class Kernel:
                 raise error(status)
 
         return enqueue
-
-
-def versions() -> dict[str, str]:
-    """CuPy's and NVRTC's versions, for `jitrope doctor`."""
-    return {"cupy": import_cupy().__version__, "nvrtc": ".".join(map(str, nvrtc_version()))}
