@@ -22,11 +22,11 @@ from jitrope.base.errors import CacheError, CompileError
 from jitrope.jit import compiler, kernels
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack, seal
-from jitrope.jit.layers import MANIFEST, Layer, write_bundle
+from jitrope.jit.layers import MANIFEST, write_bundle
 from jitrope.tools import bundle
 from jitrope.tools.prewarm import Call
 
-from .test_cache import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu, run_in_child
+from .test_cache import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu
 from .test_cli import jitrope as jitrope
 
 SPECS = Call(40).specs()
@@ -518,26 +518,6 @@ def test_a_layer_that_cannot_be_used_is_said_once_and_is_one_bad_item(tmp_path: 
     good, ((path, said),) = cache.system[0].verify()
     assert (good, path) == (0, tmp_path / "layer")
     assert reason in said
-
-
-@ROOT_ONLY
-@pytest.mark.parametrize("kind", ["bundle", "folder"])
-def test_a_layer_that_may_not_be_read_is_one_bad_item(written: Path, tmp_path: Path, kind: str) -> None:
-    layer = tmp_path / "layer"
-    shutil.copyfile(written, layer) if kind == "bundle" else unpacked(written, layer)
-    layer.chmod(0o700 if kind == "folder" else 0o600)
-
-    def work() -> None:
-        tmp_path.chmod(0o755)
-        os.chdir(tmp_path)  # the folders above need not let another user through
-        os.setuid(12345)
-        system = Layer(Path(layer.name), lambda topic, text: None)
-        assert system.read(kernels.key_of(*KERNELS[0])) is None
-        good, ((path, said),) = system.verify()
-        assert (good, path) == (0, Path(layer.name))
-        assert "Permission denied" in said
-
-    assert run_in_child(work) == 0
 
 
 # ---- without a compiler, for real ----------------------------------------------------------------

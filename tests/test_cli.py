@@ -135,12 +135,13 @@ def test_version(jitrope) -> None:
 def test_prewarm_then_everything_is_cached(jitrope, tmp_path: Path) -> None:
     """Also where calls may not compile. A dry run says the same and builds nothing."""
     arguments = ("prewarm", "--heads", "32,8", "--heads", "24", "--arch", "sm_80,sm_90", "--json")
-    dry = json.loads(jitrope(*arguments, "--dry-run", "--record", "run.json").stdout)
+    dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
     assert (dry["would compile"], dry["cached"], dry["failed"]) == (6, 0, 0)
     assert list(tmp_path.iterdir()) == []
     # Two token-linear tiles and one grid_2d for both, for two architectures.
-    first = json.loads(jitrope(*arguments, "--record", "run.json", JITROPE_NO_COMPILE="1").stdout)
+    first = json.loads(jitrope(*arguments, JITROPE_NO_COMPILE="1").stdout)
     assert (first["compiled"], first["cached"], first["failed"]) == (6, 0, 0)
+    (tmp_path / "run.json").write_text(jitrope("cache", "ls", "--json").stdout)
     assert set(read_calls(tmp_path / "run.json")) == {*Call(40).specs(), *Call(24).specs()}
     second = json.loads(jitrope(*arguments).stdout)
     assert (second["compiled"], second["cached"]) == (0, 6)
@@ -409,7 +410,8 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
 
 
 def test_a_bundle_has_what_the_cache_has_and_serves_where_nothing_can_be_compiled(jitrope, tmp_path: Path) -> None:
-    jitrope("prewarm", "--heads", "8", "--arch", "sm_80", "--record", "run.json")
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_80")
+    (tmp_path / "run.json").write_text(jitrope("cache", "ls", "--json").stdout)
     jitrope("prewarm", "--heads", "40", "--arch", "sm_90")
     dry = json.loads(jitrope("bundle", "write", "k.tar", "--dry-run", "--json").stdout)
     assert (dry["cached"], dry["would compile"]) == (4, 0)

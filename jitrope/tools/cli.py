@@ -17,7 +17,6 @@ from typing import Any
 from .. import __version__
 from ..base.errors import CacheError, InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
-from ..jit import recording
 from ..jit.kernels import kernel_cache
 from ..jit.render import render as render_source
 from . import bundle, verify
@@ -72,7 +71,6 @@ JOBS = _option(
     "--jobs", type=_count, default=os.cpu_count() or 1, help="kernels compiled at a time; default: all cores"
 )
 FROM = _option("--from", dest="file", type=Path, help="TOML or JSON: calls, a recorded run, or `cache ls --json`")
-RECORD = _option("--record", type=Path, help="add the kernels to this file, for --from elsewhere")
 BUNDLE = _option("path", type=Path, help="a file that `jitrope bundle write` wrote")
 LAUNCHES = ("token_linear", "grid_2d")
 CALL = (
@@ -136,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@_command("prewarm", *CALL, RECORD, ARCHS, JOBS, DRY_RUN)
+@_command("prewarm", *CALL, ARCHS, JOBS, DRY_RUN)
 def prewarm(given: Options) -> bool:
     """Compile kernels ahead of time, for this machine or others; needs no GPU.
 
@@ -150,8 +148,6 @@ def prewarm(given: Options) -> bool:
         jitrope prewarm --from run.json
     """
     specs, archs = _specs(given, given.heads), architectures(given.arch)
-    if given.record and not given.dry_run:
-        recording.add(given.record, specs)
     work = list(itertools.product(specs, archs))
     return build_all(work, given.dry_run, given.json, lambda done: build(specs, archs, given.jobs, done))
 
