@@ -115,9 +115,9 @@ def main(folder: Path) -> None:
 
     print("3. Ahead of time, for GPUs that are elsewhere: from a description of calls, or from what a run asked for.")
     shell("jitrope prewarm --heads 32,8 --arch sm_80,sm_100")  # both launches of each
-    if not recording.specs:  # torch's path, which CPU tensors take, asks for no kernel: describe it
+    if not recording.specs:  # torch's path, which CPU tensors take, asks for no kernel: list them
         assert not GPU
-        shell(f"jitrope prewarm --heads 32,8 --arch {ARCH} --record run.json")
+        shell("jitrope cache ls --json > run.json")
     shell("jitrope prewarm --from run.json --arch sm_120")
 
     print("4. One file for images. It serves beside any compiler, or none; the user's own folder is still empty there.")
@@ -139,7 +139,7 @@ def main(folder: Path) -> None:
     call(interleaved=True)  # now it is there
     jitrope.configure(compile=None)
 
-    print("6. Every load is checked. What is damaged is said, and made anew.")
+    print("6. Every load is checked. A damaged kernel is reported, and made again.")
     cubin = entry.path / "kernel.cubin"
     cubin.write_bytes(cubin.read_bytes()[:-1] + b"x")
     shell("jitrope cache verify")

@@ -312,7 +312,7 @@ ROWS: dict[str, Row] = {
     "KernelCache.clear": Row(lambda **a: KernelCache(Path("none")).clear(**a), {"dry_run": True}),
     "bundle.write": Row(bundled, {"path": Path("k.tar"), "kernels": [(SPEC, "sm_90")], "jobs": 1},
         {"path": PATHS, "jobs": {"int"}}),
-    "bundle.load": Row(lambda **a: len(bundle.load(**a)), {"path": Path("there.tar"), "into": None}, {"path": PATHS}),
+    "bundle.load": Row(lambda **a: len(bundle.load(**a)), {"path": Path("there.tar")}, {"path": PATHS}),
     "bundle.entries": Row(lambda **a: len(bundle.entries(**a)), {"path": Path("there.tar")}, {"path": PATHS}),
     "prewarm": Row(prewarmed, {"specs": [SPEC], "archs": ["sm_90"], "jobs": 1},
         {"specs": {"empty list", "empty tuple", "generator", "dict", "empty tensor"},

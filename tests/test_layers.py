@@ -80,7 +80,7 @@ import torch
 with_torch = set(sys.modules)
 import jitrope
 new = set(sys.modules) - with_torch
-assert not new & {"cupy", "cupy_backends", "jinja2", "typer", "diffusers"}, new
+assert not new & {"cupy", "cupy_backends", "jinja2", "diffusers"}, new
 assert not torch.cuda.is_initialized()
 """
 

@@ -306,6 +306,7 @@ PICKLED = {
     "mask": Mask(),
     "counts": KernelCache(Path("/a")).counts,
     "entry": Entry(Path("/a"), "name", "sm_90", 3),
+    "recording": recording.Recording([SPEC]),
     "check": Check("CuPy", True, "14.0"),
     "case": Case(torch.device("cpu"), torch.float32, 2, 1, 8, 8),
 }
@@ -324,8 +325,6 @@ OBJECTS = {
     "schedule": (Schedule(OFFSETS, 11, window=(4, -1)), "Schedule(11 of 11 tokens, 2 sequences, rank 0 of 1, "),
     "fixed schedule": (Schedule.fixed(2, 4, "cpu"), "Schedule(8 of 8 tokens, 2 sequences, rank 0 of 1, dual_chunk, "),
     "rope": (Rope(torch.ones(11, 2), torch.zeros(11, 2)), "Rope(cos=tensor("),
-    "recording": (recording.Recording(), "Recording(0 specs)"),
-    "cache": (KernelCache(Path("/a"), (Path("/b"),)), "KernelCache('/a')"),
 }
 
 
@@ -347,8 +346,6 @@ def test_objects_are_pickled_copied_and_printed(what: str, used: bool, copied) -
         assert torch.equal(again.indices, x.indices)
         rows = torch.arange(11.0).unsqueeze(1)
         assert torch.equal(again.shard(rows), x.shard(rows))
-    if isinstance(x, KernelCache):
-        assert [layer.path for layer in again.system] == [Path("/b")]
 
 
 def test_a_partition_of_a_group_says_that_it_stays(tmp_path: Path) -> None:
@@ -498,16 +495,6 @@ def test_a_record_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fcntl, "flock", no_locks)
     recording.add(tmp_path / "run.json", SPECS[:2])
     assert read_calls(tmp_path / "run.json") == SPECS[:2]
-
-
-def test_a_lock_that_is_never_let_go_is_waited_for_only_so_long(tmp_path: Path, monkeypatch) -> None:
-    import fcntl
-
-    monkeypatch.setattr(recording, "LOCK_SECONDS", 0.1)
-    with open(tmp_path / ".run.json.lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        recording.add(tmp_path / "run.json", SPECS[:1])
-    assert read_calls(tmp_path / "run.json") == SPECS[:1]
 
 
 WORKERS = """

@@ -2,14 +2,13 @@
 
 The folder's name has hashes of what a kernel is made from (templates, constants, options, architecture, format) and
 of the compiler, so a hit renders nothing and an upgrade never finds an old kernel. An entry is written in a temporary
-folder, fsynced and renamed: it is there whole or not at all, and no lock is taken. An entry that is damaged or cannot
+folder and renamed: it is there whole or not at all, and no lock is taken. An entry that is damaged or cannot
 be read is a miss: the log says so once, and the kernel is made again. Read-only layers lie below the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -25,7 +24,7 @@ from ..base import arguments
 from ..base.config import log
 from ..base.errors import CacheError
 from . import entry
-from .entry import ANY, CUBIN, DAMAGE, META, NAME, Entry, Key, Read
+from .entry import ANY, CUBIN, DAMAGE, NAME, Entry, Key, Read, reason
 from .layers import Layer
 
 __all__ = ["Counts", "KernelCache"]
@@ -35,9 +34,6 @@ ABANDONED = 3600.0
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
 """Temporary folders. Nothing but these and entries is ever removed, because the folder may be one of the user's."""
-
-_DENIED = (errno.EACCES, errno.EPERM)
-"""Permanent errors of an entry. Any other errno may be transient, or a fault of the disk."""
 
 
 @dataclass
@@ -79,128 +75,113 @@ class KernelCache:
     def __repr__(self) -> str:
         return f"KernelCache({str(self.root)!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return KernelCache, (self.root, tuple(layer.path for layer in self.system))
-
     # ---- finding ---------------------------------------------------------------------------------
 
     def find(self, key: Key) -> bytes | None:
         """The key's cubin, checked, from the user's own folder or else from a layer. Counts a hit or a miss."""
         files = self.read(key)
-        self.count(**{"misses" if files is None else "hits": 1})
-        return None if files is None else files[CUBIN]
+        self.count(**{"hits" if files else "misses": 1})
+        return files[CUBIN] if files else None
 
     def read(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry, checked, from the user's own folder or else from a layer."""
         found = self.load(key)
-        for layer in self.system if found is None else ():
-            found = layer.read(key)
-            if found is not None:
-                break
+        for layer in self.system:
+            found = found or layer.read(key)
         return found
 
     def load(self, key: Key) -> dict[str, bytes] | None:
         """The files of the key's entry in the user's own folder, checked, or None. Removes the entry if damaged."""
-        for name in self._names_of(key):
+        for path in self._paths_of(key):
             try:
-                return self._read_owned(key, name)
+                return self._read_owned(key, path)
             except FileNotFoundError:
                 continue  # the ordinary miss
-            except DAMAGE as error:
-                self._repair(name, str(error))
-            except OSError as error:
-                if error.errno in _DENIED:
-                    self._repair(name, entry.reason(error))
-                else:
-                    text = f"cannot read the cache entry {name} ({error.strerror}); the kernel is made again"
-                    self._warn(f"read {error.errno}", text)
+            except (PermissionError, *DAMAGE) as error:
+                text = f"cache entry {path.name} is not usable ({reason(error)}); it is rebuilt"
+                self._warn(f"repair {path.name}", text)
+                self.count(repaired=1)
+                self._remove(path)
+            except OSError as error:  # it may pass
+                text = f"cannot read the cache entry {path.name} ({error.strerror}); the kernel is made again"
+                self._warn(f"read {error.errno}", text)
         return None
 
     def holds(self, key: Key) -> bool:
         """Whether `find` would find the key's entry. Changes nothing and counts nothing."""
-        for name in self._names_of(key):
+        for path in self._paths_of(key):
             with contextlib.suppress(OSError, *DAMAGE):
-                return bool(self._read_owned(key, name))
+                return bool(self._read_owned(key, path))
         return any(layer.read(key) for layer in self.system)
 
-    def _names_of(self, key: Key) -> list[str]:
+    def _paths_of(self, key: Key) -> list[Path]:
         """The entries that may serve a key, in order; none if the folder must not be used."""
         if not self._usable():
             return []
-        names = [key.folder, key.portable_folder]
+        paths = [self.root / key.folder, self.root / key.portable_folder]
         if not key.compiler:  # nothing can be compiled here, so any compiler's kernel serves
-            names += [name for name in self._names() if name.startswith(f"{key.stem}-") and name not in names]
-        return names
+            with contextlib.suppress(CacheError):
+                paths += [path for path in self._paths(NAME) if path.name.startswith(f"{key.stem}-")]
+        return list(dict.fromkeys(paths))
 
-    def _read_owned(self, key: Key, name: str) -> dict[str, bytes]:
-        meta, files = self._read(name)
-        if not key.owns(meta, any_compiler=name != key.folder):
+    def _read_owned(self, key: Key, path: Path) -> dict[str, bytes]:
+        meta, files = self._read(path)
+        if not key.owns(meta, any_compiler=path.name != key.folder):
             raise ValueError("it belongs to another key")
         return files
 
-    def _read(self, name: str) -> Read:
+    def _read(self, path: Path) -> Read:
         """Read and check an entry, a second time if it looks damaged: another process may have replaced it midway."""
         try:
-            return entry.read(self.root / name)
+            return entry.read(path)
         except DAMAGE:
-            return entry.read(self.root / name)
-
-    def _repair(self, name: str, reason: str) -> None:
-        self._warn(f"repair {name}", f"cache entry {name} is not usable ({reason}); it is rebuilt")
-        self.count(repaired=1)
-        self._remove(self.root / name)
+            return entry.read(path)
 
     def _usable(self) -> bool:
         """Whether the folder is there and can be trusted; if it cannot, the log says so once."""
         try:
-            reason = entry.untrusted(self.root)
+            wrong = entry.untrusted(self.root)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            reason = f"cannot be read ({error.strerror})"
-        if reason:
-            self._warn("root", f"{self.root} {reason}; kernels are not loaded from it and stay in memory")
-        return not reason
+            wrong = f"cannot be read ({error.strerror})"
+        if wrong:
+            self._warn("root", f"{self.root} {wrong}; kernels are not loaded from it and stay in memory")
+        return not wrong
 
     # ---- writing ---------------------------------------------------------------------------------
 
     def store(self, key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> bool:
-        """Write an entry; False if the folder cannot be written. Another process' entry is as good, and stays."""
+        """Write an entry; False if the folder cannot be written."""
         return self.install(key.folder, entry.pack(key, text, cubin, spec))
 
-    def install(self, name: str, files: Mapping[str, bytes], replace: bool = False) -> bool:
-        """Put an entry in its place, in one step; False if the folder cannot be written.
-
-        replace: take the place of another compiler's entry of the same source, too.
-        """
-        temporary = self._temporary()
+    def install(self, name: str, files: Mapping[str, bytes]) -> bool:
+        """Put an entry in its place, in one step; False if the folder cannot be written. The same one stays."""
+        temporary, path = self._temporary(), self.root / name
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._usable():
                 return False
             entry.write(temporary, files)
             try:
-                os.rename(temporary, self.root / name)
+                os.rename(temporary, path)
             except OSError:
-                if not os.path.lexists(self.root / name):
+                if not os.path.lexists(path):
                     raise
-                if not self._is_good(name, files, replace):
-                    self._remove(self.root / name)
-                    os.rename(temporary, self.root / name)
-            entry.sync(self.root)
+                if not self._is(path, files):
+                    self._remove(path)
+                    os.rename(temporary, path)
         except OSError as error:
-            text = f"cannot write the kernel cache {self.root} ({error.strerror or error}); kernels stay in memory"
-            self._warn("write", text)
+            self._warn("write", f"cannot write the kernel cache {self.root} ({reason(error)}); kernels stay in memory")
             return False
         finally:
             _delete(temporary)
         return True
 
-    def _is_good(self, name: str, files: Mapping[str, bytes], same: bool) -> bool:
-        """Whether the entry that is in the place already may stay there. same: only if its files are these."""
+    def _is(self, path: Path, files: Mapping[str, bytes]) -> bool:
+        """Whether an entry has these files."""
         try:
-            meta, theirs = self._read(name)
-            return theirs == files if same else bool(meta["source"] == entry.parse(files[META], META)["source"])
+            return self._read(path)[1] == files
         except OSError:
             return True  # on a network the other process' files may appear later
         except DAMAGE:
@@ -212,12 +193,12 @@ class KernelCache:
             self._remove(self.root / name)
 
     def _remove(self, path: Path) -> bool:
-        """Rename an entry first, so that no process sees half of it, then delete it."""
+        """Rename an entry first, so that no process sees half of it, then delete it. False if it is still there."""
         grave = self._temporary()
         try:
             os.rename(path, grave)
         except OSError:
-            return False
+            return not os.path.lexists(path)
         _delete(grave)
         return True
 
@@ -232,7 +213,7 @@ class KernelCache:
         Raises:
             CacheError: the folder cannot be listed.
         """
-        return entry.survey(self.root, self._names(strict=True), self._read)[0]
+        return entry.survey(self._paths(NAME), self._read)[0]
 
     def verify(self) -> tuple[int, list[tuple[Path, str]]]:
         """How many entries are whole, and the damaged ones with the reason; another version's are neither.
@@ -240,30 +221,29 @@ class KernelCache:
         If nothing in the folder is used, the folder itself is the only item.
         """
         try:
-            if self.root.exists() and (reason := entry.untrusted(self.root)):
-                return 0, [(self.root, f"it {reason}")]
-            good, bad = entry.survey(self.root, self._names(strict=True), self._read)
+            if self.root.exists() and (wrong := entry.untrusted(self.root)):
+                return 0, [(self.root, f"it {wrong}")]
+            good, bad = entry.survey(self._paths(NAME), self._read)
         except (OSError, CacheError) as error:
-            return 0, [(self.root, entry.reason(error))]
+            return 0, [(self.root, reason(error))]
         return len(good), bad
 
-    def clear(self, dry_run: bool = False) -> int:
-        """Remove every entry, those of bundles and of other versions too; returns how many there were.
+    def clear(self, dry_run: bool = False) -> list[Path]:
+        """Remove every entry, those of bundles and of other versions too.
 
         Args:
             dry_run: remove nothing.
+
+        Returns:
+            The entries' folders.
 
         Raises:
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
         dry_run = arguments.flag("clear", "dry_run", dry_run)
-        names = self._names(strict=True)
-        for path in () if dry_run else (*(self.root / name for name in names), *self._leftovers(0.0)):
-            if not self._remove(path) and os.path.lexists(path):
-                raise CacheError(f"cannot remove {path}")
-        return len(names)
+        return self._without(self._paths(NAME), self._paths(_TEMPORARY), dry_run)
 
-    def prune(self, older_than: float, dry_run: bool = False) -> list[Entry]:
+    def prune(self, older_than: float, dry_run: bool = False) -> list[Path]:
         """Remove the entries that were written before a time, damaged ones and those of other versions too.
 
         Entries that were loaded from bundles stay, because this machine may be unable to make them.
@@ -273,22 +253,22 @@ class KernelCache:
             dry_run: remove nothing.
 
         Returns:
-            The removed entries.
+            The entries' folders.
 
         Raises:
-            CacheError: the folder cannot be listed.
+            CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
         seconds = arguments.number("prune", "older_than", older_than)
         dry_run = arguments.flag("prune", "dry_run", dry_run)
-        before, gone = time.time() - seconds, []
-        for path in (self.root / name for name in self._names(strict=True) if not name.endswith(f"-{ANY}")):
-            if entry.written(path) <= before:
-                described = _describe(path)
-                if dry_run or self._remove(path):
-                    gone.append(described)
-        for path in () if dry_run else self._leftovers(ABANDONED):
-            _delete(path)
-        return gone
+        own = [path for path in self._paths(NAME) if not path.name.endswith(f"-{ANY}")]
+        return self._without(_older(own, seconds), _older(self._paths(_TEMPORARY), ABANDONED), dry_run)
+
+    def _without(self, paths: list[Path], leftovers: list[Path], dry_run: bool) -> list[Path]:
+        """Remove entries and temporary folders; returns the entries'."""
+        for path in () if dry_run else (*paths, *leftovers):
+            if not self._remove(path):
+                raise CacheError(f"cannot remove {path}")
+        return paths
 
     def count(self, **more: float) -> None:
         """Add to `counts`."""
@@ -296,24 +276,14 @@ class KernelCache:
             for name, number in more.items():
                 setattr(self.counts, name, getattr(self.counts, name) + number)
 
-    def _names(self, strict: bool = False) -> list[str]:
-        """The names of entries, whole or not, of other versions too. strict: raise CacheError, not return none."""
+    def _paths(self, pattern: re.Pattern[str]) -> list[Path]:
+        """What has such a name in the folder, whole or not, of other versions too. Raises CacheError."""
         try:
-            return sorted(name for name in os.listdir(self.root) if NAME.fullmatch(name))
+            return [self.root / name for name in sorted(os.listdir(self.root)) if pattern.fullmatch(name)]
         except FileNotFoundError:
             return []
         except OSError as error:
-            if strict:
-                raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
-            return []
-
-    def _leftovers(self, age: float) -> list[Path]:
-        """Temporary folders older than so many seconds."""
-        try:
-            paths = [self.root / name for name in os.listdir(self.root) if _TEMPORARY.fullmatch(name)]
-        except OSError:
-            return []
-        return [path for path in paths if entry.written(path) <= time.time() - age]
+            raise CacheError(f"cannot read the kernel cache {self.root}: {error.strerror}") from error
 
     def _warn(self, topic: str, message: str) -> None:
         if topic not in self._warned:
@@ -321,11 +291,9 @@ class KernelCache:
             log.warning(message)
 
 
-def _describe(path: Path) -> Entry:
-    try:
-        return entry.described(path, *entry.read(path))
-    except (OSError, *DAMAGE):
-        return Entry(path, path.name, "", 0, written=entry.written(path))
+def _older(paths: list[Path], seconds: float) -> list[Path]:
+    before = time.time() - seconds
+    return [path for path in paths if entry.written(path) <= before]
 
 
 def _delete(path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import re
 import sys
 import tempfile
@@ -56,8 +55,7 @@ def import_cupy() -> Any:
 
             _ = cupy.__version__, cupy_backends.cuda.api.driver, cupy_backends.cuda.libs.nvrtc
     except Exception as error:  # whatever a library or an extension module raises that does not fit
-        if not _is_missing(error):
-            _failed = error
+        _failed = None if _is_missing(error) else error
         found, advice = cupy_fault(error)
         raise CompileError(f"jitrope compiles through CuPy, which {found}: {advice}") from error
     return cupy
@@ -207,12 +205,11 @@ def compile_source(
 def _keep(source: Source) -> str:
     """Where the text of a source that does not compile is from now on; of a failed write the reason."""
     try:
-        number, path = tempfile.mkstemp(prefix=f"{source.name[:80]}-", suffix=".cu")
-        with os.fdopen(number, "w") as file:
+        with tempfile.NamedTemporaryFile("w", prefix=f"{source.name[:80]}-", suffix=".cu", delete=False) as file:
             file.write(source.text)
     except OSError as error:
         return f"not kept ({error})"
-    return path
+    return file.name
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
@@ -302,8 +299,3 @@ class Kernel:
                 raise error(status)
 
         return enqueue
-
-
-def versions() -> dict[str, str]:
-    """CuPy's and NVRTC's versions, for `jitrope doctor`."""
-    return {"cupy": import_cupy().__version__, "nvrtc": ".".join(map(str, nvrtc_version()))}

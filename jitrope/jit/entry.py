@@ -29,9 +29,6 @@ DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
 ANY = "any"
 """In the name of an entry from a bundle, in place of the compiler: the entry serves beside any compiler, or none."""
 
-MAX_FILE = 64 << 20
-"""Bytes of one file; a kernel has some thousands."""
-
 NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20}))-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
 """The name of an entry's folder: kernel, architecture, hash of the source, hash of the compiler."""
 
@@ -61,11 +58,6 @@ class Key:
         """SHA-256 over everything that a kernel is made from, without the compiler."""
         return _sha(json.dumps([FORMAT, self.ingredients, self.options, self.arch]).encode())
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 over everything but the name."""
-        return _sha(json.dumps([self.source, self.compiler]).encode())
-
     @property
     def stem(self) -> str:
         """The folder's name without the compiler."""
@@ -83,7 +75,7 @@ class Key:
 
     def owns(self, meta: Mapping[str, Any], any_compiler: bool) -> bool:
         """Whether a `spec.json` is of this key."""
-        return bool(meta["source"] == self.source if any_compiler else meta["digest"] == self.digest)
+        return bool(meta["source"] == self.source and (any_compiler or meta["compiler"] == self.compiler))
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,6 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
     """The files of an entry. The same key gives the same bytes: no time and no path is in them."""
     meta = {
         "format": FORMAT,
-        "digest": key.digest,
         "source": key.source,
         "name": key.name,
         "arch": key.arch,
@@ -185,8 +176,6 @@ def _read_file(path: Path) -> bytes:
             raise ValueError(f"{path.name} is not a file")
         if writable_by_others(info):
             raise ValueError(f"{path.name} can be written by other users")
-        if info.st_size > MAX_FILE:
-            raise ValueError(f"{path.name} has {info.st_size} bytes, which no kernel has")
         with open(number, "rb", closefd=False) as file:
             return file.read()
     finally:
@@ -194,29 +183,12 @@ def _read_file(path: Path) -> bytes:
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with an entry's files, on the disk when this returns. Raises OSError."""
+    """Make a folder with an entry's files. Raises OSError."""
     os.mkdir(folder, 0o755)  # subject to the umask: anyone who can read the folder can read the entry
     for name, data in files.items():
         number = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
         with open(number, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    sync(folder)
-
-
-def sync(folder: Path) -> None:
-    """Keep what is in a folder through a crash of the machine. Raises OSError."""
-    if os.name != "posix":
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # of file systems that cannot do it
-            raise
-    finally:
-        os.close(number)
 
 
 def writable_by_others(info: os.stat_result) -> bool:
@@ -256,18 +228,16 @@ def written(path: Path) -> float:
     return found if found <= time.time() + 3600 else 0.0
 
 
-def survey(
-    folder: Path, names: Iterable[str], read_entry: Callable[[str], Read]
-) -> tuple[list[Entry], list[tuple[Path, str]]]:
+def survey(paths: Iterable[Path], read_entry: Callable[[Path], Read]) -> tuple[list[Entry], list[tuple[Path, str]]]:
     """(whole entries, damaged ones with the reason); another version's are neither."""
     good, bad = [], []
-    for name in names:
+    for path in paths:
         try:
-            good.append(described(folder / name, *read_entry(name)))
+            good.append(described(path, *read_entry(path)))
         except OtherFormat:
             continue
         except (OSError, CacheError, *DAMAGE) as error:
-            bad.append((folder / name, reason(error)))
+            bad.append((path, reason(error)))
     return good, bad
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from ..base.errors import CacheError
 from . import entry
-from .entry import DAMAGE, FILES, FORMAT, MAX_FILE, NAME, Entry, Key, Read, check, parse, reason, seal, survey
+from .entry import DAMAGE, FILES, FORMAT, NAME, Entry, Key, Read, parse, reason, seal, survey
 
 MANIFEST = "manifest.json"
-MAX_MANIFEST = 1 << 30
 
 
 class Layer:
@@ -35,30 +34,29 @@ class Layer:
         self._warn = warn
 
     def read(self, key: Key) -> dict[str, bytes] | None:
-        """The files of the key's entry, checked, or None."""
-        first = (key.folder, key.portable_folder)  # this compiler's own, if there are several
+        """The files of the key's entry, checked, or None. This compiler's own comes first, if there are several."""
         try:
-            names = [name for name in self._names() if name.startswith(f"{key.stem}-")]
+            paths = [path for path in self._paths() if path.name.startswith(f"{key.stem}-")]
         except CacheError as error:
             self._warn(f"system {self.path}", f"the system cache {self.path} is not used ({error})")
             return None
-        for name in sorted(names, key=lambda name: (name not in first, name)):
+        for path in sorted(paths, key=lambda path: path.name not in (key.folder, key.portable_folder)):
             try:
-                meta, files = self._read(name)
+                meta, files = self._read(path)
                 if key.owns(meta, any_compiler=True):
                     return files
             except (OSError, CacheError, *DAMAGE) as error:
-                self._warn(f"{self.path} {name}", f"{name} in the system cache {self.path} is not usable ({error})")
+                self._warn(str(path), f"{path.name} in the system cache {self.path} is not usable ({error})")
         return None
 
     def entries(self) -> list[Entry]:
         """The whole entries, by name. Raises CacheError if the layer cannot be used."""
-        return survey(self.path, self._names(), self._read)[0]
+        return survey(self._paths(), self._read)[0]
 
     def verify(self) -> tuple[int, list[tuple[Path, str]]]:
         """How many entries are whole, and the damaged ones with the reason, or the layer itself if it is not usable."""
         try:
-            good, bad = survey(self.path, self._names(), self._read)
+            good, bad = survey(self._paths(), self._read)
         except CacheError as error:
             return 0, [(self.path, str(error))]
         return len(good), bad
@@ -67,74 +65,54 @@ class Layer:
     def _bundle(self) -> Bundle | None:
         return Bundle(self.path) if self.path.is_file() else None
 
-    def _names(self) -> list[str]:
+    def _paths(self) -> list[Path]:
         try:
             if entry.writable_by_others(self.path.stat()):
                 raise CacheError("it can be written by other users")
             names = self._bundle.kernels if self._bundle else os.listdir(self.path)
         except OSError as error:
             raise CacheError(reason(error)) from error
-        return sorted(name for name in names if NAME.fullmatch(name))
+        return [self.path / name for name in sorted(names) if NAME.fullmatch(name)]
 
-    def _read(self, name: str) -> Read:
-        return self._bundle.read(name) if self._bundle else entry.read(self.path / name)
+    def _read(self, path: Path) -> Read:
+        return self._bundle.read(path.name) if self._bundle else entry.read(path)
 
 
 class Bundle:
     """A tar of entries with a manifest. The manifest is checked at once, an entry when it is read.
 
-    Raises CacheError: the file is no bundle, has another format, or has anything in it but the entries of its manifest
-    (other files, links, other folders, paths out of it).
+    Files that the manifest does not name are never read. Raises CacheError: the file is no bundle, has another format,
+    or lacks something.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._open() as file:
-            self._members = self._find_members(file)
-            self.kernels = self._read_manifest(file)
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                self._members = {member.name: (member.offset_data, member.size) for member in tar if member.isreg()}
+            if MANIFEST not in self._members:
+                raise CacheError(f"{path} is not a bundle of kernels: it has no {MANIFEST}")
+            manifest = parse(self._content(file, MANIFEST), MANIFEST)
+            if manifest.get("format") != FORMAT:
+                raise CacheError(f"{path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
+            if manifest.get("seal") != seal(manifest):
+                raise ValueError(f"{MANIFEST} does not match its checksum")
+            self.kernels: dict[str, dict[str, str]] = manifest["kernels"]
+            if missing := {f"{folder}/{name}" for folder in self.kernels for name in FILES} - self._members.keys():
+                raise ValueError(f"it has no {min(missing)}")
 
     def read(self, folder: str) -> Read:
         """(`spec.json`, files) of an entry, checked. Raises CacheError."""
         with self._open() as file:
             files = {name: self._content(file, f"{folder}/{name}") for name in FILES}
-            for name, data in files.items():
-                if hashlib.sha256(data).hexdigest() != self.kernels[folder][name]:
+            for name, digest in _digests(files).items():
+                if digest != self.kernels[folder][name]:
                     raise ValueError(f"{folder}/{name} does not match its digest")
-            meta = check(files)
+            meta = entry.check(files)
             match = NAME.fullmatch(folder)
             if match is None or match["source"] != meta["source"][:20]:
                 raise ValueError(f"{folder} is another kernel")
             return meta, files
-
-    def _find_members(self, file: Any) -> dict[str, tuple[int, int]]:
-        """Offset and size of each file and folder in the tar."""
-        members: dict[str, tuple[int, int]] = {}
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                limit = _limit(member)
-                if limit is None:
-                    raise CacheError(f"{self.path} is not a bundle of kernels: {member.name!r} is not a kernel's file")
-                if member.name in members:
-                    raise ValueError(f"it has {member.name} twice")
-                if member.size > limit:
-                    raise ValueError(f"{member.name} has {member.size} bytes, which no kernel has")
-                members[member.name] = member.offset_data, member.size
-        return members
-
-    def _read_manifest(self, file: Any) -> dict[str, dict[str, str]]:
-        if MANIFEST not in self._members:
-            raise CacheError(f"{self.path} is not a bundle of kernels: it has no {MANIFEST}")
-        manifest = parse(self._content(file, MANIFEST), MANIFEST)
-        if manifest.get("format") != FORMAT:
-            raise CacheError(f"{self.path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
-        if manifest.get("seal") != seal(manifest):
-            raise ValueError(f"{MANIFEST} does not match its checksum")
-        kernels: dict[str, dict[str, str]] = manifest["kernels"]
-        named = {MANIFEST} | {f"{folder}/{name}" for folder, files in kernels.items() for name in files}
-        found = self._members.keys() - kernels.keys()  # folders may be left out
-        if named != found:
-            raise ValueError(f"its manifest and its files differ in {', '.join(map(repr, sorted(named ^ found)[:3]))}")
-        return kernels
 
     def _content(self, file: Any, name: str) -> bytes:
         offset, size = self._members[name]
@@ -158,16 +136,8 @@ class Bundle:
             raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
 
 
-def _limit(member: tarfile.TarInfo) -> int | None:
-    """How many bytes a member may have; None: it has no place in a bundle."""
-    folder, _, name = member.name.rpartition("/")
-    if member.type == tarfile.DIRTYPE:
-        return 0 if NAME.fullmatch(member.name) else None
-    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        return None
-    if member.name == MANIFEST:
-        return MAX_MANIFEST
-    return MAX_FILE if name in FILES and NAME.fullmatch(folder) else None
+def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(files[name]).hexdigest() for name in FILES}
 
 
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
@@ -175,24 +145,23 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
 
     Raises CacheError: the file cannot be written.
     """
-    kernels = {
-        folder: {name: hashlib.sha256(files[name]).hexdigest() for name in FILES}
-        for folder, files in sorted(entries.items())
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "kernels": {name: _digests(entries[name]) for name in sorted(entries)},
     }
-    manifest: dict[str, Any] = {"format": FORMAT, "kernels": kernels}
     manifest["seal"] = seal(manifest)
     temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
+
+    def open_(name: str, flags: int) -> int:  # 0644 whatever the umask: a layer that the group can write is not used
+        return os.open(name, flags, 0o644)
+
     try:
-        # Mode 0644 whatever the umask, because a layer that the group can write is not used.
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
-                for folder in kernels:
-                    _add(tar, folder, None)
-                    for name in FILES:
-                        _add(tar, f"{folder}/{name}", entries[folder][name])
-            file.flush()
-            os.fsync(file.fileno())
+        with open(temporary, "xb", opener=open_) as file, tarfile.open(fileobj=file, mode="w") as tar:
+            _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
+            for folder in manifest["kernels"]:
+                _add(tar, folder, None)
+                for name in FILES:
+                    _add(tar, f"{folder}/{name}", entries[folder][name])
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

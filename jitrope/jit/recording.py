@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,14 @@ from ..base.config import log, record_file
 from ..base.errors import CacheError
 from ..base.spec import Spec
 
-LOCK_SECONDS = 10.0
-"""How long to wait for another process that writes the same file, before going on without the lock."""
-
 _asked: dict[Spec, None] = {}
 
 
+@dataclass
 class Recording:
-    """The result of `record`. `specs`: a list of the kernels asked for, complete when the block has ended."""
+    """The result of `record`. `specs`: the kernels that were asked for, complete when the block has ended."""
 
-    def __init__(self) -> None:
-        self.specs: list[Spec] = []
-
-    def __repr__(self) -> str:
-        return f"Recording({len(self.specs)} specs)"
+    specs: list[Spec] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -117,23 +111,14 @@ def _missing(data: dict[str, Any], wanted: list[dict[str, Any]]) -> list[dict[st
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock, if the file system has locks. It ends with its process, so none is ever left behind."""
+    """Hold a lock, where there are locks. It ends with its process, so none is ever left behind."""
     try:
         import fcntl
     except ImportError:  # Windows
         yield
         return
-    if path.is_symlink():
-        raise OSError(f"its lock {path} is a symbolic link")
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # a file that is there is not emptied
     with open(os.open(path, flags, 0o666), "r+") as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:
-                break
+        with contextlib.suppress(OSError):  # of a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

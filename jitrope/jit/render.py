@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import jinja2
 
 _HERE = Path(__file__).resolve().parent.parent
-HEAD_WIDTH = 112
 TEMPLATE_PATHS = [_HERE / "templates", _HERE.parent / "templates"]  # in a wheel; in a checkout
 
 
@@ -112,13 +112,5 @@ def head(spec: Spec) -> str:
     It depends on the spec alone, as the constants do, so it needs no place in the cache's key.
     """
     name, entry = (re.sub(r"[^ -\[\]-~]", "?", text) for text in (spec.name, spec.entry))  # printable, no backslash
-    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in spec.to_dict().items()]
-    lines = ['{"spec": [{' + parts[0]]
-    for part in parts[1:]:
-        lines[-1] += ","
-        if len(lines[-1]) + len(part) < HEAD_WIDTH:
-            lines[-1] += f" {part}"
-        else:
-            lines.append(part)
-    lines[-1] += "}]}"
+    lines = textwrap.wrap(json.dumps({"spec": [spec.to_dict()]}), 112, break_long_words=False, break_on_hyphens=False)
     return HEAD.format(name=name, entry=entry) + "".join(f"//: {line}\n" for line in lines)

@@ -8,7 +8,6 @@ code, so take it from where you would take a wheel.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +16,7 @@ from ..base import arguments
 from ..base.errors import CacheError, CompileError, JitropeError
 from ..base.spec import Spec
 from ..jit import layers
-from ..jit.cache import KernelCache
-from ..jit.entry import Entry, described, pack
+from ..jit.entry import Entry, Read, described, pack
 from ..jit.kernels import build, kernel_cache, key_of
 from ..jit.render import render
 from .prewarm import Built, checked_kernels
@@ -53,13 +51,11 @@ def write(
     work = list(dict.fromkeys(checked_kernels("write", kernels)))
     if not work:
         raise CacheError("kernels is empty: there is nothing to bundle")
-    if os.path.isdir(path):
-        raise CacheError(f"cannot write the bundle {path}: it is a folder")
 
     def one(kernel: tuple[Spec, str]) -> tuple[Built, dict[str, bytes]]:
-        built, files = _files_of(*kernel)
-        done(built)
-        return built, files
+        result = _built(*kernel)
+        done(result[0])
+        return result
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         results = list(pool.map(one, work))
@@ -70,53 +66,48 @@ def write(
     return [built for built, _ in results]
 
 
-def _files_of(spec: Spec, arch: str) -> tuple[Built, dict[str, bytes]]:
-    """Build a kernel; its entry's files as a cache has them, or as they would be stored."""
+def _built(spec: Spec, arch: str) -> tuple[Built, dict[str, bytes]]:
+    """Build a kernel; with its entry's files as a cache has them, or as they would be stored."""
     try:
         found = build(spec, arch)
         key = key_of(spec, arch)
-        files = None if found.compiled else kernel_cache().read(key)
-        files = files or pack(key, render(spec).text, found.data, spec.to_dict())
+        cached = None if found.compiled else kernel_cache().read(key)
+        files = cached or pack(key, render(spec).text, found.data, spec.to_dict())
         return Built(spec, arch, "compiled" if found.compiled else "cached"), files
     except JitropeError as error:
         return Built(spec, arch, str(error), failed=True), {}
 
 
-def load(path: Path, into: KernelCache | None = None) -> list[Entry]:
-    """Put a bundle's kernels into a cache, by default the user's; returns them.
+def load(path: Path) -> list[Entry]:
+    """Put a bundle's kernels into the user's cache; returns them.
 
     Everything is checked before anything is written. In the cache these kernels serve beside any compiler. They take
     the place of kernels that were loaded from another bundle before, and `prune` leaves them alone.
 
     Args:
         path: the bundle's file.
-        into: the cache.
 
     Raises:
-        CacheError: the file is not a bundle, is damaged, has anything else in it, or the cache cannot be written.
+        CacheError: the file is not a bundle or is damaged, or the cache cannot be written.
     """
-    path = arguments.path("load", "path", path)
-    if into is not None and not isinstance(into, KernelCache):
-        arguments.refuse("load", "into", into, "a KernelCache, or None")
-    cache = kernel_cache() if into is None else into
-    bundle = layers.Bundle(path)
-    for folder in bundle.kernels:
-        bundle.read(folder)
-    loaded: list[Entry] = []
-    for folder in bundle.kernels:
-        meta, files = bundle.read(folder)
-        if not cache.install(folder, files, replace=True):
-            raise CacheError(f"cannot write the kernel cache {cache.root}; {len(loaded)} kernels of {path} are in it")
-        loaded.append(described(cache.root / folder, meta, files))
-    return loaded
+    cache = kernel_cache()
+    found = _read(arguments.path("load", "path", path))
+    for number, (folder, (_, files)) in enumerate(found.items()):
+        if not cache.install(folder, files):
+            raise CacheError(f"cannot write the kernel cache {cache.root}; {number} kernels of {path} are in it")
+    return [described(cache.root / folder, *read) for folder, read in found.items()]
 
 
 def entries(path: Path) -> list[Entry]:
     """The kernels of a bundle, checked.
 
     Raises:
-        CacheError: the file is not a bundle, is damaged, or has anything else in it.
+        CacheError: the file is not a bundle or is damaged.
     """
     path = arguments.path("entries", "path", path)
+    return [described(path / folder, *read) for folder, read in _read(path).items()]
+
+
+def _read(path: Path) -> dict[str, Read]:
     bundle = layers.Bundle(path)
-    return [described(path / folder, *bundle.read(folder)) for folder in bundle.kernels]
+    return {folder: bundle.read(folder) for folder in bundle.kernels}

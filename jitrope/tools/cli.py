@@ -2,212 +2,334 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import inspect
 import itertools
 import os
+import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.markup import escape
-from rich.syntax import Syntax
-from rich.table import Table
+from typing import Any
 
 from .. import __version__
-from ..base.errors import InvalidInput, JitropeError
-from ..base.spec import DTYPES
-from . import console
-from .cli_cache import bundle_app, cache_app
-from .console import ARCH, DRY_RUN, JOBS, JSON, architectures, build_all, examples, print_json, printable, say
+from ..base.errors import CacheError, InvalidInput, JitropeError
+from ..base.spec import DTYPES, Spec
+from ..jit.kernels import kernel_cache
+from ..jit.render import render as render_source
+from . import bundle, verify
+from . import doctor as checks
+from .console import UNITS, answer, architectures, build_all, print_entries, rows, say, size_text, total
+from .prewarm import ARCH, DEFAULT_CALLS, Built, expand, read_calls, this_versions
+from .prewarm import prewarm as build
 
-EXIT_CODES = "Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."
+Options = argparse.Namespace
+Option = tuple[tuple[str, ...], dict[str, Any]]
+COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[Option, ...]]] = {}
+GROUPS = {"cache": "List, check and remove the kernels on disk.", "bundle": "Carry kernels to other machines."}
+HELP = """Rotary position embeddings, compiled on first call.
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Rotary position embeddings, compiled on first call.",
-    epilog=examples("jitrope doctor", "jitrope prewarm --arch sm_90", "jitrope cache ls") + f"\n\n{EXIT_CODES}",
+Examples:
+    jitrope doctor
+    jitrope prewarm --arch sm_90
+    jitrope cache ls
+
+Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."""
+
+
+def _command(name: str, *options: Option) -> Callable[[Callable[[Options], Any]], Callable[[Options], Any]]:
+    """Make a function a command. Its docstring is the help; it may return whether all is well."""
+    return lambda function: COMMANDS.setdefault(name, (function, options))[0]
+
+
+def _option(*names: str, **words: Any) -> Option:
+    return names, words
+
+
+def _value(pattern: str, example: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """What reads the text of an option that must match a pattern."""
+
+    def value(text: str) -> Any:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} must be written as {example}")
+        return read(text)
+
+    return value
+
+
+_heads = _value(r"\d+(,\d+)*", "32,8", lambda text: sum(map(int, text.split(","))))
+_archs = _value(f"{ARCH.pattern}(,{ARCH.pattern})*", "sm_80,sm_90", lambda text: list(dict.fromkeys(text.split(","))))
+_age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * UNITS[text[-1]])
+_count = _value(r"[1-9]\d*", "8", int)
+
+JSON = _option("--json", action="store_true", help="print JSON on stdout instead of text")
+DRY_RUN = _option("--dry-run", action="store_true", help="say what would be done, and change nothing")
+ARCHS = _option("--arch", type=_archs, help="architectures, as sm_80,sm_90; default: this machine's GPUs")
+JOBS = _option(
+    "--jobs", type=_count, default=os.cpu_count() or 1, help="kernels compiled at a time; default: all cores"
 )
-app.add_typer(cache_app, name="cache")
-app.add_typer(bundle_app, name="bundle")
-
-
-def _one_of(what: str, words: Sequence[str]) -> Any:
-    """An option that takes one of a few words; its help names them and a shell completes them."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [word for word in words if word.startswith(incomplete)]
-
-    return typer.Option(help=f"{what}: {', '.join(words[:-1])} or {words[-1]}.", autocompletion=complete)
-
-
-HEADS = "Heads of q and k, as 32,8, or of q alone, as 24."
-HEAD_DIM = Annotated[int, typer.Option(help="Elements of a head.")]
-DTYPE = Annotated[str, _one_of("The dtype of q and k", DTYPES)]
-INTERLEAVED = Annotated[bool, typer.Option("--interleaved/--halves", help="Pairs are (2i, 2i+1) or (i, i + half).")]
-ROTARY_DIM = Annotated[int, typer.Option(help="How many elements of a head are rotated; 0: all.")]
-WIDTH = Annotated[str, _one_of("The width of cos and sin", ("half", "full"))]
-IN_PLACE = Annotated[bool, typer.Option("--in-place", help="q and k are overwritten.")]
-BACKWARD = Annotated[bool, typer.Option("--backward", help="The gradient's kernels too.")]
+FROM = _option("--from", dest="file", type=Path, help="TOML or JSON: calls, a recorded run, or `cache ls --json`")
+BUNDLE = _option("path", type=Path, help="a file that `jitrope bundle write` wrote")
+LAUNCHES = ("token_linear", "grid_2d")
+CALL = (
+    _option("--heads", type=_heads, action="append", help="heads of q and k, as 32,8, or of q alone, as 24"),
+    _option("--head-dim", type=int, default=128, help="elements of a head"),
+    _option("--dtype", choices=DTYPES, default="bf16", help="the dtype of q and k"),
+    _option("--interleaved", action="store_true", help="pairs are (2i, 2i+1), not (i, i + half)"),
+    _option("--rotary-dim", type=int, default=0, help="how many elements of a head are rotated; 0: all"),
+    _option("--width", choices=("half", "full"), default="half", help="the width of cos and sin"),
+    _option("--in-place", action="store_true", help="q and k are overwritten"),
+    _option("--backward", action="store_true", help="the gradient's kernels too; of `render`, alone"),
+    FROM,
+)
 
 
 def main() -> None:
     """The console script: an error of jitrope's is one line, without a traceback."""
     try:
-        app(prog_name="jitrope")
+        if sys.argv[1:2] == ["bench"]:
+            return bench(sys.argv[2:])
+        given = _parser().parse_args()
+        if given.run is None:
+            given.parser.print_help()
+            sys.exit(2)
+        sys.exit(given.run(given) is False)
+    except argparse.ArgumentError as error:
+        given.parser.error(str(error))
     except JitropeError as error:
-        say("error:", error)
+        say(f"error: {error}")
         sys.exit(1)
+    except BrokenPipeError:  # of `jitrope render | head`: Python is not to write the rest at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
-@app.callback(invoke_without_command=True)
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
-        print(__version__)
-        raise typer.Exit
+def _parser() -> argparse.ArgumentParser:
+    words: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    top = argparse.ArgumentParser("jitrope", description=HELP, **words)
+    top.add_argument("--version", action="version", version=__version__)
+    top.set_defaults(run=None, parser=top)
+    parents = {"": top.add_subparsers(metavar="command")}
+
+    def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
+        group, _, last = name.rpartition(" ")
+        made = parents[group].add_parser(last, help=text.splitlines()[0], description=text, **words)
+        made.set_defaults(run=run, parser=made)
+        return made
+
+    for name, text in GROUPS.items():
+        parents[name] = add(name, text, None).add_subparsers(metavar="command")
+    for name, (function, options) in COMMANDS.items():
+        made = add(name, inspect.getdoc(function) or "", function)
+        for names, more in (*options, JSON):
+            made.add_argument(*names, **more)
+    add("bench", inspect.getdoc(bench) or "", None)
+    return top
 
 
-def _calls(heads: list[str], **fields: Any) -> list[Any]:
-    """The calls that the options describe."""
-    from .prewarm import expand
-
-    try:
-        totals = [sum(int(part) for part in text.split(",")) for text in heads]
-    except ValueError as error:
-        raise typer.BadParameter(f"--heads must be numbers, as 32,8: {error}") from error
-    try:
-        return expand({"heads": totals, **fields})
-    except InvalidInput as error:
-        raise typer.BadParameter(str(error)) from error
+# ---- kernels -------------------------------------------------------------------------------------
 
 
-@app.command(
-    epilog=examples(
-        "jitrope prewarm --arch sm_80,sm_90 --jobs 8",
-        "jitrope prewarm --heads 32,8 --head-dim 128 --backward",
-        "JITROPE_RECORD=run.json python train.py && jitrope prewarm --from run.json",
-    )
-)
-def prewarm(
-    heads: Annotated[list[str] | None, typer.Option("--heads", help=HEADS)] = None,
-    head_dim: HEAD_DIM = 128,
-    dtype: DTYPE = "bf16",
-    interleaved: INTERLEAVED = False,
-    rotary_dim: ROTARY_DIM = 0,
-    width: WIDTH = "half",
-    in_place: IN_PLACE = False,
-    backward: BACKWARD = False,
-    file: Annotated[
-        Path | None, typer.Option("--from", help="TOML or JSON: calls, a recorded run, or `jitrope cache ls --json`.")
-    ] = None,
-    record: Annotated[Path | None, typer.Option(help="Add the kernels to this file, for --from elsewhere.")] = None,
-    arch: ARCH = "",
-    jobs: JOBS = 0,
-    dry_run: DRY_RUN = False,
-    as_json: JSON = False,
-) -> None:
-    """Compile kernels ahead of time, for this machine or, with --arch, for any; needs no GPU.
+@_command("prewarm", *CALL, ARCHS, JOBS, DRY_RUN)
+def prewarm(given: Options) -> bool:
+    """Compile kernels ahead of time, for this machine or others; needs no GPU.
 
     Without --heads and --from it compiles the kernels of popular models. A
-    file can describe every kind of call; the options describe the common ones.
+    file can describe every kind of call; the options describe common ones.
+
+    Examples:
+        jitrope prewarm --arch sm_80,sm_90 --jobs 8
+        jitrope prewarm --heads 32,8 --head-dim 128 --backward
+        JITROPE_RECORD=run.json python train.py
+        jitrope prewarm --from run.json
     """
-    from .prewarm import DEFAULT_CALLS, read_calls
-    from .prewarm import prewarm as build
-
-    if file is not None:
-        specs = read_calls(file)
-    else:
-        fields = {"head_dim": head_dim, "dtype": dtype, "interleaved": interleaved, "rotary_dim": rotary_dim}
-        fields |= {"width": width, "in_place": in_place, "backward": backward}
-        calls = _calls(heads, **fields) if heads else DEFAULT_CALLS
-        specs = list(dict.fromkeys(spec for call in calls for spec in call.specs()))
-    archs = architectures(arch)
-    if record is not None and not dry_run:
-        from ..jit.recording import add
-
-        add(record, specs)
-    kernels = list(itertools.product(specs, archs))
-    workers = jobs or os.cpu_count() or 1
-    build_all(kernels, dry_run, as_json, lambda done: build(specs, archs, workers, done))
+    specs, archs = _specs(given, given.heads), architectures(given.arch)
+    work = list(itertools.product(specs, archs))
+    return build_all(work, given.dry_run, given.json, lambda done: build(specs, archs, given.jobs, done))
 
 
-@app.command(
-    epilog=examples("jitrope render --heads 24 --interleaved --head-dim 64", "jitrope render --json | jq -r .text")
-)
-def render(
-    heads: Annotated[str, typer.Option(help=HEADS)] = "32,8",
-    head_dim: HEAD_DIM = 128,
-    dtype: DTYPE = "bf16",
-    interleaved: INTERLEAVED = False,
-    rotary_dim: ROTARY_DIM = 0,
-    width: WIDTH = "half",
-    in_place: IN_PLACE = False,
-    backward: Annotated[bool, typer.Option("--backward", help="The gradient's kernel.")] = False,
-    launch: Annotated[str, _one_of("The launch", ("token_linear", "grid_2d"))] = "token_linear",
-    file: Annotated[
-        Path | None, typer.Option("--from", help="As for `jitrope prewarm`: the first kernel of it.")
-    ] = None,
-    as_json: JSON = False,
-) -> None:
-    """Print the CUDA of a kernel."""
-    from ..jit.render import render as render_source
-    from .prewarm import read_calls
+@_command("render", *CALL, _option("--launch", choices=LAUNCHES, default=LAUNCHES[0], help="the kernel of this launch"))
+def render(given: Options) -> None:
+    """Print the CUDA of a kernel; with --from, of the first.
 
-    if file is not None:
-        found = list(read_calls(file))
-    else:
-        fields = {"head_dim": head_dim, "dtype": dtype, "interleaved": interleaved, "rotary_dim": rotary_dim}
-        (call,) = _calls([heads], **fields, width=width, in_place=in_place and not backward, backward=backward)
-        found = [spec for spec in call.specs() if spec.launch == launch and spec.inverse == backward]
-    if not found:
-        raise typer.BadParameter("there is no such kernel; --launch must be token_linear or grid_2d")
-    source = render_source(found[0])
-    if as_json:
-        print_json({"name": source.name, "entry": source.entry, "spec": found[0].to_dict(), "text": source.text})
-    elif console.out.is_terminal:
-        console.out.print(Syntax(source.text, "cuda"))
-    else:
-        print(source.text, end="")
+    Examples:
+        jitrope render --heads 24 --interleaved --head-dim 64
+        jitrope render --json | jq -r .text
+    """
+    specs = _specs(given, given.heads or [40])
+    if not given.file:
+        fields = {"launch": given.launch, "inverse": given.backward}
+        specs = [spec for spec in specs if fields.items() <= spec.to_dict().items()]
+    if not specs:
+        raise JitropeError("there is no such kernel")
+    source = render_source(specs[0])
+    found = {"name": source.name, "entry": source.entry, "spec": specs[0].to_dict(), "text": source.text}
+    answer(given.json, found, source.text.removesuffix("\n"))
 
 
-@app.command(epilog=examples("jitrope doctor", "jitrope doctor --json > report.json"))
-def doctor(as_json: JSON = False) -> None:
-    """Look at everything that jitrope needs and run one kernel; exit code 1 if something is broken."""
-    from . import doctor as checks
+def _specs(given: Options, heads: list[int] | None) -> list[Spec]:
+    """The kernels that the options describe; without a file and heads those of popular models."""
+    if given.file:
+        return read_calls(given.file)
+    calls = DEFAULT_CALLS
+    if heads:
+        names = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "in_place", "backward")
+        try:
+            calls = expand({"heads": heads, **{name: getattr(given, name) for name in names}})
+        except InvalidInput as error:
+            raise argparse.ArgumentError(None, str(error)) from error
+    return list(dict.fromkeys(spec for call in calls for spec in call.specs()))
 
+
+# ---- cache ---------------------------------------------------------------------------------------
+
+
+@_command("cache ls")
+def cache_ls(given: Options) -> None:
+    """List the kernels; with --json as a file for `jitrope prewarm --from`."""
+    cache = kernel_cache()
+    print_entries(cache.entries(), cache.root, given.json)
+
+
+@_command("cache path")
+def cache_path(given: Options) -> None:
+    """Print the folder of the kernels; with --json also the caches below it."""
+    cache = kernel_cache()
+    found = {"path": cache.root, "system": [layer.path for layer in cache.system]}
+    answer(given.json, found, cache.root)
+
+
+@_command("cache verify", _option("--cold", action="store_true", help="also look up every kernel in a new process"))
+def cache_verify(given: Options) -> bool:
+    """Check every kernel of every cache; exit code 1 if one is damaged.
+
+    With --cold a new process, which must not compile, loads the kernels of
+    this machine's GPUs and looks up the others. Exit code 1 too if it would
+    compile one, or if there is none.
+
+    Examples:
+        jitrope cache verify --cold
+    """
+    good, bad = verify.verify_all()
+    wrong = [f"damaged: {path}: {reason}" for path, reason in bad]
+    found: dict[str, Any] = {"good": good, "bad": [{"path": path, "reason": reason} for path, reason in bad]}
+    lines = [f"{good} good, {len(bad)} damaged"]
+    if given.cold:
+        found["cold"] = cold = verify.cold_start()
+        lines.append("cold start: {loaded} loaded, {checked} looked up, {others} of another version".format(**cold))
+        wrong += [f"missing: {item['name']} {item['arch']}: {item['reason']}" for item in cold["bad"]]
+        if not (cold["loaded"] or cold["checked"] or wrong):
+            wrong.append("error: there is nothing to look up")
+    answer(given.json, found, "\n".join(lines))
+    for line in wrong:
+        say(line)
+    return not wrong
+
+
+@_command("cache clear", DRY_RUN)
+def cache_clear(given: Options) -> None:
+    """Remove every kernel from your folder; read-only caches stay."""
+    _report(kernel_cache().clear(given.dry_run), given)
+
+
+@_command("cache prune", _option("--older-than", type=_age, required=True, help="30d, 12h or 45m"), DRY_RUN)
+def cache_prune(given: Options) -> None:
+    """Remove the kernels that were compiled longer ago.
+
+    Those that were loaded from a bundle stay.
+
+    Examples:
+        jitrope cache prune --older-than 30d --dry-run
+    """
+    _report(kernel_cache().prune(given.older_than, given.dry_run), given)
+
+
+def _report(removed: list[Path], given: Options) -> None:
+    text = f"{len(removed)} kernels {'would be ' * given.dry_run}removed from {kernel_cache().root}"
+    answer(given.json, {"removed": removed, "dry_run": given.dry_run}, text)
+
+
+# ---- bundle --------------------------------------------------------------------------------------
+
+
+@_command("bundle write", _option("path", type=Path, help="the file to write, a tar"), FROM, ARCHS, JOBS, DRY_RUN)
+def bundle_write(given: Options) -> bool:
+    """Write kernels to a file, compiling those that are not cached.
+
+    The file is for JITROPE_SYSTEM_CACHE or `jitrope bundle load`. Without
+    --from it has the kernels of your cache, for the architectures that
+    they are there for, or for those of --arch.
+
+    Examples:
+        jitrope bundle write kernels.tar --from run.json --arch sm_90,sm_100
+        JITROPE_SYSTEM_CACHE=kernels.tar JITROPE_NO_COMPILE=1 python serve.py
+    """
+    work = _cached() if given.file is None else [(spec, "") for spec in read_calls(given.file)]
+    if given.file or given.arch:
+        work = list(itertools.product(dict.fromkeys(spec for spec, _ in work), architectures(given.arch)))
+
+    def write(done: Callable[[Built], None]) -> list[Built]:
+        return bundle.write(given.path, work, given.jobs, done)
+
+    complete = build_all(work, given.dry_run, given.json, write)
+    if not given.dry_run and not given.json:
+        say(f"wrote {given.path}, {size_text(given.path.stat().st_size)}")
+    return complete
+
+
+def _cached() -> list[tuple[Spec, str]]:
+    """(spec, arch) of the kernels in the user's own folder, of this version. CacheError: one is damaged."""
+    cache = kernel_cache()
+    if bad := cache.verify()[1]:
+        reasons = "\n".join(f"{path}: {reason}" for path, reason in bad)
+        raise CacheError(f"these would be left out; remove them, or name the kernels with --from:\n{reasons}")
+    entries = cache.entries()
+    specs = this_versions(entry.spec for entry in entries)
+    return [(spec, entry.arch) for spec, entry in zip(specs, entries) if spec is not None]
+
+
+@_command("bundle load", BUNDLE)
+def bundle_load(given: Options) -> None:
+    """Put a bundle's kernels into your cache; all are checked first."""
+    loaded = bundle.load(given.path)
+    answer(given.json, {"loaded": rows(loaded)}, f"{total(loaded)} put into {kernel_cache().root}")
+
+
+@_command("bundle ls", BUNDLE)
+def bundle_ls(given: Options) -> None:
+    """List a bundle's kernels; exit code 1 if one does not match its digest."""
+    print_entries(bundle.entries(given.path), given.path, given.json)
+
+
+# ---- this machine --------------------------------------------------------------------------------
+
+
+@_command("doctor")
+def doctor(given: Options) -> bool:
+    """Look at all that jitrope needs, and run a kernel; exit code 1 for a fault."""
     results = checks.run()
     faults = [result.what for result in results if not result.ok]
-    if as_json:
-        print_json({"ok": not faults, "checks": [dataclasses.asdict(result) for result in results]})
-    else:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        for style in ("bold", "", None):
-            table.add_column(style=style, no_wrap=style is not None, overflow="fold")
-        for result in results:
-            mark = "[green]ok[/green]" if result.ok else "[red]fault[/red]"
-            table.add_row(mark, result.what, escape(printable(result.found)))
-            if result.advice:
-                table.add_row("", "", f"[cyan]to do:[/cyan] {escape(result.advice)}")
-        console.out.print(table, highlight=False)
-        broken = f"[red]{len(faults)} broken:[/red] {', '.join(faults)}"
-        console.out.print(broken if faults else "[green]jitrope works here.[/green]", highlight=False)
-    if faults:
-        raise typer.Exit(1)
+    lines = []
+    for result in results:
+        lines.append(f"{'ok' if result.ok else 'FAULT':6}{result.what:14}{result.found}")
+        lines += [f"{'':20}to do: {result.advice}"] if result.advice else []
+    lines.append(f"{len(faults)} broken: {', '.join(faults)}" if faults else "jitrope works here.")
+    answer(given.json, {"ok": not faults, "checks": list(map(dataclasses.asdict, results))}, "\n".join(lines))
+    return not faults
 
 
-@app.command(
-    "bench", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
-def bench(context: typer.Context) -> None:
-    """Time jitrope on this machine's GPU, beside torch and others (in a checkout: examples/bench)."""
+def bench(arguments: list[str]) -> None:
+    """Time jitrope on this machine's GPU (in a checkout, with jitrope[bench])."""
     folder = Path(__file__).parents[2] / "examples" / "bench"
     if not folder.is_dir():
-        raise JitropeError(
-            "the benchmarks are not in the package: run examples/bench in a checkout of jitrope's repository"
-        )
-    sys.argv = ["jitrope bench", *context.args]
-    runpy.run_path(str(folder), run_name="__main__")
+        text = "the benchmarks are not in the package: run examples/bench in a checkout of jitrope's repository"
+        raise JitropeError(text)
+    sys.argv = ["jitrope bench", *arguments]
+    try:
+        runpy.run_path(str(folder), run_name="__main__")
+    except ModuleNotFoundError as error:
+        raise JitropeError(f"the benchmarks need {error.name}: pip install 'jitrope[bench]'") from error

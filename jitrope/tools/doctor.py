@@ -18,6 +18,7 @@ from .. import __version__, apply_rope
 from ..base import config
 from ..base.errors import CompileError, MissingKernel
 from ..jit import compiler, kernels, render
+from ..jit.cache import KernelCache
 from ..jit.layers import Layer
 from ..ops import reference
 from ..plan.spec import Options
@@ -117,16 +118,30 @@ def _nvrtc() -> Found:
 
 def _cache() -> Found:
     cache = kernels.kernel_cache()
-    good, bad = cache.verify()
-    if bad and bad[0][0] == cache.root:
-        raise Fault(f"{cache.root} is not used: {bad[0][1]}", f"chmod 700 it, remove it, or {ELSEWHERE}")
-    found = f"{cache.root}, {good} kernels, {len(bad)} damaged{_some(bad)}"
+    good, bad, found = _verified(cache, cache.root, f"chmod 700 it, remove it, or {ELSEWHERE}")
     if error := cannot_write(cache.root):
         found += f"; it cannot be written ({error.strerror})"
         if config.compile_allowed() and not good:
             raise Fault(found, ELSEWHERE)
         return found, IF_CACHED
     return found, "nothing: the next call makes a damaged kernel again" if bad else ""
+
+
+def _layer(layer: Layer) -> Found:
+    advice = "JITROPE_SYSTEM_CACHE must name folders and bundles that exist and that only their owner can write"
+    good, bad, found = _verified(layer, layer.path, advice)
+    if bad:
+        raise Fault(found, "jitrope bundle write it again")
+    return found, "" if good else "write it again: it has no kernels of this version"
+
+
+def _verified(place: KernelCache | Layer, path: Path, advice: str) -> tuple[int, int, str]:
+    """(whole kernels, damaged ones, the two in words). Fault: the place as a whole is not used."""
+    good, bad = place.verify()
+    if bad and bad[0][0] == path:
+        raise Fault(f"{path} is not used: {bad[0][1]}", advice)
+    damaged = [f"{name.name} ({reason})" for name, reason in bad[:1]] + ["..."] * (len(bad) > 1)
+    return good, len(bad), f"{path}, {good} kernels" + (f", {len(bad)} damaged: {', '.join(damaged)}" if bad else "")
 
 
 def cannot_write(root: Path) -> OSError | None:
@@ -139,21 +154,6 @@ def cannot_write(root: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def _layer(layer: Layer) -> Found:
-    good, bad = layer.verify()
-    if bad and bad[0][0] == layer.path:
-        advice = "JITROPE_SYSTEM_CACHE must name folders and bundles that exist and that only their owner can write"
-        raise Fault(f"{layer.path} is not used: {bad[0][1]}", advice)
-    if bad:
-        raise Fault(f"{layer.path}, {good} kernels, {len(bad)} damaged{_some(bad)}", "jitrope bundle write it again")
-    return f"{layer.path}, {good} kernels", "" if good else "write it again: it has no kernels of this version"
-
-
-def _some(bad: list[tuple[Path, str]]) -> str:
-    """The first of the damaged entries."""
-    return f": {bad[0][0].name} ({bad[0][1]})" + ", ..." * (len(bad) > 1) if bad else ""
 
 
 def _variables() -> Found:

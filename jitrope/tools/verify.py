@@ -14,10 +14,10 @@ import torch
 from ..base import config
 from ..base.errors import CacheError, JitropeError, MissingKernel
 from ..jit import kernels
+from ..jit.cache import KernelCache
 from ..jit.entry import Entry
+from ..jit.layers import Layer
 from .prewarm import this_versions
-
-_COLD = "import json; from jitrope.tools.verify import look_up_all; print(json.dumps(look_up_all()))"
 
 
 def verify_all() -> tuple[int, list[tuple[Path, str]]]:
@@ -25,12 +25,8 @@ def verify_all() -> tuple[int, list[tuple[Path, str]]]:
 
     A folder or bundle that is rejected as a whole is one item.
     """
-    cache = kernels.kernel_cache()
-    good, bad = cache.verify()
-    for layer in cache.system:
-        more, worse = layer.verify()
-        good, bad = good + more, bad + worse
-    return good, bad
+    found = [place.verify() for place in _places()]
+    return sum(good for good, _ in found), [item for _, bad in found for item in bad]
 
 
 def cold_start() -> dict[str, Any]:
@@ -39,7 +35,8 @@ def cold_start() -> dict[str, Any]:
     Raises:
         CacheError: the process failed, with its last line.
     """
-    done = subprocess.run([sys.executable, "-c", _COLD], capture_output=True, text=True)
+    code = "import json; from jitrope.tools.verify import look_up_all; print(json.dumps(look_up_all()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise CacheError(f"the cold start failed: {lines[-1]}")
@@ -53,13 +50,16 @@ def look_up_all() -> dict[str, Any]:
     Returns:
         loaded: kernels loaded on a GPU of this machine; checked: kernels found for another architecture; bad: kernels
         that would have been compiled, or that the driver refuses; others: kernels of another version, which no call
-        asks for; compiled: kernels that were compiled, always 0.
+        asks for.
     """
     config.configure(compile=False)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = {kernels.arch_of(i): i for i in range(count)}
     found: dict[str, Any] = {"loaded": 0, "checked": 0, "bad": [], "others": 0}
-    entries = _entries()
+    entries: list[Entry] = []
+    for place in _places():
+        with contextlib.suppress(CacheError):  # `verify_all` reports it
+            entries += place.entries()
     for entry, spec in zip(entries, this_versions(entry.spec for entry in entries)):
         try:
             if spec is None:
@@ -74,14 +74,9 @@ def look_up_all() -> dict[str, Any]:
             missing = "would be compiled: it is made from other templates or by another compiler"
             reason = missing if isinstance(error, MissingKernel) else str(error)
             found["bad"].append({"name": entry.name, "arch": entry.arch, "reason": reason})
-    return {**found, "compiled": len(kernels.compiled)}
-
-
-def _entries() -> list[Entry]:
-    """The whole kernels of every cache that can be listed; `verify_all` reports the others."""
-    cache = kernels.kernel_cache()
-    found: list[Entry] = []
-    for list_entries in (cache.entries, *(layer.entries for layer in cache.system)):
-        with contextlib.suppress(CacheError):
-            found += list_entries()
     return found
+
+
+def _places() -> list[KernelCache | Layer]:
+    cache = kernels.kernel_cache()
+    return [cache, *cache.system]
