@@ -122,7 +122,7 @@ class Schedule:
     @cached_property
     def position_ids(self) -> Tensor:
         """Each row's position in its sequence: (rows), int32."""
-        return thd_ops.position_ids(self.offsets, self.shape)
+        return thd_ops.table("positions", self.offsets, self.shape)
 
     @cached_property
     def segments(self) -> Segments:

@@ -72,12 +72,12 @@ class Partition:
     @cached_property
     def indices(self) -> Tensor:
         """The token of the batch that each row is: (rows), int32."""
-        return thd_ops.partition_indices(self._offsets, self.shape)
+        return thd_ops.table("to_ranks", self._offsets, self.shape)
 
     @cached_property
     def position_ids(self) -> Tensor:
         """Each row's position in its sequence: (rows), int32. What `apply_rope` takes."""
-        return thd_ops.position_ids(self._offsets, self.shape)
+        return thd_ops.table("positions", self._offsets, self.shape)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -91,12 +91,12 @@ class Partition:
 
         (cp_size * ceil(T / cp_size)), int32.
         """
-        return thd_ops.to_ranks(self._offsets, self.shape)
+        return thd_ops.table("to_ranks", self._offsets, self.shape._replace(cp_rank=0), self.shape.all_rows)
 
     @cached_property
     def to_sequences(self) -> Tensor:
         """Where each token is among those rows: (T), int32."""
-        return thd_ops.to_sequences(self._offsets, self.shape)
+        return thd_ops.table("to_sequences", self._offsets, self.shape)
 
     @cached_property
     def _own_rows(self) -> Tensor:
