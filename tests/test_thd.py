@@ -36,8 +36,7 @@ TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"
 
 def run(call) -> None:
     """A kernel's call, under ASan and UBSan."""
-    spec, grid, tensors, words = call
-    harness.run(render(spec), grid, spec.threads, tensors, words)
+    harness.run(render(call.spec), call.grid, call.spec.threads, call.tensors, call.words)
 
 
 def move_rows(map, inputs, outputs, cu_seqlens=None, lengths=None, table=None, shape=NO_SHAPE) -> None:

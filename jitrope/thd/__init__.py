@@ -264,7 +264,7 @@ def _check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) ->
             fail(f"{label} is {tuple(x.shape)} {x.dtype}, strides {x.stride()}; it must be contiguous {words} fp32")
         if not packed and len(x) != len(cu_seqlens) - 1:
             fail(f"{label} has B={len(x)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match")
-        if x.shape[:-1] != lse.shape[:-1] or x.device != lse.device:
+        if x is not lse and (x.shape[:-1] != lse.shape[:-1] or x.device != lse.device):
             fail(f"{label} is {arguments.shown(x)}, lse {arguments.shown(lse)}; only rows may differ")
     return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,16 @@ from ..ops.watch import get_device, get_stream
 from ..plan.partition import Mask, exchange_rows
 from ..plan.problem import DTYPE_NAMES
 from .reference import Shape, layout, split
-from .spec import BLOCK_THREADS, PARTITIONED, SCAN_THREADS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
+from .spec import (
+    BLOCK_THREADS,
+    PARTITIONED,
+    SCAN_THREADS,
+    ThdSpec,
+    correction_spec,
+    rows_spec,
+    segments_spec,
+    table_spec,
+)
 
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that the kernels add up, in fp32."""
@@ -33,25 +42,27 @@ class Call(NamedTuple):
     grid: tuple[int, int]
     tensors: Sequence[Tensor | None]
     words: Sequence[int]
+    device: torch.device
 
 
 def launch(call: Call) -> None:
     """Enqueue on torch's current stream of the tensors' device."""
-    spec, grid, tensors, words = call
-    index = next(x.device.index for x in tensors if x is not None)
+    spec, grid, tensors, words, device = call
+    index: int = device.index
     if index != get_device():
-        with torch.cuda.device(index):
+        with torch.cuda.device(device):
             return launch(call)
     kept = _local.__dict__.setdefault("launches", {})
     key = (spec, grid, index)
-    if key not in kept:
+    known = kept.get(key)
+    if known is None:
         if len(kept) >= MAX_LAUNCHES:
             kept.clear()
         kernel = get_kernel(spec, index)
         kernel.bind_thread()
         block = (ctypes.c_int64 * (len(tensors) + len(words)))()
-        kept[key] = block, kernel.enqueuer(grid, spec.threads, ctypes.addressof(block))
-    block, enqueue = kept[key]
+        known = kept[key] = block, kernel.enqueuer(grid, spec.threads, ctypes.addressof(block))
+    block, enqueue = known
     block[:] = [*[0 if x is None else x.data_ptr() for x in tensors], *words]
     enqueue(get_stream(index))
 
@@ -61,10 +72,10 @@ def launch(call: Call) -> None:
 
 def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
     """Write where rows come from under a map."""
-    spec = RowsSpec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    spec = table_spec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
     grid = (-(-rows // spec.rows_per_block), 1)
     words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
-    return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words)] if rows else []
+    return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
 
 
 def rows_calls(
@@ -91,13 +102,13 @@ def rows_calls(
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
     addresses = [x.data_ptr() for x in (*inputs, *outputs)]
     multiples = (*addresses, *in_strides, *strides, *widths, *in_widths)
-    spec = plan_rows(RowsSpec(map, False, index_dtype, *cut, *dtypes), tuple(widths), multiples)
+    spec = rows_spec(tuple(widths), math.gcd(*multiples), map, False, index_dtype, *cut, *dtypes)
     none = [0] * (2 - len(inputs))
     words = [*in_strides, *none, *strides, *none, *(in_widths if sums else widths), *none]
     words += [rows, len(inputs[0]), sources, *_batch_words(shape)]
     absent = [None] * len(none)
     tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, None]
-    return [Call(spec, (-(-rows // spec.rows_per_block), len(outputs)), tensors, words)]
+    return [Call(spec, (-(-rows // spec.rows_per_block), len(outputs)), tensors, words, outputs[0].device)]
 
 
 def _batch_words(shape: Shape) -> tuple[int, ...]:
@@ -139,19 +150,14 @@ def segments_calls(
     words = [shape.sequences, shape.tokens, shape.cp_rank, *mask, shape.capacity, shape.rows, keys, queries]
     words += [tables["gathered_rows"].shape[1], sent, *bases]
     rows = keys + queries + (0 if exchange is None else shape.cp_size * shape.rows)
-    spec = SegmentsSpec(
-        rows=False,
-        index_dtype=DTYPE_NAMES[cu_seqlens.dtype],
-        cp_size=shape.cp_size,
-        rule=shape.rule,
-        full=mask.full,
-        extends=mask.extends,
-        padded=padded and not mask.extends,
-        exchange=exchange is not None,
-        threads=scan_threads,
-    )
-    of_rows = replace(spec, rows=True, threads=BLOCK_THREADS), (-(-rows // BLOCK_THREADS), 1)
-    return [Call(*some, tensors, words) for some in ((spec, (blocks, 1)), of_rows) if some[1][0]]
+    cut = (DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    flags = (mask.full, mask.extends, padded and not mask.extends, exchange is not None)
+    kernels = (False, scan_threads, blocks), (True, BLOCK_THREADS, -(-rows // BLOCK_THREADS))
+    return [
+        Call(segments_spec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
+        for of_rows, threads, blocks in kernels
+        if blocks
+    ]
 
 
 # ---- ring attention's corrections: `struct Params` of `thd_corrections.cu.jinja` -----------------------
@@ -181,7 +187,8 @@ def correction_calls(
         while any(number % (vec * size) for number in bytes_):
             vec //= 2
     dtype = "fp32" if out is None else DTYPE_NAMES[out.dtype]
-    spec = CorrectionSpec(quantity, first, second, packed, dtype, DTYPE_NAMES[offsets.dtype], vec)
+    spec = correction_spec(quantity, first, second, packed, dtype, DTYPE_NAMES[offsets.dtype], vec)
     widths = [0 if x is None else x.shape[-1] for x in (lse, lse_step)]
     words = [len(offsets) - 1, heads, head_dim, *strides, *widths]
-    return [Call(spec, (rows, 1), [out, step, lse, lse_step, offsets], words)] if rows and heads else []
+    tensors = [out, step, lse, lse_step, offsets]
+    return [Call(spec, (rows, 1), tensors, words, offsets.device)] if rows and heads else []

@@ -27,7 +27,7 @@ class Operation(NamedTuple):
 
     schema: str
     read: Callable[..., tuple[Any, ...]]
-    fresh: Callable[..., Tensor | None]  # the tensor that it returns, to be filled: all that a fake needs
+    fresh: Callable[..., Tensor] | None  # the tensor that it returns, to be filled: all that a fake needs
     reference: Callable[..., None]  # fills or writes in plain torch
     calls: Callable[..., list[Call] | None]  # what a GPU gets instead; None: plain torch does it there too
 
@@ -99,7 +99,7 @@ OPERATIONS = (
     Operation(
         f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
         _with_shape,
-        lambda *_: None,
+        None,
         _rows,
         rows_calls,
     ),
@@ -113,29 +113,33 @@ OPERATIONS = (
     Operation(
         f"thd_correct(str quantity, str first, str second, bool packed, Tensor offsets, int rows, {_STEPS}) -> ()",
         lambda *given: given,
-        lambda *_: None,
+        None,
         lambda _, *given: reference.correct(*given),
         correction_calls,
     ),
 )
 
 
+def _fake(op: Operation, *given: Any) -> Tensor | None:
+    return None if op.fresh is None else op.fresh(*op.read(*given))
+
+
 def _on_cpu(op: Operation, *given: Any) -> Tensor | None:
-    words = op.read(*given)
-    out = op.fresh(*words)
-    op.reference(out, *words)
+    out = _fake(op, *given)
+    op.reference(out, *op.read(*given))
     return out
 
 
 def on_gpu(op: Operation, *given: Any) -> Tensor | None:
     """Call an op on a GPU's tensors."""
     words = op.read(*given)
-    out = op.fresh(*words)
+    out = None if op.fresh is None else op.fresh(*words)
     calls = op.calls(out, *words)
     if calls is None:
         op.reference(out, *words)
-    for call in calls or ():
-        launch(call)
+    else:
+        for call in calls:
+            launch(call)
     return out
 
 
@@ -150,7 +154,7 @@ def register(key: str, run: Callable[..., Tensor | None]) -> None:
 
 for _op in OPERATIONS:
     _name = _lib.define(_op.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"jitrope::{_name}", lambda *given, op=_op: op.fresh(*op.read(*given)), lib=_lib)
+    torch.library.register_fake(f"jitrope::{_name}", partial(_fake, _op), lib=_lib)
 register("CPU", _on_cpu)
 register("CUDA", on_gpu)
 
@@ -178,33 +182,37 @@ def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape,
     return Segments.of(flat, shape, mask, cu_seqlens_padded is not None)
 
 
+_NO_SHAPE = Shape(0, 0, 1, 0)
+
+
 def move(
     map: str,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor,
     shape: Shape | None = None,
-    *,
     lengths: Tensor | None = None,
-    index: Tensor | None = None,
 ) -> None:
     """Move rows, of one or two tensors in one launch. What a row of an output takes, by the map:
 
-    - "stay": the row of the input; zeros where that has none
-    - "table": row index[row], or the sum in fp32 of rows index[n, row] over n; -1 adds nothing
     - "to_ranks" (from shape.cp_rank on), "to_sequences": the row that `table` says
     - "valid": the row of the input, if it is none of the padding by `lengths`, the offsets of what is valid
     - "tail": zeros from row cu_seqlens[-1] on
     """
     if shape is None:
-        shape = Shape(0, 0 if cu_seqlens is None else len(cu_seqlens) - 1, 1, 0)
-    offsets = [x if x is None else x.contiguous() for x in (cu_seqlens, lengths)]
-    torch.ops.jitrope.thd_rows(list(inputs), list(outputs), map, *offsets, index, *shape)
+        shape = _NO_SHAPE._replace(sequences=len(cu_seqlens) - 1)
+    lengths = None if lengths is None else lengths.contiguous()
+    torch.ops.jitrope.thd_rows(list(inputs), list(outputs), map, cu_seqlens.contiguous(), lengths, None, *shape)
 
 
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:
-    """`move` by the map "table", or "stay" without an index."""
-    move("stay" if index is None else "table", inputs, outputs, index=index)
+    """outputs[i][row] = inputs[i][index[row]], or the sum in fp32 of inputs[i][index[n, row]] over n; -1 adds nothing.
+
+    One launch for one or two tensors. Without an index rows stay where they are, and rows that an input does not have
+    are zero.
+    """
+    map = "stay" if index is None else "table"
+    torch.ops.jitrope.thd_rows(list(inputs), list(outputs), map, None, None, index, *_NO_SHAPE)
 
 
 def correct(

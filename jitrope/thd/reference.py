@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +96,11 @@ class Segments(NamedTuple):
 
 def layout(shape: Shape, mask: Mask, padded: bool) -> dict[str, tuple[int, ...]]:
     """The size of each table of `Segments`, and of what its kernels keep between them; () where it is not there."""
+    known = type(shape.tokens) is int and type(shape.sequences) is int  # a traced size is not
+    return (_kept_layout if known else _layout)(shape, mask, padded)
+
+
+def _layout(shape: Shape, mask: Mask, padded: bool) -> dict[str, tuple[int, ...]]:
     exchange = exchange_rows(shape.tokens, shape.cp_size, shape.sequences, mask, shape.rule)
     keys, queries = capacity(shape.tokens, shape.cp_rank, shape.cp_size, shape.sequences, mask, shape.rule)
     parts = 1 if mask.full else len(shape.chunks)
@@ -111,6 +117,9 @@ def layout(shape: Shape, mask: Mask, padded: bool) -> dict[str, tuple[int, ...]]
         "sent_rows": () if exchange is None else (shape.cp_size, shape.rows),
         "pairs": () if exchange is None else (2 * shape.cp_size, shape.sequences + 1),
     }
+
+
+_kept_layout = lru_cache(maxsize=256)(_layout)
 
 
 def empty_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Tensor:
@@ -256,10 +265,7 @@ def _exchange(
 
 
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:
-    """outputs[i][row] = inputs[i][index[row]], or the sum in fp32 of inputs[i][index[n, row]] over n; -1 adds nothing.
-
-    Without an index rows stay where they are, and rows that an input does not have are zero.
-    """
+    """See `ops.move_rows`."""
     for x, out in zip(inputs, outputs):
         rows = len(out)
         if index is None:

@@ -203,11 +203,7 @@ def plan_rows(spec: RowsSpec, widths: tuple[int, ...], multiples: tuple[int, ...
 
     multiples: what must be a multiple of an access, in bytes: addresses, strides and widths.
     """
-    return _planned(spec, widths, math.gcd(ACCESS_BYTES, *multiples))
-
-
-@lru_cache(maxsize=1024)
-def _planned(spec: RowsSpec, widths: tuple[int, ...], access: int) -> RowsSpec:
+    access = math.gcd(ACCESS_BYTES, *multiples)
     columns = max(1, max(widths) // access)
     lanes, best = 1, 0.0
     for candidate in (1 << shift for shift in range(BLOCK_THREADS.bit_length())):
@@ -216,3 +212,13 @@ def _planned(spec: RowsSpec, widths: tuple[int, ...], access: int) -> RowsSpec:
             lanes, best = candidate, use
     unroll = 1 if spec.sums else ROWS_IN_FLIGHT
     return replace(spec, access_bytes=access, lanes=lanes, unroll=unroll)
+
+
+_cached = lru_cache(maxsize=1024)
+table_spec, segments_spec, correction_spec = map(_cached, (RowsSpec, SegmentsSpec, CorrectionSpec))
+
+
+@_cached
+def rows_spec(widths: tuple[int, ...], multiple: int, *words: Any) -> RowsSpec:
+    """`plan_rows` of the spec of these words; multiple: of what an access must divide, the greatest divisor."""
+    return plan_rows(RowsSpec(*words), widths, (multiple,))
