@@ -113,7 +113,8 @@ class Partition:
         if arguments.tensor("shard", "x", x).dim() <= 0 or len(x) != self.shape.tokens:
             failing("shard")(f"x has shape {tuple(x.shape)}; the batch has T={self.shape.tokens} tokens")
         self._require_device("shard", x)
-        return _Shard.apply(x, self)  # type: ignore[no-any-return]
+        rows: Tensor = _Shard.apply(x, self)
+        return rows
 
     def unshard(self, x: Tensor) -> Tensor:
         """All rows (T, ...) of everyone's x (rows, ...), in the order of the batch. A collective.
@@ -129,7 +130,8 @@ class Partition:
         if self.ranks.group is None and self.shape.cp_size != 1:
             fail("the partition was made with cp_size and cp_rank; make it with a group")
         self._require_device("unshard", x)
-        return _Unshard.apply(x, self)  # type: ignore[no-any-return]
+        rows: Tensor = _Unshard.apply(x, self)
+        return rows
 
     def _require_device(self, function: str, x: Tensor) -> None:
         device = self._offsets.device
