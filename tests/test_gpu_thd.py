@@ -14,7 +14,7 @@ from jitrope.thd import reference
 from jitrope.thd.reference import Shape
 
 from .host.backend import DEVICE
-from .test_thd import MASKS, MOVES, STEPS, WIDTHS, Pack, offsets, rows, step_of
+from .test_thd import MASKS, MOVES, STEPS, TABLES, WIDTHS, Pack, offsets, rows, step_of, wanted_segments
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +37,11 @@ def nobody_waits():
 def test_tables(seed: int) -> None:
     pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
     slots = pack.slots.to(DEVICE)
-    for name in ("partition_indices", "position_ids", "to_ranks", "to_sequences"):
-        want = getattr(reference, name)(pack.slots, pack.shape)
-        assert torch.equal(getattr(thd_ops, name)(slots, pack.shape).cpu(), want), name
+    first = pack.shape._replace(cp_rank=0)
+    for map, shape, size in (*((map, pack.shape, size) for map, size in TABLES), ("to_ranks", first, "all_rows")):
+        count = getattr(shape, size)
+        want = reference.table(pack.slots, map, count, shape)
+        assert torch.equal(thd_ops.table(map, slots, shape, count).cpu(), want), map
 
 
 @pytest.mark.hardware
@@ -48,7 +50,7 @@ def test_tables(seed: int) -> None:
 def test_segments(seed: int, mask: str) -> None:
     pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
     padded = pack.slots if pack.padded else None
-    want = reference.segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
+    want = wanted_segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
     on_gpu = pack.cu_seqlens.to(DEVICE), cuda(padded)
     with nobody_waits():
         got = thd_ops.segments(*on_gpu, pack.shape, MASKS[mask])
@@ -68,7 +70,7 @@ def test_exchanged_segments_of_thousands(rule: str) -> None:
     for rank in range(4):
         for mask in (MASKS["causal-window"], MASKS["two-sided"]):
             shape = Shape(sum(lengths) + 3, len(lengths), 4, rank, rule)
-            want = reference.segments(cu_seqlens, None, shape, mask)
+            want = wanted_segments(cu_seqlens, None, shape, mask)
             got = thd_ops.segments(cu_seqlens.to(DEVICE), None, shape, mask)
             for name, x in want._asdict().items():
                 assert x is None or torch.equal(x, getattr(got, name).cpu()), name

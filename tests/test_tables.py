@@ -373,11 +373,11 @@ REFUSALS = {
     "factor": (refused("linear", factor=0), "factor is 0; it must be a finite number above 0"),
     "factor-words": (refused("linear", factor="4"), "factor is '4'; it must be a finite number above 0"),
     "length": (refused("yarn", **yarn(4.0, 1)), "original_max_position_embeddings is 1; it must be a finite"),
-    "betas": (refused("yarn", **yarn(4.0, beta_fast=1, beta_slow=2)), "beta_fast is 1; it is at least beta_slow 2"),
-    "bands": (refused("llama3", **{**llama3(8.0), "low_freq_factor": 4}), "low_freq_factor is 4; it is below"),
+    "betas": (refused("yarn", **yarn(4.0, beta_fast=1, beta_slow=2)), "beta_fast is 1; it must be at least beta_slow"),
+    "bands": (refused("llama3", **{**llama3(8.0), "low_freq_factor": 4}), "low_freq_factor is 4; it must be below"),
     "pairs": (refused("longrope", **longrope(3)), "short_factor has 3 entries for rotary_dim / 2 = 4 pairs"),
     "zero-in-list": (refused("longrope", **longrope(4, long_factor=[1, 1, 0, 1])), "long_factor.2. is 0"),
-    "part": (refused("proportional", partial_rotary_factor=2), "partial_rotary_factor is 2; it is from 0 to 1"),
+    "part": (refused("proportional", partial_rotary_factor=2), "partial_rotary_factor is 2; it must be from 0 to 1"),
     "no-config": (refused_config(hidden_size=8), "from_config: config has none of rope_parameters, rope_scaling"),
     "no-head": (refused_config(rope_theta=1e4), "config has neither head_dim nor hidden_size"),
     "layers": (
@@ -393,7 +393,7 @@ REFUSALS = {
     "positions-dtype": (lambda: tables.freqs(torch.ones(2), FREQUENCIES), "freqs: positions is torch.float32 on cpu"),
     "positions-device": (
         lambda: tables.cos_sin(torch.ones(2, dtype=torch.int64, device="meta"), FREQUENCIES),
-        "positions is torch.int64 on meta; it is int32 or int64 on inv_freq's cpu",
+        "positions is torch.int64 on meta; it must be int32 or int64 on inv_freq's cpu",
     ),
     "frequencies": (lambda: tables.cos_sin(2, FREQUENCIES.bfloat16()), "inv_freq .* must be of dtype float32"),
     "frequencies-shape": (lambda: tables.freqs(2, torch.ones(1, 4)), "inv_freq is .* .1, 4.* with 1 axis"),

@@ -14,11 +14,10 @@ from jitrope import thd
 from jitrope.jit import compiler
 from jitrope.jit.render import render
 from jitrope.plan.partition import RULES, Mask
-from jitrope.thd import corrections as thd_corrections
 from jitrope.thd import launch as thd_runtime
 from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference
-from jitrope.thd.reference import Shape
+from jitrope.thd.reference import Segments, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
 
 from .host import harness
@@ -31,11 +30,34 @@ MASKS = {
 }  # fmt: skip
 
 
+NO_SHAPE = Shape(0, 0, 1, 0)
+TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"))  # maps, as many rows
+
+
 def run(call) -> None:
     """A kernel's call, under ASan and UBSan."""
-    if call is not None:
-        spec, grid, tensors, words = call
-        harness.run(render(spec), grid, spec.threads, tensors, words)
+    harness.run(render(call.spec), call.grid, call.spec.threads, call.tensors, call.words)
+
+
+def move_rows(map, inputs, outputs, cu_seqlens=None, lengths=None, table=None, shape=NO_SHAPE) -> None:
+    """The kernels that a call of thd_rows gets, if there is anything to do."""
+    for call in thd_runtime.rows_calls(None, inputs, outputs, map, cu_seqlens, lengths, table, shape):
+        run(call)
+
+
+def wanted_segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
+    """By plain torch."""
+    flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
+    reference.fill_segments(flat, cu_seqlens, padded, shape, mask)
+    return Segments.of(flat, shape, mask, padded is not None)
+
+
+def segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
+    """By the kernels."""
+    flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
+    for call in thd_runtime.segments_calls(flat, cu_seqlens, padded, shape, mask, SCAN_THREADS):
+        run(call)
+    return Segments.of(flat, shape, mask, padded is not None)
 
 
 def offsets(lengths, dtype=torch.int32) -> torch.Tensor:
@@ -65,13 +87,11 @@ class Pack:
 @pytest.mark.parametrize("seed", range(5))
 def test_tables_match_reference(seed: int) -> None:
     pack = Pack(seed)
-    for map, want in (
-        ("to_ranks", reference.partition_indices(pack.slots, pack.shape)),
-        ("positions", reference.position_ids(pack.slots, pack.shape)),
-        ("to_sequences", reference.to_sequences(pack.slots, pack.shape)),
-    ):
+    for map, rows in TABLES:
+        want = reference.table(pack.slots, map, getattr(pack.shape, rows), pack.shape)
         out = torch.full((len(want),), -7, dtype=torch.int32)
-        run(thd_runtime.rows_call(map, (), (), pack.slots, None, None, out, pack.shape))
+        for call in thd_runtime.table_calls(out, pack.slots, map, len(want), pack.shape):
+            run(call)
         assert torch.equal(out, want), map
 
 
@@ -79,14 +99,11 @@ def test_tables_match_reference(seed: int) -> None:
 def test_segments_match_reference(mask: str) -> None:
     pack = Pack(list(MASKS).index(mask))
     padded = pack.slots if pack.padded else None
-    want = reference.segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
-    calls, flat = thd_runtime.segments_calls(pack.cu_seqlens, padded, pack.shape, MASKS[mask], SCAN_THREADS)
-    for call in calls:
-        run(call)
-    got = reference.split(flat, reference.layout(pack.shape, MASKS[mask], pack.padded))
+    want = wanted_segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
+    got = segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
     for name, x in want._asdict().items():
-        assert (x is None) == (got[name] is None), name
-        assert x is None or torch.equal(x, got[name]), name
+        assert (x is None) == (getattr(got, name) is None), name
+        assert x is None or torch.equal(x, getattr(got, name)), name
 
 
 def test_exchanged_segments_match_reference() -> None:
@@ -95,14 +112,11 @@ def test_exchanged_segments_match_reference() -> None:
     for rule in RULES:
         for rank in range(4):
             shape = Shape(203, 5, 4, rank, rule)
-            want = reference.segments(cu_seqlens, None, shape, mask)
+            want = wanted_segments(cu_seqlens, None, shape, mask)
             assert want.send_rows is not None
-            calls, flat = thd_runtime.segments_calls(cu_seqlens, None, shape, mask, SCAN_THREADS)
-            for call in calls:
-                run(call)
-            got = reference.split(flat, reference.layout(shape, mask, False))
+            got = segments(cu_seqlens, None, shape, mask)
             for name, x in want._asdict().items():
-                assert x is None or torch.equal(x, got[name]), name
+                assert x is None or torch.equal(x, getattr(got, name)), name
 
 
 def rows(draw: random.Random, count: int, width: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -138,12 +152,12 @@ def test_rows_match_reference(seed: int, move: str) -> None:
         reference.copy_valid(inputs, wants, pack.slots, lengths)
     elif move == "tail":
         inputs = outputs
-        reference.zero_tail_(wants[0], pack.slots)
+        reference.zero_tail(wants[0], pack.slots)
     else:
         tables = {"to_ranks": reference.to_ranks, "to_sequences": reference.to_sequences}
         reference.move_rows(inputs, wants, tables[move](pack.slots, shape) if move in tables else table)
     map = "table" if move == "sum" else move
-    run(thd_runtime.rows_call(map, inputs, outputs, pack.slots, lengths, table, None, shape))
+    move_rows(map, inputs, outputs, pack.slots, lengths, table, shape)
     for out, want in zip(outputs, wants):
         assert torch.equal(out, want)
 
@@ -183,8 +197,9 @@ def step_of(seed: int, quantity: str, first: str, second: str):
 def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
     cu_seqlens, packed, t, tensors = step_of(STEPS.index(step), *step)
     wants = [None if x is None else x.clone() for x in tensors]
-    run(thd_runtime.correction_call(*step, packed, cu_seqlens, t, *tensors))
-    thd_corrections.correct(*step, packed, cu_seqlens, t, *wants)
+    for call in thd_runtime.correction_calls(None, *step, packed, cu_seqlens, t, *tensors):
+        run(call)
+    reference.correct(*step, packed, cu_seqlens, t, *wants)
     for got, want in zip(tensors, wants):
         if got is not None:
             rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
@@ -199,7 +214,7 @@ def test_steps_of_halves_make_the_whole() -> None:
     t = sum(lengths)
     scores = [torch.randn(heads, t, 5), torch.randn(heads, t, 7)]
     values = [torch.randn(5, heads, size), torch.randn(7, heads, size)]
-    second = thd_corrections.halves(cu_seqlens, t)[2]
+    second = reference.halves(cu_seqlens, t)[2]
     out = torch.einsum("hqk,khd->qhd", scores[0].softmax(-1), values[0]).contiguous()
     lse = scores[0].logsumexp(-1)
     half = thd.read_half_tensor(scores[1].transpose(0, 1), cu_seqlens, 1).transpose(0, 1)
@@ -221,9 +236,9 @@ def test_steps_of_halves_make_the_whole() -> None:
 def test_sanitizer_sees_a_row_past_the_input() -> None:
     """The harness can fail: an input with a row less than was said is caught."""
     x, out, table = torch.zeros(5, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
-    spec, grid, tensors, words = thd_runtime.rows_call("table", [x], [out], None, None, table, None, None)
+    (call,) = thd_runtime.rows_calls(None, [x], [out], "table", None, None, table, NO_SHAPE)
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
-        run((spec, grid, [x[:4].clone(), *tensors[1:]], words))
+        run(call._replace(tensors=[x[:4].clone(), *call.tensors[1:]]))
 
 
 WILD = ([0, 9, 4, 40], [0, -5, 3, 10], [0, 2**31 - 1, 2, 4], [7, 3, 1, 0], [0, 100, 200, 300])
@@ -235,14 +250,13 @@ def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
     cu_seqlens, shape = torch.tensor(wild, dtype=torch.int32), Shape(20, 3, 2, 1)
     for map, rows in (("to_ranks", 20), ("to_sequences", 20), ("valid", 20), ("tail", 20)):
         x, out = torch.ones(20, 8), torch.zeros(rows, 8)
-        run(thd_runtime.rows_call(map, [x], [out], cu_seqlens, cu_seqlens, None, None, shape._replace(cp_rank=0)))
+        move_rows(map, [x], [out], cu_seqlens, cu_seqlens, None, shape._replace(cp_rank=0))
     table = torch.tensor([5, 20, -9, 2**31 - 1], dtype=torch.int32)
     out = torch.full((4, 8), 7.0)
-    run(thd_runtime.rows_call("table", [torch.ones(20, 8)], [out], None, None, table, None, None))
+    move_rows("table", [torch.ones(20, 8)], [out], table=table)
     assert out[:, 0].tolist() == [1, 0, 0, 0]
     for mask in (Mask(-1, 0), Mask(2, 1)):
-        for call in thd_runtime.segments_calls(cu_seqlens, None, shape, mask, SCAN_THREADS)[0]:
-            run(call)
+        segments(cu_seqlens, None, shape, mask)
 
 
 # ---- compiled by NVRTC -------------------------------------------------------------------------------
@@ -391,7 +405,7 @@ REFUSED = {
     "rows": (lambda: thd.cp_rank_order_to_sequence_order(torch.ones(7, 1), offsets((6,)), 2, 6), "x has 7 rows"),
     "pair": (
         lambda: thd.sequence_order_to_cp_rank_order((torch.ones(7, 1), torch.ones(6, 1)), offsets((6,)), 2),
-        "it must be .T, ...., a pair with as many rows",
+        "it must be .T, ...., or a pair with as many rows",
     ),
     "three": (lambda: thd.sequence_order_to_cp_rank_order((torch.ones(1),) * 3, offsets((1,)), 1), "x is 3 tensors"),
     "valid": (

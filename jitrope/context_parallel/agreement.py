@@ -18,15 +18,24 @@ def check_ranks(call: Call, fail: Fail) -> None:
     schedule, case = call.schedule, call.case
     real, padded = schedule.cu_seqlens, schedule.cu_seqlens_padded
     sizes = {
-        "len(cu_seqlens)": len(real), "cu_seqlens_padded (is given)": int(padded is not None),
-        "tokens": schedule.shape.tokens, "max_seqlen": schedule.max_seqlen, "rule": RULES.index(schedule.shape.rule),
-        "left": schedule.mask.left, "right": schedule.mask.right, "head_groups": call.head_groups,
-        "keep_gathered": int(call.keep_gathered), "return_max_logit": int(case.max_logit),
-        "heads of q": case.heads, "heads of k": case.kv_heads, "head size of q": case.head_dim,
-        "head size of v": case.head_dim_v, "bytes of a number": case.dtype.itemsize,
-        "bf16": int(case.dtype == torch.bfloat16), "wants a gradient": int(case.grad),
-    }  # fmt: skip
-    values = gather_values(torch.tensor(list(sizes.values()), device=real.device), schedule.ranks)
+        "len(cu_seqlens)": len(real),
+        "cu_seqlens_padded (is given)": padded is not None,
+        "tokens": schedule.shape.tokens,
+        "max_seqlen": schedule.max_seqlen,
+        "rule": RULES.index(schedule.shape.rule),
+        **schedule.mask._asdict(),
+        "head_groups": call.head_groups,
+        "keep_gathered": call.keep_gathered,
+        "return_max_logit": case.max_logit,
+        "heads of q": case.heads,
+        "heads of k": case.kv_heads,
+        "head size of q": case.head_dim,
+        "head size of v": case.head_dim_v,
+        "bytes of a number": case.dtype.itemsize,
+        "bf16": case.dtype == torch.bfloat16,
+        "wants a gradient": case.grad,
+    }
+    values = gather_values(torch.tensor([*map(int, sizes.values())], device=real.device), schedule.ranks)
     for name, each in zip(sizes, zip(*values)):
         if len(set(each)) > 1:
             fail(f"{name} differs between ranks: {list(each)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..base import arguments
 from ..ops.fit import Fail, failing
 from .agreement import check_ranks
 from .backends import choose
-from .checks import check_heads, checked_head_groups, size_or_none
+from .checks import check_heads, checked_head_groups
 from .groups import Pending, all_gather, all_reduce_max, all_to_all, ranks_of
 from .interface import Case
 from .rotary import Rope, one_launch, require_rope
@@ -104,18 +104,13 @@ def all_gather_attention(
     keep_gathered = arguments.flag(_NAME, "keep_gathered", keep_gathered)
     check = arguments.flag(_NAME, "check", check)
     causal = None if causal is None else arguments.flag(_NAME, "causal", causal)
-    if schedule is not None and not isinstance(schedule, Schedule):
-        arguments.refuse(_NAME, "schedule", schedule, "a Schedule")
-    batch = _Batch(cu_seqlens, cu_seqlens_padded, tokens, max_seqlen, group, causal, window, rule)
-    schedule = batch.of(schedule, fail) if schedule is not None else batch.schedule(q, layout, fail)
+    batch: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded, "tokens": tokens}
+    batch |= {"max_seqlen": max_seqlen, "group": group, "causal": causal, "window": window, "rule": rule}
+    schedule = _schedule(schedule, q, layout, {name: x for name, x in batch.items() if x is not None}, fail)
     shape = q.shape
     q, k, v = (_packed(x, layout) for x in (q, k, v))
     _check_rows(q, shape, layout, schedule, fail)
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    case = Case(
-        q.device, q.dtype, q.shape[1] // head_groups, k.shape[1] // head_groups, q.shape[2], v.shape[2], schedule.mask,
-        schedule.most_segments, schedule.equal, wants_grad, return_lse, return_max_logit,
-    )  # fmt: skip
+    case = _case(q, k, v, schedule, head_groups)._replace(lse=return_lse, max_logit=return_max_logit)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(_NAME, "softmax_scale", softmax_scale)
     rotation = None if rope is None else rope.call(q, k, schedule, _NAME)
     call = Call(schedule, choose(backend, case), case, scale, head_groups, keep_gathered)
@@ -134,49 +129,44 @@ def all_gather_attention(
 # ---- arguments -------------------------------------------------------------------------------------
 
 
-class _Batch(NamedTuple):
-    """What a schedule is made of, as it was given."""
-
-    cu_seqlens: Tensor | None
-    cu_seqlens_padded: Tensor | None
-    tokens: int | None
-    max_seqlen: int | None
-    group: ProcessGroup | None
-    causal: bool | None
-    window: tuple[int, int] | None
-    rule: str | None
-
-    def of(self, schedule: Schedule, fail: Fail) -> Schedule:
-        """The schedule given, if nothing is besides."""
-        besides = [name for name, value in self._asdict().items() if value is not None]
-        if besides:
-            fail(f"{', '.join(besides)} given besides a schedule, which says so itself")
+def _schedule(schedule: Schedule | None, q: Tensor, layout: str, batch: dict[str, Any], fail: Fail) -> Schedule:
+    """The schedule given, if nothing is besides; else one for this call alone, of what was given."""
+    if schedule is not None:
+        if not isinstance(schedule, Schedule):
+            arguments.refuse(_NAME, "schedule", schedule, "a Schedule")
+        if batch:
+            fail(f"{', '.join(batch)} given besides a schedule, which says so itself")
         return schedule
-
-    def schedule(self, q: Tensor, layout: str, fail: Fail) -> Schedule:
-        """One for this call alone."""
-        rest: dict[str, Any] = {
-            "group": self.group,
-            "causal": self.causal is None or self.causal,
-            "window": (-1, -1) if self.window is None else self.window,
-            "rule": "dual_chunk" if self.rule is None else self.rule,
-        }
-        if layout != "thd":
-            given = [name for name in self._fields[:4] if getattr(self, name) is not None]
-            if given:
-                fail(f"{', '.join(given)} given with layout {layout!r}, whose sequences are of one length")
-            size = ranks_of(_NAME, self.group, None, None, fail).cp_size
-            rows, seqlen = q.shape[:2] if layout == "bshd" else (q.shape[1], q.shape[0])
-            if rows <= 0:
-                fail("q has B=0; it must be at least 1")
-            return Schedule.fixed(rows, seqlen * size, q.device, **rest)
-        if self.cu_seqlens is None:
+    if layout == "thd":
+        if "cu_seqlens" not in batch:
             fail("cu_seqlens is missing; layout 'thd' needs it, or a schedule")
-        tokens = size_or_none(_NAME, "tokens", self.tokens)
-        tokens = len(q) * ranks_of(_NAME, self.group, None, None, fail).cp_size if tokens is None else tokens
-        rest |= {"cu_seqlens_padded": self.cu_seqlens_padded, "max_seqlen": self.max_seqlen}
-        assert self.cu_seqlens is not None
-        return Schedule(self.cu_seqlens, tokens, **rest)
+        if "tokens" not in batch:
+            batch["tokens"] = len(q) * ranks_of(_NAME, batch.get("group"), None, None, fail).cp_size
+        return Schedule(**batch)
+    given = [name for name in ("cu_seqlens", "cu_seqlens_padded", "tokens", "max_seqlen") if name in batch]
+    if given:
+        fail(f"{', '.join(given)} given with layout {layout!r}, whose sequences are of one length")
+    size = ranks_of(_NAME, batch.get("group"), None, None, fail).cp_size
+    rows, seqlen = q.shape[:2] if layout == "bshd" else (q.shape[1], q.shape[0])
+    if rows <= 0:
+        fail("q has B=0; it must be at least 1")
+    return Schedule.fixed(rows, seqlen * size, q.device, **batch)
+
+
+def _case(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, head_groups: int) -> Case:
+    """Of one head group's attention."""
+    return Case(
+        device=q.device,
+        dtype=q.dtype,
+        heads=q.shape[1] // head_groups,
+        kv_heads=k.shape[1] // head_groups,
+        head_dim=q.shape[2],
+        head_dim_v=v.shape[2],
+        mask=schedule.mask,
+        segments=schedule.most_segments,
+        equal=schedule.equal,
+        grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+    )
 
 
 def _packed(x: Tensor, layout: str) -> Tensor:

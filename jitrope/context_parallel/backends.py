@@ -14,10 +14,8 @@ from .flex import Flex
 from .interface import Backend, Case
 from .plain import Math
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (Flash("flash4"), Flash("flash3"), Flash("flash"), Cudnn(), Flex(), Math())
-}  # fmt: skip
+_ALL: tuple[Backend, ...] = (*map(Flash, ("flash4", "flash3", "flash")), Cudnn(), Flex(), Math())
+BACKENDS = {backend.name: backend for backend in _ALL}
 # "auto": the first that does not refuse. A newer FlashAttention is there only where the user has made it active.
 AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math"), "cpu": ("math",)}
 

@@ -16,23 +16,18 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_TOKENS = 2**31 - 1  # tables of rows are int32
 
 
-def size_or_none(function: str, label: str, size: Any, least: int = 0) -> int | None:
-    """A whole number, or None."""
-    return None if size is None else arguments.whole(function, label, size, least)
-
-
 def checked_batch(
     function: str, cu_seqlens: Any, cu_seqlens_padded: Any, tokens: Any, rule: Any, fail: Fail
 ) -> tuple[int, str]:
     """(tokens, rule), with the offsets of a batch looked at."""
-    _check_offsets("cu_seqlens", cu_seqlens, fail)
-    if cu_seqlens_padded is not None:
-        _check_offsets("cu_seqlens_padded", cu_seqlens_padded, fail)
-        if cu_seqlens_padded.shape != cu_seqlens.shape or cu_seqlens_padded.device != cu_seqlens.device:
-            fail(
-                f"cu_seqlens is {tuple(cu_seqlens.shape)} on {cu_seqlens.device} but cu_seqlens_padded is "
-                f"{tuple(cu_seqlens_padded.shape)} on {cu_seqlens_padded.device}; they must match"
-            )
+    padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    for label, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
+        arguments.tensor(function, label, x)
+        if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or len(x) < 2:
+            arguments.refuse(function, label, x, "(N + 1) int32 or int64, with one sequence at least")
+    if padded.shape != cu_seqlens.shape or padded.device != cu_seqlens.device:
+        both = f"cu_seqlens is {arguments.shown(cu_seqlens)}, cu_seqlens_padded {arguments.shown(padded)}"
+        fail(f"{both}; they must match in shape and device")
     tokens = arguments.whole(function, "tokens", tokens, 0)
     if tokens > _MAX_TOKENS:
         fail(f"tokens is {tokens!r}; it is the number of rows of the whole batch, at most {_MAX_TOKENS}")
@@ -52,34 +47,22 @@ def check_heads(q: Any, k: Any, v: Any, layout: Any, fail: Fail) -> None:
     arguments.word("all_gather_attention", "layout", layout, LAYOUTS)
     axes = LAYOUTS[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x, q, layout, fail)
+        arguments.tensor("all_gather_attention", name, x)
+        if x.dim() != len(axes):
+            fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(axes)} axes ({', '.join(axes)})")
+        if x.dtype != q.dtype or x.device != q.device:
+            fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
     if q.dtype not in _DTYPES:
         fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
+    sizes = ", ".join(f"{name} is {_named(x, axes)}" for name, x in (("q", q), ("k", k), ("v", v)))
     if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
-        fail(f"q is {_named(q, axes)}, k {_named(k, axes)}, v {_named(v, axes)}; only H and v's D may differ")
+        fail(f"{sizes}; only H and v's D may differ")
     if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
-        fail(f"q is {_named(q, axes)}, k {_named(k, axes)}, v {_named(v, axes)}; k's H is v's, and k's D is q's")
+        fail(f"{sizes}; k's H must be v's, and k's D must be q's")
     if min(*q.shape[-2:], *v.shape[-2:]) <= 0:
-        fail(f"q is {_named(q, axes)}, v {_named(v, axes)}; H or D is 0")
+        fail(f"{sizes}; H and D must be at least 1")
     if q.shape[-2] % k.shape[-2] != 0:
         fail(f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide")
-
-
-def _check_offsets(name: str, x: Any, fail: Fail) -> None:
-    if not isinstance(x, Tensor):
-        fail(f"{name} is {type(x).__name__}; it is a tensor")
-    if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or len(x) < 2:
-        fail(f"{name} is {tuple(x.shape)} {x.dtype}; it is (N + 1) int32 or int64, with one sequence at least")
-
-
-def _check_tensor(name: str, x: Any, q: Any, layout: str, fail: Fail) -> None:
-    axes = LAYOUTS[layout]
-    if not isinstance(x, Tensor):
-        fail(f"{name} is {type(x).__name__}; it is a tensor")
-    if x.dim() != len(axes):
-        fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(axes)} axes ({', '.join(axes)})")
-    if x.dtype != q.dtype or x.device != q.device:
-        fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
 
 
 def checked_head_groups(function: str, head_groups: Any, kv_heads: int, fail: Fail) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -39,24 +40,14 @@ class Flash:
 
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
-        return (
-            _refuses_inputs(case)
-            or self._refuses_case(case)
-            or self._refuses_impl(case)
-            or _refuses_device(case, self.limits.capabilities)
-        )
-
-    def _refuses_case(self, case: Case) -> str | None:
         most = self.limits.max_segments
-        if case.head_dim % 8 or case.head_dim > 256:
-            return f"D is {case.head_dim}; it is a multiple of 8 up to 256"
-        if case.head_dim_v != case.head_dim:
-            return f"v has D={case.head_dim_v} and k D={case.head_dim}; they must be equal"
-        if most is not None and case.segments > most:
-            return f"there are {case.segments} segments, at most {most} are possible"
-        if case.max_logit:
-            return "it gives no max_logit"
-        return None
+        many = most is not None and case.segments > most
+        own = (
+            (many, f"there are {case.segments} segments; at most {most} are possible"),
+            (case.max_logit, "it gives no max_logit"),
+        )
+        of_case = _refuses_inputs(case) or _refuses_sizes(case, 256) or _first(own)
+        return of_case or self._refuses_impl(case) or _refuses_device(case, self.limits.capabilities)
 
     def _refuses_impl(self, case: Case) -> str | None:
         wanted, active = self.limits.impl, active_impl()
@@ -74,7 +65,7 @@ class Flash:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         """See `Backend`."""
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(varlen), 0.0, _causal(varlen), False, scale=varlen.scale, **_window(varlen)
+            q, k, v, *_lengths(varlen), 0.0, _causal(varlen), False, **_words(varlen)
         )
         # Rows without keys have +inf or -inf, whichever its own backward wants.
         told = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
@@ -84,11 +75,10 @@ class Flash:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Backend`."""
-        lse, state, unused = saved
+        lse, *state = saved
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout.contiguous(), q, k, v, out, lse, *_lengths(varlen), 0.0, _causal(varlen), state, unused,
-            scale=varlen.scale, **_window(varlen),
-        )  # fmt: skip
+            dout.contiguous(), q, k, v, out, lse, *_lengths(varlen), 0.0, _causal(varlen), *state, **_words(varlen)
+        )
         return dq, dk, dv
 
 
@@ -104,20 +94,14 @@ class Cudnn:
 
     def refuses(self, case: Case) -> str | None:
         """See `Backend`."""
-        for refused, why in (
+        own = (
             (not case.mask.full, "it has full masks only: its causal mask counts from the first key"),
             (not case.equal, "sequences may be empty or of different lengths; it takes fixed-length batches only"),
             (case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"),
-            (
-                case.head_dim_v != case.head_dim,
-                f"v has D={case.head_dim_v} and k D={case.head_dim}; they must be equal",
-            ),
-            (case.head_dim % 8 or case.head_dim > 128, f"D is {case.head_dim}; it is a multiple of 8 up to 128"),
             (case.lse or case.max_logit, "it gives neither lse nor max_logit"),
-        ):
-            if refused:
-                return _refuses_inputs(case) or why
-        return _refuses_inputs(case) or _refuses_device(case, range(9, 100))
+        )
+        of_case = _refuses_inputs(case) or _first(own) or _refuses_sizes(case, 128)
+        return of_case or _refuses_device(case, range(9, 100))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         """See `Backend`."""
@@ -158,6 +142,18 @@ def _refuses_inputs(case: Case) -> str | None:
     return None if case.dtype in _HALVES else f"q is {case.dtype}; allowed are fp16 and bf16"
 
 
+def _refuses_sizes(case: Case, most: int) -> str | None:
+    d, d_v = case.head_dim, case.head_dim_v
+    if d % 8 or d > most:
+        return f"D is {d}; it must be a multiple of 8 up to {most}"
+    return None if d_v == d else f"v has D={d_v} and k D={d}; they must be equal"
+
+
+def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
+    """The first reason that holds."""
+    return next((why for holds, why in reasons if holds), None)
+
+
 def _refuses_device(case: Case, capabilities: range) -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA device"
@@ -188,7 +184,7 @@ def _causal(varlen: Varlen) -> bool:
     return varlen.mask.left < 0 and varlen.mask.right == 0
 
 
-def _window(varlen: Varlen) -> dict[str, int]:
+def _words(varlen: Varlen) -> dict[str, float]:
     if varlen.mask.full or _causal(varlen):
-        return {}
-    return {"window_size_left": varlen.mask.left, "window_size_right": varlen.mask.right}
+        return {"scale": varlen.scale}
+    return {"scale": varlen.scale, "window_size_left": varlen.mask.left, "window_size_right": varlen.mask.right}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .interface import Case, Result, Varlen, key_ranges
+from .interface import Case, Result, Varlen, key_ranges, rows_with_keys
 
 _BLOCK = 128
 
@@ -39,7 +39,7 @@ class Flex:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         """See `Backend`."""
         low, high = key_ranges(varlen, len(q))
-        q = _rows_with_keys(q, low, high)
+        q = rows_with_keys(q, low, high)
         out, aux = _attend((q, k, v), low, high, varlen.scale, lse=case.lse, max_scores=case.max_logit)
         row_max = aux.max_scores[0].masked_fill(low >= high, -torch.inf) if case.max_logit else None
         lse = aux.lse[0].float().masked_fill(low >= high, -torch.inf) if case.lse else None
@@ -50,10 +50,10 @@ class Flex:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Backend`."""
         low, high = key_ranges(varlen, len(q))
-        inputs = [x.detach().requires_grad_() for x in (_rows_with_keys(q, low, high), k, v)]
+        inputs = [x.detach().requires_grad_() for x in (rows_with_keys(q, low, high), k, v)]
         with torch.enable_grad():
             again = _attend(inputs, low, high, varlen.scale)[0]
-        dq, dk, dv = torch.autograd.grad(again, inputs, _rows_with_keys(dout, low, high))
+        dq, dk, dv = torch.autograd.grad(again, inputs, rows_with_keys(dout, low, high))
         return dq, dk, dv
 
 
@@ -106,8 +106,3 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(how many of each row are set, those first): (1, 1, rows) and (1, 1, rows, columns), int32."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None]
-
-
-def _rows_with_keys(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """0 * NaN is NaN: what rows without keys hold must not get into sums over rows."""
-    return torch.where((low < high)[:, None, None], x, 0)

@@ -100,4 +100,7 @@ def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
 
 def gather_values(x: Tensor, ranks: Ranks) -> list[list[int]]:
     """Everyone's numbers, to the host."""
-    return all_gather(x[None], ranks).wait().tolist() if x.numel() else [[]] * ranks.cp_size  # type: ignore[no-any-return]
+    if not x.numel():
+        return [[]] * ranks.cp_size
+    values: list[list[int]] = all_gather(x[None], ranks).wait().tolist()
+    return values

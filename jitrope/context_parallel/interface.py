@@ -32,7 +32,7 @@ class Case(NamedTuple):
     head_dim_v: int
     mask: Mask = Mask()
     segments: int = 1
-    equal: bool = False  # every segment has as many queries, at least one, and as many keys
+    equal: bool = False
     grad: bool = True
     lse: bool = False
     max_logit: bool = False
@@ -99,3 +99,8 @@ def key_ranges(varlen: Varlen, rows: int) -> tuple[Tensor, Tensor]:
         low = torch.maximum(low, key - mask.left)
     seen = (row < cu_q[-1]) & (low < high)
     return torch.where(seen, low, 0), torch.where(seen, high, 0)
+
+
+def rows_with_keys(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """0 * NaN is NaN: what rows without keys hold must not get into sums over rows."""
+    return torch.where((low < high)[:, None, None], x, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .interface import Case, Result, Varlen, key_ranges
+from .interface import Case, Result, Varlen, key_ranges, rows_with_keys
 
 
 class Math:
@@ -19,8 +19,8 @@ class Math:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         """See `Backend`."""
-        visible = _visible(varlen, len(q), len(k))
-        q = _rows_with_keys(q, visible)
+        low, high = key_ranges(varlen, len(q))
+        visible, q = _visible(low, high, len(k)), rows_with_keys(q, low, high)
         out = q.new_empty(*q.shape[:2], v.shape[2])
         lse, row_max = (torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) for _ in range(2))
         for heads, head in _head_groups(q, k):
@@ -32,8 +32,8 @@ class Math:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Backend`. The scores are computed again."""
-        visible = _visible(varlen, len(q), len(k))
-        q, dout = _rows_with_keys(q, visible), _rows_with_keys(dout, visible)
+        low, high = key_ranges(varlen, len(q))
+        visible, q, dout = _visible(low, high, len(k)), *(rows_with_keys(x, low, high) for x in (q, dout))
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for heads, head in _head_groups(q, k):
             inputs = [_wide(x.detach()).requires_grad_() for x in (q[:, heads], k[:, head], v[:, head])]
@@ -55,16 +55,10 @@ def _attend(inputs: list[Tensor], visible: Tensor, scale: float) -> tuple[Tensor
     return out, row_max + total.log(), row_max
 
 
-def _visible(varlen: Varlen, rows: int, keys: int) -> Tensor:
+def _visible(low: Tensor, high: Tensor, keys: int) -> Tensor:
     """(Tq, Tk) bool."""
-    low, high = key_ranges(varlen, rows)
     key = torch.arange(keys, device=low.device)
     return (key >= low[:, None]) & (key < high[:, None])
-
-
-def _rows_with_keys(x: Tensor, visible: Tensor) -> Tensor:
-    """0 * NaN is NaN: what rows without keys hold must not get into sums over rows."""
-    return torch.where(visible.any(1)[:, None, None], x, 0)
 
 
 def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, int]]:

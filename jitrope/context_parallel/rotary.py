@@ -47,16 +47,10 @@ class Rope:
         Raises:
             InvalidInput: they do not fit together; the message begins with `name`.
         """
-        for label in ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis"):
-            if getattr(self, label) is not None:
-                arguments.tensor(name, label, getattr(self, label))
-        words = ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis")
-        tables = {word: getattr(self, word) for word in words if getattr(self, word) is not None}
+        asked: dict[str, Any] = {"layout": "thd", **vars(self)}
+        tables = {word: asked.pop(word) for word in ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis")}
+        tables = {word: arguments.tensor(name, word, x) for word, x in tables.items() if x is not None}
         shape = schedule.shape
-        asked: dict[str, Any] = {
-            "layout": "thd", "interleaved": self.interleaved, "rotary_dim": self.rotary_dim,
-            "rotary_offset": self.rotary_offset, "rounding": self.rounding,
-        }  # fmt: skip
         if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel counts, from the offsets
             asked.update(cp_size=shape.cp_size, cp_rank=shape.cp_rank)
             positions = {"cu_seqlens": schedule.offsets}
@@ -78,13 +72,12 @@ class Rotation:
     def into(self, q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> Tensor:
         """q rotated; k rotated and v go side by side into `sent` (rows at least, widths of k and of v). One launch."""
         q, k, v = (x.resolve_neg() for x in (q, k, v))
-        rows = len(q)
-        keys, values = (
-            x.view(rows, *k.shape[1:]) for x in sent[:rows].split([k[0].numel(), v[0].numel()], 1)
-        ) if rows else (k, v)  # fmt: skip
-        sent[rows:] = 0
+        own, sent_k, sent_v = sent[: len(q)], k, v
+        if len(q):
+            sent_k, sent_v = (x.view_as(k) for x in own.chunk(2, 1))
+        sent[len(q) :] = 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        tensors = {"q": q, "k": k, "v": v, "q_out": out, "k_out": keys, "v_out": values, **self.tables}
+        tensors = {"q": q, "k": k, "v": v, "q_out": out, "k_out": sent_k, "v_out": sent_v, **self.tables}
         call(ROPE_INTO, tensors, self.options)
         return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..ops.fit import failing
 from ..plan.partition import Mask, Rows, capacity, exchange_rows
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments, Shape
-from .checks import checked_batch, checked_window, size_or_none
+from .checks import checked_batch, checked_window
 from .groups import Ranks, everyones_rows, ranks_of
 from .interface import Varlen
 from .shards import described
@@ -60,13 +61,13 @@ class Schedule:
         fail = failing("Schedule")
         tokens, rule = checked_batch("Schedule", cu_seqlens, cu_seqlens_padded, tokens, rule, fail)
         left, right = checked_window("Schedule", window, fail)
-        max_seqlen = size_or_none("Schedule", "max_seqlen", max_seqlen)
+        max_seqlen = tokens if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
         causal = arguments.flag("Schedule", "causal", causal)
         self.ranks: Ranks = ranks_of("Schedule", group, cp_size, cp_rank, fail)
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
         self.mask = Mask(left, 0 if causal else right)
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
-        self.max_seqlen = tokens if max_seqlen is None else max_seqlen
+        self.max_seqlen = max_seqlen
         self.equal = False
 
     @classmethod
@@ -93,21 +94,19 @@ class Schedule:
         Raises:
             InvalidInput: the arguments do not fit together.
         """
-        fail = failing("Schedule.fixed")
         name = "Schedule.fixed"
+        fail = failing(name)
         batch = arguments.whole(name, "batch", batch, 1)
         seqlen = arguments.whole(name, "seqlen", seqlen, 0)
         where = arguments.device(name, "device", device)
         if where is None:
             arguments.refuse(name, "device", device, "that of q")
-        ranks = ranks_of(name, group, cp_size, cp_rank, fail)
+        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank}
+        ranks = ranks_of(name, **on, fail=fail)
         if seqlen % ranks.cp_size != 0:
             fail(f"seqlen is {seqlen}; it is a multiple of the group's size {ranks.cp_size}")
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
-        schedule = cls(
-            offsets, batch * seqlen, group=group, cp_size=cp_size, cp_rank=cp_rank, max_seqlen=seqlen, causal=causal,
-            window=window, rule=rule,
-        )  # fmt: skip
+        schedule = cls(offsets, batch * seqlen, **on, max_seqlen=seqlen, causal=causal, window=window, rule=rule)
         schedule.equal = seqlen > 0
         return schedule
 
@@ -122,7 +121,7 @@ class Schedule:
     @cached_property
     def position_ids(self) -> Tensor:
         """Each row's position in its sequence: (rows), int32."""
-        return thd_ops.position_ids(self.offsets, self.shape)
+        return thd_ops.table("positions", self.offsets, self.shape)
 
     @cached_property
     def segments(self) -> Segments:

@@ -72,12 +72,12 @@ class Partition:
     @cached_property
     def indices(self) -> Tensor:
         """The token of the batch that each row is: (rows), int32."""
-        return thd_ops.partition_indices(self._offsets, self.shape)
+        return thd_ops.table("to_ranks", self._offsets, self.shape)
 
     @cached_property
     def position_ids(self) -> Tensor:
         """Each row's position in its sequence: (rows), int32. What `apply_rope` takes."""
-        return thd_ops.position_ids(self._offsets, self.shape)
+        return thd_ops.table("positions", self._offsets, self.shape)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -91,12 +91,12 @@ class Partition:
 
         (cp_size * ceil(T / cp_size)), int32.
         """
-        return thd_ops.to_ranks(self._offsets, self.shape)
+        return thd_ops.table("to_ranks", self._offsets, self.shape._replace(cp_rank=0), self.shape.all_rows)
 
     @cached_property
     def to_sequences(self) -> Tensor:
         """Where each token is among those rows: (T), int32."""
-        return thd_ops.to_sequences(self._offsets, self.shape)
+        return thd_ops.table("to_sequences", self._offsets, self.shape)
 
     @cached_property
     def _own_rows(self) -> Tensor:
@@ -113,7 +113,8 @@ class Partition:
         if arguments.tensor("shard", "x", x).dim() <= 0 or len(x) != self.shape.tokens:
             failing("shard")(f"x has shape {tuple(x.shape)}; the batch has T={self.shape.tokens} tokens")
         self._require_device("shard", x)
-        return _Shard.apply(x, self)  # type: ignore[no-any-return]
+        rows: Tensor = _Shard.apply(x, self)
+        return rows
 
     def unshard(self, x: Tensor) -> Tensor:
         """All rows (T, ...) of everyone's x (rows, ...), in the order of the batch. A collective.
@@ -129,7 +130,8 @@ class Partition:
         if self.ranks.group is None and self.shape.cp_size != 1:
             fail("the partition was made with cp_size and cp_rank; make it with a group")
         self._require_device("unshard", x)
-        return _Unshard.apply(x, self)  # type: ignore[no-any-return]
+        rows: Tensor = _Unshard.apply(x, self)
+        return rows
 
     def _require_device(self, function: str, x: Tensor) -> None:
         device = self._offsets.device

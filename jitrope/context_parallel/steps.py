@@ -57,7 +57,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
         return Result(q.new_empty(0, q.shape[1], v.shape[2]), none, none, ())
     result = call.backend.forward(_with_dummies(q, call), k, v, schedule.varlen(call.scale), call.case)
     if segments.output_rows is None:
-        out = thd_ops.zero_tail_(result.out, segments.cu_seqlens_q)
+        out = result.out
+        thd_ops.move("tail", [out], [out], segments.cu_seqlens_q)
     else:
         out = taken(result.out, segments.output_rows, rows)
     lse = _by_rows(result.lse, call, rows) if call.case.lse else None
@@ -75,7 +76,8 @@ def attend_backward(
     dout, q, out = (_with_dummies(x, call) for x in (dout, q, out))
     dq, dk, dv = call.backend.backward(dout, q, k, v, out, saved, call.schedule.varlen(call.scale))
     if segments.output_rows is None:
-        return thd_ops.zero_tail_(dq, segments.cu_seqlens_q), dk, dv
+        thd_ops.move("tail", [dq], [dq], segments.cu_seqlens_q)
+        return dq, dk, dv
     return taken(dq, segments.output_rows, rows), dk, dv
 
 

@@ -13,7 +13,7 @@ the batch or of the rank, and B sequences.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ..base import arguments
 from ..ops.fit import Fail, failing
 from ..plan.partition import RULES
 from . import ops as thd_ops
+from .launch import SUMMED
 from .reference import Shape
 
 __all__ = [
@@ -42,30 +43,36 @@ Rows = Tensor | tuple[Tensor, ...]
 MAX_TOKENS = 2**31 - 1
 """Rows are counted in 32 bits; elements in 64."""
 
-SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of what is corrected, in fp32."""
+CORRECTIONS = {"none": "nothing", "add": "add", "copy": "copy"}
+"""Words of `grad_correction` for what is done with a half, and the kernels' words for it."""
 
-CORRECTIONS = ("none", "add", "copy")
-"""What `grad_correction` does with a half."""
+
+def _given(name: str, **tensors: Any) -> Fail:
+    """What refuses a call of `name`, whose tensors these are."""
+    for label, x in tensors.items():
+        arguments.tensor(name, label, x)
+    return failing(name)
 
 
 def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, fail: Fail, rows: str = "x") -> None:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        fail(f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it is (sequences + 1) int32 or int64")
+        fail(f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it must be (sequences + 1) int32 or int64")
     if cu_seqlens.device != x.device:
-        fail(f"{label} is on {cu_seqlens.device}, {rows} on {x.device}")
+        fail(f"{label} is on {cu_seqlens.device}, {rows} on {x.device}; they must be on one device")
     if not cu_seqlens.is_contiguous():
-        fail(f"{label} is not contiguous")
+        fail(f"{label} must be contiguous")
 
 
-def _check_shape(x: Tensor, cu_seqlens: Tensor, shape: Shape, fail: Fail) -> None:
+def _shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str, fail: Fail) -> Shape:
+    """The batch's shape, if the offsets are offsets and the rows can be counted."""
     _check_offsets("cu_seqlens", cu_seqlens, x, fail)
-    if shape.tokens + shape.cp_size > MAX_TOKENS:
-        fail(f"{shape.tokens} tokens are more than {MAX_TOKENS} rows")
+    if tokens + cp_size > MAX_TOKENS:
+        fail(f"{tokens} tokens are more than {MAX_TOKENS} rows")
+    return Shape(tokens, len(cu_seqlens) - 1, cp_size, cp_rank, rule)
 
 
 def _require_written(label: str, x: Tensor, fail: Fail) -> None:
-    """What is written has rows of their own, and each in one piece."""
+    """A tensor that is written must have rows of its own, each in one piece."""
     if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
         fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")
 
@@ -85,7 +92,10 @@ class _Reordered(torch.autograd.Function):
     def forward(ctx: Any, map: str, cu_seqlens: Tensor, shape: Shape, *xs: Tensor) -> Any:
         ctx.map, ctx.shape = map, shape
         ctx.save_for_backward(cu_seqlens)
-        return _reordered(xs, map, cu_seqlens, shape)
+        rows = shape.all_rows if map == "to_ranks" else shape.tokens
+        out = tuple(x.new_empty((rows, *x.shape[1:])) for x in xs)
+        thd_ops.move(map, [_rows_of(x) for x in xs], out, cu_seqlens, shape)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -93,14 +103,7 @@ class _Reordered(torch.autograd.Function):
         return None, None, None, *_Reordered.apply(back, ctx.saved_tensors[0], ctx.shape, *grads)
 
 
-def _reordered(xs: tuple[Tensor, ...], map: str, cu_seqlens: Tensor, shape: Shape) -> tuple[Tensor, ...]:
-    rows = shape.cp_size * shape.capacity if map == "to_ranks" else shape.tokens
-    out = tuple(x.new_empty((rows, *x.shape[1:])) for x in xs)
-    thd_ops.reorder([_rows_of(x) for x in xs], out, map, cu_seqlens, shape)
-    return out
-
-
-def _reorder(name: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Rows:
+def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Any:
     xs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
     fail = failing(name)
     if not (1 <= len(xs) <= 2):
@@ -112,20 +115,17 @@ def _reorder(name: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int |
     tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
     rule = arguments.word(name, "rule", rule, RULES)
     if not all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs):
-        fail(
-            f"x is {', '.join(map(arguments.shown, xs))}; it must be (T, ...), a pair with as many rows and one device"
-        )
-    to_ranks = name.startswith("sequence")
-    shape = Shape(tokens if tokens is not None else len(xs[0]), len(cu_seqlens) - 1, cp_size, 0, rule)
-    _check_shape(xs[0], cu_seqlens, shape, fail)
-    rows = shape.tokens if to_ranks else cp_size * shape.capacity
+        each = ", ".join(arguments.shown(y) for y in xs)
+        fail(f"x is {each}; it must be (T, ...), or a pair with as many rows on one device")
+    shape = _shape_of(xs[0], cu_seqlens, len(xs[0]) if tokens is None else tokens, cp_size, 0, rule, fail)
+    rows = shape.tokens if map == "to_ranks" else shape.all_rows
     if len(xs[0]) != rows:
         fail(
             f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows} (total_tokens "
             "must be given where it is not the number of rows)"
         )
-    out = _Reordered.apply("to_ranks" if to_ranks else "to_sequences", cu_seqlens, shape, *xs)
-    return out if isinstance(x, (tuple, list)) else out[0]  # type: ignore[no-any-return]
+    out = _Reordered.apply(map, cu_seqlens, shape, *xs)
+    return out if isinstance(x, (tuple, list)) else out[0]
 
 
 def sequence_order_to_cp_rank_order(
@@ -147,7 +147,8 @@ def sequence_order_to_cp_rank_order(
     Raises:
         InvalidInput: the arguments do not fit together.
     """
-    return _reorder("sequence_order_to_cp_rank_order", x, cu_seqlens, cp_size, total_tokens, rule)
+    name = "sequence_order_to_cp_rank_order"
+    return cast(Rows, _reorder(name, "to_ranks", x, cu_seqlens, cp_size, total_tokens, rule))
 
 
 def cp_rank_order_to_sequence_order(
@@ -158,7 +159,8 @@ def cp_rank_order_to_sequence_order(
     Arguments and errors are those of `sequence_order_to_cp_rank_order`, which is its gradient; total_tokens is T,
     needed where it is not x's number of rows.
     """
-    return _reorder("cp_rank_order_to_sequence_order", x, cu_seqlens, cp_size, total_tokens, rule)
+    name = "cp_rank_order_to_sequence_order"
+    return cast(Rows, _reorder(name, "to_sequences", x, cu_seqlens, cp_size, total_tokens, rule))
 
 
 def get_partitioned_indices(
@@ -186,9 +188,9 @@ def get_partitioned_indices(
     fail = failing(name)
     if rank >= world_size:
         fail(f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
-    shape = Shape(total_tokens, len(cu_seqlens) - 1, world_size, rank, arguments.word(name, "rule", rule, RULES))
-    _check_shape(cu_seqlens, cu_seqlens, shape, fail)
-    return thd_ops.partition_indices(cu_seqlens, shape)
+    rule = arguments.word(name, "rule", rule, RULES)
+    shape = _shape_of(cu_seqlens, cu_seqlens, total_tokens, world_size, rank, rule, fail)
+    return thd_ops.table("to_ranks", cu_seqlens, shape)
 
 
 # ---- on one rank -------------------------------------------------------------------------------------
@@ -208,11 +210,7 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "copy_valid_tokens_from_per_split_to_rank_local"
-    fail = failing(name)
-    for label, tensor in (
-        ("out", out), ("x", x), ("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens),
-    ):  # fmt: skip
-        arguments.tensor(name, label, tensor)
+    fail = _given(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
     if out.dim() <= 0 or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         fail(f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike")
     for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
@@ -221,7 +219,7 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         fail("cu_seqlens and cu_seqlens_padded differ in shape or dtype")
     _require_written("out", out, fail)
     if len(cu_seqlens) > 1:
-        thd_ops.copy_valid([_rows_of(x)], [out], cu_seqlens_padded, cu_seqlens)
+        thd_ops.move("valid", [_rows_of(x)], [out], cu_seqlens_padded, lengths=cu_seqlens)
 
 
 def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
@@ -240,40 +238,34 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         InvalidInput: the arguments do not fit together.
     """
     name = "read_half_tensor"
-    fail = failing(name)
-    arguments.tensor(name, "x", x)
-    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+    fail = _given(name, x=x, cu_seqlens=cu_seqlens)
     half_idx = arguments.whole(name, "half_idx", half_idx)
     if half_idx not in (0, 1):
         fail(f"half_idx is {half_idx!r}; it must be 0 or 1")
     both = x.dim() == 4
     if x.dim() != 3 and (not both or len(x) != 2):
-        fail(f"x is {tuple(x.shape)}; it is (T, H, D) or (2, T, H, D)")
+        fail(f"x is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D)")
     xs = tuple(x) if both else (x,)
-    shape = Shape(len(xs[0]), len(cu_seqlens) - 1, 2, half_idx, "contiguous")
-    _check_shape(x, cu_seqlens, shape, fail)
+    shape = _shape_of(x, cu_seqlens, len(xs[0]), 2, half_idx, "contiguous", fail)
     out = x.new_empty((len(xs), shape.rows, *xs[0].shape[1:]))
-    thd_ops.reorder([_rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape)
+    thd_ops.move("to_ranks", [_rows_of(y) for y in xs], list(out), cu_seqlens, shape)
     return out if both else out[0]
 
 
 # ---- ring attention's corrections --------------------------------------------------------------------
 
 
-def _check_lse(label: str, lse: Tensor, packed: bool, cu_seqlens: Tensor, fail: Fail) -> None:
-    words = "(H, rows)" if packed else "(B, H, rows)"
-    if lse.dim() != (2 if packed else 3) or lse.dtype != torch.float32 or not lse.is_contiguous():
-        fail(f"{label} is {tuple(lse.shape)} {lse.dtype}, strides {lse.stride()}; it is contiguous {words} fp32")
-    if not packed and len(lse) != len(cu_seqlens) - 1:
-        fail(f"{label} has B={len(lse)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match")
-
-
-def _check_step_lse(lse: Tensor, lse_per_step: Tensor, fail: Fail) -> None:
-    if lse_per_step.shape[:-1] != lse.shape[:-1] or lse_per_step.device != lse.device:
-        fail(f"lse_per_step is {arguments.shown(lse_per_step)}, lse {arguments.shown(lse)}; only rows may differ")
-
-
-def _rows_in_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool) -> int:
+def _check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> int:
+    """Refuse log-sum-exps that are none, or not of one batch; the rows that the first is for."""
+    lse = next(iter(given.values()))
+    for label, x in given.items():
+        if x.dim() != (2 if packed else 3) or x.dtype != torch.float32 or not x.is_contiguous():
+            words = "(H, rows)" if packed else "(B, H, rows)"
+            fail(f"{label} is {tuple(x.shape)} {x.dtype}, strides {x.stride()}; it must be contiguous {words} fp32")
+        if not packed and len(x) != len(cu_seqlens) - 1:
+            fail(f"{label} has B={len(x)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match")
+        if x is not lse and (x.shape[:-1] != lse.shape[:-1] or x.device != lse.device):
+            fail(f"{label} is {arguments.shown(x)}, lse {arguments.shown(lse)}; only rows may differ")
     return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
 
 
@@ -290,16 +282,11 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "second_half_lse_correction"
-    fail = failing(name)
-    for label, tensor in (("lse", lse), ("lse_per_step", lse_per_step), ("cu_seqlens", cu_seqlens)):
-        arguments.tensor(name, label, tensor)
-    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
+    fail = _given(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
+    packed = arguments.flag(name, "lse_packed", lse_packed)
     _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
-    for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
-        _check_lse(label, x, lse_packed, cu_seqlens, fail)
-    _check_step_lse(lse, lse_per_step, fail)
-    rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
-    torch.ops.jitrope.thd_correct("lse", "nothing", "add", lse_packed, cu_seqlens, rows, None, None, lse, lse_per_step)
+    rows = _check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
+    thd_ops.correct("lse", "nothing", "add", cu_seqlens, rows, packed=packed, lse=lse, lse_step=lse_per_step)
 
 
 def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
@@ -316,23 +303,25 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
         InvalidInput: the arguments do not fit together.
     """
     name = "read_second_half_lse"
-    fail = failing(name)
-    for label, tensor in (("lse", lse), ("cu_seqlens", cu_seqlens)):
-        arguments.tensor(name, label, tensor)
-    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
-    second_half_lse_seqlen = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
+    fail = _given(name, lse=lse, cu_seqlens=cu_seqlens)
+    packed = arguments.flag(name, "lse_packed", lse_packed)
+    columns = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
     _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
-    _check_lse("lse", lse, lse_packed, cu_seqlens, fail)
-    out = lse.new_zeros((*lse.shape[:-1], second_half_lse_seqlen))
-    rows = _rows_in_lse(lse, cu_seqlens, lse_packed)
-    torch.ops.jitrope.thd_correct("read_lse", "nothing", "copy", lse_packed, cu_seqlens, rows, None, None, lse, out)
+    rows = _check_lse(packed, cu_seqlens, fail, lse=lse)
+    out = lse.new_zeros((*lse.shape[:-1], columns))
+    thd_ops.correct("read_lse", "nothing", "copy", cu_seqlens, rows, packed=packed, lse=lse, lse_step=out)
     return out
 
 
 def out_correction(
-    out: Tensor, out_per_step: Tensor, lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, only_second_half: bool,
+    out: Tensor,
+    out_per_step: Tensor,
+    lse: Tensor,
+    lse_per_step: Tensor,
+    cu_seqlens: Tensor,
+    only_second_half: bool,
     lse_packed: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Add a step's output to out, in place: out += dtype(step * exp(lse_per_step - lse)), in fp32; zero stays zero.
 
     Args:
@@ -347,25 +336,19 @@ def out_correction(
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "out_correction"
-    fail = failing(name)
-    for label, tensor in (
-        ("out", out), ("out_per_step", out_per_step), ("lse", lse), ("lse_per_step", lse_per_step),
-        ("cu_seqlens", cu_seqlens),
-    ):  # fmt: skip
-        arguments.tensor(name, label, tensor)
-    only_second_half = arguments.flag(name, "only_second_half", only_second_half)
-    lse_packed = arguments.flag(name, "lse_packed", lse_packed)
-    first = "nothing" if only_second_half else "add"
+    both = {"lse": lse, "lse_per_step": lse_per_step}
+    fail = _given(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
+    first = "nothing" if arguments.flag(name, "only_second_half", only_second_half) else "add"
+    packed = arguments.flag(name, "lse_packed", lse_packed)
     _check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
-    for label, x in (("lse", lse), ("lse_per_step", lse_per_step)):
-        _check_lse(label, x, lse_packed, cu_seqlens, fail)
-        if x.device != out.device:
-            fail(f"{label} is on {x.device}, out on {out.device}")
-        if x.shape[-2] != out.shape[1]:
-            fail(f"{label} has {x.shape[-2]} heads, out {out.shape[1]}")
-    _check_step_lse(lse, lse_per_step, fail)
-    torch.ops.jitrope.thd_correct(
-        "out", first, "add", lse_packed, cu_seqlens, len(out), out, _rows_of(out_per_step), lse, lse_per_step
+    _check_lse(packed, cu_seqlens, fail, **both)
+    if lse.device != out.device:
+        fail(f"lse is on {lse.device}, out on {out.device}; they must be on one device")
+    if lse.shape[-2] != out.shape[1]:
+        fail(f"lse has {lse.shape[-2]} heads, out {out.shape[1]}; they must match")
+    step = _rows_of(out_per_step)
+    thd_ops.correct(
+        "out", first, "add", cu_seqlens, len(out), packed=packed, out=out, step=step, lse=lse, lse_step=lse_per_step
     )
 
 
@@ -382,35 +365,25 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "grad_correction"
-    fail = failing(name)
-    for label, tensor in (("grad", grad), ("grad_per_step", grad_per_step), ("cu_seqlens", cu_seqlens)):
-        arguments.tensor(name, label, tensor)
-    for label, what in (("first_half", first_half), ("second_half", second_half)):
-        arguments.word(name, label, what, CORRECTIONS)
-    first, second = (what if what in ("add", "copy") else "nothing" for what in (first_half, second_half))
+    fail = _given(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
+    first = CORRECTIONS[arguments.word(name, "first_half", first_half, CORRECTIONS)]
+    second = CORRECTIONS[arguments.word(name, "second_half", second_half, CORRECTIONS)]
     for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):
-        shape = tuple(x.shape)
         if x.dim() != grad.dim() or (x.dim() != 3 and (x.dim() != 4 or len(x) != 2)):
-            fail(f"{label} is {shape}; it is (T, H, D) or (2, T, H, D), and grad_per_step as grad")
+            fail(f"{label} is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D), and grad_per_step as grad")
     pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
     for one, step in pairs:
         _check_step("grad", one, step, cu_seqlens, first, second, fail)
     for one, step in pairs:
-        torch.ops.jitrope.thd_correct(
-            "grad", first, second, True, cu_seqlens, len(one), one, _rows_of(step), None, None
-        )
+        thd_ops.correct("grad", first, second, cu_seqlens, len(one), out=one, step=_rows_of(step))
 
 
 def _check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
     if out.dim() != 3 or out.dtype not in SUMMED:
-        fail(f"{label} is {tuple(out.shape)} {out.dtype}; it is (T, H, D) fp32, fp16 or bf16")
+        fail(f"{label} is {tuple(out.shape)} {out.dtype}; it must be (T, H, D) fp32, fp16 or bf16")
     rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
-    if (
-        step.dim() != 3
-        or step.shape[1:] != out.shape[1:]
-        or len(step) < rows
-        or (step.dtype, step.device) != (out.dtype, out.device)
-    ):
+    alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)
+    if not alike or len(step) < rows:
         fail(
             f"{label}_per_step is {arguments.shown(step)}; it must have {rows} rows at least, and else be as {label}, "
             f"{arguments.shown(out)}"

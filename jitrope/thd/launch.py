@@ -1,4 +1,4 @@
-"""`thd_reference` on a GPU: the same functions, each one kernel. Nothing waits for the device."""
+"""The operations of `ops` on a GPU: what each launches, and the launch itself. Nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,163 +18,165 @@ from ..ops.watch import get_device, get_stream
 from ..plan.partition import Mask, exchange_rows
 from ..plan.problem import DTYPE_NAMES
 from .reference import Shape, layout, split
-from .spec import BLOCK_THREADS, SCAN_THREADS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
+from .spec import (
+    BLOCK_THREADS,
+    PARTITIONED,
+    SCAN_THREADS,
+    ThdSpec,
+    correction_spec,
+    rows_spec,
+    segments_spec,
+    table_spec,
+)
 
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that the kernel adds up, in fp32."""
+"""Dtypes that the kernels add up, in fp32."""
 
 _local = threading.local()
 
 
-def _launch(spec: ThdSpec, grid: tuple[int, int], device: torch.device, arguments: Sequence[int]) -> None:
-    """Enqueue on torch's current stream of the device; arguments: addresses, then words."""
+class Call(NamedTuple):
+    """A launch: the kernel, its blocks, and its argument block, which is addresses of tensors and then words."""
+
+    spec: ThdSpec
+    grid: tuple[int, int]
+    tensors: Sequence[Tensor | None]
+    words: Sequence[int]
+    device: torch.device
+
+
+def launch(call: Call) -> None:
+    """Enqueue on torch's current stream of the tensors' device."""
+    spec, grid, tensors, words, device = call
     index: int = device.index
     if index != get_device():
         with torch.cuda.device(device):
-            return _launch(spec, grid, device, arguments)
+            return launch(call)
     kept = _local.__dict__.setdefault("launches", {})
     key = (spec, grid, index)
-    if key not in kept:
+    known = kept.get(key)
+    if known is None:
         if len(kept) >= MAX_LAUNCHES:
             kept.clear()
         kernel = get_kernel(spec, index)
         kernel.bind_thread()
-        words = (ctypes.c_int64 * len(arguments))()
-        kept[key] = words, kernel.enqueuer(grid, spec.threads, ctypes.addressof(words))
-    words, enqueue = kept[key]
-    words[:] = arguments
+        block = (ctypes.c_int64 * (len(tensors) + len(words)))()
+        known = kept[key] = block, kernel.enqueuer(grid, spec.threads, ctypes.addressof(block))
+    block, enqueue = known
+    block[:] = [*[0 if x is None else x.data_ptr() for x in tensors], *words]
     enqueue(get_stream(index))
 
 
-# ---- rows --------------------------------------------------------------------------------------------
+# ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
 
 
-def rows_call(
-    map: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], offsets: Tensor | None, lengths: Tensor | None,
-    table: Tensor | None, indices: Tensor | None, shape: Shape | None,
-) -> tuple[RowsSpec, tuple[int, int], list[Tensor | None], list[int]] | None:  # fmt: skip
-    """(spec, grid, tensors, words) of a call of `thd_rows` or, with `indices`, of `thd_tables`; None: nothing to do.
+def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
+    """Write where rows come from under a map."""
+    spec = table_spec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    grid = (-(-rows // spec.rows_per_block), 1)
+    words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
+    return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
 
-    offsets: cu_seqlens; lengths: those of what is valid.
-    """
-    shape = shape or Shape(0, 0, 1, 0)
-    ones = indices is not None
-    rows = outputs[0].shape[0] if indices is None else indices.shape[0]
-    sums = table is not None and table.dim() == 2
-    cp_size, rule = (
-        (shape.cp_size, shape.rule) if map in ("to_ranks", "to_sequences", "positions") else (1, "dual_chunk")
-    )
-    dtypes = (DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ("fp32", "fp32")
-    index_dtype = "int32" if offsets is None else DTYPE_NAMES[offsets.dtype]
-    spec = RowsSpec(map, ones, index_dtype, cp_size, rule, sums, *dtypes)
-    strides = [(x.stride(0) * x.element_size() if x.shape[0] > 1 else 0) for x in (*inputs, *outputs)]
-    widths, in_widths = ([_row_bytes(x) for x in xs] for xs in (outputs, inputs))
-    if rows == 0 or (not ones and max(widths) == 0):
+
+def rows_calls(
+    _: None,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    map: str,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    shape: Shape,
+) -> list[Call] | None:
+    """Move rows by a map; None where the kernel does not: rows in pieces, three tensors, sums of other dtypes."""
+    sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
+    whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
+    if not whole or len(outputs) > 2 or (sums and inputs[0].dtype not in SUMMED):
         return None
-    if not ones:
-        at = [x.data_ptr() for x in (*inputs, *outputs)]
-        spec = plan_rows(spec, tuple(widths), (*at, *strides, *widths, *in_widths))
-    grid = (-(-rows // spec.rows_per_block), 1 if ones else len(outputs))
-    two = [[*xs, *[None] * (2 - len(xs))] for xs in (inputs, outputs)]
-    tensors = [*two[0], *two[1], offsets, lengths, table, indices]
-    count = len(inputs)
-    pad = [0] * (2 - count)
-    words = [*strides[:count], *pad, *strides[count:], *pad, *(in_widths if sums else widths), *pad, rows]
-    words += [inputs[0].shape[0] if inputs else 0, table.shape[0] if sums else 1, shape.sequences]  # type: ignore[union-attr]
-    words += [shape.tokens, shape.cp_rank, max(1, shape.capacity)]
-    return spec, grid, tensors, words
+    rows, (widths, in_widths) = len(outputs[0]), ([_row_bytes(x) for x in xs] for xs in (outputs, inputs))
+    if rows == 0 or max(widths) == 0:
+        return []
+    in_strides, strides = ([_stride_bytes(x) for x in xs] for xs in (inputs, outputs))
+    index_dtype = "int32" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
+    cut = (shape.cp_size, shape.rule) if map in PARTITIONED else (1, "dual_chunk")
+    dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
+    addresses = [x.data_ptr() for x in (*inputs, *outputs)]
+    multiples = (*addresses, *in_strides, *strides, *widths, *in_widths)
+    spec = rows_spec(tuple(widths), math.gcd(*multiples), map, False, index_dtype, *cut, *dtypes)
+    none = [0] * (2 - len(inputs))
+    words = [*in_strides, *none, *strides, *none, *(in_widths if sums else widths), *none]
+    words += [rows, len(inputs[0]), sources, *_batch_words(shape)]
+    absent = [None] * len(none)
+    tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, None]
+    return [Call(spec, (-(-rows // spec.rows_per_block), len(outputs)), tensors, words, outputs[0].device)]
+
+
+def _batch_words(shape: Shape) -> tuple[int, ...]:
+    return shape.sequences, shape.tokens, shape.cp_rank, max(1, shape.capacity)
 
 
 def _row_bytes(x: Tensor) -> int:
     return x.shape[1:].numel() * x.element_size() if x.shape[0] else 0
 
 
-def _run(call: tuple[Any, ...] | None, device: torch.device) -> None:
-    if call is not None:
-        spec, grid, tensors, words = call
-        _launch(spec, grid, device, [*(0 if x is None else x.data_ptr() for x in tensors), *words])
+def _stride_bytes(x: Tensor) -> int:
+    return x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
 
 
-def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int) -> Tensor:
-    """Where rows come from under a map: (rows), int32."""
-    out = torch.empty(rows, dtype=torch.int32, device=cu_seqlens.device)
-    _run(rows_call(map, (), (), cu_seqlens, None, None, out, shape), cu_seqlens.device)
-    return out
-
-
-def move(
-    map: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], offsets: Tensor | None = None,
-    lengths: Tensor | None = None, table: Tensor | None = None, shape: Shape | None = None,
-) -> None:  # fmt: skip
-    """Move rows by a map; the rows of a tensor are contiguous each."""
-    _run(rows_call(map, inputs, outputs, offsets, lengths, table, None, shape), outputs[0].device)
-
-
-# ---- attention's segments --------------------------------------------------------------------------
-
-
-def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Tensor:
-    """The tables of `thd_reference.segments` in one buffer, by two kernels and what fills it with -1."""
-    calls, flat = segments_calls(cu_seqlens, cu_seqlens_padded, shape, mask)
-    for call in calls:
-        _run(call, cu_seqlens.device)
-    return flat
+# ---- attention's segments: `struct Params` of `segments.cuh.jinja` -------------------------------------
 
 
 def segments_calls(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask, scan_threads: int = SCAN_THREADS
-) -> tuple[list[Any], Tensor]:
-    """What the two kernels get, and the buffer that they fill."""
+    flat: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_padded: Tensor | None,
+    shape: Shape,
+    mask: Mask,
+    scan_threads: int = SCAN_THREADS,
+) -> list[Call]:
+    """Write the tables of `Segments` into a buffer full of -1: first segments, then their rows."""
     exchange = exchange_rows(shape.tokens, shape.cp_size, shape.sequences, mask, shape.rule)
-    padded = cu_seqlens_padded is not None and not mask.extends
-    sizes = layout(shape, mask, padded)
-    flat = torch.full(
-        (sum(math.prod(size) for size in sizes.values() if size),), -1, dtype=torch.int32, device=cu_seqlens.device
-    )
-    tables = split(flat, sizes)
-    bases = [0] * (2 * shape.cp_size)
+    padded = cu_seqlens_padded is not None
+    tables = split(flat, layout(shape, mask, padded))
+    offsets = cu_seqlens_padded if padded else cu_seqlens
+    keys, queries = (0 if tables[name] is None else len(tables[name]) for name in ("key_rows", "query_rows"))
+    bases, sent, blocks = [0] * (2 * shape.cp_size), 0, 1
     if exchange is not None:  # where the rows of each rank begin, among those received and those sent
         counts = [row[shape.cp_rank] for row in exchange], exchange[shape.cp_rank]
         bases = [sum(some[:rank]) for some in counts for rank in range(shape.cp_size)]
-    keys, queries = len(tables["key_rows"]), 0 if tables["query_rows"] is None else len(tables["query_rows"])  # type: ignore[arg-type]
-    sent = 0 if exchange is None else shape.cp_size * shape.rows
-    names = ("cu_seqlens_q", "cu_seqlens_k", "pairs", "key_rows", "gathered_rows", "query_rows", "output_rows",
-             "send_rows", "sent_rows")  # fmt: skip
-    offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-    tensors = [cu_seqlens, offsets, *(tables[name] for name in names)]
+        sent, blocks = sum(exchange[shape.cp_rank]), 1 + 2 * shape.cp_size
+    names = "cu_seqlens_q cu_seqlens_k pairs key_rows gathered_rows query_rows output_rows send_rows sent_rows"
+    tensors = [cu_seqlens, offsets, *[tables[name] for name in names.split()]]
     words = [shape.sequences, shape.tokens, shape.cp_rank, *mask, shape.capacity, shape.rows, keys, queries]
-    words += [sizes["gathered_rows"][1], sum(sizes["send_rows"]), *bases]
-    flags = (mask.full, mask.extends, padded, exchange is not None)
-    word = DTYPE_NAMES[cu_seqlens.dtype]
-    calls = []
-    for rows, threads, blocks in (
-        (False, scan_threads, 1 + (0 if exchange is None else 2 * shape.cp_size)),
-        (True, BLOCK_THREADS, -(-(keys + queries + sent) // BLOCK_THREADS)),
-    ):
-        spec = SegmentsSpec(rows, word, shape.cp_size, shape.rule, *flags, threads=threads)
-        if blocks:
-            calls.append((spec, (blocks, 1), tensors, words))
-    return calls, flat
+    words += [tables["gathered_rows"].shape[1], sent, *bases]
+    rows = keys + queries + (0 if exchange is None else shape.cp_size * shape.rows)
+    cut = (DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    flags = (mask.full, mask.extends, padded and not mask.extends, exchange is not None)
+    kernels = (False, scan_threads, blocks), (True, BLOCK_THREADS, -(-rows // BLOCK_THREADS))
+    return [
+        Call(segments_spec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
+        for of_rows, threads, blocks in kernels
+        if blocks
+    ]
 
 
-# ---- ring attention's corrections --------------------------------------------------------------------
+# ---- ring attention's corrections: `struct Params` of `thd_corrections.cu.jinja` -----------------------
 
 
-def correct(
-    quantity: str, first: str, second: str, packed: bool, offsets: Tensor, rows: int,
-    out: Tensor | None, step: Tensor | None, lse: Tensor | None, lse_step: Tensor | None,
-) -> None:  # fmt: skip
-    """One step's log-sum-exp, outputs or gradients into those of the steps before it."""
-    _run(
-        correction_call(quantity, first, second, packed, offsets, rows, out, step, lse, lse_step), offsets.device
-    )  # fmt: skip
-
-
-def correction_call(
-    quantity: str, first: str, second: str, packed: bool, offsets: Tensor, rows: int,
-    out: Tensor | None, step: Tensor | None, lse: Tensor | None, lse_step: Tensor | None,
-) -> Any:  # fmt: skip
-    """(spec, grid, tensors, words) of `correct`, or None. out, step: (rows, H, D); lse: (H, rows) or (B, H, rows)."""
+def correction_calls(
+    _: None,
+    quantity: str,
+    first: str,
+    second: str,
+    packed: bool,
+    offsets: Tensor,
+    rows: int,
+    out: Tensor | None,
+    step: Tensor | None,
+    lse: Tensor | None,
+    lse_step: Tensor | None,
+) -> list[Call]:
+    """Join a step with those before it; see `reference.correct`."""
     vec, heads, head_dim, strides = 1, 0 if lse is None else lse.shape[-2], 1, [0, 0]
     if out is not None and step is not None:
         size = out.element_size()
@@ -184,10 +186,9 @@ def correction_call(
         bytes_ = (out.data_ptr(), step.data_ptr(), *(s * size for s in strides), head_dim * size)
         while any(number % (vec * size) for number in bytes_):
             vec //= 2
-    if rows == 0 or heads == 0:
-        return None
     dtype = "fp32" if out is None else DTYPE_NAMES[out.dtype]
-    spec = CorrectionSpec(quantity, first, second, packed, dtype, DTYPE_NAMES[offsets.dtype], vec)
+    spec = correction_spec(quantity, first, second, packed, dtype, DTYPE_NAMES[offsets.dtype], vec)
     widths = [0 if x is None else x.shape[-1] for x in (lse, lse_step)]
     words = [len(offsets) - 1, heads, head_dim, *strides, *widths]
-    return spec, (rows, 1), [out, step, lse, lse_step, offsets], words
+    tensors = [out, step, lse, lse_step, offsets]
+    return [Call(spec, (rows, 1), tensors, words, offsets.device)] if rows and heads else []

@@ -1,15 +1,15 @@
 """Packed batches under context parallelism: tables of rows, and moving rows, on whatever device the tensors are.
 
-torch.library ops, so that torch.compile and fake tensors see them. CPU tensors, and dtypes that the kernels do not add
-up, take `thd_reference`; nothing here waits for a device. None of the ops has a gradient of its own: `thd` and
-`context_parallel`, which know the way back, do.
+torch.library ops, so that torch.compile and fake tensors see them; a row of `OPERATIONS` each. CPU tensors, and dtypes
+that the kernels do not add up, take `reference`; on a GPU nothing here waits. None of the ops has a gradient of its
+own: `thd` and `context_parallel`, which know the way back, do.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,25 +17,27 @@ from torch import Tensor
 from ..base.arguments import shown
 from ..base.errors import InvalidInput
 from ..plan.partition import Mask
-from . import corrections as thd_corrections
-from . import launch as runtime
 from . import reference
+from .launch import Call, correction_calls, launch, rows_calls, segments_calls, table_calls
 from .reference import Segments, Shape
 
-_SHAPE = "int tokens, int sequences, int cp_size, int cp_rank, str rule"
-_TABLES = "Tensor? cu_seqlens, Tensor? lengths, Tensor? table"
-_STEPS = "Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
-_lib = torch.library.Library("jitrope", "FRAGMENT")
-for _schema in (
-    f"thd_table(Tensor cu_seqlens, str map, int rows, {_SHAPE}) -> Tensor",
-    f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
-    f"cp_segments(Tensor cu_seqlens, Tensor? cu_seqlens_padded, int left, int right, {_SHAPE}) -> Tensor",
-    f"thd_correct(str quantity, str first, str second, bool packed, Tensor offsets, int rows, {_STEPS}) -> ()",
-):
-    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+class Operation(NamedTuple):
+    """An op. All functions but `read` take what `read` makes of its arguments; the last two the new tensor first."""
+
+    schema: str
+    read: Callable[..., tuple[Any, ...]]
+    fresh: Callable[..., Tensor] | None  # the tensor that it returns, to be filled: all that a fake needs
+    reference: Callable[..., None]  # fills or writes in plain torch
+    calls: Callable[..., list[Call] | None]  # what a GPU gets instead; None: plain torch does it there too
 
 
-# ---- on a CPU ------------------------------------------------------------------------------------------
+def _with_shape(*given: Any) -> tuple[Any, ...]:
+    return *given[:-5], Shape(*given[-5:])
+
+
+def _with_mask(cu_seqlens: Tensor, padded: Tensor | None, left: int, right: int, *shape: Any) -> tuple[Any, ...]:
+    return cu_seqlens, padded, Shape(*shape), Mask(left, right)
 
 
 def _check_values(cu_seqlens: Tensor, tokens: int) -> None:
@@ -48,125 +50,128 @@ def _check_values(cu_seqlens: Tensor, tokens: int) -> None:
         )
 
 
-def _cpu_table(cu_seqlens: Tensor, map: str, rows: int, *shape: Any) -> Tensor:
-    s = Shape(*shape)
-    _check_values(cu_seqlens, s.tokens)
-    if map == "to_ranks" and rows == s.cp_size * s.capacity and s.cp_rank == 0:
-        return reference.to_ranks(cu_seqlens, s)
-    functions = {
-        "to_ranks": reference.partition_indices,
-        "positions": reference.position_ids,
-        "to_sequences": reference.to_sequences,
-    }
-    return functions[map](cu_seqlens, s)
+def _table(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> None:
+    _check_values(cu_seqlens, shape.tokens)
+    out.copy_(reference.table(cu_seqlens, map, rows, shape))
 
 
-def _cpu_rows(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], map: str, cu_seqlens: Tensor | None, lengths: Tensor | None,
-    table: Tensor | None, *shape: Any,
-) -> None:  # fmt: skip
-    if map in ("stay", "table"):
-        reference.move_rows(inputs, outputs, table)
-    elif map == "tail":
-        assert cu_seqlens is not None
+def _rows(
+    _: None,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    map: str,
+    cu_seqlens: Any,
+    lengths: Any,
+    table: Tensor | None,
+    shape: Shape,
+) -> None:
+    if map == "tail":
         for x in outputs:
-            reference.zero_tail_(x, cu_seqlens)
+            reference.zero_tail(x, cu_seqlens)
     elif map == "valid":
-        assert cu_seqlens is not None
-        assert lengths is not None
         reference.copy_valid(inputs, outputs, cu_seqlens, lengths)
     else:
-        assert cu_seqlens is not None
-        reference.move_rows(inputs, outputs, _cpu_table(cu_seqlens, map, len(outputs[0]), *shape))
+        if map not in ("stay", "table"):
+            _check_values(cu_seqlens, shape.tokens)
+            table = reference.table(cu_seqlens, map, len(outputs[0]), shape)
+        reference.move_rows(inputs, outputs, table)
 
 
-def _cpu_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, left: int, right: int, *shape: Any) -> Tensor:
-    s, mask = Shape(*shape), Mask(left, right)
+def _segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> None:
     for offsets in (cu_seqlens, cu_seqlens_padded):
         if offsets is not None:
-            _check_values(offsets, s.tokens)
-    tables = [x.view(-1) for x in reference.segments(cu_seqlens, cu_seqlens_padded, s, mask) if x is not None]
-    rest = _size(s, mask, cu_seqlens_padded) - sum(map(len, tables))  # what kernels keep between them
-    return torch.cat((*tables, tables[0].new_full((rest,), -1)))
+            _check_values(offsets, shape.tokens)
+    reference.fill_segments(flat, cu_seqlens, cu_seqlens_padded, shape, mask)
 
 
-# ---- on a GPU ------------------------------------------------------------------------------------------
+_SHAPE = "int tokens, int sequences, int cp_size, int cp_rank, str rule"
+_TABLES = "Tensor? cu_seqlens, Tensor? lengths, Tensor? table"
+_STEPS = "Tensor(a!)? out, Tensor? step, Tensor(c!)? lse, Tensor(d!)? lse_step"
+
+OPERATIONS = (
+    Operation(
+        f"thd_table(Tensor cu_seqlens, str map, int rows, {_SHAPE}) -> Tensor",
+        _with_shape,
+        lambda cu_seqlens, map, rows, shape: cu_seqlens.new_empty(rows, dtype=torch.int32),
+        _table,
+        table_calls,
+    ),
+    Operation(
+        f"thd_rows(Tensor[] inputs, Tensor(a!)[] outputs, str map, {_TABLES}, {_SHAPE}) -> ()",
+        _with_shape,
+        None,
+        _rows,
+        rows_calls,
+    ),
+    Operation(
+        f"cp_segments(Tensor cu_seqlens, Tensor? cu_seqlens_padded, int left, int right, {_SHAPE}) -> Tensor",
+        _with_mask,
+        reference.empty_segments,
+        _segments,
+        segments_calls,
+    ),
+    Operation(
+        f"thd_correct(str quantity, str first, str second, bool packed, Tensor offsets, int rows, {_STEPS}) -> ()",
+        lambda *given: given,
+        None,
+        lambda _, *given: reference.correct(*given),
+        correction_calls,
+    ),
+)
 
 
-def _cuda_table(cu_seqlens: Tensor, map: str, rows: int, *shape: Any) -> Tensor:
-    return runtime.table(map, cu_seqlens, Shape(*shape), rows)
+def _fake(op: Operation, *given: Any) -> Tensor | None:
+    return None if op.fresh is None else op.fresh(*op.read(*given))
 
 
-def _cuda_rows(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], map: str, cu_seqlens: Tensor | None, lengths: Tensor | None,
-    table: Tensor | None, *shape: Any,
-) -> None:  # fmt: skip
-    sums = table is not None and table.dim() == 2
-    whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
-    if whole and len(outputs) <= 2 and not (sums and inputs[0].dtype not in runtime.SUMMED):
-        runtime.move(map, inputs, outputs, cu_seqlens, lengths, table, Shape(*shape))
+def _on_cpu(op: Operation, *given: Any) -> Tensor | None:
+    out = _fake(op, *given)
+    op.reference(out, *op.read(*given))
+    return out
+
+
+def on_gpu(op: Operation, *given: Any) -> Tensor | None:
+    """Call an op on a GPU's tensors."""
+    words = op.read(*given)
+    out = None if op.fresh is None else op.fresh(*words)
+    calls = op.calls(out, *words)
+    if calls is None:
+        op.reference(out, *words)
     else:
-        _cpu_rows(inputs, outputs, map, cu_seqlens, lengths, table, *shape)
+        for call in calls:
+            launch(call)
+    return out
 
 
-def _cuda_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, left: int, right: int, *shape: Any) -> Tensor:
-    return runtime.segments(cu_seqlens, cu_seqlens_padded, Shape(*shape), Mask(left, right))
+_lib = torch.library.Library("jitrope", "FRAGMENT")
 
 
-# ---- both ----------------------------------------------------------------------------------------------
+def register(key: str, run: Callable[..., Tensor | None]) -> None:
+    """Have all ops run so on a dispatch key of torch."""
+    for op in OPERATIONS:
+        _lib.impl(op.schema.partition("(")[0], partial(run, op), key)
 
 
-def _size(shape: Shape, mask: Mask, cu_seqlens_padded: Tensor | None) -> int:
-    sizes = reference.layout(shape, mask, cu_seqlens_padded is not None)
-    return sum(math.prod(size) for size in sizes.values() if size)
-
-
-def _table_fake(cu_seqlens: Tensor, map: str, rows: int, *_: Any) -> Tensor:
-    return cu_seqlens.new_empty(rows, dtype=torch.int32)
-
-
-def _segments_fake(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, left: int, right: int, *shape: Any
-) -> Tensor:  # fmt: skip
-    return cu_seqlens.new_empty(_size(Shape(*shape), Mask(left, right), cu_seqlens_padded), dtype=torch.int32)
-
-
-def _register(key: str, *implementations: Callable[..., Any]) -> None:
-    for name, implementation in zip(("thd_table", "thd_rows", "cp_segments", "thd_correct"), implementations):
-        _lib.impl(name, implementation, key)
-
-
-_register("CPU", _cpu_table, _cpu_rows, _cpu_segments, thd_corrections.correct)
-CUDA = _cuda_table, _cuda_rows, _cuda_segments, runtime.correct
-_register("CUDA", *CUDA)
-torch.library.register_fake("jitrope::thd_table", _table_fake, lib=_lib)
-torch.library.register_fake("jitrope::cp_segments", _segments_fake, lib=_lib)
-torch.library.register_fake("jitrope::thd_rows", lambda *_: None, lib=_lib)
-torch.library.register_fake("jitrope::thd_correct", lambda *_: None, lib=_lib)
+for _op in OPERATIONS:
+    _name = _lib.define(_op.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"jitrope::{_name}", partial(_fake, _op), lib=_lib)
+register("CPU", _on_cpu)
+register("CUDA", on_gpu)
 
 
 # ---- for the modules above ---------------------------------------------------------------------------
 
 
-def partition_indices(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The token of the batch that each of a rank's rows is: (rows), int32."""
-    return torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), "to_ranks", shape.rows, *shape)  # type: ignore[no-any-return]
+def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -> Tensor:
+    """The source of each row under a map, (rows), int32, by default of as many rows as there are:
 
-
-def position_ids(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The position in its sequence of each of a rank's rows: (rows), int32. That of spare rows is 0."""
-    return torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), "positions", shape.rows, *shape)  # type: ignore[no-any-return]
-
-
-def to_ranks(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """For each row of all ranks' shards, one behind the other: its token, or -1. (cp_size * capacity), int32."""
-    everyone = shape._replace(cp_rank=0)
-    return torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), "to_ranks", shape.cp_size * shape.capacity, *everyone)  # type: ignore[no-any-return]
-
-
-def to_sequences(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The inverse: where each token is among all ranks' shards. (tokens), int32."""
-    return torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), "to_sequences", shape.tokens, *shape)  # type: ignore[no-any-return]
+    - "to_ranks": the token of the batch that each row of the rank is, and on of the ranks after it; -1: none
+    - "positions": that token's position in its sequence, 0 for spare tokens
+    - "to_sequences": where each token of the batch is among all ranks' shards, one behind the other
+    """
+    rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
+    found: Tensor = torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), map, rows, *shape)
+    return found
 
 
 def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Segments:
@@ -174,12 +179,30 @@ def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape,
     if cu_seqlens_padded is not None:
         cu_seqlens_padded = cu_seqlens_padded.to(cu_seqlens.dtype).contiguous()
     flat = torch.ops.jitrope.cp_segments(cu_seqlens.contiguous(), cu_seqlens_padded, *mask, *shape)
-    tables = reference.split(flat, reference.layout(shape, mask, cu_seqlens_padded is not None))
-    tables.pop("pairs")
-    return Segments(**tables)  # type: ignore[arg-type]
+    return Segments.of(flat, shape, mask, cu_seqlens_padded is not None)
 
 
 _NO_SHAPE = Shape(0, 0, 1, 0)
+
+
+def move(
+    map: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    cu_seqlens: Tensor,
+    shape: Shape | None = None,
+    lengths: Tensor | None = None,
+) -> None:
+    """Move rows, of one or two tensors in one launch. What a row of an output takes, by the map:
+
+    - "to_ranks" (from shape.cp_rank on), "to_sequences": the row that `table` says
+    - "valid": the row of the input, if it is none of the padding by `lengths`, the offsets of what is valid
+    - "tail": zeros from row cu_seqlens[-1] on
+    """
+    if shape is None:
+        shape = _NO_SHAPE._replace(sequences=len(cu_seqlens) - 1)
+    lengths = None if lengths is None else lengths.contiguous()
+    torch.ops.jitrope.thd_rows(list(inputs), list(outputs), map, cu_seqlens.contiguous(), lengths, None, *shape)
 
 
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:
@@ -192,23 +215,18 @@ def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor
     torch.ops.jitrope.thd_rows(list(inputs), list(outputs), map, None, None, index, *_NO_SHAPE)
 
 
-def reorder(inputs: Sequence[Tensor], outputs: Sequence[Tensor], map: str, cu_seqlens: Tensor, shape: Shape) -> None:
-    """The same with the rows that `map`, "to_ranks" (from shape.cp_rank on) or "to_sequences", says."""
-    torch.ops.jitrope.thd_rows(list(inputs), list(outputs), map, cu_seqlens.contiguous(), None, None, *shape)
-
-
-def copy_valid(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], cu_seqlens_padded: Tensor, cu_seqlens: Tensor
+def correct(
+    quantity: str,
+    first: str,
+    second: str,
+    cu_seqlens: Tensor,
+    rows: int,
+    *,
+    packed: bool = True,
+    out: Tensor | None = None,
+    step: Tensor | None = None,
+    lse: Tensor | None = None,
+    lse_step: Tensor | None = None,
 ) -> None:
-    """Copy the rows that are not padding; the others stay as they are."""
-    shape = _NO_SHAPE._replace(sequences=len(cu_seqlens) - 1)
-    torch.ops.jitrope.thd_rows(
-        list(inputs), list(outputs), "valid", cu_seqlens_padded.contiguous(), cu_seqlens.contiguous(), None, *shape
-    )
-
-
-def zero_tail_(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Rows from cu_seqlens[-1] on become zero."""
-    shape = _NO_SHAPE._replace(sequences=len(cu_seqlens) - 1)
-    torch.ops.jitrope.thd_rows([x], [x], "tail", cu_seqlens, None, None, *shape)
-    return x
+    """Join a step of ring attention with those before it; see `reference.correct`."""
+    torch.ops.jitrope.thd_correct(quantity, first, second, packed, cu_seqlens, rows, out, step, lse, lse_step)

@@ -1,20 +1,21 @@
 """Packed batches under context parallelism in plain torch: the oracle of the tests and the path that CPU tensors take.
 
-Sizes are known to the host, lengths are not: nothing here waits for a device. What has no row is -1.
+Sizes are known to the host; lengths are read by `fill_segments` and `correct` alone. A row that is missing is -1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..base.errors import InvalidInput
 from ..plan.partition import (
     Mask,
-    Rows,
     before,
     capacity,
     chunks_of,
@@ -25,6 +26,7 @@ from ..plan.partition import (
     rank_of,
     rows_per_rank,
 )
+from .spec import STEPS
 
 
 class Shape(NamedTuple):
@@ -56,6 +58,11 @@ class Shape(NamedTuple):
         """Rows that every rank's shard has room for."""
         return rows_per_rank(self.tokens, self.cp_size)
 
+    @property
+    def all_rows(self) -> int:
+        """Rows of all ranks' shards, one behind the other."""
+        return self.cp_size * self.capacity
+
 
 class Segments(NamedTuple):
     """Attention of a rank's queries as plain variable-length attention.
@@ -80,14 +87,25 @@ class Segments(NamedTuple):
     send_rows: Tensor | None
     sent_rows: Tensor | None
 
+    @classmethod
+    def of(cls, flat: Tensor, shape: Shape, mask: Mask, padded: bool) -> Segments:
+        """The tables of one buffer; see `layout`."""
+        tables = split(flat, layout(shape, mask, padded))
+        return cls(**{name: tables[name] for name in cls._fields})
+
 
 def layout(shape: Shape, mask: Mask, padded: bool) -> dict[str, tuple[int, ...]]:
     """The size of each table of `Segments`, and of what its kernels keep between them; () where it is not there."""
+    known = type(shape.tokens) is int and type(shape.sequences) is int  # a traced size is not
+    return (_kept_layout if known else _layout)(shape, mask, padded)
+
+
+def _layout(shape: Shape, mask: Mask, padded: bool) -> dict[str, tuple[int, ...]]:
     exchange = exchange_rows(shape.tokens, shape.cp_size, shape.sequences, mask, shape.rule)
     keys, queries = capacity(shape.tokens, shape.cp_rank, shape.cp_size, shape.sequences, mask, shape.rule)
     parts = 1 if mask.full else len(shape.chunks)
     offsets = (shape.sequences * (parts + (padded and not mask.extends)) + 1,)
-    gathered = shape.cp_size * shape.capacity if exchange is None else sum(row[shape.cp_rank] for row in exchange)
+    gathered = shape.all_rows if exchange is None else sum(row[shape.cp_rank] for row in exchange)
     return {
         "cu_seqlens_q": offsets,
         "cu_seqlens_k": offsets,
@@ -101,8 +119,17 @@ def layout(shape: Shape, mask: Mask, padded: bool) -> dict[str, tuple[int, ...]]
     }
 
 
-def split(flat: Tensor, sizes: dict[str, tuple[int, ...]]) -> dict[str, Tensor | None]:
-    """The tables of one buffer, by their names; None for those that are not there."""
+_kept_layout = lru_cache(maxsize=256)(_layout)
+
+
+def empty_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Tensor:
+    """One buffer for all tables, full of -1; int32."""
+    sizes = layout(shape, mask, cu_seqlens_padded is not None).values()
+    return cu_seqlens.new_full((sum(math.prod(size) for size in sizes if size),), -1, dtype=torch.int32)
+
+
+def split(flat: Tensor, sizes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The tables (Tensor | None) of one buffer, by their names; None for those that are not there."""
     parts = flat.split([math.prod(size) if size else 0 for size in sizes.values()])
     return {name: part.view(size) if size else None for (name, size), part in zip(sizes.items(), parts)}
 
@@ -110,261 +137,135 @@ def split(flat: Tensor, sizes: dict[str, tuple[int, ...]]) -> dict[str, Tensor |
 # ---- the partition ---------------------------------------------------------------------------------
 
 
-def _offsets(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """With the spare tokens as one more sequence."""
-    return torch.cat((cu_seqlens.long(), cu_seqlens.new_full((1,), shape.tokens, dtype=torch.long)))
-
-
-def _place(token: Tensor, offsets: Tensor, shape: Shape, cp_rank: int) -> tuple[Tensor, Tensor]:
-    """(sequence, position) of a rank's tokens."""
-    local = local_rows(offsets, cp_rank, shape.cp_size, shape.rule)
-    sequence = torch.searchsorted(local[1:].contiguous(), token, right=True).clamp(max=len(offsets) - 2)
+def _places(cu_seqlens: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """(sequence, position in it, rank) of each token of the batch; spare tokens are one more sequence."""
+    offsets = torch.cat((cu_seqlens.long(), cu_seqlens.new_full((1,), shape.tokens, dtype=torch.long)))
+    token = torch.arange(shape.tokens, device=cu_seqlens.device)
+    sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
     first, end = offsets[sequence], offsets[sequence + 1]
-    rest = token - local[sequence]
-    position = torch.zeros_like(token)
-    for chunk in chunks_of(cp_rank, shape.cp_size, shape.rule):
-        size = count(end, chunk, shape.of) - count(first, chunk, shape.of)
-        start = before(end, chunk, shape.of) - before(first, chunk, shape.of)
-        position = torch.where((rest >= 0) & (rest < size), start + rest, position)
-        rest = rest - size
-    return sequence, position
-
-
-def _chunk_at(position: Tensor, first: Tensor, end: Tensor, of: int) -> Tensor:
-    """Which chunk of the sequence [first, end) a position is in."""
-    ends = [before(end, chunk + 1, of) - before(first, chunk + 1, of) for chunk in range(of)]
-    chunk = torch.zeros_like(position)
-    for e in ends[:-1]:
-        chunk = chunk + (position >= e)
-    return chunk
-
-
-def _row_of(position: Tensor, first: Tensor, end: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """(rank, its row) of a position of the sequence [first, end)."""
-    of = shape.of
-    chunk = _chunk_at(position, first, end, of)
-    rank = rank_of(chunk, shape.cp_size, shape.rule)
-    ranks = torch.arange(shape.cp_size, device=position.device)
-    owned = torch.stack([local_rows(first, int(r), shape.cp_size, shape.rule) for r in range(shape.cp_size)])
-    row = owned.gather(0, rank[None])[0] if len(ranks) else position
-    other = of - 1 - chunk  # its owner's first chunk, if this is the second
-    ahead = (end + of - 1 - other) // of - (first + of - 1 - other) // of
-    if of > shape.cp_size:
-        row = row + torch.where(chunk >= shape.cp_size, ahead, 0)
-    return rank, row + position - (before(end, chunk, of) - before(first, chunk, of))
-
-
-def partition_indices(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The token of the batch that each of a rank's rows is: (rows), int32."""
-    offsets = _offsets(cu_seqlens, shape)
-    token = torch.arange(shape.rows, device=cu_seqlens.device)
-    sequence, position = _place(token, offsets, shape, shape.cp_rank)
-    return (offsets[sequence] + position).int()
-
-
-def position_ids(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The position in its sequence of each of a rank's rows: (rows), int32. That of spare rows is 0."""
-    offsets = _offsets(cu_seqlens, shape)
-    row = torch.arange(shape.rows, device=cu_seqlens.device)
-    sequence, position = _place(row, offsets, shape, shape.cp_rank)
-    return torch.where(sequence < shape.sequences, position, 0).int()
+    chunk = torch.zeros_like(token)
+    for c in range(1, shape.of):
+        chunk += token - first >= before(end, c, shape.of) - before(first, c, shape.of)
+    return sequence, token - first, rank_of(chunk, shape.cp_size, shape.rule)
 
 
 def to_ranks(cu_seqlens: Tensor, shape: Shape) -> Tensor:
     """For each row of all ranks' shards, one behind the other: its token, or -1. (cp_size * capacity), int32."""
+    tokens = _places(cu_seqlens, shape)[2].argsort(stable=True)  # each rank has its tokens in their order
+    counts = [local_rows(shape.tokens, rank, shape.cp_size, shape.rule) for rank in range(shape.cp_size)]
     out = cu_seqlens.new_full((shape.cp_size, shape.capacity), -1, dtype=torch.int32)
-    for rank in range(shape.cp_size):
-        tokens = partition_indices(cu_seqlens, shape._replace(cp_rank=rank))
-        out[rank, : len(tokens)] = tokens
+    for row, own in zip(out, tokens.split(counts)):
+        row[: len(own)] = own
     return out.view(-1)
 
 
 def to_sequences(cu_seqlens: Tensor, shape: Shape) -> Tensor:
     """The inverse: where each token is among all ranks' shards. (tokens), int32."""
-    offsets = _offsets(cu_seqlens, shape)
-    token = torch.arange(shape.tokens, device=cu_seqlens.device)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
-    rank, row = _row_of(token - offsets[sequence], offsets[sequence], offsets[sequence + 1], shape)
-    return (rank * shape.capacity + row).int()
+    token = to_ranks(cu_seqlens, shape).long()
+    out = token.new_empty(shape.tokens + 1, dtype=torch.int32)
+    out[token] = torch.arange(len(token), dtype=torch.int32, device=token.device)  # -1 is the last
+    return out[:-1]
+
+
+def table(cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> Tensor:
+    """The sources of `rows` rows under a map, from the first of shape.cp_rank on; (rows), int32."""
+    if map == "to_sequences":
+        return to_sequences(cu_seqlens, shape)
+    token = to_ranks(cu_seqlens, shape)[shape.cp_rank * shape.capacity :][:rows]
+    if map == "to_ranks":
+        return token
+    sequence, position, _ = _places(cu_seqlens, shape)
+    return torch.where(sequence < shape.sequences, position, 0)[token.long()].int()  # any table has a first row
 
 
 # ---- attention's segments --------------------------------------------------------------------------
 
 
-def _seen(
-    lengths: Tensor, offsets: Tensor, shape: Shape, mask: Mask, cp_rank: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(first position, queries, first key, last key + 1) of a rank's segments: (sequences, segments of each)."""
+def _seen(lengths: Tensor, offsets: Tensor, shape: Shape, mask: Mask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(first query, queries, first key, keys) of a rank's segments: (sequences, segments of each), in tokens."""
     first, end, of = offsets[:-1, None], offsets[1:, None], shape.of
-    chunks = torch.tensor(chunks_of(cp_rank, shape.cp_size, shape.rule), device=offsets.device)
+    chunks: Any = torch.tensor(shape.chunks, device=offsets.device)
     start = before(end, chunks, of) - before(first, chunks, of)
-    size = (end + of - 1 - chunks) // of - (first + of - 1 - chunks) // of
-    queries = torch.minimum((lengths[:, None] - start).clamp(min=0), size)
+    queries = torch.minimum((lengths[:, None] - start).clamp(min=0), count(end, chunks, of) - count(first, chunks, of))
     if mask.full:
         start, queries = start[:, :1], queries.sum(1, keepdim=True)
-        low, high = torch.zeros_like(start), lengths[:, None]
-    else:
-        low = (start - mask.left).clamp(min=0) if mask.left >= 0 else torch.zeros_like(start)
-        high = lengths[:, None].expand_as(start)
-        if mask.right >= 0:
-            high = torch.minimum(high, start + queries + mask.right)
-    none = queries == 0
-    return start, queries, torch.where(none, 0, low), torch.where(none, 0, high)
+    low = torch.zeros_like(start) if mask.left < 0 else (start - mask.left).clamp(min=0)
+    high = lengths[:, None].expand_as(start)
+    if mask.right >= 0:
+        high = torch.minimum(high, start + queries + mask.right)
+    return first + start, queries, first + low, torch.where(queries > 0, high - low, 0)
 
 
-def _overlap(low: Tensor, high: Tensor, others: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """How many positions of [low, high) the ranges `others` have, one by one."""
-    return sum((torch.minimum(high, end) - torch.maximum(low, first)).clamp(min=0) for first, end in others)  # type: ignore[return-value]
+def _ranges(first: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(number, range, place in it) of the numbers of ranges, one range behind the other."""
+    first, size = first.flatten(), size.flatten()
+    which = torch.arange(len(size), device=size.device).repeat_interleave(size)
+    place = torch.arange(len(which), device=size.device) - (size.cumsum(0) - size)[which]
+    return first[which] + place, which, place
 
 
-def _needed(start: Tensor, low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The keys of a rank's segments as ranges that do not overlap, each (sequences)."""
-    ranges = []
-    last = torch.zeros_like(low[:, 0])
-    for c in range(low.shape[1]):
-        a, b = torch.maximum(low[:, c], last), high[:, c]
-        ranges.append((a, torch.maximum(a, b)))
-        last = torch.maximum(last, b)
-    return ranges
+def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> None:
+    """Write the tables of `Segments` into a buffer full of -1."""
+    tables = split(flat, layout(shape, mask, cu_seqlens_padded is not None))
+    offsets = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).long()
+    lengths = cu_seqlens.long().diff()
+    start, queries, low, keys = _seen(lengths, offsets, shape, mask)
+    place = to_sequences(offsets, shape)  # of each token, among the rows that are gathered
+    own = place - shape.cp_rank * shape.capacity
+    if tables["send_rows"] is not None:
+        place = _exchange(tables, lengths, offsets, own, shape, mask)
 
+    token, segment, _ = _ranges(low, keys)
+    row = torch.arange(len(token), dtype=torch.int32, device=flat.device)
+    tables["key_rows"][: len(row)] = place[token]
+    tables["gathered_rows"][segment % start.shape[1], place[token]] = row
 
-def segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> Segments:
-    """See `Segments`; the sizes are those of `partition.capacity` and `partition.exchange_rows`."""
-    device = cu_seqlens.device
-    real = cu_seqlens.long()
-    offsets = real if cu_seqlens_padded is None else cu_seqlens_padded.long()
-    lengths = real.diff()
-    start, queries, low, high = _seen(lengths, offsets, shape, mask, shape.cp_rank)
-    keys = high - low
-    local = local_rows(offsets, shape.cp_rank, shape.cp_size, shape.rule)
-    n_keys, n_queries = capacity(
-        shape.tokens, shape.cp_rank, shape.cp_size, shape.sequences, mask, shape.rule
-    )  # fmt: skip
-    taken = torch.where(queries > 0, high - start, 0) if mask.extends else queries
-    padded = cu_seqlens_padded is not None and not mask.extends
-    if padded:
-        taken = torch.cat((taken, (local.diff() - queries.sum(1))[:, None]), 1)
-        keys = torch.cat((keys, torch.zeros_like(keys[:, :1])), 1)
-    each = keys.shape[1]
-    cu_q, cu_k = (torch.cat((x.new_zeros(1), x.reshape(-1).cumsum(0))) for x in (taken, keys))
-
-    # where keys come from
-    exchange = exchange_rows(shape.tokens, shape.cp_size, shape.sequences, mask, shape.rule)
-    row = torch.arange(n_keys, device=device)
-    segment = torch.searchsorted(cu_k[1:].contiguous(), row, right=True).clamp(max=max(0, each * shape.sequences - 1))
-    sequence, part = segment // each, (segment % each).clamp(max=start.shape[1] - 1)
-    there = row < cu_k[-1]
-    position = torch.where(there, low[sequence, part] + row - cu_k[segment], 0)
-    first, end = offsets[sequence], offsets[sequence + 1]
-    rank, at = _row_of(position, first, end, shape)
-    gathered = shape.cp_size * shape.capacity
-    send_rows = sent_rows = None
-    if exchange is None:
-        at = rank * shape.capacity + at
-    else:
-        at, gathered = _exchanged(position, sequence, rank, lengths, offsets, shape, mask, exchange)
-        send_rows, sent_rows = _sent(lengths, offsets, shape, mask, exchange)
-    key_rows = torch.where(there, at, -1)
-    back = torch.full((start.shape[1], gathered + 1), -1, device=device)
-    back[part, torch.where(there, at, gathered)] = row
-    back = back[:, :gathered].contiguous()
-
-    query_rows = output_rows = None
+    taken = queries
     if mask.extends:
-        query_rows, output_rows = _queries(cu_q, start, queries, offsets, local, shape, n_queries)
-    index = [
-        x if x is None else x.int() for x in (cu_q, cu_k, key_rows, back, query_rows, output_rows, send_rows, sent_rows)
-    ]
-    return Segments(*index)  # type: ignore[arg-type]
+        taken = torch.where(queries > 0, low + keys - start, 0)
+        token, segment, behind = _ranges(start, queries)
+        query = (taken.flatten().cumsum(0) - taken.flatten())[segment] + behind
+        tables["query_rows"][query] = own[token]
+        tables["output_rows"][own[token]] = query.int()
+    elif cu_seqlens_padded is not None:  # padding: queries without keys
+        rest = local_rows(offsets, shape.cp_rank, shape.cp_size, shape.rule).diff() - queries.sum(1)
+        taken, keys = torch.cat((queries, rest[:, None]), 1), torch.nn.functional.pad(keys, (0, 1))
+    for name, sizes in (("cu_seqlens_q", taken), ("cu_seqlens_k", keys)):
+        tables[name].copy_(torch.nn.functional.pad(sizes.flatten().cumsum(0), (1, 0)))
 
 
-def _queries(
-    cu_q: Tensor, start: Tensor, queries: Tensor, offsets: Tensor, local: Tensor, shape: Shape, n_queries: int
-) -> tuple[Tensor, Tensor]:
-    """Where queries come from, with some behind each chunk that nobody reads; where outputs are."""
-    device, each = cu_q.device, start.shape[1]
-    row = torch.arange(n_queries, device=device)
-    segment = torch.searchsorted(cu_q[1:].contiguous(), row, right=True).clamp(max=max(0, each * shape.sequences - 1))
-    sequence, part = segment // each, segment % each
-    i = row - cu_q[segment]
-    there = (row < cu_q[-1]) & (i < queries[sequence, part])
-    first, end = offsets[sequence], offsets[sequence + 1]
-    ahead = torch.zeros_like(i)
-    if each > 1:  # the second chunk lies behind the first
-        chunk = shape.chunks[0]
-        ahead = torch.where(part > 0, count(end, chunk, shape.of) - count(first, chunk, shape.of), 0)
-    query_rows = torch.where(there, local[sequence] + ahead + i, -1)
-    output_rows = torch.full((shape.rows + 1,), -1, device=device)
-    output_rows[torch.where(there, query_rows, shape.rows)] = row
-    return query_rows, output_rows[:-1]
-
-
-def _pair(
-    shape: Shape, mask: Mask, lengths: Tensor, offsets: Tensor, source: int, rank: int
-) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]], Tensor]:
-    """(what `rank` needs, what `source` has, offsets of what goes from source to rank), each by sequence."""
-    start, _, low, high = _seen(lengths, offsets, shape, mask, rank)
-    needed = _needed(start, low, high)
-    first, end, of = offsets[:-1], offsets[1:], shape.of
-    has = [
-        (before(end, c, of) - before(first, c, of), before(end, c + 1, of) - before(first, c + 1, of))
-        for c in chunks_of(source, shape.cp_size, shape.rule)
-    ]
-    total = sum(_overlap(low, high, needed) for low, high in has)
-    return needed, has, torch.cat((offsets.new_zeros(1), total.cumsum(0)))  # type: ignore[union-attr]
-
-
-def _count_before(
-    position: Tensor, sequence: Tensor, needed: list[tuple[Tensor, Tensor]], has: list[tuple[Tensor, Tensor]]
+def _exchange(
+    tables: dict[str, Any], lengths: Tensor, offsets: Tensor, own: Tensor, shape: Shape, mask: Mask
 ) -> Tensor:
-    there = [(low[sequence], high[sequence]) for low, high in needed]
-    return sum(_overlap(low[sequence], torch.minimum(high[sequence], position), there) for low, high in has)  # type: ignore[return-value]
+    """Write which rows are sent, where each token's is `own`; returns where tokens are among the rows received."""
+    rows = exchange_rows(shape.tokens, shape.cp_size, shape.sequences, mask, shape.rule)
+    assert rows is not None
+    owner, place = _places(offsets, shape)[2], torch.full_like(own, -1)
 
+    def needed(rank: int, source: int) -> tuple[Tensor, Tensor]:
+        """The tokens of `source` that `rank` needs, in their order, and numbers for them."""
+        _, _, low, keys = _seen(lengths, offsets, shape._replace(cp_rank=rank), mask)
+        some = torch.zeros_like(owner, dtype=torch.bool)
+        some[_ranges(low, keys)[0]] = True
+        found = torch.nonzero(some & (owner == source))[:, 0]
+        return found, torch.arange(len(found), dtype=torch.int32, device=own.device)
 
-def _exchanged(
-    position: Tensor, sequence: Tensor, rank: Tensor, lengths: Tensor, offsets: Tensor, shape: Shape, mask: Mask,
-    exchange: Rows,
-) -> tuple[Tensor, int]:  # fmt: skip
-    """(where a key is among the rows received, how many there are)."""
-    at, base = torch.zeros_like(position), 0
-    for source in range(shape.cp_size):
-        needed, has, sent = _pair(shape, mask, lengths, offsets, source, shape.cp_rank)
-        here = base + sent[sequence] + _count_before(position, sequence, needed, has)
-        at = torch.where(rank == source, here, at)
-        base += exchange[source][shape.cp_rank]
-    return at, base
-
-
-def _sent(lengths: Tensor, offsets: Tensor, shape: Shape, mask: Mask, exchange: Rows) -> tuple[Tensor, Tensor]:
-    """Which row goes where, and the inverse."""
-    device, rows = offsets.device, shape.rows
-    total = sum(exchange[shape.cp_rank])
-    send = torch.full((total + 1,), -1, device=device)
-    sent = torch.full((shape.cp_size, rows), -1, device=device)
-    row = torch.arange(rows, device=device)
-    local = local_rows(offsets, shape.cp_rank, shape.cp_size, shape.rule)
-    spare = row >= local[-1]
-    sequence, position = _place(row, offsets, shape, shape.cp_rank)
-    base = 0
-    for rank in range(shape.cp_size):
-        needed, has, cumulative = _pair(shape, mask, lengths, offsets, shape.cp_rank, rank)
-        inside = sum(((position >= low[sequence]) & (position < high[sequence])).int() for low, high in needed) > 0
-        at = base + cumulative[sequence] + _count_before(position, sequence, needed, has)
-        goes = inside & ~spare  # type: ignore[operator]
-        send[torch.where(goes, at, total)] = row
-        sent[rank] = torch.where(goes, at, -1)
-        base += exchange[shape.cp_rank][rank]
-    return send[:-1], sent
+    sent = received = 0
+    for other in range(shape.cp_size):
+        token, number = needed(shape.cp_rank, other)
+        place[token] = received + number
+        token, number = needed(other, shape.cp_rank)
+        tables["send_rows"][sent : sent + len(token)] = own[token]
+        tables["sent_rows"][other, own[token]] = sent + number
+        sent, received = sent + rows[shape.cp_rank][other], received + rows[other][shape.cp_rank]
+    return place
 
 
 # ---- rows --------------------------------------------------------------------------------------------
 
 
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:
-    """outputs[i][row] = inputs[i][index[row]], or the sum in fp32 of inputs[i][index[n, row]] over n; -1 adds nothing.
-
-    Without an index rows stay where they are, and rows that an input does not have are zero.
-    """
+    """See `ops.move_rows`."""
     for x, out in zip(inputs, outputs):
         rows = len(out)
         if index is None:
@@ -382,8 +283,9 @@ def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:
-    there = (index >= 0).view(-1, *[1] * (x.dim() - 1))
-    return torch.where(there, x[index.clamp(min=0).long()], torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(
+        _by_row(index >= 0, x), x[index.clamp(min=0).long()], torch.zeros((), dtype=x.dtype, device=x.device)
+    )
 
 
 def copy_valid(
@@ -396,9 +298,91 @@ def copy_valid(
     at = row - offsets[sequence]
     valid = (at >= 0) & (at < cu_seqlens.long().diff()[sequence])
     for x, out in zip(inputs, outputs):
-        out.copy_(torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x, out))
+        out.copy_(torch.where(_by_row(valid, x), x, out))
 
 
-def zero_tail_(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+def zero_tail(x: Tensor, cu_seqlens: Tensor) -> None:
     """Rows from cu_seqlens[-1] on become zero."""
-    return x.masked_fill_((torch.arange(len(x), device=x.device) >= cu_seqlens[-1]).view(-1, *[1] * (x.dim() - 1)), 0)
+    x.masked_fill_(_by_row(torch.arange(len(x), device=x.device) >= cu_seqlens[-1], x), 0)
+
+
+def _by_row(of_rows: Tensor, x: Tensor) -> Tensor:
+    """A value of each row of x, to go with all of its elements."""
+    return of_rows.view(-1, *[1] * (x.dim() - 1))
+
+
+# ---- ring attention's corrections --------------------------------------------------------------------
+
+
+def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(sequence, position, is it in the second half, row among those of its half) of each row of a rank's shard.
+
+    Rows before the first sequence or behind the last have the sequence -1. Halves are the two chunks of each sequence.
+    """
+    offsets = cu_seqlens.long()
+    row = torch.arange(rows, device=cu_seqlens.device)
+    sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
+    outside = (sequence == len(offsets) - 1) | (row < offsets[0])
+    sequence = sequence.clamp(max=max(0, len(offsets) - 2))
+    first, end = offsets[sequence], offsets[(sequence + 1).clamp(max=len(offsets) - 1)]
+    size = count(end, 0, 2) - count(first, 0, 2)
+    position = row - first
+    second = position >= size
+    inside = torch.where(second, position - size + count(first, 1, 2), position + count(first, 0, 2))
+    return torch.where(outside, -1, sequence), position, second, inside
+
+
+def correct(
+    quantity: str,
+    first: str,
+    second: str,
+    packed: bool,
+    offsets: Tensor,
+    rows: int,
+    out: Tensor | None,
+    step: Tensor | None,
+    lse: Tensor | None,
+    lse_step: Tensor | None,
+) -> None:
+    """One step's log-sum-exp, outputs or gradients into those of the steps before it.
+
+    out, step: (rows, H, D). lse, lse_step: (H, rows) if packed, else (B, H, rows). first, second: "nothing", "add" or
+    "copy", with each half of a sequence; see `spec.CorrectionSpec`.
+
+    Raises:
+        InvalidInput: the sequences have more rows than a tensor; nothing was written.
+    """
+    sequence, position, in_second, inside = halves(offsets, rows)
+    done = torch.where(in_second, STEPS.index(second), STEPS.index(first))
+    row = torch.nonzero((sequence >= 0) & (done > 0))[:, 0]
+    if not len(row):
+        return
+    sequence, position, in_second, inside, copied = (
+        x[row] for x in (sequence, position, in_second, inside, done == STEPS.index("copy"))
+    )
+    of_halves = "nothing" in (first, second)
+    step_row = inside if of_halves else row
+    begin = offsets.long()[sequence]  # row `begin` of a batch is row count(begin) among those of its half
+    begin = torch.where(in_second, count(begin, 1, 2), count(begin, 0, 2))
+    columns = (row, step_row) if packed else (position, inside - begin if of_halves else position)
+    labels = ("lse", "second_half_lse_seqlen" if quantity == "read_lse" else "lse_per_step")
+    for label, x, column in zip(labels, (lse, lse_step), columns):
+        needed = int(column.max()) + 1
+        if x is not None and needed > x.shape[-1]:
+            raise InvalidInput(f"{label} is for {x.shape[-1]} rows; by cu_seqlens there are {needed}")
+    heads = slice(None)
+    at, at_step = ((heads, column) if packed else (sequence, heads, column) for column in columns)
+    if quantity in ("lse", "read_lse"):
+        assert lse is not None
+        assert lse_step is not None
+        to, to_at = (lse, at) if quantity == "lse" else (lse_step, at_step)
+        to[to_at] = lse[at] if quantity == "read_lse" else torch.logaddexp(lse[at], lse_step[at_step])
+        return
+    assert out is not None
+    assert step is not None
+    x = step[step_row]
+    if lse is not None and lse_step is not None:
+        factor = torch.exp(lse_step[at_step] - lse[at])
+        factor = (factor.t() if packed else factor)[..., None]
+        x = torch.where(x == 0, 0.0, x.float() * factor).to(out.dtype)
+    out[row] = torch.where(copied[:, None, None], x, (out[row].float() + x.float()).to(out.dtype))

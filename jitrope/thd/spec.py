@@ -6,7 +6,7 @@ Pure Python, no torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,18 +25,13 @@ from ..jit.registry import KINDS
 from ..plan.partition import RULES, number_of_chunks
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
+PARTITIONED = ("to_ranks", "to_sequences", "positions")
+"""Maps that depend on how the batch is cut."""
+
 QUANTITIES = ("lse", "read_lse", "out", "grad")
 STEPS = ("nothing", "add", "copy")
-_WORDS = {
-    "map": MAPS,
-    "rule": RULES,
-    "index_dtype": INDEX_DTYPES,
-    "dtype": DTYPES,
-    "out_dtype": DTYPES,
-    "quantity": QUANTITIES,
-    "first": STEPS,
-    "second": STEPS,
-}
+_ENUMERATORS = {"map": MAPS, "quantity": QUANTITIES, "first": STEPS, "second": STEPS}
+_WORDS = {**_ENUMERATORS, "rule": RULES, "index_dtype": INDEX_DTYPES, "dtype": DTYPES, "out_dtype": DTYPES}
 
 BLOCK_THREADS = 256
 ROWS_IN_FLIGHT = 4
@@ -47,8 +42,34 @@ MIN_LANE_USE = 0.9
 """Of the threads of a row, those that should have work in its last pass."""
 
 
+class _Moves(Named):
+    """A spec whose fields, under their own names, are the constants of its template."""
+
+    threads: int
+    unused: tuple[str, ...] = ()
+    """Fields that the template does not name."""
+
+    def check(self) -> None:
+        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
+        check_fields(self, _WORDS)
+
+    def constants(self) -> dict[str, Any]:
+        """The values of the template's parameter block: C's name for a dtype, an enumerator for a word."""
+        self.check()
+        found: dict[str, Any] = {"threads": self.threads}
+        for name in [field.name for field in fields(self) if field.name not in self.unused]:
+            value = getattr(self, name)
+            if name.endswith("dtype"):
+                found[name.replace("dtype", "c_type")] = C_TYPES[value]
+            else:
+                found[name] = value.upper() if name in _ENUMERATORS else value
+        if "rule" in found:  # a kernel knows the number of chunks that the rule gives
+            found["chunks"] = number_of_chunks(found["cp_size"], found.pop("rule"))
+        return found
+
+
 @dataclass(frozen=True)
-class RowsSpec(Named):
+class RowsSpec(_Moves):
     """A kernel that moves rows (`thd_rows.cu.jinja`), or writes where they come from (`thd_tables.cu.jinja`).
 
     map: how a row's source is found, one of `MAPS`: in a table, by where it stands, or by the partition: from the
@@ -71,6 +92,7 @@ class RowsSpec(Named):
     unroll: int = 1
 
     threads = BLOCK_THREADS
+    unused = ("writes",)
 
     @property
     def kind(self) -> str:
@@ -81,7 +103,7 @@ class RowsSpec(Named):
     def name(self) -> str:
         """A readable name."""
         parts = [self.kind, self.map]
-        if self.map in ("to_ranks", "to_sequences", "positions"):
+        if self.map in PARTITIONED:
             parts.append(f"{self.rule}_cp{self.cp_size}")
         if not self.writes:
             parts += [f"sum_{self.dtype}_{self.out_dtype}"] if self.sums else []
@@ -94,32 +116,15 @@ class RowsSpec(Named):
         return self.threads if self.writes else self.threads // self.lanes * self.unroll
 
     def check(self) -> None:
-        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
-        check_fields(self, _WORDS)
+        """See `_Moves.check`."""
+        super().check()
         refuse_unless("RowsSpec", self.access_bytes in ACCESSES, f"access_bytes is one of {ACCESSES}")
         refuse_unless("RowsSpec", self.cp_size > 0 < self.unroll, "cp_size and unroll are at least 1")
         refuse_unless("RowsSpec", 0 < self.lanes <= self.threads, f"lanes is 1 to {self.threads}")
 
-    def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block."""
-        self.check()
-        return {
-            "index_c_type": C_TYPES[self.index_dtype],
-            "c_type": C_TYPES[self.dtype],
-            "out_c_type": C_TYPES[self.out_dtype],
-            "map": self.map.upper(),
-            "cp_size": self.cp_size,
-            "chunks": number_of_chunks(self.cp_size, self.rule),
-            "sums": self.sums,
-            "access_bytes": self.access_bytes,
-            "lanes": self.lanes,
-            "threads": self.threads,
-            "unroll": self.unroll,
-        }
-
 
 @dataclass(frozen=True)
-class SegmentsSpec(Named):
+class SegmentsSpec(_Moves):
     """A kernel that lays out a rank's attention: its segments (`cp_segments.cu.jinja`) or their rows.
 
     rows: it is the latter (`cp_segment_rows.cu.jinja`). full, extends: of the mask (`partition.Mask`). padded: there
@@ -137,6 +142,8 @@ class SegmentsSpec(Named):
     exchange: bool
     threads: int
 
+    unused = ("rows",)
+
     @property
     def kind(self) -> str:
         """What the kernel does, in its file's name and its entry's."""
@@ -149,28 +156,14 @@ class SegmentsSpec(Named):
         return "_".join([self.kind, self.rule, f"cp{self.cp_size}", *flags])
 
     def check(self) -> None:
-        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
-        check_fields(self, _WORDS)
+        """See `_Moves.check`."""
+        super().check()
         refuse_unless("SegmentsSpec", self.cp_size > 0, "cp_size is at least 1")
         refuse_unless("SegmentsSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
 
-    def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block."""
-        self.check()
-        return {
-            "index_c_type": C_TYPES[self.index_dtype],
-            "cp_size": self.cp_size,
-            "chunks": number_of_chunks(self.cp_size, self.rule),
-            "full": self.full,
-            "extends": self.extends,
-            "padded": self.padded,
-            "exchange": self.exchange,
-            "threads": self.threads,
-        }
-
 
 @dataclass(frozen=True)
-class CorrectionSpec(Named):
+class CorrectionSpec(_Moves):
     """A kernel that joins a step of ring attention with the steps before it (`thd_corrections.cu.jinja`).
 
     quantity: "lse", "read_lse", "out" or "grad". first, second: what is done with the halves of a sequence, "nothing",
@@ -194,34 +187,15 @@ class CorrectionSpec(Named):
         return "_".join([self.kind, self.quantity, self.first, self.second, self.dtype] + ["packed"] * self.packed)
 
     def check(self) -> None:
-        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
-        check_fields(self, _WORDS)
+        """See `_Moves.check`."""
+        super().check()
         refuse_unless("CorrectionSpec", self.vec in ACCESSES, f"vec is one of {ACCESSES}")
-
-    def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block."""
-        self.check()
-        return {
-            "c_type": C_TYPES[self.dtype],
-            "index_c_type": C_TYPES[self.index_dtype],
-            "kind": self.quantity.upper(),
-            "first": self.first.upper(),
-            "second": self.second.upper(),
-            "packed": self.packed,
-            "vec": self.vec,
-            "threads": self.threads,
-        }
 
 
 ThdSpec = RowsSpec | SegmentsSpec | CorrectionSpec
 
-KINDS.update(
-    thd_rows=RowsSpec,
-    thd_tables=RowsSpec,
-    cp_segments=SegmentsSpec,
-    cp_segment_rows=SegmentsSpec,
-    thd_corrections=CorrectionSpec,
-)
+KINDS.update(dict.fromkeys(("thd_rows", "thd_tables"), RowsSpec))
+KINDS.update(dict.fromkeys(("cp_segments", "cp_segment_rows"), SegmentsSpec), thd_corrections=CorrectionSpec)
 
 
 def plan_rows(spec: RowsSpec, widths: tuple[int, ...], multiples: tuple[int, ...]) -> RowsSpec:
@@ -229,11 +203,7 @@ def plan_rows(spec: RowsSpec, widths: tuple[int, ...], multiples: tuple[int, ...
 
     multiples: what must be a multiple of an access, in bytes: addresses, strides and widths.
     """
-    return _planned(spec, widths, math.gcd(ACCESS_BYTES, *multiples))
-
-
-@lru_cache(maxsize=1024)
-def _planned(spec: RowsSpec, widths: tuple[int, ...], access: int) -> RowsSpec:
+    access = math.gcd(ACCESS_BYTES, *multiples)
     columns = max(1, max(widths) // access)
     lanes, best = 1, 0.0
     for candidate in (1 << shift for shift in range(BLOCK_THREADS.bit_length())):
@@ -242,3 +212,13 @@ def _planned(spec: RowsSpec, widths: tuple[int, ...], access: int) -> RowsSpec:
             lanes, best = candidate, use
     unroll = 1 if spec.sums else ROWS_IN_FLIGHT
     return replace(spec, access_bytes=access, lanes=lanes, unroll=unroll)
+
+
+_cached = lru_cache(maxsize=1024)
+table_spec, segments_spec, correction_spec = map(_cached, (RowsSpec, SegmentsSpec, CorrectionSpec))
+
+
+@_cached
+def rows_spec(widths: tuple[int, ...], multiple: int, *words: Any) -> RowsSpec:
+    """`plan_rows` of the spec of these words; multiple: of what an access must divide, the greatest divisor."""
+    return plan_rows(RowsSpec(*words), widths, (multiple,))

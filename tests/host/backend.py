@@ -90,4 +90,4 @@ def install() -> None:
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     library.register("CPU", library.on_gpu)
-    thd_ops._register("CPU", *thd_ops.CUDA)
+    thd_ops.register("CPU", thd_ops.on_gpu)

@@ -1,0 +1,141 @@
+"""Tables of cosines, sines or angles for every common kind of rope, made on the device.
+
+>>> frequencies, factor = tables.inv_freq("yarn", rotary_dim=128, factor=4.0, original_max_position_embeddings=32768)
+>>> cos, sin = tables.cos_sin(131072, frequencies, attention_factor=factor)
+>>> q, k = jitrope.apply_rope(q, k, cos, sin)
+
+Frequencies have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device. Angles are taken from them
+in fp64, where position x frequency is exact below 2^29 positions; an fp32 product alone is off by 0.03 radians at a
+million positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import arguments
+from ..base.errors import InvalidInput
+from .config import from_config
+from .frequencies import INTEGERS, ROPE_TYPES, inv_freq
+
+__all__ = ["ROPE_TYPES", "cos_sin", "cos_sin_cache", "freqs", "from_config", "inv_freq"]
+
+BLOCK_ANGLES = 2**20
+"""Angles worked on at a time: 8 MiB in fp64, beside their cosines and sines. 2^22 took half the time on an H100 (9 of
+18 ms for 2^22 positions of 64 pairs) and twice as long on a CPU, whose caches it exceeds."""
+
+
+def cos_sin(
+    positions: int | Tensor,
+    inv_freq: Tensor,
+    *,
+    attention_factor: float = 1.0,
+    width: str = "half",
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float32,
+    angles: str = "fp64",
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position x frequency, on inv_freq's device; `apply_rope` takes them.
+
+    Args:
+        positions: a number P, for 0 to P - 1, or an int32 or int64 tensor of any shape on that device.
+        inv_freq: (R / 2,) fp32, radians per position.
+        attention_factor: of both tables, as `inv_freq` returns it.
+        width: "half": an angle a pair, W = R / 2; "full": an angle an element of a head, W = R.
+        interleaved: with full width: an angle twice in a row, for pairs (0, 1), (2, 3), ...; else all
+            angles and then all again, for halves.
+        dtype: fp32, fp16 or bf16.
+        angles: "fp64": exact products below 2^29 positions; fp32 tables are within 2^-25 (times
+            attention_factor) of the exact cosines and sines, as near as fp32 goes. "fp32": rounded
+            products, which give the bits of transformers' modules, off by up to 0.03 at 2^20 positions.
+
+    Returns:
+        cos and sin, (P, W) or (*positions.shape, W) each, contiguous.
+
+    Raises:
+        InvalidInput: an argument is not one of the above.
+    """
+    return _cos_sin("cos_sin", positions, inv_freq, attention_factor, width, interleaved, dtype, angles)
+
+
+def cos_sin_cache(
+    positions: int | Tensor,
+    inv_freq: Tensor,
+    *,
+    attention_factor: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    angles: str = "fp64",
+) -> Tensor:
+    """R / 2 cosines and then R / 2 sines a row, (P, R) or (*positions.shape, R): `cos_sin_cache` of vLLM and SGLang.
+
+    Arguments and errors are those of `cos_sin`. It serves both pairings (their is_neox_style).
+    """
+    tables = _cos_sin("cos_sin_cache", positions, inv_freq, attention_factor, "half", False, dtype, angles)
+    return torch.cat(tables, dim=-1)
+
+
+def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", interleaved: bool = False) -> Tensor:
+    """Angles for `apply_rope(freqs=...)`, fp32, from -pi to pi.
+
+    Whole turns are taken off in fp64, before rounding, so that an angle is within 1.5e-7 of the exact
+    one (modulo 2 pi) at any position below 2^29, where fp32 has no digits left for all of it. One
+    below pi has the bits of the fp32 product. attention_factor is `apply_rope`'s `mscale`.
+
+    Arguments and errors are those of `cos_sin`; the table is (P, W) or (*positions.shape, W).
+    """
+
+    def turned(angle: Tensor) -> Tensor:
+        return angle.sub((angle / (2 * math.pi)).round_(), alpha=2 * math.pi)
+
+    return _tables("freqs", positions, inv_freq, [turned], width, interleaved, torch.float32, "fp64")[0]
+
+
+def _cos_sin(
+    name: str, positions: int | Tensor, inv_freq: Tensor, attention_factor: float, *words: Any
+) -> tuple[Tensor, Tensor]:
+    factor = arguments.number(name, "attention_factor", attention_factor)
+    functions = [lambda angle: angle.cos().mul_(factor), lambda angle: angle.sin().mul_(factor)]
+    cos, sin = _tables(name, positions, inv_freq, functions, *words)
+    return cos, sin
+
+
+def _tables(
+    name: str,
+    positions: int | Tensor,
+    inv_freq: Tensor,
+    functions: Sequence[Callable[[Tensor], Tensor]],
+    width: str,
+    interleaved: bool,
+    dtype: torch.dtype,
+    angles: str,
+) -> list[Tensor]:
+    """A table (*positions.shape, W) of each function of the angles: never more than BLOCK_ANGLES of them at a time."""
+    arguments.word(name, "width", width, ("half", "full"))
+    arguments.word(name, "angles", angles, ("fp64", "fp32"))
+    interleaved = arguments.flag(name, "interleaved", interleaved)
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        arguments.refuse(name, "dtype", dtype, "torch.float32, torch.float16 or torch.bfloat16")
+    device = arguments.tensor(name, "inv_freq", inv_freq, (torch.float32,), 1).device
+    if not isinstance(positions, Tensor):
+        positions = torch.arange(arguments.whole(name, "positions", positions, 0), device=device)
+    elif positions.dtype not in INTEGERS or positions.device != device:
+        got = f"{positions.dtype} on {positions.device}"
+        raise InvalidInput(f"{name}: positions is {got}; it must be int32 or int64 on inv_freq's {device}")
+
+    times, pairs = 2 if width == "full" else 1, len(inv_freq)
+    shape = (*positions.shape, times * pairs)
+    tables = [torch.empty(shape, dtype=dtype, device=device) for _ in functions]
+    exact = torch.float64 if angles == "fp64" else torch.float32
+    rows, frequencies = positions.reshape(-1, 1), inv_freq.detach().to(exact)
+    step = max(1, BLOCK_ANGLES // max(1, pairs))
+    for start in range(0, len(rows), step):
+        angle = rows[start : start + step].to(exact) * frequencies
+        for table, function in zip(tables, functions):
+            each = table.view(len(rows), pairs, times).mT if interleaved else table.view(len(rows), times, pairs)
+            each[start : start + step] = function(angle)[:, None]
+    return tables

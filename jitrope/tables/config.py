@@ -1,0 +1,108 @@
+"""Frequencies of a model's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..base import arguments
+from ..base.errors import InvalidInput
+from .frequencies import ROPE_TYPES, Device, Found, Length, inv_freq, least, length
+
+
+def from_config(
+    config: Any,
+    *,
+    layer_type: str | None = None,
+    seq_len: Length = None,
+    head_dim: int | None = None,
+    device: Device = None,
+) -> Found:
+    """`inv_freq` of a model's configuration: transformers' object, or a dict of the same names (config.json).
+
+    >>> inv_freq, attention_factor = tables.from_config(model.config, device="cuda")
+
+    Args:
+        config: rope_parameters (or the older rope_scaling and rope_theta), head_dim (or hidden_size and
+            num_attention_heads), partial_rotary_factor, max_position_embeddings and
+            original_max_position_embeddings are read, nothing is written; of a dict also
+            qk_rope_head_dim, for multi-head latent attention.
+        layer_type: which, where rope_parameters has an entry for each type of layer; else None.
+        seq_len: for "dynamic" and "longrope"; the others do not depend on it.
+        head_dim: in place of the configuration's, where a dict has it by a name of its own.
+
+    Returns:
+        As `inv_freq`, (R / 2,) fp32 and a number; R, the rotated elements, is twice the number of frequencies.
+
+    Raises:
+        InvalidInput: as `inv_freq`; or the configuration has no such parameters, or not for this layer_type.
+    """
+    if layer_type is not None and not isinstance(layer_type, str):
+        arguments.refuse("from_config", "layer_type", layer_type, "the name of a type of layer, or None")
+    if head_dim is not None:
+        head_dim = arguments.whole("from_config", "head_dim", head_dim, 2)
+    if seq_len is not None:
+        length("seq_len", seq_len, "from_config")
+    parameters = _rope_parameters(config, layer_type)
+    if layer_type is not None and not isinstance(config, Mapping):
+        with suppress(AttributeError, TypeError, ValueError):  # transformers': head sizes that vary over the layers
+            config = config.per_layer_config[layer_type]
+    found: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "seq_len": seq_len}
+    longest = found["max_position_embeddings"] = _get(config, "max_position_embeddings")
+    for source in ({name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}, parameters):
+        found.update((name, value) for name, value in source.items() if value is not None)
+    trained = found.get("original_max_position_embeddings")
+    if layer_type is None:  # Phi-3's is beside rope_parameters, and goes before one inside
+        trained = _get(config, "original_max_position_embeddings") or trained
+    found["original_max_position_embeddings"] = trained = trained or longest
+    for name in ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"):
+        if found[name] is not None:
+            arguments.number("from_config", name, found[name], least(name))
+    rope_type = found.get("rope_type") or found.get("type") or "default"
+    arguments.word("from_config", "rope_type", rope_type, ROPE_TYPES)
+    if rope_type in ("yarn", "longrope") and longest and trained:
+        found.setdefault("factor", longest / trained)
+    accepted = ROPE_TYPES[rope_type].parameters
+    known = {name: value for name, value in found.items() if name in accepted}
+    rotary_dim = _rotary_dim(config, rope_type, head_dim, found["partial_rotary_factor"])
+    return inv_freq(rope_type, rotary_dim=rotary_dim, theta=found["rope_theta"], device=device, **known)
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
+    """The parameters of one type of layer, or of all."""
+    names = ("rope_parameters", "rope_scaling", "rope_theta")
+    if not any(name in config if isinstance(config, Mapping) else hasattr(config, name) for name in names):
+        raise InvalidInput(f"from_config: config has none of {', '.join(names)}; perhaps its text_config has")
+    found = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        arguments.refuse("from_config", "config's rope_parameters", found, "a dict")
+    layer_types = [name for name, value in found.items() if isinstance(value, Mapping)]
+    if layer_type is None and not layer_types:
+        return dict(found)
+    if layer_type not in layer_types:
+        allowed = " or ".join(map(repr, layer_types)) or "None, as the parameters are those of every layer"
+        raise InvalidInput(f"from_config: layer_type is {layer_type!r}; allowed is {allowed}")
+    # transformers looks for truncate beside the layer types, not inside, and has its models compute that.
+    return {**found[layer_type], "truncate": found.get("truncate", True)}
+
+
+def _rotary_dim(config: Any, rope_type: str, head_dim: int | None, partial: float) -> int:
+    if head_dim is None and isinstance(config, Mapping):
+        if _get(config, "global_head_dim") or _get(config, "per_layer_config"):
+            raise InvalidInput("from_config: config has heads of several sizes; pass head_dim, or transformers' object")
+        if _get(config, "qk_rope_head_dim"):
+            return arguments.whole("from_config", "config's qk_rope_head_dim", config["qk_rope_head_dim"])
+    head_dim = head_dim or _get(config, "head_dim")
+    if head_dim is None:
+        sizes = [_get(config, name) for name in ("hidden_size", "num_attention_heads")]
+        if None in sizes:
+            raise InvalidInput("from_config: config has neither head_dim nor hidden_size and num_attention_heads")
+        width, heads = (arguments.whole("from_config", "config's sizes", size, 1) for size in sizes)
+        head_dim = width // heads
+    head_dim = arguments.whole("from_config", "config's head_dim", head_dim, 1)
+    return int(head_dim) if rope_type == "proportional" else int(head_dim * partial)

@@ -1,0 +1,263 @@
+"""The frequencies of every common kind of rope.
+
+They have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device: the functions below do the same
+floating-point operations in the same order. A new kind of rope is one function and one row of `ROPE_TYPES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base import arguments
+from ..base.errors import InvalidInput
+
+Device = torch.device | str | int | None
+"""Where tensors are made; None: torch's default."""
+
+Found = tuple[Tensor, float]
+"""Frequencies, and the factor of their cosines and sines."""
+
+Length = int | Tensor | None
+"""Tokens of the longest sequence, on the host or in a tensor of one integer."""
+
+INTEGERS = (torch.int32, torch.int64)
+"""Dtypes of positions."""
+
+ABOVE_ONE = ("theta", "max_position_embeddings", "original_max_position_embeddings")
+ANY = ("mscale", "mscale_all_dim", "partial_rotary_factor")
+"""Parameters of `inv_freq` that must be above 1, as their logarithms are divided by; any number. Others: above 0."""
+
+
+def inv_freq(
+    rope_type: str = "default", *, rotary_dim: int, theta: float = 10000.0, device: Device = None, **parameters: Any
+) -> Found:
+    """The frequencies of rotary_dim / 2 pairs, and the factor of their cosines and sines.
+
+    Pair i of d = rotary_dim elements turns by theta^(-2 i / d) radians a position (RoFormer, arXiv:2104.09864, section
+    3.2.2), which the other types change, most of them for sequences longer than those of the training. Parameters in
+    brackets are optional, by default as the source has them.
+
+    | rope_type | parameters | source |
+    | --- | --- | --- |
+    | default | | RoFormer |
+    | linear | factor | position interpolation, arXiv:2306.15595 |
+    | ntk | factor | arXiv:2309.00071, section 3.1 |
+    | dynamic | factor, max_position_embeddings, [seq_len] | arXiv:2309.00071, section 3.3 |
+    | yarn | factor, original_max_position_embeddings, [beta_fast=32, beta_slow=1, attention_factor, mscale, \
+mscale_all_dim, truncate=True] | YaRN, arXiv:2309.00071, 3.2 to 3.4; mscale: DeepSeek-V2, arXiv:2405.04434 |
+    | llama3 | factor, low_freq_factor, high_freq_factor, original_max_position_embeddings | Llama 3.1's rope_scaling |
+    | longrope | factor, short_factor, long_factor, [attention_factor, seq_len], original_max_position_embeddings | \
+LongRoPE, arXiv:2402.13753; Phi-3's configuration |
+    | proportional | partial_rotary_factor, [factor=1] | Gemma 4's configuration |
+
+    Args:
+        rope_type: one of the above, by transformers' names, as all parameters. "ntk", which is not
+            there, multiplies theta by factor^(d / (d - 2)).
+        rotary_dim: even; elements of a head that are rotated. For "proportional" that is the whole
+            head; the pairs past partial_rotary_factor of it have frequency 0, and stay as they are.
+        theta: the base, above 1; the default is RoFormer's.
+        device: where they are computed; None: torch's default. Some of a GPU's differ from the CPU's
+            in the last bit, up to 0.1 radians at a million positions: where a host computes them
+            on the CPU and moves them (as transformers' models do), do the same.
+        seq_len: beyond max_position_embeddings "dynamic" stretches theta; beyond
+            original_max_position_embeddings "longrope" takes long_factor, else short_factor. With a
+            tensor of one integer, which transformers' forwards pass, "dynamic" computes theta in fp32.
+        attention_factor: in place of the one that follows from factor.
+        truncate: whether YaRN's ramp begins and ends at whole pairs.
+        parameters: as in the table; None counts as not given.
+
+    Returns:
+        ((rotary_dim / 2,) fp32 in radians per position, attention_factor: 1.0 but for yarn and longrope).
+
+    Raises:
+        InvalidInput: a parameter is unknown to the type, missing or out of range.
+    """
+    rope_type = arguments.word("inv_freq", "rope_type", rope_type, ROPE_TYPES)
+    device = arguments.device("inv_freq", "device", device)
+    least = 4 if rope_type in ("ntk", "dynamic") else 2  # their exponent is d / (d - 2)
+    rotary_dim = arguments.whole("inv_freq", "rotary_dim", rotary_dim, least)
+    if rotary_dim % 2:
+        arguments.refuse("inv_freq", "rotary_dim", rotary_dim, "even")
+    given = {name: value for name, value in parameters.items() if value is not None}
+    accepted = ROPE_TYPES[rope_type].parameters
+    theta = _number("theta", theta)
+    for name, value in given.items():
+        if name not in accepted:
+            takes = ", ".join(accepted) or "no parameters"
+            raise InvalidInput(f"inv_freq: {name} is not a parameter of {rope_type!r}, which takes {takes}")
+        given[name] = _PARAMETERS.get(name, _number)(name, value)
+    missing = [name for name in ROPE_TYPES[rope_type].needed if name not in given]
+    if missing:
+        raise InvalidInput(f"inv_freq: {rope_type!r} needs {', '.join(missing)}")
+    words = SimpleNamespace(dim=rotary_dim, theta=theta, device=device, **{**accepted, **given})
+    frequencies, attention_factor = ROPE_TYPES[rope_type].function(words)
+    return frequencies, float(attention_factor)
+
+
+class RopeType(NamedTuple):
+    """What computes a type's frequencies, of a namespace with dim, theta, device and the type's own parameters."""
+
+    function: Callable[[Any], Found]
+    needed: tuple[str, ...] = ()
+    optional: Mapping[str, Any] = MappingProxyType({})  # with their defaults
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """All of its own, with their defaults; None for those that it needs."""
+        return {**dict.fromkeys(self.needed), **self.optional}
+
+
+def _powers(p: Any, theta: Any = None) -> Tensor:
+    """theta^(2i / dim) for each pair i, (dim / 2,) fp32. theta is a number or a tensor of one, by default p.theta."""
+    exponents = torch.arange(0, p.dim, 2, device=p.device).float() / p.dim
+    powers: Tensor = (p.theta if theta is None else theta) ** exponents
+    return powers
+
+
+def _default(p: Any) -> Found:
+    return 1.0 / _powers(p), 1.0
+
+
+def _linear(p: Any) -> Found:
+    return 1.0 / _powers(p) / p.factor, 1.0
+
+
+def _ntk(p: Any) -> Found:
+    """The slowest pair is interpolated by factor, the fastest stays."""
+    return 1.0 / _powers(p, p.theta * p.factor ** (p.dim / (p.dim - 2))), 1.0
+
+
+def _dynamic(p: Any) -> Found:
+    """NTK by a factor that grows with the sequence: 1 up to max_position_embeddings."""
+    trained, seq = p.max_position_embeddings, p.seq_len  # a tensor stays on its device
+    longest = seq.max().clamp(min=trained) if isinstance(seq, Tensor) else max(seq or 0, trained)
+    base = p.theta * ((p.factor * longest / trained) - (p.factor - 1)) ** (p.dim / (p.dim - 2))
+    return 1.0 / _powers(p, base), 1.0
+
+
+def _yarn(p: Any) -> Found:
+    """Pairs that turn more than beta_fast times in the trained length stay, those below beta_slow are interpolated."""
+    if p.beta_fast < p.beta_slow:
+        raise InvalidInput(f"inv_freq: beta_fast is {p.beta_fast}; it must be at least beta_slow {p.beta_slow}")
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(p.factor) + 1.0 if p.factor > 1 else 1.0
+
+    attention_factor = p.attention_factor
+    if attention_factor is None:
+        both = p.mscale and p.mscale_all_dim
+        attention_factor = temperature(p.mscale) / temperature(p.mscale_all_dim) if both else temperature(1.0)
+
+    low, high = (
+        p.dim * math.log(p.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(p.theta))
+        for turns in (p.beta_fast, p.beta_slow)
+    )
+    if p.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, p.dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no length; transformers' number
+    # The ramp is made where transformers makes it, on the default device, and so has the same bits on a GPU.
+    ramp = ((torch.arange(p.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp.to(device=p.device)
+    powers = _powers(p)
+    # 1 - kept is not the ramp again, in the last bit; nor is 1 / powers / factor the first term.
+    return 1.0 / (p.factor * powers) * (1 - kept) + 1.0 / powers * kept, attention_factor
+
+
+def _llama3(p: Any) -> Found:
+    """Short wavelengths stay, long ones are interpolated, those between are blended."""
+    if p.low_freq_factor >= p.high_freq_factor:
+        raise InvalidInput(
+            f"inv_freq: low_freq_factor is {p.low_freq_factor}; it must be below high_freq_factor {p.high_freq_factor}"
+        )
+    trained = p.original_max_position_embeddings
+    plain = 1.0 / _powers(p)
+    wavelength = 2 * math.pi / plain
+    blend = (trained / wavelength - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
+    between = (1 - blend) * plain / p.factor + blend * plain
+    slow = torch.where(wavelength > trained / p.low_freq_factor, plain / p.factor, between)
+    return torch.where(wavelength < trained / p.high_freq_factor, plain, slow), 1.0
+
+
+def _longrope(p: Any) -> Found:
+    """A searched factor for each pair: there is a set for short and one for long sequences."""
+    for name, factors in (("short_factor", p.short_factor), ("long_factor", p.long_factor)):
+        if len(factors) != p.dim // 2:
+            raise InvalidInput(f"inv_freq: {name} has {len(factors)} entries for rotary_dim / 2 = {p.dim // 2} pairs")
+    trained = p.original_max_position_embeddings
+    attention_factor = p.attention_factor
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(p.factor) / math.log(trained)) if p.factor > 1 else 1.0
+    factors = p.long_factor if p.seq_len is not None and p.seq_len > trained else p.short_factor
+    each = torch.tensor(factors, dtype=torch.float32, device=p.device)
+    return 1.0 / (each * _powers(p)), attention_factor
+
+
+def _proportional(p: Any) -> Found:
+    """The whole head's frequencies; only the fastest are kept."""
+    if not 0 <= p.partial_rotary_factor <= 1:
+        raise InvalidInput(f"inv_freq: partial_rotary_factor is {p.partial_rotary_factor}; it must be from 0 to 1")
+    rotated = int(p.partial_rotary_factor * p.dim // 2)
+    frequencies = 1.0 / _powers(p)[:rotated]
+    return torch.nn.functional.pad(frequencies, (0, p.dim // 2 - rotated)) / p.factor, 1.0
+
+
+_LENGTH = "original_max_position_embeddings"
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, "truncate": True}
+_FACTOR, _SEQ_LEN = {"attention_factor": None}, {"seq_len": None}
+
+ROPE_TYPES = {
+    "default": RopeType(_default),
+    "linear": RopeType(_linear, ("factor",)),
+    "ntk": RopeType(_ntk, ("factor",)),
+    "dynamic": RopeType(_dynamic, ("factor", "max_position_embeddings"), _SEQ_LEN),
+    "yarn": RopeType(_yarn, ("factor", _LENGTH), {**_YARN, **_FACTOR}),
+    "llama3": RopeType(_llama3, ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)),
+    "longrope": RopeType(_longrope, ("factor", "short_factor", "long_factor", _LENGTH), {**_FACTOR, **_SEQ_LEN}),
+    "proportional": RopeType(_proportional, ("partial_rotary_factor",), {"factor": 1.0}),
+}
+"""Every type, with its parameters."""
+
+
+def least(name: str) -> float | None:
+    return None if name in ANY else float(name in ABOVE_ONE)
+
+
+def _number(name: str, value: Any) -> float:
+    """A finite number; a whole one stays whole, for arithmetic in the order and the types of transformers'."""
+    found = arguments.number("inv_freq", name, value, least(name.partition("[")[0]))
+    return int(value) if isinstance(value, numbers.Integral) else found
+
+
+def _numbers(name: str, value: Any) -> list[float]:
+    if not isinstance(value, (list, tuple)):
+        if type(value).__module__ != "numpy" or getattr(value, "ndim", 0) != 1:
+            arguments.refuse("inv_freq", name, value, "a list of numbers")
+        value = value.tolist()
+    return [_number(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+
+def length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
+    if not isinstance(value, Tensor):
+        return arguments.whole(function, name, value, 0)
+    if value.numel() != 1 or value.dtype not in INTEGERS or value.is_meta:
+        arguments.refuse(function, name, value, "a whole number, or a tensor of one that has a value")
+    return value
+
+
+_PARAMETERS: dict[str, Callable[[str, Any], Any]] = {
+    "short_factor": _numbers,
+    "long_factor": _numbers,
+    "seq_len": length,
+    "truncate": functools.partial(arguments.flag, "inv_freq"),
+}
+"""What a parameter may be, where it is not a number."""
