@@ -56,27 +56,33 @@ EXPORTED std::size_t parameter_bytes() { return built.parameters; }
 EXPORTED void run(const void* parameters, unsigned gx, unsigned gy, unsigned block) {
     gridDim = {gx, gy, 1};
     blockDim = {block, 1, 1};
-    for (unsigned int b = 0; b < gx * gy; ++b) {
-        const auto thread = [&](unsigned int t) {
-            blockIdx = {b % gx, b / gx, 0};
-            threadIdx = {t, 0, 0};
-            built.call(parameters);
-        };
-        if (!built.meets) {
-            for (unsigned int t = 0; t < block; ++t) thread(t);
-            continue;
-        }
+    const auto call = [=](unsigned int b, unsigned int t) {
+        blockIdx = {b % gx, b / gx, 0};
+        threadIdx = {t, 0, 0};
+        built.call(parameters);
+    };
+    if (!built.meets) {
+        for (unsigned int b = 0; b < gx * gy; ++b)
+            for (unsigned int t = 0; t < block; ++t) call(b, t);
+        return;
+    }
+    const auto begin_block = [=]() noexcept {
         block_barrier = std::make_unique<std::barrier<>>(block);
         warps = std::vector<Warp>((block + 31) / 32);
         for (unsigned int w = 0; w < warps.size(); ++w)
             warps[w].barrier = std::make_unique<std::barrier<>>(min(32u, block - 32 * w));
-        std::vector<std::thread> pool;
-        for (unsigned int t = 0; t < block; ++t)
-            pool.emplace_back([&thread, t] {
-                thread(t);
+    };
+    begin_block();
+    std::barrier end_block(block, begin_block);
+    std::vector<std::thread> pool;
+    for (unsigned int t = 0; t < block; ++t)
+        pool.emplace_back([&, t] {
+            for (unsigned int b = 0; b < gx * gy; ++b) {
+                call(b, t);
                 block_barrier->arrive_and_drop();
                 warps[t / 32].barrier->arrive_and_drop();
-            });
-        for (std::thread& each : pool) each.join();
-    }
+                end_block.arrive_and_wait();
+            }
+        });
+    for (std::thread& each : pool) each.join();
 }
