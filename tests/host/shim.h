@@ -4,6 +4,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's math.h; C++'s and <immintrin.h> would take as long as the kernel
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
 // What runtime.cpp is linked with: one kernel, and whether the threads of a block meet.
 struct Built { std::size_t parameters; bool meets; void (*call)(const void* parameters); };
@@ -35,14 +38,13 @@ inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits
 inline float __fmul_rn(float a, float b) { return a * b; }         // built with -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float rsqrtf(float a) { return 1.0f / __builtin_sqrtf(a); }
+inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 inline double __dmul_rn(double a, double b) { return a * b; }
-inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
-inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-extern "C" void sincosf(float, float*, float*) noexcept;
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
-// As in f16cintrin.h; <cmath> and <immintrin.h> would take as long as the kernel.
+// As in <f16cintrin.h>.
 using Halves = short __attribute__((vector_size(16)));
 using Floats = float __attribute__((vector_size(16)));
 inline float half_to_float(unsigned short bits) { return __builtin_ia32_vcvtph2ps(Halves{static_cast<short>(bits)})[0]; }
