@@ -20,7 +20,7 @@ from jitrope.integrations.diffusers import forms, fused, norms
 from tests import diffusion_zoo as zoo
 
 from .devices import DEVICES
-from .diffusion_zoo import FUSED_CALLS, one_thread  # noqa: F401
+from .diffusion_zoo import FUSED_CALLS
 
 FUSED = fused.FUSED
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -18,7 +18,7 @@ from jitrope.integrations.diffusers.fused import FUSED, INLINE
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 from .devices import DEVICES  # noqa: E402
-from .diffusion_zoo import FUSED_CALLS, MODELS, forward, one_thread, prepared  # noqa: E402, F401
+from .diffusion_zoo import FUSED_CALLS, MODELS, forward, prepared  # noqa: E402
 
 EACH = pytest.mark.parametrize("name", list(MODELS))
 # Those that are fused; and rope alone, one of each way in: a name that is imported in a call, a module's forward, a

@@ -11,22 +11,13 @@ import pytest
 from .host import backend
 
 ROOT = Path(__file__).parent.parent
-FILES = ["gpu", "gpu_thd", "rope", "transformers"]
+FILES = ["gpu gpu_thd", "rope transformers"]
+OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_gpu_tests_on_the_host(file: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        f"tests/test_{file}.py",
-    ]
+@pytest.mark.parametrize("files", FILES)
+def test_gpu_tests_on_the_host(files: str) -> None:
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *(f"tests/test_{file}.py" for file in files.split())]
     done = subprocess.run(command, cwd=ROOT, env=backend.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
     assert " passed" in done.stdout

@@ -110,7 +110,8 @@ def run(
             file.write(view.tobytes())
         file.flush()
         environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-        done = subprocess.run([str(built("main.cpp", "-ldl")), str(build(source)), file.name], capture_output=True, text=True, env=environment)
+        command = [built("main.cpp", "-ldl"), build(source), file.name]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         data = Path(file.name).read_bytes()
     at = 0
