@@ -20,13 +20,13 @@ ON_HOST = backend.DEVICE == "cpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):  # of pytest-xdist: processes that would all take every core, and wait
-        torch.set_num_threads(1)
-    elif "TEST_HOST_BUILDS" not in os.environ:  # one folder for the kernels that all these processes build
+    # Tiny tensors gain nothing by threads, which wait for each other where cores are shared; child processes' too.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    if "TEST_HOST_BUILDS" not in os.environ:  # one folder for the kernels that all these processes build
         made = os.environ["TEST_HOST_BUILDS"] = tempfile.mkdtemp(prefix="jitrope-host-")
         config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
     if ON_HOST:
-        torch.set_num_threads(1)
         backend.install()
 
 

@@ -10,12 +10,11 @@ The file is long because it is a table, one entry a model, packed as tables are.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import diffusers
-import pytest
 import torch
 from torch import Tensor, arange, cat, eye, full, nn, ones, randint, randn, tensor, zeros
 
@@ -55,15 +54,6 @@ FUSED_CALLS = {
     "ZImageTransformer2DModel": 4,
     "ZImageControlNetModel": 9,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """More of them would cost these tiny models more than they help."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def entry(

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -30,15 +30,6 @@ from examples.bench import cp, cp_step, decode, diffusion, harness, host, layer,
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing by threads, which wait for each other where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def bench(*arguments: str) -> Any:

@@ -28,7 +28,7 @@ from tests.said import said
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 from .devices import DEVICES  # noqa: E402
-from .diffusion_zoo import FUSED_CALLS, MODELS, forward, one_thread, prepared  # noqa: E402, F401
+from .diffusion_zoo import FUSED_CALLS, MODELS, forward, prepared  # noqa: E402
 
 
 @pytest.fixture
@@ -836,7 +836,7 @@ def check(name):
     assert all(p._parallel_config is not None for p in model.attn_processors.values() if hasattr(p, "_parallel_config"))
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
+    torch.multiprocessing.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")  # diffusers is there
 """
 
 

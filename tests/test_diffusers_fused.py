@@ -21,7 +21,7 @@ from jitrope.integrations.diffusers import forms, fused, norms
 from tests import diffusion_zoo as zoo
 
 from .devices import DEVICES
-from .diffusion_zoo import FUSED_CALLS, one_thread  # noqa: F401
+from .diffusion_zoo import FUSED_CALLS
 
 FUSED = fused.FUSED
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -81,16 +81,23 @@ def variant(cls, config, inputs, device="cpu", dtype=FP32):
 
 
 def test_compiled_training() -> None:
+    """In one graph, which serves other inputs too."""
     model, inputs = prepared("FluxTransformer2DModel")
     torch._dynamo.reset()
-    grads = []
-    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        model.zero_grad()
-        with integration.enable(model):
-            zoo.forward(call, inputs).square().mean().backward()
-        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for ours, want in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, want)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with integration.enable(model) as report:
+        for words in (inputs, inputs | {"hidden_states": inputs["hidden_states"] * 0.5}):
+            grads = []
+            for call in (model, compiled):
+                model.zero_grad()
+                with torch._dynamo.config.patch(error_on_recompile=words is not inputs):
+                    out = zoo.forward(call, words)
+                out.square().mean().backward()
+                grads.append([out, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+            for ours, want in zip(*grads, strict=True):
+                torch.testing.assert_close(ours, want)
+    # Twice as it ran, once as it was traced.
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 3 * FUSED_CALLS["FluxTransformer2DModel"]}
 
 
 # ---- other ways through the processors -------------------------------------------------------------------

@@ -18,13 +18,13 @@ from jitrope.integrations.diffusers.fused import FUSED, INLINE
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 from .devices import DEVICES  # noqa: E402
-from .diffusion_zoo import FUSED_CALLS, MODELS, forward, one_thread, prepared  # noqa: E402, F401
+from .diffusion_zoo import FUSED_CALLS, MODELS, forward, prepared  # noqa: E402
 
 EACH = pytest.mark.parametrize("name", list(MODELS))
-# Those that are fused; and rope alone, one of each way in: a name that is imported in a call, a module's forward, a
-# processor of ours.
+# Those that are fused (Flux with its gradients: test_diffusers_fused.py); and rope alone, one of each way in: a name
+# that is imported in a call, a module's forward, a processor of ours.
 COMPILED = [
-    *((name, True) for name in ("Flux", "Flux2", "QwenImage", "Wan", "HunyuanVideo", "LTXVideo", "ZImage")),
+    *((name, True) for name in ("Flux2", "QwenImage", "Wan", "HunyuanVideo", "LTXVideo", "ZImage")),
     *((name, False) for name in ("CogView4", "SanaWM", "Ideogram4")),
 ]
 CONTROLNETS = {

@@ -73,7 +73,7 @@ def test_constants_are_harmless(spec: Spec) -> None:
 
 
 @BY_NAME
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_no_text_gets_into_a_source(spec: Any, data: st.DataObject) -> None:
     """Of any value in any field, from Python or from JSON: it is refused, or it is one that the field may have."""

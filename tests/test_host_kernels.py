@@ -38,6 +38,12 @@ from .cases import (
 from .host import harness
 
 SM_COUNT = 4  # few enough that small cases take token_linear by themselves
+LAUNCHES = ("token_linear", "grid_2d")
+
+
+def alternate(cases):
+    """Each case with one launch and the next with the other: a kernel takes g++ most of a second."""
+    return [pytest.param(case, LAUNCHES[n % 2], id=f"{case}-{LAUNCHES[n % 2]}") for n, case in enumerate(cases)]
 
 
 def run_kernel(inputs, outputs, tables, options, slots=None, scales=(None, None, None)) -> heuristics.Plan:
@@ -115,11 +121,10 @@ def test_backward_matches_reference(case: Case) -> None:
     assert_same(outputs, expected, case)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in (
+@pytest.mark.parametrize(("case", "launch"), alternate(c for c in CASES if c.name in (
     "halves", "partial-odd", "packed", "packed-qkv", "strided-dim", "unaligned", "q-alone", "offset", "angles-packed",
     "cp-packed-starts", "complex128-cis", "dtype", "addcmul", "ragged-4-3", "ragged-short-1", "ragged-angles",
-)], ids=str)  # fmt: skip
-@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+)))  # fmt: skip
 def test_in_place_matches_reference(case: Case, launch: str) -> None:
     outputs, expected, _ = run_case(case, launch, in_place=True)
     assert_same(outputs, expected, case)
@@ -141,7 +146,7 @@ def test_max_seqlen_bounds_the_grid_not_the_result() -> None:
     assert_same(outputs, expected)
 
 
-@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+@pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 12], [0, 4, 40], [3, 12], [-7, 4, 12], [0, 90, -3, 12]], ids=str)
 @pytest.mark.parametrize("table", ["half", "angles"])
 def test_malformed_lengths_stay_in_bounds(offsets: list[int], launch: str, table: str) -> None:
@@ -201,10 +206,10 @@ def test_sanitizer_sees_a_misaligned_access() -> None:
 # ---- packed QKV ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
-@pytest.mark.parametrize("case", QKV_CASES, ids=str)
+@pytest.mark.parametrize(("case", "launch"), alternate(QKV_CASES))
 def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
-    """Forward with v copied and not, in place, and the gradient."""
+    """Forward with v copied and in place by one launch; v not copied and the gradient by the other."""
+    other = LAUNCHES[launch == LAUNCHES[0]]
     (qkv, *tables), options = make_qkv(case, launch=launch)
     q, k, v = reference.rope_qkv(qkv, *tables, options)
     end = case.end
@@ -215,7 +220,9 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     assert_same(outputs, (q, k, v), case)
 
     outputs = [torch.full_like(x, 777) for x in (q, k, v)]
-    run_kernel((*inputs[:2], None), (*separate_views(*outputs, options)[:2], None), tables, options)
+    views = (*separate_views(*outputs, options)[:2], None)
+    plan = run_kernel((*inputs[:2], None), views, tables, options._replace(launch=other))
+    assert plan.spec.launch == other
     assert_same(outputs[:2], (q, k), case)
     assert (outputs[2] == 777).all()
 
@@ -229,7 +236,7 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     if end is not None:
         assert torch.equal(changed[end:], qkv[end:])
 
-    back = turned_back(options)
+    back = turned_back(options)._replace(launch=other)
     packed = torch.full_like(qkv, 777)
     run_kernel(separate_views(q, k, v, options), qkv_views(packed, options.q_per_group, options.layout), tables, back)
     assert_same([packed], [reference.rope_qkv_backward(q, k, v, *tables, back)], case)
@@ -259,11 +266,13 @@ def test_k_and_v_go_side_by_side(cp: tuple[int, int]) -> None:
 # ---- KV caches and fp8 -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
-@pytest.mark.parametrize("case", CACHE_CASES, ids=str)
-def test_kv_cache_matches_reference(case: CacheCase, launch: str) -> None:
-    """q fresh and in place, k too, and every byte of the caches, those no slot names included."""
-    for in_place in (False, True)[: 1 if case.q_fp8 else 2]:
+@pytest.mark.parametrize(("case", "fresh"), alternate(CACHE_CASES))
+def test_kv_cache_matches_reference(case: CacheCase, fresh: str) -> None:
+    """q fresh by one launch and in place by the other, and every byte of the caches, those no slot names included.
+
+    q in fp8 is always fresh: by both."""
+    for launch in LAUNCHES:
+        in_place = launch != fresh and not case.q_fp8
         call = make_cache(case, launch=launch, in_place=in_place)
         expected = [x.clone() for x in (call.k_cache, call.v_cache)]
         q_want, k_want = reference.rope_kv_cache(
@@ -444,10 +453,9 @@ def heads_of(x, case: NormCase) -> int:
 
 E4M3 = """
 {% include "vec.cuh" %}
-struct Params { const float* x; unsigned char* out; };
+struct Params { const float* x; unsigned char* out; long long count; };
 extern "C" __global__ void probe(const Params p) {
-    const long long at = blockIdx.x * 64ll + threadIdx.x;
-    p.out[at] = float_to_fp8(p.x[at]);
+    for (long long at = threadIdx.x; at < p.count; at += blockDim.x) p.out[at] = float_to_fp8(p.x[at]);
 }
 """
 
@@ -460,7 +468,7 @@ def test_fp8_conversion_is_torchs() -> None:
     )
     out = torch.zeros(len(x), dtype=torch.uint8)
     text = environment().from_string(E4M3).render()
-    harness.run(Source(text, "probe", "probe"), (len(x) // 64, 1), 64, [x, out], [])
+    harness.run(Source(text, "probe", "probe"), (1, 1), 64, [x, out], [len(x)])
     want = x.clamp(-448, 448).to(torch.float8_e4m3fn)
     nan = x.isnan()
     assert torch.equal(out[~nan], want.view(torch.uint8)[~nan])

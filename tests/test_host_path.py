@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,22 +12,14 @@ import pytest
 from .host import backend
 
 ROOT = Path(__file__).parent.parent
-FILES = ["gpu", "gpu_thd", "rope", "transformers"]
+FILES = ["gpu gpu_thd", "rope transformers"]
+OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_gpu_tests_on_the_host(file: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        f"tests/test_{file}.py",
-    ]
+@pytest.mark.parametrize("files", FILES)
+def test_gpu_tests_on_the_host(files: str) -> None:
+    paths = [f"tests/test_{file}.py" for file in files.split()]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, *paths]
     done = subprocess.run(command, cwd=ROOT, env=backend.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-2000:]}"
-    assert " passed" in done.stdout
+    assert all(re.search(rf"^{path}::.* PASSED", done.stdout, re.MULTILINE) for path in paths)

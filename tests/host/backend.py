@@ -53,7 +53,7 @@ def environment() -> dict[str, str]:
 
 @cache
 def _library(spec: Spec) -> Any:
-    library = ctypes.CDLL(str(harness.build(render(spec), "library.h", harness.SHARED)))
+    library = ctypes.CDLL(str(harness.build(render(spec))))
     library.run.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint]
     library.run.restype = None
     return library

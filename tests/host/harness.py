@@ -18,10 +18,9 @@ from jitrope.jit.render import Source
 
 HERE = Path(__file__).parent
 FLAGS = (
-    "-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-mf16c", "-mfma", "-pthread", "-w",
-    "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+    "-std=c++20", "-O0", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-mf16c", "-mfma", "-pthread", "-w",
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden",
 )  # fmt: skip
-SHARED = ("-fPIC", "-shared", "-fno-gnu-unique", "-fvisibility=hidden")
 
 # Whether the threads of a block meet, where that is not always so: a word of the template, or never.
 COLLECTIVES = {
@@ -52,17 +51,11 @@ def gcc(arguments: list[str], made: Path) -> Path:
 
 
 @cache
-def header(flags: tuple[str, ...]) -> Path:
-    """The shim, precompiled: its standard headers take more than half of a kernel's build."""
-    text = (HERE / "shim.h").read_text()
-    place = folder() / hashlib.sha256("\n".join((*flags, text)).encode()).hexdigest()[:16]
-    place.mkdir(parents=True, exist_ok=True)
-    made = place / "shim.h.gch"
-    if not made.exists():
-        own = place / f"{os.getpid()}.h"
-        own.write_text(text)
-        gcc([*flags, "-x", "c++-header", str(own)], made)
-    return place / "shim.h"
+def built(name: str, *more: str) -> Path:
+    """What kernels need, made once: the object that launches them, and a program that runs a library."""
+    text = "".join((HERE / file).read_text() for file in ("shim.h", name))
+    made = folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
+    return made if made.exists() else gcc([*FLAGS, *more, str(HERE / name)], made)
 
 
 @cache
@@ -72,20 +65,19 @@ def sanitizers() -> tuple[str, ...]:
     return tuple(subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names)
 
 
-def build(source: Source, main: str = "main.h", more: tuple[str, ...] = ()) -> Path:
-    """A kernel with a `main` behind it: an executable, or with SHARED a library."""
-    flags = (*FLAGS, *more)
-    text = f'{source.text}\n#define KERNEL {source.entry}\n#include "{main}"\n'
-    shim = header(flags)
-    key = "\n".join((main, (HERE / main).read_text(), text))
-    program = shim.parent / hashlib.sha256(key.encode()).hexdigest()[:16]
-    if not program.exists():
-        code = program.with_name(f"{program.name}.{os.getpid()}.{threading.get_ident()}.cpp")
+def build(source: Source) -> Path:
+    """A kernel as a library: its `run` launches it once."""
+    meets = COLLECTIVES.get(source.entry, "true")
+    call = f"[](const void* p) {{ {source.entry}(*static_cast<const Params*>(p)); }}"
+    text = f"{source.text}\nconst Built built{{sizeof(Params), {meets}, {call}}};\n"
+    made = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if not made.exists():
+        code = made.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")
         code.write_text(text)
-        collectives = COLLECTIVES.get(source.entry, "true")
-        gcc([*flags, "-include", str(shim), f"-DJITROPE_COLLECTIVES={collectives}", f"-I{HERE}", str(code)], program)
+        launcher = built("runtime.cpp", "-c")
+        gcc([*FLAGS, "-shared", "-include", str(HERE / "shim.h"), str(code), str(launcher)], made)
         code.unlink()
-    return program
+    return made
 
 
 def run(
@@ -118,7 +110,8 @@ def run(
             file.write(view.tobytes())
         file.flush()
         environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-        done = subprocess.run([str(build(source)), file.name], capture_output=True, text=True, env=environment)
+        command = [built("main.cpp", "-ldl"), build(source), file.name]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         data = Path(file.name).read_bytes()
     at = 0

@@ -1,21 +1,16 @@
 // Enough of CUDA to build a rendered kernel with g++ and run it on the CPU, under ASan and UBSan.
 //
-// Kernels without barriers or warp exchanges run thread after thread. Where JITROPE_COLLECTIVES is
-// true a block is as many std::threads as it has CUDA threads. A thread that has left the kernel no
-// longer counts at a barrier, as on the device.
+// This part every kernel is built with, so it is small; runtime.cpp, which launches them, is built once.
 #pragma once
-#include <algorithm>
-#include <atomic>
-#include <barrier>
-#include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <immintrin.h>
-#include <memory>
-#include <thread>
-#include <vector>
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's math.h; C++'s and <immintrin.h> would take as long as the kernel
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+
+// What runtime.cpp is linked with: one kernel, and whether the threads of a block meet.
+struct Built { std::size_t parameters; bool meets; void (*call)(const void* parameters); };
+extern const Built built;
 
 #define __global__
 #define __device__
@@ -30,11 +25,11 @@ struct alignas(8) uint2 { unsigned int x, y; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct dim3 { unsigned int x = 1, y = 1, z = 1; };
 
-inline thread_local dim3 threadIdx, blockIdx;
-inline dim3 blockDim, gridDim;
+extern constinit thread_local dim3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
 
-using std::max;
-using std::min;
+template <typename T> constexpr T min(T a, T b) { return b < a ? b : a; }
+template <typename T> constexpr T max(T a, T b) { return a < b ? b : a; }
 
 template <typename T> T __ldcs(const T* address) { return *address; }
 template <typename T> void __stcs(T* address, T value) { *address = value; }
@@ -43,96 +38,44 @@ inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits
 inline float __fmul_rn(float a, float b) { return a * b; }         // built with -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float rsqrtf(float a) { return 1.0f / std::sqrt(a); }
+inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
 inline double __dmul_rn(double a, double b) { return a * b; }
-inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float half_to_float(unsigned short bits) { return _cvtsh_ss(bits); }
-inline unsigned short float_to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+
+// As in <f16cintrin.h>.
+using Halves = short __attribute__((vector_size(16)));
+using Floats = float __attribute__((vector_size(16)));
+inline float half_to_float(unsigned short bits) { return __builtin_ia32_vcvtph2ps(Halves{static_cast<short>(bits)})[0]; }
+inline unsigned short float_to_half(float x) { return __builtin_ia32_vcvtps2ph(Floats{x}, 0)[0]; }
 
 // ---- barriers and warp exchanges ---------------------------------------------------------------
-struct Warp { std::unique_ptr<std::barrier<>> barrier; std::uint64_t slots[32] = {}; };
-inline std::unique_ptr<std::barrier<>> block_barrier;
-inline std::vector<Warp> warps;
-
 inline unsigned int linear_thread() {
     return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
 }
-inline void __syncthreads() { block_barrier->arrive_and_wait(); }
-inline int __syncthreads_or(int predicate) {
-    static std::atomic<int> any{0};
-    if (predicate) any = 1;
-    __syncthreads();
-    const int result = any;
-    __syncthreads();
-    if (!linear_thread()) any = 0;
-    __syncthreads();
-    return result;
-}
-inline void __syncwarp(unsigned int = ~0u) { warps[linear_thread() / 32].barrier->arrive_and_wait(); }
+void __syncthreads();
+int __syncthreads_or(int predicate);
+void __syncwarp(unsigned int = ~0u);
+unsigned int __ballot_sync(unsigned int, bool predicate);
+std::uint64_t exchange(std::uint64_t bits, unsigned int from);      // every lane shows its bits; those of lane `from`
 
-// Every lane of the warp shows a value; the one of lane `from` comes back.
-template <typename T>
-T exchange(T value, unsigned int from) {
-    Warp& warp = warps[linear_thread() / 32];
-    std::memcpy(&warp.slots[linear_thread() % 32], &value, sizeof value);
-    warp.barrier->arrive_and_wait();
-    T result;
-    std::memcpy(&result, &warp.slots[from % 32], sizeof result);
-    warp.barrier->arrive_and_wait();
-    return result;
+template <typename T> T __shfl_sync(unsigned int, T value, int from) {
+    std::uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof value);
+    bits = exchange(bits, from);
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
-template <typename T> T __shfl_sync(unsigned int, T value, int from) { return exchange(value, from); }
-template <typename T> T __shfl_xor_sync(unsigned int, T value, int mask) {
-    return exchange(value, linear_thread() % 32 ^ mask);
+template <typename T> T __shfl_xor_sync(unsigned int mask, T value, int lanes) {
+    return __shfl_sync(mask, value, linear_thread() % 32 ^ lanes);
 }
-template <typename T> T __shfl_up_sync(unsigned int, T value, int by) {
+template <typename T> T __shfl_up_sync(unsigned int mask, T value, int by) {
     const unsigned int lane = linear_thread() % 32;
-    return exchange(value, lane >= static_cast<unsigned int>(by) ? lane - by : lane);
+    return __shfl_sync(mask, value, lane >= static_cast<unsigned int>(by) ? lane - by : lane);
 }
-template <typename T> T __shfl_down_sync(unsigned int, T value, int by) {
+template <typename T> T __shfl_down_sync(unsigned int mask, T value, int by) {
     const unsigned int lane = linear_thread() % 32;
-    return exchange(value, lane + by < 32 ? lane + by : lane);
-}
-inline unsigned int __ballot_sync(unsigned int, bool predicate) {
-    Warp& warp = warps[linear_thread() / 32];
-    warp.slots[linear_thread() % 32] = predicate;
-    warp.barrier->arrive_and_wait();
-    unsigned int mask = 0;
-    for (unsigned int lane = 0; lane < 32; ++lane) mask |= static_cast<unsigned int>(warp.slots[lane] & 1) << lane;
-    warp.barrier->arrive_and_wait();
-    return mask;
+    return __shfl_sync(mask, value, lane + by < 32 ? lane + by : lane);
 }
 inline int __popc(unsigned int x) { return __builtin_popcount(x); }
-
-// ---- launch ------------------------------------------------------------------------------------
-template <bool together, typename Kernel>
-void launch(dim3 grid, dim3 block, Kernel kernel) {
-    gridDim = grid;
-    blockDim = block;
-    const unsigned int threads = block.x * block.y * block.z;
-    for (unsigned int b = 0; b < grid.x * grid.y * grid.z; ++b) {
-        const auto run = [&](unsigned int t) {
-            blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-            threadIdx = {t % block.x, t / block.x % block.y, t / block.x / block.y};
-            kernel();
-        };
-        if constexpr (!together) {
-            for (unsigned int t = 0; t < threads; ++t) run(t);
-            continue;
-        }
-        block_barrier = std::make_unique<std::barrier<>>(threads);
-        warps = std::vector<Warp>((threads + 31) / 32);
-        for (unsigned int w = 0; w < warps.size(); ++w)
-            warps[w].barrier = std::make_unique<std::barrier<>>(std::min(32u, threads - 32 * w));
-        std::vector<std::thread> pool;
-        for (unsigned int t = 0; t < threads; ++t)
-            pool.emplace_back([&run, t] {
-                run(t);
-                block_barrier->arrive_and_drop();
-                warps[t / 32].barrier->arrive_and_drop();
-            });
-        for (std::thread& thread : pool) thread.join();
-    }
-}

@@ -1,21 +1,27 @@
-// Runs one kernel on memory read from a file, and writes the memory back.
+// Launches a kernel, the library at argv[1], on memory read from the file at argv[2], and writes the memory back.
 //
-// argv[1]: int64 words: grid x, y; block; R regions; each region's bytes; W parameter words, each a
-// pair (region or -1, value): the region's address plus value bytes, or the value itself. Then the
-// regions' contents. Each region is an allocation of its own, poisoned from its end on: ASan sees the
-// first byte read or written past it.
-#pragma once
+// The file: int64 words: grid x, y; block; R regions; each region's bytes; W parameter words, each a pair (region or -1,
+// value): the region's address plus value bytes, or the value itself. Then the regions' contents. Each region is an
+// allocation of its own, poisoned from its end on: ASan sees the first byte read or written past it.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <dlfcn.h>
 #include <sanitizer/asan_interface.h>
+#include <vector>
 
-inline std::int64_t read_word(std::FILE* file) {
+static std::int64_t read_word(std::FILE* file) {
     std::int64_t word;
     if (std::fread(&word, 8, 1, file) != 1) std::abort();
     return word;
 }
 
 int main(int, char** argv) {
-    std::FILE* file = std::fopen(argv[1], "rb");
-    if (!file) return 2;
+    void* library = dlopen(argv[1], RTLD_NOW);
+    std::FILE* file = std::fopen(argv[2], "rb");
+    if (!library || !file) return std::fprintf(stderr, "%s\n", library ? argv[2] : dlerror()), 2;
+    const auto run = reinterpret_cast<void (*)(const void*, unsigned, unsigned, unsigned)>(dlsym(library, "run"));
+    const auto takes = reinterpret_cast<std::size_t (*)()>(dlsym(library, "parameter_bytes"))();
     const auto gx = read_word(file), gy = read_word(file), block = read_word(file);
     std::vector<std::int64_t> sizes(read_word(file));
     for (auto& size : sizes) size = read_word(file);
@@ -33,16 +39,12 @@ int main(int, char** argv) {
     std::fclose(file);
     for (std::size_t i = 0; i < words.size(); ++i)
         if (owners[i] >= 0) words[i] += reinterpret_cast<std::int64_t>(regions[owners[i]]);
-    Params params;
-    static_assert(sizeof(Params) % 8 == 0);
-    if (words.size() * 8 != sizeof params) {
-        std::fprintf(stderr, "%zu parameter words, the kernel takes %zu\n", words.size(), sizeof params / 8);
+    if (words.size() * 8 != takes) {
+        std::fprintf(stderr, "%zu parameter words, the kernel takes %zu\n", words.size(), takes / 8);
         return 4;
     }
-    std::memcpy(static_cast<void*>(&params), words.data(), sizeof params);
-    launch<JITROPE_COLLECTIVES>({static_cast<unsigned>(gx), static_cast<unsigned>(gy), 1}, {static_cast<unsigned>(block), 1, 1},
-                                [&] { KERNEL(params); });
-    file = std::fopen(argv[1], "wb");
+    run(words.data(), gx, gy, block);
+    file = std::fopen(argv[2], "wb");
     for (std::size_t r = 0; r < regions.size(); ++r) {
         if (sizes[r]) std::fwrite(regions[r], 1, sizes[r], file);
         __asan_unpoison_memory_region(regions[r], (sizes[r] + 255) / 256 * 256);
