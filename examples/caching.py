@@ -139,7 +139,7 @@ def main(folder: Path) -> None:
     call(interleaved=True)  # now it is there
     jitrope.configure(compile=None)
 
-    print("6. Every load is checked. What is damaged is said, and made anew.")
+    print("6. Every load is checked. A damaged kernel is reported, and made again.")
     cubin = entry.path / "kernel.cubin"
     cubin.write_bytes(cubin.read_bytes()[:-1] + b"x")
     shell("jitrope cache verify")
