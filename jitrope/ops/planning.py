@@ -57,7 +57,7 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
         return
     specs, launches, sm_count = planner
     named = launch.with_outputs(op, {**tensors, **(weights_of_one(tensors, options) if op.norm else {})}, options)
-    for word in launches:
-        found = launch.plan_of(op, named, op.heads(named, options), changed(options, launch=word), sm_count)
+    for asked in launches:
+        found = launch.plan_of(op, named, op.heads(named, options), changed(options, launch=asked), sm_count)
         if found is not None and found[0].spec not in specs:
             specs.append(found[0].spec)

@@ -71,16 +71,18 @@ def root(
         raise typer.Exit
 
 
-def _calls(heads: list[str], **fields: Any) -> list[Any]:
-    """The calls that the options describe."""
-    from .prewarm import expand
+def _specs(heads: list[str], **words: Any) -> list[Any]:
+    """The kernels of the calls that the options describe."""
+    from .prewarm import specs_of
 
     try:
-        totals = [sum(int(part) for part in text.split(",")) for text in heads]
+        counts = [[int(part) for part in text.split(",")] for text in heads]
     except ValueError as error:
         raise typer.BadParameter(f"--heads must be numbers, as 32,8: {error}") from error
+    if not words["rotary_dim"]:
+        del words["rotary_dim"]
     try:
-        return expand({"heads": totals, **fields})
+        return specs_of(heads=counts, **words)
     except InvalidInput as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -115,16 +117,15 @@ def prewarm(
     Without --heads and --from it compiles the kernels of popular models. A
     file can describe every kind of call; the options describe the common ones.
     """
-    from .prewarm import DEFAULT_CALLS, read_calls
+    from .prewarm import default_specs, read_calls
     from .prewarm import prewarm as build
 
     if file is not None:
-        specs = read_calls(file)
+        specs: list[Any] = list(read_calls(file))
     else:
         fields = {"head_dim": head_dim, "dtype": dtype, "interleaved": interleaved, "rotary_dim": rotary_dim}
-        fields |= {"width": width, "in_place": in_place, "backward": backward}
-        calls = _calls(heads, **fields) if heads else DEFAULT_CALLS
-        specs = list(dict.fromkeys(spec for call in calls for spec in call.specs()))
+        fields |= {"width": width, "inplace": in_place, "backward": backward}
+        specs = _specs(heads, **fields) if heads else default_specs()
     archs = architectures(arch)
     if record is not None and not dry_run:
         from ..jit.recording import add
@@ -161,8 +162,8 @@ def render(
         found = list(read_calls(file))
     else:
         fields = {"head_dim": head_dim, "dtype": dtype, "interleaved": interleaved, "rotary_dim": rotary_dim}
-        (call,) = _calls([heads], **fields, width=width, in_place=in_place and not backward, backward=backward)
-        found = [spec for spec in call.specs() if spec.launch == launch and spec.inverse == backward]
+        specs = _specs([heads], **fields, width=width, inplace=in_place and not backward, backward=backward)
+        found = [spec for spec in specs if spec.launch == launch and spec.inverse == backward]
     if not found:
         raise typer.BadParameter("there is no such kernel; --launch must be token_linear or grid_2d")
     source = render_source(found[0])
