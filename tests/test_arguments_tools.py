@@ -330,9 +330,10 @@ ROWS: dict[str, Row] = {
         "heads": [8, 2], "head_dim": 128, "dtype": "bf16", "interleaved": True, "rotary_dim": 64, "rotary_offset": 0,
         "width": "half", "rounding": "fp32", "positions": "int64", "backward": False, "interleaved_out": True,
         "table": "cos_sin", "table_dtype": "fp32", "batch": 1, "layout": "bshd", "function": "apply_rope",
-    }, {"heads": {"int"}, "head_dim": {"int"}, "rotary_offset": {"int"}, "batch": {"int"}}),
+    }, {"heads": {"int", "bool", "list of lists"} | FLOAT, "head_dim": {"int"}, "rotary_offset": {"int"},
+        "batch": {"int"}, "positions": {"dict"}}),
     "planning": Row(planned, {"launches": ["auto"], "sm_count": 132},
-        {"launches": {"empty list", "empty tuple"}, "sm_count": {"int"}}),
+        {"launches": {"empty list", "empty tuple", "generator", "dict", "empty tensor"}, "sm_count": {"int"}}),
 }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def default_specs() -> list[RopeSpec]:
 
 
 def _specs(described: Mapping[str, Any]) -> list[RopeSpec]:
-    with planning() as specs:
+    with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
         try:
             _Described(**described).make()
         except (TypeError, RuntimeError) as error:  # a word that a function or a value lacks, sizes past torch's
@@ -125,7 +125,7 @@ class _Described:
         backward: bool = False, **words: Any,
     ) -> None:  # fmt: skip
         self.name = name = arguments.word("call", "function", function, _FUNCTIONS)
-        self.heads = arguments.wholes(name, "heads", heads if isinstance(heads, (list, tuple)) else [heads], 1)
+        self.heads = arguments.wholes(name, "heads", heads if hasattr(heads, "__len__") else [heads], 1)
         if not 1 <= len(self.heads) <= 2 or (len(self.heads) < 2 and name in _FUNCTIONS[2:]):
             arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8]")
         self.head_dim = arguments.whole(name, "head_dim", head_dim, 1)
@@ -287,10 +287,10 @@ def expand(described: Any) -> list[dict[str, Any]]:
     A list of numbers is one value of heads, [32, 8]; a list of such lists stands for each of them.
 
     Raises:
-        InvalidInput: it is no description, or a list has no values.
+        InvalidInput: it is no description, has no heads, or a list has no values.
     """
-    if not isinstance(described, Mapping):
-        raise InvalidInput(f"described is {arguments.shown(described)}; it must be a call's words, a dict")
+    if not isinstance(described, Mapping) or "heads" not in described:
+        raise InvalidInput(f"described is {arguments.shown(described)}; it must be a call's words, a dict with heads")
     axes = []
     for name, value in described.items():
         several = isinstance(value, list) and (name != "heads" or any(isinstance(item, list) for item in value))
