@@ -38,7 +38,7 @@ import torch
 import jitrope
 from jitrope.base import config
 from jitrope.jit import compiler, kernels
-from jitrope.tools.prewarm import Call
+from jitrope.tools.prewarm import specs_of
 
 GPU = torch.cuda.is_available()
 ARCH = kernels.arch_of(0) if GPU else "sm_90"
@@ -52,7 +52,7 @@ def call(interleaved: bool = False) -> None:
         cos, sin = torch.rand(2, 256, 64, device="cuda")
         jitrope.apply_rope(q, k, cos, sin, interleaved=interleaved)
     else:
-        kernels.build(Call(32 + 8, interleaved=interleaved).specs()[0], ARCH)
+        kernels.build(specs_of(heads=[32, 8], interleaved=interleaved)[0], ARCH)
 
 
 def counts() -> str:

@@ -24,6 +24,7 @@ from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import record
+from .ops.planning import planning
 from .ops.values import KVCache, Mrope, Norm, Packed, Quantize, Starts
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "__version__",
     "apply_rope",
     "configure",
+    "planning",
     "prepare_joint_qkv",
     "prepare_packed_qkv",
     "prepare_qkv",

@@ -29,7 +29,7 @@ from jitrope.base import config
 from jitrope.jit.cache import KernelCache
 from jitrope.tools import bundle
 from jitrope.tools import prewarm as prewarming
-from jitrope.tools.prewarm import Call
+from jitrope.tools.prewarm import specs_of
 
 # ---- the kinds of values ---------------------------------------------------------------------------
 
@@ -184,12 +184,18 @@ def prewarmed(**arguments: Any) -> Any:
     return [(built.spec, built.arch, built.failed) for built in prewarming.prewarm(**arguments)]
 
 
+def planned(**arguments: Any) -> Any:
+    with jitrope.planning(**arguments) as specs:
+        jitrope.apply_rope(*torch.empty(2, 1, 4, 2, 8, device="meta"), *torch.empty(2, 4, 4, device="meta"))
+    return specs
+
+
 def bundled(**arguments: Any) -> Any:
     return [(built.spec, built.arch) for built in bundle.write(**arguments)]
 
 
 PART = {"cu_seqlens": cu(0, 3, 8), "tokens": 9, "cp_size": 2, "cp_rank": 1, "rule": "contiguous"}
-SPEC = Call(8).specs()[0]
+SPEC = specs_of(heads=8)[0]
 SCALE = {"attention_factor": FLOAT | NEGATIVE}
 TABLE = {"positions": 6, "inv_freq": rows(4)}
 LSE = {"lse": rows(2, 8), "lse_per_step": rows(2, 4), "cu_seqlens": cu(0, 4, 8), "lse_packed": True}
@@ -320,12 +326,14 @@ ROWS: dict[str, Row] = {
     "read_calls": Row(prewarming.read_calls, {"path": Path("calls.json")}, {"path": PATHS}),
     "expand": Row(prewarming.expand, {"described": {"heads": [8, 16]}}),
     "refused": Row(prewarming.refused, {"arch": "sm_90"}),
-    "Call": Row(lambda **a: Call(**a).specs(), {
-        "heads": 8, "head_dim": 128, "dtype": "bf16", "interleaved": True, "rotary_dim": 64, "rotary_offset": 0,
-        "width": "half", "rounding": "fp32", "cp_size": 1, "q_per_group": 2, "copy_v": True, "mrope_section": (16, 16),
-        "position_ids": "int64", "backward": False, "interleaved_out": True, "kv_dtype": None, "table_dtype": "fp32",
-    }, {"heads": {"int"}, "cp_size": {"int"}, "rotary_offset": {"int"}, "q_per_group": {"int"},
-        "mrope_section": {"empty list", "empty tuple"}}),
+    "specs_of": Row(lambda **a: specs_of(**a), {
+        "heads": [8, 2], "head_dim": 128, "dtype": "bf16", "interleaved": True, "rotary_dim": 64, "rotary_offset": 0,
+        "width": "half", "rounding": "fp32", "positions": "int64", "backward": False, "interleaved_out": True,
+        "table": "cos_sin", "table_dtype": "fp32", "batch": 1, "layout": "bshd", "function": "apply_rope",
+    }, {"heads": {"int", "bool", "list of lists"} | FLOAT, "head_dim": {"int"}, "rotary_offset": {"int"},
+        "batch": {"int"}, "positions": {"dict"}}),
+    "planning": Row(planned, {"launches": ["auto"], "sm_count": 132},
+        {"launches": {"empty list", "empty tuple", "generator", "dict", "empty tensor"}, "sm_count": {"int"}}),
 }  # fmt: skip
 
 

@@ -24,12 +24,12 @@ from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack, seal
 from jitrope.jit.layers import MANIFEST, write_bundle
 from jitrope.tools import bundle
-from jitrope.tools.prewarm import Call
+from jitrope.tools.prewarm import specs_of
 
 from .test_cache import COUNTED, DATA, KEY, ROOT, edit, filled, on_the_gpu
 from .test_cli import jitrope as jitrope
 
-SPECS = Call(40).specs()
+SPECS = specs_of(heads=[32, 8])
 ARCHS = ["sm_80", "sm_90"]
 KERNELS = list(itertools.product(SPECS, ARCHS))
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="giving files to another user needs root")
@@ -528,8 +528,8 @@ from pathlib import Path
 from jitrope.tools import bundle
 from jitrope.jit import compiler, kernels
 from jitrope.base.errors import CompileError
-from jitrope.tools.prewarm import Call
-spec = Call(40).specs()[0]
+from jitrope.tools.prewarm import specs_of
+spec = specs_of(heads=[32, 8])[0]
 try:
     compiler.nvrtc_version()
 except CompileError:

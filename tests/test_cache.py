@@ -27,11 +27,11 @@ from jitrope.jit import compiler, kernels, recording
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack
 from jitrope.tools import doctor
-from jitrope.tools.prewarm import Call, prewarm, read_calls
+from jitrope.tools.prewarm import prewarm, read_calls, specs_of
 
 KEY = Key("rope_x", "ingredients", ("-std=c++17",), "sm_90", "nvrtc 13.0")
 DATA = b"\x7fELF cubin"
-SPEC = Call(40).specs()[0]
+SPEC = specs_of(heads=[32, 8])[0]
 ROOT = Path(__file__).parent.parent
 IMPORTS = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 HOUR = 3600
@@ -110,12 +110,12 @@ def test_every_part_of_the_key_counts(field: str, monkeypatch: pytest.MonkeyPatc
     assert replace(KEY).source != KEY.source
 
 
-IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import Call"
+IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import specs_of"
 
 
 def test_same_key_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes' entries are equal, file for file; no time and no path is in them."""
-    code = f"{IMPORT}; kernels.build(Call(40).specs()[0], 'sm_90')"
+    code = f"{IMPORT}; kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "a"), "PYTHONPATH": IMPORTS}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=tmp_path)
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "b" / "c"))
@@ -569,8 +569,8 @@ if sys.argv[1] == "nothing":
         raise FileNotFoundError(2, "No usable temporary directory found")
     tempfile.TemporaryDirectory = tempfile.gettempdir = nowhere
 from jitrope.jit import kernels
-from jitrope.tools.prewarm import Call
-found = kernels.build(Call(8).specs()[0], "sm_90")
+from jitrope.tools.prewarm import specs_of
+found = kernels.build(specs_of(heads=8)[0], "sm_90")
 from cupy.cuda import compiler
 kept = compiler._kernel_cache_backend._cache_dir        # where a user's own CuPy kernels will be put
 print(found.compiled, found.kept, os.path.isdir(kept), "CUPY_CACHE_DIR" in os.environ)
@@ -604,7 +604,7 @@ def test_a_cupy_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("level", "said"), [("info", "compiled rope_"), ("loud", "is not a logging level"), ("", "")])
 def test_jitrope_log(tmp_path: Path, level: str, said: str) -> None:
-    code = f"{IMPORT}; kernels.build(Call(40).specs()[0], 'sm_90')"
+    code = f"{IMPORT}; kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path), "JITROPE_LOG": level, "PYTHONPATH": IMPORTS}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert said in done.stderr
@@ -707,8 +707,8 @@ from pathlib import Path
 from jitrope import CompileError
 from jitrope.tools import bundle
 from jitrope.jit import compiler, kernels
-from jitrope.tools.prewarm import Call, prewarm
-(spec, *_) = Call(40).specs()
+from jitrope.tools.prewarm import prewarm, specs_of
+(spec, *_) = specs_of(heads=[32, 8])
 for ask in (
     lambda: kernels.build(spec, "sm_90"),
     lambda: kernels.is_cached(spec, "sm_90"),

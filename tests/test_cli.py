@@ -23,14 +23,8 @@ from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import Entry, Key
 from jitrope.jit.registry import spec_from_dict
-from jitrope.ops.operation import turned_back
-from jitrope.plan.problem import NormCall, cache_view, plan_call
-from jitrope.plan.spec import NormOptions, Options
-from jitrope.plan.views import FP8
 from jitrope.tools import cli, console, doctor
-from jitrope.tools.prewarm import DEFAULT_CALLS, Call, read_calls
-
-from .cases import head_views
+from jitrope.tools.prewarm import read_calls, specs_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -142,7 +136,7 @@ def test_prewarm_then_everything_is_cached(jitrope, tmp_path: Path) -> None:
     first = json.loads(jitrope(*arguments, JITROPE_NO_COMPILE="1").stdout)
     assert (first["compiled"], first["cached"], first["failed"]) == (6, 0, 0)
     (tmp_path / "run.json").write_text(jitrope("cache", "ls", "--json").stdout)
-    assert set(read_calls(tmp_path / "run.json")) == {*Call(40).specs(), *Call(24).specs()}
+    assert set(read_calls(tmp_path / "run.json")) == {*specs_of(heads=[32, 8]), *specs_of(heads=24)}
     second = json.loads(jitrope(*arguments).stdout)
     assert (second["compiled"], second["cached"]) == (0, 6)
     (next((tmp_path / "kernels").glob("*sm_90*")) / "kernel.cu").write_bytes(b"damaged")
@@ -198,13 +192,15 @@ def test_what_a_cache_lists_is_built_elsewhere(jitrope, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="TOML needs Python 3.11")
 def test_prewarm_from_toml(tmp_path: Path) -> None:
     path = tmp_path / "calls.toml"
-    path.write_text('[[call]]\nheads = [40, 64]\nhead_dim = 128\ndtype = ["bf16", "fp16"]\n')
-    want = {spec for heads in (40, 64) for dtype in ("bf16", "fp16") for spec in Call(heads, dtype=dtype).specs()}
+    path.write_text('[[call]]\nheads = [[32, 8], [64, 8]]\nhead_dim = 128\ndtype = ["bf16", "fp16"]\n')
+    several = ((heads, dtype) for heads in ([32, 8], [64, 8]) for dtype in ("bf16", "fp16"))
+    want = {spec for heads, dtype in several for spec in specs_of(heads=heads, dtype=dtype)}
     assert set(read_calls(path)) == want
 
 
-BAD_FIELDS = [{"nope": 2}, {"interleaved": 2}, {"dtype": {}}, {"mrope_section": 16}, {"across_heads": [4, [4]]}]
-BAD_FIELDS += [{"across_heads": [[[4]]]}, {"heads": "8"}, {"heads": 8.5}, {"heads": None}, {"heads": [[8]]}]
+BAD_FIELDS = [{"nope": 2}, {"interleaved": 2}, {"dtype": {}}, {"dtype": []}, {"positions": "int8"}, {"norm": {}}]
+BAD_FIELDS += [{"positions": {"position_ids": "int64", "mrope_section": 16}}, {"heads": [[[8]]]}, {"heads": "8"}]
+BAD_FIELDS += [{"heads": 8.5}, {"heads": None}, {"heads": [1, 2, 3]}, {"heads": []}, {"heads": -1}, {"heads": 1 << 60}]
 BAD_CALLS = [5, [5], "abc", {"heads": 8}, None, [{}], *([{"heads": 8, **field}] for field in BAD_FIELDS)]
 BAD_FILES = ["{", "{}", "[]", '{"spec": [{"dtype": "bf16"}]}', '{"spec": 5}', '{"call": ' + "[" * 100000]
 BAD_FILES += [json.dumps({"call": call}) for call in BAD_CALLS]
@@ -241,54 +237,65 @@ def test_a_source_renders_again_by_the_command_at_its_head(jitrope, tmp_path: Pa
 
 
 CALLS_OF_LISTS = [
-    ({"heads": 80, "norm": "once", "across_heads": [40, 40]}, [{"across_heads": (40, 40)}]),
-    ({"heads": 80, "norm": "once", "across_heads": [[40, 40], [64, 16]]},
-     [{"across_heads": (40, 40)}, {"across_heads": (64, 16)}]),
-    ({"heads": 40, "position_ids": "int64", "mrope_section": [16, 24, 24]}, [{"mrope_section": (16, 24, 24)}]),
-    ({"heads": 40, "position_ids": "int64", "mrope_section": [[16, 24, 24], []]},
-     [{"mrope_section": (16, 24, 24)}, {"mrope_section": ()}]),
-    ({"heads": 40, "mrope_section": []}, [{}]),
-    ({"heads": [8, 40], "dtype": "fp16"}, [{"heads": 8}, {"heads": 40}]),
+    ({"heads": 40}, [{"heads": 40}]),
+    ({"heads": [32, 8]}, [{"heads": [32, 8]}]),
+    ({"heads": [[32, 8], [24]], "dtype": "fp16"}, [{"heads": [32, 8]}, {"heads": [24]}]),
+    ({"heads": [[32, 8], 24]}, [{"heads": [32, 8]}, {"heads": 24}]),
+    ({"heads": 40, "positions": ["int64", {"position_ids": "int64", "mrope_section": [16, 24, 24]}]},
+     [{"positions": "int64"}, {"positions": {"position_ids": "int64", "mrope_section": [16, 24, 24]}}]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("written", "meant"), CALLS_OF_LISTS, ids=range(len(CALLS_OF_LISTS)))
-def test_every_field_of_a_call_can_be_written(tmp_path: Path, written: dict, meant: list[dict]) -> None:
+def test_every_word_of_a_call_can_be_a_list(tmp_path: Path, written: dict, meant: list[dict]) -> None:
     (tmp_path / "calls.json").write_text(json.dumps({"call": [written]}))
-    specs = [spec for fields in meant for spec in Call(**{**written, **fields}).specs()] if any(meant) else (
-        Call(40).specs()
-    )  # fmt: skip
+    specs = [spec for words in meant for spec in specs_of(**{**written, **words})]
     assert read_calls(tmp_path / "calls.json") == list(dict.fromkeys(specs))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"slots": "int64", "backward": True}, {"slots": "int64", "packed": "int32"},
-        {"norm": "once", "kv_dtype": "fp8"},
-        {"norm": "once", "fp8": True}, {"norm": "once", "slots": "int64"}, {"norm": "once", "interleaved_out": True},
-        {"norm": "once", "two_streams": True, "across_heads": (6, 6)}, {"interleaved_out": True, "in_place": True},
-        {"interleaved_out": True, "width": "full"}, {"interleaved_out": True, "q_per_group": 2},
-        {"position_ids": "int64", "packed": "int32"}, {"position_ids": "int64", "start_positions": "int32"},
-        {"position_ids": "int64", "cp_size": 2}, {"rounding": "complex128", "angles": True},
-        {"rounding": "complex128", "packed": "int32"}, {"norm": "once", "packed": "int32"},
-        {"norm": "once", "angles": True}, {"norm": "twice", "cp_size": 2},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_calls_of_a_file_that_no_function_takes_are_refused(fields: dict) -> None:
-    with pytest.raises(InvalidInput, match="does not go with"):
-        Call(12, **fields).specs()
-    for name in fields:  # each for itself is well
-        rest = {"norm": "once"} if name in ("across_heads", "two_streams") else {}
-        assert Call(12, **{name: fields[name]}, **rest).specs()
+SLOTS = {"slot_mapping": "int64", "k_cache": "bf16", "v_cache": "bf16"}
+PACKED, NORM, PREPARED = {"cu_seqlens": "int32"}, {"rounding": "once"}, {"function": "prepare_qkv"}
+NO_FUNCTION_TAKES = [
+    ({**PREPARED, "cache": SLOTS, "backward": True}, "q requires a gradient"),
+    ({**PREPARED, "cache": SLOTS, "positions": PACKED}, "cu_seqlens does not go with cache"),
+    ({**PREPARED, "norm": NORM, "cache": SLOTS}, "norm does not go with cache"),
+    ({**PREPARED, "norm": NORM, "quantize": {"q_scale": 1.0}}, "norm does not go with cache or quantize"),
+    ({**PREPARED, "norm": NORM, "interleaved_out": True}, "interleaved_out does not go with norm"),
+    ({**PREPARED, "norm": NORM, "positions": PACKED}, "cu_seqlens does not go with"),
+    ({**PREPARED, "norm": NORM, "table": "freqs"}, "freqs does not go with norm"),
+    ({**PREPARED, "norm": NORM, "positions": {"cp_size": 2}}, "cp_size does not go with norm"),
+    ({**PREPARED, "cache": {**SLOTS, "k_cache": "fp8", "v_cache": "fp8"}}, "k_scale is missing"),
+    ({**PREPARED, "cache": {"k_cache": "bf16"}}, "missing 2 required positional arguments"),
+    ({"function": "prepare_joint_qkv", "norm": {**NORM, "across_heads": True}}, "across_heads does not go with two"),
+    ({"function": "prepare_packed_qkv", "interleaved_out": True}, "unexpected keyword argument 'interleaved_out'"),
+    ({"function": "prepare_packed_qkv", "heads": [5, 2]}, "heads is .*a multiple of k's"),
+    ({"function": "rotate"}, "function is 'rotate'; it must be one of 'apply_rope', "),
+    ({"interleaved_out": True, "inplace": True}, "interleaved_out does not go with inplace"),
+    ({"interleaved_out": True, "width": "full"}, "interleaved_out goes with half-width tables"),
+    ({"position_ids": "int64"}, "unexpected keyword argument 'position_ids'; pass positions=position_ids"),
+    ({"positions": {**PACKED, "position_ids": "int64"}}, "unexpected keyword argument 'position_ids'"),
+    ({"rounding": "complex128", "table": "freqs"}, "rounding='complex128' does not go with freqs"),
+    ({"positions": {**PACKED, "cp_size": 0}}, "cp_size is 0; it must be at least 1"),
+    ({"head_dim": 7}, "rotary_dim is 7; it must be even"),
+    ({"head_dim": 1024}, "at most 512 is possible"),
+    ({"heads": [0, 8]}, r"heads\[0\] is 0; it must be a whole number of at least 1"),
+]
 
 
-@pytest.mark.parametrize("field", [{"q_per_group": -1}, {"cp_size": 0}, {"cp_size": -2}], ids=str)
-def test_numbers_below_what_a_call_has_are_refused(field: dict) -> None:
-    ((name, value),) = field.items()
-    with pytest.raises(InvalidInput, match=f"{name} is {value}; it must be at least"):
-        Call(8, **field)
+@pytest.mark.parametrize(("words", "message"), NO_FUNCTION_TAKES, ids=str)
+def test_a_call_that_no_function_takes_is_named_and_refused(tmp_path: Path, words: dict, message: str) -> None:
+    """In the words of the function, behind the file's name and the call's place in it."""
+    path = tmp_path / "calls.json"
+    path.write_text(json.dumps({"call": [{"heads": 8}, {"heads": [8, 4], **words}]}))
+    with pytest.raises(InvalidInput, match=rf"^{re.escape(str(path))}: call\[1\]: .*{message}"):
+        read_calls(path)
+
+
+def test_a_spec_of_a_file_that_no_kernel_has_is_named_and_refused(tmp_path: Path) -> None:
+    path = tmp_path / "specs.json"
+    path.write_text(json.dumps({"spec": [specs_of(heads=8)[0].to_dict(), {"kind": "rope"}]}))
+    with pytest.raises(InvalidInput, match=rf"^{re.escape(str(path))}: spec\[1\]: "):
+        read_calls(path)
 
 
 # ---- cache and bundle ----------------------------------------------------------------------------
@@ -548,7 +555,7 @@ def test_doctor_of_damaged_kernels_and_of_system_caches(jitrope, tmp_path: Path)
 
 def missing_kernel(*arguments: object) -> None:
     config.configure(compile=False)
-    kernels.build(Call(6, head_dim=64).specs()[0], "sm_90")
+    kernels.build(specs_of(heads=6, head_dim=64)[0], "sm_90")
 
 
 def test_doctor_where_its_kernel_is_in_no_cache(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,81 +641,3 @@ def test_bench_says_that_it_needs_a_gpu(process) -> None:
     done = process("bench", "host")
     assert done.returncode == 1
     assert "needs a CUDA device" in done.stderr
-
-
-# ---- the kernels of a call -----------------------------------------------------------------------
-
-
-NORM_CALLS = [
-    Call(48, interleaved=True, width="full", norm="once", weight_dtype="bf16", backward=True),
-    Call(72, interleaved=True, norm="twice", weight_dtype="fp32", two_streams=True, zero_centered=True, backward=True),
-    Call(32, head_dim=64, norm="none", in_place=True),
-    Call(64, head_dim=64, norm="once", across_heads=(32, 32), weight_dtype="bf16", backward=True),
-]
-
-
-@pytest.mark.parametrize("call", [*DEFAULT_CALLS, *NORM_CALLS], ids=str)
-def test_prewarmed_spec_is_what_a_call_asks_for(call: Call) -> None:
-    """The kernels that prewarm builds are the ones that a call plans, field for field."""
-    specs = call.specs()
-    wanted = {plan.spec for launch in ("token_linear", "grid_2d") for plan in plans_of(call, launch)}
-    # A rope's gradient may be planned as another call's forward: what is asked of it is its own test's.
-    assert wanted <= set(specs)
-    assert call.backward or wanted == set(specs)
-
-
-def plans_of(call: Call, launch: str):
-    """What calls with aligned, ordinary tensors plan: of a norm its gradient too."""
-
-    def empty(*shape, dtype=None):
-        return torch.empty(shape, dtype=dtype or torch_dtype[call.dtype], device="meta")
-
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-    packed = call.packed is not None
-    parts = 3 if call.two_streams else 2 if call.norm else 1
-    heads = call.heads - 16 if call.slots else call.heads // parts  # of q; 8 each of k and v go to slots
-    rotary = call.rotary_dim or call.head_dim
-    if call.freqs_cis:
-        cos = empty(4096, rotary // 2, dtype=torch.complex64)
-    else:
-        width = rotary if call.width == "full" else rotary // 2
-        cos = empty(4096, width, dtype=torch_dtype[call.table_dtype])
-    lengths = empty(5, dtype=getattr(torch, call.packed)) if packed else None
-    ids, slots = (
-        empty(4096, dtype=getattr(torch, kind)) if kind else None for kind in (call.position_ids, call.slots)
-    )  # fmt: skip
-    options = Options(
-        layout="thd" if packed else "bshd", interleaved=call.interleaved, interleaved_out=call.interleaved,
-        rotary_dim=rotary, table="freqs" if call.angles else "freqs_cis" if call.freqs_cis else "cos_sin",
-        rounding=call.rounding, launch=launch, inplace=call.in_place,
-    )  # fmt: skip
-    tables = (cos, cos, lengths, None, ids)
-    q = empty(4096, heads, call.head_dim) if packed else empty(1, 4096, heads, call.head_dim)
-    if not call.norm:
-        inputs, outputs = head_views(q, None, options)
-        if slots is not None:
-            k = empty(1, 4096, 8, 128).unsqueeze(3)
-            cache = empty(99, 8, 128, dtype=FP8 if call.kv_dtype == "fp8" else q.dtype)
-            inputs, outputs = (inputs[0], k, k), (outputs[0], cache_view(cache), cache_view(cache))
-        yield plan_call(inputs, outputs, tables, slots, options, 132)[0]
-        return
-    q_heads, k_heads = call.across_heads or (heads, heads)
-    q, k = empty(1, 4096, q_heads, call.head_dim), empty(1, 4096, k_heads, call.head_dim)
-    weights = [
-        empty(call.head_dim * (h if call.across_heads else 1), dtype=torch_dtype[call.weight_dtype])
-        if call.weight_dtype
-        else None
-        for h in (q_heads, k_heads)
-    ]
-    norm = NormOptions(call.norm, bool(call.across_heads), call.zero_centered)
-    if call.two_streams:
-        views, out = ([empty(1, n, heads, 1, call.head_dim) for _ in range(3)] for n in (2048, 4096))
-        second_tables = (cos, cos) if call.two_tables else ()
-        normed = NormCall(norm, (*weights, *weights), tuple(views), second_tables)
-        yield plan_call(tuple(views), tuple(out), tables, None, options, 132, normed)[0]
-    else:
-        yield plan_call(*head_views(q, k, options), tables, None, options, 132, NormCall(norm, tuple(weights)))[0]
-    if call.backward:
-        back = turned_back(options)._replace(rounding="complex64")
-        normed = NormCall(norm._replace(rounding="none"), tuple(weights), grads=head_views(q, k, back)[0][:2])
-        yield plan_call(*head_views(q, k, back), tables, None, back, 132, normed)[0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import struct
 import subprocess
 import sysconfig
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -21,67 +22,78 @@ from jitrope.jit.render import Source, render
 from jitrope.ops.operation import turned_back
 from jitrope.plan.problem import NormCall, plan_call
 from jitrope.plan.spec import Options, RopeSpec
-from jitrope.tools.prewarm import DEFAULT_CALLS, Call
+from jitrope.tools.prewarm import default_specs, specs_of
 
 from .cases import CASES, NORM_CASES, NormCase, head_views, lower, make, make_norm
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Beside them the largest block, in which a thread has the fewest registers, with the widest tables.
+PACKED, PACKED64, IDS = {"cu_seqlens": "int32"}, {"cu_seqlens": "int64"}, "int64"
+FP8_CACHE = {"slot_mapping": "int64", "k_cache": "fp8", "v_cache": "fp8", "k_scale": 1.0, "v_scale": 1.0}
 LARGEST = [
-    Call(96, width="full"),
-    Call(96, width="full", interleaved=True, backward=True),
-    Call(96, width="full", packed="int64", backward=True),
-    Call(48, width="full", dtype="fp32", packed="int32"),
+    specs_of(heads=96, width="full"),
+    specs_of(heads=96, width="full", interleaved=True, backward=True),
+    specs_of(heads=96, width="full", positions=PACKED64, backward=True),
+    specs_of(heads=48, width="full", dtype="fp32", positions=PACKED),
     # What training asks for; kernels whose threads share work are held to 40 registers.
-    *(Call(heads, angles=True, width="full", packed=packed, backward=True) for heads in (8, 24, 32, 64, 128)
-      for packed in (None, "int32")),
-    Call(40, angles=True, packed="int64", cp_size=2, start_positions="int64", backward=True),
-    Call(40, angles=True, packed="int64", cp_size=3, packed_table=True), Call(24, packed="int32", cp_size=6),
-    Call(24, angles=True, width="full", interleaved=True, packed="int32", packed_table=True),
-    Call(64, packed="int32", backward=True), Call(24, packed="int32", width="full", backward=True),
-    Call(48, q_per_group=4, angles=True, width="full", packed="int32", backward=True),
-    Call(48, q_per_group=1, batch_inner=True, backward=True),
+    specs_of(heads=[[8], [24], [32], [64], [128]], table="freqs", width="full", positions=[None, PACKED],
+             backward=True),
+    specs_of(heads=40, table="freqs", positions={**PACKED64, "cp_size": 2, "start_positions": "int64"}, backward=True),
+    specs_of(heads=40, table="freqs", positions={**PACKED64, "cp_size": 3, "packed_table": True}),
+    specs_of(heads=24, positions={**PACKED, "cp_size": 6}),
+    specs_of(heads=24, table="freqs", width="full", interleaved=True, positions={**PACKED, "packed_table": True}),
+    specs_of(heads=64, positions=PACKED, backward=True),
+    specs_of(heads=24, positions=PACKED, width="full", backward=True),
+    specs_of(function="prepare_packed_qkv", heads=[32, 8], table="freqs", width="full", positions=PACKED,
+             backward=True),
+    specs_of(function="prepare_packed_qkv", heads=[16, 16], layout="sbhd", batch=2, backward=True),
     # And serving.
-    Call(40, position_ids="int32", mrope_section=(16, 24, 24), in_place=True),
-    Call(40, position_ids="int64", mrope_section=(24, 20, 20), mrope_interleaved=True, backward=True),
-    Call(24, position_ids="int64", interleaved=True, freqs_cis=True), Call(72, position_ids="int64", backward=True),
-    Call(24, position_ids="int64", angles=True), Call(40, fp8=True, position_ids="int64"),
-    Call(48, position_ids="int64", slots="int64", page_size=16, rotate_k=True, kv_dtype="fp8", fp8=True),
-    Call(16, head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True, interleaved_out=False, angles=True,
+    specs_of(heads=40, positions={"position_ids": "int32", "mrope_section": [16, 24, 24]}, inplace=True),
+    specs_of(heads=40, positions={"position_ids": IDS, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
          backward=True),
+    specs_of(heads=24, positions=IDS, interleaved=True, table="freqs_cis"),
+    specs_of(heads=72, positions=IDS, backward=True),
+    specs_of(heads=24, positions=IDS, table="freqs"),
+    specs_of(function="prepare_qkv", heads=[32, 8], positions=IDS, quantize={"q_scale": 1.0, "k_scale": 1.0}),
+    specs_of(function="prepare_qkv", heads=[32, 8], positions=IDS, quantize={"q_scale": 1.0},
+         cache={**FP8_CACHE, "page_size": 16, "rotate_k": True}),
+    specs_of(heads=16, head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True, interleaved_out=False,
+         table="freqs", backward=True),
+    # Roundings alone.
+    specs_of(heads=48, rounding="complex128", table_dtype="fp64", interleaved=True, backward=True),
+    specs_of(heads=40, rounding="dtype", table_dtype="bf16", width="full", backward=True),
+    specs_of(heads=48, rounding="addcmul"),
 ]  # fmt: skip
 # With a norm in front. FLUX and HunyuanVideo, Qwen-Image, both streams at once, Wan, LTX, a language model's
 # prefill and decode, and what the least usual ones hold of a head.
-BF16 = {"weight_dtype": "bf16"}
-NORMS = [
-    Call(48, interleaved=True, norm="once", **BF16, backward=True),
-    Call(48, interleaved=True, width="full", norm="once", **BF16),
-    Call(48, interleaved=True, freqs_cis=True, rounding="complex64", norm="twice", **BF16, in_place=True),
-    Call(72, interleaved=True, norm="once", **BF16, two_streams=True),
-    Call(72, norm="twice", weight_dtype="fp32", two_streams=True, zero_centered=True),
-    Call(24, norm="once", **BF16, across_heads=(12, 12), interleaved=True, in_place=True, backward=True),
-    Call(80, norm="once", **BF16, across_heads=(40, 40), interleaved=True, in_place=True, backward=True),
-    Call(40, norm="once", **BF16, across_heads=(40,), interleaved=True),
-    Call(64, head_dim=64, norm="once", **BF16, across_heads=(32, 32), rounding="addcmul", backward=True),
-    Call(40, norm="none", **BF16, position_ids="int64", backward=True),
-    Call(40, norm="twice", **BF16, rounding="dtype", position_ids="int64", in_place=True),
-    Call(40, norm="twice", **BF16, position_ids="int64", mrope_section=(24, 20, 20), mrope_interleaved=True),
-    Call(24, head_dim=256, norm="once", weight_dtype="fp32", zero_centered=True, rotary_dim=64, backward=True),
-    Call(48, head_dim=64, norm="twice", **BF16), Call(32, head_dim=80, norm="once", **BF16),
-    Call(32, head_dim=96, norm="once", **BF16, rounding="complex128", table_dtype="fp64", interleaved=True),
-    Call(32, dtype="fp32", weight_dtype="fp32", norm="once", backward=True),
-    Call(16, head_dim=512, norm="none", **BF16), Call(24, norm="once", interleaved=True),
-]  # fmt: skip
-# And roundings alone.
+BF16, FP32 = ({"q_weight": dtype, "k_weight": dtype} for dtype in ("bf16", "fp32"))
+NONE, ONCE, TWICE = ({**BF16, "rounding": rounding} for rounding in ("none", "once", "twice"))
+ACROSS = {**ONCE, "across_heads": True}
+prepared = partial(specs_of, function="prepare_qkv")
 LARGEST += [
-    Call(48, rounding="complex128", table_dtype="fp64", interleaved=True, backward=True),
-    Call(40, rounding="dtype", table_dtype="bf16", width="full", backward=True), Call(48, rounding="addcmul"),
+    prepared(heads=[24, 24], interleaved=True, norm=ONCE, backward=True),
+    prepared(heads=[24, 24], interleaved=True, width="full", norm=ONCE),
+    prepared(heads=[24, 24], interleaved=True, table="freqs_cis", rounding="complex64", norm=TWICE, inplace=True),
+    prepared(function="prepare_joint_qkv", heads=[24, 24], interleaved=True, norm=ONCE),
+    prepared(function="prepare_joint_qkv", heads=[24, 24], norm={**FP32, "rounding": "twice", "zero_centered": True}),
+    *(prepared(heads=heads, norm=ACROSS, interleaved=True, **more) for heads in ([12, 12], [40, 40])
+      for more in ({"inplace": True}, {"backward": True})),
+    prepared(heads=40, norm={"q_weight": "bf16", "rounding": "once", "across_heads": True}, interleaved=True),
+    prepared(heads=[32, 32], head_dim=64, norm=ACROSS, rounding="addcmul", backward=True),
+    prepared(heads=[32, 8], norm=NONE, positions=IDS, backward=True),
+    prepared(heads=[32, 8], norm=TWICE, rounding="dtype", positions=IDS, inplace=True),
+    prepared(heads=[32, 8], norm=TWICE,
+         positions={"position_ids": IDS, "mrope_section": [24, 20, 20], "mrope_interleaved": True}),
+    prepared(heads=[16, 8], head_dim=256, norm={**FP32, "rounding": "once", "zero_centered": True}, rotary_dim=64,
+         backward=True),
+    prepared(heads=[32, 16], head_dim=64, norm=TWICE), prepared(heads=[24, 8], head_dim=80, norm=ONCE),
+    prepared(heads=[24, 8], head_dim=96, norm=ONCE, rounding="complex128", table_dtype="fp64", interleaved=True),
+    prepared(heads=[24, 8], dtype="fp32", norm={**FP32, "rounding": "once"}, backward=True),
+    prepared(heads=[8, 8], head_dim=512, norm=NONE),
+    prepared(heads=[16, 8], norm={"rounding": "once"}, interleaved=True),
 ]  # fmt: skip
-LARGEST += NORMS
-DEFAULT, PREWARM = (
-    list(dict.fromkeys(spec for call in calls for spec in call.specs()))
-    for calls in (DEFAULT_CALLS, [*DEFAULT_CALLS, *LARGEST])
-)
+DEFAULT = default_specs()
+PREWARM = list(dict.fromkeys([*DEFAULT, *itertools.chain.from_iterable(LARGEST)]))
 SWEPT = ("sm_80", "sm_90")  # get every spec; the other architectures get the default ones
 
 

@@ -23,7 +23,7 @@ from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
 from jitrope.plan.spec import NORM_ROUNDINGS, ROUNDINGS, RopeSpec
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
-from jitrope.tools.prewarm import Call
+from jitrope.tools.prewarm import specs_of
 
 # The same examples in every run: what fails here fails everywhere.
 settings.register_profile(
@@ -32,9 +32,9 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 SPECS: list[Spec] = [
-    Call(40).specs()[0],
-    Call(24, position_ids="int64", mrope_section=(16, 24, 24)).specs()[0],
-    *Call(40, norm="once", weight_dtype="bf16", backward=True).specs(),
+    specs_of(heads=[32, 8])[0],
+    specs_of(heads=24, positions={"position_ids": "int64", "mrope_section": [16, 24, 24]})[0],
+    *specs_of(function="prepare_qkv", heads=[32, 8], norm={"q_weight": "bf16", "rounding": "once"}, backward=True),
     plan_rows(RowsSpec("to_ranks", cp_size=2), (2048, 1024), (1024,)),
     RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
     SegmentsSpec(True, "int32", 2, "dual_chunk", full=False, extends=False, padded=True, exchange=True, threads=256),

@@ -31,12 +31,12 @@ from jitrope.plan.partition import Mask
 from jitrope.plan.spec import NormOptions, Options
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 from jitrope.tools.doctor import Check
-from jitrope.tools.prewarm import DEFAULT_CALLS, Built, Call, read_calls
+from jitrope.tools.prewarm import DEFAULT_CALLS, Built, default_specs, read_calls, specs_of
 
 from .test_cache import IMPORTS, on_the_gpu, run_in_child
 from .test_heuristics import BASE
 
-SPECS = list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in call.specs()))
+SPECS = default_specs()
 SPEC = SPECS[0]
 
 
@@ -148,8 +148,8 @@ from pathlib import Path
 import jitrope
 from jitrope.jit import kernels
 from jitrope.jit.entry import CUBIN
-from jitrope.tools.prewarm import Call
-spec = Call(40).specs()[0]
+from jitrope.tools.prewarm import specs_of
+spec = specs_of(heads=[32, 8])[0]
 context = multiprocessing.get_context("fork")
 barrier, results = context.Barrier(16), context.Queue()
 
@@ -192,13 +192,13 @@ def test_16_ranks_on_one_empty_cache(cache: KernelCache, tears: bool) -> None:
 SLOW = """
 import os, sys, time
 from jitrope.jit import compiler, kernels
-from jitrope.tools.prewarm import Call
+from jitrope.tools.prewarm import specs_of
 real = compiler.compile_source
 def slow(*arguments, **keywords):
     print("compiling", flush=True)
     time.sleep(60)
 compiler.compile_source = slow
-kernels.build(Call(40).specs()[0], "sm_90")
+kernels.build(specs_of(heads=[32, 8])[0], "sm_90")
 """
 
 
@@ -422,7 +422,7 @@ def test_a_record_keeps_what_the_file_has(cache: KernelCache, tmp_path: Path) ->
     data = json.loads(path.read_text())
     assert (data["call"], data["by"]) == ([{"heads": 64}], "me")
     assert [spec_from_dict(spec) for spec in data["spec"]] == [SPECS[1], SPECS[0]]
-    assert set(read_calls(path)) == {*Call(64).specs(), *SPECS[:2]}
+    assert set(read_calls(path)) == {*specs_of(heads=64), *SPECS[:2]}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"spec": 1}', "\0"])
@@ -500,8 +500,8 @@ def test_a_record_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.M
 WORKERS = """
 import multiprocessing, os, signal
 from jitrope.jit import recording
-from jitrope.tools.prewarm import DEFAULT_CALLS
-SPECS = list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in call.specs()))
+from jitrope.tools.prewarm import default_specs
+SPECS = default_specs()
 
 def work(number, barrier):
     barrier.wait()

@@ -19,11 +19,13 @@ from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
-from jitrope.tools.prewarm import DEFAULT_CALLS, Call
+from jitrope.tools.prewarm import default_specs, specs_of
 
-SPEC = Call(40).specs()[0]
-NORM_SPEC, *_, GRADIENT_SPEC = Call(40, norm="once", weight_dtype="bf16", backward=True).specs()
-ACROSS_SPEC = Call(80, norm="twice", weight_dtype="bf16", across_heads=(40, 40)).specs()[0]
+SPEC = specs_of(heads=[32, 8])[0]
+NORM = {"q_weight": "bf16", "k_weight": "bf16", "rounding": "once"}
+NORM_SPEC, *_, GRADIENT_SPEC = specs_of(function="prepare_qkv", heads=[32, 8], norm=NORM, backward=True)
+ACROSS = {**NORM, "rounding": "twice", "across_heads": True}
+ACROSS_SPEC = specs_of(function="prepare_qkv", heads=[40, 40], norm=ACROSS)[0]
 THD_SPECS = [
     plan_rows(RowsSpec("to_ranks", cp_size=2), (2048, 1024), (1024,)),
     RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
@@ -325,7 +327,7 @@ def test_known_architectures_are_not() -> None:
 
 
 def test_names_are_short_and_different() -> None:
-    names = [spec.name for call in DEFAULT_CALLS for spec in call.specs()]
+    names = [spec.name for spec in default_specs()]
     assert all(len(name) < 120 for name in names)
     assert "rope_bf16_d128_halves_fp32_half_table_forward_token_linear" in names
 

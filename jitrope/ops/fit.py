@@ -205,6 +205,8 @@ def check_tables(
     mixed = options.interleaved != options.interleaved_out
     if mixed and width == rotary:
         fail(f"interleaved_out goes with half-width tables, {rotary // 2} wide")
+    if mixed and options.inplace:
+        fail("interleaved_out does not go with inplace: other elements are written than read; leave inplace=True out")
     rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
     needed = options.max_seqlen if packed else 0 if ids else seqlen * options.cp_size
     if not options.packed_table and rows < needed:

@@ -21,7 +21,8 @@ from ..base.config import log
 from ..jit.kernels import get_kernel
 from ..jit.registry import KINDS
 from ..plan.arguments import address_names
-from ..plan.problem import extent, plan_call, refuse_meeting
+from ..plan.heuristics import Plan
+from ..plan.problem import Views, extent, plan_call, refuse_meeting
 from ..plan.spec import ROPE_KINDS, Options, RopeSpec
 from ..plan.views import Tensors, table_pair, tables_of
 from . import watch
@@ -153,10 +154,22 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
     return known
 
 
+def with_outputs(op: Operation, tensors: Tensors, options: Options) -> Tensors:
+    """A call's tensors and, behind them, what it writes: an output "q" is called "q_out"."""
+    return {**tensors, **{name + "_out": x for name, x in op.outputs(tensors, options).items()}}
+
+
+def plan_of(
+    op: Operation, named: Tensors, views: tuple[Views, Views], options: Options, sm_count: int
+) -> tuple[Plan, list[int]] | None:
+    """`plan_call` of a call with its outputs, whose heads are `views`."""
+    slots = named.get("slot_mapping")
+    return plan_call(*views, tables_of(named), slots, options, sm_count, op.normed(named, options))
+
+
 def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     op, options = known.op, known.options
-    outputs = {name + "_out": x for name, x in op.outputs(tensors, options).items()}
-    named = {**tensors, **outputs}
+    named = with_outputs(op, tensors, options)
     inputs, results = op.heads(named, options)
     device, places = next(iter(tensors.values())).device, op.places(options)
     sources = [(name, x) for name, x in zip(places, (*inputs, *results)) if x is not None]
@@ -165,8 +178,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     if len(close) > 1 and any(name in close for name in op.written(options)):
         known.close = close
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    normed, slots = op.normed(tensors, options), tensors.get("slot_mapping")
-    planned = plan_call(inputs, results, tables_of(tensors), slots, options, sm_count, normed)
+    planned = plan_of(op, named, (inputs, results), options, sm_count)
     if planned is None:
         return
     plan, words = planned
@@ -179,7 +191,8 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     known.pack = struct.Struct(f"{len(pointers)}q").pack_into
     known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
     known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))
-    _order(known, named, [] if options.inplace else [*outputs], statics, (*inputs, *results), pointers)
+    fresh = [] if options.inplace else [*named][len(tensors) :]
+    _order(known, named, fresh, statics, (*inputs, *results), pointers)
 
 
 def _order(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..plan.spec import NormOptions, Options, changed
 from ..plan.views import Tables, Tensors, table_pair
-from . import launch, watch
+from . import launch, planning, watch
 from .operation import Operation
 from .operations import OPERATIONS, ROPE_INTO
 
@@ -164,6 +164,7 @@ def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Opti
 def _fake(op: Operation) -> Callable[..., Any]:
     def call(*given: Any) -> Any:
         tensors, options = read(op, given)
+        planning.note(op, tensors, options)
         some, made = next(iter(tensors.values())), op.fakes(tensors, options)
         out = [made[name] if name in made else some.new_empty(0) for name in op.results]
         return out[0] if len(out) == 1 else tuple(out)
@@ -171,8 +172,11 @@ def _fake(op: Operation) -> Callable[..., Any]:
     return call
 
 
-def _inplace_fake(*_: Any) -> None:
-    return None
+def _inplace_fake(op: Operation) -> Callable[..., None]:
+    def call(*given: Any) -> None:
+        planning.note(op, *read(op, given, inplace=True))
+
+    return call
 
 
 # ---- the backward ----------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ for _op in OPERATIONS:
         _lib.define(_schema(_op, _inplace_too), tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"jitrope::{_op.name}", _fake(_op), lib=_lib)
     if _op.inplace:
-        torch.library.register_fake(f"jitrope::{_op.name}_", _inplace_fake, lib=_lib)
+        torch.library.register_fake(f"jitrope::{_op.name}_", _inplace_fake(_op), lib=_lib)
     if not _op.mutated:
         _register_autograd(_op)
 register("CPU", _on_cpu)

@@ -33,7 +33,7 @@ def write(
 
     Args:
         path: the file; its folder must exist.
-        kernels: (spec, architecture) of each, as (spec, "sm_90"); specs are of `jitrope.tools.prewarm.Call.specs`,
+        kernels: (spec, architecture) of each, as (spec, "sm_90"); specs are of `jitrope.tools.prewarm.specs_of`,
             `jitrope.tools.prewarm.read_calls` or `jitrope.record`. Repeated ones are written once.
         jobs: how many are compiled at a time.
         done: called after each, in any order.

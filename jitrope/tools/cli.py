@@ -22,7 +22,7 @@ from ..jit.render import render as render_source
 from . import bundle, verify
 from . import doctor as checks
 from .console import UNITS, answer, architectures, build_all, print_entries, rows, say, size_text, total
-from .prewarm import ARCH, DEFAULT_CALLS, Built, expand, read_calls, this_versions
+from .prewarm import ARCH, Built, default_specs, read_calls, specs_of, this_versions
 from .prewarm import prewarm as build
 
 Options = argparse.Namespace
@@ -59,7 +59,7 @@ def _value(pattern: str, example: str, read: Callable[[str], Any]) -> Callable[[
     return value
 
 
-_heads = _value(r"\d+(,\d+)*", "32,8", lambda text: sum(map(int, text.split(","))))
+_heads = _value(r"\d+(,\d+)*", "32,8", lambda text: [*map(int, text.split(","))])
 _archs = _value(f"{ARCH.pattern}(,{ARCH.pattern})*", "sm_80,sm_90", lambda text: list(dict.fromkeys(text.split(","))))
 _age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * UNITS[text[-1]])
 _count = _value(r"[1-9]\d*", "8", int)
@@ -78,9 +78,9 @@ CALL = (
     _option("--head-dim", type=int, default=128, help="elements of a head"),
     _option("--dtype", choices=DTYPES, default="bf16", help="the dtype of q and k"),
     _option("--interleaved", action="store_true", help="pairs are (2i, 2i+1), not (i, i + half)"),
-    _option("--rotary-dim", type=int, default=0, help="how many elements of a head are rotated; 0: all"),
+    _option("--rotary-dim", type=int, help="how many elements of a head are rotated; default: all"),
     _option("--width", choices=("half", "full"), default="half", help="the width of cos and sin"),
-    _option("--in-place", action="store_true", help="q and k are overwritten"),
+    _option("--in-place", dest="inplace", action="store_true", help="q and k are overwritten"),
     _option("--backward", action="store_true", help="the gradient's kernels too; of `render`, alone"),
     FROM,
 )
@@ -160,7 +160,7 @@ def render(given: Options) -> None:
         jitrope render --heads 24 --interleaved --head-dim 64
         jitrope render --json | jq -r .text
     """
-    specs = _specs(given, given.heads or [40])
+    specs = _specs(given, given.heads or [[32, 8]])
     if not given.file:
         fields = {"launch": given.launch, "inverse": given.backward}
         specs = [spec for spec in specs if fields.items() <= spec.to_dict().items()]
@@ -171,18 +171,18 @@ def render(given: Options) -> None:
     answer(given.json, found, source.text.removesuffix("\n"))
 
 
-def _specs(given: Options, heads: list[int] | None) -> list[Spec]:
+def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
     """The kernels that the options describe; without a file and heads those of popular models."""
     if given.file:
         return read_calls(given.file)
-    calls = DEFAULT_CALLS
-    if heads:
-        names = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "in_place", "backward")
-        try:
-            calls = expand({"heads": heads, **{name: getattr(given, name) for name in names}})
-        except InvalidInput as error:
-            raise argparse.ArgumentError(None, str(error)) from error
-    return list(dict.fromkeys(spec for call in calls for spec in call.specs()))
+    if not heads:
+        return [*default_specs()]
+    names = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "inplace", "backward")
+    words = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    try:
+        return [*specs_of(heads=heads, **words)]
+    except InvalidInput as error:
+        raise argparse.ArgumentError(None, str(error)) from error
 
 
 # ---- cache ---------------------------------------------------------------------------------------

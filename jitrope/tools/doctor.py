@@ -22,7 +22,7 @@ from ..jit.cache import KernelCache
 from ..jit.layers import Layer
 from ..ops import reference
 from ..plan.spec import Options
-from .prewarm import Call
+from .prewarm import specs_of
 
 ROOM = 1 << 20
 """Bytes that must be free in a kernel cache: a kernel and its text take a tenth of that."""
@@ -175,7 +175,7 @@ def _kernel() -> Found:
             return "a call on the GPU gives the reference's bits", ""
         if not config.compile_allowed():
             return "a CPU call gives the reference's bits; no kernel was compiled", ""
-        compiler.compile_source(render.render(Call(6, head_dim=64).specs()[0]), "sm_90")
+        compiler.compile_source(render.render(specs_of(heads=[4, 2], head_dim=64)[0]), "sm_90")
         return "a CPU call gives the reference's bits, and a kernel compiles for sm_90", ""
     except MissingKernel:
         return "not run: its kernel is in no cache, and compiling is forbidden", IF_CACHED

@@ -1,6 +1,6 @@
 """Which kernels a program will ask for, and building them ahead of time. Needs no GPU.
 
->>> specs = prewarm.Call(heads=40, position_ids="int64").specs()     # 32 heads of q and 8 of k, bf16, by position_ids
+>>> specs = prewarm.specs_of(heads=[32, 8], positions="int64")     # 32 heads of q, 8 of k, bf16, by position_ids
 >>> prewarm.prewarm(specs, ["sm_80", "sm_90"], jobs=4)
 """
 
@@ -9,291 +9,219 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from .. import api
 from ..base import arguments
 from ..base.config import log
 from ..base.errors import CompileError, InvalidInput, JitropeError
-from ..base.spec import ACCESS_BYTES, DTYPES, ITEM_SIZES, Spec
+from ..base.spec import DTYPES, Spec
 from ..jit import compiler, kernels
 from ..jit.registry import spec_from_dict
 from ..jit.render import Source
-from ..plan.heuristics import RopeProblem, plan
-from ..plan.spec import MAX_HEAD_DIM, NORM_ROUNDINGS, ROUNDINGS, RopeSpec
+from ..ops.planning import planning
+from ..ops.values import KVCache, Mrope, Norm, Packed, Quantize, Starts
+from ..plan.problem import DTYPE_NAMES
+from ..plan.spec import LAYOUT_AXES, TABLES, RopeSpec
 from ..thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 
-__all__ = ["DEFAULT_CALLS", "Built", "Call", "expand", "prewarm", "read_calls", "refused", "this_versions"]
-
-_MANY, _SM_COUNT = 1 << 20, 132
+__all__ = ["DEFAULT_CALLS", "Built", "default_specs", "expand", "prewarm", "read_calls", "refused", "specs_of"]
 
 ARCH = re.compile(r"sm_[1-9]\d*[af]?")
-"""How an architecture is written; which of them there are, the compiler says (`refused`)."""
+"""Syntax of an architecture's name. Whether it exists is checked by the compiler (`refused`)."""
 
 UNKEPT = "the kernel cache cannot be written"
-"""What becomes of a kernel that is compiled and not kept."""
+"""The fault of a kernel that is compiled and not kept."""
 
-_NUMBERS = "tuple[int, ...]"
-_KINDS: dict[Any, Callable[..., Any]] = {  # by a field's annotation
-    "int": arguments.whole, "bool": arguments.flag, "bool | None": arguments.flag, _NUMBERS: arguments.wholes,
-}  # fmt: skip
+_TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
+"""Sizes that no kernel depends on: tokens of a sequence, rows of a table, sequences of a packed batch."""
 
-
-@dataclass(frozen=True)
-class Call:
-    """A kind of call with aligned, ordinary tensors: of `apply_rope`, with q_per_group of `prepare_packed_qkv`, with
-    slots, fp8 or a norm of `prepare_qkv`.
-
-    The kernels of a call are both launches, and with `backward` the gradient's. Fields that are not listed are
-    arguments of those functions and of their values.
-
-    Attributes:
-        heads: those of q and k (and v, if the call moves it) together, since one block takes all of a token's.
-        dtype, table_dtype: "fp32", "fp16" or "bf16", of q and of the tables; "fp64" tables with "complex128".
-        rotary_dim: 0: the whole head.
-        width: "half" or "full" tables.
-        angles: they are `freqs`.
-        freqs_cis: they are complex64.
-        packed, start_positions, position_ids, slots: None, or "int32" or "int64", the dtype of cu_seqlens,
-            start_positions, position_ids and slot_mapping.
-        page_size: rows, of a cache whose pages do not follow each other, else 0.
-        kv_dtype: the cache's, if it is "fp8".
-        fp8: q (and without a cache k) comes out as fp8.
-        batch_inner: (S, B, H, D) in memory, B > 1.
-        norm, weight_dtype: rounding of a call's `Norm`, "" without one, and its weights' dtype.
-        across_heads: the heads of q and of k of a norm over all of them, else ().
-        two_streams, two_tables: a `prepare_joint_qkv` call, and one with tables for each stream.
-        backward: the gradient's kernels too.
-
-    Raises:
-        InvalidInput: a field has a value that no call has.
-    """
-
-    heads: int
-    head_dim: int = 128
-    dtype: str = "bf16"
-    table_dtype: str = "fp32"
-    interleaved: bool = False
-    interleaved_out: bool | None = None
-    rotary_dim: int = 0
-    rotary_offset: int = 0
-    width: str = "half"
-    angles: bool = False
-    rounding: str = "fp32"
-    packed: str | None = None
-    packed_table: bool = False
-    start_positions: str | None = None
-    cp_size: int = 1
-    q_per_group: int = 0
-    copy_v: bool = True
-    batch_inner: bool = False
-    freqs_cis: bool = False
-    position_ids: str | None = None
-    mrope_section: tuple[int, ...] = ()
-    mrope_interleaved: bool = False
-    slots: str | None = None
-    page_size: int = 0
-    kv_dtype: str | None = None
-    rotate_k: bool = False
-    fp8: bool = False
-    norm: str = ""
-    weight_dtype: str | None = None
-    zero_centered: bool = False
-    across_heads: tuple[int, ...] = ()
-    two_streams: bool = False
-    two_tables: bool = False
-    in_place: bool = False
-    backward: bool = False
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type in _KINDS and (value is not None or "None" not in field.type):
-                object.__setattr__(self, field.name, _KINDS[field.type]("Call", field.name, value))
-        for name, value, allowed in (
-            ("dtype", self.dtype, DTYPES),
-            ("table_dtype", self.table_dtype, (*DTYPES, "fp64") if str(self.rounding) == "complex128" else DTYPES),
-            ("width", self.width, ("half", "full")),
-            ("rounding", self.rounding, ROUNDINGS),
-            ("packed", self.packed, (None, "int32", "int64")),
-            ("start_positions", self.start_positions, (None, "int32", "int64")),
-            ("position_ids", self.position_ids, (None, "int32", "int64")),
-            ("slots", self.slots, (None, "int32", "int64")),
-            ("norm", self.norm, ("", *NORM_ROUNDINGS)),
-            ("weight_dtype", self.weight_dtype, (None, *DTYPES)),
-            ("kv_dtype", self.kv_dtype, (None, self.dtype, "fp8")),
-        ):
-            if not (value is None or isinstance(value, str)) or value not in allowed:
-                arguments.refuse("Call", name, value, f"one of {', '.join(map(repr, allowed))}")
-        rotary = self.rotary_dim or self.head_dim
-        if rotary % 2 or not 0 < rotary <= self.head_dim <= MAX_HEAD_DIM:
-            raise InvalidInput(f"head_dim {self.head_dim} with rotary_dim {rotary}: even, and at most {MAX_HEAD_DIM}")
-        if self.mrope_section and sum(self.mrope_section) != rotary // 2:
-            raise InvalidInput(f"mrope_section is {self.mrope_section}; it must be {rotary // 2} pairs in all")
-        for name, least in (("heads", 1), ("cp_size", 1), ("q_per_group", 0), ("rotary_offset", 0), ("page_size", 0)):
-            if getattr(self, name) < least:
-                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be at least {least}")
-
-    def _require_possible(self) -> None:
-        """Refuse what the functions refuse of such a call, so that no kernel is promised that cannot be compiled."""
-        values = self.q_per_group > 0 or self.slots or self.two_streams
-        mixed = self.interleaved_out not in (None, self.interleaved)
-        for name, given, others in (
-            ("rounding='complex128'", self.rounding == "complex128", {"angles": self.angles, "packed": self.packed}),
-            (f"norm={self.norm!r}", self.norm, {
-                "packed": self.packed, "angles": self.angles, "slots": self.slots,
-                "fp8": self.fp8 or self.kv_dtype == "fp8", "cp_size": self.cp_size > 1, "interleaved_out": mixed,
-            }),
-            ("position_ids", self.position_ids, {
-                "packed": self.packed, "start_positions": self.start_positions, "cp_size": self.cp_size > 1,
-            }),
-            ("slots", self.slots, {"packed": self.packed, "backward": self.backward}),
-            ("across_heads", self.across_heads, {"q_per_group": self.q_per_group, "two_streams": self.two_streams}),
-            ("interleaved_out", mixed, {
-                "width='full'": self.width == "full", "in_place": self.in_place, "q_per_group or slots": values,
-            }),
-        ):  # fmt: skip
-            for other in (other for other, also in others.items() if given and also):
-                raise InvalidInput(f"{name} does not go with {other}: no function takes both, and no kernel does")
-
-    def specs(self) -> list[RopeSpec]:
-        """The kernels of this call, each once.
-
-        Raises:
-            InvalidInput: no function of jitrope takes such a call.
-        """
-        self._require_possible()
-        rotary = self.rotary_dim or self.head_dim
-        problem = RopeProblem(
-            dtype=self.dtype,
-            table_dtype=self.table_dtype,
-            head_dim=self.head_dim,
-            rotary_dim=rotary,
-            rotary_offset=self.rotary_offset,
-            interleaved=self.interleaved,
-            interleaved_out=self.interleaved if self.interleaved_out is None else self.interleaved_out,
-            inverse=False,
-            freqs=self.angles,
-            full_width=self.width == "full",
-            per_head=False,
-            packed_table=self.packed_table,
-            rounding=self.rounding,
-            in_place=self.in_place,
-            cu_seqlens_dtype=self.packed,
-            start_positions_dtype=self.start_positions,
-            cp_size=self.cp_size,
-            position_ids_dtype=self.position_ids,
-            mrope_section=self.mrope_section,
-            mrope_interleaved=self.mrope_interleaved,
-            slot_mapping_dtype=self.slots,
-            page_size=self.page_size,
-            rotate_k=self.rotate_k,
-            q_out="fp8" if self.fp8 else self.dtype,
-            kv_out=self.kv_dtype or ("fp8" if self.fp8 and not self.slots else self.dtype),
-            norm_rounding=self.norm,
-            across_heads=bool(self.across_heads),
-            row_heads=self.across_heads,
-            zero_centered=self.zero_centered,
-            weight_dtype=self.weight_dtype,
-            two_streams=self.two_streams,
-            two_tables=self.two_tables,
-            gradient=False,
-            q_per_group=max(1, self.q_per_group),
-            copy_v=self.slots is not None
-            or self.two_streams
-            or (self.q_per_group > 0 and self.copy_v and not self.in_place),
-            batch_inner=self.batch_inner,
-            wide=False,
-            batch=2 if self.batch_inner else 1,
-            tokens=_MANY,
-            heads=self.heads,
-            q_heads=self.heads // (3 if self.two_streams else 2),
-            num_sequences=1 if self.packed else 0,
-            max_seqlen=0,
-            vec_limit=_aligned(self.head_dim, self.dtype),
-            table_vec_limit=_aligned(rotary if self.width == "full" else rotary // 2, self.table_dtype),
-            table_step_limit=2 if self.freqs_cis else 1,
-            weight_vec_limit=_aligned(self.head_dim, self.weight_dtype) if self.weight_dtype else 1,
-            launch="auto",
-            sm_count=_SM_COUNT,
-        )
-        problems = [replace(problem, launch=launch) for launch in ("token_linear", "grid_2d")]
-        if self.backward:  # of a fresh tensor, whichever way the forward went
-            problems += [
-                replace(
-                    p, inverse=True, in_place=False, interleaved=p.interleaved_out, interleaved_out=p.interleaved,
-                    copy_v=self.q_per_group > 0, gradient=bool(self.norm), two_streams=False,
-                    two_tables=False, heads=self.heads * 2 // 3 if self.two_streams else self.heads,
-                    rounding="complex64" if self.norm else self.rounding, norm_rounding="none" if self.norm else "",
-                )
-                for p in problems
-            ]  # fmt: skip
-        return list(dict.fromkeys(plan(p).spec for p in problems))
-
-
-def _aligned(elements: int, dtype: str) -> int:
-    """Elements an access where rows of so many elements follow each other."""
-    vec = ACCESS_BYTES // ITEM_SIZES[dtype]
-    while elements % vec:
-        vec //= 2
-    return vec
-
+_TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_FUNCTIONS = ("apply_rope", "prepare_qkv", "prepare_packed_qkv", "prepare_joint_qkv")
 
 # Popular models. q and k go together, except where an integration's host hands them over one by one.
-DEFAULT_CALLS = (
-    [Call(heads, in_place=in_place) for heads in (40, 64, 72) for in_place in (False, True)]  # Llama, Qwen, Mistral
-    + [Call(heads, position_ids="int64", in_place=True) for heads in (40, 72)]  # serving: vLLM, SGLang
-    + [Call(48, position_ids="int64", in_place=True, slots="int64", kv_dtype=kv) for kv in (None, "fp8")]
-    + [Call(40, backward=True), Call(40, packed="int32", backward=True)]
-    + [Call(24, interleaved=True, width=width) for width in ("full", "half")]  # FLUX, HunyuanVideo
-    + [Call(48, interleaved=True, backward=True)]
-    + [Call(24, interleaved=True, rounding="complex64")]  # Qwen-Image
-    + [  # with the norm: FLUX's double and single blocks, Qwen-Image's, Wan's of 14B and 1.3B, Qwen3
-        Call(72, interleaved=True, width="full", norm="once", weight_dtype="bf16", two_streams=True),
-        Call(48, interleaved=True, width="full", norm="once", weight_dtype="bf16", in_place=True),
-        Call(
-            72,
-            interleaved=True,
-            freqs_cis=True,
-            rounding="complex64",
-            norm="twice",
-            weight_dtype="bf16",
-            two_streams=True,
-            two_tables=True,
-        ),
-        *(
-            Call(
-                2 * heads,
-                interleaved=True,
-                freqs_cis=True,
-                norm="once",
-                weight_dtype="bf16",
-                in_place=True,
-                across_heads=(heads, heads),
-            )
-            for heads in (40, 12)
-        ),
-        Call(40, norm="twice", weight_dtype="bf16", backward=True),
-    ]
-    + [Call(heads, interleaved=True) for heads in (12, 40)]  # Wan 1.3B, 14B
-    + [
-        Call(heads, angles=True, width="full", packed=packed, backward=True)  # Megatron, TransformerEngine: q, then k
-        for heads in (8, 32)
-        for packed in (None, "int32")
-    ]
-    + [Call(16, head_dim=80), Call(16, head_dim=64), Call(16, head_dim=256)]  # vision towers, Gemma
-)
+_WEIGHTS = {"q_weight": "bf16", "k_weight": "bf16"}
+_ONCE = {**_WEIGHTS, "rounding": "once"}
+_SLOTS = {"slot_mapping": "int64", "k_cache": "bf16", "v_cache": "bf16"}
+_FLUX = {"interleaved": True, "width": "full", "norm": _ONCE}
+_QWEN_IMAGE = {"interleaved": True, "rounding": "complex64", "norm": {**_WEIGHTS, "rounding": "twice"}}
+_WAN = {"interleaved": True, "norm": {**_ONCE, "across_heads": True}, "inplace": True}
+DEFAULT_CALLS: list[dict[str, Any]] = [
+    {"heads": [[32, 8], [32, 32], [64, 8]], "inplace": [False, True]},  # Llama, Qwen, Mistral
+    {"heads": [[32, 8], [64, 8]], "positions": "int64", "inplace": True},  # serving: vLLM, SGLang
+    {"function": "prepare_qkv", "heads": [32, 8], "positions": "int64", "inplace": True, "cache": [
+        _SLOTS, {**_SLOTS, "k_cache": "fp8", "v_cache": "fp8", "k_scale": 1.0, "v_scale": 1.0}]},
+    {"heads": [32, 8], "positions": [None, {"cu_seqlens": "int32"}], "backward": True},  # training
+    {"heads": 24, "interleaved": True, "width": ["full", "half"]},  # FLUX, HunyuanVideo
+    {"heads": [24, 24], "interleaved": True, "backward": True},
+    {"heads": 24, "interleaved": True, "rounding": "complex64"},  # Qwen-Image
+    # With the norm: FLUX's double and single blocks, Qwen-Image's, Wan's of 14B and 1.3B, Qwen3.
+    {"function": "prepare_joint_qkv", "heads": [24, 24], **_FLUX},
+    {"function": "prepare_qkv", "heads": [24, 24], **_FLUX, "inplace": True},
+    {"function": "prepare_joint_qkv", "heads": [24, 24], **_QWEN_IMAGE, "table": "freqs_cis", "two_tables": True},
+    {"function": "prepare_qkv", "heads": [[40, 40], [12, 12]], **_WAN, "table": "freqs_cis"},
+    {"function": "prepare_qkv", "heads": [32, 8], "norm": {**_WEIGHTS, "rounding": "twice"}, "backward": True},
+    {"heads": [[12], [40]], "interleaved": True},
+    # Megatron, TransformerEngine: q, then k.
+    {"heads": [[8], [32]], "table": "freqs", "width": "full", "positions": [None, {"cu_seqlens": "int32"}],
+     "backward": True},
+    {"heads": 16, "head_dim": [80, 64, 256]},  # vision towers, Gemma
+]  # fmt: skip
+
+
+def specs_of(**call: Any) -> list[RopeSpec]:
+    """The kernels of a call that is described in words: it is made on aligned meta tensors (`jitrope.planning`).
+
+    Both launches of it are planned, and its gradient's with backward. All words that are not listed are keywords of the
+    function itself, which refuses what does not fit.
+
+    Args:
+        function: "apply_rope", the default, "prepare_qkv", "prepare_packed_qkv" or "prepare_joint_qkv".
+        heads: of q and k, as [32, 8]; of q alone, as 24. v has k's.
+        head_dim, dtype, batch: of q and k; 128, "bf16" and 1. dtype is "fp32", "fp16" or "bf16".
+        table: "cos_sin", "freqs", "cos_sin_cache" or "freqs_cis". table_dtype: "fp32"; of freqs_cis the real part's.
+            width: "half" or "full". two_tables: prepare_joint_qkv gets a table for each stream.
+        positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope` or `Starts`. norm, cache,
+            quantize: those of `Norm`, `KVCache` and `Quantize`. A tensor is given by its dtype, as in
+            {"cu_seqlens": "int32", "cp_size": 2}; page_size, of a cache: rows of pages that are not neighbours.
+        backward: plan the gradient too.
+
+    Returns:
+        The specs, each once.
+
+    Raises:
+        InvalidInput: no function of jitrope takes such a call.
+    """
+    return list(dict.fromkeys(_specs_of(call)))
+
+
+def default_specs() -> list[RopeSpec]:
+    """The kernels of `DEFAULT_CALLS`, each once."""
+    return list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in _specs_of(call)))
+
+
+def _specs(described: Mapping[str, Any]) -> list[RopeSpec]:
+    with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
+        try:
+            _Described(**described).make()
+        except (TypeError, RuntimeError) as error:  # a word that a function or a value lacks, sizes past torch's
+            raise InvalidInput(str(error).splitlines()[0]) from error
+    return specs
+
+
+class _Described:
+    """A call in words, and its tensors on the meta device."""
+
+    def __init__(
+        self, function: str = "apply_rope", heads: Any = (), head_dim: int = 128, dtype: str = "bf16", batch: int = 1,
+        backward: bool = False, **words: Any,
+    ) -> None:  # fmt: skip
+        self.name = name = arguments.word("call", "function", function, _FUNCTIONS)
+        self.heads = arguments.wholes(name, "heads", heads if hasattr(heads, "__len__") else [heads], 1)
+        if not 1 <= len(self.heads) <= 2 or (len(self.heads) < 2 and name in _FUNCTIONS[2:]):
+            arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8]")
+        self.head_dim = arguments.whole(name, "head_dim", head_dim, 1)
+        self.batch = arguments.whole(name, "batch", batch, 1)
+        self.dtype = arguments.word(name, "dtype", dtype, DTYPES)
+        self.backward, self.words = arguments.flag(name, "backward", backward), words
+        positions = words.get("positions")
+        self.packed = isinstance(positions, Mapping) and "cu_seqlens" in positions
+        layout = "thd" if self.packed else words.get("layout", "bshd")
+        self.layout = arguments.word(name, "layout", layout, tuple(LAYOUT_AXES))
+        self.leaves: list[Tensor] = []
+
+    def empty(self, label: str, dtype: Any, shape: Sequence[int]) -> Tensor:
+        dtype = _TORCH[arguments.word(self.name, label, dtype, tuple(_TORCH))]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def trained(self, x: Tensor) -> Tensor:
+        """x as an input of the gradient."""
+        if not self.backward:
+            return x
+        self.leaves.append(x.requires_grad_())
+        return x.clone() if self.words.get("inplace") else x  # torch writes no leaf
+
+    def q_or_k(self, count: int, size: int) -> Tensor:
+        sizes = {"b": self.batch, "s": _TOKENS, "t": _TOKENS, "h": count, "d": size}
+        return self.trained(self.empty("dtype", self.dtype, [sizes[letter] for letter in self.layout]))
+
+    def tables(
+        self, table: str = "cos_sin", table_dtype: str = "fp32", width: str = "half", two_tables: bool = False
+    ) -> dict[str, Any]:
+        table = arguments.word(self.name, "table", table, TABLES)
+        full = arguments.word(self.name, "width", width, ("half", "full")) == "full" or table == "cos_sin_cache"
+        rotary, offset = self.words.get("rotary_dim"), self.words.get("rotary_offset", 0)
+        if rotary is None:
+            rotary = self.head_dim - arguments.whole(self.name, "rotary_offset", offset, 0)
+        shape = [_ROWS, arguments.whole(self.name, "rotary_dim", rotary, 0) // (1 if full else 2)]
+        made = self.empty("table_dtype", table_dtype, [*shape, 2] if table == "freqs_cis" else shape)
+        made = torch.view_as_complex(made) if table == "freqs_cis" else made
+        given = (made, made) if arguments.flag(self.name, "two_tables", two_tables) else made
+        return dict.fromkeys(("cos", "sin") if table == "cos_sin" else (table,), given)
+
+    def value(self, label: str, given: Any) -> Any:
+        """A value of its words; a tensor is given by its dtype."""
+        if label == "positions" and isinstance(given, str):
+            return self.empty(label, given, (_TOKENS,))
+        if not isinstance(given, Mapping):
+            or_dtype = "the dtype of a tensor of ids, or " if label == "positions" else ""
+            arguments.refuse(self.name, label, given, f"{or_dtype}a table of its words")
+        words, across = dict(given), given.get("across_heads")
+        page, k_heads, axes = words.pop("page_size", None), self.heads[-1], words.get("mrope_section")
+        cache = [_TOKENS, k_heads, self.head_dim]
+        if page is not None:  # k's and v's pages take turns
+            cache = [_TOKENS, 2, arguments.whole(label, "page_size", page, 1), *cache[1:]]
+        shapes: dict[str, Sequence[int]] = {
+            "cu_seqlens": (_SEQUENCES + 1,), "start_positions": (_SEQUENCES if self.packed else self.batch,),
+            "position_ids": (len(axes) if isinstance(axes, (list, tuple)) else 1, _TOKENS),
+            "slot_mapping": (self.batch * _TOKENS,), "k_cache": cache, "v_cache": cache,
+            "q_weight": (self.head_dim * (self.heads[0] if across else 1),),
+            "k_weight": (self.head_dim * (k_heads if across else 1),),
+        }  # fmt: skip
+        for word, dtype in words.items():
+            if word in shapes:
+                x = self.empty(word, dtype, shapes[word])
+                words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
+        places = Packed if self.packed else Mrope if "position_ids" in words else Starts
+        kind = {"norm": Norm, "cache": KVCache, "quantize": Quantize, "positions": places}[label]
+        return kind(**words)
+
+    def make(self) -> None:
+        """Make the call, and the gradient's."""
+        words = self.words
+        tables = self.tables(**{x: words.pop(x) for x in ("table", "table_dtype", "width", "two_tables") if x in words})
+        for label in ("positions", "norm", "cache", "quantize"):
+            if words.get(label) is not None:
+                words[label] = self.value(label, words[label])
+        if self.name == "prepare_packed_qkv":
+            words["q_per_group"] = self.heads[0] // self.heads[1]
+            if words["q_per_group"] * self.heads[1] != self.heads[0]:
+                arguments.refuse(self.name, "heads", self.heads, "of q and k, q's a multiple of k's")
+            given: list[Any] = [self.q_or_k(self.heads[1], (words["q_per_group"] + 2) * self.head_dim)]
+        else:
+            q_k_v = (*self.heads, *self.heads[1:])
+            given = [[self.q_or_k(n, self.head_dim) for n in q_k_v] for _ in range(2)]  # of two streams
+            if self.name != "prepare_joint_qkv":
+                given = [*given[0], None, None][: 2 if self.name == "apply_rope" else 3]
+        out = getattr(api, self.name)(*given, **tables, **words)
+        results = [x for x in ([out] if isinstance(out, Tensor) else out) if x is not None and x.requires_grad]
+        if results:
+            torch.autograd.grad(results, self.leaves, [torch.empty_like(x) for x in results], allow_unused=True)
 
 
 def read_calls(path: Path) -> list[Spec]:
     """The kernels that a file names.
 
-    TOML or JSON: `call = [...]`, each with `Call`'s fields, of which a list stands for each of its values (`expand`);
-    and `spec = [...]`, whole specs, as `jitrope.record` writes and `jitrope cache ls --json` prints. Of such a
+    TOML or JSON: `call = [...]`, each with the words of `specs_of`, of which a list stands for each of its values
+    (`expand`); and `spec = [...]`, whole specs, as `jitrope.record` writes and `jitrope cache ls --json` prints. Of a
     listing, which has `entries` too, another version's specs are left out, and the log says how many.
 
     Raises:
@@ -337,7 +265,7 @@ def _each(kind: str, items: Iterable[Any], read: Callable[[Any], Any]) -> Iterat
 
 
 def _specs_of(described: dict[str, Any]) -> list[RopeSpec]:
-    return [spec for call in expand(described) for spec in call.specs()]
+    return [spec for call in expand(described) for spec in _specs(call)]
 
 
 def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
@@ -353,35 +281,23 @@ def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
     return specs
 
 
-def expand(described: dict[str, Any]) -> list[Call]:
-    """The calls of a description in which any field may be a list, which stands for each of its values.
+def expand(described: Any) -> list[dict[str, Any]]:
+    """The calls of a description in which a list stands for each of its values.
 
-    A list of numbers is one value of a field that has several (`mrope_section`, `across_heads`); a list of such lists
-    stands for each of them.
+    A list of numbers is one value of heads, [32, 8]; a list of such lists stands for each of them.
 
     Raises:
-        InvalidInput: as `Call`, or it is no description, or names a field that there is not.
+        InvalidInput: it is no description, has no heads, or a list has no values.
     """
-    if not isinstance(described, Mapping):
-        raise InvalidInput(f"described is {arguments.shown(described)}; it must be a call's fields, a dict")
-    if unknown := [name for name in described if name not in {field.name for field in fields(Call)}]:
-        allowed = ", ".join(field.name for field in fields(Call))
-        raise InvalidInput(f"a call has no field {unknown[0]!r}; its fields are {allowed}")
-    if "heads" not in described:
-        raise InvalidInput("described has no heads; they must be those of q and k together")
-    tuples = {field.name for field in fields(Call) if field.type == _NUMBERS}
-    axes = [_values(value, name in tuples) for name, value in described.items()]
-    return [Call(**dict(zip(described, values))) for values in itertools.product(*axes)]
-
-
-def _values(value: Any, of_numbers: bool) -> list[Any]:
-    """The values that a field takes in turn."""
-    if not isinstance(value, list):
-        return [value]
-    if not of_numbers:
-        return value
-    several = value if value and all(isinstance(item, list) for item in value) else [value]
-    return [tuple(numbers) for numbers in several]
+    if not isinstance(described, Mapping) or "heads" not in described:
+        raise InvalidInput(f"described is {arguments.shown(described)}; it must be a call's words, a dict with heads")
+    axes = []
+    for name, value in described.items():
+        several = isinstance(value, list) and (name != "heads" or any(isinstance(item, list) for item in value))
+        if several and not value:
+            arguments.refuse("call", name, value, "a value, or a list of some")
+        axes.append(value if several else [value])
+    return [dict(zip(described, values)) for values in itertools.product(*axes)]
 
 
 def _toml(text: str) -> Any:
@@ -414,7 +330,7 @@ def prewarm(
     """Build every spec for every architecture into the kernel cache. What fails is said, not raised.
 
     Args:
-        specs: of `Call.specs`, `read_calls` or `jitrope.record`.
+        specs: of `specs_of`, `jitrope.planning`, `read_calls` or `jitrope.record`.
         archs: architectures, as "sm_90".
         jobs: how many are compiled at a time.
         done: called after each, in any order.
@@ -453,7 +369,7 @@ def checked_kernels(function: str, kernels: Iterable[tuple[Spec, str]]) -> list[
             arguments.refuse(function, f"kernels[{i}]", kernel, "(spec, architecture)")
         spec, arch = kernel
         if not isinstance(spec, (RopeSpec, RowsSpec, SegmentsSpec, CorrectionSpec)):
-            arguments.refuse(function, "specs", spec, "of Call.specs, read_calls or jitrope.record")
+            arguments.refuse(function, "specs", spec, "of specs_of, planning, read_calls or record")
         if not isinstance(arch, str) or not ARCH.fullmatch(arch):
             arguments.refuse(function, "archs", arch, "architectures such as 'sm_90'")
         found.append((spec, arch))

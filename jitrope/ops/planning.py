@@ -1,0 +1,63 @@
+"""Which kernels calls would ask for, found on meta tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+
+from ..base.arguments import items, whole, word
+from ..plan.spec import LAUNCHES, Options, RopeSpec, changed
+from ..plan.views import Tensors
+from . import launch
+from .operation import Operation
+from .operations import weights_of_one
+
+_planning: ContextVar[tuple[list[RopeSpec], list[str], int] | None] = ContextVar("planning", default=None)
+
+
+@contextlib.contextmanager
+def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterator[list[RopeSpec]]:
+    """Note the kernels of the calls that a block of code makes on meta tensors. No kernel is compiled or launched.
+
+    >>> q, k = (torch.empty(1, 4096, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    >>> cos, sin = torch.empty(2, 4096, 64, device="meta")
+    >>> with jitrope.planning() as specs:
+    ...     jitrope.apply_rope(q, k, cos, sin)
+    >>> jitrope.tools.prewarm.prewarm(specs, ["sm_90"], jobs=4)
+
+    A kernel depends on shapes, strides, dtypes and alignment, which meta tensors have; they are aligned as fresh
+    tensors are. A backward in the block is noted too. Calls on other tensors run as always and are not noted, nor are
+    those of `jitrope.thd`, `jitrope.context_parallel` and other threads.
+
+    Args:
+        launches: the launches to plan each call for; ("auto",): only the one that a call of these sizes takes.
+        sm_count: multiprocessors of the GPU. With "auto" the choice depends on it.
+
+    Yields:
+        A list to which the specs are added, each once, in the order of the calls.
+
+    Raises:
+        InvalidInput: a launch is unknown, or sm_count is not a number of at least 1.
+    """
+    words = ("auto", *LAUNCHES)
+    asked = [word("planning", "launches", x, words) for x in items("planning", "launches", launches, "a list of words")]
+    specs: list[RopeSpec] = []
+    token = _planning.set((specs, asked, whole("planning", "sm_count", sm_count, 1)))
+    try:
+        yield specs
+    finally:
+        _planning.reset(token)
+
+
+def note(op: Operation, tensors: Tensors, options: Options) -> None:
+    """Add the kernels of a call to the list of a `planning` block, if it is in one and its tensors are meta."""
+    planner = _planning.get()
+    if planner is None or next(iter(tensors.values())).device.type != "meta":
+        return
+    specs, launches, sm_count = planner
+    named = launch.with_outputs(op, {**tensors, **(weights_of_one(tensors, options) if op.norm else {})}, options)
+    for asked in launches:
+        found = launch.plan_of(op, named, op.heads(named, options), changed(options, launch=asked), sm_count)
+        if found is not None and found[0].spec not in specs:
+            specs.append(found[0].spec)
