@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+import jitrope
+from jitrope.base import config
 
 from .host import backend
 
@@ -47,6 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def _launch() -> Iterator[None]:
+    """No launch is forced behind a test."""
+    yield
+    if config.launch() != "auto":
+        jitrope.configure()
 
 
 @pytest.fixture(autouse=True)

@@ -19,15 +19,17 @@ _OF = {
 
 
 def said(**flat: Any) -> dict[str, Any]:
-    """The words of `apply_rope`, with values in place of their parts."""
+    """The words of `apply_rope`, with values in place of their parts. A `launch` is forced until the test's end."""
+    if "launch" in flat:
+        jitrope.configure(launch=flat.pop("launch"))
+    packed = {k: v for k, v in flat.items() if k in _OF["packed"] and not (v is None and k in _OF["packed"][:3])}
     mrope = {k: v for k, v in flat.items() if k in _OF["mrope"]}
-    packed = {k: v for k, v in flat.items() if k in _OF["packed"] and v is not None}
+    if type(mrope.get("mrope_section", ())) is tuple and not mrope.get("mrope_section"):
+        mrope = {}
     words = {k: v for k, v in flat.items() if k not in (*_OF["mrope"], *_OF["packed"], "position_ids")}
     ids = flat.get("position_ids")
-    if mrope and ids is not None and len(mrope.get("mrope_section", ())) > 0:
-        words["positions"] = jitrope.Mrope(ids, **mrope)
-    elif ids is not None:
-        words["positions"] = ids
+    if ids is not None:
+        words["positions"] = jitrope.Mrope(ids, **mrope) if mrope else ids
     elif "cu_seqlens" in packed:
         words["positions"] = jitrope.Packed(**packed)
     elif packed:
@@ -50,7 +52,7 @@ def norm_rope_joint(
 ) -> Any:  # fmt: skip
     """`prepare_joint_qkv` with the weights of both streams: (q, k, v)."""
     norms = [_norm(flat, *(weights or (None, None))) for weights in (first_weights, second_weights)]
-    return jitrope.prepare_joint_qkv(first, second, cos, sin, norm=[norm for norm, _ in norms], **norms[0][1])
+    return jitrope.prepare_joint_qkv(first, second, cos, sin, norm=[norm for norm, _ in norms], **said(**norms[0][1]))
 
 
 def kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, q_scale: Any = None, **flat: Any) -> Any:

@@ -22,21 +22,29 @@ from torch import Tensor
 
 import jitrope
 from jitrope import InvalidInput
+from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV
 
 from .matrix.cells import FP8, FUNCTIONS, SIZES, Args, B, Cell, D, Function, P, S
 from .matrix.situations import DROP, NO_TABLES, packed
+from .said import KINDS
 
 TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
            "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight")  # fmt: skip
-SEQUENCES = ("first", "second", "first_weights", "second_weights")
+SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
-         "across_heads", "zero_centered", "copy_v")  # fmt: skip
+         "across_heads", "zero_centered", "copy_v", "inplace")  # fmt: skip
 NUMBERS = ("mscale", "eps")
-WORDS = ("layout", "rounding", "launch", "norm_rounding")
+WORDS = ("layout", "rounding", "norm_rounding")
 SCALES = ("q_scale", "k_scale", "v_scale")
 SECTIONS = ("mrope_section",)
 KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
+
+OPERATIONS: dict[str, Any] = {
+    "rope": ROPE, "packed_qkv": ROPE_QKV, "fp8": ROPE_FP8, "kv_cache": ROPE_KV_CACHE, "norm_rope": QK_NORM_ROPE,
+    "norm_rope_joint": QK_NORM_ROPE_JOINT,
+}  # fmt: skip
+VALUES = ("Packed", "Starts", "Mrope", "Norm", "KVCache", "Quantize")
 
 REFUSED = "refused"
 EITHER = "either"  # right as it stands, or refused
@@ -51,7 +59,12 @@ class Word(str, enum.Enum):
 
 
 # What a refusal may name in a parameter's place.
-OTHER_NAMES = {"k": ("k_scale",), **dict.fromkeys(("first_weights", "second_weights"), ("q_weight", "the weights"))}
+OTHER_NAMES = {
+    "k": ("k_scale",),
+    "position_ids": ("positions",),
+    "norm_rounding": ("rounding",),
+    **dict.fromkeys(("first_weights", "second_weights"), ("q_weight", "the weights")),
+}
 MODULE = torch.nn.Identity()
 # What no parameter but a sequence or a word takes: (kind, value).
 STRANGERS: list[tuple[str, Any]] = [
@@ -137,7 +150,7 @@ def kinds(parameter: str, plain: Any, cell: Cell) -> Iterator[tuple[str, Any, An
     elif parameter in SEQUENCES:
         yield from [
             ("list", list(plain), plain), ("too few", plain[:-1], REFUSED), ("too many", (*plain, plain[0]), REFUSED),
-            ("None", None, None if "weights" in parameter else REFUSED), ("a tensor", plain[0], REFUSED),
+            ("None", None, REFUSED), ("a tensor", plain[0], REFUSED),
             ("a list inside", (plain[0].tolist(), *plain[1:]), REFUSED), ("empty", (), REFUSED),
             ("a number inside", (1.0, *plain[1:]), REFUSED), ("None inside", (None, *plain[1:]), EITHER),
             ("numpy inside", (plain[0].cpu().numpy(), *plain[1:]), REFUSED), ("numpy", np.arange(3.0), REFUSED),
@@ -233,7 +246,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     elif parameter in NUMBERS:
         plain = 0.25
     elif parameter in WORDS:
-        plain = {"layout": "bshd", "rounding": "fp32", "launch": "auto", "norm_rounding": "none"}[parameter]
+        plain = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none"}[parameter]
     args = {n: x for n, x in cell.args(**changes).items() if x is not DROP}
     args = f.packed(args)
     if plain is None:
@@ -247,7 +260,7 @@ def copied(x: Any) -> Any:
 
 def bits(function: Function, args: Args) -> list[Any]:
     """A call's outputs and what it leaves of its tensors, as bytes."""
-    out = getattr(jitrope, function.name)(**args)
+    out = KINDS[function.name](**args)
     tensors = [*(out if isinstance(out, tuple) else (out,)), *(args[name] for name in function.written)]
     return [None if x is None else (x.dtype, tuple(x.shape), *numbers_of(x)) for x in tensors]
 
@@ -306,10 +319,10 @@ def one_cell(cell: Cell, args: Args, parameter: str, value: Any, means: Any) -> 
 
 
 def check_text(function: Function, parameter: str, text: str) -> None:
-    assert text.startswith(f"{function.name}: "), f"it does not begin with the function: {text}"
+    name, _, said = text.partition(": ")
+    assert name in (function.public, *VALUES), f"it does not begin with the function: {text}"
     assert "\n" not in text, f"more than a line: {text}"
     assert len(text) < 400, f"too long: {text}"
-    said = text.removeprefix(f"{function.name}: ")
     names = "|".join((parameter, *OTHER_NAMES.get(parameter, ())))
     assert re.search(rf"\b({names})\b", said), f"it does not name {parameter}: {text}"
 
@@ -335,12 +348,25 @@ def table(function: Function, parameter: str, device: str) -> list[tuple[str, st
 
 
 def parameters() -> list[tuple[Function, str]]:
-    return [(f, p) for f in TEN for p in inspect.signature(getattr(jitrope, f.name)).parameters]
+    """Each kind of call with each of its words; those of values stand for these."""
+    found = []
+    for f in TEN:
+        op = OPERATIONS[f.name.rstrip("_")]
+        names = [name.rstrip("?") for name in op.tensors]
+        if f.name == "norm_rope_joint":
+            names = [*SEQUENCES]
+        norm = ("eps", "zero_centered", "norm_rounding", *(("across_heads",) if f.name != "norm_rope_joint" else ()))
+        words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
+        without = {"launch", "norm", *(("interleaved_out", "q_scale") if f.in_place else ())}
+        found += [(f, word) for word in dict.fromkeys(words) if word not in without]
+    return found
 
 
 @pytest.mark.parametrize("function", TEN, ids=lambda f: f.name)
 def test_every_parameter_is_known(function: Function) -> None:
-    assert set(inspect.signature(getattr(jitrope, function.name)).parameters) <= KNOWN
+    signature = set(inspect.signature(getattr(jitrope, function.public)).parameters)
+    assert signature - {"positions", "norm", "cache", "quantize", *VALUES} <= KNOWN
+    assert {word for f, word in parameters() if f is function} <= KNOWN
 
 
 @pytest.mark.parametrize(("function", "parameter"), parameters(), ids=lambda x: getattr(x, "name", x))

@@ -188,7 +188,7 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
     for launch in ("token_linear", "grid_2d"):
         leaf = q.clone().requires_grad_()
         out, _ = jitrope.apply_rope(
-            leaf, None, freqs=freqs, launch=launch, positions=jitrope.Packed(cu_seqlens, cp_size=size, cp_rank=rank)
+            leaf, None, **said(freqs=freqs, launch=launch, cu_seqlens=cu_seqlens, cp_size=size, cp_rank=rank)
         )
         results.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
     for a, b in zip(*results):
@@ -334,7 +334,7 @@ def test_more_sequences_than_a_grid_has_rows() -> None:
     angles = torch.rand(4, 32, device=DEVICE)
     for launch in ("token_linear", "grid_2d"):
         arguments = (q, None, angles.cos(), angles.sin())
-        out, _ = jitrope.apply_rope(*arguments, launch=launch, positions=jitrope.Packed(cu_seqlens))
+        out, _ = jitrope.apply_rope(*arguments, **said(launch=launch, cu_seqlens=cu_seqlens))
         assert torch.equal(
             out, reference.rope(*arguments, cu_seqlens, None, None, Options(layout="thd", rotary_dim=64))[0]
         )
@@ -347,7 +347,7 @@ def test_video_length_batches() -> None:
         q = torch.randn(shape, device=DEVICE)
         angles = torch.rand(shape[1], 32, device=DEVICE)
         for launch in ("auto", "grid_2d"):
-            out, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), launch=launch)
+            out, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), **said(launch=launch))
             assert torch.equal(
                 out, reference.rope(q, None, angles.cos(), angles.sin(), None, None, None, Options(rotary_dim=64))[0]
             )
@@ -1050,7 +1050,7 @@ def test_a_gpu_without_cupy_names_the_extra(tmp_path: Path) -> None:
 
 SANITIZED = """
 import torch
-from jitrope import apply_rope, apply_rope_
+from tests.said import KINDS
 from jitrope.ops.operations import ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD
 from tests.cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES
 from tests.cases import launched, make, make_cache, make_norm, make_qkv, norm_call
@@ -1062,9 +1062,9 @@ for launch in ("token_linear", "grid_2d"):
     for case in CASES:
         if case.name in names:
             q, k, cos, sin, keywords = make(case, "cuda")
-            apply_rope(q, k, cos, sin, launch=launch, **keywords)
+            KINDS["rope"](q, k, cos, sin, launch=launch, **keywords)
             if keywords.pop("interleaved_out", None) is None:
-                apply_rope_(q, k, cos, sin, launch=launch, **keywords)
+                KINDS["rope_"](q, k, cos, sin, launch=launch, **keywords)
     for case in QKV_CASES:
         tensors, options = make_qkv(case, "cuda", launch=launch)
         parts = launched(ROPE_QKV, tensors[:1], tensors[1:], options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,25 +72,40 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
         options = changed(options, mrope_section=(0,))
     if options.rotate_k:
         tensors[_ROTATED] = tensors["k"]
-    names = [name.rstrip("?") for name in _names(op)]
     values = dict(zip(Options._fields, options))
     norm = options.norm if op.norm and options.norm is not None else ()
-    return (*[tensors.get(name) for name in (*names, *Tables._fields)], *[values[name] for name in _fields(op)], *norm)
+    return (*[tensors.get(name) for name in _given_names(op)], *[values[name] for name in _fields(op)], *norm)
 
 
 def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tuple[Tensors, Options]:
     """The tensors that an op was given, and its options: it has a list where they are a tuple."""
-    names = [*[name.rstrip("?") for name in _names(op)], *Tables._fields]
+    names = _given_names(op)
     tensors = {name: x for name, x in zip(names, arguments) if x is not None}
+    if _ROTATED in tensors:
+        tensors["k"] = tensors.pop(_ROTATED)
+    words = [tuple(x) if isinstance(x, list) else x for x in arguments[len(names) :]]
+    try:
+        return tensors, _known_options(op, inplace, *words)
+    except TypeError:  # a symbolic number has no hash
+        return tensors, _options(op, inplace, *words)
+
+
+@lru_cache
+def _given_names(op: Operation) -> tuple[str, ...]:
+    return (*[name.rstrip("?") for name in _names(op)], *Tables._fields)
+
+
+def _options(op: Operation, inplace: bool, *words: Any) -> Options:
     fields = _fields(op)
-    values = dict(zip(fields, arguments[len(names) :]))
+    values = dict(zip(fields, words))
     sections = tuple(values["mrope_section"])
     values = {"interleaved_out": values["interleaved"], **values, "mrope_section": sections[sections == (0,) :]}
     if op.norm:
-        values["norm"] = NormOptions(*arguments[len(names) + len(fields) :])
-    if _ROTATED in tensors:
-        tensors["k"] = tensors.pop(_ROTATED)
-    return tensors, Options(**values, inplace=inplace)
+        values["norm"] = NormOptions(*words[len(fields) :])
+    return Options(**values, inplace=inplace)
+
+
+_known_options = lru_cache(maxsize=1024)(_options)
 
 
 def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
@@ -154,7 +170,7 @@ def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Opti
     made = op.made(tensors, options)
     out = [results[name] if name in made else some.new_empty(0) for name in op.results]
     seen: set[int] = set()
-    for n, x in enumerate(out):
+    for n, x in enumerate(() if type(op).fresh is Operation.fresh else out):
         if x.numel() and x.untyped_storage().data_ptr() in seen:
             out[n] = x.clone()
         seen.add(x.untyped_storage().data_ptr())
