@@ -120,18 +120,16 @@ def apply_rope(
         CompileError: the kernel could not be built; the message says what to install.
     """
     tensors: Any = {"q": q, "cos": cos, "sin": sin} if k is None else {"q": q, "k": k, "cos": cos, "sin": sin}
+    asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
+    form: Any = None
     if words or cos is None or sin is None or type(inplace) is not bool:
         out = call(ROPE, tensors, _gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace))
-        return out["q"], out.get("k")
-    # The lines that everyone writes have a key that is cheaper than their names and words.
-    asked: dict[str, Any] = {"inplace": True} if inplace else {}
-    form: Any = None
-    if positions is not None:
+    else:  # the lines that everyone writes have a key that is cheaper than their names and words
         if type(positions) is Tensor:
             tensors["position_ids"], form = positions, "ids"
-        else:
+        elif positions is not None:
             asked, form = {**_placed(ROPE, tensors, positions), **asked}, getattr(positions, "form", "ids")
-    out = call(ROPE, tensors, asked, ("apply_rope", k is None, form, inplace))
+        out = call(ROPE, tensors, asked, ("apply_rope", k is None, form, inplace))
     return out["q"], out.get("k")
 
 
@@ -285,9 +283,9 @@ def prepare_joint_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of two streams in joint tensors: norm, rope and concatenation in one launch.
 
-    For attention over text and image tokens that have projections and norms of their own (FLUX, Qwen-Image,
-    HunyuanVideo): q and k of both streams are normalised, each with its weights, and rotated, v is copied,
-    and all are written one stream behind the other. The gradient is a launch for each stream.
+    For text and image tokens with projections and norms of their own (FLUX, Qwen-Image, HunyuanVideo): q and k of both
+    streams are normalised and rotated, v is copied, and one stream is written behind the other. The gradient is a
+    launch for each stream.
 
     >>> q, k, v = jitrope.prepare_joint_qkv(text_qkv, image_qkv, cos, sin, norm=(text_norm, image_norm))
 

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.spec import NormOptions, Options, changed
+from ..plan.spec import Options, changed, norm_of
 from ..plan.views import FP8, Tables, Tensors
 from .fit import (
     MAX_TOKENS,
@@ -191,7 +191,7 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a call that normalises too; see `check`."""
     fail = failing(name)
     check(name, tensors, options)
-    norm = options.norm or NormOptions()
+    norm = norm_of(options)
     q, q_weight, k_weight = tensors["q"], tensors.get("q_weight"), tensors.get("k_weight")
     if "cu_seqlens" in tensors:
         fail("cu_seqlens does not go with a norm; position_ids say where each token is")
@@ -221,7 +221,7 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
 def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse what does not fit of a call with two streams; see `check_norm`."""
     fail = failing(name)
-    norm = options.norm or NormOptions()
+    norm = norm_of(options)
     streams = [tensors[f"{stream}_{letter}"] for stream in ("first", "second") for letter in "qkv"]
     labels = [f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"]
     for label, x in zip(labels, streams):

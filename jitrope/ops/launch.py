@@ -27,8 +27,8 @@ from ..plan.spec import ROPE_KINDS, Options, RopeSpec
 from ..plan.views import Tensors, table_pair, tables_of
 from . import watch
 from .operation import Operation
-from .operations import weights_of_one
 from .replay import Form, maker, twice
+from .stand_ins import weights_of_one
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
 
@@ -92,9 +92,16 @@ class Known:
         op, options = self.op, self.options
         like, finished = type(op).fresh is Operation.fresh, type(op).finish is not Operation.finish
         return Form(
-            self.names, self.pointers, self.results, options.inplace, like, finished, self.close, self.written,
+            self.names,
+            self.pointers,
+            self.results,
+            options.inplace,
+            like,
+            finished,
+            self.close,
+            self.written,
             aligned=not any(self.alignments),
-        )  # fmt: skip
+        )
 
     def written_out(self, form: Form, matches: Any = None, record: Any = None) -> Callable[..., Tensors | None]:
         """A function of the tensors, as one dict and one by one, that enqueues a call."""
@@ -196,9 +203,13 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
 
 
 def _order(
-    known: Known, named: Tensors, fresh: list[str], statics: Tensors, heads: Sequence[Tensor | None],
+    known: Known,
+    named: Tensors,
+    fresh: list[str],
+    statics: Tensors,
+    heads: Sequence[Tensor | None],
     pointers: Sequence[str],
-) -> None:  # fmt: skip
+) -> None:
     """Which address each pointer takes, and how many bytes behind it."""
     op, options = known.op, known.options
     found = {}  # of a pointer the tensor's name and the bytes from its first element

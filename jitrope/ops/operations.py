@@ -12,7 +12,6 @@ from ..plan.problem import (
     NormCall,
     Views,
     cache_view,
-    constant,
     empty_parts,
     head_view,
     joint_parts,
@@ -20,7 +19,7 @@ from ..plan.problem import (
     separate_views,
     value_view,
 )
-from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed
+from ..plan.spec import LAYOUT_AXES, Options, changed, norm_of
 from ..plan.views import FP8, Tensors, tables_of
 from . import checks, reference
 from .operation import (
@@ -34,6 +33,7 @@ from .operation import (
     spare_stays,
     turned_back,
 )
+from .stand_ins import one_row
 
 
 class _Rope(Operation):
@@ -237,7 +237,7 @@ class _QKNormRope(Operation):
         q = next(iter(tensors.values()))
         if q.dim() not in (3, 4):
             refuse(name, "q", q, "a tensor with 3 or 4 axes")
-        cos, sin = _one_row(q.device, options.rotary_dim // 2)
+        cos, sin = one_row(q.device, options.rotary_dim // 2)
         rows = self.unrotated_rows(tensors, options)
         return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
 
@@ -343,10 +343,11 @@ class _QKNormRopeBackward(Operation):
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         sums = outputs.pop("weight_grads", None)
         if sums is not None:
-            sizes = self._sizes(tensors, options)
-            for name, part in zip(("q_weight", "k_weight"), sums.sum(0).split(sizes)):
-                if name in tensors:
-                    outputs[name] = part.to(tensors[name].dtype)
+            weights = [name for name in ("q_weight", "k_weight") if name in tensors]
+            total = sums.sum(0).to(tensors[weights[0]].dtype)  # the check has seen that they have one dtype
+            for name, part in zip(("q_weight", "k_weight"), total.split(self._sizes(tensors, options))):
+                if name in weights:
+                    outputs[name] = part
         return outputs
 
     def _sizes(self, tensors: Tensors, options: Options) -> list[int]:
@@ -364,35 +365,6 @@ class _QKNormRopeBackward(Operation):
         tensors = [t.get(name) for name in self.names]
         found = reference.qk_norm_rope_backward(*tensors, tables_of(t), o, norm_of(o))  # type: ignore[call-arg,arg-type]
         return _given(**dict(zip(self.results, found)))
-
-
-def norm_of(options: Options) -> NormOptions:
-    """The norm of a call that has one."""
-    return options.norm or NormOptions()
-
-
-def weights_of_one(tensors: Tensors, options: Options) -> Tensors:
-    """Ones for weights that are missing beside others: a kernel takes all weights or none."""
-    norm, ones = norm_of(options), {}
-    given = [x for name, x in tensors.items() if name.endswith("_weight")]
-    names = {"q": "q_weight", "k": "k_weight", "first_q": "q_weight", "first_k": "k_weight"}
-    names |= {"second_q": "second_q_weight", "second_k": "second_k_weight"}
-    for of, name in names.items() if given else ():
-        x = tensors.get(of)
-        if x is not None and name not in tensors:
-            heads = x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1
-            ones[name] = _ones(x.device, x.shape[-1] * heads, given[0].dtype, norm.zero_centered)
-    return ones
-
-
-@constant
-def _one_row(device: torch.device, pairs: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(1, pairs, device=device), torch.zeros(1, pairs, device=device)
-
-
-@constant
-def _ones(device: torch.device, count: int, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    return torch.full((count,), 0 if zero_centered else 1, dtype=dtype, device=device)
 
 
 def _given(**tensors: Tensor | None) -> Tensors:

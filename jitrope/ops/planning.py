@@ -11,7 +11,7 @@ from ..plan.spec import LAUNCHES, Options, RopeSpec, changed
 from ..plan.views import Tensors
 from . import launch
 from .operation import Operation
-from .operations import weights_of_one
+from .stand_ins import weights_of_one
 
 _planning: ContextVar[tuple[list[RopeSpec], list[str], int] | None] = ContextVar("planning", default=None)
 

@@ -63,6 +63,11 @@ class Options(NamedTuple):
     inplace: bool = False
 
 
+def norm_of(options: Options) -> NormOptions:
+    """The norm of a call that has one."""
+    return options.norm or NormOptions()
+
+
 def changed(options: Options, **fields: Any) -> Options:
     """The options with other values in some fields. Dynamo of torch 2.6 cannot trace `_replace`."""
     values: list[Any] = [fields.get(name, value) for name, value in zip(Options._fields, options)]
