@@ -147,22 +147,37 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail(f"k is {named(k, options.layout)} but v is {named(v, options.layout)}; they must match")
     if options.rotate_k:
         require_no_overlap("k", k, fail)
-    batch, seqlen, heads, head_dim = sizes_of(k, options.layout)
+    _check_caches(k, k_cache, v_cache, options, fail)
+    written, read = {"k_cache": k_cache, "v_cache": v_cache}, {"v": v}
+    (written if options.inplace else read)["q"] = q
+    (written if options.rotate_k else read)["k"] = k
+    require_apart(name, written, read)
+    check_integers("slot_mapping", slot_mapping, q, fail)
+    if not slot_mapping.is_contiguous():
+        fail(f"slot_mapping has strides {slot_mapping.stride()}; it must be contiguous")
+    batch, seqlen, *_ = sizes_of(k, options.layout)
+    if slot_mapping.numel() != batch * seqlen:
+        fail(f"slot_mapping has shape {tuple(slot_mapping.shape)} for {batch * seqlen} tokens")
+    if options.inplace and "q_scale" in tensors:
+        fail("q comes out as fp8, which does not fit in place; leave inplace=True out")
+    scaled = k_cache.dtype == FP8
+    for label, wanted in (("q_scale", "q_scale" in tensors), ("k_scale", scaled), ("v_scale", scaled)):
+        _check_scale(label, tensors.get(label), q, wanted, fail)
+
+
+def _check_caches(k: Tensor, k_cache: Tensor, v_cache: Tensor, options: Options, fail: Fail) -> None:
+    _, _, heads, head_dim = sizes_of(k, options.layout)
     for label, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dim() not in (3, 4) or tuple(cache.shape[-2:]) != (heads, head_dim):
             fail(
                 f"k is {named(k, options.layout)} but {label} has shape {tuple(cache.shape)}; it is (slots, H, D) or "
                 "(pages, rows, H, D)"
             )
-        if cache.device != q.device:
-            fail(f"{label} is on {cache.device} but q is on {q.device}")
+        if cache.device != k.device:
+            fail(f"{label} is on {cache.device} but k is on {k.device}")
         if cache.dtype not in (k.dtype, FP8):
             fail(f"{label} is {cache.dtype}; allowed are k's {k.dtype} and {FP8}")
         require_no_overlap(label, cache, fail)
-    written, read = {"k_cache": k_cache, "v_cache": v_cache}, {"v": v}
-    (written if options.inplace else read)["q"] = q
-    (written if options.rotate_k else read)["k"] = k
-    require_apart(name, written, read)
     same = k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
     if not same:
         fail(
@@ -175,16 +190,6 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     slots = k_cache.shape[0] * (k_cache.shape[1] if k_cache.dim() == 4 else 1)
     if slots > MAX_TOKENS:
         fail(f"the caches have {slots} slots, at most {MAX_TOKENS} are possible")
-    check_integers("slot_mapping", slot_mapping, q, fail)
-    if not slot_mapping.is_contiguous():
-        fail(f"slot_mapping has strides {slot_mapping.stride()}; it must be contiguous")
-    if slot_mapping.numel() != batch * seqlen:
-        fail(f"slot_mapping has shape {tuple(slot_mapping.shape)} for {batch * seqlen} tokens")
-    if options.inplace and "q_scale" in tensors:
-        fail("q comes out as fp8, which does not fit in place; leave inplace=True out")
-    scaled = k_cache.dtype == FP8
-    for label, wanted in (("q_scale", "q_scale" in tensors), ("k_scale", scaled), ("v_scale", scaled)):
-        _check_scale(label, tensors.get(label), q, wanted, fail)
 
 
 def check_norm(name: str, tensors: Tensors, options: Options) -> None:

@@ -163,11 +163,11 @@ def check_tables(
     options: Options,
     fail: Fail,
 ) -> None:
-    batch, seqlen, heads, head_dim = sizes_of(q, options.layout)
+    head_dim = q.shape[-1]
     rotary, kind = options.rotary_dim, options.table
     angles = kind == "freqs"
     in_fp64 = options.rounding == "complex128"
-    first, both = ("cos", "cos and sin are") if kind == "cos_sin" else (kind, f"{kind} is")
+    both = "cos and sin are" if kind == "cos_sin" else f"{kind} is"
     if kind == "freqs_cis":
         allowed = torch.complex128 if cos.dtype == torch.complex128 and in_fp64 else torch.complex64
         if cos.dtype != allowed:
@@ -207,6 +207,15 @@ def check_tables(
         fail(f"interleaved_out goes with half-width tables, {rotary // 2} wide")
     if mixed and options.inplace:
         fail("interleaved_out does not go with inplace: other elements are written than read; leave inplace=True out")
+    _check_rows(q, k, cos, packed, ids, options, fail)
+
+
+def _check_rows(
+    q: Tensor, k: Tensor | None, cos: Tensor, packed: bool, ids: bool, options: Options, fail: Fail
+) -> None:
+    """The positions, batch rows and heads that the tables are for."""
+    batch, seqlen, heads, _ = sizes_of(q, options.layout)
+    angles, first = options.table == "freqs", "cos" if options.table == "cos_sin" else options.table
     rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
     needed = options.max_seqlen if packed else 0 if ids else seqlen * options.cp_size
     if not options.packed_table and rows < needed:
