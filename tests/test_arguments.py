@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -278,7 +279,7 @@ def forget() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("jitrope"):
             for thing in list(vars(module).values()):
-                if callable(getattr(thing, "cache_clear", None)):
+                if not isinstance(thing, ModuleType) and callable(getattr(thing, "cache_clear", None)):
                     thing.cache_clear()
 
 

@@ -17,7 +17,7 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import dispatch, library, operations, reference
+from jitrope.ops import dispatch, library, reference
 from jitrope.ops import launch as runtime
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (
@@ -796,7 +796,7 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
     q, weight = torch.randn(1, 8, 2, 64, device=DEVICE), torch.randn(64, device=DEVICE)
     cos = torch.ones(1, 32, device=DEVICE).expand(8, 32)
     want, _ = norm_rope(q, None, weight, None, cos, torch.zeros_like(cos[:1]).expand(8, 32))
-    operations._one_row.cache_clear()
+    stand_ins.one_row.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         norm_rope(q, None, weight)

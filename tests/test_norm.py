@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import jitrope
-from jitrope.ops import operations, reference
+from jitrope.ops import reference, stand_ins
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QK_NORM_ROPE_JOINT
 from jitrope.plan import views
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
@@ -273,7 +273,7 @@ def test_fake_tensors_leave_nothing_behind(device: str) -> None:
     """The row of no rotation is kept; a fake one would be met by the next real call."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    operations._one_row.cache_clear()
+    stand_ins.one_row.cache_clear()
     with FakeTensorMode():
         norm_rope(torch.ones(1, 2, 1, 10, device=device), None)
     with torch.inference_mode():

@@ -120,7 +120,7 @@ def test_a_planted_wrong_result_is_reported(
     assert code == 1
     assert report["wrong results"] >= 1
     assert report["problems"] == [f"{report['wrong results']} wrong results"]
-    assert all(" x apply_rope" in line for line in report["wrong"])
+    assert all(" x rope" in line for line in report["wrong"])
     assert report["wrong"][0] in capsys.readouterr().out
 
 
