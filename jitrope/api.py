@@ -164,8 +164,8 @@ def prepare_qkv(
         norm: RMSNorm of q and k before the rotation. It does not go with cache or quantize.
         cache: where k, rotated, and v are stored.
         quantize: q, and k where there is no cache, come out as fp8.
-        The others are `apply_rope`'s. mscale, inverse and interleaved_out do not go with these stages, nor freqs with a
-        norm, nor rounding with cache and quantize, nor inplace with quantize.
+        The others are `apply_rope`'s. These stages do not go with mscale, inverse, interleaved_out, packed_table and
+        cp_size, nor a norm with `Packed` and freqs, a cache with `Packed` and rounding, quantize with rounding, inplace.
 
     Returns:
         (q, k, v) of the shapes, dtype and (where dense) strides of the inputs; v is the input. With a cache k is None,
@@ -314,7 +314,9 @@ def prepare_joint_qkv(
     second_tables = {}
     for label, table in tables.items():
         if table is not None and not isinstance(table, Tensor):
-            tables[label], second_tables[label] = _parts(name, label, table, 2)
+            tables[label], second_tables[label] = both = _parts(name, label, table, 2)
+            if not all(isinstance(x, Tensor) for x in both):
+                refuse(name, label, table, "a tensor, or a tuple of 2 tensors")
     if len(second_tables) > 0:
         tensors.update(zip(("second_cos", "second_sin"), _second_tables(name, tables, second_tables)))
     tensors.update(tables)

@@ -58,7 +58,7 @@ def _launch() -> Iterator[None]:
     """No launch is forced behind a test."""
     yield
     if config.launch() != "auto":
-        jitrope.configure()
+        jitrope.configure(launch="auto")
 
 
 @pytest.fixture(autouse=True)

@@ -172,7 +172,7 @@ def configured(compile: Any) -> Any:
         return config.compile_allowed()
     finally:
         assert config._may_compile in (None, True, False)
-        jitrope.configure()
+        jitrope.configure(compile=None)
 
 
 def kernel_cache(**arguments: Any) -> Any:
@@ -448,4 +448,4 @@ def test_a_setting_that_is_none_changes_nothing() -> None:
             jitrope.configure(compile="no")  # type: ignore[arg-type]
         assert not config.compile_allowed()
     finally:
-        jitrope.configure()
+        jitrope.configure(compile=None)

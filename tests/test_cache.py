@@ -764,7 +764,7 @@ def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path, how: 
 @pytest.fixture
 def _configured() -> Iterator[None]:
     yield
-    jitrope.configure()
+    jitrope.configure(compile=None)
 
 
 @pytest.mark.usefixtures("_configured")
@@ -805,7 +805,7 @@ def test_configure_is_over_the_environment(monkeypatch: pytest.MonkeyPatch, capl
     jitrope.configure(compile=False)
     monkeypatch.delenv("JITROPE_NO_COMPILE")
     assert not config.compile_allowed()
-    jitrope.configure()
+    jitrope.configure(compile=None)
     assert config.compile_allowed()
 
 

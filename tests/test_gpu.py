@@ -17,7 +17,7 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import dispatch, library, reference
+from jitrope.ops import dispatch, library, reference, stand_ins
 from jitrope.ops import launch as runtime
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (

@@ -12,6 +12,7 @@ import torch
 
 import jitrope
 from jitrope import KVCache, Mrope, Norm, Packed, Quantize, Starts
+from jitrope.base import config
 
 Q, K, V = (torch.randn(2, 6, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
 ANGLES = torch.linspace(0, 3, 32).view(8, 4)
@@ -171,5 +172,7 @@ def test_a_forced_launch_gives_the_same_bits() -> None:
                 assert torch.equal(x, y)  # type: ignore[arg-type]
         with pytest.raises(jitrope.InvalidInput, match="configure: launch is '3d'; it must be one of 'auto', "):
             jitrope.configure(launch="3d")
+        jitrope.configure(compile=False)
+        assert config.launch() == "grid_2d"  # a setting that is not given stays
     finally:
-        jitrope.configure()
+        jitrope.configure(compile=None, launch="auto")

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from . import arguments
 
@@ -28,6 +29,8 @@ VARIABLES = {
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _may_compile: bool | None = None  # None: what the environment says
 _launch = "auto"
+_KEPT: Any = object()
+LAUNCHES = ("auto", "token_linear", "grid_2d")
 _reactions: list[Callable[[], None]] = []
 _warned: set[str] = set()
 
@@ -37,8 +40,8 @@ def unknown_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("JITROPE_") and name not in VARIABLES)
 
 
-def configure(*, compile: bool | None = None, launch: str = "auto") -> None:
-    """Settings of this process, over the environment's.
+def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
+    """Settings of this process, over the environment's. One that is not given stays as it is.
 
     Args:
         compile: False: a kernel that is in no cache raises `MissingKernel`, which names it and the command that
@@ -49,12 +52,14 @@ def configure(*, compile: bool | None = None, launch: str = "auto") -> None:
         InvalidInput: an argument is none of these; nothing was changed.
     """
     global _may_compile, _launch
-    may_compile = None if compile is None else arguments.flag("configure", "compile", compile)
-    launch = arguments.word("configure", "launch", launch, ("auto", "token_linear", "grid_2d"))
-    changed, _may_compile, _launch = launch != _launch, may_compile, launch
-    if changed:
+    if compile is not _KEPT:
+        compile = None if compile is None else arguments.flag("configure", "compile", compile)
+    if launch is not _KEPT and arguments.word("configure", "launch", launch, LAUNCHES) != _launch:
+        _launch = launch
         for react in _reactions:
             react()
+    if compile is not _KEPT:
+        _may_compile = compile
 
 
 def on_change(react: Callable[[], None]) -> Callable[[], None]:

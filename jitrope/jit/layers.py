@@ -88,8 +88,10 @@ class Bundle:
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._open() as file:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                self._members = {member.name: (member.offset_data, member.size) for member in tar if member.isreg()}
+            size = os.fstat(file.fileno()).st_size
+            with tarfile.open(fileobj=file, mode="r:") as tar:  # of a sparse file the size is a mere word
+                plain = [m for m in tar if m.isreg() and not m.issparse() and m.size <= size]
+                self._members = {member.name: (member.offset_data, member.size) for member in plain}
             if MANIFEST not in self._members:
                 raise CacheError(f"{path} is not a bundle of kernels: it has no {MANIFEST}")
             manifest = parse(self._content(file, MANIFEST), MANIFEST)

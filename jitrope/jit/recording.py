@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from ..base import arguments
 from ..base.config import log, record_file
 from ..base.errors import CacheError
 from ..base.spec import Spec
+
+LOCK_SECONDS = 10.0
+"""How long to wait for a process that writes the same file and may be stopped, before going on without the lock."""
 
 _asked: dict[Spec, None] = {}
 
@@ -119,6 +123,13 @@ def _locked(path: Path) -> Iterator[None]:
         return
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # a file that is there is not emptied
     with open(os.open(path, flags, 0o666), "r+") as file:
-        with contextlib.suppress(OSError):  # of a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
+                break
         yield

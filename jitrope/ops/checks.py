@@ -48,8 +48,7 @@ def check_written(name: str, wants_grad: bool, **tensors: Tensor | None) -> None
             if leaf or (views and x._is_view() and views(x) != torch._C._autograd.CreationMeta.DEFAULT):
                 kind = "a leaf" if leaf else "a view by unbind, split or chunk, or made under no_grad"
                 raise InvalidInput(
-                    f"{name}: {label} requires a gradient and is {kind}, which torch cannot write in place; "
-                    f"call {name.removesuffix('_')}"
+                    f"{name}: {label} requires a gradient and is {kind}, which torch cannot write in place"
                 )
 
 

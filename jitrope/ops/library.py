@@ -74,12 +74,12 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
         tensors[_ROTATED] = tensors["k"]
     values = dict(zip(Options._fields, options))
     norm = options.norm if op.norm and options.norm is not None else ()
-    return (*[tensors.get(name) for name in _given_names(op)], *[values[name] for name in _fields(op)], *norm)
+    return (*[tensors.get(name) for name in _GIVEN[op.name]], *[values[name] for name in _fields(op)], *norm)
 
 
 def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tuple[Tensors, Options]:
     """The tensors that an op was given, and its options: it has a list where they are a tuple."""
-    names = _given_names(op)
+    names = _GIVEN[op.name]
     tensors = {name: x for name, x in zip(names, arguments) if x is not None}
     if _ROTATED in tensors:
         tensors["k"] = tensors.pop(_ROTATED)
@@ -90,9 +90,7 @@ def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tupl
         return tensors, _options(op, inplace, *words)
 
 
-@lru_cache
-def _given_names(op: Operation) -> tuple[str, ...]:
-    return (*[name.rstrip("?") for name in _names(op)], *Tables._fields)
+_GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *Tables._fields) for op in (*OPERATIONS, ROPE_INTO)}
 
 
 def _options(op: Operation, inplace: bool, *words: Any) -> Options:

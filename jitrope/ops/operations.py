@@ -59,8 +59,8 @@ class _Rope(Operation):
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
     tensors = ("q", "k?", "q_scale", "k_scale?")
-    options = SERVING
-    words = (*SERVING, "check")
+    options = (*SERVING, "max_seqlen")
+    words = (*options, "check")
     inplace = differentiable = False
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:

@@ -34,9 +34,18 @@ _OLD = {
 """How other libraries' words, and those that jitrope had, are said."""
 
 
+_HAVE = {"apply_rope": ("positions",), "prepare_packed_qkv": ("positions",), "prepare_joint_qkv": ("norm",)}
+"""The functions that do not have all words for values."""
+
+
 def unexpected(name: str, label: str) -> TypeError:
     """The error of a word that a function does not have."""
-    hint = f"; pass {_OLD[label]}" if label in _OLD else ""
+    hint = ""
+    if label in _OLD:
+        word_ = _OLD[label].partition("=")[0]
+        hint = f"; pass {_OLD[label]}" + (
+            "" if "." in word_ or word_ in _HAVE.get(name, (word_,)) else " to prepare_qkv"
+        )
     return TypeError(f"{name}() got an unexpected keyword argument {label!r}{hint}")
 
 

@@ -86,7 +86,7 @@ def install() -> None:
     runtime.get_kernel = thd_runtime.get_kernel = kernels
     watch.get_device = thd_runtime.get_device = lambda: None  # the index of the device "cpu"
     watch.get_stream = thd_runtime.get_stream = lambda device: 0
-    watch.on_gpu = lambda x: True
+    watch.on_gpu = lambda x: x.device.type == "cpu"
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     library.register("CPU", library.on_gpu)
