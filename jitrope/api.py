@@ -164,8 +164,8 @@ def prepare_qkv(
         norm: RMSNorm of q and k before the rotation. It does not go with cache or quantize.
         cache: where k, rotated, and v are stored.
         quantize: q, and k where there is no cache, come out as fp8.
-        The others are `apply_rope`'s. These stages do not go with mscale, inverse, interleaved_out, packed_table and
-        cp_size, nor a norm with `Packed` and freqs, a cache with `Packed` and rounding, quantize with rounding, inplace.
+        The others are `apply_rope`'s. No stage takes mscale, inverse, interleaved_out, packed_table or cp_size; a norm
+        takes no `Packed` and freqs, a cache no `Packed` and rounding, quantize no rounding and inplace.
 
     Returns:
         (q, k, v) of the shapes, dtype and (where dense) strides of the inputs; v is the input. With a cache k is None,
@@ -174,8 +174,8 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as `apply_rope`; nothing was written.
     """
-    tensors: Any = {"q": q, "k": k}
     op: Operation
+    tensors: Any = {"q": q, "k": k}
     if cache is None:
         op = ROPE_FP8 if quantize is not None else ROPE if norm is None else QK_NORM_ROPE
     else:
