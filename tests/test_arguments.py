@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -274,18 +275,22 @@ def numbers_of(x: Tensor) -> tuple[Any, ...]:
     return (x.view(torch.uint8).numpy().tobytes() if x.numel() else b"",)
 
 
+@cache
+def memories() -> list[Any]:
+    """The functions of the library that remember results."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("jitrope")]
+    things = [thing for module in modules for thing in vars(module).values() if not isinstance(thing, ModuleType)]
+    return [thing.cache_clear for thing in things if callable(getattr(thing, "cache_clear", None))]
+
+
 def forget() -> None:
-    """Everything that the library remembers of earlier calls, but for what a thread does: each cell has its own."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("jitrope"):
-            for thing in list(vars(module).values()):
-                if not isinstance(thing, ModuleType) and callable(getattr(thing, "cache_clear", None)):
-                    thing.cache_clear()
+    """Forget all results of earlier calls, but for those of a thread: each cell has a thread of its own."""
+    for clear in memories():
+        clear()
 
 
-def one_cell(cell: Cell, args: Args, parameter: str, value: Any, means: Any) -> tuple[str, str]:
-    """(how it ends, the refusal's text), on first use, and again behind the right call."""
-    function = cell.function
+def one_cell(function: Function, args: Args, parameter: str, wanted: Any, value: Any, means: Any) -> tuple[str, str]:
+    """(how it ends, the refusal's text), on first use and again after the right call, whose bits are `wanted`."""
 
     def attempt(value: Any) -> Any:
         given = {**{n: copied(x) for n, x in args.items()}, parameter: value}
@@ -298,15 +303,13 @@ def one_cell(cell: Cell, args: Args, parameter: str, value: Any, means: Any) -> 
             return str(error)
 
     plain = args[parameter]
-    wanted = attempt(copied(plain))
-    assert not isinstance(wanted, str), f"the plain call is refused: {wanted}"
     forget()
     generator = inspect.isgenerator(value)
     first = attempt(copied(value))
-    assert attempt(copied(plain)) == wanted, "the right call has other bits behind this one"
+    assert attempt(copied(plain)) == wanted, "the right call has other bits after this one"
     again = first if generator else attempt(copied(value))
-    assert attempt(copied(plain)) == wanted, "the right call has other bits behind both"
-    assert first == again, f"the first time {str(first)[:200]}, behind the right call {str(again)[:200]}"
+    assert attempt(copied(plain)) == wanted, "the right call has other bits after both"
+    assert first == again, f"the first time {str(first)[:200]}, after the right call {str(again)[:200]}"
     if isinstance(first, str):
         meant = not isinstance(means, str) or means not in (REFUSED, EITHER, "survived")
         if meant:
@@ -333,11 +336,12 @@ def table(function: Function, parameter: str, device: str) -> list[tuple[str, st
     cell = Cell(function, device)
     args, plain = context(cell, parameter)
     args = {**args, parameter: plain}
+    wanted = bits(function, {n: copied(x) for n, x in args.items()})
     rows: list[tuple[str, str, str]] = []
 
     def run(kind: str, value: Any, means: Any) -> None:
         try:
-            rows.append((kind, *one_cell(cell, args, parameter, value, means)))
+            rows.append((kind, *one_cell(function, args, parameter, wanted, value, means)))
         except Exception as error:
             rows.append((kind, "WRONG", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
 
