@@ -28,6 +28,8 @@ from typer.testing import CliRunner
 import jitrope
 from examples.bench import cp, cp_step, decode, diffusion, harness, host, layer, qk_norm, report, rope, train
 
+from . import fresh
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
 
@@ -206,8 +208,7 @@ def test_ways_to_run_them(command: list[str]) -> None:
 def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "jitrope", tmp_path / "jitrope", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "jitrope", "bench", "host", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = fresh.python("-m", "jitrope", "bench", "host", "--json", env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
     assert "examples/bench" in done.stderr

@@ -29,6 +29,8 @@ from jitrope.jit.entry import CUBIN, META, TEXT, Key, pack
 from jitrope.tools import doctor
 from jitrope.tools.prewarm import prewarm, read_calls, specs_of
 
+from . import fresh
+
 KEY = Key("rope_x", "ingredients", ("-std=c++17",), "sm_90", "nvrtc 13.0")
 DATA = b"\x7fELF cubin"
 SPEC = specs_of(heads=[32, 8])[0]
@@ -117,7 +119,7 @@ def test_same_key_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Two processes' entries are equal, file for file; no time and no path is in them."""
     code = f"{IMPORT}; kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "a"), "PYTHONPATH": IMPORTS}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=tmp_path)
+    fresh.python("-c", code, env=environment, check=True, cwd=tmp_path)
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "b" / "c"))
     kernels.build(SPEC, "sm_90")
     (a,), (b,) = (list((tmp_path / name).glob("rope*")) for name in ("a", "b/c"))
@@ -587,8 +589,8 @@ def test_compiling_with_a_home_that_cannot_be_written(tmp_path: Path, home: str)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("CUPY", "JITROPE", "XDG"))}
     environment |= {"HOME": homes.get(home, f"{tmp_path}/home"), "PYTHONPATH": IMPORTS}
     environment["JITROPE_CACHE_DIR"] = str(tmp_path / "kernels")
-    command = [sys.executable, "-c", COMPILE, "nothing" if home in ("under a file", "unknown") else "something"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    writes = "nothing" if home in ("under a file", "unknown") else "something"
+    done = fresh.python("-c", COMPILE, writes, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "True", "True", "False"]
     assert not (tmp_path / "~").exists()
@@ -598,7 +600,7 @@ def test_a_cupy_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code = "from jitrope.jit import compiler\ntry: compiler.import_cupy()\nexcept compiler.CompileError as e: print(e)"
     environment = {**os.environ, "CUPY_CACHE_DIR": f"{tmp_path}/file/x", "PYTHONPATH": IMPORTS}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = fresh.python("-c", code, env=environment)
     assert "set CUPY_CACHE_DIR to a folder that can be written" in done.stdout, done.stderr
 
 
@@ -606,7 +608,7 @@ def test_a_cupy_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_jitrope_log(tmp_path: Path, level: str, said: str) -> None:
     code = f"{IMPORT}; kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path), "JITROPE_LOG": level, "PYTHONPATH": IMPORTS}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = fresh.python("-c", code, env=environment, check=True)
     assert said in done.stderr
     assert bool(said) == ("jitrope" in done.stderr or "JITROPE" in done.stderr)
 
@@ -741,8 +743,7 @@ def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path, how: 
     """Whatever asks for a kernel, and each time it does."""
     broken_cupy(tmp_path, how)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{IMPORTS}"}
-    command = [sys.executable, "-c", ASK_CUPY]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = fresh.python("-c", ASK_CUPY, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 5

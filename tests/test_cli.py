@@ -26,6 +26,8 @@ from jitrope.jit.registry import spec_from_dict
 from jitrope.tools import cli, console, doctor
 from jitrope.tools.prewarm import read_calls, specs_of
 
+from . import fresh
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,9 +38,7 @@ def process(tmp_path: Path):
     def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": str(ROOT)}
         environment |= {"COLUMNS": "150", "CUDA_VISIBLE_DEVICES": "", **changes}
-        return subprocess.run(
-            [sys.executable, "-m", "jitrope", *arguments], capture_output=True, text=True, env=environment, cwd=tmp_path
-        )
+        return fresh.python("-m", "jitrope", *arguments, env=environment, cwd=tmp_path)
 
     return run
 
@@ -530,8 +530,7 @@ def test_doctor_of_a_full_disk(tmp_path: Path) -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
     code += "from jitrope.tools.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JITROPE_CACHE_DIR": str(tmp_path / "kernels")}
-    command = [sys.executable, "-c", code, "doctor", "--json"]
-    found = status(subprocess.run(command, capture_output=True, text=True, env=environment), "kernel cache")
+    found = status(fresh.python("-c", code, "doctor", "--json", env=environment), "kernel cache")
     assert not found[0]
     assert "File too large" in found[1]
 

@@ -33,6 +33,7 @@ from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 from jitrope.tools.doctor import Check
 from jitrope.tools.prewarm import DEFAULT_CALLS, Built, default_specs, read_calls, specs_of
 
+from . import fresh
 from .test_cache import IMPORTS, on_the_gpu, run_in_child
 from .test_heuristics import BASE
 
@@ -67,7 +68,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def python(code: str, **environment: str) -> str:
     """What a fresh process prints."""
     given = {**os.environ, "PYTHONPATH": IMPORTS, **environment}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=300)
+    done = fresh.python("-c", code, env=given)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,0 +1,51 @@
+"""Python in a process of its own that has torch imported: a fork takes milliseconds, `import torch` 3 s of a core.
+
+multiprocessing's server forks; it has torch, and nothing of jitrope.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch"])
+
+
+def python(
+    *arguments: str, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 300, check: bool = False
+) -> CompletedProcess[str]:
+    """As `subprocess.run` of this Python with `-c CODE ...` or `-m MODULE ...`, its output as text."""
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = SERVER.Process(target=_main, args=(arguments, dict(env), str(cwd or Path.cwd()), outputs))
+        process.start()
+        process.join(timeout)
+        ended = process.exitcode is not None
+        process.kill()
+        stdout, stderr = (path.read_text() if path.exists() else "" for path in outputs)
+    assert ended, f"{arguments} took longer than {timeout} s: {stderr}"
+    assert not check or process.exitcode == 0, stderr
+    return CompletedProcess(arguments, process.exitcode or 0, stdout, stderr)
+
+
+def _main(arguments: Sequence[str], env: dict[str, str], cwd: str, outputs: list[Path]) -> None:
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    own = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]  # not pytest's
+    sys.path[:] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *own]
+    kind, what, *rest = arguments
+    sys.argv = [kind, *rest]
+    if kind == "-c":
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
