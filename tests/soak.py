@@ -237,7 +237,7 @@ class Soak:
             self.sample_until(settled, samples)
             while not self.stop.is_set():
                 now = time.monotonic() - self.start
-                last = now >= self.plan.seconds
+                last = now >= self.plan.seconds and len(meetings) > 0  # memory is compared with an earlier meeting's
                 meetings.append(self.meeting(last))
                 report = self.report(samples, meetings)
                 if kept_at is not None:
