@@ -12,11 +12,13 @@
 More modules:
 
 - `jitrope.tables`: frequencies, cosines and sines of every common kind of RoPE
-- `jitrope.integrations`: drop-ins for transformers, diffusers, vLLM, SGLang, torchtitan, TransformerEngine,
-  Megatron-core and DeepSpeed
+- `jitrope.integrations`: drop-ins for hosts, `jitrope.integrations.transformers`, `jitrope.integrations.diffusers`,
+  `jitrope.integrations.vllm`, `jitrope.integrations.sglang`, `jitrope.integrations.torchtitan`,
+  `jitrope.integrations.transformer_engine`, `jitrope.integrations.megatron` and `jitrope.integrations.deepspeed`
 - `jitrope.context_parallel`: packed batches cut between ranks, and attention over them
 - `jitrope.thd`: the rows of packed batches, under TransformerEngine's names
-- `jitrope.tools.prewarm`, `jitrope.tools.bundle`, `jitrope.jit.cache`: kernels built ahead of time, in a file, on disk
+- `jitrope.tools.prewarm`, `jitrope.tools.bundle`, `jitrope.jit`, `jitrope.jit.cache`: kernels built ahead of time, in a
+  file, on disk
 
 In shapes, B is the batch, S the tokens of a sequence, T the tokens of a packed batch of N sequences, H the heads (Hq of
 q, Hk of k and v), D the elements of a head, P the rows of a table, W its width, R the elements of a head that are
