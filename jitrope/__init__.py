@@ -1,20 +1,28 @@
-"""jitrope: rotary position embeddings at the speed of memory, compiled on first call.
+"""Rotary position embeddings (RoPE), and what else lies between the QKV projection and attention, in one launch.
 
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
 
-Besides the functions below:
+- `apply_rope` rotates q and k.
+- `prepare_qkv` rotates and normalises (`Norm`), stores in a KV cache (`KVCache`) or converts to fp8 (`Quantize`).
+- `prepare_packed_qkv` splits the output of a fused projection, and rotates.
+- `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
+- `Packed`, `Starts` and `Mrope` are kinds of `positions=`.
+- `configure`, `record` and `planning` are for kernels: settings, and which of them a run needs.
 
-- `jitrope.tables`: cosines, sines and angles of every common kind of rope
+More modules:
+
+- `jitrope.tables`: frequencies, cosines and sines of every common kind of RoPE
+- `jitrope.integrations`: drop-ins for hosts, `jitrope.integrations.transformers`, `jitrope.integrations.diffusers`,
+  `jitrope.integrations.vllm`, `jitrope.integrations.sglang`, `jitrope.integrations.torchtitan`,
+  `jitrope.integrations.transformer_engine`, `jitrope.integrations.megatron` and `jitrope.integrations.deepspeed`
 - `jitrope.context_parallel`: packed batches cut between ranks, and attention over them
-- `jitrope.thd`: rows of packed batches, as TransformerEngine's context parallelism moves them
-- `jitrope.integrations.transformers`, `jitrope.integrations.diffusers`, `jitrope.integrations.vllm`,
-  `jitrope.integrations.sglang`, `jitrope.integrations.torchtitan`, `jitrope.integrations.transformer_engine`,
-  `jitrope.integrations.megatron`, `jitrope.integrations.deepspeed`: in place of a host's own rope
-- `jitrope.tools.prewarm`, `jitrope.tools.bundle`, `jitrope.jit.cache`: kernels made ahead of time, in a file, on disk
+- `jitrope.thd`: the rows of packed batches, under TransformerEngine's names
+- `jitrope.tools.prewarm`, `jitrope.tools.bundle`, `jitrope.jit`, `jitrope.jit.cache`: kernels built ahead of time, in a
+  file, on disk
 
-In shapes B is the batch, S the tokens of a sequence, T those of a packed batch of N sequences, H heads (Hq of q, Hk of
-k and v), D elements of a head, P rows of a table, W its width, R the elements of a head that are rotated. Angles are in
-radians, positions and offsets in tokens, sizes in bytes.
+In shapes, B is the batch, S the tokens of a sequence, T the tokens of a packed batch of N sequences, H the heads (Hq of
+q, Hk of k and v), D the elements of a head, P the rows of a table, W its width, R the elements of a head that are
+rotated. Angles are in radians, positions and offsets in tokens, sizes in bytes.
 """
 
 from typing import Any as _Any
@@ -27,26 +35,26 @@ from .jit.recording import record
 from .ops.planning import planning
 from .ops.values import KVCache, Mrope, Norm, Packed, Quantize, Starts
 
-__all__ = [
-    "CacheError",
-    "CompileError",
-    "InvalidInput",
-    "JitropeError",
-    "KVCache",
-    "MissingKernel",
+__all__ = [  # noqa: RUF022  in the order of the documentation
+    "apply_rope",
+    "prepare_qkv",
+    "prepare_packed_qkv",
+    "prepare_joint_qkv",
+    "Packed",
+    "Starts",
     "Mrope",
     "Norm",
-    "Packed",
+    "KVCache",
     "Quantize",
-    "Starts",
-    "__version__",
-    "apply_rope",
     "configure",
-    "planning",
-    "prepare_joint_qkv",
-    "prepare_packed_qkv",
-    "prepare_qkv",
     "record",
+    "planning",
+    "JitropeError",
+    "InvalidInput",
+    "CompileError",
+    "MissingKernel",
+    "CacheError",
+    "__version__",
 ]
 
 _LAZY = ("context_parallel", "tables", "thd")

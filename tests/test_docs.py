@@ -55,8 +55,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_public_name_has_its_place(pages: dict[str, str], name: str) -> None:
-    names = public(import_module(name))
-    assert names
+    module = import_module(name)
+    names = public(module)
+    assert names or hasattr(module, "__path__")  # a package of modules has its README
     assert [missing for missing in names if f'id="{missing}"' not in pages[name]] == []
 
 
@@ -78,6 +79,42 @@ def test_every_integration_is_in_it() -> None:
 def test_modules_stand_on_the_first_page(pages: dict[str, str]) -> None:
     rest = [name for name in MODULES[1:] if "._" not in name]
     assert [name for name in rest if f'href="jitrope/{name[8:].replace(".", "/")}.html"' not in pages["jitrope"]] == []
+
+
+# ---- README files --------------------------------------------------------------------------------------
+
+READMES = sorted(
+    path for path in ROOT.rglob("README.md") if not {".venv", "build"} & {part for part in path.parts if part[0] != "/"}
+)
+LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)]+))?\)")
+
+
+def anchors(path: Path) -> set[str]:
+    """The names by which links reach the headings of a Markdown file."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target, anchor in LINK.findall(path.read_text()):
+        if not target.startswith("http"):
+            place = (path.parent / target).resolve() if target else path
+            assert place.exists(), target
+            assert not anchor or anchor in anchors(place), f"{target}#{anchor}"
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    assert len(text.split()) <= 1200
+
+
+def test_the_readmes_lines_of_use_run() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert {"q", "k", "cos", "sin"} <= names.keys()
 
 
 # ---- the docstrings ------------------------------------------------------------------------------------
@@ -113,7 +150,7 @@ def takes_tensors(value: Callable[..., object]) -> bool:
 def test_docstrings_say_shapes_and_errors() -> None:
     """What takes tensors says their shapes, and its errors; or says of which other function they are."""
     docs = documented()
-    assert len(docs) > 120
+    assert len(docs) > 110
     assert sum(takes for _, takes in docs.values()) > 40
     assert [name for name, (text, _) in docs.items() if not text] == []
     for pattern, word in ((SHAPE, ""), (ERRORS, "rrors")):

@@ -1,4 +1,4 @@
-"""What is shipped is ours, and what is installed beside it stands in the README's table."""
+"""All shipped files are ours, and every dependency is in the table of licences in `jitrope/README.md`."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_the_wheel_says_its_licence(shipped: dict[str, dict[str, bytes]]) -> Non
 
 
 def table() -> dict[str, str]:
-    """Package -> licence, of the README's table."""
-    section = (ROOT / "README.md").read_text().split("\n## Licences\n")[1].split("\n## ")[0]
+    """Package -> licence."""
+    section = (ROOT / "jitrope" / "README.md").read_text().split("\n## Licences\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
     return {name: licence.strip() for names, licence in rows for name in re.findall(r"`([^`]+)`", names)}
 
