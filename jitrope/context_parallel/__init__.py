@@ -8,6 +8,8 @@ gives all ranks equal work: as Llama 3 was trained (arXiv:2407.21783, section 3.
 >>> part = Partition(cu_seqlens, tokens, group=group)
 >>> q, k, v = (part.shard(x) for x in (q, k, v))                                       # (T, H, D) to (t, H, D)
 >>> out = all_gather_attention(q, k, v, cu_seqlens, tokens=tokens, group=group)        # (t, Hq, D)
+
+.. include:: README.md
 """
 
 from .attention import all_gather_attention

@@ -11,6 +11,8 @@ it (LoRA, IP adapters, attention backends, context parallelism) stays the host's
 `fuse_norm` the processors of FLUX, FLUX.2, Qwen-Image, Wan, HunyuanVideo, LTX-Video and Z-Image are ours as a whole,
 and RMSNorm, rope and the joining of two streams are one launch. `coverage.COVERAGE` says for every model how it is
 covered.
+
+.. include:: README.md
 """
 
 from __future__ import annotations
