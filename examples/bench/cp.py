@@ -251,8 +251,8 @@ SECTION = Section(
     and backward of attention on one rank without collectives, beside the attention's kernels alone. Peak memory is
     counted above q, k, v and dout: tensors alone, over those of TransformerEngine's algorithm by formula, and with the
     memory of the attention's kernels. FlashAttention 2 gives each query head a dK and a dV of its own before it adds up
-    those of a group: 32/8 heads take that besides, and half of it with head_groups=2. Real ranks run whole steps with
-    NCCL, a GPU each.
+    those of a group: with 32/8 heads this raises the peak, and `head_groups=2` halves it. Real ranks run whole steps
+    with NCCL, each on a GPU of its own.
     """,
     "jitrope bench cp`, and for real ranks `torchrun --nproc-per-node 2 -m jitrope bench cp --only step",
     (

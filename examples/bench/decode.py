@@ -193,10 +193,10 @@ SECTION = Section(
     "Serving",
     """
     GPU time of a decode step's q and k, in place, hot, as a CUDA graph replays it, beside COPY of the bytes of q and
-    k. With a `KVCache` the same launch writes k and v to a paged cache. Cosine and sine rows are gathered beforehand
-    for those that take no positions: the first of ours, Liger and torch.compile. A prefill is cold, its caches too,
-    with shuffled pages, and is shown over COPY of the bytes of q, k, v and the caches. Host time is that of enqueueing
-    a call; in a CUDA graph there is none of it.
+    k. With a `KVCache` the same launch writes k and v to a paged cache. "Rows of cos and sin", Liger and torch.compile
+    without a cache take no positions: their rows of the table are gathered beforehand. A prefill is cold, its caches
+    too, with shuffled pages, and is shown over COPY of the bytes of q, k, v and the caches. Host time is the time to
+    enqueue a call; a CUDA graph has none of it.
     """,
     "jitrope bench decode",
     (

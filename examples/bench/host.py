@@ -88,8 +88,7 @@ SECTION = Section(
     "Host time",
     """
     CPU time to enqueue a call of a decode step's size (64 tokens, 32 and 8 heads of 128), beside torch's own in-place
-    add. A call with the same options as one of the last is recognised by one check; in a CUDA graph there is no host
-    time.
+    add. A CUDA graph has no host time.
     """,
     "jitrope bench host",
     (Table("call", lambda row: f"`{row['call']}`", {"us": of("host us"), "over `x.add_(1)`": of("x add_")}),),

@@ -17,7 +17,7 @@ from . import peers as others
 from .harness import DEVICE, Call, angles, bf16, turn_by_turn, twice, usable
 from .plots import Plot
 from .report import AS_JSON, PEERS, SMOKE, Rows, app, pairs, show
-from .sections import TIMES, Row, Section, Table, grouped, of, short, span
+from .sections import PLAIN, Row, Section, Table, grouped, of, short, span
 from .train import Inputs, offsets
 
 HEADS, HEAD_DIM, MLP = 16, 128, 4
@@ -159,7 +159,7 @@ SECTION = Section(
                         "TransformerEngine": "TransformerEngine",
                         "flash-attn": "flash-attn",
                         "Liger": "Liger",
-                        **TIMES,
+                        **PLAIN,
                     }.items()
                 },
             },

@@ -20,7 +20,7 @@ from .harness import rows as rows_of
 from .plots import Plot
 from .report import AS_JSON, ONLY, PEERS, SMOKE, Rows, app, chosen, show
 from .rope import Shape, line_of, name_of, small
-from .sections import TIMES, Row, Section, Table, grouped, of, span
+from .sections import PLAIN, Row, Section, Table, grouped, of, span
 
 EPS = 1e-6
 
@@ -195,7 +195,7 @@ def command(only: ONLY = "", peers: PEERS = True, smoke: SMOKE = False, as_json:
 
 
 def line(row: Row) -> str:
-    """The same of RMSNorm and rope."""
+    """The case with its shape, streams, norm and tables."""
     kind = CASES[row["case"]]
     streams = f"{kind.text} + {kind.shape[1] - kind.text} tokens"
     tables = {"across heads": kind.across_heads, "a table for each head": kind.per_head}
@@ -213,7 +213,8 @@ def plot(rows: Rows) -> Plot:
     shown = [row for row in rows if row["case"] in cases and row["pass"] == "forward"]
     series = {"jitrope": "jitrope", f"{CHAIN} in place": CHAIN, "torch.compile": "torch.compile", "Liger": "Liger"}
     groups = grouped(shown, name_of, series)
-    faster = span((sorted(group.values())[1] / group["jitrope"] for group in groups.values()), 1)
+    best = [min(value for name, value in group.items() if name != "jitrope") for group in groups.values()]
+    faster = span((other / group["jitrope"] for other, group in zip(best, groups.values())), 1)
     message = f"RMSNorm and rope in one launch: {faster} times as fast as the next best"
     return Plot(message, "time over COPY", groups, "COPY")
 
@@ -241,7 +242,7 @@ SECTION = Section(
                 "rounded twice": of("x COPY", by="jitrope, rounded twice", **FORWARD),
                 "`F.rms_norm` + `apply_rope` in place": of("x COPY", by=f"{CHAIN} in place", **FORWARD),
                 "Liger": of("x COPY", by="Liger", **FORWARD),
-                **{head: of("x COPY", by=by, **FORWARD) for by, head in TIMES.items()},
+                **{head: of("x COPY", by=by, **FORWARD) for by, head in PLAIN.items()},
             },
         ),
         Table(
@@ -252,7 +253,7 @@ SECTION = Section(
                 "`norm=`": of("x COPY", by="jitrope", **BACKWARD),
                 "`F.rms_norm` + `apply_rope`": of("x COPY", by=CHAIN, **BACKWARD),
                 "Liger": of("x COPY", by="Liger", **BACKWARD),
-                **{head: of("x COPY", by=by, **BACKWARD) for by, head in TIMES.items()},
+                **{head: of("x COPY", by=by, **BACKWARD) for by, head in PLAIN.items()},
             },
         ),
     ),

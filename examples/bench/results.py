@@ -36,7 +36,7 @@ HEAD = """
 
 <!-- Written by `python -m examples.bench report` from the JSON files of this folder. Do not edit it by hand. -->
 
-Times are medians of one run of a benchmark of [examples/bench](../bench), which times all that it compares in turns.
+Times are medians of one run of a benchmark of [examples/bench](../bench), in which all that is compared takes turns.
 COPY is torch's copy (`y.copy_(x)`) of as many bytes as a call must read and write; "over COPY" is a time divided by
 COPY's. Tensors are bf16 and random. Cold calls find none of their inputs in L2; hot calls have the same inputs every
 time. An empty cell was not measured.
@@ -54,10 +54,11 @@ These were measured in other runs, of which no JSON is kept.
   1.64, 1.66 and 1.69 times two COPYs for 1, 8, 32, 128, 512, 1024 and 2401 sequences.
 - NVIDIA H100, SGLang's kernel with positions, on the decode steps of "Serving": 1.09 us (32/8 heads, 1 token), 1.34 us
   (32/8, 64) and 1.15 us (64/8, 4).
-- NVIDIA H100, angles in place of cosines (`freqs=`), q and k over COPY. Half-width angles: Wan 1.01 (cosines and sines
-  1.05), prefill 1.03 (1.01), FLUX 1.04 (1.01), a decode step of 64 tokens 1.85 (1.60). Making cosines and sines takes
-  3.2 to 8.5 us. So pass angles for packed batches, and half-width ones where the table is long beside the heads; for
-  dense batches with short tables and for decoding make cosines and sines once for all layers.
+- NVIDIA H100, angles in place of cosines (`freqs=`), with an earlier state of the kernels. Half-width angles over COPY:
+  Wan 1.01 (cosines and sines 1.05), prefill 1.03 (1.01), FLUX 1.04 (1.01), a decode step of 64 tokens 1.85 (1.60).
+  Making cosines and sines takes 3.2 to 8.5 us. So pass angles for packed batches, and half-width ones where the table
+  is long beside the heads. For dense batches with short tables and for decoding, make cosines and sines once for all
+  layers.
 - NVIDIA H100, `prepare_packed_qkv` on 16,384 tokens, 8 groups of 4 + 2 heads: 1.02 times COPY; slicing QKV and then
   rotating takes 2.38.
 - NVIDIA H100, `python examples/diffusion_pipeline.py --model flux` (12 blocks, 1024 x 1024): latents and pixels have
@@ -117,8 +118,11 @@ def _device(section: Section, each: Kept) -> Iterator[str]:
     yield from filter(None, (markdown(table, each.rows) for table in section.tables))
 
 
+FOLDER_OF = Annotated[Path, typer.Argument(help="The folder of the JSON files.", exists=True, file_okay=False)]
+
+
 @app.command("report")
-def command(folder: Annotated[Path, typer.Argument(help="The folder of the JSON files.")] = FOLDER) -> None:
+def command(folder: FOLDER_OF = FOLDER) -> None:
     """Write README.md and the plots of examples/results from the JSON files there."""
     (folder / "README.md").write_text(page(folder))
     say(f"wrote {folder / 'README.md'}")

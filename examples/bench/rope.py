@@ -15,7 +15,7 @@ from .harness import COPY, DEVICE, Call, Case, angles, bf16, measure
 from .harness import rows as rows_of
 from .plots import Plot
 from .report import AS_JSON, ONLY, PEERS, SMOKE, Rows, app, chosen, show
-from .sections import TIMES, Row, Section, Table, grouped, of, span
+from .sections import PLAIN, Row, Section, Table, grouped, of, span
 
 Shape = tuple[int, int, int, int, int]
 """B, S, Hq, Hk, D"""
@@ -182,7 +182,7 @@ SECTION = Section(
                 "in place, with ids": of("x COPY", by="jitrope in place, position_ids"),
                 "flash-attn": of("x COPY", by="flash-attn"),
                 "Liger (in place)": of("x COPY", by="Liger (in place)"),
-                **{head: of("x COPY", by=by) for by, head in TIMES.items()},
+                **{head: of("x COPY", by=by) for by, head in PLAIN.items()},
             },
         ),
     ),

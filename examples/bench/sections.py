@@ -9,8 +9,8 @@ from .plots import Plot
 from .report import Rows
 
 Row = dict[str, Any]
-TIMES = {"torch.compile": "torch.compile", "torch eager": "eager torch"}
-"""Plain torch, by the label in the JSON: as it is shown."""
+PLAIN = {"torch.compile": "torch.compile", "torch eager": "eager torch"}
+"""Plain torch: its label in the JSON, and as it is shown."""
 
 
 class Column(NamedTuple):
@@ -79,5 +79,5 @@ def grouped(
 
 def span(values: Iterable[float], digits: int = 2) -> str:
     """From the least to the most."""
-    least, most = (f"{pick(values):.{digits}f}" for values in [[*values]] for pick in (min, max))
-    return least if least == most else f"{least} to {most}"
+    ordered = [f"{value:.{digits}f}" for value in sorted(values)]
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
