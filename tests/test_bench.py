@@ -162,6 +162,11 @@ def test_a_smoke_run(command: str) -> None:
     rows = json.loads(done.stdout)["rows"]
     label = next(key for key in ("by", "rope", "call", "cache") if key in rows[0])
     assert {row[label] for row in rows} >= BY[command]
+    section = results.SECTIONS[command.split()[0].replace("-", "_")]
+    shown = {column.where.get(label, "") for table in section.tables for column in table.columns.values()}
+    assert {row[label] for row in rows} >= {name for name in shown if name.startswith("jitrope")}
+    assert sections.markdown(section.tables[0], rows)
+    assert (section.plot(rows) is None) == (command in ("host", "cold"))
     for row in rows:
         times = [row.get(key) for key in ("us", "ms", "fwd us", "host us", "layer ms") if row.get("pass") != "backward"]
         assert all(time > 0 for time in times if time is not None)  # a backward is a difference of two times
@@ -183,6 +188,8 @@ def test_a_smoke_run_of_cp(cp_rows: list[dict[str, Any]]) -> None:
     of = {part: [row for row in cp_rows if row["part"] == part] for part in ("rows", "metadata", "step", "memory")}
     assert [len(part) for part in of.values()] == [2 * 8, 3 * 3, 2 * 3, 2 * (4 + 3)]
     assert all(row["us"] > 0 and row["x"] > 0 and row["of"] == "COPY" for row in of["rows"])
+    assert all(sections.markdown(table, cp_rows) for table in cp.SECTION.tables[:3])  # memory needs a GPU, ranks two
+    assert cp.plot(cp_rows) is not None
     assert {row["case"] for row in of["step"]} == {"causal 4/2, math", "window 3 4/2, math"}
     assert {row["case"].split(", ")[1] for row in of["memory"]} == {"tensors", "with math's kernels"}
     alone = [row["x"] for row in of["step"] if row["what"].startswith("attention alone") and "causal" in row["case"]]
