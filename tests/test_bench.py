@@ -6,13 +6,15 @@ import inspect
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
-from functools import partial
-from importlib import import_module
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,23 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import jitrope
-from examples.bench import cp, cp_step, decode, diffusion, harness, host, layer, qk_norm, report, rope, train
+from examples.bench import (
+    cold,
+    cp,
+    cp_step,
+    decode,
+    diffusion,
+    harness,
+    host,
+    layer,
+    plots,
+    qk_norm,
+    report,
+    results,
+    rope,
+    sections,
+    train,
+)
 
 from . import fresh
 
@@ -35,11 +53,10 @@ RESULTS = ROOT / "examples" / "results"
 
 
 def bench(*arguments: str) -> Any:
-    for name in ("cold", "cp"):
-        import_module(f"examples.bench.{name}")
     return CliRunner().invoke(report.app, arguments, env={"COLUMNS": "200"})
 
 
+@cache
 def kept(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
@@ -74,9 +91,12 @@ def test_a_case_is_held_against_plain_torch_and_leaves_out_peers_that_refuse(cap
         raise RuntimeError("too many tokens")
 
     case = harness.Case(
-        lambda: One(harness.bf16(4, 8)), {"jitrope": lambda x: x.x * 2}, {"COPY": 128}, {"a peer": refuses},
+        lambda: One(harness.bf16(4, 8)),
+        {"jitrope": lambda x: x.x * 2},
+        {"COPY": 128},
+        {"a peer": refuses},
         plain={"jitrope": lambda x: x.x + x.x},
-    )  # fmt: skip
+    )
     times = harness.measure(case, trained=["x"])
     assert list(times) == ["COPY", "jitrope"]
     assert "a peer is left out of this row: too many tokens" in caplog.text
@@ -121,10 +141,18 @@ BY = {
     "qk-norm --only prefill": {"torch.compile", "torch eager"},
     "diffusion --only flux,wan": {"stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"},
     "layer --no-peers": {"none", "jitrope", "jitrope packed QKV"},
-    "host": {"x.add_(1)", "apply_rope in place", "apply_rope", "apply_rope, packed", "KV cache in place",
-             "norm in place", "apply_rope, recorded for backward", "torch.ops.jitrope.rope"},
+    "host": {
+        "x.add_(1)",
+        "apply_rope in place",
+        "apply_rope",
+        "apply_rope, packed",
+        "KV cache in place",
+        "norm in place",
+        "apply_rope, recorded for backward",
+        "torch.ops.jitrope.rope",
+    },
     "cold": {"empty cache", "from disk"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("command", BY)
@@ -136,6 +164,11 @@ def test_a_smoke_run(command: str) -> None:
     rows = json.loads(done.stdout)["rows"]
     label = next(key for key in ("by", "rope", "call", "cache") if key in rows[0])
     assert {row[label] for row in rows} >= BY[command]
+    section = results.SECTIONS[command.split()[0].replace("-", "_")]
+    shown = {column.where.get(label, "") for table in section.tables for column in table.columns.values()}
+    assert {row[label] for row in rows} >= {name for name in shown if name.startswith("jitrope")}
+    assert sections.markdown(section.tables[0], rows)
+    assert (section.plot(rows) is None) == (command in ("host", "cold"))
     for row in rows:
         times = [row.get(key) for key in ("us", "ms", "fwd us", "host us", "layer ms") if row.get("pass") != "backward"]
         assert all(time > 0 for time in times if time is not None)  # a backward is a difference of two times
@@ -157,6 +190,8 @@ def test_a_smoke_run_of_cp(cp_rows: list[dict[str, Any]]) -> None:
     of = {part: [row for row in cp_rows if row["part"] == part] for part in ("rows", "metadata", "step", "memory")}
     assert [len(part) for part in of.values()] == [2 * 8, 3 * 3, 2 * 3, 2 * (4 + 3)]
     assert all(row["us"] > 0 and row["x"] > 0 and row["of"] == "COPY" for row in of["rows"])
+    assert all(sections.markdown(table, cp_rows) for table in cp.SECTION.tables[:3])  # memory needs a GPU, ranks two
+    assert cp.plot(cp_rows) is not None
     assert {row["case"] for row in of["step"]} == {"causal 4/2, math", "window 3 4/2, math"}
     assert {row["case"].split(", ")[1] for row in of["memory"]} == {"tensors", "with math's kernels"}
     alone = [row["x"] for row in of["step"] if row["what"].startswith("attention alone") and "causal" in row["case"]]
@@ -175,6 +210,27 @@ def test_a_step_that_fails_is_named_and_the_others_are_shown(capsys) -> None:
     assert "one failed: NotImplementedError: no code for this" in said.err
     assert "jitrope" in said.out
     assert "1.500" in said.out
+
+
+def test_tables_are_readable_at_80_columns() -> None:
+    """No cell is cut off; a table that is too wide has its first columns as headings."""
+    for name in FILES:
+        rows, words = kept(name), report.table(kept(name), 80)
+        assert max(map(len, words.splitlines())) <= 80
+        assert not set("\u2026\u2502\u2500|") & set(words)
+        said = set(words.replace(":", " ").replace(";", " ").split())
+        cells = {word for row in rows for value in row.values() for word in report._text(value).split()}
+        assert cells <= said
+    assert "model: wan; blocks: 4 of 40; tokens: 32760; mode: compiled\n" in report.table(kept("diffusion_h100"), 80)
+
+
+def test_piped_tables_have_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in FILES:
+        report.show({"": lambda name=name: kept(name)}, smoke=True, as_json=False)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 1 + len(kept(name))
+        firsts = [str(next(iter(row.values()))) for row in kept(name)]
+        assert all(line.strip().startswith(first) for line, first in zip(lines[1:], firsts, strict=True))
 
 
 BAD = {
@@ -197,9 +253,7 @@ def test_bad_options_are_named(command: str) -> None:
 def test_ways_to_run_them(command: list[str]) -> None:
     """From a checkout all three; they exit with 1 and a line where there is no GPU."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *command, "host"], capture_output=True, text=True, env=environment, cwd=ROOT
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, *command, "host"], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs a CUDA device" in done.stderr
     assert "Traceback" not in done.stderr
@@ -214,21 +268,166 @@ def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> N
     assert "examples/bench" in done.stderr
 
 
-# ---- kept results and plots ----------------------------------------------------------------------------
+# ---- examples/results: the page and its plots ----------------------------------------------------------
 
-PLOTS = {
-    "rope_h100": rope.draw, "decode_h100": decode.draw, "thd_h100": train.draw, "layer_h100": layer.draw,
-    "qk_norm_h100": qk_norm.draw, "diffusion_h100": diffusion.draw, "cp_h100": cp.draw, "cp_2xh200": cp.draw,
-}  # fmt: skip
+FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
+drawn = pytest.mark.skipif(find_spec("matplotlib") is None, reason="plots need it: pip install 'jitrope[bench]'")
 
 
-@pytest.mark.parametrize("name", PLOTS)
-def test_kept_results_are_drawn(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need it: pip install 'jitrope[bench]'")
-    rows, path = kept(name), tmp_path / "plot.png"
-    PLOTS[name](rows, "a title", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert len(report.table(rows).rows) == len(rows)
+def plot_of(name: str) -> plots.Plot | None:
+    return results.SECTIONS[name.rpartition("_")[0]].plot(kept(name))
+
+
+def pixels(png: Path) -> tuple[int, int]:
+    head = png.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+
+
+def test_the_page_of_results_is_what_report_writes() -> None:
+    """So it is never edited by hand, and each of its plots is there."""
+    page = (RESULTS / "README.md").read_text()
+    assert page == results.page(RESULTS)
+    assert sorted(re.findall(r"\]\((\w+)\.png\)", page)) == sorted(path.stem for path in RESULTS.glob("*.png"))
+    assert set(re.findall(r"\]\((\w+)\.json\)", page)) == set(FILES)
+
+
+@drawn
+@pytest.mark.parametrize("name", [name for name in FILES if plot_of(name)])
+def test_a_plot_is_readable_at_900_pixels(name: str, tmp_path: Path) -> None:
+    """At most five series, jitrope's one colour, words within the picture; the kept file has the same size."""
+    plot = plot_of(name)
+    assert plot is not None
+    series = {series for group in plot.groups.values() for series in group}
+    assert len(series) <= 5
+    assert {plots.colour(each) for each in series if "jitrope" in each} == {plots.COLOURS["jitrope"]}
+    assert len(plot.message) <= 75
+    assert all(value > 0 for group in plot.groups.values() for value in group.values())
+    plots.draw(plot, "a device", tmp_path / "plot.png")
+    assert pixels(tmp_path / "plot.png") == pixels(RESULTS / f"{name}.png") == (1800, 900)
+
+
+def test_colours_are_distinct_and_stand_out_from_the_card() -> None:
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        return sum(w * ((x + 0.055) / 1.055) ** 2.4 for w, x in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    def contrast(colour: str) -> float:
+        return (light(plots.CARD) + 0.05) / (light(colour) + 0.05)
+
+    assert len({*plots.COLOURS.values()}) == len(plots.COLOURS)
+    assert min(map(contrast, plots.COLOURS.values())) >= 3  # WCAG's for graphics, and for small text
+    assert min(map(contrast, (plots.TEXT, plots.QUIET))) >= 4.5
+
+
+@drawn
+def test_a_second_device_is_a_second_table_of_the_section(tmp_path: Path) -> None:
+    first = json.loads((RESULTS / "rope_h100.json").read_text())
+    (tmp_path / "rope_h100.json").write_text(json.dumps(first))
+    other = [{**row, "us": 2 * row["us"]} for row in first["rows"]]
+    (tmp_path / "rope_other.json").write_text(json.dumps({**first, "device": "another GPU", "rows": other}))
+    done = bench("report", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("## Rope of q and k\n") == 1
+    ours, others = page.split("### Rope of q and k: another GPU")
+    assert "### Rope of q and k: NVIDIA H100" in ours
+    assert "| FLUX (1, 4608, 24, 24, 128) | 39.8 |" in ours
+    assert "| FLUX (1, 4608, 24, 24, 128) | 79.6 |" in others
+    assert {path.name for path in tmp_path.glob("*.png")} == {"rope_h100.png", "rope_other.png"}
+
+
+def test_every_benchmark_has_a_section() -> None:
+    commands = {command.name for command in report.app.registered_commands} - {"report"}
+    assert {name.replace("_", "-") for name in results.SECTIONS} == commands
+    shown = [section.command.split("`")[0] for section in results.SECTIONS.values()]
+    assert shown == [f"jitrope bench {name.replace('_', '-')}" for name in results.SECTIONS]
+
+
+def test_a_file_of_no_benchmark_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ropes_h100.json").write_text("{}")
+    with pytest.raises(jitrope.JitropeError, match=r"^ropes_h100\.json: names must be NAME_DEVICE\.json"):
+        results.page(tmp_path)
+
+
+def test_sections_of_benchmarks_without_kept_results_show_their_rows() -> None:
+    rows = [{"call": "apply_rope", "host us": 14.0, "x add_": 2.0}]
+    assert sections.markdown(host.SECTION.tables[0], rows).endswith("\n| `apply_rope` | 14.0 | 2.00 |")
+    rows = [{"cache": "from disk", "import torch ms": 1300.0, "import jitrope ms": 33.0, "first call ms": 4.2}]
+    assert sections.markdown(cold.SECTION.tables[0], rows).splitlines() == [
+        "| cache | import torch, ms | import jitrope, ms | first call, ms |",
+        "| --- | --: | --: | --: |",
+        "| from disk | 1300.0 | 33.0 | 4.20 |",
+    ]
+
+
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
+
+
+def cases() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """The rows of each case, and all rows of its file."""
+    keys = ("part", "case", "model", "heads", "tokens", "sequences", "batch")
+    for name in FILES:
+        rows = kept(name)
+        for case in dict.fromkeys(tuple(row.get(key) for key in keys) for row in rows):
+            yield [row for row in rows if tuple(row.get(key) for key in keys) == case], rows
+
+
+def holds(rows: list[dict[str, Any]], number: str) -> bool:
+    """Whether a value of the rows is that number if it is rounded so; microseconds may be shown as milliseconds."""
+    digits = len(number.partition(".")[2])
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, (int, float)):
+                shown = (value, value / 1e3) if key.endswith("us") else (value,)
+                if number.replace(",", "") in [f"{each:.{digits}f}" for each in shown]:
+                    return True
+    return False
+
+
+def not_measured(table: list[str]) -> list[str]:
+    """The lines of a Markdown table with a number that no JSON holds. Its columns of numbers are flush right.
+
+    A line is of one case of one file; a cell of several numbers, as "1.00 to 1.04", may be of other cases of that file.
+    """
+    head, body = table[1].strip("|").split("|"), table[2:]
+    columns = [i for i, align in enumerate(head) if align.strip() == "--:"]
+    assert columns, "no column is flush right"
+    wrong = []
+    for line in body:
+        cells = [cell for i, cell in enumerate(line.strip("|").split("|")) if i in columns]
+        numbers = [NUMBER.findall(re.sub(r"\]\(.*?\)", "]", cell)) for cell in cells]
+        one, several = [n for n in numbers if len(n) == 1], [n for n in numbers if len(n) > 1]
+        found = (
+            all(holds(case, n) for (n,) in one) and all(holds(rows, n) for cell in several for n in cell)
+            for case, rows in cases()
+        )
+        if not (any(numbers) and any(found)):
+            wrong.append(line)
+    return wrong
+
+
+def test_the_numbers_of_the_readme_are_in_the_results() -> None:
+    """Those of the first table below "## Measured", rounded as they are shown."""
+    _, _, measured = (ROOT / "README.md").read_text().partition("\n## Measure")
+    lines = dropwhile(lambda line: not line.startswith("|"), measured.splitlines())
+    table = list(takewhile(lambda line: line.startswith("|"), lines))
+    assert len(table) > 2
+    assert not not_measured(table)
+
+
+def test_a_number_that_was_not_measured_is_found() -> None:
+    head = ["| q + k | COPY | jitrope | layer |", "| --- | --: | --: | --: |"]
+    lines = [
+        "| FLUX (1, 4608, 24, 24, 128) | 39.8 us | 1.00 | |",
+        "| FLUX (1, 4608, 24, 24, 128) | 39.7 us | 0.99 | |",
+        "| FLUX, with Wan's number | 39.8 us | 1.04 | |",
+        "| rope, all cases | 1.00 to 1.04 | | |",
+        "| another file's range | 39.8 us | 2.51 to 1.04 | |",
+        "| packed, ms | 0.724 | 1.02 | [more](h100.png) |",
+        "| no number | | | |",
+    ]
+    assert not_measured([*head, *lines]) == [lines[i] for i in (1, 2, 4, 6)]
 
 
 def test_kept_results_hold_the_sweeps_of_the_commands() -> None:
@@ -238,19 +437,6 @@ def test_kept_results_hold_the_sweeps_of_the_commands() -> None:
     sequences = ",".join(dict.fromkeys(str(row["sequences"]) for row in kept("thd_h100")))
     batches = ",".join(dict.fromkeys(row["batch"].replace(" ", "") for row in kept("layer_h100")))
     assert (sequences, batches) == (default(train.thd, "sequences"), default(layer.command, "batches"))
-
-
-def test_readme_has_the_numbers_of_the_results() -> None:
-    readme = (ROOT / "README.md").read_text()
-    ours = [row for row in kept("thd_h100") if row["by"] == "jitrope"]
-    assert max(row["x 2 COPY"] for row in ours) < 1.04
-    assert f"| jitrope | {' | '.join(format(row['x 2 COPY'], '.2f') for row in ours)} |" in readme
-    step = {row["by"]: row["us"] for row in kept("decode_h100") if (row["heads"], row["tokens"]) == ("32/8", 64)}
-    shown = [step["COPY"], *(step[by] for by in decode.OURS)]
-    assert f"| 32/8, 64 | {' | '.join(format(us, '.2f') for us in shown)} |" in readme
-    flux = {row["by"]: row["x COPY"] for row in kept("rope_h100") if row["case"] == "flux"}
-    shown = [flux[by] for by in ("jitrope", "jitrope, position_ids", "jitrope in place")]
-    assert f"us | {' | '.join(format(x, '.2f') for x in shown)} |" in readme
 
 
 # ---- the chains that are timed beside ours ---------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .harness import DEVICE
 from .report import AS_JSON, SMOKE, Rows, app, show
+from .sections import Section, Table, of
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,3 +84,17 @@ def first_call(folder: Path, cache: str, nvrtc: str) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return times
+
+
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+LAPS = ("import torch", "import jitrope", "import cupy", "load nvrtc", "first call")
+SECTION = Section(
+    "The first call of a process",
+    """
+    Medians over fresh processes, in milliseconds. With an empty cache the first call renders, compiles and stores its
+    kernel; "from disk" it loads one that another process stored.
+    """,
+    "jitrope bench cold",
+    (Table("cache", lambda row: str(row["cache"]), {f"{lap}, ms": of(f"{lap} ms") for lap in LAPS}),),
+)

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -26,7 +25,9 @@ from jitrope.thd import ops as thd_ops
 from jitrope.thd import reference as thd_reference
 
 from .harness import COPY, DEVICE, Case, bf16, gpu_time, host_times, measure, stream_time
-from .report import AS_JSON, PLOT, SMOKE, Rows, app, bars, chosen, numbers, show
+from .plots import Plot
+from .report import AS_JSON, SMOKE, Rows, app, chosen, numbers, show
+from .sections import Row, Section, Table, grouped, of, short, span
 
 PARTS = ("rows", "metadata", "step")
 COUNTS = (16, 512, 2401)
@@ -152,7 +153,6 @@ def metadata(cp_sizes: list[int], sequences: int, batch: Batch) -> Rows:
 def command(
     only: Annotated[str, typer.Option(help="Parts to run, of rows,metadata,step; under torchrun step.")] = "",
     cp: Annotated[str, typer.Option(help="Ranks, one of which this GPU stands for.")] = "2,4,8",
-    plot: PLOT = None,
     smoke: SMOKE = False,
     as_json: AS_JSON = False,
 ) -> None:
@@ -175,21 +175,135 @@ def command(
     if "metadata" in parts:
         steps |= {f"metadata, {n} sequences": partial(metadata, sizes, n, batch) for n in COUNTS}
     if not cp_step.launched():
-        show(steps, smoke, as_json, plot, draw)
+        show(steps, smoke, as_json)
     elif only != "step":
         raise typer.BadParameter("--only is 'step' under torchrun, whose ranks do nothing else together")
     else:
         with cp_step.joined() as rank:
             real = cp_step.rank_steps(batch)
             if rank == 0:
-                show(real, smoke, as_json, plot, draw)
+                show(real, smoke, as_json)
             else:
                 _ = [step() for step in real.values()]
 
 
-def draw(rows: Rows, title: str, to: Path) -> None:
-    """Moves of rows over a copy of their bytes; without any, the parts of the step over the attention alone."""
-    shown = [r for r in rows if r["of"] == COPY] or [r for r in rows if r["part"] in ("step", "ranks") and r["x"]]
-    of = shown[0]["of"]
-    shown = [{**r, "case": f"cp {r['cp']} {r['case']}"} for r in shown]
-    bars(shown, "case", "x", "what", (title, f"time over {of}"), to, (0, 3))
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+
+def mask_of(row: Row) -> str:
+    """Mask and heads of a step's case, without its backend."""
+    return str(row["case"]).split(", ")[0]
+
+
+def batch_of(row: Row) -> str:
+    """Sequences and mask of a batch whose tables are made."""
+    count, mask = row["case"].split(" ", 1)
+    return f"{int(count):,} sequences, {mask}"
+
+
+def ms(row: Row) -> str:
+    """A time in milliseconds."""
+    return short(row["us"] / 1e3)
+
+
+def mebibytes(row: Row) -> str:
+    """Peak memory with the kernels' own; "" for a row of tensors alone."""
+    return f"{row['MiB']:.0f}" if "kernels" in row["case"] else ""
+
+
+def of_te(row: Row) -> str:
+    """Tensors alone, over TransformerEngine's."""
+    return short(row["x"]) if row["case"].endswith("tensors") else ""
+
+
+def gpu_and_host(row: Row) -> str:
+    """Microseconds of the GPU and of the host."""
+    return f"{row['us']:.0f} and {row['host us']:.0f}"
+
+
+def plot(rows: Rows) -> Plot | None:
+    """Moves of rows for the most ranks; of real ranks whole steps."""
+    most = max(row["cp"] for row in rows)
+    groups = grouped((r for r in rows if r["part"] == "ranks"), mask_of, RANKS, "what", lambda row: row["us"] / 1e3)
+    if groups:
+        kept = span(group[RANKS["step, keep_gathered"]] / group["jitrope"] for group in groups.values())
+        message = f"{most} GPUs: keep_gathered=True takes {kept} of a step's time"
+        return Plot(message, "whole step, ms", groups, by="mask, heads of q / of k and v")
+    moves = [row for row in rows if row["part"] == "rows"]
+    shown = [{**row, "by": "jitrope"} for row in moves if row["cp"] == most and row["case"] == "even"]
+    groups = grouped(shown, lambda row: row["what"], {"jitrope": "jitrope"}, value="x")
+    message = f"Moving rows between ranks' orders: {span(row['x'] for row in moves)} times a copy"
+    return Plot(message, "time over COPY", groups, "COPY", f"even lengths, {most} ranks") if groups else None
+
+
+RANKS = {
+    "step": "jitrope",
+    "step, keep_gathered": "jitrope, keep_gathered=True",
+    "step, head_groups=2": "jitrope, head_groups=2",
+}
+STEP, MEMORY, ALL = {"part": "step"}, {"part": "memory"}, {"part": "ranks"}
+SECTION = Section(
+    "Context parallelism",
+    """
+    A batch of 65,536 tokens in 16 sequences, heads of 64, cut between 2 / 4 / 8 ranks; one GPU stands for one of them.
+    The first table has the moves of rows over COPY of the bytes of the rows that they read and write; lengths are
+    even, or random. Tables of a batch are made once a batch, and nothing waits for the device. A step is the forward
+    and backward of attention on one rank without collectives, beside the attention's kernels alone. Peak memory is
+    counted above q, k, v and dout: tensors alone, over those of TransformerEngine's algorithm by formula, and with the
+    memory of the attention's kernels. FlashAttention 2 gives each query head a dK and a dV of its own before it adds up
+    those of a group: with 32/8 heads this raises the peak, and `head_groups=2` halves it. Real ranks run whole steps
+    with NCCL, each on a GPU of its own.
+    """,
+    "jitrope bench cp`, and for real ranks `torchrun --nproc-per-node 2 -m jitrope bench cp --only step",
+    (
+        Table(
+            "moves over COPY, 2 / 4 / 8 ranks",
+            lambda row: str(row["what"]),
+            {
+                "even lengths": of("x", part="rows", case="even"),
+                "random lengths": of("x", part="rows", case="ragged"),
+            },
+        ),
+        Table(
+            "tables of a batch, us of the GPU and of the host, 2 / 4 / 8 ranks",
+            batch_of,
+            {
+                "jitrope": of(gpu_and_host, part="metadata", what="segments"),
+                "plain torch, 8 ranks": of(gpu_and_host, part="metadata", what="segments, plain torch"),
+            },
+        ),
+        Table(
+            "a rank's step, ms, 2 / 4 / 8 ranks",
+            mask_of,
+            {
+                "attention alone, forward": of(ms, what="attention alone, forward", **STEP),
+                "attention alone, backward": of(ms, what="attention alone, backward", **STEP),
+                "whole step": of(ms, what="whole step, without collectives", **STEP),
+                "whole step over attention alone": of("x", what="whole step, without collectives", **STEP),
+            },
+        ),
+        Table(
+            "peak of a step, 2 / 4 / 8 ranks",
+            mask_of,
+            {
+                "tensors, over TransformerEngine's": of(of_te, what="jitrope", **MEMORY),
+                "tensors, `head_groups=2`": of(of_te, what="jitrope, head_groups=2", **MEMORY),
+                "MiB, with the kernels' own": of(mebibytes, what="jitrope", **MEMORY),
+                "MiB, `keep_gathered=True`": of(mebibytes, what="jitrope, keep_gathered", **MEMORY),
+                "MiB, `head_groups=2`": of(mebibytes, what="jitrope, head_groups=2", **MEMORY),
+            },
+        ),
+        Table(
+            "real ranks, ms",
+            mask_of,
+            {
+                "whole step": of(ms, what="step", **ALL),
+                "`keep_gathered=True`": of(ms, what="step, keep_gathered", **ALL),
+                "`head_groups=2`": of(ms, what="step, head_groups=2", **ALL),
+                "all-gather of k and v": of(ms, what="all-gather of k and v", **ALL),
+                "exchange of the rows that a window sees": of(ms, what="exchange of k and v", **ALL),
+            },
+        ),
+    ),
+    plot,
+)

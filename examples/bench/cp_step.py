@@ -101,13 +101,16 @@ def rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
             k, v = unpack(bf16(sum(schedule.received), sum(call.widths)), call)
             result, varlen = attend(x.q, k, v, call), schedule.varlen(call.scale)
         q, dout = (y.detach() for y in (x.q, x.dout))
-        us = turn_by_turn({
-            "attention alone, forward": partial(call.backend.forward, q, k, v, varlen, call.case),
-            "attention alone, backward": partial(
-                call.backend.backward, dout, q, k, v, result.out, result.saved, varlen
-            ),
-            "whole step, without collectives": partial(our_step, x, call),
-        }, 9)  # fmt: skip
+        us = turn_by_turn(
+            {
+                "attention alone, forward": partial(call.backend.forward, q, k, v, varlen, call.case),
+                "attention alone, backward": partial(
+                    call.backend.backward, dout, q, k, v, result.out, result.saved, varlen
+                ),
+                "whole step, without collectives": partial(our_step, x, call),
+            },
+            9,
+        )
     alone = sum(t for what, t in us.items() if what.startswith("attention alone"))
     case = f"{mask} {heads[0]}/{heads[1]}, {call.backend.name}"
     found = [row("step", cp_size, case, what, t, x=t / alone, of="attention alone") for what, t in us.items()]

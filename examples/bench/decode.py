@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -14,7 +13,9 @@ from jitrope import KVCache, apply_rope, prepare_qkv, tables
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, bf16, host_times, measure
-from .report import AS_JSON, PEERS, PLOT, SMOKE, Rows, app, lines, numbers, pairs, show
+from .plots import Plot
+from .report import AS_JSON, PEERS, SMOKE, Rows, app, numbers, pairs, show
+from .sections import Row, Section, Table, grouped, of, span
 
 PAGE, POSITIONS = 16, 8192
 COPY_KV, COPY_FP8 = "COPY, KV cache", "COPY, fp8 KV cache"
@@ -138,7 +139,6 @@ def command(
     heads: Annotated[str, typer.Option(help="Heads of q and of k and v.")] = "32/8,64/8",
     prefill: Annotated[int, typer.Option(help="Tokens of the prefill, of the first heads; 0: none.")] = 4096,
     peers: PEERS = True,
-    plot: PLOT = None,
     smoke: SMOKE = False,
     as_json: AS_JSON = False,
 ) -> None:
@@ -153,11 +153,82 @@ def command(
     }
     if prefill:
         steps[f"{prefill} tokens, cold"] = partial(rows, prefill, kinds[0], head_dim, True, peers, pool)
-    show(steps, smoke, as_json, plot, draw)
+    show(steps, smoke, as_json)
 
 
-def draw(rows: Rows, title: str, to: Path) -> None:
-    """Microseconds over the tokens of a step, a line for each implementation, and of the copies one."""
-    shown = [row for row in rows if row["L2"] == "hot" and row["us"] is not None]
-    shown = [row for row in shown if row["by"] not in (COPY_KV, COPY_FP8)]
-    lines(shown, "tokens", "us", "by", (title, "tokens of the step", "GPU time of a call, us"), to, "heads")
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+HOT, COLD = {"L2": "hot"}, {"L2": "cold"}
+SHOWN = {
+    "rows of cos and sin": "jitrope, cos and sin rows",
+    "`cos_sin_cache` and ids": "jitrope, cos_sin_cache and ids",
+    "`KVCache`": "jitrope, KV cache",
+    "fp8 `KVCache`": "jitrope, fp8 KV cache",
+}
+
+
+def step_of(row: Row) -> str:
+    """Heads and tokens."""
+    return f"{row['heads']}, {row['tokens']}"
+
+
+def plot(rows: Rows) -> Plot:
+    """The steps of the first heads."""
+    heads = rows[0]["heads"]
+    shown = [row for row in rows if row["L2"] == "hot" and row["heads"] == heads]
+    series = {
+        COPY: "COPY of q and k",
+        "jitrope, cos_sin_cache and ids": "jitrope",
+        "jitrope, KV cache": "jitrope, KV cache",
+        "Liger (in place)": "Liger (no ids)",
+        "torch.compile, KV cache": "torch.compile, KV cache",
+    }
+    groups = grouped(shown, lambda row: str(row["tokens"]), series, value="us")
+    ours = span((group["jitrope, KV cache"] for group in groups.values()), 1)
+    by = "tokens of the step, {} heads of q and {} of k".format(*heads.split("/"))
+    return Plot(f"Rope and the KV-cache write of a decode step take {ours} us", "us", groups, by=by)
+
+
+SECTION = Section(
+    "Serving",
+    """
+    GPU time of a decode step's q and k, in place, hot, as a CUDA graph replays it, beside COPY of the bytes of q and
+    k. With a `KVCache` the same launch writes k and v to a paged cache. "Rows of cos and sin", Liger and torch.compile
+    without a cache take no positions: their rows of the table are gathered beforehand. A prefill is cold, its caches
+    too, with shuffled pages, and is shown over COPY of the bytes of q, k, v and the caches. Host time is the time to
+    enqueue a call; a CUDA graph has none of it.
+    """,
+    "jitrope bench decode",
+    (
+        Table(
+            "us, heads of q / of k, tokens",
+            step_of,
+            {
+                "COPY": of("us", by=COPY, **HOT),
+                **{head: of("us", by=by, **HOT) for head, by in SHOWN.items()},
+                "Liger": of("us", by="Liger (in place)", **HOT),
+                "torch.compile": of("us", by="torch.compile", **HOT),
+                "torch.compile, KV cache": of("us", by="torch.compile, KV cache", **HOT),
+                "eager torch": of("us", by="torch eager", **HOT),
+            },
+        ),
+        Table(
+            "prefill over COPY, heads, tokens",
+            step_of,
+            {
+                **{head: of("x COPY", by=by, **COLD) for head, by in SHOWN.items()},
+                "torch.compile, KV cache": of("x COPY", by="torch.compile, KV cache", **COLD),
+                "torch.compile, fp8 KV cache": of("x COPY", by="torch.compile, fp8 KV cache", **COLD),
+            },
+        ),
+        Table(
+            "host us, heads, tokens",
+            step_of,
+            {
+                "`x.add_(1)`": of("host us", by="x.add_(1)"),
+                **{head: of("host us", by=by) for head, by in SHOWN.items()},
+            },
+        ),
+    ),
+    plot,
+)

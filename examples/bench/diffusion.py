@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -22,7 +21,9 @@ import typer
 from torch import Tensor, nn
 
 from .harness import DEVICE, turn_by_turn
-from .report import AS_JSON, ONLY, PLOT, SMOKE, Rows, app, bars, chosen, show
+from .plots import Plot
+from .report import AS_JSON, ONLY, SMOKE, Rows, app, chosen, show
+from .sections import Row, Section, Table, grouped, of, span
 
 Step = Callable[[], Tensor]
 """One forward of a transformer."""
@@ -277,7 +278,6 @@ def command(
     only: ONLY = "",
     blocks: Annotated[int, typer.Option(help="Blocks to build, of the first kind; 0: a few, by the model.")] = 0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time compiled blocks too.")] = True,
-    plot: PLOT = None,
     smoke: SMOKE = False,
     as_json: AS_JSON = False,
 ) -> None:
@@ -285,12 +285,91 @@ def command(
     modes = ("eager", "compiled")[: 1 + compiled]
     names = chosen(only, MODELS)
     steps = {f"{n} {mode}": partial(rows, n, mode, blocks or int(smoke), smoke) for n in names for mode in modes}
-    show(steps, smoke, as_json, plot, draw)
+    show(steps, smoke, as_json)
 
 
-def draw(rows: Rows, title: str, to: Path) -> None:
-    """Speed-ups over the stock model, bars for each model and mode: jitrope's, and that of no rope at all."""
-    shown = [
-        {**row, "step": f"{row['model']}\n{row['mode']}"} for row in rows if row["by"] != "stock" and row["x stock"]
-    ]
-    bars(shown, "step", "x stock", "by", (title, "times as fast as stock"), to, (0.8, 2))
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+NAMES = {
+    "flux": "FLUX.1",
+    "flux2": "FLUX.2",
+    "qwen": "Qwen-Image",
+    "wan": "Wan-14B, 480p, 81 frames",
+    "hunyuan": "HunyuanVideo",
+    "ltx": "LTX-Video",
+}
+EAGER, COMPILED = {"mode": "eager"}, {"mode": "compiled"}
+
+
+def line(row: Row) -> str:
+    """The model, its tokens and blocks."""
+    return f"{NAMES[row['model']]}, {row['tokens']} tokens, {row['blocks']} blocks"
+
+
+def ms(row: Row) -> str:
+    """A step's time, and how many times as fast as stock it is."""
+    return f"{row['ms']:.1f}" + (f" ({row['x stock']:.2f})" if row["by"] != "stock" else "")
+
+
+def mebibytes(row: Row) -> str:
+    """Peak memory, where it was measured."""
+    return "" if row["peak MiB"] is None else f"{row['peak MiB']:.0f}"
+
+
+def plot(rows: Rows) -> Plot:
+    """Eager steps: how many times as fast as stock."""
+    series = {
+        "jitrope": "jitrope",
+        "jitrope, rope only": "jitrope, norm not fused",
+        "no rope": "no rope",
+        "no rope, no qk-norm": "no rope, no norm",
+    }
+    shown = (row for row in rows if row["mode"] == "eager")
+    groups = grouped(shown, lambda row: NAMES[row["model"]].split(",")[0], series, value="x stock")
+    faster = span(group["jitrope"] for group in groups.values())
+    message = f"A denoising step with jitrope is {faster} times as fast as stock"
+    return Plot(message, "times as fast as stock diffusers", groups, "stock")
+
+
+SECTION = Section(
+    "Diffusion",
+    """
+    Time of one denoising step of diffusers' transformers with real widths, random weights and some of their blocks:
+    stock diffusers and jitrope in turns in one process, in milliseconds and, in brackets, times as fast as stock. "Norm
+    not fused" is `enable(..., fuse_norm=False)`. "No rope" is the stock model without it, as if rope took no time; "no
+    rope, no norm" leaves out RMSNorm of q and k too. Compiled is `compile_repeated_blocks`; a compiled step does not
+    have the eager one's bits, with jitrope or without. Memory is the peak of a step above the weights.
+    """,
+    "jitrope bench diffusion",
+    (
+        Table(
+            "ms of a step",
+            line,
+            {
+                "stock": of(ms, by="stock", **EAGER),
+                "jitrope": of(ms, by="jitrope", **EAGER),
+                "norm not fused": of(ms, by="jitrope, rope only", **EAGER),
+                "no rope": of(ms, by="no rope", **EAGER),
+                "no rope, no norm": of(ms, by="no rope, no qk-norm", **EAGER),
+                "stock compiled": of(ms, by="stock", **COMPILED),
+                "jitrope compiled": of(ms, by="jitrope", **COMPILED),
+            },
+        ),
+        Table(
+            "MiB of a step, and its result beside stock's eager one",
+            line,
+            {
+                "stock": of(mebibytes, by="stock", **EAGER),
+                "jitrope": of(mebibytes, by="jitrope", **EAGER),
+                "result": of(lambda row: row["against eager stock"], by="jitrope", **EAGER),
+                "calls left to the host": of(lambda row: str(row["host calls"]), by="jitrope", **EAGER),
+                "stock compiled": of(mebibytes, by="stock", **COMPILED),
+                "jitrope compiled": of(mebibytes, by="jitrope", **COMPILED),
+                "graph breaks": of(lambda row: str(row["graph breaks"]), by="jitrope", **COMPILED),
+                "stock's result": of(lambda row: row["against eager stock"], by="stock", **COMPILED),
+                "jitrope's result": of(lambda row: row["against eager stock"], by="jitrope", **COMPILED),
+            },
+        ),
+    ),
+    plot,
+)

@@ -14,6 +14,7 @@ from jitrope import Norm, Packed, apply_rope, prepare_joint_qkv, prepare_packed_
 from . import decode
 from .harness import DEVICE, angles, bf16, host_times
 from .report import AS_JSON, SMOKE, Rows, app, show
+from .sections import Section, Table, of
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -79,3 +80,16 @@ def rows() -> Rows:
     made = calls()
     times = host_times(made, [name for name in made if RECORDED in name])
     return [{"call": name, "host us": us, "x add_": us / times["x.add_(1)"]} for name, us in times.items()]
+
+
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+SECTION = Section(
+    "Host time",
+    """
+    CPU time to enqueue a call of a decode step's size (64 tokens, 32 and 8 heads of 128), beside torch's own in-place
+    add. A CUDA graph has no host time.
+    """,
+    "jitrope bench host",
+    (Table("call", lambda row: f"`{row['call']}`", {"us": of("host us"), "over `x.add_(1)`": of("x add_")}),),
+)

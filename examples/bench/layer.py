@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -16,10 +15,13 @@ from jitrope import Packed, apply_rope, prepare_packed_qkv
 
 from . import peers as others
 from .harness import DEVICE, Call, angles, bf16, turn_by_turn, twice, usable
-from .report import AS_JSON, PEERS, PLOT, SMOKE, Rows, app, lines, pairs, show
+from .plots import Plot
+from .report import AS_JSON, PEERS, SMOKE, Rows, app, pairs, show
+from .sections import PLAIN, Row, Section, Table, grouped, of, short, span
 from .train import Inputs, offsets
 
 HEADS, HEAD_DIM, MLP = 16, 128, 4
+SHARE = "rope's share %"
 
 
 class Layer(nn.Module):
@@ -90,7 +92,7 @@ def rows(count: int, length: int, heads: int, with_peers: bool) -> Rows:
             "rope": by,
             "layer ms": all_us[by] / 1e3,
             "rope ms": us[by] / 1e3,
-            "rope's share %": 100 * us[by] / all_us[by],
+            SHARE: 100 * us[by] / all_us[by],
         }
         for by in found
     ]
@@ -100,7 +102,6 @@ def rows(count: int, length: int, heads: int, with_peers: bool) -> Rows:
 def command(
     batches: Annotated[str, typer.Option(help="Sequences x length of each batch.")] = "128x512,512x128,1024x64,2401x28",
     peers: PEERS = True,
-    plot: PLOT = None,
     smoke: SMOKE = False,
     as_json: AS_JSON = False,
 ) -> None:
@@ -108,10 +109,61 @@ def command(
     shapes, heads = pairs("--batches", batches, "x"), HEADS
     if smoke:
         shapes, heads = [(2, 4), (4, 2)], 1
-    show({f"{n} x {size}": partial(rows, n, size, heads, peers) for n, size in shapes}, smoke, as_json, plot, draw)
+    show({f"{n} x {size}": partial(rows, n, size, heads, peers) for n, size in shapes}, smoke, as_json)
 
 
-def draw(rows: Rows, title: str, to: Path) -> None:
-    """Rope's share of the layer over the batches, a line for each implementation."""
-    labels = title, "sequences x length", "rope's share of the layer, %"
-    lines(rows, "batch", "rope's share %", "rope", labels, to)
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+
+def alone(row: Row) -> str:
+    """Milliseconds, and the share of the layer."""
+    return f"{short(row['rope ms'])} ({row[SHARE]:.1f} %)"
+
+
+def plot(rows: Rows) -> Plot:
+    """Time between projection and attention."""
+    series = {
+        "none": "no rope, only split",
+        "jitrope": "jitrope",
+        "jitrope packed QKV": "jitrope, packed QKV",
+        "torch.compile": "torch.compile",
+        "Liger": "Liger",
+    }
+    share = span((row[SHARE] for row in rows if row["rope"].startswith("jitrope")), 1)
+    groups = grouped(rows, lambda row: row["batch"], series, "rope", "rope ms")
+    message = f"Between projection and attention jitrope takes {share} % of a layer"
+    return Plot(message, "forward + backward, ms", groups, by="sequences x length")
+
+
+SECTION = Section(
+    "Rope in a transformer layer",
+    """
+    GPU time of a layer's forward and backward on a packed batch (hidden size 2048, 16 heads of 128, MLP x 4), and,
+    timed on its own, of all that lies between the projection and attention: QKV split, q and k rotated. In brackets
+    is its share of the layer with that implementation. The layer's own time follows the clocks of its matrix
+    products, which vary by as much as rope takes.
+    """,
+    "jitrope bench layer",
+    (
+        Table(
+            "sequences x length",
+            lambda row: str(row["batch"]),
+            {
+                "layer with jitrope, ms": of("layer ms", rope="jitrope"),
+                **{
+                    f"{head}, ms": of(alone, rope=by)
+                    for by, head in {
+                        "none": "split, no rope",
+                        "jitrope packed QKV": "`prepare_packed_qkv`",
+                        "jitrope": "`apply_rope`",
+                        "TransformerEngine": "TransformerEngine",
+                        "flash-attn": "flash-attn",
+                        "Liger": "Liger",
+                        **PLAIN,
+                    }.items()
+                },
+            },
+        ),
+    ),
+    plot,
+)

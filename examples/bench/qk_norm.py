@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,10 @@ from jitrope import Norm, apply_rope, prepare_joint_qkv, prepare_qkv
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, bf16, measure
 from .harness import rows as rows_of
-from .report import AS_JSON, ONLY, PEERS, PLOT, SMOKE, Rows, app, bars, chosen, show
-from .rope import Shape, small
+from .plots import Plot
+from .report import AS_JSON, ONLY, PEERS, SMOKE, Rows, app, chosen, show
+from .rope import Shape, line_of, name_of, small
+from .sections import PLAIN, Row, Section, Table, grouped, of, span
 
 EPS = 1e-6
 
@@ -180,20 +181,81 @@ def rows(name: str, with_peers: bool, training: bool = False, smoke: bool = Fals
 
 
 @app.command("qk-norm")
-def command(
-    only: ONLY = "", peers: PEERS = True, plot: PLOT = None, smoke: SMOKE = False, as_json: AS_JSON = False
-) -> None:
+def command(only: ONLY = "", peers: PEERS = True, smoke: SMOKE = False, as_json: AS_JSON = False) -> None:
     """GPU time of RMSNorm + rope of q and k, forward and backward, beside a copy of the same bytes and others."""
     steps = {}
     for name in chosen(only, CASES):
         steps[name] = partial(rows, name, peers, False, smoke)
         if name in TRAINED:
             steps[f"{name} backward"] = partial(rows, name, peers, True, smoke)
-    show(steps, smoke, as_json, plot, draw)
+    show(steps, smoke, as_json)
 
 
-def draw(rows: Rows, title: str, to: Path) -> None:
-    """Times over COPY, bars for each case, pass and implementation; eager torch, tens of COPYs, is left out."""
-    shown = [{**row, "case": row["case"] + (row["pass"] == "backward") * " backward"} for row in rows]
-    shown = [row for row in shown if row["by"] not in (COPY, "torch eager")]
-    bars(shown, "case", "x COPY", "by", (title, "time over a copy of what must be read and written"), to, (0, 3))
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+
+def line(row: Row) -> str:
+    """The case with its shape, streams, norm and tables."""
+    kind = CASES[row["case"]]
+    streams = f"{kind.text} + {kind.shape[1] - kind.text} tokens"
+    tables = {"across heads": kind.across_heads, "a table for each head": kind.per_head}
+    notes = {streams: kind.text > 0, "interleaved": kind.interleaved, **tables, "hot": kind.hot}
+    return line_of(row, kind.shape, **notes)
+
+
+FORWARD, BACKWARD = {"pass": "forward"}, {"pass": "backward"}
+CHAIN = "F.rms_norm + apply_rope"
+
+
+def plot(rows: Rows) -> Plot:
+    """Cold forward cases of the models."""
+    cases = ("flux", "flux-joint", "wan", "ltx", "prefill", "qwen3")
+    shown = [row for row in rows if row["case"] in cases and row["pass"] == "forward"]
+    series = {"jitrope": "jitrope", f"{CHAIN} in place": CHAIN, "torch.compile": "torch.compile", "Liger": "Liger"}
+    groups = grouped(shown, name_of, series)
+    best = [min(value for name, value in group.items() if name != "jitrope") for group in groups.values()]
+    faster = span((other / group["jitrope"] for other, group in zip(best, groups.values())), 1)
+    message = f"RMSNorm and rope in one launch: {faster} times as fast as the next best"
+    return Plot(message, "time over COPY", groups, "COPY")
+
+
+SECTION = Section(
+    "QK-norm and rope",
+    """
+    GPU time of RMSNorm of q and k and rope in one launch, over COPY of the bytes of q and k (of two streams: of v
+    too; backward: of x and dy, which are read, and of dx). Tables are half width and in fp32. LTX has a table for
+    each head: they are as large as q, and "COPY, with tables" is a copy of their bytes too. The hot decode step is
+    slower with fresh tensors, because those of 200 calls in a graph do not stay in L2. A backward is a launch and a
+    sum over the blocks' parts of the weights' gradients.
+    """,
+    "jitrope bench qk-norm",
+    (
+        Table(
+            "forward, q + k (B, S, Hq, Hk, D)",
+            line,
+            {
+                "COPY, us": of("us", by=COPY, **FORWARD),
+                "COPY, with tables": of("x COPY", by="COPY, tables too", **FORWARD),
+                "`norm=`": of("x COPY", by="jitrope", **FORWARD),
+                "in place": of("x COPY", by="jitrope in place", **FORWARD),
+                "rounded once": of("x COPY", by="jitrope, rounded once", **FORWARD),
+                "rounded twice": of("x COPY", by="jitrope, rounded twice", **FORWARD),
+                "`F.rms_norm` + `apply_rope` in place": of("x COPY", by=f"{CHAIN} in place", **FORWARD),
+                "Liger": of("x COPY", by="Liger", **FORWARD),
+                **{head: of("x COPY", by=by, **FORWARD) for by, head in PLAIN.items()},
+            },
+        ),
+        Table(
+            "backward, q + k (B, S, Hq, Hk, D)",
+            line,
+            {
+                "COPY, us": of("us", by=COPY, **BACKWARD),
+                "`norm=`": of("x COPY", by="jitrope", **BACKWARD),
+                "`F.rms_norm` + `apply_rope`": of("x COPY", by=CHAIN, **BACKWARD),
+                "Liger": of("x COPY", by="Liger", **BACKWARD),
+                **{head: of("x COPY", by=by, **BACKWARD) for by, head in PLAIN.items()},
+            },
+        ),
+    ),
+    plot,
+)

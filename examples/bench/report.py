@@ -1,12 +1,13 @@
-"""All that the commands share: options, and rows of numbers as a table, as JSON and as a plot."""
+"""All that the commands share: options, and rows of numbers as a table or as JSON."""
 
 from __future__ import annotations
 
 import json
-import platform
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby, zip_longest
+from textwrap import wrap
 from typing import Annotated, Any
 
 import torch
@@ -14,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from jitrope import JitropeError, __version__
 
@@ -23,12 +23,9 @@ app = typer.Typer(no_args_is_help=True, help="Time jitrope on this machine's GPU
 Rows = list[dict[str, Any]]
 Steps = Mapping[str, Callable[[], Rows]]
 """The parts of a benchmark, by a name for the progress bar; each makes some rows."""
-Draw = Callable[[Rows, str, Path], None]
-"""(rows, title, the PNG file)"""
 
 ONLY = Annotated[str, typer.Option(help="Cases to run, by name, as flux,wan.")]
 PEERS = Annotated[bool, typer.Option("--peers/--no-peers", help="Time what else is installed.")]
-PLOT = Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")]
 SMOKE = Annotated[bool, typer.Option("--smoke", help="Tiny shapes, on the CPU too: does it run?")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of tables.")]
 
@@ -47,8 +44,8 @@ def say(text: str) -> None:
     Console(stderr=True).print(escape(text), highlight=False, soft_wrap=True)
 
 
-def show(steps: Steps, smoke: bool, as_json: bool, to: Path | None = None, draw: Draw | None = None) -> None:
-    """Run the steps, print their rows and draw them.
+def show(steps: Steps, smoke: bool, as_json: bool) -> None:
+    """Run the steps and print their rows.
 
     A step that fails is named on stderr, the others go on, and the command exits with 1.
 
@@ -70,32 +67,82 @@ def show(steps: Steps, smoke: bool, as_json: bool, to: Path | None = None, draw:
                 say(f"{what} failed: {type(error).__name__}: {error}")
                 failed = True
             progress.advance(task)
-    title = f"{name}, torch {torch.__version__}, jitrope {__version__}"
     if as_json:
-        head = {"device": name, "torch": torch.__version__, "jitrope": __version__, "host": platform.node()}
+        head = {"device": name, "torch": torch.__version__, "jitrope": __version__}
         print(json.dumps({**head, "rows": rows}, indent=1, default=str))
     else:
-        say(title)
-        Console().print(table(rows), soft_wrap=True)
-    if to is not None and draw is not None and rows:
-        draw(rows, title, to)
-        say(f"wrote {to}")
+        say(f"{name}, torch {torch.__version__}, jitrope {__version__}")
+        print(table(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     if failed:
         raise typer.Exit(1)
 
 
-def table(rows: Rows) -> Table:
-    """A table with the rows' keys as its head."""
-    result = Table(*(rows[0] if rows else ()), box=None, pad_edge=False)
-    for row in rows:
-        result.add_row(*(_text(value) for value in row.values()))
-    return result
+# ---- tables ----------------------------------------------------------------------------------------------
+
+
+def table(rows: Rows, width: int | None = None) -> str:
+    """The rows in columns, below their keys; nothing is cut off.
+
+    Where that is wider than `width`, the first columns become headings of groups of rows. A group leaves out columns
+    that are empty in it, and breaks long heads, and if need be long texts, between words.
+    """
+    keys, parts = list(rows[0]) if rows else [], []
+    labels = next((i for i, key in enumerate(keys) if any(isinstance(row[key], float) for row in rows)), 1)
+    for above in range(labels):
+        parts = _parts(keys[:above], keys[above:], rows)
+        if all(_fits(_narrow(cells), width) for _, cells in parts):
+            break
+    return "\n\n".join("\n".join([*filter(None, [heading]), *_lines(cells, width)]) for heading, cells in parts)
+
+
+def _parts(above: list[str], keys: list[str], rows: Rows) -> list[tuple[str, list[list[str]]]]:
+    """(heading, cells) of each group of rows that have the columns `above` in common."""
+
+    def heading(row: dict[str, Any]) -> str:
+        return "; ".join(f"{key}: {_text(row[key])}" for key in above)
+
+    return [(text, _cells(keys, [*group])) for text, group in groupby(rows, heading)]
+
+
+def _cells(keys: Iterable[str], rows: Rows) -> list[list[str]]:
+    """Head and body, without columns that are empty."""
+    kept = [key for key in keys if any(row[key] is not None for row in rows)]
+    return [kept, *([_text(row[key]) for key in kept] for row in rows)]
 
 
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if value < 10 else f"{value:.1f}"
-    return "" if value is None else escape(str(value))
+    return "" if value is None else str(value)
+
+
+def _fits(widths: list[int], width: int | None) -> bool:
+    return width is None or sum(widths) + 2 * (len(widths) - 1) <= width
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=0)
+
+
+def _narrow(cells: list[list[str]]) -> list[int]:
+    """Widths of the columns if only their heads are broken between words."""
+    return [max(_longest_word(column[:1]), *map(len, column[1:])) for column in zip(*cells)]
+
+
+def _lines(cells: list[list[str]], width: int | None) -> Iterator[str]:
+    """Columns with two spaces between; numbers are flush right."""
+    columns = list(zip(*cells))
+    widths = [max(map(len, column)) for column in columns]
+    if not _fits(widths, width):
+        widths, least = _narrow(cells), [_longest_word(column) for column in columns]
+        while not _fits(widths, width) and widths != least:
+            widest = max((i for i in range(len(columns)) if widths[i] > least[i]), key=widths.__getitem__)
+            widths[widest] -= 1
+    flush = [str.rjust if all(set(text) <= set("-.0123456789") for text in body) else str.ljust for _, *body in columns]
+    for row in cells:
+        broken = [wrap(text, n, break_long_words=False, break_on_hyphens=False) for text, n in zip(row, widths)]
+        for texts in zip_longest(*broken, fillvalue=""):
+            yield "  ".join(place(text, n) for place, text, n in zip(flush, texts, widths)).rstrip()
 
 
 # ---- options ---------------------------------------------------------------------------------------------
@@ -124,78 +171,3 @@ def pairs(option: str, text: str, between: str) -> list[tuple[int, int]]:
     if any(len(pair) != 2 for pair in found):
         raise typer.BadParameter(f"{option} takes pairs of numbers with {between!r} between, not {text!r}")
     return [(pair[0], pair[1]) for pair in found]
-
-
-# ---- plots -----------------------------------------------------------------------------------------------
-
-
-def lines(rows: Rows, x: str, y: str, line: str, labels: tuple[str, str, str], to: Path, panel: str = "") -> None:
-    """Column y over column x as a PNG, a line for each value of column `line`; labels: title, of x, of y.
-
-    With `panel` there is one plot for each value of that column, side by side.
-    """
-    panels = list(dict.fromkeys(row[panel] for row in rows)) if panel else [None]
-    size = (9 if len(panels) == 1 else 3 + 4.5 * len(panels), 4.5)
-    chart, (every,) = _pyplot().subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for name, axes in zip(panels, every):
-        here = [row for row in rows if not panel or row[panel] == name]
-        ticks = list(dict.fromkeys(str(row[x]) for row in here))
-        for label in dict.fromkeys(row[line] for row in here):
-            points = [(ticks.index(str(row[x])), row[y]) for row in here if row[line] == label]
-            width = 2.5 if label.startswith("jitrope") else 1.5
-            style = "--" if label.startswith(("COPY", "none")) else "-"
-            axes.plot(*zip(*points), label=label, marker="o", linewidth=width, linestyle=style)
-        axes.set_xticks(range(len(ticks)), ticks)
-        axes.grid(alpha=0.3, which="both")
-        axes.set(title=f"{panel} {name}" if panel else labels[0], xlabel=labels[1])
-    every[0].set_ylabel(labels[2])
-    if max(row[y] for row in rows) > 3 * min(row[y] for row in rows):
-        every[0].set_yscale("log")
-        every[0].yaxis.set_major_formatter("{x:g}")
-        every[0].yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
-    else:
-        every[0].set_ylim(bottom=0)
-    if panel:
-        chart.suptitle(labels[0])
-    every[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    chart.savefig(to, dpi=120)
-
-
-def bars(rows: Rows, x: str, y: str, bar: str, labels: tuple[str, str], to: Path, bounds: tuple[float, float]) -> None:
-    """Column y in groups of column x as a PNG, a bar for each value of column `bar`; labels: title, of y.
-
-    The axis goes from bounds[0] to bounds[1]. Bars that are higher end there, with their height above them.
-    """
-    kinds = list(dict.fromkeys(row[bar] for row in rows))
-    groups = {name: [row for row in rows if row[x] == name] for name in dict.fromkeys(row[x] for row in rows)}
-    pyplot = _pyplot()
-    colors = dict(zip(kinds, pyplot.get_cmap("tab20").colors))
-    chart, axes = pyplot.subplots(figsize=(4 + 0.13 * (len(rows) + 2 * len(groups)), 4.5), layout="constrained")
-    start, ticks, (least, most) = 0, [], bounds
-    for group in groups.values():
-        for place, row in enumerate(group, start):
-            axes.bar(place, min(row[y], most), 0.9, color=colors[row[bar]])
-            if row[y] > most:
-                axes.text(place, most, f"{row[y]:.3g}", ha="center", va="bottom", fontsize=6, rotation=90)
-        ticks.append(start + (len(group) - 1) / 2)
-        start += len(group) + 2
-    for kind, color in colors.items():
-        axes.bar(0, 0, label=kind, color=color)
-    axes.set_xticks(ticks, groups, rotation=20)
-    axes.set_ylim(least, 1.15 * min(most, max(row[y] for row in rows)))
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(title=labels[0], ylabel=labels[1])
-    axes.grid(alpha=0.3, axis="y")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
-    chart.savefig(to, dpi=120)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise JitropeError("plots need matplotlib: pip install 'jitrope[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

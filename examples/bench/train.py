@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -16,7 +16,9 @@ from jitrope.integrations.deepspeed import apply_rotary_pos_emb
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, Times, angles, bf16, measure, twice
-from .report import AS_JSON, PEERS, PLOT, SMOKE, Rows, app, lines, numbers, show
+from .plots import Plot
+from .report import AS_JSON, PEERS, SMOKE, Rows, app, numbers, show
+from .sections import PLAIN, Row, Section, Table, grouped, of, short, span
 
 TABLES = ("freqs", "freqs-half", "cos-sin")
 
@@ -79,7 +81,6 @@ def thd(
     table: Annotated[str, typer.Option(help="freqs (each angle twice), freqs-half or cos-sin.")] = "freqs",
     uneven: Annotated[bool, typer.Option("--uneven/--even", help="Random lengths, or all the same.")] = False,
     peers: PEERS = True,
-    plot: PLOT = None,
     smoke: SMOKE = False,
     as_json: AS_JSON = False,
 ) -> None:
@@ -90,12 +91,7 @@ def thd(
     if smoke:
         counts, shape = counts[:2], (64, 2, 8)
     steps = {f"{count} sequences": partial(thd_rows, count, shape, table, uneven, peers) for count in counts}
-    show(steps, smoke, as_json, plot, draw)
-
-
-def draw(rows: Rows, title: str, to: Path) -> None:
-    """Forward + backward over the number of sequences, a line for each implementation."""
-    lines(rows, "sequences", "fwd+bwd us", "by", (title, "sequences in the pack", "forward + backward, us"), to)
+    show(steps, smoke, as_json)
 
 
 # ---- train -----------------------------------------------------------------------------------------------
@@ -155,3 +151,85 @@ def command(peers: PEERS = True, smoke: SMOKE = False, as_json: AS_JSON = False)
         f"DeepSpeed {list(one)}": (one, deepspeed, peers),
     }
     show({name: partial(rows, name, *case) for name, case in cases.items()}, smoke, as_json)
+
+
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+
+def plot_thd(rows: Rows) -> Plot:
+    """All but eager torch, which takes many times as long."""
+    series = {"jitrope": "jitrope", "torch.compile": "torch.compile", "Liger": "Liger"}
+    groups = grouped(rows, lambda row: f"{row['sequences']:,}", series, value="x 2 COPY")
+    ours = span(group["jitrope"] for group in groups.values())
+    message = f"Packed: {ours} times two copies, whatever the number of sequences"
+    return Plot(message, "forward + backward over two COPYs", groups, "two COPYs", "sequences in the pack")
+
+
+THD = Section(
+    "Packed training",
+    """
+    GPU time of forward and backward of one packed tensor: 65,536 tokens, 32 heads of 128, angles in
+    TransformerEngine's format (each twice, 65,536 rows), over two COPYs. The cost follows the tokens, whatever the
+    number of sequences; one long sequence reads the whole table, 3 % of the bytes. torch.compile and eager torch take
+    cosines that are gathered beforehand; so does Liger, with half of the heads as q and half as k.
+    """,
+    "jitrope bench thd",
+    (
+        Table(
+            "sequences",
+            lambda row: str(row["sequences"]),
+            {
+                "two COPYs, ms": of(lambda row: f"{row['fwd+bwd us'] / 1e3:.3f}", by=COPY),
+                "jitrope": of("x 2 COPY", by="jitrope"),
+                **{peer: of("x 2 COPY", by=peer) for peer in ("TransformerEngine", "flash-attn", "Liger")},
+                **{head: of("x 2 COPY", by=by) for by, head in PLAIN.items()},
+            },
+        ),
+    ),
+    plot_thd,
+)
+
+
+def passes(row: Row) -> str:
+    """Forward / backward over COPY."""
+    return f"{short(row['fwd x COPY'])} / {short(row['bwd x COPY'])}"
+
+
+def short_case(row: Row) -> str:
+    """The case without its number of tokens."""
+    return re.sub(r" in \d+ tokens", "", row["case"])
+
+
+def plot_train(rows: Rows) -> Plot:
+    """Each pass as a series."""
+    groups: dict[str, dict[str, float]] = {}
+    for by in ("jitrope", "torch.compile"):
+        for word, key in (("forward", "fwd x COPY"), ("backward", "bwd x COPY")):
+            for name, group in grouped(rows, short_case, {by: f"{by}, {word}"}, value=key).items():
+                groups.setdefault(name, {}).update(group)
+    ours = span(value for group in groups.values() for name, value in group.items() if name.startswith("jitrope"))
+    return Plot(f"Padded or packed, either pass: {ours} times a copy", "time over COPY", groups, "COPY")
+
+
+TRAIN = Section(
+    "Padded batches, very many sequences, DeepSpeed's entry",
+    """
+    GPU time of forward / backward of one tensor, each over COPY of its bytes: padded (S, B, H, D) with
+    TransformerEngine's angles, sequences of random lengths, and DeepSpeed's function with its full-width tables,
+    beside the paths that DeepSpeed takes without jitrope.
+    """,
+    "jitrope bench train",
+    (
+        Table(
+            "forward / backward",
+            lambda row: str(row["case"]),
+            {
+                "COPY, us": of("fwd us", by=COPY),
+                **{by: of(passes, by=by) for by in ("jitrope", "TransformerEngine")},
+                **{head: of(passes, by=by) for by, head in PLAIN.items()},
+                **{by: of(passes, by=by) for by in ("DeepSpeed's torch path", "DeepSpeed's torchembed path")},
+            },
+        ),
+    ),
+    plot_train,
+)
