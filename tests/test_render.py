@@ -13,7 +13,7 @@ import pytest
 from jinja2 import meta
 
 from jitrope.base.errors import CompileError
-from jitrope.base.spec import Named, Spec
+from jitrope.base.spec import Spec
 from jitrope.jit import compiler, render
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import arguments
@@ -127,7 +127,7 @@ EVIL = ["x\n#error", "x\r#error", "x\u2028#error", "x\\", "??/", "*/ #error /*",
 
 
 @dataclass(frozen=True)
-class Evil(Named):
+class Evil(Spec):
     """A spec of somebody else's, with any text in its name and in a field."""
 
     text: str

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..base.errors import InvalidInput
-from ..base.spec import Named
+from ..base.spec import Spec
 
-KINDS: dict[str, type[Named]] = {}
+KINDS: dict[str, type[Spec]] = {}
 """A spec class for each kind. A module that has kernels adds its classes when it is imported."""
 
 
-def spec_from_dict(data: Any) -> Named:
+def spec_from_dict(data: Any) -> Spec:
     """The inverse of every spec's `to_dict`. Raises InvalidInput with what is wrong."""
     if not isinstance(data, dict):
         raise InvalidInput(f"a spec must be a table of fields, not {data!r}")
