@@ -8,11 +8,11 @@ from ..base.errors import InvalidInput
 from ..base.spec import Spec
 
 KINDS: dict[str, type[Spec]] = {}
-"""A spec class for each kind. A module that has kernels adds its classes when it is imported."""
+"""The spec class of each kind. A module with kernels adds its classes when it is imported."""
 
 
 def spec_from_dict(data: Any) -> Spec:
-    """The inverse of every spec's `to_dict`. Raises InvalidInput with what is wrong."""
+    """The inverse of every spec's `to_dict`. Raises InvalidInput for wrong data."""
     if not isinstance(data, dict):
         raise InvalidInput(f"a spec must be a table of fields, not {data!r}")
     kind = data.get("kind")
