@@ -135,8 +135,8 @@ class KernelCache(Listing):
         except DAMAGE:
             return entry.read(path)
 
-    def _usable(self) -> bool:
-        """Whether the folder exists and can be trusted. If it cannot be trusted, the log says so once."""
+    def _exists(self) -> bool:
+        """Whether the folder exists. Raises CacheError if it cannot be trusted."""
         try:
             wrong = entry.untrusted(self.root)
         except (FileNotFoundError, NotADirectoryError):
@@ -144,8 +144,16 @@ class KernelCache(Listing):
         except OSError as error:
             wrong = f"cannot be read ({error.strerror})"
         if wrong:
-            self._warn("root", f"{self.root} {wrong}; kernels are not loaded from it and stay in memory")
-        return not wrong
+            raise CacheError(f"{self.root} {wrong}")
+        return True
+
+    def _usable(self) -> bool:
+        """Whether the folder exists and can be trusted. If it cannot be trusted, the log says so once."""
+        try:
+            return self._exists()
+        except CacheError as error:
+            self._warn("root", f"{error}; kernels are not loaded from it and stay in memory")
+            return False
 
     # ---- writing ---------------------------------------------------------------------------------
 
@@ -205,15 +213,7 @@ class KernelCache(Listing):
     # ---- listing and removing --------------------------------------------------------------------
 
     def _paths(self) -> list[Path]:
-        try:
-            wrong = entry.untrusted(self.root)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CacheError(reason(error)) from error
-        if wrong:
-            raise CacheError(f"it {wrong}")
-        return self._named(NAME)
+        return self._named(NAME) if self._exists() else []
 
     def clear(self, dry_run: bool = False) -> list[Path]:
         """Remove every entry, also those of bundles and of other versions.
@@ -279,8 +279,12 @@ class KernelCache(Listing):
 
 def _older(paths: list[Path], seconds: float) -> list[Path]:
     """The paths that are older than some seconds. A date more than an hour ahead is old too: a clock was wrong."""
-    ages = {path: time.time() - os.lstat(path).st_mtime for path in paths if os.path.lexists(path)}
-    return [path for path, age in ages.items() if age >= seconds or age < -3600]
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            age = time.time() - os.lstat(path).st_mtime
+            found += [path] if age >= seconds or age < -3600 else []
+    return found
 
 
 def _delete(path: Path) -> None:

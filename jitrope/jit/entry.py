@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -217,13 +218,13 @@ class Listing:
 
     root: Path
 
+    @abstractmethod
     def _paths(self) -> list[Path]:
         """The paths of all entries, whole or damaged. Raises CacheError if the folder or bundle cannot be used."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, path: Path) -> Read:
         """Read and check an entry."""
-        raise NotImplementedError
 
     def _survey(self) -> tuple[list[Entry], list[tuple[Path, str]]]:
         good, bad = [], []
