@@ -493,9 +493,9 @@ def test_a_damaged_entry_of_a_layer_is_said_once_and_left(written, cache, tmp_pa
 
 UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "No such file"),
-    "others may write it": (lambda path: (path.mkdir(), path.chmod(0o777)), "it can be written by other users"),
+    "others may write it": (lambda path: (path.mkdir(), path.chmod(0o777)), "can be written by other users"),
     "no bundle": (lambda path: path.write_text("x" * 1000), "cannot be read as a bundle"),
-    "a bundle that the group may write": (lambda path: (path.touch(), path.chmod(0o664)), "it can be written by other"),
+    "a bundle that the group may write": (lambda path: (path.touch(), path.chmod(0o664)), "can be written by other"),
     "a pipe": (os.mkfifo, "Not a directory"),
     "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
 }

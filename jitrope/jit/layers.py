@@ -37,7 +37,7 @@ class Layer(Listing):
         try:
             paths = [path for path in self._paths() if path.name.startswith(f"{key.stem}-")]
         except CacheError as error:
-            self._warn(f"system {self.root}", f"the system cache {self.root} is not used ({error})")
+            self._warn(f"system {self.root}", f"a system cache is not used: {error}")
             return None
         for path in sorted(paths, key=lambda path: path.name not in (key.folder, key.portable_folder)):
             try:
@@ -55,10 +55,10 @@ class Layer(Listing):
     def _paths(self) -> list[Path]:
         try:
             if entry.writable_by_others(self.root.stat()):
-                raise CacheError("it can be written by other users")
+                raise CacheError(f"{self.root} can be written by other users")
             names = self._bundle.kernels if self._bundle else os.listdir(self.root)
         except OSError as error:
-            raise CacheError(reason(error)) from error
+            raise CacheError(f"cannot read {self.root}: {reason(error)}") from error
         return [self.root / name for name in sorted(names) if NAME.fullmatch(name)]
 
     def _read(self, path: Path) -> Read:
@@ -108,7 +108,7 @@ class Bundle:
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
-        """The open file; inside, every error of reading becomes a CacheError with the path."""
+        """Open the file. Inside the block, an error of reading becomes a CacheError with the path."""
         try:
             with open(self.path, "rb") as file:
                 yield file

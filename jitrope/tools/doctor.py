@@ -138,7 +138,7 @@ def _verified(place: Listing, advice: str) -> tuple[int, int, str]:
     """(number of whole kernels, of damaged ones, both as text). Raises Fault if the folder or bundle cannot be used."""
     good, bad = place.verify()
     if bad and bad[0][0] == place.root:
-        raise Fault(f"{place.root} is not used: {bad[0][1]}", advice)
+        raise Fault(f"{bad[0][1]}; it is not used", advice)
     found = f"{place.root}, {good} kernels"
     if bad:
         found += f", {len(bad)} damaged, such as {bad[0][0].name} ({bad[0][1]})"

@@ -82,13 +82,15 @@ def specs_of(**call: Any) -> list[RopeSpec]:
 
     Args:
         function: "apply_rope", the default, "prepare_qkv", "prepare_packed_qkv" or "prepare_joint_qkv".
-        heads: of q and k, as [32, 8], or of q alone, as 24. v has as many as k.
-        head_dim, dtype, batch: of q and k; 128, "bf16" and 1. dtype is "fp32", "fp16" or "bf16".
-        table: "cos_sin", "freqs", "cos_sin_cache" or "freqs_cis". table_dtype: "fp32"; of freqs_cis the real part's.
-            width: "half" or "full". two_tables: prepare_joint_qkv gets a table for each stream.
+        heads: those of q and k, as [32, 8], or of q alone, as 24. v has as many as k.
+        head_dim, dtype, batch: those of q and k. The defaults are 128, "bf16" and 1; dtype is "fp32", "fp16" or "bf16".
+        table: "cos_sin", "freqs", "cos_sin_cache" or "freqs_cis". table_dtype: its dtype, by default "fp32"; for
+            freqs_cis, the dtype of the real part. width: "half" or "full". two_tables: prepare_joint_qkv gets a table
+            for each stream.
         positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope` or `Starts`. norm, cache,
             quantize: dicts of words of `Norm`, `KVCache` and `Quantize`. Write a tensor as its dtype, as in
-            {"cu_seqlens": "int32", "cp_size": 2}. page_size, for a cache of pages: the rows of a page.
+            {"cu_seqlens": "int32", "cp_size": 2}. page_size, in cache: the rows of a page, if the pages are not
+            neighbours in memory.
         backward: plan the gradient too.
 
     Returns:
@@ -239,9 +241,11 @@ def read_calls(path: Path) -> list[Spec]:
         text = path.read_text()
     except (OSError, ValueError) as error:
         raise InvalidInput(f"cannot read {path}: {error}") from error
+    if not text.strip():  # an empty recording
+        return []
     try:
         is_json = path.suffix == ".json" or text.lstrip().startswith("{")  # no TOML starts with a brace
-        data = (json.loads(text) if is_json else _toml(text)) if text.strip() else {"spec": []}  # an empty recording
+        data = json.loads(text) if is_json else _toml(text)
         if not isinstance(data, dict) or not data.keys() & {"call", "spec"}:
             raise InvalidInput("it has neither a `call` nor a `spec` list")
         calls, whole = (arguments.items("read_calls", x, data.get(x, ()), "a list") for x in ("call", "spec"))
