@@ -710,7 +710,7 @@ from jitrope.tools.prewarm import prewarm, specs_of
 (spec, *_) = specs_of(heads=[32, 8])
 for ask in (
     lambda: kernels.build(spec, "sm_90"),
-    lambda: kernels.is_cached(spec, "sm_90"),
+    lambda: kernels.kernel_cache().holds(kernels.key_of(spec, "sm_90")),
     lambda: compiler.Kernel(b"", "entry", 0),
     lambda: bundle.write(Path("kernels.tar"), [(spec, "sm_90")], 1),
 ):

@@ -23,7 +23,7 @@ FORMAT = 3
 TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 FILES = (TEXT, CUBIN, META)
 
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """The errors of reading an entry that was damaged or changed."""
 
 ANY = "any"
@@ -109,8 +109,8 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
 
 
 def check(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """An entry's `spec.json`. Raises ValueError if it or another file of the entry was changed."""
-    meta = parse(files[META], META)
+    """An entry's `spec.json`. Raises one of `DAMAGE` if it or another file of the entry was changed."""
+    meta: dict[str, Any] = json.loads(files[META])
     if meta.get("format") != FORMAT:
         raise OtherFormat(f"format {meta.get('format')}, not {FORMAT}")
     if meta.get("seal") != seal(meta):
@@ -126,17 +126,6 @@ def check(files: Mapping[str, bytes]) -> dict[str, Any]:
     return meta
 
 
-def parse(data: bytes, file: str) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for anything else."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is not a JSON object")
-    return found
-
-
 def seal(meta: Mapping[str, Any]) -> str:
     """SHA-256 of a JSON object without its seal."""
     rest = {name: value for name, value in meta.items() if name != "seal"}
@@ -147,7 +136,7 @@ def seal(meta: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> Read:
-    """Read and check an entry. Raises OSError if it cannot be read, ValueError if it must not be used."""
+    """Read and check an entry. Raises OSError if it cannot be read, one of `DAMAGE` if it must not be used."""
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode):
         raise ValueError("it is a symbolic link" if stat.S_ISLNK(info.st_mode) else "it is not a folder")

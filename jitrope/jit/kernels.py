@@ -107,11 +107,6 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
     return Cubin(cubin, compiled=True, kept=cache.store(key, source.text, cubin, spec.to_dict()))
 
 
-def is_cached(spec: Spec, arch: str) -> bool:
-    """Whether a cache has a spec's kernel. Nothing is changed. Raises CompileError without CuPy."""
-    return kernel_cache().holds(key_of(spec, arch))
-
-
 def key_of(spec: Spec, arch: str) -> Key:
     """The identity of a spec's kernel on this machine. Without NVRTC its compiler is "": kernels of any compiler serve.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..base.errors import CacheError
 from . import entry
-from .entry import DAMAGE, FILES, FORMAT, NAME, Key, Listing, Read, parse, reason
+from .entry import DAMAGE, FILES, FORMAT, NAME, Key, Listing, Read, reason
 
 MANIFEST = "manifest.json"
 
@@ -81,7 +81,7 @@ class Bundle:
                 self._members = {member.name: (member.offset_data, member.size) for member in plain}
             if MANIFEST not in self._members:
                 raise CacheError(f"{path} is not a bundle of kernels: it has no {MANIFEST}")
-            manifest = parse(self._content(file, MANIFEST), MANIFEST)
+            manifest = json.loads(self._content(file, MANIFEST))
             if manifest.get("format") != FORMAT:
                 raise CacheError(f"{path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
             self.kernels: list[str] = list(manifest["kernels"])

@@ -83,7 +83,7 @@ def build_all(work: Sequence[tuple[Spec, str]], dry_run: bool, as_json: bool, bu
 def _would_build(spec: Spec, arch: str) -> Built:
     """The result of building a kernel, found without building it."""
     try:
-        if kernels.is_cached(spec, arch):
+        if kernels.kernel_cache().holds(kernels.key_of(spec, arch)):
             return Built(spec, arch, "cached")
         fault = compiler.unsupported(arch, compiler.supported_archs(), compiler.nvrtc_version())
     except JitropeError as error:
