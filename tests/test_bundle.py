@@ -228,7 +228,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_here(written: Path, tmp_path
         bundle.load(written)
 
 
-# ---- files that are not bundles, or not whole ones ------------------------------------------------
+# ---- files that are no whole bundles -------------------------------------------------------------
 
 Members = list[tuple[tarfile.TarInfo, bytes]]
 
@@ -513,7 +513,7 @@ def test_a_layer_that_cannot_be_used_is_said_once_and_is_one_bad_item(tmp_path: 
     assert reason in said
 
 
-# ---- without a compiler, for real ----------------------------------------------------------------
+# ---- without a compiler --------------------------------------------------------------------------
 
 OFFLINE = """
 import os, sys

@@ -67,7 +67,7 @@ def run_in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# ---- what an entry is ----------------------------------------------------------------------------
+# ---- entries -------------------------------------------------------------------------------------
 
 
 def test_round_trip(cache: KernelCache) -> None:
@@ -220,7 +220,7 @@ def test_another_versions_entry_is_neither_whole_nor_damaged(cache: KernelCache)
     assert len(cache.clear()) == 1
 
 
-# ---- many at once --------------------------------------------------------------------------------
+# ---- many processes ------------------------------------------------------------------------------
 
 
 STEPS = ("mkdir", "open", "rename")
@@ -356,7 +356,7 @@ for i in range(10**9):
 """
 
 
-# ---- owners and modes -----------------------------------------------------------------------------
+# ---- owners and modes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o703])
@@ -474,7 +474,7 @@ def test_a_folder_that_cannot_be_listed_is_said(tmp_path: Path) -> None:
     assert "cannot read the kernel cache" in reason
 
 
-# ---- removing what is old ------------------------------------------------------------------------
+# ---- removing old entries ------------------------------------------------------------------------
 
 
 def test_prune_removes_what_was_written_before(cache: KernelCache) -> None:
@@ -506,7 +506,7 @@ def test_a_date_in_the_future(cache: KernelCache, ahead: float) -> None:
     assert cache.prune(HOUR) == ([folder] if ahead > HOUR else [])
 
 
-# ---- where it is ---------------------------------------------------------------------------------
+# ---- the folder's place --------------------------------------------------------------------------
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -757,7 +757,7 @@ def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path, how: 
     assert done.stderr == ""
 
 
-# ---- no compiling --------------------------------------------------------------------------------
+# ---- compiling is forbidden ----------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -194,7 +194,7 @@ def untrusted(folder: Path) -> str | None:
     return "can be written by other users" if writable_by_others(info) else None
 
 
-# ---- all entries of a folder or bundle ------------------------------------------------------------
+# ---- all entries of a folder or bundle -----------------------------------------------------------
 
 
 def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Entry:
