@@ -215,7 +215,12 @@ class Listing:
     def _read(self, path: Path) -> Read:
         """Read and check an entry."""
 
-    def _survey(self) -> tuple[list[Entry], list[tuple[Path, str]]]:
+    def survey(self) -> tuple[list[Entry], list[tuple[Path, str]]]:
+        """(whole entries, damaged ones with the reason), by name. Entries of another version are in neither list.
+
+        Raises:
+            CacheError: the folder or bundle cannot be used.
+        """
         good, bad = [], []
         for path in self._paths():
             try:
@@ -227,20 +232,13 @@ class Listing:
         return good, bad
 
     def entries(self) -> list[Entry]:
-        """The whole entries, by name.
-
-        Raises:
-            CacheError: the folder or bundle cannot be used.
-        """
-        return self._survey()[0]
+        """The whole entries, by name. Raises CacheError as `survey` does."""
+        return self.survey()[0]
 
     def verify(self) -> tuple[int, list[tuple[Path, str]]]:
-        """The number of whole entries, and the damaged ones with the reason. Other versions' are not counted.
-
-        If the folder or bundle itself cannot be used, it is the only damaged item.
-        """
+        """(number of whole entries, damaged ones with the reason). An unusable folder or bundle is one damaged item."""
         try:
-            good, bad = self._survey()
+            good, bad = self.survey()
         except CacheError as error:
             return 0, [(self.root, str(error))]
         return len(good), bad

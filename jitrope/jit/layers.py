@@ -127,17 +127,14 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
     """
     manifest = {"format": FORMAT, "kernels": sorted(entries)}
     temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
-
-    def open_(name: str, flags: int) -> int:  # without a group's write permission: such a layer would not be used
-        return os.open(name, flags, 0o644)
-
     try:
-        with open(temporary, "xb", opener=open_) as file, tarfile.open(fileobj=file, mode="w") as tar:
+        with open(temporary, "xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
             for folder in sorted(entries):
                 _add(tar, folder, None)
                 for name in FILES:
                     _add(tar, f"{folder}/{name}", entries[folder][name])
+        temporary.chmod(temporary.stat().st_mode & ~0o022)  # a layer that the group can write would not be used
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -275,10 +275,10 @@ def bundle_write(given: Options) -> bool:
 def _cached() -> list[tuple[Spec, str]]:
     """(spec, arch) of this version's kernels in the user's own folder. Raises CacheError if one is damaged."""
     cache = kernel_cache()
-    if bad := cache.verify()[1]:
+    entries, bad = cache.survey()
+    if bad:
         reasons = "\n".join(f"{path}: {reason}" for path, reason in bad)
         raise CacheError(f"these kernels would be missing; remove them, or name the kernels with --from:\n{reasons}")
-    entries = cache.entries()
     specs = this_versions(entry.spec for entry in entries)
     return [(spec, entry.arch) for spec, entry in zip(specs, entries) if spec is not None]
 
