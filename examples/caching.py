@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
     cache = kernels.kernel_cache()
 
     print(f"1. The first call ({ARCH}) renders, compiles, stores, and is recorded.")
-    with jitrope.record(folder / "run.json") as recording:
+    with jitrope.record(folder / "run.json") as specs:
         call()
     print(counts())
     # The folder's name: the kernel's, the architecture, a hash of what it is made from, and one of what compiled it.
@@ -115,7 +115,7 @@ def main(folder: Path) -> None:
 
     print("3. Ahead of time, for GPUs that are elsewhere: from a description of calls, or from what a run asked for.")
     shell("jitrope prewarm --heads 32,8 --arch sm_80,sm_100")  # both launches of each
-    if not recording.specs:  # torch's path, which CPU tensors take, asks for no kernel: list them
+    if not specs:  # torch's path, which CPU tensors take, asks for no kernel: list them
         assert not GPU
         shell("jitrope cache ls --json > run.json")
     shell("jitrope prewarm --from run.json --arch sm_120")

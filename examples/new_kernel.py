@@ -40,7 +40,7 @@ from jitrope.base.spec import (
     ITEM_SIZES,
     MAX_INT,
     MAX_THREADS,
-    Named,
+    Spec,
     check_fields,
     refuse_unless,
 )
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) jitrope_gated_add(const __
 
 
 @dataclass(frozen=True)
-class GatedAddSpec(Named):
+class GatedAddSpec(Spec):
     """One kernel of `gated_add.cu.jinja`. vec: elements of an access; threads: of a block."""
 
     dtype: str

@@ -163,7 +163,7 @@ def backends_of(**fields: Any) -> Any:
 def recorded(path: Any) -> Any:
     with jitrope.record(path) as seen:
         pass
-    return seen.specs
+    return seen
 
 
 def configured(compile: Any) -> Any:
@@ -177,7 +177,7 @@ def configured(compile: Any) -> Any:
 
 def kernel_cache(**arguments: Any) -> Any:
     cache = KernelCache(**arguments)
-    return cache.root, [layer.path for layer in cache.system]
+    return cache.root, [layer.root for layer in cache.system]
 
 
 def prewarmed(**arguments: Any) -> Any:
@@ -324,8 +324,6 @@ ROWS: dict[str, Row] = {
         {"specs": {"empty list", "empty tuple", "generator", "dict", "empty tensor"},
          "archs": {"empty list", "empty tuple", "generator", "dict", "empty tensor"}, "jobs": {"int"}}),
     "read_calls": Row(prewarming.read_calls, {"path": Path("calls.json")}, {"path": PATHS}),
-    "expand": Row(prewarming.expand, {"described": {"heads": [8, 16]}}),
-    "refused": Row(prewarming.refused, {"arch": "sm_90"}),
     "specs_of": Row(lambda **a: specs_of(**a), {
         "heads": [8, 2], "head_dim": 128, "dtype": "bf16", "interleaved": True, "rotary_dim": 64, "rotary_offset": 0,
         "width": "half", "rounding": "fp32", "positions": "int64", "backward": False, "interleaved_out": True,
@@ -427,7 +425,7 @@ def named(label: str, message: str) -> bool:
 
 
 def test_every_parameter_has_cells() -> None:
-    """What a function gets is in its row, but for callbacks."""
+    """The row of a function has all its parameters."""
     import inspect
 
     for name, row in ROWS.items():
@@ -435,7 +433,7 @@ def test_every_parameter_has_cells() -> None:
             parameters = inspect.signature(row.function).parameters.values()
             given = {label for other in ROWS.values() if other.function is row.function for label in other.valid}
             left = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - given
-            assert not left - {"done", "theta", "device"}, (name, left)
+            assert not left - {"theta", "device"}, (name, left)
     for module, rows_of in ((thd, ROWS), (cp, ROWS)):
         covered = {row.function.__name__ for row in rows_of.values()} | {"Partition", "Schedule", "Rope", "Case"}
         assert set(module.__all__) <= covered, set(module.__all__) - covered

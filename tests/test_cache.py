@@ -1,4 +1,4 @@
-"""Kernels on disk: whole or not there, never stale, never written by others. The promises of jitrope/jit/README.md."""
+"""The promises of jitrope/jit/README.md: kernels on disk are whole, never stale and never written by others."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def cache(tmp_path: Path) -> KernelCache:
 
 
 def filled(cache: KernelCache, key: Key = KEY) -> Path:
-    """Store an entry; its cubin's path."""
+    """Store an entry. Returns its cubin's path."""
     assert cache.store(key, "text", DATA, {"a": 1})
     return cache.root / key.folder / CUBIN
 
 
 def cubin(cache: KernelCache, key: Key = KEY) -> bytes | None:
-    """What a call would load from the user's own folder."""
+    """The cubin that a call would load from the user's own folder."""
     files = cache.load(key)
     return files and files[CUBIN]
 
 
 def run_in_child(work: Callable[[], None]) -> int:
-    """Run it in a fork; the exit status, or minus the signal that ended it."""
+    """Run `work` in a fork. Returns the exit status, or minus the signal that ended the child."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -69,7 +69,7 @@ def run_in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# ---- what an entry is ----------------------------------------------------------------------------
+# ---- entries -------------------------------------------------------------------------------------
 
 
 def test_round_trip(cache: KernelCache) -> None:
@@ -82,7 +82,7 @@ def test_round_trip(cache: KernelCache) -> None:
     (entry,) = cache.entries()
     assert (entry.path, entry.name, entry.arch, entry.spec) == (path.parent, "rope_x", "sm_90", {"a": 1})
     assert entry.size == sum(file.stat().st_size for file in path.parent.iterdir())
-    assert cache.store(KEY, "text", DATA, {"a": 1})  # another process was faster: its entry stays
+    assert cache.store(KEY, "text", DATA, {"a": 1})  # as if another process was faster: its entry is kept
     assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
 
 
@@ -116,7 +116,7 @@ IMPORT = "from jitrope.jit import kernels; from jitrope.tools.prewarm import spe
 
 
 def test_same_key_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes' entries are equal, file for file; no time and no path is in them."""
+    """Two processes write equal files, because no time and no path is in them."""
     code = f"{IMPORT}; kernels.build(specs_of(heads=[32, 8])[0], 'sm_90')"
     environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "a"), "PYTHONPATH": IMPORTS}
     fresh.python("-c", code, env=environment, check=True, cwd=tmp_path)
@@ -136,13 +136,13 @@ def edit(folder: Path, name: str, value: object) -> None:
 
 
 def other_entry(folder: Path) -> None:
-    """A whole entry, but of another key."""
+    """Replace the files by those of another key's entry."""
     for name, data in pack(replace(KEY, ingredients="other"), "text", DATA, {}).items():
         (folder / name).write_bytes(data)
 
 
 def instead(folder: Path, make: Callable[[Path], object], name: str = "") -> None:
-    """Something else where the folder, or a file of it, is."""
+    """Put something else in place of the folder or of one of its files."""
     path = folder / name if name else folder
     elsewhere = folder.parent.parent / "elsewhere"
     elsewhere.unlink() if elsewhere.is_file() else None
@@ -193,7 +193,7 @@ def test_a_damaged_entry_is_a_miss_said_once_and_rebuilt(cache: KernelCache, how
     assert cache.counts.repaired == 1
     shutil.rmtree(cache.root.parent / "elsewhere", ignore_errors=True)
     DAMAGE[how](filled(cache).parent)
-    filled(cache)  # also where it was damaged between the look and the end of the compile
+    filled(cache)  # also if it was damaged between the look-up and the end of the compile
     assert cache.holds(KEY)
     assert cubin(cache) == DATA
     assert cache.verify() == (1, [])
@@ -222,16 +222,16 @@ def test_another_versions_entry_is_neither_whole_nor_damaged(cache: KernelCache)
     assert len(cache.clear()) == 1
 
 
-# ---- many at once --------------------------------------------------------------------------------
+# ---- many processes ------------------------------------------------------------------------------
 
 
 STEPS = ("mkdir", "open", "rename")
-"""What a store asks of the system; a fault is injected at each of its calls in turn."""
+"""The system calls of a store. A fault is injected at each of them in turn."""
 
 
 @contextmanager
 def fault(monkeypatch: pytest.MonkeyPatch, at: int, names: tuple[str, ...], strike: Callable[[], None]) -> Iterator:
-    """Strike before the `at`-th call of the functions of `os`; yields a list with the number of calls."""
+    """Strike before the `at`-th call of these functions of `os`. Yields a list with the number of calls."""
     calls = [0]
 
     def wrap(real: Callable) -> Callable:
@@ -264,7 +264,7 @@ WORK: dict[tuple[str, str], Callable[[KernelCache], object]] = {
 
 @pytest.mark.parametrize(("before", "work"), WORK)
 def test_kill_9_at_any_step_leaves_no_half_entry(cache: KernelCache, monkeypatch, before: str, work: str) -> None:
-    """Whatever is found afterwards is whole, and the next store works."""
+    """A kernel that is found afterwards is whole, and the next store works."""
     for at in range(1, 40):
         cache.clear()
         if before != "empty":
@@ -297,7 +297,7 @@ def test_an_error_at_any_step_of_a_store_is_only_a_warning(cache, monkeypatch, n
         caplog.clear()
         with fault(monkeypatch, at, STEPS, strike) as calls:
             stored = fresh.store(KEY, "text", DATA, {})
-        assert fresh.store(KEY, "text", DATA, {})  # the trouble is over
+        assert fresh.store(KEY, "text", DATA, {})  # the fault is over
         assert len([r for r in caplog.records if "stay in memory" in r.message]) == (not stored)
         assert cubin(KernelCache(cache.root)) == DATA
         assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
@@ -308,7 +308,7 @@ def test_an_error_at_any_step_of_a_store_is_only_a_warning(cache, monkeypatch, n
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE", "EBUSY", "ENOENT", "EMFILE", "EACCES"])
 def test_an_error_at_any_step_of_a_load_is_a_miss(cache: KernelCache, monkeypatch, number: str) -> None:
-    """As on a network, where a file may vanish or be stale between two looks. A transient error removes nothing."""
+    """On a network a file may vanish or become stale between two calls. A temporary error removes nothing."""
 
     def strike() -> None:
         raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)), "kernel.cubin")
@@ -332,14 +332,13 @@ def test_readers_beside_a_writer_never_see_half_an_entry(tmp_path: Path) -> None
     )
     assert process.stdout.readline() == b"ready\n"
     cache, found = KernelCache(root), 0
-    cache._repair = None  # nothing is ever damaged
     deadline = time.monotonic() + 1.5
     while time.monotonic() < deadline:
         for i in range(5):
             key = Key("n", str(i), (), "sm_90", "c")
-            with_path = cache.read(key)
-            found += with_path is not None
-            assert with_path is None or with_path[CUBIN] == b"c" * 100_000
+            files = cache.read(key)
+            found += files is not None
+            assert files is None or files[CUBIN] == b"c" * 100_000
     process.kill()
     process.wait()
     assert found > 20
@@ -359,14 +358,14 @@ for i in range(10**9):
 """
 
 
-# ---- whose it is ---------------------------------------------------------------------------------
+# ---- owners and modes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o703])
 def test_a_folder_that_others_can_write_is_not_trusted(cache: KernelCache, mode: int, caplog) -> None:
     filled(cache)
     cache.root.chmod(mode)
-    assert cache.verify() == (0, [(cache.root, "it can be written by other users")])
+    assert cache.verify() == (0, [(cache.root, f"{cache.root} can be written by other users")])
     fresh = KernelCache(cache.root)
     assert fresh.load(KEY) is None
     assert fresh.load(KEY) is None
@@ -374,7 +373,7 @@ def test_a_folder_that_others_can_write_is_not_trusted(cache: KernelCache, mode:
     assert not fresh.store(replace(KEY, arch="sm_80"), "text", b"x", {})
     assert not any("sm_80" in path.name for path in cache.root.iterdir())
     cache.root.chmod(0o700)
-    assert fresh.load(KEY) is not None  # nothing in it was touched
+    assert fresh.load(KEY) is not None  # nothing in it was changed
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="giving a folder to another user needs root")
@@ -389,11 +388,11 @@ def test_a_folder_of_another_user_is_not_trusted(cache: KernelCache, what: str, 
         os.chown(cache.root, 12345, 12345)
     assert cache.load(KEY) is None
     assert "another user" in caplog.text
-    assert cache.verify() == (0, [(cache.root, "it belongs to another user")])
+    assert cache.verify() == (0, [(cache.root, f"{cache.root} belongs to another user")])
 
 
 def test_a_link_of_our_own_to_the_cache_is_followed(cache: KernelCache, tmp_path: Path) -> None:
-    """~/.cache on another disk."""
+    """~/.cache may be a link to another disk."""
     filled(cache)
     (tmp_path / "link").symlink_to(cache.root)
     assert KernelCache(tmp_path / "link").load(KEY) is not None
@@ -403,13 +402,13 @@ def test_a_link_of_our_own_to_the_cache_is_followed(cache: KernelCache, tmp_path
 
 
 def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> None:
-    """As a user that is not root, on a folder of mode 0555 of its own."""
+    """A user other than root has a folder of mode 0555."""
     tmp_path.chmod(0o755)
     root = Path("kernels")
     (tmp_path / root).mkdir()
 
     def work() -> None:
-        os.chdir(tmp_path)  # the folders above need not let another user through
+        os.chdir(tmp_path)  # the other user may be unable to enter the folders above
         if os.getuid() == 0:
             os.chown(root, 12345, 12345)
             os.setuid(12345)
@@ -420,7 +419,7 @@ def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> No
         for arch in ("sm_80", "sm_89"):
             assert not cache.store(replace(KEY, arch=arch), "text", b"x", {})
         assert len(caplog.records) == 1
-        DAMAGE["truncated"](path.parent)  # cannot be removed: a miss all the same
+        DAMAGE["truncated"](path.parent)  # it cannot be removed, but it is still a miss
         assert cache.load(KEY) is None
         assert not cache.store(KEY, "text", DATA, {})
         root.chmod(0o755)
@@ -429,7 +428,7 @@ def test_a_folder_without_write_permission_is_read(tmp_path: Path, caplog) -> No
 
 
 DEAD = f".tmp-{0:032x}"
-"""A temporary folder as a store makes it."""
+"""The name of a temporary folder of a store."""
 
 OF_THE_USER = (
     "api/spec.json",
@@ -449,7 +448,7 @@ OF_THE_USER = (
 
 @pytest.mark.parametrize("how", ["clear", "prune"])
 def test_what_jitrope_did_not_make_is_never_removed(cache: KernelCache, how: str) -> None:
-    """`JITROPE_CACHE_DIR` may be a folder with work in it."""
+    """`JITROPE_CACHE_DIR` may be a folder with other files."""
     for name in OF_THE_USER:
         (cache.root / name).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         (cache.root / name).write_text(name)
@@ -477,11 +476,11 @@ def test_a_folder_that_cannot_be_listed_is_said(tmp_path: Path) -> None:
     assert "cannot read the kernel cache" in reason
 
 
-# ---- removing what is old ------------------------------------------------------------------------
+# ---- removing old entries ------------------------------------------------------------------------
 
 
 def test_prune_removes_what_was_written_before(cache: KernelCache) -> None:
-    """Damaged entries, those of another version and abandoned temporary folders too."""
+    """Damaged entries, entries of another version and abandoned temporary folders are removed too."""
     keys = [replace(KEY, ingredients=str(i)) for i in range(4)]
     folders = [filled(cache, key).parent for key in keys]
     edit(folders[1], "format", 1)
@@ -503,13 +502,13 @@ def test_prune_removes_what_was_written_before(cache: KernelCache) -> None:
 
 @pytest.mark.parametrize("ahead", [365 * 24 * HOUR, 600])
 def test_a_date_in_the_future(cache: KernelCache, ahead: float) -> None:
-    """An entry that a wrong clock dated is old; one of a clock that is minutes ahead is new."""
+    """A date far ahead means a wrong clock, so the entry is old. A date some minutes ahead is new."""
     folder = filled(cache, KEY).parent
     os.utime(folder, (time.time() + ahead,) * 2)
     assert cache.prune(HOUR) == ([folder] if ahead > HOUR else [])
 
 
-# ---- where it is ---------------------------------------------------------------------------------
+# ---- the folder's place --------------------------------------------------------------------------
 
 
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -526,7 +525,7 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert config.cache_dir() == Path("/home/me/.cache/jitrope")
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user that the system does not know
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without an entry in the password file
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert config.cache_dir() == tmp_path / f"jitrope-{os.getuid()}"
@@ -574,14 +573,14 @@ from jitrope.jit import kernels
 from jitrope.tools.prewarm import specs_of
 found = kernels.build(specs_of(heads=8)[0], "sm_90")
 from cupy.cuda import compiler
-kept = compiler._kernel_cache_backend._cache_dir        # where a user's own CuPy kernels will be put
+kept = compiler._kernel_cache_backend._cache_dir        # the folder for a user's own CuPy kernels
 print(found.compiled, found.kept, os.path.isdir(kept), "CUPY_CACHE_DIR" in os.environ)
 """
 
 
 @pytest.mark.parametrize("home", ["missing", "under a file", "with a file in CuPy's place", "unknown"])
 def test_compiling_with_a_home_that_cannot_be_written(tmp_path: Path, home: str) -> None:
-    """`import cupy` makes a folder in the home directory, fails where it cannot, and keeps to it."""
+    """`import cupy` makes a folder in the home directory, fails if it cannot, and never changes the folder."""
     (tmp_path / "file").touch()
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".cupy").touch()
@@ -618,7 +617,7 @@ def test_jitrope_log(tmp_path: Path, level: str, said: str) -> None:
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
-    """The process's cache, empty."""
+    """The cache of this process, empty."""
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
     return kernels.kernel_cache()
 
@@ -667,15 +666,15 @@ def test_build_without_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_a_compiled_kernel_is_never_read_again(own_cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a network the winner's files may show up late, or not be what they were."""
+    """On a network the files of another process may appear late, or may have changed."""
     kernels.build(SPEC, "sm_90")
     want = own_cache.read(kernels.key_of(SPEC, "sm_90"))[CUBIN]
-    monkeypatch.setattr(KernelCache, "find", lambda *_: None)  # another process is faster: it is there at the rename
+    monkeypatch.setattr(KernelCache, "find", lambda *_: None)  # as if another process was faster
     assert kernels.build(SPEC, "sm_90") == (want, True, True)
 
 
 def test_without_a_compiler_any_compilers_kernel_serves(own_cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that was warmed elsewhere, on a machine that cannot compile."""
+    """A machine that cannot compile uses a cache that another machine filled."""
     want = kernels.build(SPEC, "sm_90").data
 
     def no_nvrtc() -> str:
@@ -696,7 +695,7 @@ def test_missing_cupy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setitem(sys.modules, "cupy", None)
             with pytest.raises(CompileError, match=rf"pip install 'jitrope\[{extra}\]'"):
                 kernels.build(SPEC, "sm_90")
-    assert compiler.import_cupy()  # installed meanwhile
+    assert compiler.import_cupy()  # it was installed in the meantime
 
 
 BROKEN = {
@@ -713,7 +712,7 @@ from jitrope.tools.prewarm import prewarm, specs_of
 (spec, *_) = specs_of(heads=[32, 8])
 for ask in (
     lambda: kernels.build(spec, "sm_90"),
-    lambda: kernels.is_cached(spec, "sm_90"),
+    lambda: kernels.kernel_cache().holds(kernels.key_of(spec, "sm_90")),
     lambda: compiler.Kernel(b"", "entry", 0),
     lambda: bundle.write(Path("kernels.tar"), [(spec, "sm_90")], 1),
 ):
@@ -740,7 +739,7 @@ def broken_cupy(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", [*BROKEN, "cut"])
 def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path, how: str) -> None:
-    """Whatever asks for a kernel, and each time it does."""
+    """Each function that needs a kernel raises the same error, each time."""
     broken_cupy(tmp_path, how)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{IMPORTS}"}
     done = fresh.python("-c", ASK_CUPY, cwd=tmp_path, env=environment)
@@ -759,7 +758,7 @@ def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path, how: 
     assert done.stderr == ""
 
 
-# ---- no compiling --------------------------------------------------------------------------------
+# ---- compiling is forbidden ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -771,7 +770,7 @@ def _configured() -> Iterator[None]:
 @pytest.mark.usefixtures("_configured")
 @pytest.mark.parametrize("how", ["environment", "configure"])
 def test_no_compile(own_cache, monkeypatch: pytest.MonkeyPatch, how: str, tmp_path: Path) -> None:
-    """A miss is an error with the command that makes the kernel, which is then run here."""
+    """A miss is an error with the command that makes the kernel. The test runs this command."""
     if how == "environment":
         monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
     else:
@@ -826,7 +825,7 @@ def call():
 
 
 def on_the_gpu(code: str, cache: Path, **environment: str) -> str:
-    """What a process that makes calls prints."""
+    """The output of a process that makes calls."""
     given = {**os.environ, "JITROPE_CACHE_DIR": str(cache), "PYTHONPATH": IMPORTS, **environment}
     done = subprocess.run([sys.executable, "-c", ON_THE_GPU + code], capture_output=True, text=True, env=given)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The `jitrope` command: what it prints, where, and its exit code."""
+"""The output and the exit code of the `jitrope` command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -21,9 +20,9 @@ from jitrope import InvalidInput
 from jitrope.base import config
 from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
-from jitrope.jit.entry import Entry, Key
+from jitrope.jit.entry import Key
 from jitrope.jit.registry import spec_from_dict
-from jitrope.tools import cli, console, doctor
+from jitrope.tools import cli, doctor
 from jitrope.tools.prewarm import read_calls, specs_of
 
 from . import fresh
@@ -45,7 +44,7 @@ def process(tmp_path: Path):
 
 @pytest.fixture
 def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The same in this process, which spares importing torch again."""
+    """Run the command in this process, which saves importing torch again."""
 
     def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         stdout, stderr, code = io.StringIO(), io.StringIO(), 0
@@ -66,7 +65,7 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-COMMANDS = ["", "prewarm", "render", "doctor", "cache", "cache ls", "cache path", "cache verify", "cache clear"]
+COMMANDS = ["", "prewarm", "render", "doctor", "cache", "cache ls", "cache verify", "cache clear"]
 COMMANDS += ["cache prune", "bundle", "bundle write", "bundle load", "bundle ls", "bench", "bench rope", "bench decode"]
 WITH_EXAMPLES = ["", "prewarm", "render", "cache verify", "cache prune", "bundle write"]
 
@@ -88,8 +87,8 @@ def test_commands_are_all_of_them(jitrope) -> None:
 
 WRONG = ["", "cache", "nothing", "cache ls --nothing", "cache prune", "cache prune --older-than much", "bundle load"]
 WRONG += ["prewarm --jobs -1", "prewarm --heads 8 --dtype int8", "prewarm --heads x --arch sm_90"]
-WRONG += ["prewarm --heads 8 --arch sm90", "prewarm --heads 8 --arch sm_090", "render --launch 3d"]
-WRONG += ["prewarm --heads 8 --head-dim 7 --arch sm_90"]
+WRONG += ["prewarm --heads 8 --arch sm90", "prewarm --heads 8 --arch sm_090", "render --from run.json --head-dim 64"]
+WRONG += ["prewarm --heads 8 --head-dim 7 --arch sm_90", "prewarm --from run.json --heads 8", "prewarm --backward"]
 FAILED = ["bundle load none.tar", "bundle ls none.tar", "prewarm --from none.json --arch sm_90", "bundle write k.tar"]
 
 
@@ -99,7 +98,7 @@ def test_exit_codes_and_no_traceback(jitrope, command: str) -> None:
     done = jitrope(*command.split())
     assert done.returncode == (2 if command in WRONG else 1)
     assert "Traceback" not in done.stderr
-    if command in ("", "cache"):  # shows its commands
+    if command in ("", "cache"):  # the help lists its commands
         assert "usage" in done.stdout
     else:
         assert done.stderr
@@ -127,7 +126,7 @@ def test_version(jitrope) -> None:
 
 
 def test_prewarm_then_everything_is_cached(jitrope, tmp_path: Path) -> None:
-    """Also where calls may not compile. A dry run says the same and builds nothing."""
+    """`prewarm` compiles even if calls must not. A dry run prints the same and builds nothing."""
     arguments = ("prewarm", "--heads", "32,8", "--heads", "24", "--arch", "sm_80,sm_90", "--json")
     dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
     assert (dry["would compile"], dry["cached"], dry["failed"]) == (6, 0, 0)
@@ -143,6 +142,13 @@ def test_prewarm_then_everything_is_cached(jitrope, tmp_path: Path) -> None:
     dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
     assert (dry["would compile"], dry["cached"]) == (1, 5)
     assert {k["arch"] for k in dry["kernels"] if k["outcome"] != "cached"} == {"sm_90"}
+
+
+def test_options_of_a_call_are_never_ignored(jitrope) -> None:
+    done = jitrope("prewarm", "--dtype", "fp16", "--arch", "sm_90")
+    assert done.stderr.endswith("jitrope prewarm: error: the options of a call need --heads\n")
+    done = jitrope("prewarm", "--from", "run.json", "--interleaved", "--arch", "sm_90")
+    assert done.stderr.endswith("jitrope prewarm: error: --from does not go with the options of a call\n")
 
 
 def test_prewarm_needs_an_architecture(process) -> None:
@@ -163,20 +169,6 @@ def test_prewarm_reports_failures(jitrope, tmp_path: Path, dry: tuple[str, ...])
     assert done.returncode == 1
     assert "nothing to build" in done.stderr
     assert json.loads(done.stdout)["kernels"] == []
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_for_terminals(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "compiling" not in jitrope("prewarm", "--heads", "8", "--arch", "sm_90").stderr
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-    step = console._progress(2)
-    step(None), step(None)
-    assert shown.getvalue() == "\rcompiling 1/2\rcompiling 2/2\n"
 
 
 def test_what_a_cache_lists_is_built_elsewhere(jitrope, tmp_path: Path) -> None:
@@ -236,14 +228,14 @@ def test_a_source_renders_again_by_the_command_at_its_head(jitrope, tmp_path: Pa
     assert done.stdout == text, done.stderr
 
 
+MROPE = {"position_ids": "int64", "mrope_section": [16, 24, 24]}
 CALLS_OF_LISTS = [
     ({"heads": 40}, [{"heads": 40}]),
     ({"heads": [32, 8]}, [{"heads": [32, 8]}]),
     ({"heads": [[32, 8], [24]], "dtype": "fp16"}, [{"heads": [32, 8]}, {"heads": [24]}]),
     ({"heads": [[32, 8], 24]}, [{"heads": [32, 8]}, {"heads": 24}]),
-    ({"heads": 40, "positions": ["int64", {"position_ids": "int64", "mrope_section": [16, 24, 24]}]},
-     [{"positions": "int64"}, {"positions": {"position_ids": "int64", "mrope_section": [16, 24, 24]}}]),
-]  # fmt: skip
+    ({"heads": 40, "positions": ["int64", MROPE]}, [{"positions": "int64"}, {"positions": MROPE}]),
+]
 
 
 @pytest.mark.parametrize(("written", "meant"), CALLS_OF_LISTS, ids=range(len(CALLS_OF_LISTS)))
@@ -284,7 +276,7 @@ NO_FUNCTION_TAKES = [
 
 @pytest.mark.parametrize(("words", "message"), NO_FUNCTION_TAKES, ids=str)
 def test_a_call_that_no_function_takes_is_named_and_refused(tmp_path: Path, words: dict, message: str) -> None:
-    """In the words of the function, behind the file's name and the call's place in it."""
+    """The message has the file's name, the index of the call and the function's own message."""
     path = tmp_path / "calls.json"
     path.write_text(json.dumps({"call": [{"heads": 8}, {"heads": [8, 4], **words}]}))
     with pytest.raises(InvalidInput, match=rf"^{re.escape(str(path))}: call\[1\]: .*{message}"):
@@ -304,15 +296,14 @@ def test_a_spec_of_a_file_that_no_kernel_has_is_named_and_refused(tmp_path: Path
 def test_cache_commands(jitrope, tmp_path: Path) -> None:
     kernels = tmp_path / "kernels"
     assert jitrope("cache", "ls").stdout == ""
-    assert jitrope("cache", "path").stdout == f"{kernels}\n"
+    assert jitrope("cache", "ls").stderr == f"0 kernels, 0.0 MiB in {kernels}\n"
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
-    listed = jitrope("cache", "ls")  # a line a kernel, where it is no terminal
+    listed = jitrope("cache", "ls")
     rows = [line.split("\t") for line in listed.stdout.splitlines()]
     assert [(row[1], Path(row[3]).parent) for row in rows] == [("sm_90", kernels)] * 2
     assert "2 kernels" in listed.stderr
     sizes = [entry["bytes"] for entry in json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]]
     assert sum(sizes) == sum(file.stat().st_size for file in kernels.glob("*/*"))
-    assert json.loads(jitrope("cache", "path", "--json", JITROPE_SYSTEM_CACHE="/a:/b").stdout)["system"] == ["/a", "/b"]
     assert jitrope("cache", "verify").returncode == 0
     victim = next(kernels.glob("*/kernel.cubin"))
     victim.write_bytes(b"broken")
@@ -324,7 +315,7 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
     for more in (("--dry-run",), ()):
         gone = json.loads(jitrope("cache", "prune", "--older-than", "30d", "--json", *more).stdout)
         assert gone["removed"] == [str(victim.parent)]
-    kernels.chmod(0o777)  # which stops no clearing
+    kernels.chmod(0o777)  # clearing works all the same
     (left,) = [str(path) for path in kernels.iterdir()]
     for more, left_over in ((["--dry-run"], 1), ([], 0)):
         done = json.loads(jitrope("cache", "clear", "--json", *more).stdout)
@@ -332,16 +323,8 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
         assert len(list(kernels.iterdir())) == left_over
 
 
-def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stdout", shown)
-    written = time.time() - 7200
-    console.print_entries([Entry(Path("x"), "rope", "sm_90", 81234, written=written)] * 2, "x", False)
-    assert shown.getvalue() == "  79 KiB    2h sm_90   rope\n" * 2
-
-
 def test_verify_by_a_cold_start(jitrope, tmp_path: Path) -> None:
-    """An entry that is whole, but that no call would find, is reported: here one that another compiler made."""
+    """A whole entry that no call would find is reported. Here another compiler made it."""
     jitrope("prewarm", "--heads", "8", "--arch", "sm_80,sm_90")
     done = jitrope("cache", "verify", "--cold", "--json")
     assert done.returncode == 0
@@ -381,17 +364,8 @@ def test_a_cold_start_that_finds_nothing_fails(jitrope) -> None:
     assert jitrope("cache", "verify").returncode == 0
 
 
-def test_a_cold_start_that_fails_is_one_line(jitrope, tmp_path: Path) -> None:
-    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "torch.py").write_text("raise RuntimeError('no such library')")
-    done = jitrope("cache", "verify", "--cold", "--json", PYTHONPATH=str(tmp_path / "broken"))
-    assert done.returncode == 1
-    assert done.stderr == "error: the cold start failed: RuntimeError: no such library\n"
-
-
 def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
-    """An intact entry beside the others whose spec has a field that none has here."""
+    """One entry is whole, but its spec has a field that this version does not know."""
     process("prewarm", "--heads", "8", "--arch", "sm_90")
     entry = next((tmp_path / "kernels").glob("*sm_90*"))
     meta = json.loads((entry / "spec.json").read_text())
@@ -410,7 +384,7 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
     cold = json.loads(done.stdout)["cold"]
     assert (done.returncode, cold) == (0, {"loaded": 0, "checked": 2, "bad": [], "others": 1})
     recorded = {"spec": json.loads((tmp_path / "listing.json").read_text())["spec"]}
-    (tmp_path / "run.json").write_text(json.dumps(recorded))  # no cache's listing: every kernel of it is needed
+    (tmp_path / "run.json").write_text(json.dumps(recorded))  # not a cache's listing, so every kernel is needed
     done = process("prewarm", "--from", "run.json", "--arch", "sm_90")
     assert done.returncode == 1
     assert "of_another_version" in done.stderr
@@ -430,7 +404,7 @@ def test_a_bundle_has_what_the_cache_has_and_serves_where_nothing_can_be_compile
     )
     assert bundled == kernels
     done = json.loads(jitrope("bundle", "write", "k.tar", "--arch", "sm_90,sm_89", "--dry-run", "--json").stdout)
-    assert (done["cached"], done["would compile"]) == (2, 4)  # of three specs
+    assert (done["cached"], done["would compile"]) == (2, 4)  # three specs for two architectures
     done = json.loads(jitrope("bundle", "write", "l.tar", "--from", "run.json", "--arch", "sm_80", "--json").stdout)
     assert (done["cached"], done["compiled"]) == (2, 0)
 
@@ -503,11 +477,11 @@ def test_doctor_of_a_faulty_cache_folder(jitrope, tmp_path: Path, name: str) -> 
 
 AS_OTHERS_MAY = "import ctypes, os, sys; os.geteuid() or ctypes.CDLL(None).prctl(24, 1, 0, 0, 0); "
 AS_OTHERS_MAY += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-"""Without CAP_DAC_OVERRIDE (1), taken out of the bounding set (24), a mode holds for root too."""
+"""A file's mode restricts root too once CAP_DAC_OVERRIDE (1) is removed from the bounding set (24)."""
 
 
 def test_doctor_of_a_read_only_folder_of_kernels(jitrope, tmp_path: Path) -> None:
-    """As in an image whose kernels were made when it was built: no fault, as long as nothing has to be kept."""
+    """An image may contain its kernels in a read-only folder. That is a fault only if kernels have to be stored."""
     folder = tmp_path / "kernels"
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
     folder.chmod(0o555)
@@ -526,7 +500,7 @@ def test_doctor_of_a_read_only_folder_of_kernels(jitrope, tmp_path: Path) -> Non
 
 
 def test_doctor_of_a_full_disk(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a disk with less room than a kernel takes."""
+    """A limit on the size of files acts like a disk that is too full for a kernel."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
     code += "from jitrope.tools.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JITROPE_CACHE_DIR": str(tmp_path / "kernels")}
@@ -542,7 +516,7 @@ def test_doctor_of_damaged_kernels_and_of_system_caches(jitrope, tmp_path: Path)
     victim = next((tmp_path / "kernels").glob("*/kernel.cubin"))
     victim.write_bytes(victim.read_bytes()[:-9])
     done = jitrope("doctor", "--json", **layer)
-    assert done.returncode == 0  # the next call makes it again
+    assert done.returncode == 0  # not a fault: the next call makes the kernel again
     assert "1 kernels, 1 damaged" in status(done, "kernel cache")[1]
     assert victim.parent.name in status(done, "kernel cache")[1]
     assert status(done, "system cache") == (True, f"{tmp_path}/k.tar, 2 kernels", "")
@@ -558,7 +532,7 @@ def missing_kernel(*arguments: object) -> None:
 
 
 def test_doctor_where_its_kernel_is_in_no_cache(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU a call asks for no kernel, so this one does; the next test has the real thing."""
+    """Without a GPU a call needs no kernel, so the call is replaced by one that does. The next test uses a GPU."""
     monkeypatch.setattr(doctor, "apply_rope", missing_kernel)
     done = jitrope("doctor", "--json", JITROPE_NO_COMPILE="1")
     assert done.returncode == 0
@@ -571,7 +545,7 @@ def test_doctor_of_a_gpu_that_nothing_may_be_compiled_for(process) -> None:
     done = process("doctor", "--json", JITROPE_NO_COMPILE="1", CUDA_VISIBLE_DEVICES=visible)
     assert done.returncode == 0, done.stdout
     assert status(done, "kernel")[1].startswith("not run")
-    for changes in ({}, {"JITROPE_NO_COMPILE": "1"}):  # the first call puts it into the cache
+    for changes in ({}, {"JITROPE_NO_COMPILE": "1"}):  # the first call stores the kernel
         done = process("doctor", "--json", CUDA_VISIBLE_DEVICES=visible, **changes)
         assert status(done, "kernel")[1] == "a call on the GPU gives the reference's bits"
 
@@ -612,7 +586,7 @@ def test_doctor_of_a_torch_for_another_cuda(jitrope, monkeypatch: pytest.MonkeyP
     [("nvidia*", "NVRTC", "cannot be loaded"), ("cupy*", "CuPy", "cannot be imported (No module named 'cupy'")],
 )
 def test_doctor_without(tmp_path: Path, missing: str, check: str, text: str) -> None:
-    """Python with all packages of this one but some: nothing is faked."""
+    """Run Python with all packages of this one except some."""
     packages, site = Path(sysconfig.get_paths()["purelib"]), tmp_path / "site"
     site.mkdir()
     for path in packages.iterdir():
@@ -630,9 +604,9 @@ def test_doctor_without(tmp_path: Path, missing: str, check: str, text: str) -> 
     assert re.match(r"pip install 'jitrope\[cuda1[23]\]'$", found[2])
     done = run("prewarm", "--heads", "8", "--arch", "sm_90", COLUMNS="200")
     assert done.returncode == 1
-    assert re.search(r"pip install 'jitrope\[cuda1[23]\]'", done.stderr)  # its brackets are no markup
+    assert re.search(r"pip install 'jitrope\[cuda1[23]\]'", done.stderr)  # the brackets are printed as they are
     assert "Traceback" not in done.stderr
-    if check == "NVRTC":  # as in an image that only loads kernels
+    if check == "NVRTC":  # an image that only loads kernels needs no NVRTC
         assert status(run("doctor", "--json", JITROPE_NO_COMPILE="1"), "NVRTC")[0]
 
 

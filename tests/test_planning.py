@@ -1,4 +1,4 @@
-"""`jitrope.planning`: the kernels of calls on meta tensors are those that launches of such calls plan."""
+"""`jitrope.planning` finds the kernels that launches of the same calls use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -
 
 
 def twin(x: Any) -> Any:
-    """A meta tensor of the same strides, as far from its memory's start."""
+    """A meta tensor with the same strides and the same offset."""
     if not isinstance(x, Tensor):
         return x
     needed = x.untyped_storage().nbytes() // x.element_size()
@@ -45,7 +45,7 @@ IN_PLACE = [case for case in CASES if case.options.get("interleaved_out", case.i
     ("case", "inplace"), [*((case, False) for case in CASES), *((case, True) for case in IN_PLACE)], ids=str
 )
 def test_the_planned_kernels_are_those_of_the_call_itself(case: Case, inplace: bool) -> None:
-    """Field for field, of both launches: tensors in memory give the same plan."""
+    """Every field of the plans of both launches is the same for tensors in memory."""
     call = make(case)
     want = []
     for launch in LAUNCHES:
@@ -65,7 +65,8 @@ OTHERS = {
     "a norm": (lambda: jitrope.prepare_qkv(Q, K, V, COS, SIN, norm=NORM), {"weight_dtype": "bf16"}),
     "a norm alone": (lambda: jitrope.prepare_qkv(Q, K, V, norm=NORM), {"norm_rounding": "once", "rotary_dim": 128}),
     "a weight of q alone": (
-        lambda: jitrope.prepare_qkv(Q, K, V, COS, SIN, norm=Norm(meta(128))), {"weight_dtype": "bf16"},
+        lambda: jitrope.prepare_qkv(Q, K, V, COS, SIN, norm=Norm(meta(128))),
+        {"weight_dtype": "bf16"},
     ),
     "fp8": (lambda: jitrope.prepare_qkv(Q, None, V, COS, SIN, quantize=Quantize(0.5)), {"q_out": "fp8"}),
     "a cache": (
@@ -86,7 +87,7 @@ OTHERS = {
         lambda: jitrope.prepare_joint_qkv((K, K, K), (K, K, K), *meta(2, 8192, 64, dtype=torch.float32), norm=NORM),
         {"two_streams": True, "two_tables": False},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -131,13 +132,12 @@ def test_each_kernel_is_listed_once_in_the_order_of_the_calls() -> None:
         assert specs == first
         rope(Q, Q)
     assert specs[:2] == first
-    assert len(specs) == 3  # both calls have the same kernel of tiles
+    assert len(specs) == 3  # both calls share one kernel
 
 
 def test_a_launch_can_be_named_or_left_to_the_sizes() -> None:
-    for launches, tokens, want in (
-        (["grid_2d"], 4096, "grid_2d"), (["auto"], 4096, "token_linear"), (["auto"], 1, "grid_2d"),
-    ):  # fmt: skip
+    cases = (["grid_2d"], 4096, "grid_2d"), (["auto"], 4096, "token_linear"), (["auto"], 1, "grid_2d")
+    for launches, tokens, want in cases:
         with jitrope.planning(launches) as specs:
             rope(Q[:, :tokens], K[:, :tokens])
         assert [spec.launch for spec in specs] == [want]
@@ -156,7 +156,7 @@ def test_only_calls_on_meta_tensors_in_the_block_are_noted() -> None:
         thread = threading.Thread(target=rope)
         thread.start()
         thread.join()
-        assert rope(Q[:, :0], K[:, :0])[0].shape == (1, 0, 32, 128)  # no token, no kernel
+        assert rope(Q[:, :0], K[:, :0])[0].shape == (1, 0, 32, 128)  # no kernel without tokens
     rope()
     assert specs == []
 

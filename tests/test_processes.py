@@ -1,4 +1,4 @@
-"""Threads, forks, spawned workers: one compile where one is enough, one whole entry, nothing that waits for ever."""
+"""Threads, forks and spawned workers: they compile once if one compile is enough, and nothing waits for ever."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ SPEC = SPECS[0]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
-    """The process's cache, empty."""
+    """The cache of this process, empty."""
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
     return kernels.kernel_cache()
 
 
 class Loaded:
-    """In the place of the driver, which is not there: keeps what it is given to load."""
+    """A kernel that is not loaded, because there is no driver; it only keeps its arguments."""
 
     def __init__(self, cubin: bytes, entry: str, device: int) -> None:
         self.cubin, self.entry, self.device = cubin, entry, device
@@ -57,7 +57,7 @@ class Loaded:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`get_kernel` as on a machine with GPUs of sm_90; all but the loading is real."""
+    """Make `get_kernel` work as on a machine with GPUs of sm_90. Only the loading is replaced."""
     monkeypatch.setattr(kernels, "Kernel", Loaded)
     monkeypatch.setattr(kernels, "arch_of", lambda device: "sm_90")
     monkeypatch.setattr(kernels, "_kernels", {})
@@ -66,7 +66,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh process prints."""
+    """The output of a new process."""
     given = {**os.environ, "PYTHONPATH": IMPORTS, **environment}
     done = fresh.python("-c", code, env=given)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -110,7 +110,7 @@ def test_no_disk_and_no_lock_after_the_first_call(cache: KernelCache, monkeypatc
     kernels.get_kernel(SPEC, 0)
 
     def work() -> None:
-        thread = threading.Thread(target=kernels._build_lock.acquire)  # whoever takes it now waits for ever
+        thread = threading.Thread(target=kernels._build_lock.acquire)  # from now on taking it would wait for ever
         thread.start()
         thread.join()
         assert not kernels._build_lock.acquire(timeout=0.01)
@@ -126,7 +126,7 @@ def test_no_disk_and_no_lock_after_the_first_call(cache: KernelCache, monkeypatc
 
 
 def test_what_is_not_the_images_fault_is_not_compiled_again(cache: KernelCache, driver, monkeypatch, caplog) -> None:
-    """Out of memory, or an earlier kernel's fault: the entry, which others use too, stays."""
+    """Out of memory or the fault of an earlier kernel: the entry is kept, because other processes use it."""
     path = cache.root / kernels.key_of(SPEC, "sm_90").folder
     kernels.build(SPEC, "sm_90")
 
@@ -181,11 +181,11 @@ def run_ranks(cache: KernelCache, turns: int, tears: bool) -> dict:
 
 @pytest.mark.parametrize("tears", [False, True], ids=["all whole", "one of which tears entries"])
 def test_16_ranks_on_one_empty_cache(cache: KernelCache, tears: bool) -> None:
-    """All at once; each gets the right bytes, and one whole entry is left. No lock is taken."""
+    """All start at once. Each gets the right bytes, and one whole entry is left, without a lock."""
     report = run_ranks(cache, 3 if tears else 1, tears)
     assert report["codes"] == [0] * 16
     assert len({digest for seen, _ in report["found"] for digest in seen}) == 1
-    kernels.build(SPEC, "sm_90")  # makes a torn one again
+    kernels.build(SPEC, "sm_90")  # replaces a torn entry
     assert cache.verify() == (1, [])
     assert [p.name for p in cache.root.iterdir()] == [cache.entries()[0].path.name]
 
@@ -208,7 +208,7 @@ def test_a_rank_that_is_killed_while_it_compiles_holds_up_nobody(cache: KernelCa
     rank = subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, env=environment)
     assert rank.stdout.readline() == b"compiling\n"
     start = time.monotonic()
-    assert kernels.build(SPEC, "sm_90").kept  # beside it
+    assert kernels.build(SPEC, "sm_90").kept  # while the other one compiles
     assert time.monotonic() - start < 30
     rank.kill()
     rank.wait()
@@ -232,7 +232,7 @@ def test_a_child_forked_while_a_thread_builds_has_a_lock_of_its_own(cache: Kerne
         kernels.get_kernel(SPEC, 0)
         assert kernels.kernel_cache().counts.compiled == 1
 
-    compiler.import_cupy()  # the documented order: what a thread holds of importlib stays held
+    compiler.import_cupy()  # as documented: an import of another thread at the fork would never end
     thread = threading.Thread(target=build)
     thread.start()
     held.wait()
@@ -266,7 +266,7 @@ def test_neither_import_nor_fork_nor_a_cpu_call_touches_cuda(tmp_path: Path) -> 
 
 
 class Rotated(torch.utils.data.Dataset):
-    """Its items are rotated by whoever loads them."""
+    """A data set that rotates an item when it is loaded."""
 
     def __len__(self) -> int:
         return 8
@@ -307,7 +307,6 @@ PICKLED = {
     "mask": Mask(),
     "counts": KernelCache(Path("/a")).counts,
     "entry": Entry(Path("/a"), "name", "sm_90", 3),
-    "recording": recording.Recording([SPEC]),
     "check": Check("CuPy", True, "14.0"),
     "case": Case(torch.device("cpu"), torch.float32, 2, 1, 8, 8),
 }
@@ -333,7 +332,7 @@ OBJECTS = {
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("what", OBJECTS)
 def test_objects_are_pickled_copied_and_printed(what: str, used: bool, copied) -> None:
-    """Also after use, with the tables that they keep."""
+    """They may have been used before and hold tables."""
     x, text = OBJECTS[what]
     if used and isinstance(x, (Partition, Schedule)):
         assert x.position_ids.shape == (x.shape.rows,)
@@ -391,18 +390,18 @@ def test_an_error_of_a_worker_reaches_its_parent(cache: KernelCache, monkeypatch
 
 @pytest.mark.usefixtures("driver")
 def test_record_notes_what_was_asked_for(cache: KernelCache, tmp_path: Path) -> None:
-    kernels.get_kernel(SPECS[0], 0)  # before: a prepared launch asks nobody again
+    kernels.get_kernel(SPECS[0], 0)  # before the block: a prepared launch does not ask for it again
     with jitrope.record(tmp_path / "run.json") as seen:
         kernels.get_kernel(SPECS[1], 0)
         kernels.get_kernel(SPECS[1], 1)
-    assert seen.specs == SPECS[:2]
+    assert seen == SPECS[:2]
     assert read_calls(tmp_path / "run.json") == SPECS[:2]
     with jitrope.record(tmp_path / "run.json"):
         kernels.get_kernel(SPECS[2], 0)
     assert read_calls(tmp_path / "run.json") == SPECS[:3]
     with jitrope.record() as seen:
         pass
-    assert seen.specs == SPECS[:3]
+    assert seen == SPECS[:3]
 
 
 @pytest.mark.usefixtures("driver")
@@ -436,7 +435,7 @@ def test_a_file_that_is_no_record_is_refused_before_the_run(tmp_path: Path, text
 
 
 def test_an_empty_file_is_an_empty_record(tmp_path: Path) -> None:
-    """As `mktemp` makes it."""
+    """`mktemp` makes such a file."""
     path = tmp_path / "run.json"
     path.touch()
     assert read_calls(path) == []
@@ -468,10 +467,10 @@ def test_a_record_has_no_spec_that_cannot_be_read(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("JITROPE_RECORD", str(tmp_path / "run.json"))
     with pytest.raises(jitrope.InvalidInput, match=f"{next(iter(field))} is"):
         recording.note(replace(SPEC, **field))
-    recording.note(SPEC)  # which the other is equal to
+    recording.note(SPEC)  # it is equal to the other one
     with jitrope.record(tmp_path / "other.json") as seen:
         pass
-    assert seen.specs == read_calls(tmp_path / "run.json") == read_calls(tmp_path / "other.json") == [SPEC]
+    assert seen == read_calls(tmp_path / "run.json") == read_calls(tmp_path / "other.json") == [SPEC]
 
 
 def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -509,7 +508,7 @@ def work(number, barrier):
     for spec in SPECS[number::8]:
         recording.note(spec)
     if number % 2:
-        os.kill(os.getpid(), signal.SIGKILL)  # as a worker that is not given time to say good-bye
+        os.kill(os.getpid(), signal.SIGKILL)  # the worker gets no time to finish
 
 if __name__ == "__main__":
     for method, numbers in (("fork", range(7)), ("spawn", range(7, 8))):
@@ -522,7 +521,7 @@ if __name__ == "__main__":
 
 
 def test_workers_record_into_one_file(tmp_path: Path) -> None:
-    """Forked and spawned, all at once, some of them killed; also in the process's own words, `read_calls`."""
+    """Forked and spawned workers write at the same time, and some of them are killed."""
     (tmp_path / "workers.py").write_text(WORKERS)
     environment = {**os.environ, "PYTHONPATH": IMPORTS, "JITROPE_RECORD": "run.json"}
     subprocess.run([sys.executable, "workers.py"], check=True, cwd=tmp_path, env=environment, timeout=200)
@@ -579,7 +578,7 @@ print(len(want), all(torch.equal(out, want[0]) for out in want), len(kernels.com
 
 @pytest.mark.gpu
 def test_errors_of_an_image_and_others_are_told_apart(tmp_path: Path) -> None:
-    """No image, and an image without the entry, against what an earlier kernel did to the context."""
+    """A damaged image, an image without the entry, and a context that an earlier kernel broke."""
     code = """
 import cupy
 from jitrope import CompileError

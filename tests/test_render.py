@@ -1,4 +1,4 @@
-"""Spec -> source: strict, readable, and errors that name the template's own line."""
+"""Spec -> source. The text is readable, and errors name the line of the template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from jinja2 import meta
 
 from jitrope.base.errors import CompileError
-from jitrope.base.spec import Named, Spec
+from jitrope.base.spec import Spec
 from jitrope.jit import compiler, render
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import arguments
@@ -51,7 +51,7 @@ def cuda(spec: Spec) -> str:
     return render.render(spec).text.removeprefix(render.head(spec))
 
 
-def test_every_template_is_somebodys() -> None:
+def test_every_template_is_used() -> None:
     assert {SPEC.template, NORM_SPEC.template, GRADIENT_SPEC.template} == ROPE_ENTRIES
     assert {path.name for path in TEMPLATES.glob("*.jinja")} == ENTRIES | PARAMETERS
 
@@ -65,7 +65,7 @@ def test_every_constant_is_used_and_none_is_missing(spec: Spec) -> None:
 
 
 def test_assembly_that_reads_or_writes_memory_is_volatile() -> None:
-    """Else it is arithmetic to the compiler, which may do a load before the condition that guards it."""
+    """Otherwise the compiler may move a load before the condition that guards it."""
     found = [
         (path.name, volatile, text)
         for path in sorted(TEMPLATES.glob("*.cu*"))
@@ -84,7 +84,7 @@ def test_no_jinja_below_the_parameter_block(name: str) -> None:
     assert (marker in text) == (name in PARAMETERS)
     below = text.split(marker)[-1]
     assert len(below) > {"thd_tables.cu.jinja": 300, "norm_parameters.cuh.jinja": -1}.get(name, 1000)
-    if name in ENTRIES:  # which include, and nothing else
+    if name in ENTRIES:  # these only include other files
         below = re.sub(r'^{% include "[\w.]+" %}$', "", below, flags=re.MULTILINE)
     assert not re.search(r"{{|{%|{#", below)
 
@@ -127,8 +127,8 @@ EVIL = ["x\n#error", "x\r#error", "x\u2028#error", "x\\", "??/", "*/ #error /*",
 
 
 @dataclass(frozen=True)
-class Evil(Named):
-    """A spec of somebody else's, with any text in its name and in a field."""
+class Evil(Spec):
+    """Another author's spec, with any text in its name and in a field."""
 
     text: str
     kind = "evil"
@@ -151,7 +151,7 @@ def test_no_text_ends_the_comment_at_the_head(text: str, tmp_path: Path, monkeyp
         spec = Evil(text)
         lines = render.head(spec).splitlines()
         assert all(line.startswith("//") and line.isascii() and not line.endswith("\\") for line in lines)
-        with pytest.raises(CompileError) as caught:  # the template's own error, at its own line, and no other
+        with pytest.raises(CompileError) as caught:  # only the template's error, at its line
             compiler.compile_source(render.render(spec), "sm_90")
         assert re.findall(r"\S+ error: .*", str(caught.value)) == [
             'evil.cu.jinja(1): error: identifier "nope" is undefined'
@@ -206,7 +206,7 @@ def test_ingredients_follow_every_field_of_moving_rows() -> None:
 
 @pytest.mark.parametrize("spec", [SPEC, NORM_SPEC], ids=["rope", "norm"])
 def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec) -> None:
-    """The compiler's offset of each field is that of its words on the host."""
+    """The compiler and the host give each field the same offset."""
     if compiler.nvrtc_version() < (13, 5):
         pytest.skip("this NVRTC has no __builtin_offsetof, which 13.5 has")
     names = arguments.address_names(spec.norm)
@@ -264,7 +264,7 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
     spec = next(s for s in (*ROPE_SPECS, *THD_SPECS) if name in render._texts(s.template))
     texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
-    ends = ("}", "};", "static_assert")  # of lines after which a declaration may stand
+    ends = ("}", "};", "static_assert")  # starts of lines that a declaration may follow
     at = next((i for i, line in enumerate(lines) if i > len(lines) // 2 and line.startswith(ends)), len(lines) - 1)
     lines.insert(at + 1, "int broken = nope;")
     texts[name] = "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""Arguments of any type: what is plainly meant is taken, all else is refused in one line.
+"""Checks of arguments of any type: a value with a plain meaning is taken, any other is refused in one line.
 
-The message says the function, the argument, what was given and what it must be. Values known only to a compiler
-(`torch.SymInt`, `torch.SymFloat`) pass as they are. numpy is never imported: its scalars are known by what they are
-registered as (`numbers`).
+The message names the function and the argument, shows the value and says what it must be. Values known only to a
+compiler (`torch.SymInt`, `torch.SymFloat`) pass unchanged. numpy is never imported: its scalars are recognised by the
+classes of `numbers` that they are registered as.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .errors import InvalidInput
 
-_LARGEST = 2**63 - 1  # what an operation of torch takes
-_LONGEST = 80  # characters of what was given
+_LARGEST = 2**63 - 1  # the largest integer that torch's operations take
+_LONGEST = 80  # characters of a value in a message
 
 
 def refuse(function: str, label: str, value: Any, must: str) -> NoReturn:
@@ -29,23 +29,21 @@ def refuse(function: str, label: str, value: Any, must: str) -> NoReturn:
 
 
 def whole(function: str, label: str, value: Any, least: int | None = None) -> int:
-    """A whole number, of at least `least`, by its value: Python's, numpy's or a symbolic one, 2.0 and True (1) too."""
+    """A whole number of at least `least`. Python's, numpy's and symbolic ones are taken, also 2.0 and True (1)."""
+    found: int | None = value
     if type(value) is not int and not isinstance(value, torch.SymInt):
         real = _real(value)
         try:
-            found = None if real is None else int(real)
+            found = int(real) if real is not None and int(real) == real else None
         except (ArithmeticError, ValueError):  # nan and infinite
             found = None
-        if found is None or found != real:
-            refuse(function, label, value, _whole_words(least))
-        value = found
-    if (least is not None and value < least) or (type(value) is int and abs(value) > _LARGEST):
-        refuse(function, label, value, _whole_words(least))
-    return value  # type: ignore[no-any-return]
+    if found is None or (least is not None and found < least) or (type(found) is int and abs(found) > _LARGEST):
+        refuse(function, label, value, "a whole number" + (f" of at least {least}" if least is not None else ""))
+    return found
 
 
 def flag(function: str, label: str, value: Any) -> bool:
-    """True or False, by its value: numpy's, 1 and 0 too. None and "no" are none."""
+    """True or False. numpy's, 1 and 0 are taken too; None and "no" are refused."""
     if isinstance(value, bool):
         return value
     real = _real(value)
@@ -55,10 +53,9 @@ def flag(function: str, label: str, value: Any) -> bool:
 
 
 def number(function: str, label: str, value: Any, above: float | None = None, or_else: str = "") -> float:
-    """A finite number, greater than `above`, by its value: Python's or numpy's, whole or not, or a symbolic one."""
-    if type(value) is float or isinstance(value, (torch.SymInt, torch.SymFloat)):
-        found = value
-    else:
+    """A finite number greater than `above`. Python's, numpy's and symbolic ones are taken, whole or not."""
+    found: float = value
+    if type(value) is not float and not isinstance(value, (torch.SymInt, torch.SymFloat)):
         real = _real(value)
         too_large = isinstance(real, numbers.Integral) and abs(operator.index(real)) > _LARGEST
         try:
@@ -66,17 +63,22 @@ def number(function: str, label: str, value: Any, above: float | None = None, or
         except ArithmeticError:
             found = float("nan")
     if type(found) is float and (found * 0 != 0 or (above is not None and found <= above)):
-        refuse(function, label, value, _number_words(above) + or_else)
-    return found  # type: ignore[return-value]
+        must = "a finite number" if above is None else f"a finite number above {above}"
+        refuse(function, label, value, must + or_else)
+    return found
 
 
 def _real(value: Any) -> Any:
-    """The real number that a value is, or None. Known calls are found by values, so equal ones must mean the same."""
+    """The real number of a value, or None. Known calls are found by value, so equal values must mean the same."""
     if isinstance(value, numbers.Real):
         return value
-    if isinstance(value, numbers.Number) or type(value).__name__ in ("bool", "bool_"):  # complex, Decimal, numpy's bool
-        return value.real if value.imag == 0 else None  # type: ignore[union-attr]
-    return value if _is_traced_scalar(value) else None
+    if isinstance(value, Tensor):  # `torch.jit.trace` shows sizes as tensors without axes
+        return value if torch.jit.is_tracing() and value.dim() == 0 else None  # type: ignore[attr-defined]
+    kind = type(value).__name__
+    if kind == "ndarray" and torch.compiler.is_compiling():  # `torch.compile` shows numpy's scalars without axes
+        return value if value.ndim == 0 else None
+    is_number = isinstance(value, numbers.Number) or kind in ("bool", "bool_")  # complex, Decimal, numpy's bool
+    return value.real if is_number and value.imag == 0 else None
 
 
 def word(function: str, label: str, value: Any, allowed: Iterable[str]) -> str:
@@ -96,27 +98,25 @@ def wholes(function: str, label: str, value: Any, least: int | None = None) -> t
 
 
 def path(function: str, label: str, value: Any) -> Path:
-    """A `pathlib.Path`, from text or anything that is a path."""
+    """A `pathlib.Path`, made from text or from any path."""
     if not isinstance(value, (str, os.PathLike)) or isinstance(found := os.fspath(value), bytes) or "\0" in found:
         refuse(function, label, value, "a path, as text or a pathlib.Path")
     return Path(found)
 
 
 def device(function: str, label: str, value: Any) -> torch.device | None:
-    """A device that tensors can be made on here, by torch's name or number for it; None: torch's default."""
+    """A device of this machine, given by torch's name or number for it. None stays None: torch's default device."""
     if value is None:
         return None
     is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    good = is_number or isinstance(value, (str, torch.device))
-    if good:
-        try:
+    try:
+        if is_number or isinstance(value, (str, torch.device)):
             found = torch.device(operator.index(value) if is_number else value)
             torch.empty(0, device=found)
-        except (RuntimeError, ValueError, AssertionError):  # no such device, or no torch for it
-            good = False
-    if not good:
-        refuse(function, label, value, "a device that torch has here, such as 'cuda' or 'cpu'")
-    return found
+            return found
+    except (RuntimeError, ValueError, AssertionError):  # there is no such device, or this torch has no support for it
+        pass
+    refuse(function, label, value, "a device that torch has here, such as 'cuda' or 'cpu'")
 
 
 def items(function: str, label: str, value: Any, must: str) -> list[Any]:
@@ -132,7 +132,7 @@ def items(function: str, label: str, value: Any, must: str) -> list[Any]:
 def tensor(
     function: str, label: str, value: Any, dtypes: Sequence[torch.dtype] = (), rank: int | None = None
 ) -> Tensor:
-    """A tensor, of one of some dtypes, with so many axes. A list or a numpy array is none: it has no device."""
+    """A tensor of one of `dtypes` with `rank` axes. A list or a numpy array is refused, because it has no device."""
     if not isinstance(value, Tensor):
         refuse(function, label, value, "a tensor")
     if dtypes and value.dtype not in dtypes:
@@ -143,11 +143,11 @@ def tensor(
 
 
 def shown(value: Any) -> str:
-    """What was given, for a message: short, and on one line."""
+    """A value as text for a message: short, and on one line."""
     kind = type(value)
-    if isinstance(value, Tensor) and value.is_nested:
-        return "a nested tensor"
     if isinstance(value, Tensor):
+        if value.is_nested:
+            return "a nested tensor"
         return f"a tensor of shape {tuple(value.shape)}, {_short(value.dtype)}, on {value.device}"
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return f"a numpy array of shape {tuple(value.shape)}"
@@ -159,20 +159,5 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _is_traced_scalar(value: Any) -> bool:
-    """`torch.compile` sees numpy's scalars as arrays without axes, `torch.jit.trace` sizes as tensors without axes."""
-    if isinstance(value, Tensor):
-        return torch.jit.is_tracing() and value.dim() == 0  # type: ignore[attr-defined]
-    return torch.compiler.is_compiling() and type(value).__name__ == "ndarray" and value.ndim == 0  # type: ignore[no-any-return]
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _whole_words(least: int | None) -> str:
-    return "a whole number" if least is None else f"a whole number of at least {least}"
-
-
-def _number_words(above: float | None) -> str:
-    return "a finite number" if above is None else f"a finite number above {above}"

@@ -1,13 +1,14 @@
-"""The environment: where things are, what is allowed and how loud we are. No other file reads `os.environ`."""
+"""Settings from the environment and from `configure`. No other file reads `os.environ`."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,17 @@ from . import arguments
 __version__ = "0.1.0"  # read by the build, without an import
 log = logging.getLogger("jitrope")
 
-
 VARIABLES = {
-    "JITROPE_CACHE_DIR": "the folder that kernels are kept in",
-    "JITROPE_SYSTEM_CACHE": "read-only caches below it: folders or bundles, joined as in PATH",
+    "JITROPE_CACHE_DIR": "the folder of the kernel cache",
+    "JITROPE_SYSTEM_CACHE": "read-only caches that are searched after it: folders or bundles, joined as in PATH",
     "JITROPE_NO_COMPILE": "1: a kernel that is in no cache is an error",
-    "JITROPE_RECORD": "a JSON file that is told every kernel a run asks for, for `jitrope prewarm --from`",
+    "JITROPE_RECORD": "a JSON file to which every kernel of a run is added, for `jitrope prewarm --from`",
     "JITROPE_LOG": "debug, info, warning or error",
 }
 """Every variable that jitrope reads."""
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-_may_compile: bool | None = None  # None: what the environment says
+_may_compile: bool | None = None  # None: as the environment says
 _launch = "auto"
 _KEPT: Any = object()
 LAUNCHES = ("auto", "token_linear", "grid_2d")
@@ -36,20 +36,21 @@ _warned: set[str] = set()
 
 
 def unknown_variables() -> list[str]:
-    """Variables that begin with JITROPE_ and mean nothing."""
+    """Variables that begin with JITROPE_ but are unknown, so they have no effect."""
     return sorted(name for name in os.environ if name.startswith("JITROPE_") and name not in VARIABLES)
 
 
 def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
-    """Settings of this process, over the environment's. One that is not given stays as it is.
+    """Change settings of this process. They take precedence over the environment; a missing argument changes nothing.
 
     Args:
-        compile: False: a kernel that is in no cache raises `MissingKernel`, which names it and the command that
-            makes it; True: it is compiled, whatever `JITROPE_NO_COMPILE` says; None: as that says.
+        compile: with False, a kernel that is in no cache raises `MissingKernel`, which names the kernel and the
+            command that makes it. With True it is compiled, whatever `JITROPE_NO_COMPILE` says. None: follow
+            `JITROPE_NO_COMPILE`.
         launch: "auto", or force "token_linear" or "grid_2d", to compare them; all give the same bits.
 
     Raises:
-        InvalidInput: an argument is none of these; nothing was changed.
+        InvalidInput: an argument has another value; nothing was changed.
     """
     global _may_compile, _launch
     if compile is not _KEPT:
@@ -63,13 +64,13 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
 
 
 def on_change(react: Callable[[], None]) -> Callable[[], None]:
-    """Call a function when the launch is set to another."""
+    """Call a function whenever `configure` changes the launch."""
     _reactions.append(react)
     return react
 
 
 def launch() -> str:
-    """The launch that is forced, else "auto"."""
+    """The forced launch, else "auto"."""
     return _launch
 
 
@@ -79,35 +80,35 @@ def compile_allowed() -> bool:
         return _may_compile
     word = os.environ.get("JITROPE_NO_COMPILE", "").strip().lower()
     if word not in _TRUE + _FALSE:
-        _warn_once(f"JITROPE_NO_COMPILE={word} is neither 1 nor 0; it is taken as 1")
+        _warn_once(f"JITROPE_NO_COMPILE={word} is neither 1 nor 0; it counts as 1")
     return word in _FALSE
 
 
 def cache_dir() -> Path:
     """The kernel cache: `JITROPE_CACHE_DIR`, else `$XDG_CACHE_HOME/jitrope`, else `~/.cache/jitrope`.
 
-    Where there is no home folder (an unknown user in a container) it is one of this user in the temporary folder.
+    Without a home folder (an unknown user in a container) it is a folder of this user in the temporary folder.
     """
     given = os.environ.get("JITROPE_CACHE_DIR", "")
     if os.path.expanduser(given).startswith("~"):
-        _warn_once(f"JITROPE_CACHE_DIR={given}: there is no such home folder; it is taken as not set")
+        _warn_once(f"JITROPE_CACHE_DIR={given}: there is no such home folder; it counts as not set")
     elif given:
         return _path(given)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if base.is_absolute():  # the standard has others ignored
+    if base.is_absolute():  # the standard says to ignore other paths
         return base / "jitrope"
     home = Path(os.path.expanduser("~"))
     if home.is_absolute():
         return home / ".cache" / "jitrope"
     try:
         temporary = tempfile.gettempdir()
-    except OSError:  # nothing can be written, so nothing will be
+    except OSError:  # no folder can be written, so nothing will be stored
         temporary = os.sep
     return Path(temporary) / f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
 def _path(given: str) -> Path:
-    """Absolute, `~` expanded where there is such a home folder; as given where the working folder is gone."""
+    """An absolute path with `~` expanded if that home exists. It stays relative if the working folder was deleted."""
     path = Path(os.path.expanduser(given))
     with contextlib.suppress(FileNotFoundError):
         return path.absolute()
@@ -115,7 +116,7 @@ def _path(given: str) -> Path:
 
 
 def system_caches() -> tuple[Path, ...]:
-    """The folders and bundles of `JITROPE_SYSTEM_CACHE`, the first before the others."""
+    """The folders and bundles of `JITROPE_SYSTEM_CACHE`, in order."""
     given = os.environ.get("JITROPE_SYSTEM_CACHE", "")
     return tuple(_path(part) for part in given.split(os.pathsep) if part)
 
@@ -133,25 +134,24 @@ def _warn_once(message: str) -> None:
 
 
 def set_up_logging() -> None:
-    """Show jitrope's messages from the level that `JITROPE_LOG` names (debug, info, warning, ...)."""
+    """Show jitrope's messages from the level of `JITROPE_LOG` (debug, info, warning, ...) on."""
     if name := os.environ.get("JITROPE_LOG"):
-        level = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else None
-        number = level.get(name.upper()) if level else logging.getLevelName(name.upper())
-        if not isinstance(number, int):
+        try:
+            log.setLevel(name.upper())
+        except ValueError:
             log.warning("JITROPE_LOG=%s is not a logging level; use debug, info, warning or error", name)
             return
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         log.addHandler(handler)
-        log.setLevel(number)
 
 
 @contextlib.contextmanager
 def cupy_import_environment() -> Iterator[None]:
-    """Let CuPy be imported where the home folder cannot be written.
+    """Let CuPy be imported although the home folder cannot be written.
 
-    CuPy makes its own kernel cache folder when it is imported, fails where it cannot, and keeps to it. We keep our
-    kernels ourselves, so unless the user chose a folder it gets another one that is there.
+    CuPy makes its own kernel cache folder when it is imported, fails if it cannot, and never changes the folder.
+    jitrope caches kernels itself, so CuPy gets another existing folder, unless the user chose one.
     """
     if "CUPY_CACHE_DIR" in os.environ or _home_takes_cupy():
         yield
@@ -164,31 +164,26 @@ def cupy_import_environment() -> Iterator[None]:
 
 
 def chosen_cupy_folder() -> Path | None:
-    """The kernel cache folder of CuPy that the user chose."""
+    """CuPy's kernel cache folder, if the user chose one."""
     given = os.environ.get("CUPY_CACHE_DIR")
     return Path(given) if given else None
 
 
 def _home_takes_cupy() -> bool:
-    """Whether CuPy can make its folder: made here, as CuPy would, because nothing else tells."""
+    """Whether CuPy can make its folder. It is made here, as CuPy would make it: no other test is reliable."""
     folder = os.path.expanduser("~/.cupy/kernel_cache")
     if not os.path.isabs(folder):
         return False
-    try:
+    with contextlib.suppress(OSError):
         os.makedirs(folder, exist_ok=True)
-    except OSError:
-        return False
-    return True
-
-
-@lru_cache(maxsize=1)
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="jitrope-cupy-")
+    return os.path.isdir(folder)
 
 
 def _folder_for_cupy() -> str:
-    """A temporary one, as long as this process lives; where nothing can be written, one that is there."""
+    """A temporary folder that lasts as long as this process; if none can be written, a folder that exists."""
     try:
-        return _temporary_folder().name
+        folder = tempfile.mkdtemp(prefix="jitrope-cupy-")
     except OSError:
         return str(Path(__file__).parent)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

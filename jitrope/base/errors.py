@@ -1,4 +1,4 @@
-"""What jitrope raises. Every error can be pickled, so that a worker process can hand it to its parent."""
+"""The errors of jitrope. Every one can be pickled, so that a worker process can hand it to its parent."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class InvalidInput(JitropeError, ValueError):
 
 
 class CompileError(JitropeError):
-    """A kernel could not be compiled or loaded; the message says why, and what to install if something is missing."""
+    """A kernel could not be compiled or loaded. The message says why, and names a missing package."""
 
 
 class MissingKernel(CompileError):
     """A kernel is in no cache, and compiling is forbidden (`JITROPE_NO_COMPILE=1`, `jitrope.configure`).
 
     Attributes:
-        spec: the kernel's constants, a dict that JSON takes, as `jitrope.tools.prewarm.read_calls` reads it back.
+        spec: the kernel's constants, a dict for JSON; `jitrope.tools.prewarm.read_calls` reads it back.
         arch: the GPU's architecture, as "sm_90".
         command: the shell line that makes the kernel.
     """
@@ -35,4 +35,4 @@ class MissingKernel(CompileError):
 
 
 class CacheError(JitropeError):
-    """A cache command was asked for something that the cache cannot do."""
+    """A kernel cache, a bundle or a recording cannot be read or written."""

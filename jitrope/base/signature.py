@@ -1,4 +1,4 @@
-"""Functions with a shared list of keywords show it to `help` and to editors."""
+"""Show a shared list of keywords in the signatures of functions, for `help` and editors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_words(words: Any, defaults: Mapping[str, Any]) -> Callable[[F], F]:
-    """Let a function's signature name the keys of `words`, a TypedDict, in place of its `**words`."""
+    """Decorate a function: its signature names the keys of `words`, a TypedDict, in place of its `**words`."""
 
     def show(function: F) -> F:
         signature = inspect.signature(function)
@@ -24,7 +24,7 @@ def with_words(words: Any, defaults: Mapping[str, Any]) -> Callable[[F], F]:
             )
             for name, annotation in words.__annotations__.items()
         ]
-        function.__signature__ = signature.replace(parameters=[*given, *shared])  # type: ignore[attr-defined]
+        vars(function)["__signature__"] = signature.replace(parameters=[*given, *shared])
         return function
 
     return show

@@ -1,6 +1,6 @@
-"""What every kernel's spec is: fields that become constants of a template, checked, and readable again from JSON.
+"""The contract of a kernel's spec: checked fields that become constants of a template, written to and read from JSON.
 
-Pure Python, no torch: dtypes are the words "fp32", "fp16", "bf16".
+Pure Python without torch: dtypes are the words "fp32", "fp16", "bf16".
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from .errors import InvalidInput
 
@@ -24,32 +24,18 @@ C_TYPES = {
 ITEM_SIZES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 DTYPES = ("fp32", "fp16", "bf16")
 INDEX_DTYPES = ("int32", "int64")
-MAX_AXES = 4  # of position_ids, and numbers in any field
+MAX_AXES = 4  # of position_ids; also the most numbers in a field
 MAX_INT = 2**31 - 1
 MAX_THREADS = 1024  # of a block: CUDA's limit
 ACCESS_BYTES = 16  # the widest load or store of one thread
-ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one
-
-
-class Spec(Protocol):
-    """What rendering, compiling and keeping a kernel ask of it."""
-
-    @property
-    def template(self) -> str: ...
-    @property
-    def entry(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    def constants(self) -> dict[str, Any]: ...
-    def to_dict(self) -> dict[str, Any]: ...
-    def __hash__(self) -> int: ...
+ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one load or store
 
 
 def check_fields(spec: Any, words: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse whatever a field must not hold: source is made of words from `words`, flags and whole numbers only.
+    """Raise InvalidInput for a wrong field: source is made of words from `words`, flags and whole numbers only.
 
-    words: what each field of text may be. It is looked at where constants are made, so before anything is rendered
-    and once for each kernel, not at each call.
+    words: the allowed texts of each field of text. The check runs where constants are made: before anything is
+    rendered, once for each kernel and not at each call.
     """
     for field in fields(spec):
         name, kind, value = field.name, field.type, getattr(spec, field.name)
@@ -68,7 +54,7 @@ def check_fields(spec: Any, words: Mapping[str, tuple[str, ...]]) -> None:
 
 
 def refuse_unless(spec: str, good: bool, text: str) -> None:
-    """Raise InvalidInput with what is asked of a spec, unless it is so."""
+    """Raise InvalidInput(text) unless `good`."""
     if not good:
         raise InvalidInput(f"{spec}: {text}")
 
@@ -77,19 +63,18 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_INT
 
 
-_S = TypeVar("_S", bound="Named")
+_S = TypeVar("_S", bound="Spec")
 
 
-class Named:
-    """A spec whose file and entry are named after its kind."""
+class Spec:
+    """A kernel's constants, as a frozen dataclass. The template and the entry are named after the kind."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kind: Any
-    name: Any
 
     @property
     def template(self) -> str:
-        """The file that it is rendered from."""
+        """The template's file name."""
         return f"{self.kind}.cu.jinja"
 
     @property
@@ -97,13 +82,18 @@ class Named:
         """The kernel's name in the source."""
         return f"jitrope_{self.kind}"
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """A readable name."""
+
     @abstractmethod
     def check(self) -> None:
         """Raise InvalidInput if a field is not a constant of its kind, or if the fields do not fit together."""
 
     @abstractmethod
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block."""
+        """The values for the template's parameter block."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
@@ -111,7 +101,7 @@ class Named:
 
     @classmethod
     def from_dict(cls: type[_S], data: Mapping[str, Any]) -> _S:
-        """The inverse of `to_dict`; raises InvalidInput with a missing, an unknown or a wrong field."""
+        """The inverse of `to_dict`. Raises InvalidInput for a missing, an unknown or a wrong field."""
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         kind = given.pop("kind", None)
         known = {field.name: field.default is MISSING for field in fields(cls)}

@@ -1,4 +1,4 @@
-"""Spec -> source -> cubin -> kernel, and where kernels are kept. Knows nothing of rope.
+"""Spec -> source -> cubin -> kernel, and the kernel cache. Nothing here depends on rope.
 
 .. include:: README.md
 """

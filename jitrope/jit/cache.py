@@ -1,9 +1,10 @@
 """The user's kernels on disk: `<name>-<arch>-<source>-<compiler>/{kernel.cu, kernel.cubin, spec.json}`.
 
-The folder's name has hashes of what a kernel is made from (templates, constants, options, architecture, format) and
-of the compiler, so a hit renders nothing and an upgrade never finds an old kernel. An entry is written in a temporary
-folder and renamed: it is there whole or not at all, and no lock is taken. An entry that is damaged or cannot
-be read is a miss: the log says so once, and the kernel is made again. Read-only layers lie below the folder.
+The folder's name has two hashes: one of all ingredients of a kernel (templates, constants, options, architecture,
+format) and one of the compiler. So a hit renders nothing, and an upgrade never finds an old kernel. An entry is written
+in a temporary folder and renamed: it is there whole or not at all, and no lock is taken. An entry that is damaged or
+cannot be read is a miss: the log says so once, and the kernel is made again. Read-only layers are searched after the
+folder.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from ..base import arguments
 from ..base.config import log
 from ..base.errors import CacheError
 from . import entry
-from .entry import ANY, CUBIN, DAMAGE, NAME, Entry, Key, Read, reason
+from .entry import ANY, CUBIN, DAMAGE, NAME, Key, Listing, Read, reason
 from .layers import Layer
 
 __all__ = ["Counts", "KernelCache"]
 
 ABANDONED = 3600.0
-"""Seconds after which a temporary folder is taken for one of a process that died."""
+"""Seconds after which the process that made a temporary folder is assumed to be dead."""
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
-"""Temporary folders. Nothing but these and entries is ever removed, because the folder may be one of the user's."""
+"""Temporary folders. Only these and entries are ever removed, because the user may keep other files in the folder."""
 
 
 @dataclass
@@ -41,9 +42,9 @@ class Counts:
     """Counters of one process.
 
     Attributes:
-        hits, misses: kernels found in any layer, and in none.
+        hits, misses: kernels that were found in the folder or a layer, and kernels that were not.
         compiled: kernels compiled by this process.
-        repaired: entries that were not usable, and were removed.
+        repaired: unusable entries that were removed.
         compile_ms: milliseconds spent on rendering and compiling.
     """
 
@@ -54,12 +55,12 @@ class Counts:
     compile_ms: float = 0.0
 
 
-class KernelCache:
-    """The kernels in one folder, and read-only layers below it. Trouble with the disk is a miss, never an error.
+class KernelCache(Listing):
+    """The kernels in one folder and in read-only layers. A fault of the disk is a miss, never an error.
 
     Args:
         root: the folder; it is made when the first kernel is written.
-        system: read-only folders and bundles, which are asked after it, in order.
+        system: read-only folders and bundles, which are searched after it, in order.
     """
 
     def __init__(self, root: Path, system: Iterable[Path] = ()) -> None:
@@ -72,19 +73,16 @@ class KernelCache:
         paths = [arguments.path("KernelCache", f"system[{i}]", path) for i, path in enumerate(system)]
         self.system = [Layer(path, self._warn) for path in paths]
 
-    def __repr__(self) -> str:
-        return f"KernelCache({str(self.root)!r})"
-
     # ---- finding ---------------------------------------------------------------------------------
 
     def find(self, key: Key) -> bytes | None:
         """The key's cubin, checked, from the user's own folder or else from a layer. Counts a hit or a miss."""
         files = self.read(key)
-        self.count(**{"hits" if files else "misses": 1})
+        self.count("hits" if files else "misses")
         return files[CUBIN] if files else None
 
     def read(self, key: Key) -> dict[str, bytes] | None:
-        """The files of the key's entry, checked, from the user's own folder or else from a layer."""
+        """The files of the key's entry, checked, from the user's own folder or else from a layer, or None."""
         found = self.load(key)
         for layer in self.system:
             found = found or layer.read(key)
@@ -100,28 +98,28 @@ class KernelCache:
             except (PermissionError, *DAMAGE) as error:
                 text = f"cache entry {path.name} is not usable ({reason(error)}); it is rebuilt"
                 self._warn(f"repair {path.name}", text)
-                self.count(repaired=1)
+                self.count("repaired")
                 self._remove(path)
-            except OSError as error:  # it may pass
+            except OSError as error:  # it may be temporary
                 text = f"cannot read the cache entry {path.name} ({error.strerror}); the kernel is made again"
                 self._warn(f"read {error.errno}", text)
         return None
 
     def holds(self, key: Key) -> bool:
-        """Whether `find` would find the key's entry. Changes nothing and counts nothing."""
+        """Whether `find` would find the key's entry. Nothing is changed or counted."""
         for path in self._paths_of(key):
             with contextlib.suppress(OSError, *DAMAGE):
                 return bool(self._read_owned(key, path))
         return any(layer.read(key) for layer in self.system)
 
     def _paths_of(self, key: Key) -> list[Path]:
-        """The entries that may serve a key, in order; none if the folder must not be used."""
+        """The entries that may serve a key, in order. The list is empty if the folder must not be used."""
         if not self._usable():
             return []
         paths = [self.root / key.folder, self.root / key.portable_folder]
-        if not key.compiler:  # nothing can be compiled here, so any compiler's kernel serves
+        if not key.compiler:  # nothing can be compiled here, so the kernels of any compiler serve
             with contextlib.suppress(CacheError):
-                paths += [path for path in self._paths(NAME) if path.name.startswith(f"{key.stem}-")]
+                paths += [path for path in self._named(NAME) if path.name.startswith(f"{key.stem}-")]
         return list(dict.fromkeys(paths))
 
     def _read_owned(self, key: Key, path: Path) -> dict[str, bytes]:
@@ -131,14 +129,14 @@ class KernelCache:
         return files
 
     def _read(self, path: Path) -> Read:
-        """Read and check an entry, a second time if it looks damaged: another process may have replaced it midway."""
+        """Read and check an entry. If it looks damaged, read it again: another process may have just replaced it."""
         try:
             return entry.read(path)
         except DAMAGE:
             return entry.read(path)
 
-    def _usable(self) -> bool:
-        """Whether the folder is there and can be trusted; if it cannot, the log says so once."""
+    def _exists(self) -> bool:
+        """Whether the folder exists. Raises CacheError if it cannot be trusted."""
         try:
             wrong = entry.untrusted(self.root)
         except (FileNotFoundError, NotADirectoryError):
@@ -146,8 +144,16 @@ class KernelCache:
         except OSError as error:
             wrong = f"cannot be read ({error.strerror})"
         if wrong:
-            self._warn("root", f"{self.root} {wrong}; kernels are not loaded from it and stay in memory")
-        return not wrong
+            raise CacheError(f"{self.root} {wrong}")
+        return True
+
+    def _usable(self) -> bool:
+        """Whether the folder exists and can be trusted. If it cannot be trusted, the log says so once."""
+        try:
+            return self._exists()
+        except CacheError as error:
+            self._warn("root", f"{error}; kernels are not loaded from it and stay in memory")
+            return False
 
     # ---- writing ---------------------------------------------------------------------------------
 
@@ -156,7 +162,7 @@ class KernelCache:
         return self.install(key.folder, entry.pack(key, text, cubin, spec))
 
     def install(self, name: str, files: Mapping[str, bytes]) -> bool:
-        """Put an entry in its place, in one step; False if the folder cannot be written. The same one stays."""
+        """Put an entry in its place in one step; an equal one is kept. False if the folder cannot be written."""
         temporary, path = self._temporary(), self.root / name
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -179,21 +185,20 @@ class KernelCache:
         return True
 
     def _is(self, path: Path, files: Mapping[str, bytes]) -> bool:
-        """Whether an entry has these files."""
         try:
             return self._read(path)[1] == files
         except OSError:
-            return True  # on a network the other process' files may appear later
+            return True  # on a network the files of another process may appear late
         except DAMAGE:
             return False
 
     def discard(self, key: Key) -> None:
-        """Remove an entry that the driver refused."""
+        """Remove the entries of a key, because the driver refused the kernel."""
         for name in (key.folder, key.portable_folder):
             self._remove(self.root / name)
 
     def _remove(self, path: Path) -> bool:
-        """Rename an entry first, so that no process sees half of it, then delete it. False if it is still there."""
+        """Rename an entry, so that no process sees half of it, then delete it. False if it is still there."""
         grave = self._temporary()
         try:
             os.rename(path, grave)
@@ -205,31 +210,13 @@ class KernelCache:
     def _temporary(self) -> Path:
         return self.root / f".tmp-{uuid.uuid4().hex}"
 
-    # ---- looking after the folder ----------------------------------------------------------------
+    # ---- listing and removing --------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
-        """The whole entries, by name.
-
-        Raises:
-            CacheError: the folder cannot be listed.
-        """
-        return entry.survey(self._paths(NAME), self._read)[0]
-
-    def verify(self) -> tuple[int, list[tuple[Path, str]]]:
-        """How many entries are whole, and the damaged ones with the reason; another version's are neither.
-
-        If nothing in the folder is used, the folder itself is the only item.
-        """
-        try:
-            if self.root.exists() and (wrong := entry.untrusted(self.root)):
-                return 0, [(self.root, f"it {wrong}")]
-            good, bad = entry.survey(self._paths(NAME), self._read)
-        except (OSError, CacheError) as error:
-            return 0, [(self.root, reason(error))]
-        return len(good), bad
+    def _paths(self) -> list[Path]:
+        return self._named(NAME) if self._exists() else []
 
     def clear(self, dry_run: bool = False) -> list[Path]:
-        """Remove every entry, those of bundles and of other versions too.
+        """Remove every entry, also those of bundles and of other versions.
 
         Args:
             dry_run: remove nothing.
@@ -241,15 +228,15 @@ class KernelCache:
             CacheError: the folder cannot be listed, or an entry cannot be removed.
         """
         dry_run = arguments.flag("clear", "dry_run", dry_run)
-        return self._without(self._paths(NAME), self._paths(_TEMPORARY), dry_run)
+        return self._without(self._named(NAME), self._named(_TEMPORARY), dry_run)
 
     def prune(self, older_than: float, dry_run: bool = False) -> list[Path]:
-        """Remove the entries that were written before a time, damaged ones and those of other versions too.
+        """Remove the entries that were written before a time, also damaged ones and those of other versions.
 
-        Entries that were loaded from bundles stay, because this machine may be unable to make them.
+        Entries from bundles are kept, because this machine may be unable to make them.
 
         Args:
-            older_than: seconds before now.
+            older_than: age in seconds.
             dry_run: remove nothing.
 
         Returns:
@@ -260,24 +247,23 @@ class KernelCache:
         """
         seconds = arguments.number("prune", "older_than", older_than)
         dry_run = arguments.flag("prune", "dry_run", dry_run)
-        own = [path for path in self._paths(NAME) if not path.name.endswith(f"-{ANY}")]
-        return self._without(_older(own, seconds), _older(self._paths(_TEMPORARY), ABANDONED), dry_run)
+        own = [path for path in self._named(NAME) if not path.name.endswith(f"-{ANY}")]
+        return self._without(_older(own, seconds), _older(self._named(_TEMPORARY), ABANDONED), dry_run)
 
     def _without(self, paths: list[Path], leftovers: list[Path], dry_run: bool) -> list[Path]:
-        """Remove entries and temporary folders; returns the entries'."""
+        """Remove entries and temporary folders. Returns the entries' folders."""
         for path in () if dry_run else (*paths, *leftovers):
             if not self._remove(path):
                 raise CacheError(f"cannot remove {path}")
         return paths
 
-    def count(self, **more: float) -> None:
-        """Add to `counts`."""
+    def count(self, name: str, more: float = 1) -> None:
+        """Add to one of `counts`."""
         with self._lock:
-            for name, number in more.items():
-                setattr(self.counts, name, getattr(self.counts, name) + number)
+            setattr(self.counts, name, getattr(self.counts, name) + more)
 
-    def _paths(self, pattern: re.Pattern[str]) -> list[Path]:
-        """What has such a name in the folder, whole or not, of other versions too. Raises CacheError."""
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        """All paths in the folder with such a name, whole or damaged. Raises CacheError."""
         try:
             return [self.root / name for name in sorted(os.listdir(self.root)) if pattern.fullmatch(name)]
         except FileNotFoundError:
@@ -292,8 +278,13 @@ class KernelCache:
 
 
 def _older(paths: list[Path], seconds: float) -> list[Path]:
-    before = time.time() - seconds
-    return [path for path in paths if entry.written(path) <= before]
+    """The paths that are older than some seconds. A date more than an hour ahead is old too: a clock was wrong."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            age = time.time() - os.lstat(path).st_mtime
+            found += [path] if age >= seconds or age < -3600 else []
+    return found
 
 
 def _delete(path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Source -> cubin -> kernel. The only file that knows CuPy.
+"""Source -> cubin -> kernel. The only file that imports CuPy.
 
-NVRTC is called one level below CuPy's own compiler, because that needs no GPU and no driver.
+NVRTC is called through CuPy's bindings, not through its compiler, because the bindings need no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from ..base.errors import CompileError
 from .render import Source
 
 OPTIONS = ("-std=c++17",)
-"""What every kernel is compiled with. No fast-math, no flush to zero; products and sums are
-contracted only where a template says so, with intrinsics."""
+"""NVRTC's options for every kernel. There is no fast-math and no flush to zero. A product and a sum are contracted only
+where a template does it with an intrinsic."""
 
 OLDEST_ARCH = {12: 50, 13: 75}
-"""The oldest architecture that NVRTC of each CUDA compiles for."""
+"""The oldest architecture that NVRTC supports, by CUDA's major version."""
 
 
 class Refused(CompileError):
-    """The driver does not take a cubin: it is no image, or not one for this GPU or CUDA."""
+    """The driver refuses a cubin: it is damaged, or made for another GPU or CUDA."""
 
 
 _NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
-
 _failed: Exception | None = None
-"""What the first import of CuPy raised: a second one in the same process fails by other, misleading errors."""
+"""The error of the first import of CuPy. A second import in the same process would raise other, misleading errors."""
 
 
 @lru_cache(maxsize=1)
 def import_cupy() -> Any:
-    """CuPy with the parts that are used here, imported on the first use of a kernel, not with jitrope.
+    """CuPy with the parts that are used here. It is imported at the first use of a kernel, not with jitrope.
 
     Raises:
-        CompileError: CuPy is missing or broken: why, and what to do about it.
+        CompileError: CuPy is missing or broken. The message ends with ": " and the remedy.
     """
     global _failed
     try:
@@ -54,29 +53,24 @@ def import_cupy() -> Any:
             import cupy_backends.cuda.libs.nvrtc
 
             _ = cupy.__version__, cupy_backends.cuda.api.driver, cupy_backends.cuda.libs.nvrtc
-    except Exception as error:  # whatever a library or an extension module raises that does not fit
-        _failed = None if _is_missing(error) else error
-        found, advice = cupy_fault(error)
-        raise CompileError(f"jitrope compiles through CuPy, which {found}: {advice}") from error
+    except Exception as error:  # a library or an extension module that does not fit can raise any error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        _failed = None if is_missing else error
+        fault = f"cannot be imported ({error}): {install()}" if is_missing else _cupy_fault(error)
+        raise CompileError(f"jitrope compiles through CuPy, which {fault}") from error
     return cupy
 
 
-def _is_missing(error: BaseException) -> bool:
-    return isinstance(error, ModuleNotFoundError) and error.name == "cupy"
-
-
-def cupy_fault(error: BaseException) -> tuple[str, str]:
-    """(what is wrong with CuPy, what to do about it), from the error of its import."""
-    if _is_missing(error):
-        return f"cannot be imported ({error})", install()
-    while error.__cause__ is not None:  # CuPy puts its own words, and a frame of lines, around what went wrong
+def _cupy_fault(error: BaseException) -> str:
+    """The fault of an installed CuPy that cannot be imported, and the remedy."""
+    while error.__cause__ is not None:  # CuPy wraps the original error in many lines of its own
         error = error.__cause__
     folder = chosen_cupy_folder()
     if isinstance(error, OSError) and error.filename and folder and folder.is_relative_to(error.filename):
-        return f"cannot make its own cache folder ({error})", "set CUPY_CACHE_DIR to a folder that can be written"
+        return f"cannot make its own cache folder ({error}): set CUPY_CACHE_DIR to a folder that can be written"
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    advice = f"pip install --force-reinstall cupy-cuda{max(12, torch_cuda_major())}x, and start Python again"
-    return f"is installed but cannot be imported ({reason})", advice
+    command = f"pip install --force-reinstall cupy-cuda{max(12, torch_cuda_major())}x"
+    return f"is installed but cannot be imported ({reason}): {command}, and start Python again"
 
 
 @lru_cache(maxsize=1)
@@ -86,29 +80,29 @@ def _nvrtc() -> Any:
 
     try:
         nvrtc.getVersion()
-    except Exception as error:  # CuPy raises what its loader raised
+    except Exception as error:  # the error of CuPy's loader, of any type
         reason = " ".join(str(error).split())
         raise CompileError(f"NVRTC cannot be loaded ({reason}); install it: {install(cuda_major())}") from error
     return nvrtc
 
 
 def install(major: int | None = None) -> str:
-    """The command that brings CuPy and NVRTC for a CUDA of this major version, by default torch's."""
+    """The command that installs CuPy and NVRTC for a major version of CUDA, by default torch's."""
     return f"pip install 'jitrope[cuda{max(12, torch_cuda_major() if major is None else major)}]'"
 
 
 def torch_cuda_major() -> int:
-    """The major version of the CUDA that torch was built for; 13 where it is for none."""
-    version = getattr(sys.modules.get("torch"), "version", None)  # which is not imported for this
+    """The major version of the CUDA that torch was built for; 13 if torch was built without CUDA."""
+    version = getattr(sys.modules.get("torch"), "version", None)  # torch is not imported just for this
     return int((getattr(version, "cuda", None) or "13").split(".")[0])
 
 
 @lru_cache(maxsize=1)
 def compiler_version() -> str:
-    """What compiles here, as part of the cache key: CuPy's version and NVRTC's.
+    """The versions of CuPy and NVRTC, for the cache key.
 
-    NVRTC's comes from its package where there is one: loading the library only to ask it costs more
-    than the rest of a first call from a warm cache.
+    NVRTC's version is read from its package if there is one: loading the library takes longer than the rest of a
+    first call from a warm cache.
     """
     import importlib.metadata  # CuPy has imported it by now
 
@@ -137,12 +131,12 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def supported_archs() -> list[str]:
-    """The architectures that this NVRTC compiles for, as `sm_90`."""
+    """The architectures that this NVRTC compiles for, such as "sm_90"."""
     return [f"sm_{number}" for number in _nvrtc().getSupportedArchs()]
 
 
 def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -> tuple[str, str] | None:
-    """(what is wrong, what to do about it) where an NVRTC of this version cannot compile for `arch`, or None."""
+    """(fault, remedy) if an NVRTC of this version cannot compile for `arch`, or None."""
     numbers = sorted(int(name.removeprefix("sm_")) for name in supported)
     nvrtc, range_ = f"NVRTC {version[0]}.{version[1]}", f"this NVRTC compiles for sm_{numbers[0]} to sm_{numbers[-1]}"
     match = re.fullmatch(r"sm_(\d+)[af]?", arch)
@@ -151,40 +145,40 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
     number = int(match[1])
     if number in numbers:
         return None
+    if numbers[0] < number < numbers[-1]:
+        return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
     if number > numbers[-1]:
         package = "nvidia-cuda-nvrtc-cu12" if version[0] == 12 else "nvidia-cuda-nvrtc"
-        advice = f"pip install --upgrade {package}, or {install(13)}"
-        return f"{arch}{_gpus(arch)} is newer than {nvrtc}: {range_}", advice
-    if number < numbers[0]:
-        older = OLDEST_ARCH.get(version[0] - 1)
-        if older is not None and number >= older:
-            return f"{arch}{_gpus(arch)} is older than {nvrtc} takes: {range_}", install(version[0] - 1)
-        return f"{arch}{_gpus(arch)} is older than any NVRTC of jitrope's takes: {range_}", "use another GPU"
-    return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
+        age, advice = f"newer than {nvrtc}", f"pip install --upgrade {package}, or {install(13)}"
+    elif number >= OLDEST_ARCH.get(version[0] - 1, numbers[0]):
+        age, advice = f"older than {nvrtc} takes", install(version[0] - 1)
+    else:
+        age, advice = "older than any NVRTC of jitrope's takes", "use another GPU"
+    return f"{arch}{_gpus(arch)} is {age}: {range_}", advice
 
 
 def _gpus(arch: str) -> str:
-    """The names of this machine's GPUs of an architecture, in brackets; nothing where there are none."""
+    """The names of this machine's GPUs of an architecture, in brackets; "" if there are none."""
     try:
         runtime = import_cupy().cuda.runtime
         found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
-    except Exception:  # no driver, no GPU; an error message can do without the name
+    except Exception:  # no driver or no GPU: the message goes without the name
         return ""
     names = {p["name"].decode() for p in found if f"sm_{p['major']}{p['minor']}" == arch}
     return f" ({', '.join(sorted(names))})" if names else ""
 
 
 def options_for(arch: str) -> tuple[str, ...]:
-    """NVRTC's options for an architecture such as `sm_90`."""
+    """NVRTC's options for an architecture such as "sm_90"."""
     return (*OPTIONS, f"-arch={arch}")
 
 
 def compile_source(
     source: Source, arch: str, extra_options: tuple[str, ...] = (), spec: dict[str, Any] | None = None
 ) -> tuple[bytes, str]:
-    """(cubin, compiler's log) of a source. Needs neither a GPU nor a driver.
+    """Compile a source to (cubin, the compiler's log). This needs neither a GPU nor a driver.
 
-    spec: `to_dict` of the spec that the source was rendered from, for the message of a CompileError.
+    spec: the `to_dict` of the source's spec, for the message of a CompileError.
     """
     nvrtc = _nvrtc()
     program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
@@ -203,7 +197,7 @@ def compile_source(
 
 
 def _keep(source: Source) -> str:
-    """Where the text of a source that does not compile is from now on; of a failed write the reason."""
+    """Keep a source that does not compile. Returns the file's path, or the reason why it could not be written."""
     try:
         with tempfile.NamedTemporaryFile("w", prefix=f"{source.name[:80]}-", suffix=".cu", delete=False) as file:
             file.write(source.text)
@@ -232,26 +226,26 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 @lru_cache(maxsize=1)
 def _launch_function() -> Any:
-    """The driver's cuLaunchKernelEx: its arguments can be made once, and CuPy does not have it."""
+    """The driver's cuLaunchKernelEx, which CuPy does not have. Its arguments can be made once and used again."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     return ctypes.CDLL(name).cuLaunchKernelEx
 
 
 _OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
-"""Errors (CUresult) of an image: it is none, it is not for this GPU or CUDA, or it lacks the entry. Any other error,
-such as out of memory or the fault of an earlier kernel, would meet another image too."""
+"""Errors (CUresult) that a bad image causes: it is damaged, not for this GPU or CUDA, or lacks the entry. Any other
+error, such as out of memory or the fault of an earlier kernel, would occur with a new image too."""
 
 
 class Kernel:
-    """A kernel that is loaded on one device.
+    """A kernel that is loaded on one GPU.
 
     Args:
-        cubin: the image; it is loaded from memory.
-        entry: the name of the kernel in it.
+        cubin: the image.
+        entry: the name of the kernel in the image.
         device: the index of the GPU.
 
     Raises:
-        Refused: the driver does not take the image.
+        Refused: the driver refuses the image.
         CompileError: it cannot be loaded for another reason, such as memory or an error of an earlier kernel.
     """
 
@@ -276,14 +270,14 @@ class Kernel:
         self._driver = driver
 
     def bind_thread(self) -> None:
-        """Give a thread that has not used the GPU yet the kernel's context; a launch needs one."""
+        """Set the kernel's context in a thread that has not used the GPU yet; a launch needs one."""
         if not self._driver.ctxGetCurrent():
             self._driver.ctxSetCurrent(self._context)
 
     def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
-        """A function that enqueues the kernel on a stream and reads its one argument, a struct, from an address.
+        """A function that enqueues the kernel on a stream. arguments: the address of its one argument, a struct.
 
-        From sm_90 on it uses programmatic dependent launch, for which the templates wait (`dependents.cuh`).
+        From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
         """
         attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
         overlap = 1 if self._may_overlap else 0

@@ -1,4 +1,4 @@
-"""One kernel on disk or in a bundle: `kernel.cu`, `kernel.cubin` and `spec.json`, with the checks that it is whole."""
+"""One kernel on disk or in a bundle: `kernel.cu`, `kernel.cubin` and `spec.json`, and the checks of these files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import json
 import os
 import re
 import stat
-import time
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,34 +18,34 @@ from typing import Any
 from ..base.errors import CacheError
 
 FORMAT = 3
-"""Layout of an entry; part of every key."""
+"""Version of an entry's layout; part of every key."""
 
 TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 FILES = (TEXT, CUBIN, META)
 
-DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
-"""The errors of reading an entry that somebody or something has changed."""
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""The errors of reading an entry that was damaged or changed."""
 
 ANY = "any"
-"""In the name of an entry from a bundle, in place of the compiler: the entry serves beside any compiler, or none."""
+"""Replaces the compiler's hash in the name of an entry from a bundle, which serves any compiler, or none."""
 
 NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20}))-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
 """The name of an entry's folder: kernel, architecture, hash of the source, hash of the compiler."""
 
 _PRINTED = {"name": re.compile(r"\w[\w.+-]*", re.ASCII), "arch": re.compile(r"\w+", re.ASCII)}
-"""Texts of `spec.json` that are printed on terminals: they must not hold a terminal's commands."""
+"""Texts of `spec.json` that are printed, so they must not contain control sequences of a terminal."""
 
 Read = tuple[dict[str, Any], dict[str, bytes]]
 """(`spec.json`, {name: content}) of an entry, checked."""
 
 
 class OtherFormat(ValueError):
-    """Another version of jitrope wrote the entry: it is not damaged, but this version cannot use it."""
+    """Another version of jitrope wrote the entry. It is not damaged, but this version cannot use it."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """The identity of a compiled kernel. `name` is only for the reader. compiler: "" where there is none."""
+    """The identity of a compiled kernel. `name` is only for readers. compiler: "" if there is none here."""
 
     name: str
     ingredients: str
@@ -55,7 +55,7 @@ class Key:
 
     @cached_property
     def source(self) -> str:
-        """SHA-256 over everything that a kernel is made from, without the compiler."""
+        """SHA-256 of all ingredients of a kernel, without the compiler."""
         return _sha(json.dumps([FORMAT, self.ingredients, self.options, self.arch]).encode())
 
     @property
@@ -70,32 +70,30 @@ class Key:
 
     @property
     def portable_folder(self) -> str:
-        """The same of an entry that serves beside any compiler."""
+        """The folder's name of an entry that serves any compiler."""
         return f"{self.stem}-{ANY}"
 
     def owns(self, meta: Mapping[str, Any], any_compiler: bool) -> bool:
-        """Whether a `spec.json` is of this key."""
+        """Whether a `spec.json` belongs to this key."""
         return bool(meta["source"] == self.source and (any_compiler or meta["compiler"] == self.compiler))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel, for listings. written: seconds since 1970; 0: unknown."""
+    """One kernel, for listings. size: bytes of its files."""
 
     path: Path
     name: str
     arch: str
     size: int
     spec: dict[str, Any] = field(default_factory=dict)
-    compiler: str = ""
-    written: float = 0.0
 
 
 # ---- content -------------------------------------------------------------------------------------
 
 
 def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, bytes]:
-    """The files of an entry. The same key gives the same bytes: no time and no path is in them."""
+    """The files of an entry. They contain no time and no path, so the same key gives the same bytes."""
     meta = {
         "format": FORMAT,
         "source": key.source,
@@ -111,8 +109,8 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
 
 
 def check(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """An entry's `spec.json`. Raises ValueError if it, or a file beside it, is not what was written."""
-    meta = parse(files[META], META)
+    """An entry's `spec.json`. Raises one of `DAMAGE` if it or another file of the entry was changed."""
+    meta: dict[str, Any] = json.loads(files[META])
     if meta.get("format") != FORMAT:
         raise OtherFormat(f"format {meta.get('format')}, not {FORMAT}")
     if meta.get("seal") != seal(meta):
@@ -128,19 +126,8 @@ def check(files: Mapping[str, bytes]) -> dict[str, Any]:
     return meta
 
 
-def parse(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; ValueError for anything else."""
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not JSON") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is not a JSON object")
-    return found
-
-
 def seal(meta: Mapping[str, Any]) -> str:
-    """SHA-256 over a JSON object without the seal itself."""
+    """SHA-256 of a JSON object without its seal."""
     rest = {name: value for name, value in meta.items() if name != "seal"}
     return _sha(json.dumps(rest, sort_keys=True).encode())
 
@@ -149,7 +136,7 @@ def seal(meta: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> Read:
-    """Read and check an entry. Raises OSError if it cannot be read, ValueError if it must not be used."""
+    """Read and check an entry. Raises OSError if it cannot be read, one of `DAMAGE` if it must not be used."""
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode):
         raise ValueError("it is a symbolic link" if stat.S_ISLNK(info.st_mode) else "it is not a folder")
@@ -160,7 +147,7 @@ def read(folder: Path) -> Read:
 
 
 def _read_file(path: Path) -> bytes:
-    """A regular file that only its owner can write. The checks run on the open file, so it cannot be swapped."""
+    """Read a regular file that only its owner can write. The checks run on the open file, so it cannot be swapped."""
     names = ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOFOLLOW")  # O_NONBLOCK: opening a pipe must not wait
     try:
         number = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
@@ -183,7 +170,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with an entry's files. Raises OSError."""
+    """Make an entry's folder and files. Raises OSError."""
     os.mkdir(folder, 0o755)  # subject to the umask: anyone who can read the folder can read the entry
     for name, data in files.items():
         number = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
@@ -192,14 +179,14 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def writable_by_others(info: os.stat_result) -> bool:
-    """Whether the group or others can write a file or folder."""
+    """Whether the group or other users can write a file or folder."""
     return os.name == "posix" and bool(stat.S_IMODE(info.st_mode) & 0o022)
 
 
 def untrusted(folder: Path) -> str | None:
-    """Why another user than root and this one may have written a folder, or None. Raises OSError.
+    """The reason why a folder may contain files of other users than root and this one, or None. Raises OSError.
 
-    The owner of a symbolic link counts too, because that user can point it elsewhere.
+    The owner of a symbolic link is checked too, because that user can point it elsewhere.
     """
     info = os.stat(folder)
     if hasattr(os, "getuid") and not {info.st_uid, os.lstat(folder).st_uid} <= {os.getuid(), 0}:
@@ -207,42 +194,58 @@ def untrusted(folder: Path) -> str | None:
     return "can be written by other users" if writable_by_others(info) else None
 
 
-# ---- all entries of a place ----------------------------------------------------------------------
+# ---- all entries of a folder or bundle -----------------------------------------------------------
 
 
 def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Entry:
-    """An entry as its files describe it."""
-    size = sum(map(len, files.values()))
-    return Entry(path, meta["name"], meta["arch"], size, meta["spec"], meta["compiler"], written(path))
+    """The listing's row of an entry."""
+    return Entry(path, meta["name"], meta["arch"], sum(map(len, files.values())), meta["spec"])
 
 
-def written(path: Path) -> float:
-    """When a folder was written, in seconds since 1970; 0 of what is in a bundle.
+class Listing:
+    """A folder or bundle of entries. Subclasses find the entries and read them."""
 
-    It is 0, long ago, too where the date is more than an hour ahead: a clock was wrong.
-    """
-    try:
-        found = os.lstat(path).st_mtime
-    except OSError:
-        return 0.0
-    return found if found <= time.time() + 3600 else 0.0
+    root: Path
 
+    @abstractmethod
+    def _paths(self) -> list[Path]:
+        """The paths of all entries, whole or damaged. Raises CacheError if the folder or bundle cannot be used."""
 
-def survey(paths: Iterable[Path], read_entry: Callable[[Path], Read]) -> tuple[list[Entry], list[tuple[Path, str]]]:
-    """(whole entries, damaged ones with the reason); another version's are neither."""
-    good, bad = [], []
-    for path in paths:
+    @abstractmethod
+    def _read(self, path: Path) -> Read:
+        """Read and check an entry."""
+
+    def survey(self) -> tuple[list[Entry], list[tuple[Path, str]]]:
+        """(whole entries, damaged ones with the reason), by name. Entries of another version are in neither list.
+
+        Raises:
+            CacheError: the folder or bundle cannot be used.
+        """
+        good, bad = [], []
+        for path in self._paths():
+            try:
+                good.append(described(path, *self._read(path)))
+            except OtherFormat:
+                continue
+            except (OSError, CacheError, *DAMAGE) as error:
+                bad.append((path, reason(error)))
+        return good, bad
+
+    def entries(self) -> list[Entry]:
+        """The whole entries, by name. Raises CacheError as `survey` does."""
+        return self.survey()[0]
+
+    def verify(self) -> tuple[int, list[tuple[Path, str]]]:
+        """(number of whole entries, damaged ones with the reason). An unusable folder or bundle is one damaged item."""
         try:
-            good.append(described(path, *read_entry(path)))
-        except OtherFormat:
-            continue
-        except (OSError, CacheError, *DAMAGE) as error:
-            bad.append((path, reason(error)))
-    return good, bad
+            good, bad = self.survey()
+        except CacheError as error:
+            return 0, [(self.root, str(error))]
+        return len(good), bad
 
 
 def reason(error: Exception) -> str:
-    """An error in a few words, without the path."""
+    """An error's message without the path."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 

@@ -1,4 +1,4 @@
-"""Spec -> kernel: from memory, else from a cache, else compiled."""
+"""Spec -> kernel: from memory, else from a cache, else from the compiler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _cache_at(root: Path, system: tuple[Path, ...]) -> KernelCache:
 
 
 def kernel_cache() -> KernelCache:
-    """The caches that the environment names now."""
+    """The cache that the environment names at this moment."""
     return _cache_at(config.cache_dir(), config.system_caches())
 
 
@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_kernel(spec: Spec, device: int) -> Kernel:
-    """The kernel of a spec on a device: from memory, else from disk, else compiled."""
+    """The kernel of a spec on a device: from memory, else from a cache, else from the compiler."""
     kernel = _kernels.get((spec, device))
     if kernel is None:
         recording.note(spec)
@@ -68,13 +68,13 @@ def get_kernel(spec: Spec, device: int) -> Kernel:
 
 
 def arch_of(device: int) -> str:
-    """`sm_90` and the like."""
+    """A GPU's architecture, such as "sm_90"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
 class Cubin(NamedTuple):
-    """A spec's cubin. compiled: by this call; kept: it is on disk."""
+    """A spec's cubin. compiled: this call compiled it; kept: it is on disk."""
 
     data: bytes
     compiled: bool
@@ -82,11 +82,11 @@ class Cubin(NamedTuple):
 
 
 def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
-    """Find a spec's cubin in a cache, or compile and store it. Bytes that were compiled are not read again.
+    """Find a spec's cubin in a cache, or compile and store it. Compiled bytes are not read back from the disk.
 
-    rebuild: compile even if a cache has it, because the driver refused that one.
+    rebuild: compile even if a cache has the kernel, because the driver refused it.
 
-    Raises MissingKernel if it would have to be compiled and that is forbidden, CompileError if it cannot be.
+    Raises CompileError if the kernel cannot be compiled, MissingKernel if compiling is forbidden.
     """
     cache = kernel_cache()
     key = key_of(spec, arch)
@@ -99,22 +99,18 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
     cubin, _ = compiler.compile_source(source, arch, spec=spec.to_dict())
     ms = 1e3 * (time.perf_counter() - start)
     compiled.append(spec.name)
-    cache.count(compiled=1, compile_ms=ms)
+    cache.count("compiled")
+    cache.count("compile_ms", ms)
     log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
     if rebuild:
         cache.discard(key)
     return Cubin(cubin, compiled=True, kept=cache.store(key, source.text, cubin, spec.to_dict()))
 
 
-def is_cached(spec: Spec, arch: str) -> bool:
-    """Whether a cache has a spec's kernel. Changes nothing. Raises CompileError without CuPy."""
-    return kernel_cache().holds(key_of(spec, arch))
-
-
 def key_of(spec: Spec, arch: str) -> Key:
-    """The identity of a spec's kernel on this machine; without NVRTC its compiler is "", and any compiler's serves.
+    """The identity of a spec's kernel on this machine. Without NVRTC its compiler is "": kernels of any compiler serve.
 
-    Raises CompileError without CuPy, because a kernel that is found could not be loaded either.
+    Raises CompileError without CuPy, which is needed to load a kernel too.
     """
     compiler.import_cupy()
     try:
@@ -129,7 +125,7 @@ def missing_kernel(spec: Spec, arch: str, cache: KernelCache) -> MissingKernel:
     fields = spec.to_dict()
     text = shlex.quote(json.dumps({"spec": [fields]}))
     command = f"echo {text} > missing.json && jitrope prewarm --from missing.json --arch {arch}"
-    places = ", ".join(map(str, (cache.root, *(layer.path for layer in cache.system))))
+    places = ", ".join(map(str, (cache.root, *(layer.root for layer in cache.system))))
     message = (
         f"{spec.name} for {arch} is not in {places}, and compiling is forbidden (JITROPE_NO_COMPILE or "
         f"jitrope.configure). Where compiling is allowed, this command makes it:\n{command}"

@@ -1,8 +1,7 @@
-"""Read-only caches below the user's own: folders that jitrope wrote, and bundles, which are tars of entries."""
+"""Read-only caches that are searched after the user's own: folders of entries, and bundles, which are tars of them."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -16,29 +15,29 @@ from typing import Any
 
 from ..base.errors import CacheError
 from . import entry
-from .entry import DAMAGE, FILES, FORMAT, NAME, Entry, Key, Read, parse, reason, seal, survey
+from .entry import DAMAGE, FILES, FORMAT, NAME, Key, Listing, Read, reason
 
 MANIFEST = "manifest.json"
 
 
-class Layer:
-    """A read-only cache: a folder that jitrope wrote, a bundle, or a folder that a bundle was unpacked into.
+class Layer(Listing):
+    """A read-only cache: a folder of entries, a bundle, or a folder into which a bundle was unpacked.
 
     Entries are matched by source (templates, constants, options, architecture, format), not by compiler, so a machine
-    needs neither NVRTC nor headers to use them. The owner of a layer is trusted, as the owner of a folder on PATH is;
-    a layer or an entry that its group or others can write is not used. A layer is opened when it is first asked.
+    needs neither NVRTC nor headers to use them. The owner of a layer is trusted, like the owner of a folder on PATH.
+    A layer or an entry that the group or other users can write is not used. A layer is opened at its first use.
     """
 
     def __init__(self, path: Path, warn: Callable[[str, str], None]) -> None:
-        self.path = path
+        self.root = path
         self._warn = warn
 
     def read(self, key: Key) -> dict[str, bytes] | None:
-        """The files of the key's entry, checked, or None. This compiler's own comes first, if there are several."""
+        """The files of the key's entry, checked, or None. An entry of this machine's compiler comes first."""
         try:
             paths = [path for path in self._paths() if path.name.startswith(f"{key.stem}-")]
         except CacheError as error:
-            self._warn(f"system {self.path}", f"the system cache {self.path} is not used ({error})")
+            self._warn(f"system {self.root}", f"a system cache is not used: {error}")
             return None
         for path in sorted(paths, key=lambda path: path.name not in (key.folder, key.portable_folder)):
             try:
@@ -46,60 +45,46 @@ class Layer:
                 if key.owns(meta, any_compiler=True):
                     return files
             except (OSError, CacheError, *DAMAGE) as error:
-                self._warn(str(path), f"{path.name} in the system cache {self.path} is not usable ({error})")
+                self._warn(str(path), f"{path.name} in the system cache {self.root} is not usable ({error})")
         return None
-
-    def entries(self) -> list[Entry]:
-        """The whole entries, by name. Raises CacheError if the layer cannot be used."""
-        return survey(self._paths(), self._read)[0]
-
-    def verify(self) -> tuple[int, list[tuple[Path, str]]]:
-        """How many entries are whole, and the damaged ones with the reason, or the layer itself if it is not usable."""
-        try:
-            good, bad = survey(self._paths(), self._read)
-        except CacheError as error:
-            return 0, [(self.path, str(error))]
-        return len(good), bad
 
     @cached_property
     def _bundle(self) -> Bundle | None:
-        return Bundle(self.path) if self.path.is_file() else None
+        return Bundle(self.root) if self.root.is_file() else None
 
     def _paths(self) -> list[Path]:
         try:
-            if entry.writable_by_others(self.path.stat()):
-                raise CacheError("it can be written by other users")
-            names = self._bundle.kernels if self._bundle else os.listdir(self.path)
+            if entry.writable_by_others(self.root.stat()):
+                raise CacheError(f"{self.root} can be written by other users")
+            names = self._bundle.kernels if self._bundle else os.listdir(self.root)
         except OSError as error:
-            raise CacheError(reason(error)) from error
-        return [self.path / name for name in sorted(names) if NAME.fullmatch(name)]
+            raise CacheError(f"cannot read {self.root}: {reason(error)}") from error
+        return [self.root / name for name in sorted(names) if NAME.fullmatch(name)]
 
     def _read(self, path: Path) -> Read:
         return self._bundle.read(path.name) if self._bundle else entry.read(path)
 
 
 class Bundle:
-    """A tar of entries with a manifest. The manifest is checked at once, an entry when it is read.
+    """A tar of entries with a manifest, which lists the entries. An entry is checked when it is read.
 
-    Files that the manifest does not name are never read. Raises CacheError: the file is no bundle, has another format,
-    or lacks something.
+    Files that the manifest does not name are never read. Raises CacheError if the file is no bundle, has another format
+    or lacks a listed file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._open() as file:
             size = os.fstat(file.fileno()).st_size
-            with tarfile.open(fileobj=file, mode="r:") as tar:  # of a sparse file the size is a mere word
+            with tarfile.open(fileobj=file, mode="r:") as tar:  # a sparse file may claim any size
                 plain = [m for m in tar if m.isreg() and not m.issparse() and m.size <= size]
                 self._members = {member.name: (member.offset_data, member.size) for member in plain}
             if MANIFEST not in self._members:
                 raise CacheError(f"{path} is not a bundle of kernels: it has no {MANIFEST}")
-            manifest = parse(self._content(file, MANIFEST), MANIFEST)
+            manifest = json.loads(self._content(file, MANIFEST))
             if manifest.get("format") != FORMAT:
                 raise CacheError(f"{path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
-            if manifest.get("seal") != seal(manifest):
-                raise ValueError(f"{MANIFEST} does not match its checksum")
-            self.kernels: dict[str, dict[str, str]] = manifest["kernels"]
+            self.kernels: list[str] = list(manifest["kernels"])
             if missing := {f"{folder}/{name}" for folder in self.kernels for name in FILES} - self._members.keys():
                 raise ValueError(f"it has no {min(missing)}")
 
@@ -107,9 +92,6 @@ class Bundle:
         """(`spec.json`, files) of an entry, checked. Raises CacheError."""
         with self._open() as file:
             files = {name: self._content(file, f"{folder}/{name}") for name in FILES}
-            for name, digest in _digests(files).items():
-                if digest != self.kernels[folder][name]:
-                    raise ValueError(f"{folder}/{name} does not match its digest")
             meta = entry.check(files)
             match = NAME.fullmatch(folder)
             if match is None or match["source"] != meta["source"][:20]:
@@ -126,7 +108,7 @@ class Bundle:
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
-        """The open file; inside, every error of reading becomes a CacheError with the path."""
+        """Open the file. Inside the block, an error of reading becomes a CacheError with the path."""
         try:
             with open(self.path, "rb") as file:
                 yield file
@@ -138,32 +120,21 @@ class Bundle:
             raise CacheError(f"cannot read the bundle {self.path}: {reason(error)}") from error
 
 
-def _digests(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: hashlib.sha256(files[name]).hexdigest() for name in FILES}
-
-
 def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None:
     """Write a bundle of {folder: files}, whole or not at all. The same entries give the same bytes.
 
     Raises CacheError: the file cannot be written.
     """
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "kernels": {name: _digests(entries[name]) for name in sorted(entries)},
-    }
-    manifest["seal"] = seal(manifest)
+    manifest = {"format": FORMAT, "kernels": sorted(entries)}
     temporary = path.parent / f".jitrope-{uuid.uuid4().hex}"
-
-    def open_(name: str, flags: int) -> int:  # 0644 whatever the umask: a layer that the group can write is not used
-        return os.open(name, flags, 0o644)
-
     try:
-        with open(temporary, "xb", opener=open_) as file, tarfile.open(fileobj=file, mode="w") as tar:
+        with open(temporary, "xb") as file, tarfile.open(fileobj=file, mode="w") as tar:
             _add(tar, MANIFEST, json.dumps(manifest, indent=1).encode())
-            for folder in manifest["kernels"]:
+            for folder in sorted(entries):
                 _add(tar, folder, None)
                 for name in FILES:
                     _add(tar, f"{folder}/{name}", entries[folder][name])
+        temporary.chmod(temporary.stat().st_mode & ~0o022)  # a layer that the group can write would not be used
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -171,7 +142,7 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes | None) -> None:
-    """Add a file, or without data a folder, with a mode that keeps `tar xf` from making it writable for a group."""
+    """Add a file, or a folder if data is None. With these modes `tar xf` does not make it writable for a group."""
     info = tarfile.TarInfo(name)  # without time and owner
     if data is None:
         info.type, info.mode = tarfile.DIRTYPE, 0o755

@@ -1,4 +1,4 @@
-"""A record of the kernels that a process asked for, as JSON for `jitrope prewarm --from`."""
+"""Record the kernels that a process asks for, as JSON for `jitrope prewarm --from`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +17,45 @@ from ..base.errors import CacheError
 from ..base.spec import Spec
 
 LOCK_SECONDS = 10.0
-"""How long to wait for a process that writes the same file and may be stopped, before going on without the lock."""
+"""How long to wait for another process that writes the file. After that the file is written without the lock."""
 
 _asked: dict[Spec, None] = {}
 
 
-@dataclass
-class Recording:
-    """The result of `record`. `specs`: the kernels that were asked for, complete when the block has ended."""
-
-    specs: list[Spec] = field(default_factory=list)
-
-
 @contextlib.contextmanager
-def record(path: str | Path | None = None) -> Iterator[Recording]:
+def record(path: str | Path | None = None) -> Iterator[list[Spec]]:
     """Note the kernels that a block of code asks for, and write them to a JSON file for `jitrope prewarm --from`.
 
-    Kernels that the process asked for before the block are noted too, because a prepared call does not ask again.
-    A steady state costs nothing. A file that is there keeps its content.
+    The result includes the kernels that the process asked for before the block, because a prepared call does not ask
+    again. For the same reason recording does not slow prepared calls down. An existing file keeps its content.
 
     Args:
-        path: the file; without it, the specs are only in the `Recording` that the block gets.
+        path: the file. Without it, the kernels are only in the list.
 
     Yields:
-        A `Recording`, whose `specs` are complete when the block has ended.
+        A list, to which the specs are added when the block ends.
 
     Raises:
-        CacheError: before the block, if the file is there and holds no such list; or the file cannot be written.
+        CacheError: an existing file is not such a recording (raised before the block), or it cannot be written.
         InvalidInput: path is not a path.
     """
     if path is not None:
         path = arguments.path("record", "path", path)
         _read(path)
-    recording = Recording()
+    specs: list[Spec] = []
     try:
-        yield recording
+        yield specs
     finally:
-        recording.specs = list(_asked)
+        specs += _asked
         if path is not None:
-            add(path, recording.specs)
+            add(path, specs)
 
 
 def note(spec: Spec) -> None:
-    """Note that a kernel was asked for. `JITROPE_RECORD` is written at once, in case the process is killed later.
+    """Note a kernel that is asked for. `JITROPE_RECORD` is written at once, in case the process is killed later.
 
     Raises:
-        InvalidInput: no kernel can be made from the spec; nothing is noted.
+        InvalidInput: the spec is wrong; nothing is noted.
     """
     if spec in _asked:
         return
@@ -77,7 +69,7 @@ def note(spec: Spec) -> None:
 
 
 def add(path: Path, specs: Iterable[Spec]) -> None:
-    """Add specs to a file, in one step; processes that do so at the same time wait for each other."""
+    """Add specs to a file in one step. Processes that do so at the same time wait for each other."""
     wanted = [spec.to_dict() for spec in specs]
     if not _missing(_read(path), wanted):
         return
@@ -101,27 +93,27 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        text = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CacheError(f"cannot add kernels to {path}: {text}") from error
+        raise CacheError(f"cannot add kernels to {path}: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("spec", []), list):
         raise CacheError(f"cannot add kernels to {path}: it has no `spec` list")
     return data
 
 
 def _missing(data: dict[str, Any], wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The wanted specs that are not in a file."""
     there = {json.dumps(spec, sort_keys=True) for spec in data.get("spec", ())}
     return [spec for spec in wanted if json.dumps(spec, sort_keys=True) not in there]
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock, where there are locks. It ends with its process, so none is ever left behind."""
+    """Hold a lock, if the system has locks. The lock of a process that dies is released."""
     try:
         import fcntl
     except ImportError:  # Windows
         yield
         return
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # a file that is there is not emptied
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # an existing file is not emptied
     with open(os.open(path, flags, 0o666), "r+") as file:
         deadline = time.monotonic() + LOCK_SECONDS
         while time.monotonic() < deadline:
@@ -130,6 +122,6 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(0.01)
-            except OSError:  # a file system without locks
+            except OSError:  # this file system has no locks
                 break
         yield

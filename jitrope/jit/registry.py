@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..base.errors import InvalidInput
-from ..base.spec import Named
+from ..base.spec import Spec
 
-KINDS: dict[str, type[Named]] = {}
-"""A spec class for each kind. A module that has kernels adds its classes when it is imported."""
+KINDS: dict[str, type[Spec]] = {}
+"""The spec class of each kind. A module with kernels adds its classes when it is imported."""
 
 
-def spec_from_dict(data: Any) -> Named:
-    """The inverse of every spec's `to_dict`. Raises InvalidInput with what is wrong."""
+def spec_from_dict(data: Any) -> Spec:
+    """The inverse of every spec's `to_dict`. Raises InvalidInput for wrong data."""
     if not isinstance(data, dict):
         raise InvalidInput(f"a spec must be a table of fields, not {data!r}")
     kind = data.get("kind")

@@ -1,4 +1,4 @@
-"""Spec -> source: the Jinja environment and nothing else."""
+"""Spec -> source, with Jinja."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Source:
 
 
 def ingredients(spec: Spec) -> str:
-    """Everything that a spec's text is made from, before it is rendered: its template files and constants."""
+    """The inputs of rendering, as text: the template files and the constants of a spec."""
     return json.dumps([_texts(spec.template), spec.constants()])
 
 
 @cache
 def _texts(name: str) -> dict[str, str]:
-    """A template, and all files that it includes, directly or not, by name."""
+    """The texts of a template and of all files that it includes, directly or not, by name."""
     for folder in TEMPLATE_PATHS:
         if (path := folder / name).is_file():
             text = path.read_text()
@@ -55,7 +55,7 @@ def mark_lines(text: str, name: str) -> str:
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
         lines.append(line)
-        if "{%" in line or line.startswith("{{"):  # text that may have several lines
+        if "{%" in line or line.startswith("{{"):  # these may give several lines
             lines.append(f'#line {number + 1} "{name}"')
     return "\n".join(lines) + "\n"
 
@@ -73,10 +73,7 @@ def cpp_literal(value: Any) -> Any:
 
 @cache
 def environment() -> jinja2.Environment:
-    """The Jinja environment; templates are found in a wheel, an editable install and a checkout.
-
-    Jinja is imported here, because a kernel from the cache needs none of it.
-    """
+    """The Jinja environment. Jinja is imported here, because a kernel from the cache does not need it."""
     import jinja2
 
     return jinja2.Environment(
@@ -90,7 +87,7 @@ def environment() -> jinja2.Environment:
 
 
 def render(spec: Spec) -> Source:
-    """The CUDA text of a spec, includes and all, behind a comment that says what it is."""
+    """The whole CUDA text of a spec with its includes. It begins with a comment that describes it (`head`)."""
     text = environment().get_template(spec.template).render(spec.constants())
     return Source(head(spec) + text, spec.entry, spec.name)
 
@@ -107,9 +104,9 @@ HEAD = """\
 
 
 def head(spec: Spec) -> str:
-    """The comment that a source begins with. No text of a spec can end it, or begin code.
+    """The comment at the start of a source. No text of a spec can end the comment or begin code.
 
-    It depends on the spec alone, as the constants do, so it needs no place in the cache's key.
+    It depends on the spec alone, as the constants do, so the cache's key need not include it.
     """
     name, entry = (re.sub(r"[^ -\[\]-~]", "?", text) for text in (spec.name, spec.entry))  # printable, no backslash
     lines = textwrap.wrap(json.dumps({"spec": [spec.to_dict()]}), 112, break_long_words=False, break_on_hyphens=False)

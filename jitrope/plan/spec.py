@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Named, check_fields, refuse_unless
+from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, check_fields, refuse_unless
 from . import arguments
 
 LAUNCHES = ("token_linear", "grid_2d")
@@ -146,7 +146,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class RopeSpec(Compiled, Named):
+class RopeSpec(Compiled, Spec):
     """One kernel: of `rope.cu.jinja`, or with a norm of `qk_norm_rope.cu.jinja` and its backward.
 
     one_row: there is one batch row. vec, table_vec, weight_vec: elements of an access of q and k, of

@@ -17,7 +17,7 @@ from ..base.spec import (
     DTYPES,
     INDEX_DTYPES,
     MAX_THREADS,
-    Named,
+    Spec,
     check_fields,
     refuse_unless,
 )
@@ -42,7 +42,7 @@ MIN_LANE_USE = 0.9
 """Of the threads of a row, those that should have work in its last pass."""
 
 
-class _Moves(Named):
+class _Moves(Spec):
     """A spec whose fields, under their own names, are the constants of its template."""
 
     threads: int

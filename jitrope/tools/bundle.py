@@ -1,91 +1,79 @@
 """Kernels in a file, for machines that compile nothing: `JITROPE_SYSTEM_CACHE=kernels.tar`, or `load`.
 
-A bundle is a tar of entries with a manifest and a SHA-256 of every file. Its kernels are matched by source (templates,
-constants, options, architecture, format), not by compiler, so a machine that uses them needs neither NVRTC nor headers
-nor CuPy's compiler: only CuPy's driver part, which loads a cubin. The digests find damage, not malice: a bundle is
-code, so take it from where you would take a wheel.
+A bundle is a tar of entries with a manifest; each entry has SHA-256 checksums of its files. Kernels are matched by
+source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs neither
+NVRTC nor headers nor CuPy's compiler, but only the part of CuPy that loads a cubin. The checksums detect damage, not
+tampering: a bundle is code, so only use one from a source you trust.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..base import arguments
-from ..base.errors import CacheError, CompileError, JitropeError
+from ..base.errors import CacheError, CompileError
 from ..base.spec import Spec
 from ..jit import layers
 from ..jit.entry import Entry, Read, described, pack
 from ..jit.kernels import build, kernel_cache, key_of
 from ..jit.render import render
-from .prewarm import Built, checked_kernels
+from .prewarm import Built, build_each
 
 __all__ = ["entries", "load", "write"]
 
 
-def write(
-    path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int, done: Callable[[Built], None] = lambda _: None
-) -> list[Built]:
-    """Write kernels to `path`, compiling those that no cache has; needs no GPU.
+def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Built]:
+    """Write kernels to `path` and compile those that no cache has. No GPU is needed.
 
-    The same kernels give the same bytes, and a bundle is there whole or not at all.
+    The same kernels give the same bytes. The file is written whole or not at all.
 
     Args:
         path: the file; its folder must exist.
-        kernels: (spec, architecture) of each, as (spec, "sm_90"); specs are of `jitrope.tools.prewarm.specs_of`,
-            `jitrope.tools.prewarm.read_calls` or `jitrope.record`. Repeated ones are written once.
-        jobs: how many are compiled at a time.
-        done: called after each, in any order.
+        kernels: (spec, architecture) of each, such as (spec, "sm_90"). The specs are results of
+            `jitrope.tools.prewarm.specs_of`, `jitrope.tools.prewarm.read_calls` or `jitrope.record`. Repeated kernels
+            are written once.
+        jobs: the number of kernels that are compiled at a time.
 
     Returns:
-        What became of each kernel, in order.
+        The result for each kernel, in order.
 
     Raises:
-        InvalidInput: an argument is not of its kind.
+        InvalidInput: an argument is of another kind.
         CompileError: a kernel could not be made; nothing is written.
         CacheError: the file cannot be written, or there is nothing to write.
     """
     path = arguments.path("write", "path", path)
-    jobs = arguments.whole("write", "jobs", jobs, 0)
-    work = list(dict.fromkeys(checked_kernels("write", kernels)))
-    if not work:
+    kernels = arguments.items("write", "kernels", kernels, "a list of (spec, architecture)")
+    for i, kernel in enumerate(kernels):
+        if not isinstance(kernel, (tuple, list)) or len(kernel) != 2:
+            arguments.refuse("write", f"kernels[{i}]", kernel, "(spec, architecture)")
+    files: dict[str, dict[str, bytes]] = {}
+
+    def packed(spec: Spec, arch: str) -> Built:
+        found, key = build(spec, arch), key_of(spec, arch)
+        cached = None if found.compiled else kernel_cache().read(key)
+        files[key.portable_folder] = cached or pack(key, render(spec).text, found.data, spec.to_dict())
+        return Built(spec, arch, "compiled" if found.compiled else "cached")
+
+    results = build_each("write", map(tuple, kernels), jobs, packed)
+    if not results:
         raise CacheError("kernels is empty: there is nothing to bundle")
-
-    def one(kernel: tuple[Spec, str]) -> tuple[Built, dict[str, bytes]]:
-        result = _built(*kernel)
-        done(result[0])
-        return result
-
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        results = list(pool.map(one, work))
-    if failed := [built for built, _ in results if built.failed]:
+    if failed := [built for built in results if built.failed]:
         reasons = "\n".join(f"{item.spec.name} {item.arch}: {item.outcome}" for item in failed)
         raise CompileError(f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:\n{reasons}")
-    layers.write_bundle(path, {key_of(*kernel).portable_folder: files for kernel, (_, files) in zip(work, results)})
-    return [built for built, _ in results]
-
-
-def _built(spec: Spec, arch: str) -> tuple[Built, dict[str, bytes]]:
-    """Build a kernel; with its entry's files as a cache has them, or as they would be stored."""
-    try:
-        found = build(spec, arch)
-        key = key_of(spec, arch)
-        cached = None if found.compiled else kernel_cache().read(key)
-        files = cached or pack(key, render(spec).text, found.data, spec.to_dict())
-        return Built(spec, arch, "compiled" if found.compiled else "cached"), files
-    except JitropeError as error:
-        return Built(spec, arch, str(error), failed=True), {}
+    layers.write_bundle(path, files)
+    return results
 
 
 def load(path: Path) -> list[Entry]:
-    """Put a bundle's kernels into the user's cache; returns them.
+    """Copy a bundle's kernels into the user's cache. Returns them.
 
-    Everything is checked before anything is written. In the cache these kernels serve beside any compiler. They take
-    the place of kernels that were loaded from another bundle before, and `prune` leaves them alone.
+    All kernels are checked before the first is copied. In the cache they serve any compiler and are not pruned. They
+    replace the same kernels of an earlier bundle.
 
     Args:
-        path: the bundle's file.
+        path: the bundle.
 
     Raises:
         CacheError: the file is not a bundle or is damaged, or the cache cannot be written.

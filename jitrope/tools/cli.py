@@ -1,4 +1,4 @@
-"""The `jitrope` command: results on stdout, messages on stderr, and an exit code."""
+"""The `jitrope` command. Results go to stdout and messages to stderr; the exit code tells success."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from ..jit.kernels import kernel_cache
 from ..jit.render import render as render_source
 from . import bundle, verify
 from . import doctor as checks
-from .console import UNITS, answer, architectures, build_all, print_entries, rows, say, size_text, total
-from .prewarm import ARCH, Built, default_specs, read_calls, specs_of, this_versions
+from .console import answer, architectures, build_all, print_entries, rows, say, total
+from .prewarm import ARCH, default_specs, read_calls, specs_of, this_versions
 from .prewarm import prewarm as build
 
 Options = argparse.Namespace
 Option = tuple[tuple[str, ...], dict[str, Any]]
 COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[Option, ...]]] = {}
-GROUPS = {"cache": "List, check and remove the kernels on disk.", "bundle": "Carry kernels to other machines."}
+GROUPS = {"cache": "List, check and remove the kernels on disk.", "bundle": "Move kernels to other machines."}
+SECONDS = {"d": 86400, "h": 3600, "m": 60}
 HELP = """Rotary position embeddings, compiled on first call.
 
 Examples:
@@ -40,7 +41,7 @@ Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage.""
 
 
 def _command(name: str, *options: Option) -> Callable[[Callable[[Options], Any]], Callable[[Options], Any]]:
-    """Make a function a command. Its docstring is the help; it may return whether all is well."""
+    """Make a function a command. Its docstring is the help text; if it returns False, the exit code is 1."""
     return lambda function: COMMANDS.setdefault(name, (function, options))[0]
 
 
@@ -49,7 +50,7 @@ def _option(*names: str, **words: Any) -> Option:
 
 
 def _value(pattern: str, example: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """What reads the text of an option that must match a pattern."""
+    """The reader of an option's text, which must match a pattern."""
 
     def value(text: str) -> Any:
         if not re.fullmatch(pattern, text):
@@ -61,33 +62,33 @@ def _value(pattern: str, example: str, read: Callable[[str], Any]) -> Callable[[
 
 _heads = _value(r"\d+(,\d+)*", "32,8", lambda text: [*map(int, text.split(","))])
 _archs = _value(f"{ARCH.pattern}(,{ARCH.pattern})*", "sm_80,sm_90", lambda text: list(dict.fromkeys(text.split(","))))
-_age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * UNITS[text[-1]])
+_age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * SECONDS[text[-1]])
 _count = _value(r"[1-9]\d*", "8", int)
 
 JSON = _option("--json", action="store_true", help="print JSON on stdout instead of text")
-DRY_RUN = _option("--dry-run", action="store_true", help="say what would be done, and change nothing")
-ARCHS = _option("--arch", type=_archs, help="architectures, as sm_80,sm_90; default: this machine's GPUs")
+DRY_RUN = _option("--dry-run", action="store_true", help="print what would be done, and change nothing")
+ARCHS = _option("--arch", type=_archs, help="architectures, as sm_80,sm_90; default: those of this machine's GPUs")
 JOBS = _option(
     "--jobs", type=_count, default=os.cpu_count() or 1, help="kernels compiled at a time; default: all cores"
 )
 FROM = _option("--from", dest="file", type=Path, help="TOML or JSON: calls, a recorded run, or `cache ls --json`")
 BUNDLE = _option("path", type=Path, help="a file that `jitrope bundle write` wrote")
-LAUNCHES = ("token_linear", "grid_2d")
+FLAG: dict[str, Any] = {"action": "store_true", "default": None}  # None: not given
 CALL = (
     _option("--heads", type=_heads, action="append", help="heads of q and k, as 32,8, or of q alone, as 24"),
-    _option("--head-dim", type=int, default=128, help="elements of a head"),
-    _option("--dtype", choices=DTYPES, default="bf16", help="the dtype of q and k"),
-    _option("--interleaved", action="store_true", help="pairs are (2i, 2i+1), not (i, i + half)"),
-    _option("--rotary-dim", type=int, help="how many elements of a head are rotated; default: all"),
-    _option("--width", choices=("half", "full"), default="half", help="the width of cos and sin"),
-    _option("--in-place", dest="inplace", action="store_true", help="q and k are overwritten"),
-    _option("--backward", action="store_true", help="the gradient's kernels too; of `render`, alone"),
+    _option("--head-dim", type=int, help="elements of a head; default: 128"),
+    _option("--dtype", choices=DTYPES, help="the dtype of q and k; default: bf16"),
+    _option("--interleaved", **FLAG, help="pairs are (2i, 2i+1), not (i, i + half)"),
+    _option("--rotary-dim", type=int, help="elements of a head that are rotated; default: all"),
+    _option("--width", choices=("half", "full"), help="the width of cos and sin; default: half"),
+    _option("--in-place", dest="inplace", **FLAG, help="q and k are overwritten"),
+    _option("--backward", **FLAG, help="the gradient's kernels too; for `render`, only these"),
     FROM,
 )
 
 
 def main() -> None:
-    """The console script: an error of jitrope's is one line, without a traceback."""
+    """The console script. An error of jitrope's is printed as one line without a traceback."""
     try:
         if sys.argv[1:2] == ["bench"]:
             return bench(sys.argv[2:])
@@ -101,7 +102,7 @@ def main() -> None:
     except JitropeError as error:
         say(f"error: {error}")
         sys.exit(1)
-    except BrokenPipeError:  # of `jitrope render | head`: Python is not to write the rest at its end
+    except BrokenPipeError:  # as in `jitrope render | head`: keep Python from writing the rest at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -136,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @_command("prewarm", *CALL, ARCHS, JOBS, DRY_RUN)
 def prewarm(given: Options) -> bool:
-    """Compile kernels ahead of time, for this machine or others; needs no GPU.
+    """Compile kernels ahead of time, for this machine or others, without a GPU.
 
     Without --heads and --from it compiles the kernels of popular models. A
     file can describe every kind of call; the options describe common ones.
@@ -149,21 +150,20 @@ def prewarm(given: Options) -> bool:
     """
     specs, archs = _specs(given, given.heads), architectures(given.arch)
     work = list(itertools.product(specs, archs))
-    return build_all(work, given.dry_run, given.json, lambda done: build(specs, archs, given.jobs, done))
+    return build_all(work, given.dry_run, given.json, lambda: build(specs, archs, given.jobs))
 
 
-@_command("render", *CALL, _option("--launch", choices=LAUNCHES, default=LAUNCHES[0], help="the kernel of this launch"))
+@_command("render", *CALL)
 def render(given: Options) -> None:
-    """Print the CUDA of a kernel; with --from, of the first.
+    """Print the CUDA text of a kernel; with --from, of the first kernel.
 
     Examples:
         jitrope render --heads 24 --interleaved --head-dim 64
         jitrope render --json | jq -r .text
     """
     specs = _specs(given, given.heads or [[32, 8]])
-    if not given.file:
-        fields = {"launch": given.launch, "inverse": given.backward}
-        specs = [spec for spec in specs if fields.items() <= spec.to_dict().items()]
+    if given.backward:
+        specs = [spec for spec in specs if spec.to_dict()["inverse"]]
     if not specs:
         raise JitropeError("there is no such kernel")
     source = render_source(specs[0])
@@ -172,15 +172,17 @@ def render(given: Options) -> None:
 
 
 def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
-    """The kernels that the options describe; without a file and heads those of popular models."""
-    if given.file:
-        return read_calls(given.file)
-    if not heads:
-        return [*default_specs()]
+    """The kernels that the options describe. Without a file and heads, these are the kernels of popular models."""
     names = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "inplace", "backward")
     words = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    if given.file and (given.heads or words):
+        raise argparse.ArgumentError(None, "--from does not go with the options of a call")
+    if given.file:
+        return read_calls(given.file)
+    if words and not heads:
+        raise argparse.ArgumentError(None, "the options of a call need --heads")
     try:
-        return [*specs_of(heads=heads, **words)]
+        return [*specs_of(heads=heads, **words)] if heads else [*default_specs()]
     except InvalidInput as error:
         raise argparse.ArgumentError(None, str(error)) from error
 
@@ -195,29 +197,22 @@ def cache_ls(given: Options) -> None:
     print_entries(cache.entries(), cache.root, given.json)
 
 
-@_command("cache path")
-def cache_path(given: Options) -> None:
-    """Print the folder of the kernels; with --json also the caches below it."""
-    cache = kernel_cache()
-    found = {"path": cache.root, "system": [layer.path for layer in cache.system]}
-    answer(given.json, found, cache.root)
-
-
-@_command("cache verify", _option("--cold", action="store_true", help="also look up every kernel in a new process"))
+@_command("cache verify", _option("--cold", action="store_true", help="also look up every kernel without compiling"))
 def cache_verify(given: Options) -> bool:
     """Check every kernel of every cache; exit code 1 if one is damaged.
 
-    With --cold a new process, which must not compile, loads the kernels of
-    this machine's GPUs and looks up the others. Exit code 1 too if it would
-    compile one, or if there is none.
+    With --cold it also loads the kernels of this machine's GPUs and looks up
+    the others, as a new process would that must not compile. The exit code
+    is also 1 if a kernel would be compiled, or if there is no kernel.
 
     Examples:
         jitrope cache verify --cold
     """
-    good, bad = verify.verify_all()
-    wrong = [f"damaged: {path}: {reason}" for path, reason in bad]
+    verified = [cache.verify() for cache in verify.caches()]
+    good, bad = sum(count for count, _ in verified), [item for _, items in verified for item in items]
     found: dict[str, Any] = {"good": good, "bad": [{"path": path, "reason": reason} for path, reason in bad]}
     lines = [f"{good} good, {len(bad)} damaged"]
+    wrong = [f"damaged: {path}: {reason}" for path, reason in bad]
     if given.cold:
         found["cold"] = cold = verify.cold_start()
         lines.append("cold start: {loaded} loaded, {checked} looked up, {others} of another version".format(**cold))
@@ -232,15 +227,15 @@ def cache_verify(given: Options) -> bool:
 
 @_command("cache clear", DRY_RUN)
 def cache_clear(given: Options) -> None:
-    """Remove every kernel from your folder; read-only caches stay."""
+    """Remove every kernel from your folder. Read-only caches are not changed."""
     _report(kernel_cache().clear(given.dry_run), given)
 
 
 @_command("cache prune", _option("--older-than", type=_age, required=True, help="30d, 12h or 45m"), DRY_RUN)
 def cache_prune(given: Options) -> None:
-    """Remove the kernels that were compiled longer ago.
+    """Remove the kernels that are older than some time.
 
-    Those that were loaded from a bundle stay.
+    Kernels that were loaded from a bundle are kept.
 
     Examples:
         jitrope cache prune --older-than 30d --dry-run
@@ -258,50 +253,46 @@ def _report(removed: list[Path], given: Options) -> None:
 
 @_command("bundle write", _option("path", type=Path, help="the file to write, a tar"), FROM, ARCHS, JOBS, DRY_RUN)
 def bundle_write(given: Options) -> bool:
-    """Write kernels to a file, compiling those that are not cached.
+    """Write kernels to a file and compile those that are not cached.
 
     The file is for JITROPE_SYSTEM_CACHE or `jitrope bundle load`. Without
-    --from it has the kernels of your cache, for the architectures that
-    they are there for, or for those of --arch.
+    --from it gets the kernels of your cache, for the architectures that
+    they were compiled for, or for those of --arch.
 
     Examples:
         jitrope bundle write kernels.tar --from run.json --arch sm_90,sm_100
         JITROPE_SYSTEM_CACHE=kernels.tar JITROPE_NO_COMPILE=1 python serve.py
     """
-    work = _cached() if given.file is None else [(spec, "") for spec in read_calls(given.file)]
+    work = [(spec, "") for spec in read_calls(given.file)] if given.file else _cached()
     if given.file or given.arch:
         work = list(itertools.product(dict.fromkeys(spec for spec, _ in work), architectures(given.arch)))
-
-    def write(done: Callable[[Built], None]) -> list[Built]:
-        return bundle.write(given.path, work, given.jobs, done)
-
-    complete = build_all(work, given.dry_run, given.json, write)
+    complete = build_all(work, given.dry_run, given.json, lambda: bundle.write(given.path, work, given.jobs))
     if not given.dry_run and not given.json:
-        say(f"wrote {given.path}, {size_text(given.path.stat().st_size)}")
+        say(f"wrote {given.path}")
     return complete
 
 
 def _cached() -> list[tuple[Spec, str]]:
-    """(spec, arch) of the kernels in the user's own folder, of this version. CacheError: one is damaged."""
+    """(spec, arch) of this version's kernels in the user's own folder. Raises CacheError if one is damaged."""
     cache = kernel_cache()
-    if bad := cache.verify()[1]:
+    entries, bad = cache.survey()
+    if bad:
         reasons = "\n".join(f"{path}: {reason}" for path, reason in bad)
-        raise CacheError(f"these would be left out; remove them, or name the kernels with --from:\n{reasons}")
-    entries = cache.entries()
+        raise CacheError(f"these kernels would be missing; remove them, or name the kernels with --from:\n{reasons}")
     specs = this_versions(entry.spec for entry in entries)
     return [(spec, entry.arch) for spec, entry in zip(specs, entries) if spec is not None]
 
 
 @_command("bundle load", BUNDLE)
 def bundle_load(given: Options) -> None:
-    """Put a bundle's kernels into your cache; all are checked first."""
+    """Copy a bundle's kernels into your cache, after all are checked."""
     loaded = bundle.load(given.path)
-    answer(given.json, {"loaded": rows(loaded)}, f"{total(loaded)} put into {kernel_cache().root}")
+    answer(given.json, {"loaded": rows(loaded)}, f"{total(loaded)} copied to {kernel_cache().root}")
 
 
 @_command("bundle ls", BUNDLE)
 def bundle_ls(given: Options) -> None:
-    """List a bundle's kernels; exit code 1 if one does not match its digest."""
+    """List a bundle's kernels; exit code 1 if one does not match its checksums."""
     print_entries(bundle.entries(given.path), given.path, given.json)
 
 
@@ -310,7 +301,7 @@ def bundle_ls(given: Options) -> None:
 
 @_command("doctor")
 def doctor(given: Options) -> bool:
-    """Look at all that jitrope needs, and run a kernel; exit code 1 for a fault."""
+    """Check everything that jitrope needs, and run a kernel; exit code 1 for a fault."""
     results = checks.run()
     faults = [result.what for result in results if not result.ok]
     lines = []

@@ -1,11 +1,9 @@
-"""What the commands share: output (results on stdout, messages on stderr), and building kernels."""
+"""Functions that several commands use: printing (results on stdout, messages on stderr) and building kernels."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,16 +12,14 @@ import torch
 from ..base import config
 from ..base.errors import JitropeError
 from ..base.spec import Spec
-from ..jit import kernels
+from ..jit import compiler, kernels
 from ..jit.entry import Entry
-from .prewarm import Built, refused
-
-UNITS = {"d": 86400, "h": 3600, "m": 60}
+from .prewarm import Built
 
 
 def printable(text: object) -> str:
-    """Text without commands to the terminal, which a file's name or its content may hold."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(text))
+    """Text without control sequences of a terminal, which the name or the content of a file may hold."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(text))
 
 
 def say(text: object) -> None:
@@ -36,64 +32,42 @@ def answer(as_json: bool, data: Any, text: object) -> None:
     print(json.dumps(data, indent=1, default=str) if as_json else printable(text), flush=True)
 
 
-def size_text(count: float) -> str:
-    """Bytes for a reader."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if count >= 1024:
-            count, unit = count / 1024, larger
-    return f"{count:.{int(count < 10 and unit != 'B')}f} {unit}"
-
-
-def age_text(written: float) -> str:
-    """How long ago a time was, in the largest whole unit; "" if it is unknown."""
-    seconds = max(0, int(time.time() - written))
-    return next((f"{seconds // n}{unit}" for unit, n in UNITS.items() if seconds >= n), "now") if written else ""
-
-
 def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Kernels for JSON."""
     return [{"name": e.name, "arch": e.arch, "bytes": e.size, "path": e.path} for e in entries]
 
 
 def print_entries(entries: Sequence[Entry], where: object, as_json: bool) -> None:
-    """Print kernels: as a file for `prewarm --from`, as a table, or off a terminal a line each with tabs between."""
+    """Print kernels as JSON, which `prewarm --from` reads, or a line for each with tabs between the columns."""
     if as_json:
         specs = list({json.dumps(entry.spec): entry.spec for entry in entries}.values())
         return answer(True, {"spec": specs, "entries": rows(entries)}, "")
     for e in entries:
-        if sys.stdout.isatty():
-            print(f"{size_text(e.size):>8} {age_text(e.written):>5} {e.arch:7} {e.name}")
-        else:
-            print(e.name, e.arch, e.size, e.path, sep="\t")
+        answer(False, None, f"{e.name}\t{e.arch}\t{e.size}\t{e.path}")
     say(f"{total(entries)} in {where}")
 
 
 def total(entries: Sequence[Entry]) -> str:
-    """The number of some kernels, and their bytes."""
-    return f"{len(entries)} kernel{'s' * (len(entries) != 1)}, {size_text(sum(entry.size for entry in entries))}"
+    """The number of kernels and their bytes."""
+    size = sum(entry.size for entry in entries)
+    return f"{len(entries)} kernel{'s' * (len(entries) != 1)}, {size / 2**20:.1f} MiB"
 
 
 # ---- building ------------------------------------------------------------------------------------
 
 
 def architectures(given: list[str] | None) -> list[str]:
-    """Those of `--arch`, or those of this machine's GPUs."""
+    """The architectures of `--arch`, or those of this machine's GPUs."""
     local = {kernels.arch_of(i) for i in range(torch.cuda.device_count())} if torch.cuda.is_available() else set()
     if not given and not local:
         raise JitropeError("there is no GPU here; name the architectures to build for, as --arch sm_80,sm_90")
     return given or sorted(local)
 
 
-Work = Sequence[tuple[Spec, str]]
-
-
-def build_all(
-    work: Work, dry_run: bool, as_json: bool, build: Callable[[Callable[[Built], None]], list[Built]]
-) -> bool:
-    """Build kernels, or say what would be built, and report. False unless every kernel is there or would be."""
-    config.configure(compile=True)  # the user asks for it, whatever the environment says
-    built = [_would_build(*kernel) for kernel in work] if dry_run else build(_progress(len(work)))
+def build_all(work: Sequence[tuple[Spec, str]], dry_run: bool, as_json: bool, build: Callable[[], list[Built]]) -> bool:
+    """Build kernels, or find out which would be built, and print the results. False if one failed or there are none."""
+    config.configure(compile=True)  # the command asks for it, so the environment does not matter
+    built = [_would_build(*kernel) for kernel in work] if dry_run else build()
     failed = [item for item in built if item.failed]
     words = ("would compile" if dry_run else "compiled", "cached")
     counts = {word: sum(item.outcome == word for item in built) for word in words} | {"failed": len(failed)}
@@ -106,24 +80,12 @@ def build_all(
     return bool(built) and not failed
 
 
-def _progress(steps: int) -> Callable[[Built], None]:
-    """To be called after each step: counts them on stderr, if that is a terminal."""
-    numbers = itertools.count(1)
-
-    def step(_: Built) -> None:
-        number = next(numbers)
-        if sys.stderr.isatty():
-            print(f"\rcompiling {number}/{steps}", end="\n" * (number == steps), file=sys.stderr, flush=True)
-
-    return step
-
-
 def _would_build(spec: Spec, arch: str) -> Built:
-    """What building a kernel would do: it looks into the same caches and asks the same compiler."""
+    """The result of building a kernel, found without building it."""
     try:
-        if kernels.is_cached(spec, arch):
+        if kernels.kernel_cache().holds(kernels.key_of(spec, arch)):
             return Built(spec, arch, "cached")
-        reason = refused(arch)
+        fault = compiler.unsupported(arch, compiler.supported_archs(), compiler.nvrtc_version())
     except JitropeError as error:
-        reason = str(error)
-    return Built(spec, arch, reason or "would compile", failed=bool(reason))
+        return Built(spec, arch, str(error), failed=True)
+    return Built(spec, arch, "; ".join(fault) if fault else "would compile", failed=fault is not None)

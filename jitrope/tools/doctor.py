@@ -1,4 +1,4 @@
-"""What `jitrope doctor` looks at: versions, folders and one kernel, each with the advice that repairs it."""
+"""The checks of `jitrope doctor`: versions, folders and one kernel. Each gives advice for its faults."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from .. import __version__, apply_rope
 from ..base import config
 from ..base.errors import CompileError, MissingKernel
 from ..jit import compiler, kernels, render
-from ..jit.cache import KernelCache
-from ..jit.layers import Layer
+from ..jit.entry import Listing
 from ..ops import reference
 from ..plan.spec import Options
 from .prewarm import specs_of
 
 ROOM = 1 << 20
-"""Bytes that must be free in a kernel cache: a kernel and its text take a tenth of that."""
+"""Bytes that must be free in a kernel cache. A kernel with its text needs a tenth of that."""
 
 ELSEWHERE = "set JITROPE_CACHE_DIR to a folder that you own and can write; until then each process compiles its kernels"
-IF_CACHED = "nothing, if every kernel that is needed is there: jitrope cache verify --cold"
+IF_CACHED = "nothing, if the caches have every kernel you need: jitrope cache verify --cold"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. ok: False for a fault; advice: what to do, also where a look is worth it."""
+    """The result of one check. ok: False for a fault; advice: what to do, also for a result that deserves a look."""
 
     what: str
     ok: bool
@@ -42,11 +41,7 @@ class Check:
 
 
 class Fault(Exception):
-    """Something is broken: what was found, and what to do about it."""
-
-    def __init__(self, found: str, advice: str) -> None:
-        super().__init__(found)
-        self.advice = advice
+    """A fault: what was found, and the advice."""
 
 
 Found = tuple[str, str]
@@ -54,7 +49,7 @@ Found = tuple[str, str]
 
 
 def run() -> list[Check]:
-    """Every check, the kernel last. None of them raises."""
+    """All checks, the kernel last. No error is raised."""
     return [
         Check("jitrope", True, f"{__version__}, Python {platform.python_version()}, {platform.system()}"),
         Check("torch", True, f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
@@ -72,17 +67,17 @@ def _check(what: str, look: Callable[[], Found]) -> Check:
     try:
         return Check(what, True, *look())
     except Fault as fault:
-        return Check(what, False, str(fault), fault.advice)
-    except Exception as error:  # the doctor must report whatever it meets
+        return Check(what, False, *fault.args)
+    except Exception as error:  # every error must be reported
         return Check(what, False, f"{type(error).__name__}: {error}")
 
 
 def _gpu() -> Found:
     if torch.cuda.is_available():
-        found = [f"{torch.cuda.get_device_name(i)} ({kernels.arch_of(i)})" for i in range(torch.cuda.device_count())]
-        return ", ".join(found), ""
-    found_none = "none that torch can use" + (": it is built without CUDA" if not torch.version.cuda else "")
-    return found_none, "CPU tensors use plain torch; if there is a GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        names = [f"{torch.cuda.get_device_name(i)} ({kernels.arch_of(i)})" for i in range(torch.cuda.device_count())]
+        return ", ".join(names), ""
+    found = "none that torch can use" + ("" if torch.version.cuda else ": torch is built without CUDA")
+    return found, "CPU tensors use plain torch; if there is a GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _cupy() -> Found:
@@ -94,8 +89,7 @@ def _cupy() -> Found:
     try:
         version, major = compiler.import_cupy().__version__, compiler.cuda_major()
     except CompileError as error:
-        found, advice = compiler.cupy_fault(error.__cause__ or error)
-        raise Fault(f"{found}; without it no kernel is compiled", advice) from error
+        raise _with_remedy(error) from error
     if torch.version.cuda and compiler.torch_cuda_major() != major:
         text = f"{version}, for CUDA {major}, but torch is for CUDA {torch.version.cuda}: the driver must support both"
         return text, again
@@ -108,17 +102,22 @@ def _nvrtc() -> Found:
     except CompileError as error:
         if not config.compile_allowed():
             return "not there, and not needed: compiling is forbidden", IF_CACHED
-        reason, _, advice = str(error).rpartition(": ")
-        raise Fault(reason, advice) from error
+        raise _with_remedy(error) from error
     for device in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if wrong := compiler.unsupported(kernels.arch_of(device), supported, version):
             raise Fault(*wrong)
     return f"{version[0]}.{version[1]}, for {supported[0]} to {supported[-1]}", ""
 
 
+def _with_remedy(error: CompileError) -> Fault:
+    """The fault of a missing library, whose message ends with a colon and the remedy."""
+    found, _, advice = str(error).rpartition(": ")
+    return Fault(found, advice)
+
+
 def _cache() -> Found:
     cache = kernels.kernel_cache()
-    good, bad, found = _verified(cache, cache.root, f"chmod 700 it, remove it, or {ELSEWHERE}")
+    good, bad, found = _verified(cache, f"chmod 700 it, remove it, or {ELSEWHERE}")
     if error := cannot_write(cache.root):
         found += f"; it cannot be written ({error.strerror})"
         if config.compile_allowed() and not good:
@@ -127,25 +126,27 @@ def _cache() -> Found:
     return found, "nothing: the next call makes a damaged kernel again" if bad else ""
 
 
-def _layer(layer: Layer) -> Found:
-    advice = "JITROPE_SYSTEM_CACHE must name folders and bundles that exist and that only their owner can write"
-    good, bad, found = _verified(layer, layer.path, advice)
+def _layer(layer: Listing) -> Found:
+    advice = "JITROPE_SYSTEM_CACHE must name existing folders or bundles that only their owner can write"
+    good, bad, found = _verified(layer, advice)
     if bad:
-        raise Fault(found, "jitrope bundle write it again")
-    return found, "" if good else "write it again: it has no kernels of this version"
+        raise Fault(found, "make it again with jitrope bundle write")
+    return found, "" if good else "make it again: it has no kernels of this version"
 
 
-def _verified(place: KernelCache | Layer, path: Path, advice: str) -> tuple[int, int, str]:
-    """(whole kernels, damaged ones, the two in words). Fault: the place as a whole is not used."""
+def _verified(place: Listing, advice: str) -> tuple[int, int, str]:
+    """(number of whole kernels, of damaged ones, both as text). Raises Fault if the folder or bundle cannot be used."""
     good, bad = place.verify()
-    if bad and bad[0][0] == path:
-        raise Fault(f"{path} is not used: {bad[0][1]}", advice)
-    damaged = [f"{name.name} ({reason})" for name, reason in bad[:1]] + ["..."] * (len(bad) > 1)
-    return good, len(bad), f"{path}, {good} kernels" + (f", {len(bad)} damaged: {', '.join(damaged)}" if bad else "")
+    if bad and bad[0][0] == place.root:
+        raise Fault(f"{bad[0][1]}; it is not used", advice)
+    found = f"{place.root}, {good} kernels"
+    if bad:
+        found += f", {len(bad)} damaged, such as {bad[0][0].name} ({bad[0][1]})"
+    return good, len(bad), found
 
 
 def cannot_write(root: Path) -> OSError | None:
-    """The error of writing to a kernel cache, tried in the folder or in the one where it would be made, or None."""
+    """The error of a write to a kernel cache, or to the folder where the cache would be made; None if it works."""
     try:
         nearest = next(folder for folder in (root, *root.absolute().parents) if os.path.lexists(folder))
         with tempfile.TemporaryFile(dir=nearest) as file:
