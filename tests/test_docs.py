@@ -83,9 +83,9 @@ def test_modules_stand_on_the_first_page(pages: dict[str, str]) -> None:
 
 # ---- README files --------------------------------------------------------------------------------------
 
-READMES = sorted(
-    path for path in ROOT.rglob("README.md") if not {".venv", "build"} & {part for part in path.parts if part[0] != "/"}
-)
+READMES = [
+    path for path in sorted(ROOT.rglob("README.md")) if not re.search(r"/(\.|build/)", str(path)[len(str(ROOT)) :])
+]
 LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)]+))?\)")
 
 
