@@ -20,7 +20,7 @@ from . import _host
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """Rotate the first W elements of each head, halves, by tables that broadcast to t, as DeepSpeed's own.
+    """Rotate the first W elements of each head, halves, by tables that broadcast to t, like DeepSpeed's own.
 
     Args:
         t: (..., D): [S, B, H, D], [B, S, H, D] or any other order, any strides. It is copied only where the tables
@@ -28,11 +28,11 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
         freqs_cos, freqs_sin: (..., W), W <= D even, broadcastable to t's other axes.
 
     Returns:
-        t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to. Plain torch computes
-        what jitrope refuses (fp64, say).
+        t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to. Calls that jitrope
+        refuses (fp64, say) are computed in plain torch.
 
     Raises:
-        RuntimeError: the shapes do not fit together, for plain torch either.
+        RuntimeError: the shapes do not fit together in plain torch either.
         CompileError: the kernel could not be built.
     """
     return _host.take("deepspeed", _rotate, _host.in_torch, t, freqs_cos, freqs_sin)
@@ -70,7 +70,7 @@ _rotate_back = partial(_rotate, inverse=True)
 
 
 def _merged(t: Tensor, *tables: Tensor) -> list[Tensor]:
-    """t and the tables with fewer axes: those along which the tables do the same become one."""
+    """t and the tables with fewer axes: neighbouring axes along which the tables broadcast alike become one."""
     runs = [list(axes) for _, axes in groupby(range(t.dim() - 1), key=lambda axis: tables[0].shape[axis] == 1)]
     if len(runs) > 3:  # the tables alternate: all the angles are written out
         tables = tuple(table.expand(*t.shape[:-1], -1) for table in tables)
@@ -78,19 +78,14 @@ def _merged(t: Tensor, *tables: Tensor) -> list[Tensor]:
     return [x.reshape(*(math.prod(x.shape[i] for i in run) for run in runs), x.shape[-1]) for x in (t, *tables)]
 
 
-_FUNCTIONS: dict[str, _host.Function] = {
-    "deepspeed.sequence.layer:apply_rotary_pos_emb": _rotate,
-    "deepspeed.sequence.fpdt_layer:apply_rotary_pos_emb_backward": _rotate_back,
-}
-
-
 def enable() -> _host.Report:
-    """Replace DeepSpeed's rope in every module that holds it; returns a report, which counts the calls.
+    """Replace DeepSpeed's rope in every module that holds it. The report counts the calls.
 
     Raises:
         ImportError: DeepSpeed is not installed.
     """
-    return _host.enable("deepspeed", _FUNCTIONS)
+    functions = {"layer:apply_rotary_pos_emb": _rotate, "fpdt_layer:apply_rotary_pos_emb_backward": _rotate_back}
+    return _host.enable("deepspeed", {f"deepspeed.sequence.{where}": ours for where, ours in functions.items()})
 
 
 def disable() -> None:

@@ -21,15 +21,13 @@ from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host, transformer_engine
 
-_ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
-
 
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
 ) -> Tensor:
     """Rotate t [s, b, h, d] by angles freqs [s, 1 or b, 1, r] in fp32.
 
-    transpose_output_memory is taken and ignored, as by Megatron's own hook; the output is contiguous.
+    transpose_output_memory is ignored, as in Megatron's own hook; the output is contiguous.
 
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
@@ -48,7 +46,7 @@ def fused_apply_rotary_pos_emb_thd(
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
-    return _rotate(t, freqs, interleaved, **_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
+    return _rotate(t, freqs, interleaved, positions=_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
 
 
 def apply_rotary_pos_emb(
@@ -76,30 +74,30 @@ def apply_rotary_pos_emb(
         InvalidInput: the arguments do not fit together, or multi_latent_attention is asked for with rotary_interleaved.
         CompileError: the kernel could not be built.
     """
-    words: dict[str, Any] = {}
+    positions = None
     if cu_seqlens is not None:
         if cp_group is None:
             from megatron.core import parallel_state
 
             cp_group = parallel_state.get_context_parallel_group()
-        words = _packed(t, freqs, cu_seqlens, cp_group.size(), cp_group.rank())
+        positions = _packed(t, freqs, cu_seqlens, cp_group.size(), cp_group.rank())
     mla = bool(config.multi_latent_attention)
     if mla and config.rotary_interleaved:
         raise InvalidInput("apply_rotary_pos_emb: multi_latent_attention with rotary_interleaved is not supported")
-    return _rotate(t, freqs, config.rotary_interleaved, mla, mscale=mscale, **words)
+    return _rotate(t, freqs, config.rotary_interleaved, mla, positions=positions, mscale=mscale)
 
 
-def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> dict[str, Any]:
-    a_row_a_token = freqs.shape[0] == t.shape[0] * cp_size
-    positions = Packed(cu_seqlens, packed_table=a_row_a_token, cp_size=cp_size, cp_rank=cp_rank)
-    return {"layout": "thd", "positions": positions}
+def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Packed:
+    row_for_each_token = freqs.shape[0] == t.shape[0] * cp_size
+    return Packed(cu_seqlens, packed_table=row_for_each_token, cp_size=cp_size, cp_rank=cp_rank)
 
 
 def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **words: Any) -> Tensor:
-    words = {"layout": "sbhd", "rotary_dim": freqs.shape[-1], "interleaved_out": interleaved, **words}
-    if mla:  # the table's halves are the same angles; the input's pairs are neighbours, the output's are not
+    words |= {"layout": "thd" if words.get("positions") else "sbhd", "rotary_dim": freqs.shape[-1]}
+    words |= {"interleaved": interleaved or mla, "interleaved_out": interleaved}
+    if mla:  # the halves of the table are the same angles; input pairs are neighbours, output pairs are not
         freqs = freqs[..., : freqs.shape[-1] // 2]
-    return apply_rope(t, None, freqs=freqs.float(), interleaved=interleaved or mla, **words)[0].contiguous()
+    return apply_rope(t, None, freqs=freqs.float(), **words)[0].contiguous()
 
 
 def _if_fused(t: Tensor, freqs: Tensor, config: Any, *arguments: Any, **words: Any) -> Tensor:
@@ -108,6 +106,7 @@ def _if_fused(t: Tensor, freqs: Tensor, config: Any, *arguments: Any, **words: A
     return apply_rotary_pos_emb(t, freqs, config, *arguments, **words)
 
 
+_ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _FUSED_QKV = "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb"
 _FUNCTIONS: dict[str, _host.Function] = {
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
@@ -118,7 +117,7 @@ _FUNCTIONS: dict[str, _host.Function] = {
 
 
 def enable() -> _host.Report:
-    """Replace Megatron's rope in every module that holds it; returns a report, which counts the calls.
+    """Replace Megatron's rope in every module that holds it. The report counts the calls.
 
     Raises:
         ImportError: Megatron-core is not installed.
