@@ -366,7 +366,8 @@ def test_shapes(llama: Any, name: str) -> None:
         for a, b in zip(function(q, k, cos, sin, axis), host(q, k, cos, sin, axis)):
             assert torch.equal(a, b)
     assert report.calls == {"jitrope": 2, "host": 0}
-    single = integration.apply_rotary_pos_emb_single(q, cos, sin, axis)
+    single, none = integration.apply_rotary_pos_emb(q, None, cos, sin, axis)
+    assert none is None
     assert torch.equal(single, host(q, k, cos, sin, axis)[0])
 
 
@@ -422,7 +423,8 @@ def put(file: str, name: str = "apply_rotary_pos_emb") -> tuple[Any, Any]:
     host = host_of(file, name)
     variant = _variants.recognise(host)
     ours = _variants.replacement(host, variant)
-    return host, _host.put("transformers", sys.modules[host.__module__], name, ours, variant)
+    _host.Report("transformers").replace(sys.modules[host.__module__], name, ours, variant)
+    return host, host_of(file, name)
 
 
 def test_rows_for_k_only() -> None:
