@@ -167,23 +167,18 @@ def test_mrope(interleaved: bool, neox: bool, dtype: torch.dtype, device: str) -
             x.copy_(turn(x, rows, neox))
     ids, cache = ids.to(device), cache.to(device)
     results = []
-    for call in ("vllm", "sglang", "gathered", "one axis"):
+    for call in ("sglang", "vllm"):
         got = case.buffer().to(device)
         q, k = case.split(got)
-        if call == "vllm":
-            vllm.mrope(ids, q, k, 128, cache, section, neox, interleaved)
-        elif call == "sglang":
+        if call == "sglang":
             sglang.triton_mrope_fused(q, k, cache, ids, section, 128, 96, interleaved, False, neox, None)
-        elif call == "gathered":
+        else:
             cos, sin = cache[ids].chunk(2, -1)
             q_out, k_out = vllm.triton_mrope(q, k, cos, sin, section, 128, 96, interleaved, neox)
             assert q_out is q
             assert k_out is k
-        else:
-            vllm.mrope(ids[0], q, k, 128, cache, section, neox, interleaved)
         results.append(got)
-    assert all(same(got, want) for got in results[:3])
-    assert same(results[3], of_time)
+    assert all(same(got, want) for got in results)
     assert not same(want, of_time)
 
 
@@ -211,8 +206,6 @@ def test_vllm_in_16_bits(dtype: torch.dtype, neox: bool, device: str) -> None:
     cos, sin = cache[ids].chunk(2, -1)
     for want, call in (
         (wants[0], lambda q, k, **words: vllm.rotary_embedding(ids[0], q, k, 128, cache, neox, **words)),
-        (wants[0], lambda q, k, **words: vllm.mrope(ids[0], q, k, 128, cache, section, neox, **words)),
-        (wants[1], lambda q, k, **words: vllm.mrope(ids, q, k, 128, cache, section, neox, **words)),
         (wants[1], lambda q, k, **words: vllm.triton_mrope(q, k, cos, sin, section, 128, 96, False, neox, **words)),
     ):
         for rounding in ("dtype", "fp32"):
@@ -225,7 +218,7 @@ def test_vllm_in_16_bits(dtype: torch.dtype, neox: bool, device: str) -> None:
 def test_mrope_refusals() -> None:
     q, cache, ids = torch.zeros(4, 128), table(8, 64), torch.zeros(3, 4, dtype=torch.int64)
     with pytest.raises(jitrope.InvalidInput, match="mrope_section is"):
-        vllm.mrope(ids, q, None, 64, cache, [8, 8, 8])
+        sglang.triton_mrope_fused(q, q.clone(), cache, ids, [8, 8, 8], 64, 64, False, False, True, None)
     with pytest.raises(jitrope.InvalidInput, match="use SGLang's function"):
         sglang.triton_mrope_fused(q, q, cache, ids, [16, 8, 8], 64, 64, True, True, True, None)
     with pytest.raises(jitrope.InvalidInput, match=r"max_position, 32"):

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -70,19 +69,23 @@ def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *ar
     return theirs(*arguments, **words)
 
 
-def in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> Tensor:
-    """x (..., D) rotated by full-width tables (..., W) that broadcast to it, in plain torch: any dtype, gradients.
+def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Function:
+    """`ours`, which gives (result, how many calls of `who` to count), and `otherwise` for a call that it refuses.
 
-    Raises:
-        RuntimeError: the shapes do not fit together.
+    `otherwise` takes the reason, then the same arguments; it counts the call itself.
     """
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    y = turned * sin if inverse else turned
-    x0, x1 = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
-    pair = (x1, -x0) if inverse else (-x1, x0)
-    partner = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    y = turned * cos + (partner if inverse else partner * sin)
-    return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+    def function(*arguments: Any, **words: Any) -> Any:
+        try:
+            result, count = ours(*arguments, **words)
+        except InvalidInput as error:
+            reason = str(error)
+        else:
+            note(host, who, count=count)
+            return result
+        return otherwise(reason, *arguments, **words)  # not in `except`, which would keep tensors of ours alive
+
+    return function
 
 
 # ---- replacing functions, and giving them back ----------------------------------------------------------
@@ -123,7 +126,7 @@ class Report:
 
     @property
     def calls(self) -> dict[str, int]:
-        """Calls since `enable`: taken by "jitrope", and left to the "host". A compiled call counts when it is traced."""
+        """Calls since `enable`, taken by "jitrope" or left to the "host". A compiled call counts when it is traced."""
         return {"jitrope": 0, "host": 0, **(calls[self.host] - self._before[0])}
 
     @property

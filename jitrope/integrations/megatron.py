@@ -57,12 +57,12 @@ def apply_rotary_pos_emb(
     mscale: float = 1.0,
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
-    """`rope_utils.apply_rotary_pos_emb` by jitrope, whatever the configuration says about fusion.
+    """`rope_utils.apply_rotary_pos_emb` with `apply_rope_fusion`.
 
     Args:
         t: [s, b, h, d], or [tokens, h, d] with cu_seqlens.
         freqs: angles in radians [s, 1 or b, 1, r], without cu_seqlens those of this rank's positions.
-        config: `rotary_interleaved` and `multi_latent_attention` are read.
+        config: `apply_rope_fusion`, `rotary_interleaved` and `multi_latent_attention` are read.
         cu_seqlens: offsets of the whole packed batch, int32 or int64 [sequences + 1].
         mscale: factor of sines and cosines.
         cp_group: with cu_seqlens: the context parallel group; default: Megatron's own, if it is set up.
@@ -71,9 +71,12 @@ def apply_rotary_pos_emb(
         t rotated, of its shape and dtype, contiguous.
 
     Raises:
-        InvalidInput: the arguments do not fit together, or multi_latent_attention is asked for with rotary_interleaved.
+        InvalidInput: the arguments do not fit together, apply_rope_fusion is off, or both multi_latent_attention and
+            rotary_interleaved are on.
         CompileError: the kernel could not be built.
     """
+    if not config.apply_rope_fusion:
+        raise InvalidInput("apply_rope_fusion is off")
     positions = None
     if cu_seqlens is not None:
         if cp_group is None:
@@ -100,28 +103,18 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **wo
     return apply_rope(t, None, freqs=freqs.float(), **words)[0].contiguous()
 
 
-def _if_fused(t: Tensor, freqs: Tensor, config: Any, *arguments: Any, **words: Any) -> Tensor:
-    if not config.apply_rope_fusion:
-        raise InvalidInput("apply_rope_fusion is off")
-    return apply_rotary_pos_emb(t, freqs, config, *arguments, **words)
-
-
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _FUSED_QKV = "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb"
 _FUNCTIONS: dict[str, _host.Function] = {
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
-    f"{_ROPE_UTILS}:apply_rotary_pos_emb": _if_fused,
+    f"{_ROPE_UTILS}:apply_rotary_pos_emb": apply_rotary_pos_emb,
     _FUSED_QKV: transformer_engine.apply_fused_qkv_rotary_pos_emb,
 }
 
 
 def enable() -> _host.Report:
-    """Replace Megatron's rope in every module that holds it. The report counts the calls.
-
-    Raises:
-        ImportError: Megatron-core is not installed.
-    """
+    """Replace Megatron's rope in every module that holds it. ImportError is raised if Megatron is not installed."""
     return _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV})
 
 

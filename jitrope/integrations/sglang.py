@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import KVCache
+from ..ops.values import KVCache, Mrope
 from . import _host, vllm
 from .vllm import heads
 
@@ -36,12 +36,8 @@ def apply_rope_with_cos_sin_cache_inplace(
     """Rotate query and key in place, in one launch; with fused_set_kv_buffer_arg, the launch stores k and v as well.
 
     Args:
-        positions: int32 or int64, (T): rows of the cache. A token whose position is outside of the cache becomes NaN.
-        query, key: (T, H * head_size) or (T, H, head_size); fp32, fp16 or bf16; any strides.
-        head_size: at most 512.
-        cos_sin_cache: (max_position, R): cosines of the R / 2 pairs, then their sines. The first R elements of each
-            head are rotated.
-        is_neox: True: pairs are halves, (i, i + R / 2); False: neighbours.
+        positions, query, key, head_size, cos_sin_cache, is_neox: as in `jitrope.integrations.vllm.rotary_embedding`;
+            positions are (T), query and key (T, H * head_size) or (T, H, head_size).
         fused_set_kv_buffer_arg: the host's `FusedSetKVBufferArg`, or any object with its attributes: value, shaped
             like key; k_buffer and v_buffer, (slots, Hk * head_size) or (slots, Hk, head_size), of key's dtype or
             torch.float8_e4m3fn; k_scale and v_scale for fp8 buffers, which hold k / k_scale and v / v_scale (None: 1);
@@ -107,17 +103,12 @@ def _cache(
 ) -> KVCache:
     if k_buffer.dtype == torch.float8_e4m3fn:
         k_scale, v_scale = (1.0 if scale is None else scale for scale in (k_scale, v_scale))
-    caches = (heads(name, x, 1, k.shape[-1]) for name, x in (("k_buffer", k_buffer), ("v_buffer", v_buffer)))
-    return KVCache(*caches, slots, k_scale=k_scale, v_scale=v_scale, rotate_k=True)
+    k_cache, v_cache = (heads(name, x, 1, k.shape[-1]) for name, x in (("k_buffer", k_buffer), ("v_buffer", v_buffer)))
+    return KVCache(k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale, rotate_k=True)
 
 
 def rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
+    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate query and key in place and return them; key may be None. For torch.ops.sgl_kernel.rotary_embedding too.
 
@@ -145,7 +136,7 @@ def triton_mrope_fused(
     Args:
         q, k: (T, H * head_size) or (T, H, head_size), any strides.
         rotary_dim: the width of the cache.
-        mrope_section, mrope_interleaved: as in `jitrope.integrations.vllm.mrope`.
+        mrope_section, mrope_interleaved: as in `jitrope.integrations.vllm.triton_mrope`.
         mrope_interleaved_glm: refused where the sections interleave. axis_map, which only that order needs, is ignored.
 
     Raises:
@@ -158,7 +149,9 @@ def triton_mrope_fused(
             f"positions are {tuple(positions.shape)} and cos_sin_cache is {tuple(cos_sin_cache.shape)}; they must be "
             f"(3, T) and (max_position, {rotary_dim})"
         )
-    vllm.mrope(positions, q, k, head_size, cos_sin_cache, mrope_section, is_neox_style, mrope_interleaved)
+    q, k = heads("q", q, 1, head_size), heads("k", k, 1, head_size)
+    words: Any = {"positions": Mrope(positions, mrope_section, mrope_interleaved), "interleaved": not is_neox_style}
+    apply_rope(q, k, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
 
 
 _KERNELS = (apply_rope_inplace, apply_rope_inplace_with_kvcache, rotary_embedding)
@@ -172,13 +165,11 @@ _FUNCTIONS: dict[str, _host.Function] = {
 
 
 def enable() -> _host.Report:
-    """Replace SGLang's rope in this process. The report counts the calls.
+    """Replace SGLang's rope in this process.
 
     Call it before the model is made: layers of head sizes other than 64, 128, 256 and 512 keep the function that they
-    find then. SGLang's own functions take the calls that jitrope refuses.
-
-    Raises:
-        ImportError: neither sglang nor sgl_kernel has a function that is known here.
+    find then. SGLang's own functions take the calls that jitrope refuses. ImportError is raised if neither sglang nor
+    sgl_kernel has a function that jitrope knows.
     """
     return _host.enable("sglang", _FUNCTIONS, optional=_FUNCTIONS)  # no version has them all
 

@@ -4,7 +4,7 @@
 
 replaces each `CosSinRoPE.Config` and each `ComplexRoPE.Config` of the model. Subclasses stay, because they compute
 something else. One launch rotates q and k, and another one their gradients; the kernel picks rows by positions, so
-nothing is gathered. Outputs have the host's bits on the same device. Parameters, buffers and checkpoints are the host's.
+nothing is gathered. Outputs have the host's bits on the same device. Parameters and checkpoints are the host's.
 
 q and k are (B, S, H, D), as in torchtitan 0.3, or packed (T, H, D), as in versions since 2026-08-20. The host's own
 check runs on the positions. Calls left to the host are logged once for each reason; `calls` and `reasons` count them.
@@ -47,8 +47,8 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
         InvalidInput: the arguments do not fit together.
     """
     half = cache.shape[-1] // 4  # both members of a pair have one angle, so half of the table is enough
-    tables = {"cos": cache[:, :half], "sin": cache[:, 2 * half : 3 * half], "rotary_dim": 2 * half}
-    return _both(query, key, positions=positions, **tables)
+    words = {"cos": cache[:, :half], "sin": cache[:, 2 * half : 3 * half], "rotary_dim": 2 * half}
+    return _both(query, key, positions=positions, **words)
 
 
 def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -60,8 +60,10 @@ def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     return _both(query, key, positions=positions, **words)
 
 
-def _both(query: Tensor, key: Tensor, **words: Any) -> Any:
-    return apply_rope(query, key, layout="thd" if query.dim() == 3 else "bshd", **words)
+def _both(query: Tensor, key: Tensor, **words: Any) -> tuple[Tensor, Tensor]:
+    q, k = apply_rope(query, key, layout="thd" if query.dim() == 3 else "bshd", **words)
+    assert k is not None
+    return q, k
 
 
 def _rotate(rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:

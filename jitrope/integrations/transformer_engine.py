@@ -140,8 +140,9 @@ def apply_fused_qkv_rotary_pos_emb(
         )
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and _same(q_freqs, k_freqs):
-        words |= {"freqs": q_freqs.float(), "rotary_dim": q_freqs.shape[-1]}
-        return prepare_packed_qkv(qkv, q_per_group=q_width // k_width, **words)
+        words |= {"freqs": q_freqs.float(), "rotary_dim": q_freqs.shape[-1], "q_per_group": q_width // k_width}
+        q, k, v = prepare_packed_qkv(qkv, **words)
+        return q, k, v
     q, k, v = qkv.split(qkv_split_arg_list, -1)
     q = q.unflatten(-1, (-1, k_width)).flatten(-3, -2)
     return _rotate(q, q_freqs, words), _rotate(k, k_freqs, words), v.contiguous()
@@ -167,11 +168,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def enable() -> _host.Report:
-    """Replace TransformerEngine's rope in every module that holds it. The report counts the calls.
-
-    Raises:
-        ImportError: TransformerEngine is not installed.
-    """
+    """Replace TransformerEngine's rope in every module that holds it. ImportError is raised if it is not installed."""
     functions = (apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
     module = "transformer_engine.pytorch.attention.rope"
     return _host.enable("transformer_engine", {f"{module}:{ours.__name__}": ours for ours in functions})

@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -27,12 +27,8 @@ from torch import Tensor, nn
 
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
-from ._host import Function, Report
+from ._host import Report
 from ._variants import Variant, recognise, replacement, rotate, rotate_pair
-
-_HALVES = Variant(partial=True, widens=True)
-_VISION = _HALVES._replace(widens=False)
-_INTERLEAVED = _HALVES._replace(interleaved=True, interleaved_out=True)
 
 calls = _host.calls["transformers"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -53,38 +49,14 @@ def apply_rotary_pos_emb(
         interleaved: pairs are neighbours (Cohere, ERNIE 4.5 VL), not halves; the tables are laid out alike.
 
     Returns:
-        q and k in fp32 arithmetic rounded once, in the dtype that q and the tables promote to. Calls that jitrope
-        refuses (fp64, tables that require a gradient) are computed in plain torch.
+        q and k in fp32 arithmetic rounded once, in the dtype that q and the tables promote to.
 
     Raises:
-        RuntimeError: the shapes do not fit together in plain torch either.
+        InvalidInput: the shapes do not fit together, or the tables require a gradient.
         CompileError: the kernel could not be built.
     """
-    return _rotated(_INTERLEAVED if interleaved else _HALVES, q, k, cos, sin, unsqueeze_dim)
-
-
-def apply_rotary_pos_emb_vision(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The function of the Qwen-VL vision towers: q and k keep their dtypes.
-
-    q, k are (S, H, D) or (B, S, H, D); cos, sin are (S, D) or (B, S, D), of any dtype. The errors are those of
-    `apply_rotary_pos_emb`.
-    """
-    return _rotated(_VISION, q, k, cos, sin, -2)
-
-
-def _rotated(v: Variant, *arguments: Any) -> Any:
-    return _host.take("transformers", partial(rotate, v), partial(_in_torch, v), *arguments)
-
-
-def _in_torch(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, axis: int) -> Any:
-    cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
-
-    def rotated(x: Tensor) -> Tensor:
-        if v.widens:
-            return _host.in_torch(x, cos, sin, v.interleaved)
-        return _host.in_torch(x.float(), cos.float(), sin.float(), v.interleaved).to(x.dtype)
-
-    return rotated(q), None if k is None else rotated(k)
+    variant = Variant(interleaved, interleaved, partial=True, widens=True)
+    return rotate(variant, q, k, cos, sin, unsqueeze_dim)
 
 
 # ---- in place of the hosts' ----------------------------------------------------------------------------
@@ -115,12 +87,9 @@ def enable(model: nn.Module | None = None) -> Report:
         for name, function in list(vars(module).items())
         if _NAMES.fullmatch(name) and callable(function)
     ]
-    variants: dict[Function, Variant | str] = {}
-    for _, _, function in found:
-        variants[function] = _host.placed[function].what if function in _host.placed else recognise(function)
-    report = Report("transformers")
+    report, recognised = Report("transformers"), cache(recognise)
     for module, name, function in found:
-        variant = variants[function]
+        variant = _host.placed[function].what if function in _host.placed else recognised(function)
         if isinstance(variant, str):
             report.left[f"{module.__name__}.{name}"] = variant
         else:

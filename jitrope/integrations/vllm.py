@@ -66,36 +66,6 @@ def rotary_embedding(
     _rotate(query, key, axes, head_size, is_neox, positions=positions, cos_sin_cache=cos_sin_cache, **words)
 
 
-def mrope(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    mrope_section: Sequence[int],
-    is_neox: bool = True,
-    mrope_interleaved: bool = False,
-    *,
-    rounding: str = "fp32",
-) -> None:
-    """`rotary_embedding` with a position along each axis (time, height, width) for each token, like `MRotaryEmbedding`.
-
-    The kernel picks the rows of the cache: nothing is gathered before.
-
-    Args:
-        positions: int32 or int64, (A, T), A at most 4; or (T), the same along all axes, for text.
-        query, key: (T, H * head_size) or (T, H, head_size); key may be None.
-        mrope_section: pairs of each of the A axes, R / 2 in all.
-        mrope_interleaved: True: axis a > 0 has the pairs a, a + A, a + 2A, ..., and axis 0 the others (Qwen3-VL);
-            False: the pairs of a section are neighbours (Qwen2-VL).
-        The other arguments and the errors are those of `rotary_embedding`.
-    """
-    if positions.dim() == 1:
-        return rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rounding=rounding)
-    words = {"cos_sin_cache": cos_sin_cache, "rounding": rounding}
-    _rotate(query, key, 1, head_size, is_neox, positions=Mrope(positions, mrope_section, mrope_interleaved), **words)
-
-
 def triton_mrope(
     q: Tensor,
     k: Tensor,
@@ -109,12 +79,15 @@ def triton_mrope(
     *,
     rounding: str = "fp32",
 ) -> tuple[Tensor, Tensor]:
-    """vLLM's function of this name, which takes gathered tables: rotate q and k in place, and return them.
+    """Rotate q and k in place by gathered tables of several axes (time, height, width), and return them.
 
     Args:
         q, k: (T, H * head_size) or (T, H, head_size), any strides.
-        cos, sin: (A, T, rotary_dim / 2), the table rows of each token along each axis.
-        The other arguments and the errors are those of `mrope`.
+        cos, sin: (A, T, rotary_dim / 2), the table rows of each token along each of the A axes; A is at most 4.
+        mrope_section: pairs of each axis, rotary_dim / 2 in all.
+        mrope_interleaved: True: axis a > 0 has the pairs a, a + A, a + 2A, ..., and axis 0 the others (Qwen3-VL);
+            False: the pairs of a section are neighbours (Qwen2-VL).
+        head_size, is_neox_style, rounding: as in `rotary_embedding`, and so are the errors.
     """
     if cos.dim() != 3:
         raise InvalidInput(f"cos has shape {tuple(cos.shape)}; it must be (A, T, rotary_dim / 2)")
@@ -211,10 +184,10 @@ _MROPE = "vllm.model_executor.layers.rotary_embedding.mrope:triton_mrope"
 
 
 def enable(*, rounding: str = "fp32") -> _host.Report:
-    """Replace vLLM's rotary embedding in this process. The report counts the calls.
+    """Replace vLLM's rotary embedding in this process.
 
-    vLLM's own functions take the calls that jitrope refuses (fp64, heads of more than 512). Call `enable` in each worker
-    process. Enabling twice changes nothing; call `disable` before you change the rounding.
+    vLLM's own functions take the calls that jitrope refuses (fp64, heads of more than 512). Call `enable` in each
+    worker process. Enabling twice changes nothing; call `disable` before you change the rounding.
 
     Args:
         rounding: "dtype" for the bits of 16-bit arithmetic; see `rotary_embedding`.
