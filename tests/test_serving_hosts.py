@@ -221,8 +221,11 @@ def test_mrope_refusals() -> None:
         sglang.triton_mrope_fused(q, q.clone(), cache, ids, [8, 8, 8], 64, 64, False, False, True, None)
     with pytest.raises(jitrope.InvalidInput, match="use SGLang's function"):
         sglang.triton_mrope_fused(q, q, cache, ids, [16, 8, 8], 64, 64, True, True, True, None)
-    with pytest.raises(jitrope.InvalidInput, match=r"max_position, 32"):
-        sglang.triton_mrope_fused(q, q, cache, ids, [16, 8, 8], 64, 32, False, False, True, None)
+    with pytest.raises(jitrope.InvalidInput, match="cos_sin_cache is 64 wide, rotary_dim is 32"):
+        sglang.triton_mrope_fused(q, q.clone(), cache, ids, [8, 4, 4], 64, 32, False, False, True, None)
+    with pytest.raises(jitrope.InvalidInput, match="position"):
+        sglang.triton_mrope_fused(q, q.clone(), cache, ids[0], [16, 8, 8], 64, 64, False, False, True, None)
+    assert not q.any()
     with pytest.raises(jitrope.InvalidInput, match=r"cos has shape \(4, 32\)"):
         vllm.triton_mrope(q, q, cache[:4, :32], cache[:4, 32:], [16, 8, 8], 64, 64, False)
 

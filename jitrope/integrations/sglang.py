@@ -144,14 +144,9 @@ def triton_mrope_fused(
     """
     if mrope_interleaved and mrope_interleaved_glm:
         raise InvalidInput("mrope_interleaved_glm orders the pairs in another way; use SGLang's function")
-    if positions.dim() != 2 or cos_sin_cache.shape[-1] != rotary_dim:
-        raise InvalidInput(
-            f"positions are {tuple(positions.shape)} and cos_sin_cache is {tuple(cos_sin_cache.shape)}; they must be "
-            f"(3, T) and (max_position, {rotary_dim})"
-        )
     q, k = heads("q", q, 1, head_size), heads("k", k, 1, head_size)
     words: Any = {"positions": Mrope(positions, mrope_section, mrope_interleaved), "interleaved": not is_neox_style}
-    apply_rope(q, k, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
+    apply_rope(q, k, cos_sin_cache=cos_sin_cache, rotary_dim=rotary_dim, layout="thd", inplace=True, **words)
 
 
 _KERNELS = (apply_rope_inplace, apply_rope_inplace_with_kvcache, rotary_embedding)

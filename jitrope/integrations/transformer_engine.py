@@ -153,13 +153,11 @@ def _rotate(t: Tensor, freqs: Tensor, words: dict[str, Any]) -> Tensor:
 
 
 def _words(
-    tensor_format: str, starts: Tensor | None, interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
+    tensor_format: str, starts: Tensor | None, interleaved: bool, cu_seqlens: Any, cp_size: int, cp_rank: int
 ) -> dict[str, Any]:
     """`apply_rope`'s keywords for TransformerEngine's."""
-    if tensor_format == "thd" and cu_seqlens is None:
-        raise InvalidInput("tensor_format 'thd' needs cu_seqlens")
     where: Any = {"start_positions": starts, "cp_size": cp_size, "cp_rank": cp_rank}
-    positions = Starts(**where) if cu_seqlens is None or tensor_format != "thd" else Packed(cu_seqlens, **where)
+    positions = Packed(cu_seqlens, **where) if tensor_format == "thd" else Starts(**where)
     return {"layout": tensor_format, "interleaved": interleaved, "positions": positions}
 
 

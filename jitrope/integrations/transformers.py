@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -87,9 +87,10 @@ def enable(model: nn.Module | None = None) -> Report:
         for name, function in list(vars(module).items())
         if _NAMES.fullmatch(name) and callable(function)
     ]
-    report, recognised = Report("transformers"), cache(recognise)
+    variants = {f: _host.placed[f].what if f in _host.placed else recognise(f) for _, _, f in found}
+    report = Report("transformers")
     for module, name, function in found:
-        variant = _host.placed[function].what if function in _host.placed else recognised(function)
+        variant = variants[function]
         if isinstance(variant, str):
             report.left[f"{module.__name__}.{name}"] = variant
         else:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -55,12 +55,14 @@ class Report(_host.Report):
     notes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [f"jitrope rotates in {_listed(self.replaced)}"]
-        parts += [f"fused with the norm in {_listed(self.fused)}"] if self.fused else []
-        alone = self.replaced - self.fused
-        parts += [f"the norm runs in the host's own code in {_listed(alone)}"] if alone else []
-        parts += [f"left alone: {_listed(self.left)}"] if self.left else []
-        return "; ".join([*parts, *(f"{name}: {note}" for name, note in self.notes.items()), self._counted()])
+        parts = {
+            "jitrope rotates in": self.replaced,
+            "fused with the norm in": self.fused,
+            "the norm runs in the host's own code in": self.replaced - self.fused,
+            "left alone:": self.left,
+        }
+        lines = [f"{part} {_listed(counts)}" for part, counts in parts.items() if counts]
+        return "; ".join([*lines, *(f"{name}: {note}" for name, note in self.notes.items()), self._counted()])
 
 
 def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
@@ -113,11 +115,10 @@ def reloaded(make: Callable[..., Any], host: type, fused: bool, *arguments: Any)
     return part
 
 
-def _models(model_or_pipeline: Any) -> Iterator[nn.Module]:
-    parts = getattr(model_or_pipeline, "components", None)
-    for part in parts.values() if isinstance(parts, dict) else (model_or_pipeline,):
-        if isinstance(part, nn.Module):
-            yield part
+def _models(model_or_pipeline: Any) -> list[nn.Module]:
+    components = getattr(model_or_pipeline, "components", None)
+    parts = components.values() if isinstance(components, dict) else (model_or_pipeline,)
+    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _parts(model: nn.Module) -> list[Any]:
@@ -125,9 +126,10 @@ def _parts(model: nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     for module in model.modules():
         processor = getattr(module, "processor", None)
-        for part in (module if _known(host_of(type(module))) else None, processor if callable(processor) else None):
-            if part is not None:
-                found[id(part)] = part
+        if _known(host_of(type(module))):
+            found[id(module)] = module
+        if callable(processor):
+            found[id(processor)] = processor
     return list(found.values())
 
 

@@ -73,20 +73,18 @@ def _left(reason: str, processor: Any, *arguments: Any, **words: Any) -> Any:
     return (with_our_rope or host_of(cls).__call__)(processor, *arguments, **words)
 
 
-def _names(processor: Any) -> dict[str, Any]:
-    """The functions of the host's module, as they are now: another library may have replaced some."""
-    names: dict[str, Any] = host_of(type(processor)).__call__.__globals__
-    return names
+def _names(processor: Any) -> Any:
+    """The functions of the host's module by name, as they are now: another library may have replaced some."""
+    return host_of(type(processor)).__call__.__globals__
 
 
-def _attend(processor: Any, q: Tensor, k: Tensor | None, v: Tensor, **words: Any) -> Tensor:
+def _attend(processor: Any, q: Tensor, k: Tensor | None, v: Tensor, **words: Any) -> Any:
     """The host's attention: (B, S, H, D)."""
     words = {"backend": processor._attention_backend, "parallel_config": processor._parallel_config, **words}
-    out: Tensor = _names(processor)["dispatch_attention_fn"](q, k, v, **words)
-    return out
+    return _names(processor)["dispatch_attention_fn"](q, k, v, **words)
 
 
-def _attended(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **words: Any) -> Tensor:
+def _attended(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **words: Any) -> Any:
     """The host's attention: (B, S, H * D)."""
     out = _attend(processor, q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False, **words)
     return out.flatten(2, 3).to(q.dtype)
