@@ -328,10 +328,11 @@ def test_vllm_rotary_embedding_and_cache(
 def test_vllm_cache_refusals() -> None:
     q, ids = torch.ones(4, 128), torch.zeros(4, dtype=torch.int64)
     pages = torch.zeros(2, 8, 2, 64, dtype=torch.uint8)
-    for kind, message in (("fp8_e5m2", "kv_cache_dtype is 'fp8_e5m2'; allowed are auto"), ("auto", "torch.uint8")):
+    for kind, dtype in (("fp8_e5m2", torch.uint8), ("fp8_e5m2", torch.float8_e5m2), ("fp8_e5m2", FP8), ("auto", FP8)):
+        caches, message = (pages.to(dtype), pages.to(dtype)), "k_scale" if dtype == FP8 else f"k_cache is {dtype}"
         with pytest.raises(jitrope.InvalidInput, match=message):
             vllm.rotary_embedding_and_cache(
-                ids, q, q, q, 64, table(8, 64), True, pages, pages.clone(), ids, kind, 1.0, 1.0
+                ids, q, q.clone(), q.clone(), 64, table(8, 64), True, *caches, ids, kind, 1.0, 1.0
             )
     assert torch.equal(q, torch.ones(4, 128))
 

@@ -22,8 +22,6 @@ from ..base.errors import InvalidInput
 from ..ops.values import KVCache, Mrope
 from . import _host
 
-_FP8 = ("fp8", "fp8_e4m3")
-_PLAIN = ("auto", "bfloat16", "float16", "half", "float32", "float")
 _LAYOUTS = {1: "thd", 2: "bshd"}  # by the number of token axes
 
 
@@ -124,7 +122,7 @@ def rotary_embedding_and_cache(
         slot_mapping: int32 or int64, block * block_size + row of each token. A token with a negative slot is padding:
             it is rotated but not stored. With positions (T) the mapping may be shorter than T, as under CUDA graphs;
             tokens past its end are padding too, and are not rotated.
-        kv_cache_dtype: "auto" or the name of key's dtype, without scales; or "fp8" or "fp8_e4m3".
+        kv_cache_dtype: "fp8" or "fp8_e4m3"; with any other name the caches must be of key's dtype.
         k_scale, v_scale: numbers, or fp32 tensors of one element on the device: fp8 caches hold k / k_scale and
             v / v_scale, rounded once from fp32.
 
@@ -133,13 +131,10 @@ def rotary_embedding_and_cache(
     """
     axes = _token_axes(positions)
     scales = {}
-    if kv_cache_dtype in _FP8:
+    if kv_cache_dtype in ("fp8", "fp8_e4m3"):
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         if key_cache.dtype == torch.uint8:
             key_cache, value_cache = key_cache.view(torch.float8_e4m3fn), value_cache.view(torch.float8_e4m3fn)
-    elif kv_cache_dtype not in _PLAIN:
-        allowed = ", ".join(_PLAIN + _FP8)
-        raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed are {allowed}: store others with vLLM's op")
     if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
         count = slot_mapping.shape[0]
         positions, query, key, value = (x[:count] for x in (positions, query, key, value))
