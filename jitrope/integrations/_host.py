@@ -137,17 +137,17 @@ class Report:
     def replace(self, module: ModuleType, name: str, ours: Function, what: Any) -> None:
         """Replace a module's function wherever it is held. One that is already replaced stays as it is."""
         self.replaced[f"{module.__name__}.{name}"] = what
-        original = getattr(module, name)
+        host, original = self.host, getattr(module, name)
         if original in placed:
             return
 
         @wraps(ours if original is None else original, updated=())
         def function(*arguments: Any, **words: Any) -> Any:
-            return take(self.host, ours, original, *arguments, **words)
+            return take(host, ours, original, *arguments, **words)
 
         function.__name__ = function.__qualname__ = name
         function.__module__ = module.__name__  # so that it is pickled as the host's
-        placed[function] = Placed(self.host, name, original, what)
+        placed[function] = Placed(host, name, original, what)
         self._undo.append(partial(restore, [function]))
         for holder in [module] if original is None else _holders(name, original):
             setattr(holder, name, function)

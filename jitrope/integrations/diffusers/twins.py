@@ -125,7 +125,7 @@ def _redirected(function: Any, site: Site, host: Any) -> Any:
         names[alias] = rope_of(site.form, FunctionType(nested, names, name))
         stub = _stub(nested, alias)
         return _copy(function, code.replace(co_consts=tuple(stub if c is nested else c for c in code.co_consts)))
-    # The alias of a name that is imported inside the function belongs into the module that has the name.
+    # If the name is imported inside the function, its alias must be in the module that has the name.
     holder = names if name in names else vars(sys.modules["diffusers.models.embeddings"])
     if name not in code.co_names or name not in holder:
         raise missed
