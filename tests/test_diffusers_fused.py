@@ -1,4 +1,4 @@
-"""Processors of diffusers in which RMSNorm of q and k, rope and concatenation are one launch: the host's bits."""
+"""Processors of diffusers in which RMSNorm of q and k, rope and concatenation are one launch give the host's bits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.said import norm_rope
 pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 
 from jitrope.base.errors import InvalidInput
+from jitrope.integrations import _host
 from jitrope.integrations import diffusers as integration
 from jitrope.integrations.diffusers import forms, fused, norms
 from tests import diffusion_zoo as zoo
@@ -32,12 +33,12 @@ def prepared(name, device="cpu", dtype=FP32):
 
 
 def attentions(model) -> list[nn.Module]:
-    """The modules whose processors are ours, enabled or not."""
+    """The modules with processors that jitrope can replace as a whole, enabled or not."""
     return [m for m in model.modules() if type(getattr(m, "processor", None)).__name__.removeprefix("Jitrope") in FUSED]
 
 
 def same_as_stock(model, inputs, expected, exact=True, fuse_norm=True) -> integration.Report:
-    """Runs the model stock, enabled twice over, and stock again."""
+    """Run the model stock, twice with jitrope, and stock again; all outputs are the same."""
     with torch.no_grad():
         stock = zoo.forward(model, inputs)
         with integration.enable(model, fuse_norm=fuse_norm) as report:
@@ -57,7 +58,7 @@ def same_as_stock(model, inputs, expected, exact=True, fuse_norm=True) -> integr
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("form", ["flux", "qwen", "wan", "hunyuan"])
 def test_heads_of_128_give_the_same_bits(form, dtype, device) -> None:
-    """On a GPU too."""
+    """Heads of 128 give the host's bits on a GPU too."""
     changes, (cls, make, calls) = {
         "flux": ({"axes_dims_rope": (16, 56, 56)}, ("FluxTransformer2DModel", zoo.flux, 3)),
         "qwen": ({"axes_dims_rope": (16, 56, 56)}, ("QwenImageTransformer2DModel", zoo.qwen_image, 2)),
@@ -72,7 +73,7 @@ def test_heads_of_128_give_the_same_bits(form, dtype, device) -> None:
 
 
 def variant(cls, config, inputs, device="cpu", dtype=FP32):
-    """As `prepared`, of another configuration; the inputs' names of positions keep fp32."""
+    """`prepared` with another configuration; the inputs for positions stay in fp32."""
     import diffusers
 
     kept = zoo.MODELS[cls].fp32
@@ -81,7 +82,7 @@ def variant(cls, config, inputs, device="cpu", dtype=FP32):
 
 
 def test_compiled_training() -> None:
-    """In one graph, which serves other inputs too."""
+    """Training compiles to one graph, which other inputs use too."""
     model, inputs = prepared("FluxTransformer2DModel")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -96,7 +97,7 @@ def test_compiled_training() -> None:
                 grads.append([out, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
             for ours, want in zip(*grads, strict=True):
                 torch.testing.assert_close(ours, want)
-    # Twice as it ran, once as it was traced.
+    # Counted twice when the model ran, once when it was traced.
     assert report.calls == {"jitrope": 0, "host": 0, "fused": 3 * FUSED_CALLS["FluxTransformer2DModel"]}
 
 
@@ -105,7 +106,7 @@ def test_compiled_training() -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_wan_image_to_video(dtype) -> None:
-    """Keys and values of the image have a projection and a norm of their own; 512 tokens are the text's."""
+    """Keys and values of the image have their own projection and norm; the last 512 tokens are text."""
     config = zoo.WAN | {"image_dim": 16, "added_kv_proj_dim": 32}
     inputs = zoo.wan_inputs() | {
         "encoder_hidden_states": torch.randn(2, 512, 16),
@@ -130,7 +131,7 @@ def test_fused_projections(name, dtype) -> None:
 
 
 def test_wan_with_tables_in_bf16() -> None:
-    """`.to(bfloat16)` takes the tables along; the host's products are bf16 then."""
+    """`.to(bfloat16)` converts the tables, too; then the host's products are bf16."""
     model, inputs = prepared("WanTransformer3DModel", dtype=BF16)
     model = model.to(BF16)
     assert model.rope.freqs_cos.dtype == BF16
@@ -147,7 +148,7 @@ def test_qwen_mask_of_the_text(masked) -> None:
 
 
 def test_the_hosts_module_is_asked_for_its_names(monkeypatch) -> None:
-    """Attention that another library puts into the host's module is called."""
+    """If another library replaces attention in the host's module, that attention is called."""
     model, inputs = prepared("FluxTransformer2DModel")
     module = importlib.import_module("diffusers.models.transformers.transformer_flux")
     original, seen = module.dispatch_attention_fn, []
@@ -164,7 +165,7 @@ def test_the_hosts_module_is_asked_for_its_names(monkeypatch) -> None:
 
 
 def test_what_a_hook_has_seen_is_not_overwritten() -> None:
-    """Without gradients q and k are normalised and rotated in place, if nobody else has them."""
+    """Without gradients q and k are overwritten, but not if a hook may hold them."""
     model, inputs = prepared("WanTransformer3DModel")
     seen = []
     hooked = attentions(model)[0]
@@ -216,7 +217,7 @@ def forward_pre_hook(attention) -> None:
 
 
 def accelerate_hook(attention) -> None:
-    """How accelerate offloads: it puts a `forward` of its own into the module."""
+    """accelerate offloads by its own `forward` in the module."""
     hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 
     class Shift(hooks.ModelHook):
@@ -254,7 +255,7 @@ CHANGES = [layer_norm, subclass, forward_hook, forward_pre_hook, accelerate_hook
 @pytest.mark.parametrize("change", [*CHANGES, another_eps], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_norms_that_are_called(change, dtype) -> None:
-    """One block's norm is not fused: its processor is the host's with jitrope's rope; the other blocks are fused."""
+    """A processor whose norm must be called is the host's, with jitrope's rope; the other blocks are fused."""
     model, inputs = prepared("FluxTransformer2DModel", dtype=dtype)
     for index in (0, 1):  # two streams, one stream
         change(attentions(model)[index])
@@ -294,7 +295,7 @@ def test_norms_across_heads_that_are_called(name) -> None:
 
 
 def test_an_fp32_weight_under_bf16() -> None:
-    """diffusers' own RMSNorm gives fp32 then, which rope and attention go on with."""
+    """diffusers' own RMSNorm returns fp32 then, and rope and attention compute in fp32."""
     model, inputs = prepared("ZImageTransformer2DModel", dtype=BF16)
     for attention in attentions(model):
         attention.norm_q.float()
@@ -336,7 +337,7 @@ def test_fp64_is_the_hosts() -> None:
 
 
 def test_without_a_twin_of_the_rope_the_host_is_called() -> None:
-    """A class with our call and nothing else: the host's own code takes what is not ours."""
+    """A class that has only our `__call__`: the host's own code takes the calls that jitrope refuses."""
     model, inputs = prepared("FluxTransformer2DModel")
     with torch.no_grad(), torch.autocast("cpu", BF16):
         stock = zoo.forward(model, inputs)
@@ -344,9 +345,9 @@ def test_without_a_twin_of_the_rope_the_host_is_called() -> None:
             host = type(attention.processor)
             members = {"__call__": FUSED[host.__name__].call, "_jitrope_host": host}
             attention.processor.__class__ = type(host.__name__, (host,), members)
-        before = integration.counting.calls.copy()
+        before = _host.calls["diffusers"].copy()
         assert torch.equal(zoo.forward(model, inputs), stock)
-    assert integration.counting.calls - before == {"host": 3}
+    assert _host.calls["diffusers"] - before == {"host": 3}
 
 
 # ---- what is read of a norm --------------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ def test_norm_of_refuses() -> None:
 
 @pytest.mark.parametrize("name", ["Flux", "QwenImage", "Wan", "HunyuanVideo", "LTXVideo", "ZImage"])
 def test_tables_are_not_copied(name, monkeypatch) -> None:
-    """Every table that jitrope gets is a view of memory that is there in the next step too, or one row of its own."""
+    """Every table that jitrope gets is a view of the model's own table, or a single row."""
     (name,) = [key for key in FUSED_CALLS if key.startswith(f"{name}Transformer")]
     model, inputs = prepared(name)
     seen = []
@@ -426,7 +427,7 @@ def test_a_stream_that_is_not_rotated_has_one_row() -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_norms_of_two_streams_that_are_called(dtype) -> None:
-    """Each stream's own rope, or none for the second."""
+    """Each stream has its own rope, or the second has none."""
     for name, rotated in (("QwenImageTransformer2DModel", 4), ("HunyuanVideoTransformer3DModel", 2)):
         model, inputs = prepared(name, dtype=dtype)
         forward_hook(attentions(model)[0])
@@ -435,7 +436,7 @@ def test_norms_of_two_streams_that_are_called(dtype) -> None:
 
 @pytest.mark.parametrize("change", ["none", "hooked", "gradients", "called"])
 def test_text_and_image_of_one_projection(change) -> None:
-    """HunyuanVideo's: the image's tokens are rotated, all are normalised; in place where nobody else has them."""
+    """HunyuanVideo rotates the image's tokens and normalises all, in place if no other code holds them."""
     model, inputs = prepared("HunyuanVideoTransformer3DModel")
     single = [m for m in attentions(model) if m.add_q_proj is None]
     assert single
@@ -460,7 +461,7 @@ def test_text_and_image_of_one_projection(change) -> None:
 
 
 def hosts() -> list[type]:
-    """The classes of the installed diffusers with a name that is fused."""
+    """The classes of the installed diffusers that have the name of a fused processor."""
     models = [zoo.MODELS[name].make()[0] for name in FUSED_CALLS if name in zoo.MODELS]
     found = {type(attention.processor) for model in models for attention in attentions(model)}
     return sorted(found, key=lambda cls: (cls.__name__, cls.__module__))
@@ -478,7 +479,7 @@ def test_the_installed_hosts_are_known() -> None:
 
 
 def test_another_argument_is_the_hosts() -> None:
-    """A version of the host with one more: its own code says what becomes of it."""
+    """A call with an argument that jitrope does not know goes to the host's code."""
     model, _ = prepared("FluxTransformer2DModel")
     attention = model.transformer_blocks[0].attn
     with integration.enable(model) as report, pytest.raises(TypeError, match="unheard"):
@@ -531,11 +532,11 @@ def test_another_version_of_the_host_gets_its_rope_replaced(monkeypatch, tmp_pat
     assert not FUSED["FluxAttnProcessor"].stands_for(FluxAttnProcessor.__call__)
     report = same_as_stock(model, inputs, {"jitrope": 6})
     assert not report.fused
-    assert "not that which jitrope stands for" in report.notes["FluxAttnProcessor"]
+    assert "jitrope does not know its code" in report.notes["FluxAttnProcessor"]
 
 
 def test_a_host_that_finds_its_rope_elsewhere_is_fused(monkeypatch, tmp_path) -> None:
-    """diffusers 0.40 and 0.41 take Qwen-Image's rope from a table: its name is not in the code."""
+    """diffusers 0.40 and 0.41 look Qwen-Image's rope up in a table, so its name is not in the code."""
     from diffusers.models.transformers import transformer_qwenimage as module
 
     host = module.QwenDoubleStreamAttnProcessor2_0

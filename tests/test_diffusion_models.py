@@ -1,4 +1,4 @@
-"""Every diffusers transformer that rotates, tiny and random, with jitrope: the stock model's bits."""
+"""Every diffusers transformer that rotates, tiny and random, gives the stock model's bits with jitrope."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from types import CodeType
 import pytest
 import torch
 
+from jitrope.integrations import _host
 from jitrope.integrations import diffusers as integration
-from jitrope.integrations.diffusers import coverage, forms
+from jitrope.integrations.diffusers import forms
 from jitrope.integrations.diffusers.fused import FUSED, INLINE
+from jitrope.integrations.diffusers.sites import SITES
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 from .devices import DEVICES  # noqa: E402
+from .diffusion_coverage import COVERAGE, table  # noqa: E402
 from .diffusion_zoo import FUSED_CALLS, MODELS, forward, prepared  # noqa: E402
 
 EACH = pytest.mark.parametrize("name", list(MODELS))
@@ -51,7 +54,7 @@ def classes_in(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @EACH
 def test_the_stock_models_bits(name, dtype, device) -> None:
-    """With rope alone, with the norm in the same launch where it is, and stock again; and what the reports say."""
+    """Outputs and reports with rope alone, with the norm in the same launch, and stock again."""
     entry = MODELS[name]
     if device == "cpu" and dtype not in entry.dtypes:
         pytest.skip(f"the stock model does not run in {dtype} on a CPU")
@@ -63,7 +66,7 @@ def test_the_stock_models_bits(name, dtype, device) -> None:
         assert all(torch.equal(ours, stock) for ours in alone)
         assert report.calls == {"jitrope": 2 * entry.rotations, "host": 0}, report
         assert not report.fused
-        assert set(report.replaced) <= set(coverage.COVERAGE[name.split("-")[0]])
+        assert set(report.replaced) <= set(COVERAGE[name.split("-")[0]])
         with integration.enable(model) as report:
             assert (classes_in(model) != classes) == (name in FUSED_CALLS)
             assert report.fused.total() == sum(report.replaced[cls] for cls in FUSED)
@@ -120,21 +123,21 @@ def test_compiled_fullgraph_without_recompiles(name, fuse_norm) -> None:
             again = forward(compiled, other)
         calls = report.calls
         torch.testing.assert_close(again, forward(model, other))
-    assert calls == {who: 2 * count for who, count in eager.items()}  # once as it ran, once as it was traced
+    assert calls == {who: 2 * count for who, count in eager.items()}  # once when it ran, once when it was traced
     assert calls["host"] == 0
 
 
 def test_a_refusal_is_decided_as_a_call_is_traced() -> None:
-    """No break in the graph: it has the host's own function, and the reason is counted."""
+    """The graph does not break: it contains the host's own function, and the reason is counted."""
     rope = forms.rope_of(forms.HALVES, lambda x, tables: x * tables[0][None, :, None])
     x, table = torch.randn(2, 6, 3, 16), torch.rand(6, 16)
     torch._dynamo.reset()
     compiled = torch.compile(rope, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, (table, table)), rope(x, (table, table)))
-    before = integration.counting.reasons.copy()
+    before = _host.reasons["diffusers"].copy()
     for other in (table.double(), table[:1]):
         assert torch.equal(compiled(x, (other, other)), x * other[None, :, None])
-    reasons = integration.counting.reasons - before
+    reasons = _host.reasons["diffusers"] - before
     assert any("torch.float64" in reason for reason in reasons)
     assert len(reasons) == 2
 
@@ -149,7 +152,7 @@ def test_regional_compilation() -> None:
             torch.testing.assert_close(forward(model, inputs), stock)
             assert report.calls["host"] == 0
             assert report.calls["fused"] > 0
-        torch.testing.assert_close(forward(model, inputs), stock)  # the host's again, compiled anew
+        torch.testing.assert_close(forward(model, inputs), stock)  # the host's again, compiled again
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -164,7 +167,7 @@ def test_regional_compilation() -> None:
     ],
 )
 def test_autocast(name, device) -> None:
-    """Nothing that a rope is made of is cast by it."""
+    """Autocast does not cast the operations of a rope."""
     model, inputs = prepared(MODELS[name], device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         stock = forward(model, inputs)
@@ -174,7 +177,7 @@ def test_autocast(name, device) -> None:
 
 
 def test_learned_tables_take_their_gradient() -> None:
-    """Mochi's are parameters: in training its rope is the host's, which the report says."""
+    """Mochi's tables are parameters. In training its rope is the host's, and the report says so."""
     model, inputs = prepared(MODELS["MochiTransformer3DModel"])
     with integration.enable(model) as report:
         forward(model, inputs).square().mean().backward()
@@ -209,17 +212,17 @@ def test_every_model_that_mentions_rope_is_in_the_table() -> None:
         if mentions.search(inspect.getsource(module))
         for cls in classes(module, diffusers.ModelMixin)
     }
-    assert found == set(coverage.COVERAGE)
+    assert found == set(COVERAGE)
 
 
 def names(code: CodeType) -> set[str]:
-    """The names that code refers to, and the functions in it."""
+    """The names that code refers to, and the names of the functions in it."""
     nested = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return {*code.co_names, *(inner.co_name for inner in nested)}.union(*map(names, nested))
 
 
 def test_every_class_that_calls_a_rope_function_is_covered() -> None:
-    """Found by the names of functions that rotate, directly or by another function of the module."""
+    """Classes are found by the names of the rope functions that they call, directly or through another function."""
     rotates = re.compile(r"apply_(\w+_)?rot|apply_rope|rope_apply|_rotate_half|apply_ucpe_transform")
     found = set()
     for module in [*modules(), importlib.import_module("diffusers.models.attention_processor")]:
@@ -230,20 +233,20 @@ def test_every_class_that_calls_a_rope_function_is_covered() -> None:
             called = set().union(*(names(method.__code__) for method in methods))
             if any(map(rotates.search, called)) or called & calling:
                 found.add(cls.__name__)
-    assert found == set(coverage.SITES) | set(INLINE)
+    assert found == set(SITES) | set(INLINE)
 
 
 def test_every_covered_class_is_of_a_model() -> None:
-    covered = {name for names in coverage.COVERAGE.values() for name in names}
-    assert covered == set(coverage.SITES) | set(INLINE)
+    covered = {name for names in COVERAGE.values() for name in names}
+    assert covered == set(SITES) | set(INLINE)
 
 
 def test_the_zoo_has_every_model_of_the_table() -> None:
-    assert {name.split("-")[0] for name in MODELS} | CONTROLNETS == set(coverage.COVERAGE)
+    assert {name.split("-")[0] for name in MODELS} | CONTROLNETS == set(COVERAGE)
 
 
 def test_controlnets_made_of_covered_blocks() -> None:
-    """Those that are not in the zoo hold the processors of their transformers."""
+    """ControlNets that are not in the zoo hold the processors of their transformers."""
     flux, _ = prepared(MODELS["FluxTransformer2DModel"])
     qwen, _ = prepared(MODELS["QwenImageTransformer2DModel"])
     hunyuan, _ = prepared(MODELS["HunyuanDiT2DModel"])
@@ -260,10 +263,9 @@ def test_controlnets_made_of_covered_blocks() -> None:
     made += [diffusers.FluxMultiControlNetModel(made[:1]), diffusers.QwenImageMultiControlNetModel(made[1:2])]
     for model in made:
         with integration.enable(model) as report:
-            assert report.models == [model]
-            assert set(report.replaced) <= set(coverage.COVERAGE[type(model).__name__])
+            assert set(report.replaced) <= set(COVERAGE[type(model).__name__])
 
 
 def test_the_readme_has_the_table() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    assert coverage.table() in readme
+    page = Path(__file__).parent.parent / "jitrope" / "integrations" / "diffusers" / "README.md"
+    assert table() in page.read_text()

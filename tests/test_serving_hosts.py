@@ -1,7 +1,7 @@
-"""vLLM and SGLang: ours against what they publish, and against SGLang's own file where its wheel is.
+"""vLLM and SGLang: jitrope's functions against published formulas, and against SGLang's own file if its wheel is there.
 
 vLLM and SGLang have no CPU build, so numbers are compared with a torch version of the formulas that they publish
-(`turn`, `pick_rows`), which knows nothing of jitrope. SGLang's rope.py itself runs, over a stand-in for its compiler.
+(`turn`, `pick_rows`), which does not use jitrope. SGLang's rope.py itself runs, with a stand-in for its compiler.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -68,7 +68,7 @@ def rounded_once(x: Tensor, scale: float) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; fp8 has no comparison of its own."""
+    """Whether all bits are equal. fp8 has no comparison of its own."""
     a, b = (x.view(torch.uint8) if x.dtype == FP8 else x for x in (a, b))
     return torch.equal(a.cpu(), b.cpu())
 
@@ -78,7 +78,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rotary:
-    """A call. `layout` says how q and k lie in the one buffer that is compared as a whole."""
+    """A call. `layout` is the way q and k lie in one buffer; tests compare the whole buffer."""
 
     layout: str = "packed"
     tokens: tuple[int, ...] = (7,)
@@ -137,7 +137,7 @@ CASES = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_rotary_embedding(name: str, device: str) -> None:
-    """The whole buffer: q and k are turned, and what lies between and behind them is as it was."""
+    """q and k are rotated, and the memory between and after them does not change."""
     case = CASES[name]
     cache, ids = table(50, case.rotary, case.cache), case.ids()
     want = case.buffer()
@@ -157,7 +157,7 @@ def test_vllm_rotary_embedding(name: str, device: str) -> None:
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_mrope(interleaved: bool, neox: bool, dtype: torch.dtype, device: str) -> None:
-    """Time, height and width each count: a fused mRoPE of SGLang's once kept time's positions for all pairs."""
+    """Each of time, height and width counts. (A fused mRoPE of SGLang once used the time positions for all pairs.)"""
     case, section = Rotary(dim=128, rotary=96, neox=neox), [20, 14, 14]
     cache = table(50, 96)
     ids = torch.randint(0, 50, (3, 7), generator=torch.Generator().manual_seed(3)).to(dtype)
@@ -167,28 +167,23 @@ def test_mrope(interleaved: bool, neox: bool, dtype: torch.dtype, device: str) -
             x.copy_(turn(x, rows, neox))
     ids, cache = ids.to(device), cache.to(device)
     results = []
-    for call in ("vllm", "sglang", "gathered", "one axis"):
+    for call in ("sglang", "vllm"):
         got = case.buffer().to(device)
         q, k = case.split(got)
-        if call == "vllm":
-            vllm.mrope(ids, q, k, 128, cache, section, neox, interleaved)
-        elif call == "sglang":
+        if call == "sglang":
             sglang.triton_mrope_fused(q, k, cache, ids, section, 128, 96, interleaved, False, neox, None)
-        elif call == "gathered":
+        else:
             cos, sin = cache[ids].chunk(2, -1)
             q_out, k_out = vllm.triton_mrope(q, k, cos, sin, section, 128, 96, interleaved, neox)
             assert q_out is q
             assert k_out is k
-        else:
-            vllm.mrope(ids[0], q, k, 128, cache, section, neox, interleaved)
         results.append(got)
-    assert all(same(got, want) for got in results[:3])
-    assert same(results[3], of_time)
+    assert all(same(got, want) for got in results)
     assert not same(want, of_time)
 
 
 def turn_in_dtype(x: Tensor, rows: Tensor, neox: bool) -> Tensor:
-    """x turned as a host does it that computes in 16 bits: the rows, each product and each sum rounded to x's dtype."""
+    """x turned in 16-bit arithmetic: the rows, each product and each sum are rounded to x's dtype."""
     cos, sin = (part.to(x.dtype).unsqueeze(-2) for part in rows.chunk(2, -1))
     slice_, rest = x[..., : rows.shape[-1]], x[..., rows.shape[-1] :]
     a, b = slice_.chunk(2, -1) if neox else (slice_[..., ::2], slice_[..., 1::2])
@@ -200,7 +195,7 @@ def turn_in_dtype(x: Tensor, rows: Tensor, neox: bool) -> Tensor:
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_vllm_in_16_bits(dtype: torch.dtype, neox: bool, device: str) -> None:
-    """With rounding="dtype" the bits of a host that computes in the model's dtype; without, not all of them."""
+    """rounding="dtype" gives the bits of a host that computes in the model's dtype; the default differs in some."""
     case, section = Rotary(dim=128, rotary=96, neox=neox, dtype=dtype, tokens=(40,)), [20, 14, 14]
     cache, ids = table(50, 96), torch.randint(0, 50, (3, 40), generator=torch.Generator().manual_seed(3))
     wants = [case.buffer(), case.buffer()]
@@ -211,8 +206,6 @@ def test_vllm_in_16_bits(dtype: torch.dtype, neox: bool, device: str) -> None:
     cos, sin = cache[ids].chunk(2, -1)
     for want, call in (
         (wants[0], lambda q, k, **words: vllm.rotary_embedding(ids[0], q, k, 128, cache, neox, **words)),
-        (wants[0], lambda q, k, **words: vllm.mrope(ids[0], q, k, 128, cache, section, neox, **words)),
-        (wants[1], lambda q, k, **words: vllm.mrope(ids, q, k, 128, cache, section, neox, **words)),
         (wants[1], lambda q, k, **words: vllm.triton_mrope(q, k, cos, sin, section, 128, 96, False, neox, **words)),
     ):
         for rounding in ("dtype", "fp32"):
@@ -225,11 +218,14 @@ def test_vllm_in_16_bits(dtype: torch.dtype, neox: bool, device: str) -> None:
 def test_mrope_refusals() -> None:
     q, cache, ids = torch.zeros(4, 128), table(8, 64), torch.zeros(3, 4, dtype=torch.int64)
     with pytest.raises(jitrope.InvalidInput, match="mrope_section is"):
-        vllm.mrope(ids, q, None, 64, cache, [8, 8, 8])
+        sglang.triton_mrope_fused(q, q.clone(), cache, ids, [8, 8, 8], 64, 64, False, False, True, None)
     with pytest.raises(jitrope.InvalidInput, match="use SGLang's function"):
         sglang.triton_mrope_fused(q, q, cache, ids, [16, 8, 8], 64, 64, True, True, True, None)
-    with pytest.raises(jitrope.InvalidInput, match=r"max_position, 32"):
-        sglang.triton_mrope_fused(q, q, cache, ids, [16, 8, 8], 64, 32, False, False, True, None)
+    with pytest.raises(jitrope.InvalidInput, match="cos_sin_cache is 64 wide, rotary_dim is 32"):
+        sglang.triton_mrope_fused(q, q.clone(), cache, ids, [8, 4, 4], 64, 32, False, False, True, None)
+    with pytest.raises(jitrope.InvalidInput, match="position"):
+        sglang.triton_mrope_fused(q, q.clone(), cache, ids[0], [16, 8, 8], 64, 64, False, False, True, None)
+    assert not q.any()
     with pytest.raises(jitrope.InvalidInput, match=r"cos has shape \(4, 32\)"):
         vllm.triton_mrope(q, q, cache[:4, :32], cache[:4, 32:], [16, 8, 8], 64, 64, False)
 
@@ -254,7 +250,7 @@ def test_mrope_refusals() -> None:
     ],
 )
 def test_vllm_refusals(change: dict[str, Any], message: str) -> None:
-    """In words, with nothing written."""
+    """The message names the argument, and nothing is written."""
     words = {
         "positions": torch.ones(4, dtype=torch.int64),
         "query": torch.ones(4, 128),
@@ -271,6 +267,9 @@ def test_vllm_refusals(change: dict[str, Any], message: str) -> None:
 
 
 # ---- with the write to the cache -----------------------------------------------------------------
+
+# The attributes of the class of this name in sgl-kernel/python/sgl_kernel/elementwise.py, sgl-kernel 0.3.
+FUSED_SET_KV_BUFFER_ARG = ("value", "k_buffer", "v_buffer", "k_scale", "v_scale", "cache_loc")
 
 
 def stored(case: Rotary, cache: Tensor, ids: Tensor, scales: tuple[float, float] | None) -> tuple[Tensor, ...]:
@@ -301,7 +300,7 @@ def stored(case: Rotary, cache: Tensor, ids: Tensor, scales: tuple[float, float]
 def test_vllm_rotary_embedding_and_cache(
     kind: str, storage: torch.dtype, batch: bool, heads_first: bool, device: str
 ) -> None:
-    """Padding slots are not stored; nor are, and unrotated stay, tokens past the end of the slots."""
+    """Tokens with padding slots are not stored. Tokens past the end of the slots are neither stored nor rotated."""
     case = Rotary(tokens=(3, 4) if batch else (12,), dim=128, rotary=64)
     slots = torch.tensor([5, -1, 31, 0, 16, 15, 7, -1, 8] + [2, 3, 4] * batch)
     cache, ids = table(50, 64), case.ids()
@@ -329,10 +328,11 @@ def test_vllm_rotary_embedding_and_cache(
 def test_vllm_cache_refusals() -> None:
     q, ids = torch.ones(4, 128), torch.zeros(4, dtype=torch.int64)
     pages = torch.zeros(2, 8, 2, 64, dtype=torch.uint8)
-    for kind, message in (("fp8_e5m2", "kv_cache_dtype is 'fp8_e5m2'; allowed are auto"), ("auto", "torch.uint8")):
+    for kind, dtype in (("fp8_e5m2", torch.uint8), ("fp8_e5m2", torch.float8_e5m2), ("fp8_e5m2", FP8), ("auto", FP8)):
+        caches, message = (pages.to(dtype), pages.to(dtype)), "k_scale" if dtype == FP8 else f"k_cache is {dtype}"
         with pytest.raises(jitrope.InvalidInput, match=message):
             vllm.rotary_embedding_and_cache(
-                ids, q, q, q, 64, table(8, 64), True, pages, pages.clone(), ids, kind, 1.0, 1.0
+                ids, q, q.clone(), q.clone(), 64, table(8, 64), True, *caches, ids, kind, 1.0, 1.0
             )
     assert torch.equal(q, torch.ones(4, 128))
 
@@ -341,7 +341,7 @@ def test_vllm_cache_refusals() -> None:
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("scales", [None, (0.5, 0.25), (None, None)], ids=str)
 def test_sglang_with_buffers(scales: tuple[Any, Any] | None, flat: bool, device: str) -> None:
-    """The sgl_kernel signature: fp8 buffers with scales and, where none are given, without."""
+    """The sgl_kernel signature: 16-bit buffers, and fp8 buffers with and without scales."""
     case, slots = Rotary(tokens=(6,), neox=False, positions=torch.int32), torch.tensor([3, 9, -1, 0, 8, 4])
     cache, ids = table(50, 64), case.ids()
     numbers = None if scales is None else tuple(scale or 1.0 for scale in scales)
@@ -349,7 +349,8 @@ def test_sglang_with_buffers(scales: tuple[Any, Any] | None, flat: bool, device:
     got = case.buffer().to(device)
     q, k = case.split(got)
     buffers = [torch.zeros(10, *((128,) if flat else (2, 64))).to(device, rows.dtype) for rows in (k_rows, v_rows)]
-    where = sglang.FusedSetKVBufferArg(got[:, -128:], *buffers, *(scales or (None, None)), slots.to(device))
+    values = (got[:, -128:], *buffers, *(scales or (None, None)), slots.to(device))
+    where = types.SimpleNamespace(**dict(zip(FUSED_SET_KV_BUFFER_ARG, values)))
     sglang.apply_rope_with_cos_sin_cache_inplace(
         ids.to(device), q, k, 64, cache.to(device), is_neox=False, fused_set_kv_buffer_arg=where, enable_pdl=True
     )
@@ -364,7 +365,7 @@ def test_sglang_with_buffers(scales: tuple[Any, Any] | None, flat: bool, device:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sglang_in_place(device: str) -> None:
-    """Its other three functions, heads of 80 (which SGLang leaves to its slow kernel), and a wrong rope_dim."""
+    """The other three functions, with heads of 80 (for which SGLang uses its slow kernel), and a wrong rope_dim."""
     case = Rotary("heads", dim=80, rotary=80)
     cache, ids = table(50, 80), case.ids()
     want, k_rows, v_rows = stored(case, cache, ids, None)
@@ -406,7 +407,7 @@ SIGNATURES: dict[Callable[..., Any], str] = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
 def test_published_signatures(function: Callable[..., Any]) -> None:
-    """Behind what the hosts publish there is one keyword of ours."""
+    """The parameters are the published ones; jitrope adds at most one keyword, rounding."""
     parameters = inspect.signature(function).parameters.values()
     theirs = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     words = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in theirs]
@@ -414,14 +415,9 @@ def test_published_signatures(function: Callable[..., Any]) -> None:
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= {"rounding"}
 
 
-def test_sgl_kernel_dataclass() -> None:
-    names = [field.name for field in fields(sglang.FusedSetKVBufferArg)]
-    assert names == ["value", "k_buffer", "v_buffer", "k_scale", "v_scale", "cache_loc"]
-
-
 def test_vllm_enable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stand-in for the two modules of vLLM, which has no CPU wheel of a size for CI: a function of the same
-    name, and a layer that calls it as RotaryEmbedding.forward_cuda does, through the module at each call."""
+    """With a stand-in for two modules of vLLM, whose CPU wheel is too large for CI: functions of the same names, and
+    a layer that looks its function up in the module at each call, like RotaryEmbedding.forward_cuda."""
     left: list[str] = []
     ops = stand_in(monkeypatch, "vllm._custom_ops")
     mrope = stand_in(monkeypatch, "vllm.model_executor.layers.rotary_embedding.mrope")
@@ -467,7 +463,7 @@ def test_vllm_enable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def sglang_files() -> dict[str, str]:
-    """Two files of SGLang's wheel, which is only read from: the whole of it needs a GPU."""
+    """Two files of SGLang's wheel. The wheel is not installed, because importing it needs a GPU."""
     wheels = sorted(HOSTS.glob("sglang-*.whl"))
     if not wheels:
         missing("pip download --no-deps --only-binary :all: -d build/hosts sglang==0.5.23")
@@ -479,7 +475,7 @@ def sglang_files() -> dict[str, str]:
 
 @pytest.fixture
 def sgl_rope(sglang_files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's own rope.py, its CUDA compiler and its registry of ops replaced by stand-ins."""
+    """SGLang's own rope.py, with stand-ins for its CUDA compiler and its registry of ops."""
     jit, ops = (stand_in(monkeypatch, f"sglang.{name}") for name in ("kernels.jit.utils", "srt.utils.custom_op"))
     built = types.SimpleNamespace(run_rope=lambda *_: None, run_rope_store=None, rotary_embedding=None)
     jit.cache_once, jit.load_jit = lambda f: f, lambda *_, **__: built
@@ -504,7 +500,7 @@ def test_sglang_signatures(sgl_rope: Any, sglang_files: dict[str, str]) -> None:
 
 
 def test_sglang_enable(sgl_rope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own entry, which layers hold by `from ... import`, reaches ours, with and without buffers."""
+    """Layers hold SGLang's entry by `from ... import`; it calls jitrope, with and without buffers."""
     base = types.ModuleType("sglang.srt.layers.rotary_embedding.base")
     base.entry = sgl_rope.apply_rope_with_cos_sin_cache_inplace
     base.rotary_embedding = host = sgl_rope.rotary_embedding

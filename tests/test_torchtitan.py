@@ -1,4 +1,4 @@
-"""torchtitan: our overrides against its own rope modules, in the modules and in a small Llama of its classes."""
+"""torchtitan: jitrope's overrides against its own rope modules, alone and in a small Llama."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Absent(types.ModuleType):
-    """A module whose names are all there, and do nothing."""
+    """A module that has every name, each without effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -34,7 +34,7 @@ class Absent(types.ModuleType):
 
 @pytest.fixture(scope="module")
 def host() -> Any:
-    """torchtitan's rope.py. It imports Triton for kernels of its own, which torch's CPU build comes without."""
+    """torchtitan's rope.py. It imports Triton for other kernels; torch's CPU build has no Triton."""
     importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
     if importlib.util.find_spec("torchtitan") is None:
         command = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro"
@@ -59,7 +59,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def pair(host: Any, kind: str, **words: Any) -> tuple[Any, Any]:
-    """The host's module and ours, of one configuration."""
+    """The host's module and ours, from one configuration."""
     config = getattr(host, kind).Config(**{"dim": 32, "max_seq_len": 64, **words})
     factory = torchtitan.complex_rope if kind == "ComplexRoPE" else torchtitan.cos_sin_rope
     ours = factory(config).build()
@@ -96,7 +96,7 @@ POSITIONS = {
 def test_bits_of_the_host(
     host: Any, counted: dict[str, int], kind: str, words: dict[str, Any], dtype: str, positions: str
 ) -> None:
-    """Outputs are the host's; gradients, which the host rounds on the way, in fp32 and to the last place."""
+    """Outputs have the host's bits. Gradients, which the host rounds more often, agree to the last place."""
     torch.manual_seed(0)
     q, k = (torch.randn(2, 6, n, 32).to(DTYPES[dtype]) for n in (4, 2))
     ids = POSITIONS[positions]
@@ -112,7 +112,7 @@ def test_bits_of_the_host(
 
 
 def test_left_to_the_host(host: Any, counted: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    """What jitrope refuses, which is counted and said once; what the host refuses too raises the host's error."""
+    """Refused calls are counted, and logged once. If the host refuses the call too, its error is raised."""
     theirs, ours = pair(host, "CosSinRoPE")
     q = torch.randn(1, 6, 2, 32)
     for a, b in zip(ours(q.double(), q.double()), theirs(q.double(), q.double())):
@@ -146,7 +146,7 @@ def test_positions_out_of_range_raise_as_the_hosts(host: Any, kind: str, shape: 
 
 
 def packed(host: Any, rope: Any, query: Tensor, key: Tensor, positions: Tensor | None) -> list[Tensor]:
-    """torchtitan's rope since 2026-08-20: query, key (T, H, D), positions (T), the arithmetic as it was."""
+    """torchtitan's rope since 2026-08-20: query, key (T, H, D), positions (T), the same arithmetic as before."""
     rows = rope.cache[: len(query)] if positions is None else rope.cache[positions.long()]
     return [out[0] for out in rope.apply_rotary_emb(query[None], key[None], rows[None, :, None])]
 
@@ -172,7 +172,7 @@ def test_packed_tokens(host: Any, counted: dict[str, int], kind: str, dtype: str
 
 
 def test_packed_and_sharded(host: Any, counted: dict[str, int]) -> None:
-    """By heads, and by tokens with positions; by tokens without them a rank cannot."""
+    """A rank rotates shards of heads, and shards of tokens with positions, but not shards of tokens without."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     theirs, ours = pair(host, "CosSinRoPE")
@@ -189,7 +189,7 @@ def test_packed_and_sharded(host: Any, counted: dict[str, int]) -> None:
 
 
 def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
-    """torchtitan's own, with tokens and heads split over the three axes of its mesh, in both layouts."""
+    """torchtitan's own checker, with tokens and heads split over the three axes of its mesh, in both layouts."""
     import spmd_types as spmd
     from spmd_types.checker import typecheck
     from torch.distributed.tensor import init_device_mesh
@@ -221,7 +221,7 @@ def test_plain_functions(host: Any) -> None:
 
 
 def test_compiled_whole(host: Any, counted: dict[str, int]) -> None:
-    """One graph, one count for its tracing."""
+    """The module compiles to one graph, and tracing counts once."""
     theirs, ours = pair(host, "ComplexRoPE")
     q, ids = torch.randn(2, 6, 2, 32), POSITIONS["rows"]
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
@@ -232,7 +232,7 @@ def test_compiled_whole(host: Any, counted: dict[str, int]) -> None:
 
 
 def test_sharded(host: Any, counted: dict[str, int]) -> None:
-    """A rank's part of DTensors sharded by batch, by heads or, with positions, by tokens; the rest is the host's."""
+    """A rank rotates its part of DTensors sharded by batch, by heads or, with positions, by tokens, but no others."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 
     theirs, ours = pair(host, "CosSinRoPE")
@@ -254,7 +254,7 @@ def test_sharded(host: Any, counted: dict[str, int]) -> None:
 
 
 def llama(override: bool, cos_sin: bool) -> tuple[Any, list[str]]:
-    """Two layers of torchtitan's debug model, its rope replaced the way its trainer does."""
+    """Two layers of torchtitan's debug model; its overrides replace the rope, as in its trainer."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
@@ -275,7 +275,7 @@ def llama(override: bool, cos_sin: bool) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize("cos_sin", [True, False])
 def test_model(host: Any, counted: dict[str, int], cos_sin: bool) -> None:
-    """Logits and gradients of a model whose rope the overrides replaced, with packed positions."""
+    """Logits and gradients of a model with overridden rope and packed positions are the host's."""
     tokens = torch.randint(0, 2048, (2, 12), generator=torch.Generator().manual_seed(1))
     ids = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
     results = []
@@ -294,7 +294,7 @@ def test_model(host: Any, counted: dict[str, int], cos_sin: bool) -> None:
 
 
 def test_overrides_are_exact(host: Any) -> None:
-    """Qwen 3.5's multimodal rope is a CosSinRoPE that computes something else: it stays. Configurations pickle."""
+    """Subclasses stay: Qwen 3.5's multimodal rope is a CosSinRoPE that computes something else. Configs pickle."""
     from torchtitan.config.override import _REGISTRY
 
     assert [(_REGISTRY[name].target_cls, _REGISTRY[name].exact) for name in OURS] == [

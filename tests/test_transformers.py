@@ -1,4 +1,4 @@
-"""jitrope in transformers' models, tiny and random: the stock models' bits, on the CPU and the GPU."""
+"""transformers' models, tiny and random, give the stock models' bits with jitrope, on the CPU and the GPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def text(name: str, model: str = "ForCausalLM", **words: Any) -> tuple[nn.Module
 
 
 def vision_language(name: str, words: dict[str, Any], vision: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """One image of 4 x 8 patches, which are 2 x 4 tokens between others."""
+    """A model and inputs with one image of 4 x 8 patches, which become 2 x 4 tokens between others."""
     config = getattr(transformers, f"{name}Config", None)
     if config is None:
         missing(f"{HOST}, for {name}")
@@ -178,7 +178,7 @@ def test_bf16_model(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_generation_with_a_cache(device: str) -> None:
-    """Decoding: one position, a row of the tables for it."""
+    """A decoding step has one position, and one row of the tables."""
     model, inputs = prepared("llama", device)
     words = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]), "max_new_tokens": 5, "do_sample": False}
     stock = model.generate(**words)
@@ -196,16 +196,16 @@ def test_compiled_fullgraph(name: str) -> None:
         want = outcome(model, inputs)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         before = report.calls["jitrope"]
-        for _ in range(10):  # more often than torch would compile one function anew
+        for _ in range(10):  # more often than torch would recompile one function
             got = outcome(compiled, inputs)
             for key, value in want.items():
                 torch.testing.assert_close(got[key if key == "logits" else f"_orig_mod.{key}"], value)
-    assert report.calls["jitrope"] - before == CASES[name][1]  # counted as they are traced
+    assert report.calls["jitrope"] - before == CASES[name][1]  # counted when they are traced
     assert report.calls["host"] == 0
 
 
 def test_compiled_fullgraph_of_calls_that_are_refused() -> None:
-    """The whole of an fp64 model is one graph, in which the host's functions run."""
+    """An fp64 model compiles to one graph, in which the host's functions run."""
     model, inputs = prepared("llama", dtype=torch.float64)
     want = model(**inputs).logits
     torch.compiler.reset()
@@ -224,7 +224,7 @@ def host_of(file: str, name: str = "apply_rotary_pos_emb") -> Any:
     return getattr(module, name)
 
 
-RECOGNISED = {  # "file" or "file:function": what it is
+RECOGNISED = {  # "file" or "file:function", and its variant
     "llama": "halves, full tables",
     "gpt_neox": "halves, full tables, partial",
     "cohere": "interleaved, full tables",
@@ -241,7 +241,7 @@ RECOGNISED = {  # "file" or "file:function": what it is
 
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_recognised(name: str) -> None:
-    """And ours does on other shapes, dtypes and strides what the host does."""
+    """Our function also gives the host's results with other shapes, dtypes and strides."""
     host = host_of(*name.split(":"))
     variant = _variants.recognise(host)
     assert isinstance(variant, _variants.Variant), variant
@@ -318,7 +318,7 @@ def test_functions_of_transformers_that_are_left_alone(name: str, why: str) -> N
 
 
 def test_probing_leaves_no_trace() -> None:
-    """Neither the random state nor a default device or dtype matters, or changes."""
+    """Recognising neither depends on the random state or default device nor changes them."""
     state = torch.get_rng_state()
     with torch.device("meta"):
         assert isinstance(_variants.recognise(host_of("llama")), _variants.Variant)
@@ -330,7 +330,7 @@ def test_probing_leaves_no_trace() -> None:
 
 @pytest.fixture
 def llama() -> Iterator[tuple[Any, Any, integration.Report]]:
-    """(the host's function, ours in its place, the report)"""
+    """(the host's function, its replacement, the report)"""
     host = host_of("llama")
     model, _ = prepared("llama")
     with integration.enable(model) as report:
@@ -365,8 +365,9 @@ def test_shapes(llama: Any, name: str) -> None:
     for function in (ours, integration.apply_rotary_pos_emb):
         for a, b in zip(function(q, k, cos, sin, axis), host(q, k, cos, sin, axis)):
             assert torch.equal(a, b)
-    assert report.calls == {"jitrope": 2, "host": 0}
-    single = integration.apply_rotary_pos_emb_single(q, cos, sin, axis)
+    assert report.calls == {"jitrope": 1, "host": 0}
+    single, none = integration.apply_rotary_pos_emb(q, None, cos, sin, axis)
+    assert none is None
     assert torch.equal(single, host(q, k, cos, sin, axis)[0])
 
 
@@ -411,22 +412,23 @@ def test_calls_left_to_the_host(llama: Any, name: str) -> None:
 
 
 def test_the_hosts_errors_stay() -> None:
-    """Llama's function does not do partial rotary, and ours in its place does not either."""
+    """Llama's function refuses partial rotary, and so does its replacement."""
     model, _ = prepared("llama")
     with integration.enable(model), pytest.raises(RuntimeError, match="must match"):
         host_of("llama")(heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8))
 
 
 def put(file: str, name: str = "apply_rotary_pos_emb") -> tuple[Any, Any]:
-    """(the host's function, ours in its place)"""
+    """(the host's function, its replacement)"""
     host = host_of(file, name)
     variant = _variants.recognise(host)
     ours = _variants.replacement(host, variant)
-    return host, _host.put("transformers", sys.modules[host.__module__], name, ours, variant)
+    _host.Report("transformers").replace(sys.modules[host.__module__], name, ours, variant)
+    return host, host_of(file, name)
 
 
 def test_rows_for_k_only() -> None:
-    """A draft model's queries are the last positions of the tables: not the rows that jitrope would read."""
+    """A draft model's queries use the last rows of the tables; jitrope would read the first ones."""
     host, ours = put("muse_glimmer_assistant")
     arguments = (heads(2, 4, 2, 16), heads(2, 2, 6, 16), heads(2, 6, 16), heads(2, 6, 16))
     for a, b in zip(ours(*arguments), host(*arguments)):
@@ -438,7 +440,7 @@ def test_rows_for_k_only() -> None:
     [("qwen4_exp", "apply_rotary_pos_emb"), ("mistral_large4", "apply_rotary_pos_emb_interleave")],
 )
 def test_without_k(file: str, name: str) -> None:
-    """The hosts' functions return a tensor or a pair then: theirs run."""
+    """Without k the hosts' functions return a tensor or a pair, so those run."""
     host, ours = put(file, name)
     q, cos, sin = heads(2, 4, 6, 16), heads(2, 6, 16), heads(2, 6, 16)
     before = integration.calls.copy()
@@ -449,7 +451,7 @@ def test_without_k(file: str, name: str) -> None:
 
 
 def test_with_position_ids() -> None:
-    """The hosts' functions ignore them, or do not: theirs run."""
+    """Some hosts' functions ignore position_ids and some do not, so those run."""
     host, ours = put("glmasr")
     arguments = (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 16), heads(2, 6, 16))
     before = integration.calls.copy()
@@ -460,7 +462,7 @@ def test_with_position_ids() -> None:
 
 
 def test_wider_tables_widen_the_result(llama: Any) -> None:
-    """As under autocast: bf16 heads, fp32 tables, and the host's fp32 result."""
+    """bf16 heads and fp32 tables, as under autocast, give the host's fp32 result."""
     host, ours, report = llama
     q, k = (heads(2, n, 6, 16, dtype=torch.bfloat16) for n in (4, 2))
     cos, sin = heads(2, 6, 16), heads(2, 6, 16)
@@ -486,26 +488,19 @@ def test_bf16_is_closer_to_exact(device: str) -> None:
 # ---- the plain functions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_vision(dtype: torch.dtype) -> None:
-    host = host_of("qwen2_vl", "apply_rotary_pos_emb_vision")
-    q, k, cos, sin = heads(6, 4, 16, dtype=dtype), heads(6, 4, 16, dtype=dtype), heads(6, 16), heads(6, 16)
-    for a, b in zip(integration.apply_rotary_pos_emb_vision(q, k, cos, sin), host(q, k, cos, sin)):
-        assert a.dtype == dtype
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_plain_function_in_plain_torch(interleaved: bool) -> None:
-    """fp64, and gradients of the tables; partial."""
-    q, k = heads(2, 4, 6, 16).double(), heads(2, 2, 6, 16).double()
-    cos, sin = (heads(2, 6, 8).double().requires_grad_() for _ in range(2))
-    out = integration.apply_rotary_pos_emb(q, k, cos, sin, interleaved=interleaved)
-    tables = [t.detach().float() for t in (cos, sin)]
-    want = integration.apply_rotary_pos_emb(q.float(), k.float(), *tables, interleaved=interleaved)
-    for a, b in zip(out, want):
-        torch.testing.assert_close(a.float(), b)
-    assert all(g is not None for g in torch.autograd.grad(out[0].sum() + out[1].sum(), (cos, sin)))
+def test_plain_function(interleaved: bool) -> None:
+    """It rotates a part of the head, halves or neighbours, and refuses fp64 and tables that require a gradient."""
+    q, k, cos, sin = heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8)
+    host = host_of("cohere" if interleaved else "gpt_neox")
+    want = host(q[..., :8], k[..., :8], cos, sin) if interleaved else host(q, k, cos, sin)
+    for x, ours, theirs in zip((q, k), integration.apply_rotary_pos_emb(q, k, cos, sin, interleaved=interleaved), want):
+        assert torch.equal(ours[..., :8], theirs[..., :8])
+        assert torch.equal(ours[..., 8:], x[..., 8:])
+    with pytest.raises(jitrope.InvalidInput, match="float64"):
+        integration.apply_rotary_pos_emb(q.double(), k.double(), cos, sin, interleaved=interleaved)
+    with pytest.raises(jitrope.InvalidInput, match="requires a gradient"):
+        integration.apply_rotary_pos_emb(q, k, cos.requires_grad_(), sin, interleaved=interleaved)
 
 
 # ---- enable and disable ----------------------------------------------------------------------------------
@@ -549,7 +544,7 @@ assert "jitrope" not in sys.modules  # models hold nothing of it
 
 
 def test_enabled_models_pickle_and_load_in_a_fresh_process(tmp_path: Path) -> None:
-    """So do functions that a user's module holds; there they are what that process has."""
+    """Pickled functions load too, as the host's functions of that process."""
     from transformers.models.llama import modeling_llama
 
     model, inputs = prepared("llama")
@@ -567,7 +562,7 @@ def test_enabled_models_pickle_and_load_in_a_fresh_process(tmp_path: Path) -> No
 
 
 def test_enable_and_disable_in_the_midst_of_a_forward() -> None:
-    """Before every call in attention, as another thread might: nothing raises, and the result is the stock model's."""
+    """They run before every call in attention, as in another thread. Nothing raises; the result is the stock one."""
     model, inputs = prepared("llama")
     steps = itertools.cycle(
         [
@@ -587,7 +582,7 @@ def test_enable_and_disable_in_the_midst_of_a_forward() -> None:
 
 
 def test_what_is_left_alone_is_reported() -> None:
-    """One of gpt-oss' two functions is replaced; the other, of another signature, is not."""
+    """gpt-oss has two functions. One is replaced; the other has an unknown signature and is not."""
     from transformers.models.gpt_oss import modeling_gpt_oss
 
     host = modeling_gpt_oss._apply_rotary_emb
@@ -607,7 +602,7 @@ def test_nothing_to_replace() -> None:
 
 
 def test_wrapped_and_derived_models() -> None:
-    """Classes are looked up through their bases, as FSDP's and a user's are."""
+    """A class is found through its bases, which covers the classes of FSDP and of users."""
 
     class Mine(transformers.LlamaForCausalLM):
         pass
@@ -636,7 +631,7 @@ NOT_OURS = {"nanochat"}
 @pytest.mark.parametrize("mode", ["INFERENCE", "TRAINING"])
 @pytest.mark.parametrize("file", KERNELIZED)
 def test_kernelized(kernels: Any, file: str, mode: str) -> None:
-    """One name for functions of different results: each keeps its own, with gradients, in a whole graph too."""
+    """Functions of one name compute different things. Each keeps its results and gradients, also in one graph."""
     host = host_of(file)
     if isinstance(host, nn.Module):  # transformers has decorated it
         host = type(host)().forward
@@ -673,7 +668,7 @@ def test_kernelized(kernels: Any, file: str, mode: str) -> None:
 
 
 def test_layer_alone(kernels: Any) -> None:
-    """It is the plain function where it stands for none."""
+    """If it replaces no function, it computes the plain one."""
     q, k, cos, sin = heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8)
     layer = integration.kernel_mapping()["rotary_pos_emb"]["cuda"].load()()
     for a, b in zip(layer(q, k, cos, sin), integration.apply_rotary_pos_emb(q, k, cos, sin)):
@@ -709,7 +704,7 @@ print("kernelized")
 
 
 def test_kernelized_model(kernels: Any) -> None:
-    """transformers' own decorators, which it applies as it is imported: in a process of its own."""
+    """transformers applies its decorators when it is imported, so this test needs its own process."""
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""jitrope's functions in place of a host library's: put there, taken out again, every call counted."""
+"""Put jitrope's functions in place of a host library's, take them out again, and count the calls."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 
 Function = Callable[..., Any]
 T = TypeVar("T")
+R = TypeVar("R", bound="Report")
 
 calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
-"""For each host, the calls so far: "jitrope" took them, or they were left to the "host"."""
+"""For each host, the calls so far: taken by "jitrope", or left to the "host"."""
 
 reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
 """For each host, why calls were left to it: jitrope's message, and how often."""
 
-_MOST_REASONS = 100  # a message names shapes, and there may be any number of them
+_MOST_REASONS = 100  # a message names shapes, so there may be any number of messages
 
 
 # ---- a call --------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ _MOST_REASONS = 100  # a message names shapes, and there may be any number of th
 
 @torch.compiler.assume_constant_result
 def note(host: str, who: str, reason: str = "", count: int = 1) -> None:
-    """Count a call, and log the reason why the host takes it when it is new.
+    """Count a call, and log a new reason why the host takes it.
 
     Dynamo runs this function while it traces, so a compiled call counts once. If Dynamo traced it, it would guard
     on the number and compile every call again.
@@ -49,8 +49,8 @@ def note(host: str, who: str, reason: str = "", count: int = 1) -> None:
         known[reason] += 1
 
 
-def take(host: str, ours: Callable[..., T], theirs: Any, *arguments: Any, **words: Any) -> T:
-    """The result of `ours`; if `ours` raises InvalidInput, that of `theirs`. Either is counted.
+def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *arguments: Any, **words: Any) -> T:
+    """Call `ours` or, if it raises InvalidInput, `theirs`; count either.
 
     A refusal comes before anything is written, so the host gets its arguments as they were. If `theirs` is None, the
     error is raised.
@@ -60,36 +60,39 @@ def take(host: str, ours: Callable[..., T], theirs: Any, *arguments: Any, **word
     except InvalidInput as error:
         if theirs is None:
             raise
-        # Dynamo cannot always make a text of an error.
+        # Dynamo cannot always turn an error into text.
         reason = "jitrope refused a traced call" if torch.compiler.is_compiling() else str(error)
     else:
         note(host, "jitrope")
         return result
     note(host, "host", reason)
-    result = theirs(*arguments, **words)
-    return result
+    return theirs(*arguments, **words)
 
 
-def in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inverse: bool = False) -> Tensor:
-    """x (..., D) rotated by full-width tables (..., W) that broadcast to it, in plain torch: any dtype, gradients.
+def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Function:
+    """`ours`, which gives (result, how many calls of `who` to count), and `otherwise` for a call that it refuses.
 
-    Raises:
-        RuntimeError: the shapes do not fit together.
+    `otherwise` takes the reason, then the same arguments; it counts the call itself.
     """
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    y = turned * sin if inverse else turned
-    x0, x1 = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
-    pair = (x1, -x0) if inverse else (-x1, x0)
-    partner = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    y = turned * cos + (partner if inverse else partner * sin)
-    return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+    def function(*arguments: Any, **words: Any) -> Any:
+        try:
+            result, count = ours(*arguments, **words)
+        except InvalidInput as error:
+            reason = str(error)
+        else:
+            note(host, who, count=count)
+            return result
+        return otherwise(reason, *arguments, **words)  # not in `except`, which would keep tensors of ours alive
+
+    return function
 
 
-# ---- putting functions in, and taking them out --------------------------------------------------------
+# ---- replacing functions, and giving them back ----------------------------------------------------------
 
 
 class Placed(NamedTuple):
-    """A function of ours that stands for a host's: the host's name, the function's, the host's own, what ours is."""
+    """The host, the name and the original of a function that is replaced, and a word on its replacement."""
 
     host: str
     name: str
@@ -102,7 +105,7 @@ placed: dict[Any, Placed] = {}
 
 @dataclass
 class Report:
-    """What an `enable` did. As a context manager it undoes that, and nothing that another `enable` did.
+    """The result of `enable`. As a context manager it undoes that `enable`, and no other.
 
     A function is replaced in every loaded module that holds it, the host's or another's. A module that is loaded
     later imports jitrope's.
@@ -114,34 +117,55 @@ class Report:
     """
 
     host: str
-    replaced: dict[str, Any]
-    left: dict[str, str] = field(default_factory=dict)
-    _own: list[Function] = field(default_factory=list, repr=False)
+    replaced: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self._before = calls[self.host].copy(), reasons[self.host].copy()
 
     @property
     def calls(self) -> dict[str, int]:
-        """Calls since `enable`: taken by jitrope, and left to the host."""
-        return {who: calls[self.host][who] - self._before[0][who] for who in ("jitrope", "host")}
+        """Calls since `enable`, taken by "jitrope" or left to the "host". A compiled call counts when it is traced."""
+        return {"jitrope": 0, "host": 0, **(calls[self.host] - self._before[0])}
 
     @property
-    def reasons(self) -> dict[str, int]:
-        """Why calls since `enable` were left to the host, and how many."""
-        return dict(reasons[self.host] - self._before[1])
+    def reasons(self) -> Counter[str]:
+        """Why calls since `enable` were left to the host, and how many for each reason."""
+        return reasons[self.host] - self._before[1]
 
-    def __enter__(self) -> Report:
+    def replace(self, module: ModuleType, name: str, ours: Function, what: Any) -> None:
+        """Replace a module's function wherever it is held. One that is already replaced stays as it is."""
+        self.replaced[f"{module.__name__}.{name}"] = what
+        host, original = self.host, getattr(module, name)
+        if original in placed:
+            return
+
+        @wraps(ours if original is None else original, updated=())
+        def function(*arguments: Any, **words: Any) -> Any:
+            return take(host, ours, original, *arguments, **words)
+
+        function.__name__ = function.__qualname__ = name
+        function.__module__ = module.__name__  # so that it is pickled as the host's
+        placed[function] = Placed(host, name, original, what)
+        self._undo.append(partial(restore, [function]))
+        for holder in [module] if original is None else _holders(name, original):
+            setattr(holder, name, function)
+
+    def __enter__(self: R) -> R:
         return self
 
     def __exit__(self, *_: object) -> None:
-        restore(self._own)
+        for undo in self._undo:
+            undo()
 
     def __str__(self) -> str:
         replaced = "; ".join(f"{name} ({what})" for name, what in self.replaced.items()) or "nothing"
         left = "".join(f"; {name} is left alone: {why}" for name, why in self.left.items())
-        why = "".join(f"\n  {count} x {reason}" for reason, count in self.reasons.items())
-        return f"jitrope replaces {replaced}{left}; calls so far: {self.calls}{why}"
+        return f"jitrope replaces {replaced}{left}; {self._counted()}"
+
+    def _counted(self) -> str:
+        return f"calls so far: {self.calls}" + "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.items())
 
 
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
@@ -172,8 +196,10 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
             raise JitropeError(f"this version of {host} has no {where}, which jitrope would replace")
     if not found:
         raise ImportError(f"jitrope knows no rope function of the installed {host}, or {host} is not installed")
-    own = [put(host, *at, functions[where], "jitrope") for where, at in found.items()]
-    return Report(host, {where.replace(":", "."): "jitrope" for where in found}, {}, [f for f in own if f is not None])
+    report = Report(host)
+    for where, (module, name) in found.items():
+        report.replace(module, name, functions[where], "jitrope")
+    return report
 
 
 def disable(host: str) -> None:
@@ -181,26 +207,8 @@ def disable(host: str) -> None:
     restore([ours for ours, place in placed.items() if place.host == host])
 
 
-def put(host: str, module: ModuleType, name: str, ours: Function, what: Any) -> Function | None:
-    """Replace a module's function wherever it is held, and return the replacement; None if that was done before."""
-    original = getattr(module, name)
-    if original in placed:
-        return None
-
-    @wraps(ours if original is None else original, updated=())
-    def function(*arguments: Any, **words: Any) -> Any:
-        return take(host, ours, original, *arguments, **words)
-
-    function.__name__ = function.__qualname__ = name
-    function.__module__ = module.__name__  # so that it is pickled as the host's
-    placed[function] = Placed(host, name, original, what)
-    for holder in [module] if original is None else _holders(name, original):
-        setattr(holder, name, function)
-    return function
-
-
 def restore(functions: Iterable[Function]) -> None:
-    """Take functions out that `put` put in. Calls may still run: they reach the host's own as before."""
+    """Take replacements out. Calls of them that still run reach the host's own function as before."""
     for function in functions:
         place = placed.pop(function, None)
         if place is not None:

@@ -1,13 +1,14 @@
-"""Rope functions of hosts that have many: what each computes, found by calling it.
+"""Recognise the rope functions of a host that has many, by calling them.
 
-A `Variant` is the arithmetic, a form is a signature. `recognise` calls a host's function on small random CPU tensors
-and looks for the variant that gives the same bits; `replacement` makes our function of that variant and form.
+A `Variant` describes the arithmetic, an entry of `FORMS` the signature. `recognise` calls a host's function on small
+random CPU tensors and looks for the variant that gives the same bits; `replacement` is our function for both.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -24,15 +25,15 @@ SHAPES: tuple[Shape, ...] = ((4, 3, 1), (4, 3, 2), (4, 2, 0), (4, 2, 1), (3, 2, 
 
 
 class Variant(NamedTuple):
-    """What a host's rope function computes."""
+    """The arithmetic of a host's rope function."""
 
     interleaved: bool = False
     interleaved_out: bool = False
-    table: str = "full"  # an angle an element; "half": an angle a pair; "first": one a pair, in the first half
+    table: str = "full"  # an angle for each element; "half": for each pair; "first": for each pair, in the first half
     partial: bool = False  # narrower tables rotate the first part of the head
     widens: bool = False  # the result has the dtype that q and the tables promote to, not q's
-    axis: int = 1  # where the tables get an axis for the heads, if the caller does not say it
-    shapes: tuple[Shape, ...] = SHAPES  # where it is right
+    axis: int = 1  # where the tables get an axis for the heads, if the call does not give it
+    shapes: tuple[Shape, ...] = SHAPES  # the shapes for which this was tested
 
     def __str__(self) -> str:
         pairs = "interleaved" if self.interleaved else "halves"
@@ -43,17 +44,18 @@ class Variant(NamedTuple):
 Pair = tuple[Tensor, "Tensor | None"]
 
 
-def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, axis: int) -> Pair:
-    """q and k rotated as v says.
+def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> Pair:
+    """q and k rotated by variant v.
 
     Args:
         q, k: (B, H, S, D), (B, S, H, D), (H, S, D) or (S, H, D).
         cos, sin: (S, W) or (B, S, W).
-        axis: where the tables get an axis for the heads, from the front or from the end.
+        unsqueeze_dim: where the tables get an axis for the heads, from the front or from the end; default: v.axis.
 
     Raises:
-        InvalidInput: v does not say what the host does with these shapes, or jitrope refuses the call.
+        InvalidInput: v was not tested with these shapes, or jitrope refuses the call.
     """
+    axis = v.axis if unsqueeze_dim is None else unsqueeze_dim
     axes, width, dim = cos.dim(), cos.shape[-1], q.shape[-1]
     axis = axis if axis >= 0 else axis + axes + 1
     rotary = 2 * width if v.table == "half" else width
@@ -75,51 +77,40 @@ def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, ax
     return (out[0].squeeze(0), None if out[1] is None else out[1].squeeze(0)) if flat else out
 
 
-# ---- the hosts' signatures -----------------------------------------------------------------------------
+# ---- the hosts' signatures, after the variant ------------------------------------------------------------
 
 
-def rotate_pair(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, axis: int) -> Any:
-    """`rotate` of two tensors."""
+def rotate_pair(
+    v: Variant, q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int | None = None
+) -> Pair:
+    """`rotate`, but k is needed."""
     if k is None:
-        raise InvalidInput("k is None, and the host's functions differ in what they return then")
-    return rotate(v, q, k, cos, sin, axis)
+        raise InvalidInput("k is None; the hosts' functions differ in what they return then")
+    return rotate(v, q, k, cos, sin, unsqueeze_dim)
 
 
-def _pair(v: Variant) -> Function:
-    def rope(q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = v.axis) -> Any:
-        return rotate_pair(v, q, k, cos, sin, unsqueeze_dim)
-
-    return rope
-
-
-def _pair_ids(v: Variant) -> Function:
-    def rope(
-        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = v.axis
-    ) -> Any:
-        if position_ids is not None:
-            raise InvalidInput("position_ids are given, and it is not known what the host's function does with them")
-        return rotate_pair(v, q, k, cos, sin, unsqueeze_dim)
-
-    return rope
+def _rotate_pair_by_ids(
+    v: Variant, q: Tensor, k: Tensor, cos: Any, sin: Any, position_ids: Any = None, unsqueeze_dim: int | None = None
+) -> Pair:
+    if position_ids is not None:
+        raise InvalidInput("position_ids are given; the hosts' functions differ in their use")
+    return rotate_pair(v, q, k, cos, sin, unsqueeze_dim)
 
 
-def _single(v: Variant) -> Function:
-    def rope(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = v.axis) -> Any:
-        return rotate(v, x, None, cos, sin, unsqueeze_dim)[0]
-
-    return rope
+def _rotate_single(v: Variant, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> Tensor:
+    return rotate(v, x, None, cos, sin, unsqueeze_dim)[0]
 
 
-FORMS = {  # by the names of the parameters; without unsqueeze_dim the function itself knows the axis
-    ("q", "k", "cos", "sin", "unsqueeze_dim"): _pair,
-    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _pair_ids,
-    ("x", "cos", "sin", "unsqueeze_dim"): _single,
-    ("q", "k", "cos", "sin"): _pair,
+FORMS: dict[tuple[str, ...], Function] = {  # by the names of the parameters
+    ("q", "k", "cos", "sin", "unsqueeze_dim"): rotate_pair,
+    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _rotate_pair_by_ids,
+    ("x", "cos", "sin", "unsqueeze_dim"): _rotate_single,
+    ("q", "k", "cos", "sin"): rotate_pair,  # the function itself knows the axis
 }
 
 
 def _parameters(host: Function) -> list[inspect.Parameter]:
-    # `kernels` makes modules of functions; the function's signature is then that of `forward`.
+    # `kernels` turns functions into modules; `forward` then has the function's signature.
     return list(inspect.signature(host.forward if isinstance(host, nn.Module) else host).parameters.values())
 
 
@@ -132,8 +123,8 @@ def names(host: Function) -> tuple[str, ...]:
 
 
 def replacement(host: Function, v: Variant) -> Function:
-    """Our function of the host's form that computes v. It raises InvalidInput for what v does not say."""
-    return FORMS[names(host)](v)
+    """Our function with the host's signature for variant v. It raises InvalidInput for calls that v does not cover."""
+    return partial(FORMS[names(host)], v)
 
 
 # ---- recognising ---------------------------------------------------------------------------------------
@@ -163,7 +154,7 @@ def _candidates() -> Iterator[Variant]:
 
 
 def _completed(host: Function, v: Variant) -> Variant | str:
-    """A variant that is right for whole heads in fp32, with the rest of what there is to know about the host."""
+    """A variant that is right for whole heads in fp32, completed by tests with parts of heads and other dtypes."""
     shape = v.shapes[0]
     part = _same(host, v._replace(partial=True), shape, part=2)
     if part is False:
@@ -177,7 +168,7 @@ def _completed(host: Function, v: Variant) -> Variant | str:
 
 
 def probe(host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any = (torch.float32,) * 2) -> list[Any]:
-    """Arguments of a call: heads of 8, of which 8 / part turn, random tables whose pairs' members differ."""
+    """Arguments of a call: heads of 8, the first 8 / part elements rotated, random tables, a value for each element."""
     generator = torch.Generator().manual_seed(0)
 
     def random(dtype: torch.dtype, *sizes: int) -> Tensor:
@@ -193,11 +184,11 @@ def probe(host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any =
 
 
 def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None:
-    """Whether ours and the host's results are the same; None where the host raises."""
+    """Whether ours and the host's results are the same; None if the host raises."""
     arguments = probe(host, v, shape, **words)
     try:
         want = host(*arguments)
-    except Exception:  # whatever it raises, it does not compute this
+    except Exception:  # any error means that the host does not compute this
         return None
     try:
         ours = replacement(host, v._replace(axis=shape[2]))(*arguments)
@@ -210,10 +201,7 @@ def equal(ours: Any, want: Any, tolerance: float) -> bool:
     """Whether two results are of the same type, shapes and dtypes, and of the same values."""
     if type(ours) is not type(want):
         return False
-    pairs = [(ours, want)] if isinstance(ours, Tensor) else list(zip(ours, want))
-    return (isinstance(ours, Tensor) or len(ours) == len(want)) and all(
-        isinstance(b, Tensor)
-        and (a.dtype, a.shape) == (b.dtype, b.shape)
-        and torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
-        for a, b in pairs
-    )
+    if not isinstance(ours, Tensor):
+        return len(ours) == len(want) and all(equal(a, b, tolerance) for a, b in zip(ours, want))
+    alike = (ours.dtype, ours.shape) == (want.dtype, want.shape)
+    return alike and torch.allclose(ours.float(), want.float(), rtol=tolerance, atol=tolerance)

@@ -7,10 +7,6 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from itertools import groupby
-
 import torch
 from torch import Tensor
 
@@ -20,22 +16,21 @@ from . import _host
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """Rotate the first W elements of each head, halves, by tables that broadcast to t, as DeepSpeed's own.
+    """Rotate the first W elements of each head, halves, by tables that broadcast to t, like DeepSpeed's own.
 
     Args:
-        t: (..., D): [S, B, H, D], [B, S, H, D] or any other order, any strides. It is copied only where the tables
-            promote its dtype, or where more than three axes before D are merged and do not lie together.
+        t: (..., D), at most four axes: [S, B, H, D], [B, S, H, D] or any other order, any strides. It is copied only
+            where the tables promote its dtype.
         freqs_cos, freqs_sin: (..., W), W <= D even, broadcastable to t's other axes.
 
     Returns:
-        t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to. Plain torch computes
-        what jitrope refuses (fp64, say).
+        t rotated, in fp32 arithmetic rounded once, in the dtype that t and the tables promote to.
 
     Raises:
-        RuntimeError: the shapes do not fit together, for plain torch either.
+        InvalidInput: the arguments do not fit together.
         CompileError: the kernel could not be built.
     """
-    return _host.take("deepspeed", _rotate, _host.in_torch, t, freqs_cos, freqs_sin)
+    return _rotate(t, freqs_cos, freqs_sin)
 
 
 def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
@@ -43,20 +38,18 @@ def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_
 
     grad_output and the result are (..., D), of t's shape; the tables and errors are those of `apply_rotary_pos_emb`.
     """
-    in_torch = partial(_host.in_torch, inverse=True)
-    return _host.take("deepspeed", _rotate_back, in_torch, grad_output, freqs_cos, freqs_sin)
+    return _rotate(grad_output, freqs_cos, freqs_sin, inverse=True)
 
 
-def _rotate(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor, inverse: bool = False) -> Tensor:
-    cos, sin, lead = freqs_cos, freqs_sin, t.dim() - 1
+def _rotate(t: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    lead = t.dim() - 1
     sizes = zip(cos.shape[-2::-1], t.shape[-2::-1])
-    if cos.shape != sin.shape or not 0 < cos.dim() <= lead + 1 or lead < 1 or any(n not in (1, m) for n, m in sizes):
+    fits = cos.shape == sin.shape and 0 < cos.dim() <= lead + 1 and all(n in (1, m) for n, m in sizes)
+    if not fits or not 0 < lead < 4:
         raise InvalidInput(f"tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} for t {tuple(t.shape)}")
     t = t.to(torch.promote_types(t.dtype, cos.dtype))
     shape, width = t.shape, cos.shape[-1]
     cos, sin = (table.reshape((1,) * (lead + 1 - table.dim()) + table.shape) for table in (cos, sin))
-    if lead > 3:
-        t, cos, sin = _merged(t, cos, sin)
     while t.dim() < 4:
         t, cos, sin = (x.unsqueeze(-2) for x in (t, cos, sin))
     axis = next((axis for axis in range(3) if cos.shape[axis] > 1), 0)  # of positions; the others are batch and heads
@@ -66,31 +59,13 @@ def _rotate(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor, inverse: bool = Fal
     return out.transpose(1, axis).reshape(shape)
 
 
-_rotate_back = partial(_rotate, inverse=True)
-
-
-def _merged(t: Tensor, *tables: Tensor) -> list[Tensor]:
-    """t and the tables with fewer axes: those along which the tables do the same become one."""
-    runs = [list(axes) for _, axes in groupby(range(t.dim() - 1), key=lambda axis: tables[0].shape[axis] == 1)]
-    if len(runs) > 3:  # the tables alternate: all the angles are written out
-        tables = tuple(table.expand(*t.shape[:-1], -1) for table in tables)
-        runs = [list(range(t.dim() - 1))]
-    return [x.reshape(*(math.prod(x.shape[i] for i in run) for run in runs), x.shape[-1]) for x in (t, *tables)]
-
-
-_FUNCTIONS: dict[str, _host.Function] = {
-    "deepspeed.sequence.layer:apply_rotary_pos_emb": _rotate,
-    "deepspeed.sequence.fpdt_layer:apply_rotary_pos_emb_backward": _rotate_back,
-}
-
-
 def enable() -> _host.Report:
-    """Replace DeepSpeed's rope in every module that holds it; returns a report, which counts the calls.
-
-    Raises:
-        ImportError: DeepSpeed is not installed.
-    """
-    return _host.enable("deepspeed", _FUNCTIONS)
+    """Replace DeepSpeed's rope in every module that holds it. ImportError is raised if DeepSpeed is not installed."""
+    functions: dict[str, _host.Function] = {
+        "deepspeed.sequence.layer:apply_rotary_pos_emb": apply_rotary_pos_emb,
+        "deepspeed.sequence.fpdt_layer:apply_rotary_pos_emb_backward": apply_rotary_pos_emb_backward,
+    }
+    return _host.enable("deepspeed", functions)
 
 
 def disable() -> None:

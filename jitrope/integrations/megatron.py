@@ -21,15 +21,13 @@ from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host, transformer_engine
 
-_ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
-
 
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
 ) -> Tensor:
     """Rotate t [s, b, h, d] by angles freqs [s, 1 or b, 1, r] in fp32.
 
-    transpose_output_memory is taken and ignored, as by Megatron's own hook; the output is contiguous.
+    transpose_output_memory is ignored, as in Megatron's own hook; the output is contiguous.
 
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
@@ -48,7 +46,7 @@ def fused_apply_rotary_pos_emb_thd(
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
-    return _rotate(t, freqs, interleaved, **_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
+    return _rotate(t, freqs, interleaved, positions=_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
 
 
 def apply_rotary_pos_emb(
@@ -59,12 +57,12 @@ def apply_rotary_pos_emb(
     mscale: float = 1.0,
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
-    """`rope_utils.apply_rotary_pos_emb` by jitrope, whatever the configuration says about fusion.
+    """`rope_utils.apply_rotary_pos_emb` with `apply_rope_fusion`.
 
     Args:
         t: [s, b, h, d], or [tokens, h, d] with cu_seqlens.
         freqs: angles in radians [s, 1 or b, 1, r], without cu_seqlens those of this rank's positions.
-        config: `rotary_interleaved` and `multi_latent_attention` are read.
+        config: `apply_rope_fusion`, `rotary_interleaved` and `multi_latent_attention` are read.
         cu_seqlens: offsets of the whole packed batch, int32 or int64 [sequences + 1].
         mscale: factor of sines and cosines.
         cp_group: with cu_seqlens: the context parallel group; default: Megatron's own, if it is set up.
@@ -73,56 +71,50 @@ def apply_rotary_pos_emb(
         t rotated, of its shape and dtype, contiguous.
 
     Raises:
-        InvalidInput: the arguments do not fit together, or multi_latent_attention is asked for with rotary_interleaved.
+        InvalidInput: the arguments do not fit together, apply_rope_fusion is off, or both multi_latent_attention and
+            rotary_interleaved are on.
         CompileError: the kernel could not be built.
     """
-    words: dict[str, Any] = {}
+    if not config.apply_rope_fusion:
+        raise InvalidInput("apply_rope_fusion is off")
+    positions = None
     if cu_seqlens is not None:
         if cp_group is None:
             from megatron.core import parallel_state
 
             cp_group = parallel_state.get_context_parallel_group()
-        words = _packed(t, freqs, cu_seqlens, cp_group.size(), cp_group.rank())
+        positions = _packed(t, freqs, cu_seqlens, cp_group.size(), cp_group.rank())
     mla = bool(config.multi_latent_attention)
     if mla and config.rotary_interleaved:
         raise InvalidInput("apply_rotary_pos_emb: multi_latent_attention with rotary_interleaved is not supported")
-    return _rotate(t, freqs, config.rotary_interleaved, mla, mscale=mscale, **words)
+    return _rotate(t, freqs, config.rotary_interleaved, mla, positions=positions, mscale=mscale)
 
 
-def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> dict[str, Any]:
-    a_row_a_token = freqs.shape[0] == t.shape[0] * cp_size
-    positions = Packed(cu_seqlens, packed_table=a_row_a_token, cp_size=cp_size, cp_rank=cp_rank)
-    return {"layout": "thd", "positions": positions}
+def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Packed:
+    row_for_each_token = freqs.shape[0] == t.shape[0] * cp_size
+    return Packed(cu_seqlens, packed_table=row_for_each_token, cp_size=cp_size, cp_rank=cp_rank)
 
 
 def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **words: Any) -> Tensor:
-    words = {"layout": "sbhd", "rotary_dim": freqs.shape[-1], "interleaved_out": interleaved, **words}
-    if mla:  # the table's halves are the same angles; the input's pairs are neighbours, the output's are not
+    words |= {"layout": "thd" if words.get("positions") else "sbhd", "rotary_dim": freqs.shape[-1]}
+    words |= {"interleaved": interleaved or mla, "interleaved_out": interleaved}
+    if mla:  # the halves of the table are the same angles; input pairs are neighbours, output pairs are not
         freqs = freqs[..., : freqs.shape[-1] // 2]
-    return apply_rope(t, None, freqs=freqs.float(), interleaved=interleaved or mla, **words)[0].contiguous()
+    return apply_rope(t, None, freqs=freqs.float(), **words)[0].contiguous()
 
 
-def _if_fused(t: Tensor, freqs: Tensor, config: Any, *arguments: Any, **words: Any) -> Tensor:
-    if not config.apply_rope_fusion:
-        raise InvalidInput("apply_rope_fusion is off")
-    return apply_rotary_pos_emb(t, freqs, config, *arguments, **words)
-
-
+_ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _FUSED_QKV = "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb"
 _FUNCTIONS: dict[str, _host.Function] = {
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
-    f"{_ROPE_UTILS}:apply_rotary_pos_emb": _if_fused,
+    f"{_ROPE_UTILS}:apply_rotary_pos_emb": apply_rotary_pos_emb,
     _FUSED_QKV: transformer_engine.apply_fused_qkv_rotary_pos_emb,
 }
 
 
 def enable() -> _host.Report:
-    """Replace Megatron's rope in every module that holds it; returns a report, which counts the calls.
-
-    Raises:
-        ImportError: Megatron-core is not installed.
-    """
+    """Replace Megatron's rope in every module that holds it. ImportError is raised if Megatron is not installed."""
     return _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV})
 
 

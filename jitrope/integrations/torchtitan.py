@@ -2,12 +2,12 @@
 
     --override.imports jitrope.integrations.torchtitan.cos_sin_rope jitrope.integrations.torchtitan.complex_rope
 
-replaces each `CosSinRoPE.Config` and each `ComplexRoPE.Config` of the model; subclasses, which compute something else,
-stay. q and k are rotated in one launch, and back in one; positions pick rows in the kernel, so that nothing is
-gathered. Outputs have the bits of the host's on the same device. Parameters, buffers and checkpoints are the host's.
+replaces each `CosSinRoPE.Config` and each `ComplexRoPE.Config` of the model. Subclasses stay, because they compute
+something else. One launch rotates q and k, and another one their gradients; the kernel picks rows by positions, so
+nothing is gathered. Outputs have the host's bits on the same device. Parameters and checkpoints are the host's.
 
-q and k are (B, S, H, D), as in torchtitan 0.3, or packed (T, H, D), as since 2026-08-20. Positions are checked by the
-host's own check. A call that is left to the host is logged once for each reason; `calls` and `reasons` count them all.
+q and k are (B, S, H, D), as in torchtitan 0.3, or packed (T, H, D), as in versions since 2026-08-20. The host's own
+check runs on the positions. Calls left to the host are logged once for each reason; `calls` and `reasons` count them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ..base.errors import InvalidInput
 from . import _host
 
 calls = _host.calls["torchtitan"]
-"""Calls so far, by "jitrope" and "host"; one of a compiled model counts when it is traced."""
+"""Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
 
 reasons = _host.reasons["torchtitan"]
 """Why calls were left to the host."""
 
 
 def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rotate halves by a table as `CosSinRoPE` has it.
+    """Rotate halves by a table of `CosSinRoPE`.
 
     Args:
         query, key: (B, S, H, D) or (T, H, D), each with its number of heads, any strides.
         cache: (max_seq_len, 2 D): cosines of the D / 2 pairs twice, then sines.
-        positions: int32 or int64 (B, S) or (1, S), or (T), rows of the cache; default 0, 1, ... Those outside of it
-            come out as NaN; the modules check them before, as the host's do.
+        positions: int32 or int64 (B, S) or (1, S), or (T), rows of the cache; default 0, 1, ... A token whose position
+            is outside of the cache becomes NaN here; the modules run the host's check before.
 
     Returns:
         query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.
@@ -46,50 +46,47 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     Raises:
         InvalidInput: the arguments do not fit together.
     """
-    half = cache.shape[-1] // 4  # both members of a pair have one angle: half of the table is all of it
-    cos, sin = cache[:, :half], cache[:, 2 * half : 3 * half]
-    q, k = _both(query, key, cos, sin, rotary_dim=2 * half, positions=positions)
-    return q, k
+    half = cache.shape[-1] // 4  # both members of a pair have one angle, so half of the table is enough
+    words = {"cos": cache[:, :half], "sin": cache[:, 2 * half : 3 * half], "rotary_dim": 2 * half}
+    return _both(query, key, positions=positions, **words)
 
 
 def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`rotate_cos_sin` of neighbours, by complex64 cos + i sin, (max_seq_len, D / 2), as `ComplexRoPE` has them.
+    """Rotate neighbours by a table of `ComplexRoPE`: complex64 cos + i sin, (max_seq_len, D / 2).
 
-    The other arguments and the errors are those of `rotate_cos_sin`.
+    The other arguments, the result and the errors are those of `rotate_cos_sin`.
     """
     words = {"freqs_cis": cache, "interleaved": True, "rounding": "complex64"}
-    q, k = _both(query, key, positions=positions, **words)
+    return _both(query, key, positions=positions, **words)
+
+
+def _both(query: Tensor, key: Tensor, **words: Any) -> tuple[Tensor, Tensor]:
+    q, k = apply_rope(query, key, layout="thd" if query.dim() == 3 else "bshd", **words)
+    assert k is not None
     return q, k
 
 
-def _both(query: Tensor, key: Tensor, *tables: Tensor, **words: Any) -> Any:
-    return apply_rope(query, key, *tables, layout="thd" if query.dim() == 3 else "bshd", **words)
-
-
 def _rotate(rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
-    """query and key rotated by a module's table, sharded ones where they lie."""
+    """query and key rotated by a module's table; each rank rotates its shards."""
     *heads, cache = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, rope.cache))
     ids = positions.to_local() if isinstance(positions, DTensor) else positions
     if any(x.shape[-1] != rope.config.dim for x in heads):  # the host would broadcast a partial rotation, or refuse it
         raise InvalidInput("heads are of another size than the table's")
     if not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
         raise InvalidInput("the tensors are sharded in a way that a rank cannot rotate alone")
-    if ids is not None:
-        _check(ids, cache)
-    rotated = function(*heads, cache) if ids is None else function(*heads, cache, ids)
+    given = () if ids is None else (ids,)
+    check = getattr(sys.modules["torchtitan.models.common.rope"], "_maybe_check_max_pos", None)  # not in all versions
+    if given and check is not None:
+        check(ids, max_valid_pos=cache.shape[0] - 1)
+    rotated = function(*heads, cache, *given)
     return tuple(_sharded(out, x) for out, x in zip(rotated, (query, key)))
 
 
-def _check(ids: Tensor, cache: Tensor) -> None:
-    """The host's own check of positions, where its version has one."""
-    check = getattr(sys.modules["torchtitan.models.common.rope"], "_maybe_check_max_pos", None)
-    if check is not None:
-        check(ids, max_valid_pos=cache.shape[0] - 1)
-
-
 def _by_tokens_and_heads(x: Tensor, numbered: bool) -> bool:
-    """Whether each rank can rotate its part alone: whole heads in even parts; whole sequences if tokens are numbered
-    from their first."""
+    """Whether each rank can rotate its part alone.
+
+    A rank needs whole heads, in even parts, and, if tokens are numbered from 0 (no positions), whole sequences.
+    """
     if not isinstance(x, DTensor):
         return True
     parts = [1] * (x.dim() - 1)
@@ -108,7 +105,7 @@ def _sharded(local: Tensor, like: Tensor) -> Tensor:
 
 
 def _typed(function: Any) -> Any:
-    """The function as torchtitan's checker of shardings sees it: what goes in and comes out, not what is between."""
+    """The function with the types of its inputs and outputs, for torchtitan's checker of shardings."""
     import spmd_types as spmd
 
     table = {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R}
@@ -123,16 +120,15 @@ def _typed(function: Any) -> Any:
 
 @lru_cache
 def _subclass(name: str) -> Any:
-    """A subclass of the host's class of this name, which is imported here."""
+    """Our subclass of the host's class of this name. The host is imported here, when it is needed."""
     from torchtitan.models.common import rope as rope_module
 
     host = getattr(rope_module, name)
     function = _typed(rotate_cos_sin if name == "CosSinRoPE" else rotate_complex)
 
     def forward(self: Any, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
-        return _host.take(
-            "torchtitan", partial(_rotate, self, function), partial(host.forward, self), query, key, positions
-        )
+        ours, theirs = partial(_rotate, self, function), partial(host.forward, self)
+        return _host.take("torchtitan", ours, theirs, query, key, positions)
 
     words = {"__module__": __name__, "__qualname__": f"{name}.Config"}
     config: Any = dataclass(kw_only=True, slots=True)(type("Config", (host.Config,), words))
@@ -146,23 +142,25 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def cos_sin_rope(config: Any) -> Any:
-    """The override of `CosSinRoPE.Config`, to be named in `override.imports`."""
+def _derived(config: Any, name: str) -> Any:
     from torchtitan.config.override import derive
 
-    return derive(config, _subclass("CosSinRoPE").Config)
+    return derive(config, _subclass(name).Config)
+
+
+def cos_sin_rope(config: Any) -> Any:
+    """The override of `CosSinRoPE.Config`: name it in `override.imports`."""
+    return _derived(config, "CosSinRoPE")
 
 
 def complex_rope(config: Any) -> Any:
-    """The override of `ComplexRoPE.Config`, to be named in `override.imports`."""
-    from torchtitan.config.override import derive
-
-    return derive(config, _subclass("ComplexRoPE").Config)
+    """The override of `ComplexRoPE.Config`: name it in `override.imports`."""
+    return _derived(config, "ComplexRoPE")
 
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Tell torchtitan of the two overrides. Importing this module does it, unless torchtitan is imported later.
+    """Register the two overrides with torchtitan. Importing this module after torchtitan does it, too.
 
     Raises:
         ImportError: torchtitan is not installed.
@@ -174,5 +172,5 @@ def register() -> None:
         override(target=target.Config, exact=True, description=factory.__doc__)(factory)
 
 
-if "torchtitan.config.override" in sys.modules:  # always, where torchtitan itself imports what it was told to
+if "torchtitan.config.override" in sys.modules:  # so it is when torchtitan imports this module as an override
     register()

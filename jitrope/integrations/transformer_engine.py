@@ -4,9 +4,9 @@
 >>> freqs = RotaryPositionEmbedding(128)(max_seq_len)                    # angles [s, 1, 1, d]
 >>> q = apply_rotary_pos_emb(q, freqs, tensor_format="thd", cu_seqlens=cu_seqlens)
 
-Same signatures and defaults. `fused` is taken and ignored: every call is one launch with fp32 arithmetic.
-Rows after the last packed sequence are zero, and positions past the table NaN, where TransformerEngine
-leaves or reads whatever is there.
+The signatures and defaults are the same. `fused` is ignored: every call is one launch with fp32 arithmetic.
+Rows after the last packed sequence are zero, and rows at positions past the table are NaN; TransformerEngine leaves or
+reads whatever is in memory there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     Args:
         dim: elements of a head that are rotated.
-        rotary_percent: below 1, the part of dim that is.
-        seq_len_interpolation_factor, pretrained_max_position_embeddings: given both, positions are
-            divided by the factor, or, past pretrained * factor, by max_seq_len / pretrained (linear
-            interpolation, arXiv:2306.15595).
+        rotary_percent: if below 1, only this part of dim is rotated.
+        seq_len_interpolation_factor, pretrained_max_position_embeddings: if both are given, positions are divided by
+            the factor, or, past pretrained * factor, by max_seq_len / pretrained (linear interpolation,
+            arXiv:2306.15595).
         rotary_base: the base of the inverse frequencies base ** (-2 i / dim).
-        interleaved: each angle twice in a row; else all of them twice.
+        interleaved: True: each angle stands twice in a row; False: the list of angles stands twice.
     """
 
     def __init__(
@@ -58,17 +58,15 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return 1.0 / self.rotary_base**exponents
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles [max_seq_len, 1, 1, dim] of positions from offset up; fp32 whatever the model was cast to."""
-        inverse = self.inv_freq
-        assert isinstance(inverse, Tensor)
-        if inverse.dtype != torch.float32:  # a model's `.to(bf16)` rounds the buffer, and would the angles
+        """Angles [max_seq_len, 1, 1, dim] of positions from offset up; fp32 even if the model was cast."""
+        inverse: Any = self.inv_freq
+        if inverse.dtype != torch.float32:  # a model's `.to(bf16)` rounded the buffer
             inverse = self._inverse_frequencies(inverse.device)
-        with torch.autocast(inverse.device.type, enabled=False):
-            positions = torch.arange(max_seq_len, device=inverse.device, dtype=torch.float32) + offset
-            pretrained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
-            if pretrained is not None and factor is not None:
-                positions *= 1 / max(factor, max_seq_len / pretrained)
-            angles = torch.outer(positions, inverse)
+        positions = torch.arange(max_seq_len, device=inverse.device, dtype=torch.float32) + offset
+        pretrained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+        if pretrained is not None and factor is not None:
+            positions *= 1 / max(factor, max_seq_len / pretrained)
+        angles = positions[:, None] * inverse
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         return angles[:, None, None]
 
@@ -91,9 +89,9 @@ def apply_rotary_pos_emb(
         freqs: angles in radians [s2, 1 or b, 1, d2], d2 <= d, of all positions also under context parallelism.
         tensor_format: "sbhd", "bshd" or "thd".
         start_positions: (b,) position of the first token of each sequence, int32 or int64.
-        interleaved: pairs of neighbours.
+        interleaved: True: pairs are neighbours; False: halves.
         fused: ignored.
-        cu_seqlens: (b + 1,) offsets of the whole packed batch; needed by "thd".
+        cu_seqlens: (b + 1,) offsets of the whole packed batch; "thd" needs them.
         cp_size, cp_rank: context parallelism, two chunks a rank, in every format.
 
     Returns:
@@ -119,8 +117,8 @@ def apply_fused_qkv_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split packed QKV [.., groups, sum(split)] and rotate q and k; v is copied.
 
-    Beside TransformerEngine's, "thd" works, and start_positions do with context parallelism and in the
-    gradient. One launch where q and k share their angles and head size; else q and k take one each.
+    Unlike TransformerEngine's function it takes "thd", and start_positions also with context parallelism and in the
+    gradient. It is one launch if q and k share their angles and head size; otherwise q and k take one each.
 
     Args:
         qkv: [s, b, g, w], [b, s, g, w] or [t, g, w], w = sum(qkv_split_arg_list); any strides.
@@ -142,8 +140,7 @@ def apply_fused_qkv_rotary_pos_emb(
         )
     words = _words(tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank)
     if k_width == v_width and _same(q_freqs, k_freqs):
-        rotary_dim, q_per_group = q_freqs.shape[-1], q_width // k_width
-        words |= {"freqs": q_freqs.float(), "rotary_dim": rotary_dim, "q_per_group": q_per_group}
+        words |= {"freqs": q_freqs.float(), "rotary_dim": q_freqs.shape[-1], "q_per_group": q_width // k_width}
         q, k, v = prepare_packed_qkv(qkv, **words)
         return q, k, v
     q, k, v = qkv.split(qkv_split_arg_list, -1)
@@ -156,35 +153,23 @@ def _rotate(t: Tensor, freqs: Tensor, words: dict[str, Any]) -> Tensor:
 
 
 def _words(
-    tensor_format: str, starts: Tensor | None, interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int
+    tensor_format: str, starts: Tensor | None, interleaved: bool, cu_seqlens: Any, cp_size: int, cp_rank: int
 ) -> dict[str, Any]:
     """`apply_rope`'s keywords for TransformerEngine's."""
-    if tensor_format == "thd" and cu_seqlens is None:
-        raise InvalidInput("tensor_format 'thd' needs cu_seqlens")
     where: Any = {"start_positions": starts, "cp_size": cp_size, "cp_rank": cp_rank}
-    positions = Starts(**where) if cu_seqlens is None or tensor_format != "thd" else Packed(cu_seqlens, **where)
+    positions = Packed(cu_seqlens, **where) if tensor_format == "thd" else Starts(**where)
     return {"layout": tensor_format, "interleaved": interleaved, "positions": positions}
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tables are one."""
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
-_MODULE = "transformer_engine.pytorch.attention.rope"
-_FUNCTIONS: dict[str, _host.Function] = {
-    f"{_MODULE}:apply_rotary_pos_emb": apply_rotary_pos_emb,
-    f"{_MODULE}:apply_fused_qkv_rotary_pos_emb": apply_fused_qkv_rotary_pos_emb,
-}
-
-
 def enable() -> _host.Report:
-    """Replace TransformerEngine's rope in every module that holds it; returns a report, which counts the calls.
-
-    Raises:
-        ImportError: TransformerEngine is not installed.
-    """
-    return _host.enable("transformer_engine", _FUNCTIONS)
+    """Replace TransformerEngine's rope in every module that holds it. ImportError is raised if it is not installed."""
+    functions = (apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
+    module = "transformer_engine.pytorch.attention.rope"
+    return _host.enable("transformer_engine", {f"{module}:{ours.__name__}": ours for ours in functions})
 
 
 def disable() -> None:

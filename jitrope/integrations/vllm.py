@@ -2,10 +2,10 @@
 
 >>> from jitrope.integrations import vllm as jitrope_vllm
 >>> report = jitrope_vllm.enable()                               # until jitrope_vllm.disable()
->>> jitrope_vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox=True)   # or plainly
+>>> jitrope_vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox=True)   # or directly
 
 `enable` takes the calls of `RotaryEmbedding.forward_cuda` and `MRotaryEmbedding.forward_cuda`. With its compiler on,
-vLLM leaves rope to Inductor; custom_ops=["+rotary_embedding"] in its compilation configuration brings it to these.
+vLLM leaves rope to Inductor; set custom_ops=["+rotary_embedding"] in its compilation configuration to call these.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from ..base.errors import InvalidInput
 from ..ops.values import KVCache, Mrope
 from . import _host
 
-_FP8 = ("fp8", "fp8_e4m3")
-_PLAIN = ("auto", "bfloat16", "float16", "half", "float32", "float")
+_LAYOUTS = {1: "thd", 2: "bshd"}  # by the number of token axes
 
 
 def rotary_embedding(
@@ -38,60 +37,31 @@ def rotary_embedding(
     *,
     rounding: str = "fp32",
 ) -> None:
-    """Rotate query and key in place, in one launch, as vLLM's op of this name.
+    """Rotate query and key in place, in one launch, like vLLM's op of this name.
 
     Args:
-        positions: int32 or int64, (T) or (B, S), any strides: rows of the cache. Those outside of it come out as NaN.
+        positions: int32 or int64, (T) or (B, S), any strides: rows of the cache. A token whose position is outside of
+            the cache becomes NaN.
         query, key: (T, H * head_size) or (B, S, H * head_size), or with an axis of heads, (..., H, head_size); fp32,
             fp16 or bf16; any strides: slices of a packed projection are rotated where they lie. key may have its own
             number of heads, or be None.
         head_size: at most 512.
         cos_sin_cache: (max_position, R): cosines of the R / 2 pairs, then their sines; fp32, fp16 or bf16, whatever
             query is. R elements of each head are rotated.
-        is_neox: pairs are halves, (i, i + R / 2); else neighbours.
+        is_neox: True: pairs are halves, (i, i + R / 2); False: neighbours.
         rope_dim_offset: the first element of a head that is rotated.
         inverse: rotate back.
         rounding: "fp32": each result is rounded once, which is closest to exact. "dtype": the cache, each product and
-            the sum are rounded to query's dtype, for the bits of a host that computes in 16 bits, as vLLM's layers do
-            in plain torch. The two differ in the last place of some elements.
+            the sum are rounded to query's dtype. That gives the bits of a host that computes in 16 bits, like vLLM's
+            layers in plain torch. The two differ in the last place of some elements.
 
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built.
     """
-    words: dict[str, Any] = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
-    words |= {"cos_sin_cache": cos_sin_cache, "positions": positions}
-    _rotate(query, key, _token_axes(positions), head_size, is_neox, **words)
-
-
-def mrope(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    mrope_section: Sequence[int],
-    is_neox: bool = True,
-    mrope_interleaved: bool = False,
-    *,
-    rounding: str = "fp32",
-) -> None:
-    """`rotary_embedding` with a position of each token along each axis (time, height, width), as `MRotaryEmbedding`.
-
-    The rows of the cache are picked in the kernel: nothing is gathered before.
-
-    Args:
-        positions: int32 or int64, (A, T), A at most 4; or (T), the same along all axes, as text has them.
-        query, key: (T, H * head_size) or (T, H, head_size); key may be None.
-        mrope_section: pairs of each of the A axes, R / 2 in all.
-        mrope_interleaved: the pairs of axis a > 0 are a, a + A, a + 2A, ..., the others those of axis 0 (Qwen3-VL);
-            else a section's pairs are neighbours (Qwen2-VL).
-        The others are `rotary_embedding`'s, and so are the errors.
-    """
-    if positions.dim() == 1:
-        return rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rounding=rounding)
-    words = {"positions": Mrope(positions, mrope_section, mrope_interleaved), "rounding": rounding}
-    _rotate(query, key, 1, head_size, is_neox, cos_sin_cache=cos_sin_cache, **words)
+    words = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
+    axes = _token_axes(positions)
+    _rotate(query, key, axes, head_size, is_neox, positions=positions, cos_sin_cache=cos_sin_cache, **words)
 
 
 def triton_mrope(
@@ -107,27 +77,23 @@ def triton_mrope(
     *,
     rounding: str = "fp32",
 ) -> tuple[Tensor, Tensor]:
-    """vLLM's function of this name, which takes gathered tables; in place, also where q and k are not contiguous.
+    """Rotate q and k in place by gathered tables of several axes (time, height, width), and return them.
 
     Args:
         q, k: (T, H * head_size) or (T, H, head_size), any strides.
-        cos, sin: (A, T, rotary_dim / 2), the table rows of each token along each axis.
-        The others are `mrope`'s.
-
-    Returns:
-        (q, k), rotated.
-
-    Raises:
-        InvalidInput, CompileError: as `mrope`.
+        cos, sin: (A, T, rotary_dim / 2), the table rows of each token along each of the A axes; A is at most 4.
+        mrope_section: pairs of each axis, rotary_dim / 2 in all.
+        mrope_interleaved: True: axis a > 0 has the pairs a, a + A, a + 2A, ..., and axis 0 the others (Qwen3-VL);
+            False: the pairs of a section are neighbours (Qwen2-VL).
+        head_size, is_neox_style, rounding: as in `rotary_embedding`, and so are the errors.
     """
     if cos.dim() != 3:
         raise InvalidInput(f"cos has shape {tuple(cos.shape)}; it must be (A, T, rotary_dim / 2)")
     axes, tokens = cos.shape[:2]
-    # The axes' tables one after another, and ids that say so: nothing is mixed or copied.
-    ids = torch.arange(axes * tokens, device=q.device).view(axes, tokens)
-    words = {"positions": Mrope(ids, mrope_section, mrope_interleaved), "rounding": rounding}
-    tables = {"cos": cos.flatten(0, 1), "sin": sin.flatten(0, 1), "rotary_dim": rotary_dim}
-    _rotate(q, k, 1, head_size, is_neox_style, **tables, **words)
+    # The tables of all axes one after another, and their rows as ids: nothing is mixed or copied.
+    positions = Mrope(torch.arange(axes * tokens, device=q.device).view(axes, tokens), mrope_section, mrope_interleaved)
+    words = {"cos": cos.flatten(0, 1), "sin": sin.flatten(0, 1), "rotary_dim": rotary_dim, "rounding": rounding}
+    _rotate(q, k, 1, head_size, is_neox_style, positions=positions, **words)
     return q, k
 
 
@@ -149,14 +115,14 @@ def rotary_embedding_and_cache(
     """`rotary_embedding`, then `reshape_and_cache_flash` of key and value, in one launch: k is read once.
 
     Args:
-        positions, query, key, head_size, cos_sin_cache, is_neox: `rotary_embedding`'s; key is rotated in place too.
-        value: as key; stored as it is.
-        key_cache, value_cache: (blocks, block_size, H, head_size), any strides, so that one with the heads before
-            the rows is a transposed view. Of key's dtype; with fp8 also uint8, taken as torch.float8_e4m3fn.
-        slot_mapping: int32 or int64, block * block_size + row of each token. Negative ones are padding: rotated but
-            not stored. With positions (T) it may be shorter than T, as under CUDA graphs; tokens past its end
-            are padding too, and are left alone.
-        kv_cache_dtype: "auto" or the name of key's dtype, which take no scale; "fp8" or "fp8_e4m3".
+        positions, query, key, head_size, cos_sin_cache, is_neox: as in `rotary_embedding`; key is rotated in place too.
+        value: of key's shape; stored unchanged.
+        key_cache, value_cache: (blocks, block_size, H, head_size), any strides: pass a cache with the heads before the
+            rows as a transposed view. Of key's dtype; with fp8 also uint8, taken as torch.float8_e4m3fn.
+        slot_mapping: int32 or int64, block * block_size + row of each token. A token with a negative slot is padding:
+            it is rotated but not stored. With positions (T) the mapping may be shorter than T, as under CUDA graphs;
+            tokens past its end are padding too, and are not rotated.
+        kv_cache_dtype: "fp8" or "fp8_e4m3"; with any other name the caches must be of key's dtype.
         k_scale, v_scale: numbers, or fp32 tensors of one element on the device: fp8 caches hold k / k_scale and
             v / v_scale, rounded once from fp32.
 
@@ -165,27 +131,20 @@ def rotary_embedding_and_cache(
     """
     axes = _token_axes(positions)
     scales = {}
-    if kv_cache_dtype in _FP8:
+    if kv_cache_dtype in ("fp8", "fp8_e4m3"):
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         if key_cache.dtype == torch.uint8:
             key_cache, value_cache = key_cache.view(torch.float8_e4m3fn), value_cache.view(torch.float8_e4m3fn)
-    elif kv_cache_dtype not in _PLAIN:
-        allowed = ", ".join(_PLAIN + _FP8)
-        raise InvalidInput(f"kv_cache_dtype is {kv_cache_dtype!r}; allowed are {allowed}: store others with vLLM's op")
     if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
         count = slot_mapping.shape[0]
         positions, query, key, value = (x[:count] for x in (positions, query, key, value))
     q, k, v = (heads(name, x, axes, head_size) for name, x in (("query", query), ("key", key), ("value", value)))
-    words: dict[str, Any] = {"positions": positions, "layout": _LAYOUTS[axes], "interleaved": not is_neox}
     cache = KVCache(key_cache, value_cache, slot_mapping, rotate_k=True, **scales)
-    prepare_qkv(q, k, v, cos_sin_cache=cos_sin_cache, cache=cache, inplace=True, **words)
-
-
-_LAYOUTS = {1: "thd", 2: "bshd"}
+    words: dict[str, Any] = {"cos_sin_cache": cos_sin_cache, "layout": _LAYOUTS[axes], "interleaved": not is_neox}
+    prepare_qkv(q, k, v, positions=positions, cache=cache, inplace=True, **words)
 
 
 def _token_axes(positions: Tensor) -> int:
-    """How many axes the tokens have."""
     if positions.dim() not in _LAYOUTS:
         raise InvalidInput(f"positions have shape {tuple(positions.shape)}; they must be (T) or (B, S)")
     return positions.dim()
@@ -197,22 +156,21 @@ def _rotate(query: Tensor, key: Tensor | None, axes: int, head_size: int, is_neo
 
 
 def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
-    """x, (..., H * head_size) or (..., H, head_size) after its token axes, as the latter: a view, whatever the strides.
+    """A view of x, (..., H * head_size) or (..., H, head_size) after its token axes, of the latter shape.
 
-    Splitting the last axis never copies, so what is written to the view is written to x.
+    Splitting the last axis never copies, whatever the strides, so results written to the view are written to x.
 
     Raises:
         InvalidInput: x has neither shape.
     """
-    *tokens, width = shape = x.shape
-    axes = len(shape) - token_axes
+    axes, width = x.dim() - token_axes, x.shape[-1]
     if axes == 1 and head_size > 0 and width % head_size == 0:
-        return x.view(*tokens, width // head_size, head_size)
+        return x.view(*x.shape[:-1], width // head_size, head_size)
     if axes == 2 and width == head_size:
         return x
     lead = "T" if token_axes == 1 else "B, S"
     raise InvalidInput(
-        f"{name} has shape {tuple(shape)}; with positions of {token_axes} axes and head_size {head_size} it must be "
+        f"{name} has shape {tuple(x.shape)}; with positions of {token_axes} axes and head_size {head_size} it must be "
         f"({lead}, H * {head_size}) or ({lead}, H, {head_size})"
     )
 
@@ -221,10 +179,10 @@ _MROPE = "vllm.model_executor.layers.rotary_embedding.mrope:triton_mrope"
 
 
 def enable(*, rounding: str = "fp32") -> _host.Report:
-    """Replace vLLM's rotary embedding in this process; returns a report, which counts the calls.
+    """Replace vLLM's rotary embedding in this process.
 
-    vLLM's own functions take the calls that jitrope refuses (fp64, heads of more than 512). A worker process needs a
-    call of its own. Enabling twice changes nothing; use `disable` before another rounding.
+    vLLM's own functions take the calls that jitrope refuses (fp64, heads of more than 512). Call `enable` in each
+    worker process. Enabling twice changes nothing; call `disable` before you change the rounding.
 
     Args:
         rounding: "dtype" for the bits of 16-bit arithmetic; see `rotary_embedding`.

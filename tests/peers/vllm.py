@@ -83,8 +83,9 @@ class Rope(nn.Module):
 
     def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
         if self.sections and positions.dim() == 2:
-            arguments = (self.cos_sin_cache, self.sections, self.is_neox_style, self.mixed)
-            ours.mrope(positions, query, key, self.head_size, *arguments)
+            cos, sin = self.cos_sin_cache[positions].chunk(2, -1)
+            width, neox = self.cos_sin_cache.shape[-1], self.is_neox_style
+            ours.triton_mrope(query, key, cos, sin, self.sections, self.head_size, width, self.mixed, neox)
         else:
             ours.rotary_embedding(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style)
         return query, key

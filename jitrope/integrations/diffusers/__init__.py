@@ -3,14 +3,7 @@
 >>> from jitrope.integrations import diffusers as jitrope_diffusers
 >>> report = jitrope_diffusers.enable(pipeline)        # until jitrope_diffusers.disable(pipeline)
 >>> with jitrope_diffusers.enable(pipeline.transformer) as report: ...
->>> print(report)                                      # what was replaced, who rotated since, and why not
-
-An attention processor (or, where a model rotates in a module's `forward`, that module) becomes an object of a
-subclass whose code is the host's own with one name changed: the rope function it calls. So everything else in
-it (LoRA, IP adapters, attention backends, context parallelism) stays the host's, whatever its version. With
-`fuse_norm` the processors of FLUX, FLUX.2, Qwen-Image, Wan, HunyuanVideo, LTX-Video and Z-Image are ours as a whole,
-and RMSNorm, rope and the joining of two streams are one launch. `coverage.COVERAGE` says for every model how it is
-covered.
+>>> print(report)                                      # the replaced classes, the calls since, and the host's calls
 
 .. include:: README.md
 """
@@ -18,115 +11,86 @@ covered.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ...base.errors import JitropeError
-from . import counting
-from .coverage import COVERAGE, SITES
+from .. import _host
 from .fused import FUSED, INLINE
-from .twins import host_of, is_twin, replaced_by, twin
+from .sites import SITES
+from .twins import host_of, is_twin, replaced_by, twin, version
 
-__all__ = ["COVERAGE", "Report", "disable", "enable"]
-
-_HOST = "diffusers.models."
+__all__ = ["Report", "disable", "enable"]
 
 
 @dataclass
-class Report:
-    """What `enable` did. As a context manager it undoes that, and nothing that was done before it.
+class Report(_host.Report):
+    """The result of `enable`. As a context manager it undoes that `enable`, and nothing that was done before it.
+
+    `calls` counts, of all enabled models, the tensors rotated by "jitrope", the calls left to the "host" and the
+    "fused" calls of processors. `reasons` says why calls were the host's, or were not fused.
 
     Attributes:
-        replaced: by class, how many of the host's processors and modules are ours.
-        fused: those of them in which norm and rope are one launch.
-        left: attention processors that are not ours.
-        notes: by class, why it is not, or not fused.
+        host: "diffusers".
+        replaced: by class, how many of the host's processors and modules are replaced.
+        left: by class, how many attention processors stay the host's.
+        fused: by class, in how many of the replaced ones norm and rope are one launch.
+        notes: by class, why it is left, or not fused.
     """
 
+    host: str = "diffusers"
     replaced: Counter[str] = field(default_factory=Counter)
-    fused: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
+    fused: Counter[str] = field(default_factory=Counter)
     notes: dict[str, str] = field(default_factory=dict)
-    _calls: Counter[str] = field(default_factory=lambda: counting.calls.copy(), repr=False)
-    _reasons: Counter[str] = field(default_factory=lambda: counting.reasons.copy(), repr=False)
-    _models: list[weakref.ref[nn.Module]] = field(default_factory=list, repr=False)
-    _changed: list[tuple[weakref.ref[Any], type]] = field(default_factory=list, repr=False)  # and the class before
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The transformers and ControlNets in which something is replaced; the report keeps none of them alive."""
-        return [model for ref in self._models if (model := ref()) is not None]
-
-    @property
-    def calls(self) -> dict[str, int]:
-        """Since then: tensors rotated by "jitrope", calls left to the "host", and "fused" calls if there are some.
-
-        Of all models that are enabled. A compiled model counts as it is traced.
-        """
-        since = counting.calls - self._calls
-        return {name: since[name] for name in ("jitrope", "host", "fused") if since[name] or name != "fused"}
-
-    @property
-    def reasons(self) -> Counter[str]:
-        """Why calls since then were the host's, or were not fused."""
-        return counting.reasons - self._reasons
-
-    def __enter__(self) -> Report:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for ref, before in self._changed:
-            part = ref()
-            if part is not None and is_twin(type(part)):
-                part.__class__ = before
 
     def __str__(self) -> str:
-        parts = [f"jitrope rotates in {_listed(self.replaced)}"]
-        parts += [f"fused with the norm in {_listed(self.fused)}"] if self.fused else []
-        alone = self.replaced - self.fused
-        parts += [f"the norm runs in the host's own code in {_listed(alone)}"] if alone else []
-        parts += [f"left alone: {_listed(self.left)}"] if self.left else []
-        parts += [f"{name}: {note}" for name, note in self.notes.items()]
-        parts += [f"calls so far: {self.calls}"]
-        return "; ".join(parts) + "".join(f"\n  {count} x {reason}" for reason, count in self.reasons.items())
+        parts = {
+            "jitrope rotates in": self.replaced,
+            "fused with the norm in": self.fused,
+            "the norm runs in the host's own code in": self.replaced - self.fused,
+            "left alone:": self.left,
+        }
+        lines = [f"{part} {_listed(counts)}" for part, counts in parts.items() if counts]
+        return "; ".join([*lines, *(f"{name}: {note}" for name, note in self.notes.items()), self._counted()])
 
 
 def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
     """Let jitrope rotate in a transformer, or in every transformer and ControlNet of a pipeline.
 
-    Acts on the processors of these models alone. Enabling twice changes nothing; do it again after other
-    processors were set, or methods of the host's classes replaced.
+    Only the processors of these models change. Enabling twice changes nothing. Call it again after other processors
+    were set, or methods of the host's classes were replaced.
 
     Args:
         model_or_pipeline: an `nn.Module`, compiled or wrapped ones too, or a pipeline with `components`.
-        fuse_norm: RMSNorm of q and k and rope in one launch where that is known to give the host's bits;
+        fuse_norm: True: RMSNorm of q and k and rope are one launch where that is known to give the host's bits;
             False: rope alone.
 
     Returns:
-        What was replaced, and what was left. It counts the calls, and is a context manager.
+        A report of what was replaced and left. It counts the calls, and is a context manager.
 
     Raises:
-        JitropeError: nothing in there is supported, or this diffusers version is too different.
+        JitropeError: no class in the model is supported, or this diffusers version is too different.
     """
     report = Report()
     seen: Counter[str] = Counter()
     for model in _models(model_or_pipeline):
-        before = report.replaced.total()
-        left: Counter[str] = Counter()
-        for part in _parts(model):
-            _replace(part, fuse_norm, report, left)
+        parts = [(host_of(type(part)).__name__, _replace(part, fuse_norm, report)) for part in _parts(model)]
+        left = Counter(name for name, replaced in parts if not replaced)
         seen += left
-        if report.replaced.total() > before:
-            report._models.append(weakref.ref(model))
+        if any(replaced for _, replaced in parts):
             report.left += left
-    if not report._models:
-        raise JitropeError(_refusal(model_or_pipeline, seen, report.notes))
+    if not report.replaced:
+        why = "".join(f"; {name}: {note}" for name, note in report.notes.items())
+        supported = ", ".join(sorted(SITES.keys() | INLINE))
+        has = _listed(seen) or "no attention processors"
+        raise JitropeError(f"{type(model_or_pipeline).__name__} has {has}{why}; supported are {supported}")
     return report
 
 
@@ -140,18 +104,17 @@ def disable(model_or_pipeline: Any) -> None:
 
 
 def reloaded(make: Callable[..., Any], host: type, fused: bool, *arguments: Any) -> Any:
-    """A processor or module that was replaced when it was pickled or copied, and is again where that can be done."""
+    """Make a copied or unpickled processor or module, and replace it as its original was, if that is possible here."""
     part = make(host, *arguments)
     with contextlib.suppress(JitropeError):  # in another version of diffusers it stays the host's
-        _replace(part, fused, Report(), Counter())
+        _replace(part, fused, Report())
     return part
 
 
-def _models(model_or_pipeline: Any) -> Iterator[nn.Module]:
-    parts = getattr(model_or_pipeline, "components", None)
-    for part in parts.values() if isinstance(parts, dict) else (model_or_pipeline,):
-        if isinstance(part, nn.Module):
-            yield part
+def _models(model_or_pipeline: Any) -> list[nn.Module]:
+    components = getattr(model_or_pipeline, "components", None)
+    parts = components.values() if isinstance(components, dict) else (model_or_pipeline,)
+    return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _parts(model: nn.Module) -> list[Any]:
@@ -159,76 +122,69 @@ def _parts(model: nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     for module in model.modules():
         processor = getattr(module, "processor", None)
-        for part in (module if _known(host_of(type(module))) else None, processor if callable(processor) else None):
-            if part is not None:
-                found[id(part)] = part
+        if _known(host_of(type(module))):
+            found[id(module)] = module
+        if callable(processor):
+            found[id(processor)] = processor
     return list(found.values())
 
 
 def _known(host: type) -> bool:
-    return host.__module__.startswith(_HOST) and (host.__name__ in SITES or host.__name__ in INLINE)
+    return host.__module__.startswith("diffusers.models.") and (host.__name__ in SITES or host.__name__ in INLINE)
 
 
-def _replace(part: Any, fuse_norm: bool, report: Report, left: Counter[str]) -> None:
-    """Make one object its class' twin, and say so in the report."""
+def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
+    """Turn one object into its twin and report it; False if it has no twin."""
     host = host_of(type(part))
-    name = host.__name__
     if not _known(host):
-        left[name] += 1
-        return
-    attribute = "forward" if isinstance(part, nn.Module) and "__call__" not in vars(host) else "__call__"
-    original = getattr(host, attribute)
-    call, note = _own_call(host, attribute, fuse_norm)
+        return False
+    name, attribute = host.__name__, "__call__"
+    if isinstance(part, nn.Module) and "__call__" not in vars(host):
+        attribute = "forward"
     if attribute == "forward" and "forward" in vars(part):
-        note, cls = "its forward is hooked; enable before hooks and offload are", None
-    elif name in INLINE:
-        cls = twin(host, attribute, original, (), call) if call else None
+        cls, fused, note = None, False, "its forward is hooked; call enable before you set hooks or offload"
     else:
-        cls, note = _twin(host, attribute, original, call, note)
+        cls, fused, note = _twin(host, attribute, fuse_norm)
     if note:
         report.notes[name] = note
     if cls is None:
-        left[name] += 1
-        return
+        return False
     if type(part) is not cls and (type(part) is host or is_twin(type(part))):
-        report._changed.append((weakref.ref(part), type(part)))
+        report._undo.append(partial(_give_back, weakref.ref(part), type(part)))
         part.__class__ = cls
     report.replaced[name] += 1
-    if call is not None and name in FUSED:
+    if fused:
         report.fused[name] += 1
+    return True
 
 
-def _twin(host: type, attribute: str, original: Any, call: Any, note: str) -> tuple[type | None, str]:
-    """The twin class, or why there is none: another library has put a method into the host's."""
+def _twin(host: Any, attribute: str, fuse_norm: bool) -> tuple[type | None, bool, str]:
+    """The twin class, or None; whether norm and rope are one launch in it; and a note."""
+    name, original, other = host.__name__, getattr(host, attribute), replaced_by(host, attribute)
+    ours, call, note = INLINE.get(name) or (FUSED.get(name) if fuse_norm else None), None, ""
+    if ours is not None and other:
+        note = f"its {attribute} is {other}'s: not fused"
+    elif ours is not None and not ours.stands_for(original):
+        note = f"jitrope does not know its code in diffusers {version()}: not fused"
+    elif ours is not None:
+        call = ours.call
+    if name in INLINE and call is None:
+        return None, False, note
     try:
-        cls: Any = twin(host, attribute, original, SITES[host.__name__], call)
-        return cls, f"{cls._jitrope_missed}; calls that are not fused are the host's" if cls._jitrope_missed else note
+        cls: Any = twin(host, attribute, original, SITES.get(name, ()), call)
     except JitropeError:
-        if other := replaced_by(host, attribute):
-            return None, f"its {attribute} is {other}'s, which does not call the host's rope"
+        if other:
+            return None, False, f"its {attribute} is {other}'s, which does not call the host's rope"
         raise
+    if cls._jitrope_missed:
+        note = f"{cls._jitrope_missed}; calls that are not fused are the host's"
+    return cls, call is not None and name in FUSED, note
 
 
-def _own_call(host: type, attribute: str, fuse_norm: bool) -> tuple[Any, str]:
-    """Our function for all of a processor's call, if there is one for this very code; else why not."""
-    ours = {**INLINE, **(FUSED if fuse_norm else {})}.get(host.__name__)
-    if ours is None:
-        return None, ""
-    if other := replaced_by(host, attribute):
-        return None, f"its {attribute} is {other}'s: not fused"
-    if ours.stands_for(getattr(host, attribute)):
-        return ours.call, ""
-    return None, f"its code is not that which jitrope stands for, in diffusers {_version()}"
-
-
-def _version() -> str:
-    return str(importlib.import_module("diffusers").__version__)
-
-
-def _refusal(model_or_pipeline: Any, seen: Counter[str], notes: dict[str, str]) -> str:
-    name = type(model_or_pipeline).__name__
-    why = "".join(f"; {part}: {note}" for part, note in notes.items())
-    return f"{name} has {_listed(seen) or 'no attention processors'}{why}; supported are {', '.join(COVERAGE)}"
+def _give_back(ref: weakref.ref[Any], cls: type) -> None:
+    part = ref()
+    if part is not None and is_twin(type(part)):
+        part.__class__ = cls
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -1,11 +1,11 @@
-"""The forms of rope in diffusers: what a model's tables are, and how jitrope is called with them.
+"""The forms of rope in diffusers: the tables of a model, and the call of jitrope with them.
 
-`rope_of` makes our function for a rope function of the host: it takes that one's arguments and gives its bits. A call
-that jitrope refuses goes to the host, and is counted with the reason.
+`rope_of` makes our function for a rope function of the host, with the same arguments and the same bits. A call that
+jitrope refuses goes to the host, and is counted with the reason.
 
-Tables are read where they are, as views, where that will do. What has to be converted is converted in each call, and
-nothing is kept: a table may be written to between two calls without a sign of it, because inference tensors have no
-version, and a write through `.data` does not change one.
+Tables are used as views wherever possible. Tables that must be converted are converted in each call, and nothing is
+kept. A program may write to a table between two calls, and there is no reliable sign of that: inference tensors have no
+version, and a write through `.data` does not change it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from torch import Tensor
 
 from ...api import apply_rope
 from ...base.errors import InvalidInput
-from .counting import note, or_else
+from .. import _host
 
 Tables = Sequence[Tensor]
 Read = tuple[Any, ...]
 
 _COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
-_SHAPES = "the tables' shape is not that of q and k"
-_WORDS = "arguments that jitrope does not know"
+_SHAPES = "the tables' shape does not fit q and k"
+WORDS = "arguments that jitrope does not know"
 
 
 class Form(NamedTuple):
     """One form of rope.
 
     Attributes:
-        says: what the host's tables are, for the README.
-        read: takes the arguments of the host's function, and gives (q, k or None, tables), and fourth another form
-            if the call has that one. Tables are (cos, sin), or one complex table.
-        axes: of these tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W).
-        width: of a row, in heads; 0: a row is as wide as the first part of a head, which is rotated.
+        says: a description of the host's tables, for the README.
+        read: takes the arguments of the host's function and returns (q, k or None, tables), and as a fourth value
+            another form, if the call is of that form. Tables are (cos, sin), or one complex table.
+        axes: the number of axes of these tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W).
+        width: the width of a row as a part of a head; 0: only the first part of a head is rotated, and the rows are as
+            wide as that part.
         layout, interleaved: as in `apply_rope`.
-        rounding: as there; "promoted": in the wider dtype of q and tables; "complex": as the table's dtype says.
-        back: takes what jitrope gives, and the host's first argument; gives what the host gives.
-        by: our function, if it is not `rotate`; it takes a form and the host's function in front.
+        rounding: as in `apply_rope`; "promoted": in the wider dtype of q and tables; "complex": that of the table.
+        back: takes jitrope's result and the host's first argument; returns the host's result.
+        by: takes the form, the host's function and its arguments; returns the result and the number of rotated tensors.
+            None: `_rotate`.
     """
 
-    says: str
-    read: Callable[..., Read]
+    says: str = ""
+    read: Callable[..., Read] = lambda *_: ()
     axes: int = 2
     width: float = 1
     layout: str = "bshd"
@@ -57,19 +59,31 @@ class Form(NamedTuple):
 
 
 def rope_of(form: Form, host: Callable[..., Any]) -> Callable[..., Any]:
-    """Our function for a host's."""
-    return functools.partial(form.by or rotate, form, host)
+    """Our function for a host's. It has the same arguments."""
+    return functools.partial(_host.or_else("diffusers", "jitrope", form.by or _rotate, _left), form, host)
+
+
+def _left(reason: str, form: Form, host: Callable[..., Any], *arguments: Any, **words: Any) -> Any:
+    _host.note("diffusers", "host", reason)
+    return host(*arguments, **words)
+
+
+def _rotate(form: Form, host: Callable[..., Any], *arguments: Any, **words: Any) -> tuple[Any, int]:
+    q, k, tables, *other = form.read(*arguments, **words)
+    form = other[0] if other else form
+    q_out, k_out = apply_rope(q, k, layout=form.layout, **options(form, q, tables))
+    return (form.back(q_out, arguments[0]), 1) if k is None else ((q_out, k_out), 2)
 
 
 def options(form: Form, q: Tensor, tables: Tables, tokens: int | None = None) -> dict[str, Any]:
-    """The words with which jitrope rotates q by these tables; tokens: of the sequence, if q has not all of it.
+    """The words with which jitrope rotates q by these tables. Pass `tokens`, their number, if q is a part of them.
 
     Raises:
-        InvalidInput: there is not exactly a row of the form's width for each token. jitrope alone would take longer
-            tables.
+        InvalidInput: the tables do not have exactly one row of the form's width for each token. (jitrope alone would
+            take longer tables.)
     """
     if q.dim() != 4 or not all(isinstance(table, Tensor) for table in tables):
-        raise InvalidInput(_WORDS)
+        raise InvalidInput(WORDS)
     table = tables[0]
     tokens = q.shape[1 if form.layout == "bshd" else 2] if tokens is None else tokens
     width = int(form.width * q.shape[-1]) if form.width else table.shape[-1]
@@ -90,44 +104,30 @@ def options(form: Form, q: Tensor, tables: Tables, tokens: int | None = None) ->
 def pair(tables: Any) -> Tables:
     """The host's (cos, sin)."""
     if not isinstance(tables, (tuple, list)) or len(tables) != 2:
-        raise InvalidInput(_WORDS)
+        raise InvalidInput(WORDS)
     return tables
 
 
 def of_pairs(cos: Tensor, sin: Tensor) -> Tables:
-    """Of each pair the first cosine and the second sine, as views: half the width of a head."""
+    """The first cosine and the second sine of each pair, as views: half the width of a head."""
     return cos[..., 0::2], sin[..., 1::2]
 
 
-def columns(table: Tensor) -> Tables:
+def _columns(table: Tensor) -> Tables:
     """The cosines and sines of a table of 2 x 2 rotations [[cos, -sin], [sin, cos]], the last two axes: one copy."""
     return table.select(-1, 0).contiguous().unbind(-1)
 
 
-def waves(angles: Tensor) -> Tables:
-    """The cosines and sines of angles in radians, taken in fp32."""
+def _waves(angles: Tensor) -> Tables:
+    """The cosines and sines of angles in radians, computed in fp32."""
     angles = angles.float()
     return angles.cos(), angles.sin()
 
 
-def _left(reason: str, form: Form, host: Callable[..., Any], *arguments: Any, **words: Any) -> Any:
-    note("host", reason)
-    return host(*arguments, **words)
+# ---- forms that are not one call of jitrope ------------------------------------------------------------
 
 
-def _rotate(form: Form, host: Callable[..., Any], *arguments: Any, **words: Any) -> Any:
-    q, k, tables, *other = form.read(*arguments, **words)
-    form = other[0] if other else form
-    q_out, k_out = apply_rope(q, k, layout=form.layout, **options(form, q, tables))
-    if k is None:
-        return form.back(q_out, arguments[0]), "jitrope", 1
-    return (q_out, k_out), "jitrope", 2
-
-
-rotate = or_else(_rotate, _left)
-
-
-def _allegro(form: Form, host: Callable[..., Any], x: Tensor, freqs_cis: Any, positions: Any) -> Any:
+def _allegro(form: Form, host: Any, x: Tensor, freqs_cis: Any, positions: Any) -> tuple[Tensor, int]:
     third = x.shape[-1] // 3
     fitting = all(table.dim() == 2 and table.shape[1] == third for both in freqs_cis for table in both)
     if not fitting or not len(freqs_cis) == len(positions) == 3 or 3 * third != x.shape[-1]:
@@ -135,19 +135,19 @@ def _allegro(form: Form, host: Callable[..., Any], x: Tensor, freqs_cis: Any, po
     for axis, ((cos, sin), ids) in enumerate(zip(freqs_cis, positions)):
         words = {"positions": ids, "rotary_dim": third, "rotary_offset": axis * third}
         x = apply_rope(x, None, cos, sin, layout="bhsd", **words)[0]
-    return x, "jitrope", 1
+    return x, 1
 
 
 def _camera(form: Form, host: Any, feats: Tensor, matrix: Tensor, rotary_emb: Any = None, inverse_rope: Any = 0) -> Any:
     turned = host(feats, matrix)
     if rotary_emb is None:
-        return turned, "jitrope", 0
+        return turned, 0
     if turned.dtype != feats.dtype:
         raise InvalidInput("the camera's dtype")
     words = options(form, turned, (rotary_emb.squeeze(1),))
     half = feats.shape[-1] // 2
     out = apply_rope(turned, None, layout="bhsd", rotary_offset=half, inverse=bool(inverse_rope), **words)[0]
-    return out, "jitrope", 1
+    return out, 1
 
 
 # ---- how the arguments are read ------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def _shared(
     x: Tensor, freqs_cis: Any, use_real: bool = True, use_real_unbind_dim: int = -1, sequence_dim: int = 2, **words: Any
 ) -> Read:
     if words or use_real_unbind_dim not in (-1, -2) or sequence_dim not in (1, 2):
-        raise InvalidInput(_WORDS)
+        raise InvalidInput(WORDS)
     if not use_real:
         return x, None, (freqs_cis,), COMPLEX_ROWS
     return x, None, pair(freqs_cis), _SHARED[use_real_unbind_dim, sequence_dim]
@@ -165,18 +165,18 @@ def _shared(
 
 def _qwen(x: Tensor, freqs_cis: Tensor, use_real: bool = True, **words: Any) -> Read:
     if words or use_real:
-        raise InvalidInput(_WORDS)
+        raise InvalidInput(WORDS)
     return x, None, (freqs_cis,)
 
 
 def _kandinsky(x: Tensor, rope: Tensor) -> Read:
-    tables = columns(rope)
+    tables = _columns(rope)
     rows = x if x.dim() == 4 else x[None]
     return rows, None, tables if rope.dim() == 6 else [table[None] for table in tables]
 
 
 def _ltx(x: Tensor, freqs: Any) -> Read:
-    """A pair is two neighbours, so any even part of the row will do for a head."""
+    """A pair is two neighbours, so any even part of the row can be treated as a head."""
     width = math.gcd(x.shape[-1], 128)
     x, cos, sin = (part.unflatten(-1, (-1, width)) for part in (x, *pair(freqs)))
     return x, None, (cos, sin)
@@ -192,12 +192,12 @@ def _ltx2_split(x: Tensor, freqs: Any) -> Read:
 def _ernie(x: Tensor, freqs_cis: Tensor) -> Read:
     if freqs_cis.dtype != torch.float32:
         raise InvalidInput("the tables' dtype")  # the host takes cosines in that dtype
-    return x, None, waves(freqs_cis)
+    return x, None, _waves(freqs_cis)
 
 
 def _grid(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 1) -> Read:
-    """The table (S, D / 2) of a grid whose axes have their own parts of the angles."""
-    grids = grid_sizes.tolist()  # the host asks the device for it in every call too
+    """The table (S, D / 2) of a grid: each of its axes has a part of the angles."""
+    grids = grid_sizes.tolist()  # the host waits for the device in every call too
     if len(grids) != x.shape[0] or any(grid != grids[0] for grid in grids) or math.prod(grids[0]) != x.shape[1]:
         raise InvalidInput("samples of different or padded grids")
     frames, height, width = grids[0]
@@ -249,20 +249,20 @@ KANDINSKY6 = Form(
 )
 KANDINSKY5 = KANDINSKY6._replace(
     says="fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2); the result is rounded to bf16 first",
-    # `.to(bfloat16)` is of the fp32 sum: anything but bf16 goes through it.
+    # The host rounds the fp32 sum to bf16, whatever x is.
     read=lambda x, rope: _kandinsky(x if x.dtype == torch.bfloat16 else x.float(), rope),
     back=lambda out, x: out.view(x.shape).to(torch.bfloat16),
 )
 PRX = Form(
     "fp32 2 x 2 rotations (1, 1, S, D / 2, 2, 2)",
-    lambda xq, freqs_cis: (xq, None, [table.squeeze(1) for table in columns(freqs_cis)]),
+    lambda xq, freqs_cis: (xq, None, [table.squeeze(1) for table in _columns(freqs_cis)]),
     axes=3,
     width=0.5,
     layout="bhsd",
 )
 HIDREAM = Form(
     "fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2), q and k in one call",
-    lambda xq, xk, freqs_cis: (xq, xk, columns(freqs_cis)),
+    lambda xq, xk, freqs_cis: (xq, xk, _columns(freqs_cis)),
     axes=4,
     width=0.5,
 )
@@ -292,13 +292,11 @@ ERNIE = MINIMAX_MUSIC3._replace(
 )
 STABLE_AUDIO3 = HALVES._replace(
     says="angles (S, R), of the first R of D elements; halves",
-    read=lambda t, freqs: (t, None, waves(freqs[-t.shape[1] :])),
+    read=lambda t, freqs: (t, None, _waves(freqs[-t.shape[1] :])),
     width=0,
 )
 ALLEGRO = Form(
-    "fp32 (cos, sin), (P, D / 3) each, and position ids, for each third of a head; halves of a third",
-    lambda *_: (),
-    by=or_else(_allegro, _left),
+    "fp32 (cos, sin), (P, D / 3) each, and position ids, for each third of a head; halves of a third", by=_allegro
 )
 WAN_ANIMATE2 = QWEN._replace(
     says="complex128 (P, D / 2), a part of it for each axis of the grid of patches; the result is fp32",
@@ -314,5 +312,5 @@ SANA_WM = ANY_FLOW._replace(
 SANA_WM_CAMERA = SANA_WM._replace(
     says="complex64 (1, 1, S, D / 4), of the second half of a head; the first is turned by the camera's matrices",
     width=0.25,
-    by=or_else(_camera, _left),
+    by=_camera,
 )

@@ -1,7 +1,7 @@
 """RMSNorm of q and k, rope, and the joining of two streams, in one launch where the host's modules allow it.
 
-Where they do not (a norm with hooks, offloaded, of another class or dtype, or autocast), `InvalidInput` says why, and
-the processor is the host's with its rope replaced.
+Otherwise (a norm with hooks, offloaded, of another class or dtype, or autocast), `InvalidInput` says why, and the
+host's code runs with its rope replaced.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ Pair = tuple[Tensor, Tensor]
 Parts = tuple[Tensor, Tensor, Tensor]
 Words = dict[str, Any]
 
-# Where a norm's class rounds to q's dtype; see `jitrope.Norm`.
-_NORM_ROUNDING = {
+_NORM_ROUNDING = {  # by a norm's class; see `jitrope.Norm`
     ("torch.nn.modules.normalization", "RMSNorm"): "once",
     ("diffusers.models.normalization", "RMSNorm"): "twice",
 }
-# A torch.nn.RMSNorm without an eps takes that of the type it computes in, fp32 for fp32, fp16 and bf16 alike
+# A torch.nn.RMSNorm without an eps uses that of the type it computes in, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 _DEFAULT_EPS = torch.finfo(torch.float32).eps
 
 
 class Norms(NamedTuple):
-    """Weights of norms, of q before k and of a joint call's first stream before its second, and what they share."""
+    """The weights of norms and their common words.
+
+    The weight of q comes before that of k, and those of a joint call's first stream before those of its second.
+    """
 
     weights: Sequence[Tensor | None]
     words: Words
@@ -47,14 +49,14 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     """A norm's (weight, eps, rounding).
 
     Raises:
-        InvalidInput: the module has to be called. Such are other classes (wrapped and parametrized norms too), a bias,
-            a weight that is no plain tensor, and modules with hooks or a `forward` of their own, which is how
-            accelerate and diffusers offload.
+        InvalidInput: the module must be called: it is of another class (wrapped and parametrized norms are), it has a
+            bias or a weight that is no plain tensor, or it has hooks or a `forward` of its own. (accelerate and
+            diffusers offload by those.)
     """
     rounding = _NORM_ROUNDING.get((type(module).__module__, type(module).__name__))
     if rounding is None:
         raise InvalidInput("there is no norm" if module is None else f"a norm is {type(module).__name__}")
-    # Not by the module's own look-up, which takes microseconds. Flat-parameter sharding puts plain tensors beside.
+    # The module's own look-up takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
     parameters = module._parameters
     weight = module.__dict__.get("weight", parameters.get("weight"))
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -66,10 +68,10 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
 
 
 def norms_of(x: Tensor, *modules: Any) -> Norms:
-    """Norms that one launch can do with activations like x.
+    """The norms of these modules, for one launch with activations like x.
 
     Raises:
-        InvalidInput: it cannot.
+        InvalidInput: one launch cannot compute them.
     """
     if torch.is_autocast_enabled(x.device.type):
         raise InvalidInput("autocast")
@@ -82,7 +84,7 @@ def norms_of(x: Tensor, *modules: Any) -> Norms:
 
 
 def _refuse_mixed(norms: Norms, *tensors: Tensor) -> None:
-    """jitrope takes weights of another dtype than q's, but the hosts' norms then give that dtype."""
+    """Raise InvalidInput for a weight of another dtype: the hosts' norms return that dtype then, jitrope does not."""
     if any(weight is not None and weight.dtype != x.dtype for weight in norms.weights for x in tensors):
         raise InvalidInput("a norm's weight has another dtype")
 
@@ -90,9 +92,9 @@ def _refuse_mixed(norms: Norms, *tensors: Tensor) -> None:
 def norm_rope(
     norms: Norms, q: Tensor, k: Tensor | None, rope: Words, *, across_heads: bool = False, fresh: bool = False
 ) -> Any:
-    """q (B, Sq, H, D) and k (B, Sk, H, D) by their norms, then by rope, if its words are given.
+    """q (B, Sq, H, D) and k (B, Sk, H, D) normalised, then rotated, if rope's words are given.
 
-    fresh: q and k are nobody else's, and may be overwritten.
+    fresh: no other code holds q and k, so they may be overwritten.
     """
     tensors = [q] if k is None else [q, k]
     _refuse_mixed(norms, *tensors)
@@ -101,42 +103,39 @@ def norm_rope(
     if k is None or rope or q.shape[1] == k.shape[1]:
         return prepare_qkv(q, k, None, norm=norm, inplace=inplace, **rope)[:2]
     each = [Norm(weight, across_heads=across_heads, **norms.words) for weight in norms.weights]
-    return tuple([prepare_qkv(x, None, None, norm=norm, inplace=inplace)[0] for x, norm in zip((q, k), each)])
+    return tuple([prepare_qkv(x, None, None, norm=norm, inplace=inplace)[0] for x, norm in zip(tensors, each)])
 
 
 def norm_rope_front(norms: Norms, q: Tensor, k: Tensor, rope: Words, *, fresh: bool = False) -> Any:
-    """`norm_rope` where the tokens behind the rows of the tables (S, W) are normalised only."""
+    """`norm_rope` where the tokens after the last row of the tables (S, W) are only normalised."""
     rows = rope["cos"].shape[0]
     if fresh and _overwritable(q, k):
         _refuse_mixed(norms, q, k)
         for part, words in ((slice(rows), rope), (slice(rows, None), {})):
             prepare_qkv(q[:, part], k[:, part], None, norm=norms.of(0), inplace=True, **words)
         return q, k
-    behind = (0, 0, 0, q.shape[1] - rows)
-    longer = {"cos": F.pad(rope["cos"], behind, value=1.0), "sin": F.pad(rope["sin"], behind)}
+    after = (0, 0, 0, q.shape[1] - rows)
+    longer = {"cos": F.pad(rope["cos"], after, value=1.0), "sin": F.pad(rope["sin"], after)}
     return norm_rope(norms, q, k, {**rope, **longer})
 
 
 def _overwritable(*tensors: Tensor) -> bool:
-    """Whether results may stand where these, nobody else's, are.
-
-    Strided ones would reach an attention kernel that the host gives contiguous ones.
-    """
+    """Whether q and k may be overwritten. Strided ones may not: the host passes contiguous ones to attention."""
     return not torch.is_grad_enabled() and all(x.is_contiguous() for x in tensors)
 
 
 def joint(norms: Norms, first: Parts, second: Parts, rope: Words) -> Parts:
-    """q, k, v of two streams, each (B, S, H, D), as one sequence."""
+    """q, k, v of two streams, each (B, S, H, D), joined to one sequence."""
     _refuse_mixed(norms, *first[:2], *second[:2])
     return prepare_joint_qkv(first, second, norm=(norms.of(0), norms.of(1)), **rope)
 
 
 def beside(first: Words, second: Words) -> Words:
-    """Words for a joint call of two streams with tables of their own."""
+    """Words for a joint call of two streams, each with its own tables."""
     return {name: (value, second[name]) if isinstance(value, Tensor) else value for name, value in first.items()}
 
 
 def no_turn(rope: Words, rows: int) -> Words:
-    """Words of a rope that turns nothing, like those of another: cosines of one, sines of zero, one row as many."""
+    """Words like `rope` that rotate nothing: all cosines are 1, all sines 0, in one row that is repeated."""
     row: Tensor = rope["cos"][:1]
     return {**rope, "cos": torch.ones_like(row).expand(rows, -1), "sin": torch.zeros_like(row).expand(rows, -1)}

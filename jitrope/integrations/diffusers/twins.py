@@ -1,7 +1,7 @@
-"""Twins of the host's classes: subclasses with the host's own code, in which one name is another, the rope's.
+"""Twins of the host's classes: subclasses with the host's own code, in which the rope's name is another one.
 
-An object becomes its twin, and itself again, by its `__class__`: state, identity, hooks and everything else in
-its code stay the host's, whatever its version.
+An object becomes its twin, and itself again, by its `__class__`: its state, identity, hooks and all other code stay the
+host's, whatever its version.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from ...base.errors import JitropeError
-from .counting import note
+from .. import _host
 from .forms import Form, rope_of
-
-_EMBEDDINGS = "diffusers.models.embeddings"
 
 
 class Site(NamedTuple):
     """A rope function that a class calls: its form, and its name in the code.
 
-    through: a function of the host's module that calls it, where the class itself does not.
+    through: the function of the host's module that calls it, if the class itself does not.
     """
 
     form: Form
@@ -33,19 +31,24 @@ class Site(NamedTuple):
 
 
 def host_of(cls: type) -> Any:
-    """The host's class of a twin, or the class itself, which a call finds if `disable` ran in another thread."""
+    """The host's class of a twin; any other class itself. (A call finds one if `disable` ran in another thread.)"""
     return getattr(cls, "_jitrope_host", cls)
 
 
 def is_twin(cls: type) -> bool:
-    """Whether a class is a twin itself. Sharding and parametrizing derive classes of a module's, which stay."""
+    """Whether a class is a twin itself. Sharding and parametrizing derive classes from a module's, which stay."""
     return "_jitrope_host" in vars(cls)
 
 
 def replaced_by(host: Any, attribute: str) -> str:
-    """The module of another library's function that the host's method has become, or ""."""
+    """The module of the other library that replaced the host's method, or ""."""
     module: str = getattr(host, attribute).__module__ or ""
     return "" if module.split(".")[0] == "diffusers" else module
+
+
+def version() -> str:
+    """diffusers' version."""
+    return str(importlib.import_module("diffusers").__version__)
 
 
 @functools.cache
@@ -58,15 +61,15 @@ def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call
         JitropeError: the rope function's name is not in the method's code, and there is no `call`.
     """
     members: dict[str, Any] = {"_jitrope_host": host, "__module__": host.__module__, "_jitrope_missed": ""}
+    redirected = original
     try:
-        redirected = functools.reduce(lambda function, site: _redirected(function, site, host), sites, original)
+        for site in sites:
+            redirected = members["_jitrope_rope"] = _redirected(redirected, site, host)
     except JitropeError as error:
         if call is None:
             raise JitropeError(f"{error}; this version is not supported") from None
+        members.pop("_jitrope_rope", None)
         members["_jitrope_missed"] = str(error)
-    else:
-        if sites:
-            members["_jitrope_rope"] = redirected
     members["__reduce_ex__"] = _reduced(host, call is not None)
     members[attribute] = _current(host, attribute, original, call or redirected)
     cls = type(f"Jitrope{host.__name__}", (host,), members)
@@ -75,25 +78,24 @@ def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call
 
 
 def _current(host: Any, attribute: str, original: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours, until another library puts its own method into the host's class, which is then called."""
+    """Ours, until another library puts its own method into the host's class; then that one is called."""
 
     @functools.wraps(original)  # the host looks at the signature
     def method(self: Any, *arguments: Any, **words: Any) -> Any:
-        if type(self) is host:  # it was given back; hooks may still hold this method
-            return getattr(host, attribute)(self, *arguments, **words)
-        if getattr(host, attribute) is not original:
-            note("host", f"{host.__name__}.{attribute} was replaced after enable; enable again")
-            return getattr(host, attribute)(self, *arguments, **words)
-        return ours(self, *arguments, **words)
+        if type(self) is not host and getattr(host, attribute) is original:
+            return ours(self, *arguments, **words)
+        if type(self) is not host:  # else it was given back; hooks may still hold this method
+            _host.note("diffusers", "host", f"{host.__name__}.{attribute} was replaced after enable; enable again")
+        return getattr(host, attribute)(self, *arguments, **words)
 
     return method
 
 
 def _reduced(host: Any, fused: bool) -> Callable[..., Any]:
-    """A twin's way to be pickled and copied: as an object of the host's class, which `reloaded` makes a twin again."""
+    """`__reduce_ex__` of a twin: it is pickled as an object of the host's class, which `reloaded` replaces again."""
 
     def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
-        from . import reloaded  # which imports this module
+        from . import reloaded  # that module imports this one
 
         make, (_, *arguments), *state = host.__reduce_ex__(self, protocol)
         return reloaded, (make, host, fused, *arguments), *state
@@ -102,37 +104,38 @@ def _reduced(host: Any, fused: bool) -> Callable[..., Any]:
 
 
 def _register(host: Any, cls: Any) -> None:
-    """diffusers' layer skipping looks a processor's class up in a table."""
+    """Enter the twin into the table in which diffusers' layer skipping looks processors up."""
     try:
         registry = importlib.import_module("diffusers.hooks._helpers").AttentionProcessorRegistry
         registry.register(cls, registry.get(host))
-    except (ImportError, AttributeError, ValueError):  # an older version, or a class that is not in it
+    except (ImportError, AttributeError, ValueError):  # an older version, or a class that is not in the table
         pass
 
 
 def _redirected(function: Any, site: Site, host: Any) -> Any:
-    """The function with the name of the site pointing at ours."""
+    """The function, with the name of the site referring to our rope."""
     code, names = function.__code__, function.__globals__
     name = site.through or site.name
     alias = f"_jitrope_{host.__name__}_{name}"
+    missed = JitropeError(f"diffusers {version()}: {host.__name__} does not call {name}")
     nested = next((c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name), None)
     if nested is not None:
         if nested.co_freevars or nested.co_kwonlyargcount or nested.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
-            raise _unsupported(host, name)
+            raise missed
         names[alias] = rope_of(site.form, FunctionType(nested, names, name))
         stub = _stub(nested, alias)
         return _copy(function, code.replace(co_consts=tuple(stub if c is nested else c for c in code.co_consts)))
-    # A name that is imported inside the function gets its alias in the module that has it.
-    holder = names if name in names else vars(sys.modules[_EMBEDDINGS])
+    # If the name is imported inside the function, its alias must be in the module that has the name.
+    holder = names if name in names else vars(sys.modules["diffusers.models.embeddings"])
     if name not in code.co_names or name not in holder:
-        raise _unsupported(host, name)
+        raise missed
     theirs = holder[name]
     holder[alias] = _redirected(theirs, site._replace(through=""), host) if site.through else rope_of(site.form, theirs)
     return _copy(function, code.replace(co_names=tuple(alias if n == name else n for n in code.co_names)))
 
 
 def _stub(nested: CodeType, alias: str) -> CodeType:
-    """The code of a function of the same arguments, which calls the one of that name."""
+    """The code of a function with the same arguments that calls the function of that name."""
     names = ", ".join(nested.co_varnames[: nested.co_argcount])
     made = compile(f"lambda {names}: {alias}({names})", nested.co_filename, "eval")
     return next(code for code in made.co_consts if isinstance(code, CodeType)).replace(co_name=nested.co_name)
@@ -142,8 +145,3 @@ def _copy(function: Any, code: CodeType) -> Any:
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(copy, function)
-
-
-def _unsupported(host: Any, name: str) -> JitropeError:
-    version = importlib.import_module("diffusers").__version__
-    return JitropeError(f"diffusers {version}: {host.__name__} does not call {name}")
