@@ -14,10 +14,11 @@ from jitrope import thd
 from jitrope.jit import compiler
 from jitrope.jit.render import render
 from jitrope.plan.partition import RULES, Mask
+from jitrope.thd import corrections, reference
 from jitrope.thd import launch as thd_runtime
 from jitrope.thd import ops as thd_ops
-from jitrope.thd import reference
-from jitrope.thd.reference import Segments, Shape
+from jitrope.thd.corrections import Correction
+from jitrope.thd.reference import Move, Segments, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
 
 from .host import harness
@@ -30,8 +31,7 @@ MASKS = {
 }  # fmt: skip
 
 
-NO_SHAPE = Shape(0, 0, 1, 0)
-TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"))  # maps, as many rows
+TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"))  # maps, and how many rows
 
 
 def run(call) -> None:
@@ -39,9 +39,9 @@ def run(call) -> None:
     harness.run(render(call.spec), call.grid, call.spec.threads, call.tensors, call.words)
 
 
-def move_rows(map, inputs, outputs, cu_seqlens=None, lengths=None, table=None, shape=NO_SHAPE) -> None:
-    """The kernels that a call of thd_rows gets, if there is anything to do."""
-    for call in thd_runtime.rows_calls(None, inputs, outputs, map, cu_seqlens, lengths, table, shape):
+def move(given: Move) -> None:
+    """The kernels that a call of thd_rows launches, if there is anything to do."""
+    for call in thd_runtime.rows_calls(given):
         run(call)
 
 
@@ -129,35 +129,31 @@ WIDTHS = ((16,), (3,), (1,), (24,), (2, 8), (65,), (520,))
 MOVES = ("to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail")
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("kind", MOVES)
 @pytest.mark.parametrize("seed", range(2))
-def test_rows_match_reference(seed: int, move: str) -> None:
+def test_rows_match_reference(seed: int, kind: str) -> None:
     """Rows of any size, dtype and alignment, one tensor or two of different widths; what is not written stays."""
-    pack = Pack(1000 * MOVES.index(move) + seed)
+    pack = Pack(1000 * MOVES.index(kind) + seed)
     draw, shape, everyone = pack.draw, pack.shape, pack.shape.cp_size * pack.shape.capacity
-    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
+    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if kind != "sum" else ())))
     count = {"to_ranks": everyone, "stay": pack.tokens + draw.choice((0, 3)), "table": 70, "sum": 33}.get(
-        move, pack.tokens
+        kind, pack.tokens
     )
-    widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
-    inputs = [rows(draw, everyone if move == "to_sequences" else pack.tokens, width, dtype) for width in widths]
+    widths = [draw.choice(WIDTHS) for _ in range(1 if kind == "tail" else draw.choice((1, 2)))]
+    inputs = [rows(draw, everyone if kind == "to_sequences" else pack.tokens, width, dtype) for width in widths]
     outputs = [torch.full((count, *width), 77, dtype=dtype) for width in widths]
     wants = [x.clone() for x in outputs]
     table = lengths = None
-    if move in ("table", "sum"):
-        table = torch.randint(-1, pack.tokens, (count,) if move == "table" else (draw.choice((1, 2, 5)), count)).int()
-    shape = shape._replace(cp_rank=0)
-    if move == "valid":
+    if kind in ("table", "sum"):
+        table = torch.randint(-1, pack.tokens, (count,) if kind == "table" else (draw.choice((1, 2, 5)), count)).int()
+    if kind == "valid":
         lengths = pack.cu_seqlens
-        reference.copy_valid(inputs, wants, pack.slots, lengths)
-    elif move == "tail":
+    if kind == "tail":
         inputs = outputs
-        reference.zero_tail(wants[0], pack.slots)
-    else:
-        tables = {"to_ranks": reference.to_ranks, "to_sequences": reference.to_sequences}
-        reference.move_rows(inputs, wants, tables[move](pack.slots, shape) if move in tables else table)
-    map = "table" if move == "sum" else move
-    move_rows(map, inputs, outputs, pack.slots, lengths, table, shape)
+    map = "table" if kind == "sum" else kind
+    given = Move(inputs, outputs, map, pack.slots, lengths, table, shape._replace(cp_rank=0))
+    reference.move(given._replace(outputs=wants))
+    move(given)
     for out, want in zip(outputs, wants):
         assert torch.equal(out, want)
 
@@ -197,9 +193,9 @@ def step_of(seed: int, quantity: str, first: str, second: str):
 def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
     cu_seqlens, packed, t, tensors = step_of(STEPS.index(step), *step)
     wants = [None if x is None else x.clone() for x in tensors]
-    for call in thd_runtime.correction_calls(None, *step, packed, cu_seqlens, t, *tensors):
+    for call in thd_runtime.correction_calls(Correction(*step, packed, cu_seqlens, t, *tensors)):
         run(call)
-    reference.correct(*step, packed, cu_seqlens, t, *wants)
+    corrections.correct(Correction(*step, packed, cu_seqlens, t, *wants))
     for got, want in zip(tensors, wants):
         if got is not None:
             rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
@@ -214,7 +210,7 @@ def test_steps_of_halves_make_the_whole() -> None:
     t = sum(lengths)
     scores = [torch.randn(heads, t, 5), torch.randn(heads, t, 7)]
     values = [torch.randn(5, heads, size), torch.randn(7, heads, size)]
-    second = reference.halves(cu_seqlens, t)[2]
+    second = corrections.halves(cu_seqlens, t)[2]
     out = torch.einsum("hqk,khd->qhd", scores[0].softmax(-1), values[0]).contiguous()
     lse = scores[0].logsumexp(-1)
     half = thd.read_half_tensor(scores[1].transpose(0, 1), cu_seqlens, 1).transpose(0, 1)
@@ -236,7 +232,7 @@ def test_steps_of_halves_make_the_whole() -> None:
 def test_sanitizer_sees_a_row_past_the_input() -> None:
     """The harness can fail: an input with a row less than was said is caught."""
     x, out, table = torch.zeros(5, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
-    (call,) = thd_runtime.rows_calls(None, [x], [out], "table", None, None, table, NO_SHAPE)
+    (call,) = thd_runtime.rows_calls(Move([x], [out], "table", table=table))
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
         run(call._replace(tensors=[x[:4].clone(), *call.tensors[1:]]))
 
@@ -250,10 +246,10 @@ def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
     cu_seqlens, shape = torch.tensor(wild, dtype=torch.int32), Shape(20, 3, 2, 1)
     for map, rows in (("to_ranks", 20), ("to_sequences", 20), ("valid", 20), ("tail", 20)):
         x, out = torch.ones(20, 8), torch.zeros(rows, 8)
-        move_rows(map, [x], [out], cu_seqlens, cu_seqlens, None, shape._replace(cp_rank=0))
+        move(Move([x], [out], map, cu_seqlens, cu_seqlens, None, shape._replace(cp_rank=0)))
     table = torch.tensor([5, 20, -9, 2**31 - 1], dtype=torch.int32)
     out = torch.full((4, 8), 7.0)
-    move_rows("table", [torch.ones(20, 8)], [out], table=table)
+    move(Move([torch.ones(20, 8)], [out], "table", table=table))
     assert out[:, 0].tolist() == [1, 0, 0, 0]
     for mask in (Mask(-1, 0), Mask(2, 1)):
         segments(cu_seqlens, None, shape, mask)

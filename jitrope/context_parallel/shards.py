@@ -1,4 +1,4 @@
-"""A batch cut between ranks: which rows are whose, cutting, and putting together again."""
+"""A batch that is cut between ranks: the rows of each rank, cutting, and putting together again."""
 
 from __future__ import annotations
 
@@ -12,22 +12,58 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..base import arguments
-from ..ops.fit import failing
-from ..plan.partition import local_rows
+from ..ops.fit import MAX_TOKENS, failing
+from ..plan.partition import RULES
 from ..thd import ops as thd_ops
 from ..thd.reference import Shape
-from .checks import checked_batch
 from .groups import Ranks, all_gather, all_to_all, everyones_rows, ranks_of
 
 
-class Partition:
-    """A packed batch cut between context-parallel ranks. Lengths need not be multiples of anything.
+class Cut:
+    """The offsets of a packed batch, its shape, and its ranks; checked."""
 
-    Each sequence is cut into 2 cp_size chunks ("dual_chunk": a rank has chunk cp_rank and, counted from the end, chunk
-    cp_rank: under a causal mask all ranks have equal work; Llama 3, arXiv:2407.21783, section 3.3.2, and
-    TransformerEngine), or cp_size ("contiguous"). Chunks of a sequence differ by
-    one token at most, and so do the rows of ranks. A rank's rows: of each sequence in turn, its chunks in order.
-    Spare tokens after the last sequence are cut as one more. Nothing is read by the host.
+    def __init__(
+        self, cu_seqlens: Any, padded: Any, tokens: Any, rule: Any, group: Any, cp_size: Any, cp_rank: Any
+    ) -> None:
+        name = type(self).__name__
+        fail = failing(name)
+        self.offsets: Tensor = cu_seqlens if padded is None else padded
+        for label, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", self.offsets)):
+            arguments.tensor(name, label, x)
+            if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or len(x) < 2:
+                arguments.refuse(name, label, x, "(N + 1) int32 or int64, with one sequence at least")
+        if self.offsets.shape != cu_seqlens.shape or self.offsets.device != cu_seqlens.device:
+            both = f"cu_seqlens is {arguments.shown(cu_seqlens)}, cu_seqlens_padded {arguments.shown(padded)}"
+            fail(f"{both}; they must match in shape and device")
+        tokens = arguments.whole(name, "tokens", tokens, 0)
+        if tokens > MAX_TOKENS:
+            fail(f"tokens is {tokens}; it must be the number of rows of the whole batch, at most {MAX_TOKENS}")
+        rule = arguments.word(name, "rule", rule, RULES)
+        self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank, fail)
+        self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._words())})"
+
+    def _words(self) -> list[str]:
+        shape = self.shape
+        rows, rank = f"{shape.rows} of {shape.tokens} tokens", f"rank {shape.cp_rank} of {shape.cp_size}"
+        return [rows, f"{shape.sequences} sequences", rank, shape.rule]
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """The position of each row in its sequence: (rows), int32, for `apply_rope`."""
+        return thd_ops.table("positions", self.offsets, self.shape)
+
+
+class Partition(Cut):
+    """A packed batch that is cut between context-parallel ranks. Sequences may have any length.
+
+    "dual_chunk" cuts each sequence into 2 cp_size chunks. A rank has chunk cp_rank and chunk 2 cp_size - 1 - cp_rank,
+    so that under a causal mask all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2, and
+    TransformerEngine). "contiguous" cuts it into cp_size chunks. The chunks of a sequence differ by at most one token,
+    and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then those of the second, and so
+    on. Spare tokens after the last sequence are cut like one more sequence. Does not wait for the device.
 
     >>> part = Partition(cu_seqlens, tokens, group=group)
     >>> q = part.shard(q)  # (rows, H, D) of (T, H, D)
@@ -35,10 +71,10 @@ class Partition:
 
     Args:
         cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending. With padding between
-            sequences: those with the padding.
+            sequences, offsets that include it.
         tokens: T, rows of the whole batch.
         group: a process group; default: torch's default group, or one process.
-        cp_size, cp_rank: in place of group; `unshard` then works for cp_size 1 alone.
+        cp_size, cp_rank: in place of group. `unshard` then works only for cp_size 1.
         rule: "dual_chunk" or "contiguous".
 
     Raises:
@@ -55,14 +91,7 @@ class Partition:
         cp_rank: int | None = None,
         rule: str = "dual_chunk",
     ) -> None:
-        fail = failing("Partition")
-        tokens, rule = checked_batch("Partition", cu_seqlens, None, tokens, rule, fail)
-        self.ranks: Ranks = ranks_of("Partition", group, cp_size, cp_rank, fail)
-        self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
-        self._offsets = cu_seqlens
-
-    def __repr__(self) -> str:
-        return f"Partition({described(self.shape)})"
+        super().__init__(cu_seqlens, None, tokens, rule, group, cp_size, cp_rank)
 
     @property
     def rows(self) -> int:
@@ -71,129 +100,72 @@ class Partition:
 
     @cached_property
     def indices(self) -> Tensor:
-        """The token of the batch that each row is: (rows), int32."""
-        return thd_ops.table("to_ranks", self._offsets, self.shape)
-
-    @cached_property
-    def position_ids(self) -> Tensor:
-        """Each row's position in its sequence: (rows), int32. What `apply_rope` takes."""
-        return thd_ops.table("positions", self._offsets, self.shape)
+        """The token of the batch for each row: (rows), int32."""
+        return thd_ops.table("to_ranks", self.offsets, self.shape)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Offsets (N + 1) of the sequences among this rank's rows, of the dtype given."""
-        local: Tensor = local_rows(self._offsets, *_place(self.shape))
+        """The offsets (N + 1) of the sequences in this rank's rows, in the dtype of the argument."""
+        local: Tensor = self.shape.local(self.offsets)
         return local
 
     @cached_property
     def to_ranks(self) -> Tensor:
-        """The token of each row of all ranks, one behind the other, each padded to the same number of rows; or -1.
+        """The token of each row of all ranks, (cp_size * ceil(T / cp_size)), int32.
 
-        (cp_size * ceil(T / cp_size)), int32.
+        The ranks' rows are concatenated, and padded with -1 to the same number of rows.
         """
-        return thd_ops.table("to_ranks", self._offsets, self.shape._replace(cp_rank=0), self.shape.all_rows)
+        return thd_ops.table("to_ranks", self.offsets, self.shape._replace(cp_rank=0), self.shape.all_rows)
 
     @cached_property
     def to_sequences(self) -> Tensor:
-        """Where each token is among those rows: (T), int32."""
-        return thd_ops.table("to_sequences", self._offsets, self.shape)
+        """The place of each token among these rows: (T), int32."""
+        return thd_ops.table("to_sequences", self.offsets, self.shape)
 
     @cached_property
     def _own_rows(self) -> Tensor:
-        """Each token's row here, or -1: (T)."""
+        """The row of each token on this rank, or -1: (T)."""
         row = self.to_sequences - self.shape.cp_rank * self.shape.capacity
         return torch.where((row >= 0) & (row < self.shape.capacity), row, -1)
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's rows (rows, ...) of x (T, ...). The gradient has those rows, and zeros elsewhere.
+        """This rank's rows (rows, ...) of x (T, ...). The gradient is zero in all other rows.
 
         Raises:
-            InvalidInput: x has not T rows.
+            InvalidInput: x does not have T rows.
         """
-        if arguments.tensor("shard", "x", x).dim() <= 0 or len(x) != self.shape.tokens:
-            failing("shard")(f"x has shape {tuple(x.shape)}; the batch has T={self.shape.tokens} tokens")
-        self._require_device("shard", x)
+        self._check("shard", x, self.shape.tokens, f"the batch has T={self.shape.tokens} tokens")
         rows: Tensor = _Shard.apply(x, self)
         return rows
 
     def unshard(self, x: Tensor) -> Tensor:
-        """All rows (T, ...) of everyone's x (rows, ...), in the order of the batch. A collective.
+        """All rows (T, ...), in the order of the batch, of all ranks' x (rows, ...). Every rank must call it.
 
-        The gradient is that of the sum of all ranks' losses: everyone's gradients of a row added up, in fp32.
+        The gradient is that of the sum of all ranks' losses: the sum in fp32 of all ranks' gradients of a row.
 
         Raises:
-            InvalidInput: x has not this rank's rows, or the partition was made without a group; nothing was sent.
+            InvalidInput: x does not have this rank's rows, or the partition has no group; nothing was sent.
         """
-        fail = failing("unshard")
-        if arguments.tensor("unshard", "x", x).dim() <= 0 or len(x) != self.rows:
-            fail(f"x has shape {tuple(x.shape)}; this rank has {self.rows} rows of tokens={self.shape.tokens}")
+        self._check("unshard", x, self.rows, f"this rank has {self.rows} rows of tokens={self.shape.tokens}")
         if self.ranks.group is None and self.shape.cp_size != 1:
-            fail("the partition was made with cp_size and cp_rank; make it with a group")
-        self._require_device("unshard", x)
+            failing("unshard")("the partition was made with cp_size and cp_rank; make it with a group")
         rows: Tensor = _Unshard.apply(x, self)
         return rows
 
-    def _require_device(self, function: str, x: Tensor) -> None:
-        device = self._offsets.device
-        if x.device != device:
-            failing(function)(f"x is on {x.device} but cu_seqlens on {device}")
-
-
-def _of(function: str, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str) -> Partition:
-    """A partition by numbers, which have to be given."""
-    size = arguments.whole(function, "cp_size", cp_size, 1)
-    return Partition(
-        cu_seqlens, tokens, cp_size=size, cp_rank=arguments.whole(function, "cp_rank", cp_rank, 0), rule=rule
-    )
-
-
-def partition_indices(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
-    """The token of the batch that each of a rank's rows is: (rows), int32. Arguments and errors are `Partition`'s."""
-    return _of("partition_indices", cu_seqlens, tokens, cp_size, cp_rank, rule).indices
-
-
-def position_ids(cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
-    """The position in its sequence of each of a rank's rows: (rows), int32. Arguments and errors are `Partition`'s."""
-    return _of("position_ids", cu_seqlens, tokens, cp_size, cp_rank, rule).position_ids
-
-
-def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
-    """Offsets (N + 1) of the sequences among a rank's rows. Arguments and errors are `Partition`'s."""
-    return _of("local_cu_seqlens", cu_seqlens, 0, cp_size, cp_rank, rule).cu_seqlens
-
-
-def shard(x: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int, rule: str = "dual_chunk") -> Tensor:
-    """A rank's rows (rows, ...) of x (T, ...), as `Partition.shard`. Arguments and errors are `Partition`'s."""
-    tokens = len(x) if arguments.tensor("shard", "x", x).dim() else 0
-    return _of("shard", cu_seqlens, tokens, cp_size, cp_rank, rule).shard(x)
-
-
-def unshard(
-    x: Tensor, cu_seqlens: Tensor, tokens: int, *, group: ProcessGroup | None = None, rule: str = "dual_chunk"
-) -> Tensor:
-    """All rows (T, ...) of everyone's x (rows, ...). A collective, as `Partition.unshard`, whose errors are its own."""
-    return Partition(cu_seqlens, tokens, group=group, rule=rule).unshard(x)
-
-
-def described(shape: Shape) -> str:
-    """A batch and what a rank has of it, for a `repr`."""
-    return (
-        f"{shape.rows} of {shape.tokens} tokens, {shape.sequences} sequences, rank {shape.cp_rank} of {shape.cp_size}, "
-        f"{shape.rule}"
-    )
+    def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
+        if arguments.tensor(function, "x", x).dim() <= 0 or len(x) != rows:
+            failing(function)(f"x has shape {tuple(x.shape)}; {must}")
+        if x.device != self.offsets.device:
+            failing(function)(f"x is on {x.device} but cu_seqlens on {self.offsets.device}")
 
 
 def taken(x: Tensor, index: Tensor | None, rows: int) -> Tensor:
-    """x's rows in another order, (rows, ...); see `thd_ops.move_rows`."""
+    """The rows of x in the order of an index, (rows, ...); see `thd_ops.move_rows`."""
     out = x.new_empty(rows, *x.shape[1:])
     width = prod(x.shape[1:])
     if out.numel():
         thd_ops.move_rows((x.reshape(len(x), width),), (out.view(rows, width),), index)
     return out
-
-
-def _place(shape: Shape) -> tuple[int, int, str]:
-    return shape.cp_rank, shape.cp_size, shape.rule
 
 
 class _Shard(torch.autograd.Function):
