@@ -366,7 +366,7 @@ def tables_job(draw: random.Random) -> Job:
             halves = [thd.read_half_tensor(x, slots, n) for n in (0, 1)]
             valid = torch.zeros_like(x)
             thd.copy_valid_tokens_from_per_split_to_rank_local(valid, x, slots, real)
-            return [indices, part.position_ids, part.cu_seqlens, part.shard(x), *halves, valid]
+            return [indices, part.position_ids, part.local_cu_seqlens, part.shard(x), *halves, valid]
 
         return call
 

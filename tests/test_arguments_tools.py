@@ -138,7 +138,7 @@ def clonable(x: Any) -> bool:
 
 def partition(**arguments: Any) -> Any:
     part = cp.Partition(**arguments)
-    return part.indices, part.position_ids, part.cu_seqlens, part.rows
+    return part.indices, part.position_ids, part.local_cu_seqlens, part.rows
 
 
 def schedule(**arguments: Any) -> Any:
@@ -279,6 +279,7 @@ ROWS: dict[str, Row] = {
     }, {"cu_seqlens": {"too short"}, "grad": {"too short", "empty"}}),
     "Partition": Row(partition, {**PART, "group": None},
         {"cu_seqlens": {"too short", "on meta"}, "tokens": {"int"}, "cp_rank": {"int"}}),
+    "Partition padded": Row(partition, {**PART, "cu_seqlens_padded": cu(0, 4, 9)}, {"cu_seqlens": set()}),
     "Partition.shard": Row(lambda x: cp.Partition(**PART).shard(x), {"x": rows(9, 2)}, {"x": {"of another dtype"}}),
     "Partition.unshard": Row(lambda x: cp.Partition(cu(0, 3, 8), 9).unshard(x), {"x": rows(9, 2)},
         {"x": {"of another dtype"}}),

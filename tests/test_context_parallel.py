@@ -128,14 +128,16 @@ def test_partition(seed: int) -> None:
     starts = [0, *accumulate(pack.pads)]
     x = torch.randn(pack.tokens, 2, 3)
     for rank, tokens in enumerate(want):
-        part = Partition(offsets, pack.tokens, cp_size=cp_size, cp_rank=rank, rule=rule)
+        ranks = {"cp_size": cp_size, "cp_rank": rank, "rule": rule}
+        part = Partition(pack.cu_seqlens, pack.tokens, cu_seqlens_padded=pack.cu_seqlens_padded, **ranks)
+        assert torch.equal(Partition(offsets, pack.tokens, **ranks).indices, part.indices)
         assert part.rows == len(tokens)
         assert part.indices.tolist() == tokens
         first = [max(s for s in starts if s <= t) for t in tokens]
         positions = [t - s if t < starts[-1] else 0 for t, s in zip(tokens, first)]
         assert part.position_ids.tolist() == positions
         local = [sum(t < s for t in tokens) for s in starts]
-        assert part.cu_seqlens.tolist() == local
+        assert part.local_cu_seqlens.tolist() == local
         assert torch.equal(part.shard(x), x[tokens])
         assert part.to_ranks.view(cp_size, -1)[rank, : len(tokens)].tolist() == tokens
         assert torch.equal(part.to_ranks[part.to_sequences.long()], torch.arange(pack.tokens).int())

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..base import arguments
+from ..ops.fit import sizes_of
 from .backends import choose
 from .checks import check_heads, check_ranks, check_rows, checked_head_groups
 from .groups import Pending, all_gather, all_reduce_max, all_to_all, ranks_of
@@ -60,22 +61,14 @@ def all_gather_attention(
     Args:
         q: (t, Hq, D), this rank's rows in the order of `Partition`; fp16, bf16, fp32 or fp64.
         k, v: (t, Hk, D) and (t, Hk, Dv). Hk must divide Hq (GQA, MQA).
-        cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, on q's device, for layout "thd".
-        group: a process group; default: torch's default group, or this process alone.
+        cu_seqlens, cu_seqlens_padded, tokens: the batch (N + 1 offsets), for layout "thd"; see `Partition`. Default
+            of tokens: t times the group's size.
+        max_seqlen, causal, window: see `Schedule`. group, rule: see `Partition`.
         layout: "thd", or "bshd" and "sbhd" for sequences of one length: (B, S / cp_size, H, D), where the rows of a
             sequence are this rank's chunks in order, as in `Partition`.
-        cu_seqlens_padded: offsets that include padding after sequences. The rows are cut by them, and cu_seqlens are
-            the cumulated lengths without padding. Padding is neither read nor seen: its rows of out and of all
-            gradients are zero, and so are spare rows after the last sequence.
-        max_seqlen: the longest sequence, including its padding, if it is known; see `Schedule`.
-        tokens: T, rows of the whole batch. Default: t times the group's size. Rows of ranks may differ by one.
-        causal: default True: a query sees no keys after its own.
-        window: (left, right), default (-1, -1): a query sees the keys from `left` before its own to `right` after it;
-            -1: no bound. causal sets right to 0.
         softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
         rule: how sequences are cut, "dual_chunk" (the default) or "contiguous"; see `Partition`.
-        schedule: a `Schedule`, made once for all layers. It replaces cu_seqlens and all that follows it above, except
-            layout and softmax_scale.
+        schedule: a `Schedule`, made once for all layers, in place of its arguments.
         rope: rotate q and k first, by their positions. The launch that packs keys and values does it if head_groups is
             1, all rows are gathered, and k and v have the same shape; otherwise it is a launch of its own.
         backend: "auto", or one of `backends`. A backend that you name is never replaced by another.
@@ -89,6 +82,7 @@ def all_gather_attention(
 
     Returns:
         out (t, Hq, Dv), in q's layout and dtype; with lse or max_logit a tuple of out, lse and max_logit in this order.
+        Padding and spare rows are neither read nor seen. They are zero in out and in all gradients.
 
     Raises:
         InvalidInput: the arguments do not fit together, or no backend takes them. Without `check` nothing was sent.
@@ -138,7 +132,7 @@ def _schedule(schedule: Schedule | None, q: Tensor, layout: str, batch: dict[str
     given = [name for name in ("cu_seqlens", "cu_seqlens_padded", "tokens", "max_seqlen") if name in batch]
     if given:
         fail(f"{', '.join(given)} given with layout {layout!r}, whose sequences have one length")
-    rows, seqlen = q.shape[:2] if layout == "bshd" else (q.shape[1], q.shape[0])
+    rows, seqlen, *_ = sizes_of(q, layout)
     if rows <= 0:
         fail("q has B=0; it must be at least 1")
     return Schedule.fixed(rows, seqlen * size, q.device, **batch)
@@ -162,18 +156,15 @@ def _case(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, head_groups: int)
 
 def _packed(x: Tensor, layout: str) -> Tensor:
     """(rows, H, D)."""
-    if layout == "thd":
-        return x
-    return (x if layout == "bshd" else x.transpose(0, 1)).flatten(0, 1)
+    x = x.transpose(0, 1) if layout == "sbhd" else x
+    return x if layout == "thd" else x.flatten(0, 1)
 
 
 def _unpacked(x: Tensor, shape: torch.Size, layout: str) -> Tensor:
     """(rows, ...) in the layout and with the first axes of `shape`."""
-    if layout == "thd":
-        return x
-    if layout == "bshd":
-        return x.view(*shape[:2], *x.shape[1:])
-    return x.view(shape[1], shape[0], *x.shape[1:]).transpose(0, 1)
+    if layout == "sbhd":
+        return x.view(shape[1], shape[0], *x.shape[1:]).transpose(0, 1)
+    return x if layout == "thd" else x.view(*shape[:2], *x.shape[1:])
 
 
 # ---- autograd ----------------------------------------------------------------------------------------

@@ -35,12 +35,6 @@ def backends(case: Case) -> dict[str, str | None]:
     Raises:
         InvalidInput: case is no `Case`, or a field of it has a wrong type or value.
     """
-    case = _checked(case)
-    return {name: backend.refuses(case) for name, backend in BACKENDS.items()}
-
-
-def _checked(case: Case) -> Case:
-    """The case of a user, with all fields of the right type."""
     if not isinstance(case, Case):
         arguments.refuse("backends", "case", case, "a jitrope.context_parallel.Case")
     changes: dict[str, Any] = {
@@ -57,7 +51,8 @@ def _checked(case: Case) -> Case:
     mask = arguments.wholes("backends", "mask", case.mask, -1)
     if len(mask) != 2:
         arguments.refuse("backends", "mask", case.mask, "(left, right)")
-    return case._replace(mask=Mask(*mask), **changes)
+    case = case._replace(mask=Mask(*mask), **changes)
+    return {name: backend.refuses(case) for name, backend in BACKENDS.items()}
 
 
 def choose(name: str, case: Case) -> Backend:

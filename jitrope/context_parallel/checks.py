@@ -9,29 +9,30 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
+from ..ops.fit import named
 from ..plan.partition import RULES
 from .groups import gather_values
 from .interface import NAME, fail
 from .schedule import Schedule
 from .steps import Call
 
-LAYOUTS = {"thd": ("T", "H", "D"), "bshd": ("B", "S", "H", "D"), "sbhd": ("S", "B", "H", "D")}
+LAYOUTS = ("thd", "bshd", "sbhd")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_heads(q: Any, k: Any, v: Any, layout: Any) -> None:
     """Check the shapes, dtypes and devices of a rank's q, k and v."""
     arguments.word(NAME, "layout", layout, LAYOUTS)
-    axes = LAYOUTS[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
         arguments.tensor(NAME, name, x)
-        if x.dim() != len(axes):
-            fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(axes)} axes ({', '.join(axes)})")
+        if x.dim() != len(layout):
+            axes = ", ".join(layout.upper())
+            fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
         if x.dtype != q.dtype or x.device != q.device:
             fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
     if q.dtype not in _DTYPES:
         fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
-    sizes = ", ".join(f"{name} is {_named(x, axes)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
     if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
         fail(f"{sizes}; only H and v's D may differ")
     if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
@@ -40,10 +41,6 @@ def check_heads(q: Any, k: Any, v: Any, layout: Any) -> None:
         fail(f"{sizes}; H and D must be at least 1")
     if q.shape[-2] % k.shape[-2] != 0:
         fail(f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide")
-
-
-def _named(x: Tensor, axes: tuple[str, ...]) -> str:
-    return "(" + ", ".join(f"{axis}={size}" for axis, size in zip(axes, x.shape)) + ")"
 
 
 def checked_head_groups(head_groups: Any, kv_heads: int) -> int:
@@ -55,9 +52,9 @@ def checked_head_groups(head_groups: Any, kv_heads: int) -> int:
 
 
 def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) -> None:
-    """Check that q (rows, H, D), given in a layout, has the rows of this rank."""
+    """Check that q (rows, H, D), of the shape `given` in a layout, has the rows of this rank."""
     shape, device = schedule.shape, schedule.cu_seqlens.device
-    batch = {"bshd": given[0], "sbhd": given[1]}.get(layout)
+    batch = given[layout.index("b")] if "b" in layout else None
     if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):
         fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
     if q.device != device:
@@ -81,14 +78,8 @@ def check_ranks(call: Call) -> None:
         **schedule.mask._asdict(),
         "head_groups": call.head_groups,
         "keep_gathered": call.keep_gathered,
-        "return_max_logit": case.max_logit,
-        "heads of q": case.heads,
-        "heads of k": case.kv_heads,
-        "head size of q": case.head_dim,
-        "head size of v": case.head_dim_v,
-        "bytes of a number": case.dtype.itemsize,
-        "bf16": case.dtype == torch.bfloat16,
-        "wants a gradient": case.grad,
+        "dtype": _DTYPES.index(case.dtype),
+        **{name: getattr(case, name) for name in ("heads", "kv_heads", "head_dim", "head_dim_v", "grad", "max_logit")},
     }
     values = gather_values(torch.tensor([*map(int, sizes.values())], device=real.device), schedule.ranks)
     for name, each in zip(sizes, zip(*values)):

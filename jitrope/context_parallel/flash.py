@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..plan.partition import Mask
 from .interface import Backend, Case, Gradients, Result, Varlen
 
 
@@ -33,14 +35,15 @@ class Flash(Backend):
             (many, f"there are {case.segments} segments; at most {most} are possible"),
             (case.max_logit, "it gives no max_logit"),
         )
-        of_case = _refuses_inputs(case) or _refuses_sizes(case, 256) or _first(own)
-        return of_case or self._refuses_impl(case) or _refuses_device(case, self.capabilities)
+        return _refuses(case, 256, own) or self._refuses_impl(case) or _refuses_device(case, self.capabilities)
 
     def _refuses_impl(self, case: Case) -> str | None:
         wanted, active = self.impl, active_impl()
         if wanted == active:
             windowed = case.mask.left >= 0 or case.mask.right > 0
-            return "it has no windows in this torch" if wanted == "FA4" and windowed and not _fa4_windows() else None
+            if wanted != "FA4" or not windowed or hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size"):
+                return None
+            return f"it has no windows in this torch ({torch.__version__}), but from torch 2.13 on"
         if wanted is None:
             return f"torch has {active} active in its place; ask for {'flash' + str(active)[2:]!r}"
         if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
@@ -51,7 +54,7 @@ class Flash(Backend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(varlen), 0.0, _causal(varlen), False, **_words(varlen)
+            q, k, v, *_lengths(varlen), False, **_words(varlen)
         )
         # Rows without keys are +inf or -inf here, and the backward needs them as they are.
         told = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
@@ -60,17 +63,7 @@ class Flash(Backend):
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
         lse, *state = result.saved
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout.contiguous(),
-            q,
-            k,
-            v,
-            result.out,
-            lse,
-            *_lengths(varlen),
-            0.0,
-            _causal(varlen),
-            *state,
-            **_words(varlen),
+            dout.contiguous(), q, k, v, result.out, lse, *_lengths(varlen), *state, **_words(varlen)
         )
         return dq, dk, dv
 
@@ -92,8 +85,7 @@ class Cudnn(Backend):
             (case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"),
             (case.lse or case.max_logit, "it gives neither lse nor max_logit"),
         )
-        of_case = _refuses_inputs(case) or _first(own) or _refuses_sizes(case, 128)
-        return of_case or _refuses_device(case, range(9, 100))
+        return _refuses(case, 128, own) or _refuses_device(case, range(9, 100))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -124,22 +116,17 @@ def active_impl() -> str | None:
     return current() if current else None
 
 
-def _refuses_inputs(case: Case) -> str | None:
-    if case.device.type != "cuda" or torch.version.hip:
-        return f"q is on {case.device}; it needs a CUDA device"
-    return None if case.dtype in (torch.float16, torch.bfloat16) else f"q is {case.dtype}; allowed are fp16 and bf16"
-
-
-def _refuses_sizes(case: Case, most: int) -> str | None:
+def _refuses(case: Case, most: int, own: Iterable[tuple[bool, str]]) -> str | None:
+    """The first reason that holds, of those of both backends and of one backend. most: the largest D."""
     d, d_v = case.head_dim, case.head_dim_v
-    if d % 8 or d > most:
-        return f"D is {d}; it must be a multiple of 8 up to {most}"
-    return None if d_v == d else f"v has D={d_v} and k D={d}; they must be equal"
-
-
-def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
-    """The first reason that holds."""
-    return next((why for holds, why in reasons if holds), None)
+    on_gpu = case.device.type == "cuda" and not torch.version.hip
+    reasons = (
+        (not on_gpu, f"q is on {case.device}; it needs a CUDA device"),
+        (case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"),
+        (d % 8 != 0 or d > most, f"D is {d}; it must be a multiple of 8 up to {most}"),
+        (d != d_v, f"v has D={d_v} and k D={d}; they must be equal"),
+    )
+    return next((why for holds, why in (*reasons, *own) if holds), None)
 
 
 def _refuses_device(case: Case, capabilities: range) -> str | None:
@@ -158,21 +145,15 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _fa4_windows() -> bool:
-    """Before torch 2.13 the backward of FlashAttention 4 refuses windows."""
-    return hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size")
+def _lengths(varlen: Varlen) -> tuple[Any, ...]:
+    """The segments, no dropout, and whether the mask is causal.
 
-
-def _lengths(varlen: Varlen) -> tuple[Tensor, Tensor, int, int]:
-    """FlashAttention 2 assumes for max_q = 1 that no segment is empty and no row spare, so max_q is at least 2."""
-    return varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k
-
-
-def _causal(varlen: Varlen) -> bool:
-    return varlen.mask.left < 0 and varlen.mask.right == 0
+    FlashAttention 2 assumes for max_q = 1 that no segment is empty and no row spare, so max_q is at least 2.
+    """
+    return varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k, 0.0, varlen.mask == Mask(-1, 0)
 
 
 def _words(varlen: Varlen) -> dict[str, float]:
-    if varlen.mask.full or _causal(varlen):
+    if varlen.mask.full or varlen.mask == Mask(-1, 0):
         return {"scale": varlen.scale}
     return {"scale": varlen.scale, "window_size_left": varlen.mask.left, "window_size_right": varlen.mask.right}

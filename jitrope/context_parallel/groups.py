@@ -99,7 +99,5 @@ def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
 
 def gather_values(x: Tensor, ranks: Ranks) -> list[list[int]]:
     """All ranks' whole numbers. Waits for the device."""
-    if not x.numel():
-        return [[]] * ranks.cp_size
     values: list[list[int]] = all_gather(x[None], ranks).wait().tolist()
     return values

@@ -14,29 +14,24 @@ from ..ops.fit import failing
 from ..plan.partition import Mask, Rows
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments
-from .groups import everyones_rows, ranks_of
+from .groups import everyones_rows
 from .interface import Varlen
-from .shards import Cut
+from .shards import Partition
 
 
-class Schedule(Cut):
-    """The plan of one batch and mask: the rows that a rank sends, the keys that it sees, and the way of the gradients.
+class Schedule(Partition):
+    """A partition with a mask: the rows that a rank sends, the keys that it sees, and the way of the gradients.
 
     >>> schedule = Schedule(cu_seqlens, tokens, group=group)
     >>> for layer in layers: out = all_gather_attention(q, k, v, schedule=schedule)
 
     Args:
-        cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending. They stay on the device.
-        tokens: rows of the whole batch, including spare ones after the last sequence.
-        group: a process group; default: torch's default group, or one process.
-        cp_size, cp_rank: in place of group, for tables only.
-        cu_seqlens_padded: offsets that include padding after sequences. cu_seqlens are then the cumulated lengths
-            without padding.
+        cu_seqlens, tokens, group, cp_size, cp_rank, rule: see `Partition`. Attention needs a group.
+        cu_seqlens_padded: see `Partition`; cu_seqlens are then the cumulated lengths without padding.
         max_seqlen: the longest sequence, including its padding; default: tokens. A larger number costs time, a smaller
             one gives wrong results.
         causal: a query sees no keys after its own. This sets the right side of the window to 0.
         window: (left, right): a query sees the keys from `left` before its own to `right` after it; -1: no bound.
-        rule: "dual_chunk" or "contiguous"; see `Partition`.
 
     Raises:
         InvalidInput: the arguments do not fit together.
@@ -56,12 +51,12 @@ class Schedule(Cut):
         window: tuple[int, int] = (-1, -1),
         rule: str = "dual_chunk",
     ) -> None:
-        super().__init__(cu_seqlens, cu_seqlens_padded, tokens, rule, group, cp_size, cp_rank)
+        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank, "rule": rule}
+        super().__init__(cu_seqlens, tokens, cu_seqlens_padded=cu_seqlens_padded, **on)
         sizes = arguments.wholes("Schedule", "window", window, -1)
         if len(sizes) != 2:
             failing("Schedule")(f"window is {sizes!r}; it must be (left, right), with -1 for no bound")
         self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
-        self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         longest = self.shape.tokens if max_seqlen is None else max_seqlen
         self.max_seqlen = arguments.whole("Schedule", "max_seqlen", longest, 0)
         self.equal = False
@@ -91,18 +86,17 @@ class Schedule(Cut):
             InvalidInput: the arguments do not fit together.
         """
         name = "Schedule.fixed"
-        fail = failing(name)
         batch = arguments.whole(name, "batch", batch, 1)
         seqlen = arguments.whole(name, "seqlen", seqlen, 0)
         where = arguments.device(name, "device", device)
         if where is None:
             arguments.refuse(name, "device", device, "the device of q")
-        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank}
-        ranks = ranks_of(name, **on, fail=fail)
-        if seqlen % ranks.cp_size != 0:
-            fail(f"seqlen is {seqlen}; it must be a multiple of the group's size {ranks.cp_size}")
+        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank, "rule": rule}
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
-        schedule = cls(offsets, batch * seqlen, **on, max_seqlen=seqlen, causal=causal, window=window, rule=rule)
+        schedule = cls(offsets, batch * seqlen, max_seqlen=seqlen, causal=causal, window=window, **on)
+        size = schedule.shape.cp_size
+        if seqlen % size != 0:
+            failing(name)(f"seqlen is {seqlen}; it must be a multiple of the group's size {size}")
         schedule.equal = seqlen > 0
         return schedule
 

@@ -19,21 +19,52 @@ from ..thd.reference import Shape
 from .groups import Ranks, all_gather, all_to_all, everyones_rows, ranks_of
 
 
-class Cut:
-    """The offsets of a packed batch, its shape, and its ranks; checked."""
+class Partition:
+    """A packed batch that is cut between context-parallel ranks. Sequences may have any length.
+
+    "dual_chunk" cuts each sequence into 2 cp_size chunks. A rank has chunk cp_rank and chunk 2 cp_size - 1 - cp_rank,
+    so that under a causal mask all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2, and
+    TransformerEngine). "contiguous" cuts it into cp_size chunks. The chunks of a sequence differ by at most one token,
+    and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then those of the second, and so
+    on. Spare tokens after the last sequence are cut like one more sequence. Does not wait for the device.
+
+    >>> part = Partition(cu_seqlens, tokens, group=group)
+    >>> q = part.shard(q)  # (rows, H, D) of (T, H, D)
+    >>> out = part.unshard(all_gather_attention(q, k, v, cu_seqlens, tokens=tokens, group=group))
+
+    Args:
+        cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending.
+        tokens: T, rows of the whole batch, including spare ones after the last sequence.
+        group: a process group; default: torch's default group, or one process.
+        cp_size, cp_rank: in place of group. `unshard` then works only for cp_size 1.
+        cu_seqlens_padded: offsets that include padding after sequences. The rows are then cut by these.
+        rule: "dual_chunk" or "contiguous".
+
+    Raises:
+        InvalidInput: the arguments do not fit together.
+    """
 
     def __init__(
-        self, cu_seqlens: Any, padded: Any, tokens: Any, rule: Any, group: Any, cp_size: Any, cp_rank: Any
+        self,
+        cu_seqlens: Tensor,
+        tokens: int,
+        *,
+        group: ProcessGroup | None = None,
+        cp_size: int | None = None,
+        cp_rank: int | None = None,
+        cu_seqlens_padded: Tensor | None = None,
+        rule: str = "dual_chunk",
     ) -> None:
         name = type(self).__name__
         fail = failing(name)
-        self.offsets: Tensor = cu_seqlens if padded is None else padded
+        self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
+        self.offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         for label, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", self.offsets)):
             arguments.tensor(name, label, x)
             if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or len(x) < 2:
                 arguments.refuse(name, label, x, "(N + 1) int32 or int64, with one sequence at least")
         if self.offsets.shape != cu_seqlens.shape or self.offsets.device != cu_seqlens.device:
-            both = f"cu_seqlens is {arguments.shown(cu_seqlens)}, cu_seqlens_padded {arguments.shown(padded)}"
+            both = f"cu_seqlens is {arguments.shown(cu_seqlens)}, cu_seqlens_padded {arguments.shown(self.offsets)}"
             fail(f"{both}; they must match in shape and device")
         tokens = arguments.whole(name, "tokens", tokens, 0)
         if tokens > MAX_TOKENS:
@@ -50,49 +81,6 @@ class Cut:
         rows, rank = f"{shape.rows} of {shape.tokens} tokens", f"rank {shape.cp_rank} of {shape.cp_size}"
         return [rows, f"{shape.sequences} sequences", rank, shape.rule]
 
-    @cached_property
-    def position_ids(self) -> Tensor:
-        """The position of each row in its sequence: (rows), int32, for `apply_rope`."""
-        return thd_ops.table("positions", self.offsets, self.shape)
-
-
-class Partition(Cut):
-    """A packed batch that is cut between context-parallel ranks. Sequences may have any length.
-
-    "dual_chunk" cuts each sequence into 2 cp_size chunks. A rank has chunk cp_rank and chunk 2 cp_size - 1 - cp_rank,
-    so that under a causal mask all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2, and
-    TransformerEngine). "contiguous" cuts it into cp_size chunks. The chunks of a sequence differ by at most one token,
-    and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then those of the second, and so
-    on. Spare tokens after the last sequence are cut like one more sequence. Does not wait for the device.
-
-    >>> part = Partition(cu_seqlens, tokens, group=group)
-    >>> q = part.shard(q)  # (rows, H, D) of (T, H, D)
-    >>> out = part.unshard(all_gather_attention(q, k, v, cu_seqlens, tokens=tokens, group=group))
-
-    Args:
-        cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending. With padding between
-            sequences, offsets that include it.
-        tokens: T, rows of the whole batch.
-        group: a process group; default: torch's default group, or one process.
-        cp_size, cp_rank: in place of group. `unshard` then works only for cp_size 1.
-        rule: "dual_chunk" or "contiguous".
-
-    Raises:
-        InvalidInput: the arguments do not fit together.
-    """
-
-    def __init__(
-        self,
-        cu_seqlens: Tensor,
-        tokens: int,
-        *,
-        group: ProcessGroup | None = None,
-        cp_size: int | None = None,
-        cp_rank: int | None = None,
-        rule: str = "dual_chunk",
-    ) -> None:
-        super().__init__(cu_seqlens, None, tokens, rule, group, cp_size, cp_rank)
-
     @property
     def rows(self) -> int:
         """Tokens of this rank."""
@@ -104,8 +92,13 @@ class Partition(Cut):
         return thd_ops.table("to_ranks", self.offsets, self.shape)
 
     @cached_property
-    def cu_seqlens(self) -> Tensor:
-        """The offsets (N + 1) of the sequences in this rank's rows, in the dtype of the argument."""
+    def position_ids(self) -> Tensor:
+        """The position of each row in its sequence: (rows), int32, for `apply_rope`."""
+        return thd_ops.table("positions", self.offsets, self.shape)
+
+    @cached_property
+    def local_cu_seqlens(self) -> Tensor:
+        """The offsets (N + 1) of the sequences, with their padding, in this rank's rows. The dtype is as given."""
         local: Tensor = self.shape.local(self.offsets)
         return local
 

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.fit import MAX_TOKENS, Fail, failing
+from ..ops.fit import MAX_TOKENS, Fail, failing, is_float
 from ..plan.partition import RULES
 from . import ops as thd_ops
 from .corrections import Correction
-from .launch import SUMMED
 from .reference import Move, Shape
 
 __all__ = [
@@ -362,8 +361,7 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         if x.dim() != grad.dim() or (x.dim() != 3 and (x.dim() != 4 or len(x) != 2)):
             fail(f"{label} is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D), and so must grad_per_step")
     pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
-    for one, step in pairs:
-        _check_step("grad", one, step, cu_seqlens, first, second, fail)
+    _check_step("grad", pairs[0][0], pairs[0][1], cu_seqlens, first, second, fail)  # the other has the same strides
     for one, step in pairs:
         _correct(Correction("grad", first, second, True, cu_seqlens, len(one), one, _rows_of(step)))
 
@@ -373,7 +371,7 @@ def _correct(given: Correction) -> None:
 
 
 def _check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
-    if out.dim() != 3 or out.dtype not in SUMMED:
+    if out.dim() != 3 or not is_float(out):
         fail(f"{label} is {tuple(out.shape)} {out.dtype}; it must be (T, H, D) fp32, fp16 or bf16")
     rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
     alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..base.spec import ACCESS_BYTES
 from ..jit.kernels import get_kernel
+from ..ops.fit import is_float
 from ..ops.launch import MAX_LAUNCHES
 from ..ops.watch import get_device, get_stream
 from ..plan.partition import Mask
@@ -29,9 +30,6 @@ from .spec import (
     segments_spec,
     table_spec,
 )
-
-SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that the kernels can add up. They do it in fp32."""
 
 _local = threading.local()
 
@@ -84,7 +82,7 @@ def rows_calls(move: Move) -> list[Call] | None:
     inputs, outputs, map, cu_seqlens, lengths, table, shape = move
     sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
     whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
-    if not whole or len(outputs) > 2 or (sums and inputs[0].dtype not in SUMMED):
+    if not whole or len(outputs) > 2 or (sums and not is_float(inputs[0])):
         return None
     rows, (widths, in_widths) = len(outputs[0]), ([_row_bytes(x) for x in xs] for xs in (outputs, inputs))
     if rows == 0 or max(widths) == 0:
