@@ -1,4 +1,4 @@
-"""Rows of packed batches between ranks: the kernels on the CPU against plain torch, and the user's functions."""
+"""Moves of rows between ranks: the kernels, on the CPU, against plain torch, and the user's functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSp
 from .host import harness
 from .test_compile import ARCHS, DIVISION, bounds, disassemble, opcode
 
-SCAN_THREADS = 32  # few, so that a few dozen sequences are more than a block takes at a time
+SCAN_THREADS = 32  # so few that a few dozen sequences are more than a block scans at a time
 MASKS = {
     "causal": Mask(-1, 0), "full": Mask(-1, -1), "causal-window": Mask(3, 0), "diagonal": Mask(0, 0),
     "two-sided": Mask(4, 1), "ahead": Mask(-1, 2), "behind": Mask(3, -1), "only-ahead": Mask(0, 5),
@@ -35,25 +35,25 @@ TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"
 
 
 def run(call) -> None:
-    """A kernel's call, under ASan and UBSan."""
+    """Run one launch under ASan and UBSan."""
     harness.run(render(call.spec), call.grid, call.spec.threads, call.tensors, call.words)
 
 
 def move(given: Move) -> None:
-    """The kernels that a call of thd_rows launches, if there is anything to do."""
+    """Run the kernels of a call of thd_rows, if there is anything to do."""
     for call in thd_runtime.rows_calls(given):
         run(call)
 
 
 def wanted_segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
-    """By plain torch."""
+    """The tables by plain torch."""
     flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
     reference.fill_segments(flat, cu_seqlens, padded, shape, mask)
     return Segments.of(flat, shape, mask, padded is not None)
 
 
 def segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
-    """By the kernels."""
+    """The tables by the kernels."""
     flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
     for call in thd_runtime.segments_calls(flat, cu_seqlens, padded, shape, mask, SCAN_THREADS):
         run(call)
@@ -65,7 +65,7 @@ def offsets(lengths, dtype=torch.int32) -> torch.Tensor:
 
 
 class Pack:
-    """A random batch: lengths, with padding or not, some spare rows."""
+    """A random batch, with padding or without, and some with spare rows."""
 
     def __init__(self, seed: int, cp_sizes=(1, 2, 3)) -> None:
         self.draw = draw = random.Random(seed)
@@ -107,7 +107,7 @@ def test_segments_match_reference(mask: str) -> None:
 
 
 def test_exchanged_segments_match_reference() -> None:
-    """Long sequences and a short window: ranks send each other only what is needed."""
+    """With long sequences and a short window ranks send each other only the rows that are needed."""
     cu_seqlens, mask = offsets((97, 60, 0, 41, 2)), Mask(3, 0)
     for rule in RULES:
         for rank in range(4):
@@ -120,7 +120,7 @@ def test_exchanged_segments_match_reference() -> None:
 
 
 def rows(draw: random.Random, count: int, width: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of a tensor whose rows may lie apart, at any alignment."""
+    """Rows at any alignment, which may be apart from each other."""
     wide = torch.randint(-99, 99, (count, *width[:-1], width[-1] + (draw.choice((0, 8, 1)) if len(width) == 1 else 0)))
     return wide.to(dtype)[..., : width[-1]]
 
@@ -132,7 +132,7 @@ MOVES = ("to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail")
 @pytest.mark.parametrize("kind", MOVES)
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_match_reference(seed: int, kind: str) -> None:
-    """Rows of any size, dtype and alignment, one tensor or two of different widths; what is not written stays."""
+    """Rows of any size, dtype and alignment, in one tensor or two of different widths. Other rows stay as they are."""
     pack = Pack(1000 * MOVES.index(kind) + seed)
     draw, shape, everyone = pack.draw, pack.shape, pack.shape.cp_size * pack.shape.capacity
     dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if kind != "sum" else ())))
@@ -166,7 +166,7 @@ STEPS = (
 
 
 def step_of(seed: int, quantity: str, first: str, second: str):
-    """(cu_seqlens, packed, out, step, lse, lse_step) of a random rank's rows; sequences of odd length too."""
+    """(cu_seqlens, packed, rows, (out, step, lse, lse_step)) of a random rank. Some sequences have an odd length."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     lengths = [draw.choice((0, 1, 2, 5, 8)) for _ in range(draw.choice((1, 3, 7)))]
@@ -203,7 +203,7 @@ def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
 
 
 def test_steps_of_halves_make_the_whole() -> None:
-    """Attention in two steps, all queries to some keys, then second halves to the others, is attention."""
+    """Two steps give attention: all queries to some keys, and then the second halves to the other keys."""
     torch.manual_seed(0)
     lengths, heads, size = (8, 0, 12, 3), 2, 8
     cu_seqlens = offsets(lengths)
@@ -230,7 +230,7 @@ def test_steps_of_halves_make_the_whole() -> None:
 
 
 def test_sanitizer_sees_a_row_past_the_input() -> None:
-    """The harness can fail: an input with a row less than was said is caught."""
+    """The harness finds an input with a row less than the kernel was told."""
     x, out, table = torch.zeros(5, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
     (call,) = thd_runtime.rows_calls(Move([x], [out], "table", table=table))
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
@@ -242,7 +242,7 @@ WILD = ([0, 9, 4, 40], [0, -5, 3, 10], [0, 2**31 - 1, 2, 4], [7, 3, 1, 0], [0, 1
 
 @pytest.mark.parametrize("wild", WILD, ids=str)
 def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
-    """Rows come out as they may, but no byte beside the tensors is read or written."""
+    """Wrong offsets give any rows, but no byte outside the tensors is read or written."""
     cu_seqlens, shape = torch.tensor(wild, dtype=torch.int32), Shape(20, 3, 2, 1)
     for map, rows in (("to_ranks", 20), ("to_sequences", 20), ("valid", 20), ("tail", 20)):
         x, out = torch.ones(20, 8), torch.zeros(rows, 8)
@@ -259,7 +259,7 @@ def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
 
 
 def every_kind() -> list[ThdSpec]:
-    """Kernels as a GPU gets them: each map, sums, segments of each mask, corrections."""
+    """The specs of real calls: each map, sums, segments of each mask, corrections."""
     moving = [plan_rows(RowsSpec(map, cp_size=4), (2048,), (2048,)) for map in MAPS if map != "positions"]
     moving += [plan_rows(RowsSpec("to_sequences", False, "int64", 3, rule), (2048,), (2048,)) for rule in RULES]
     tables = [
@@ -283,14 +283,14 @@ def every_kind() -> list[ThdSpec]:
 
 
 def test_every_kind_compiles() -> None:
-    """With the oldest NVRTC too, which CI runs this with."""
+    """CI runs this with the oldest supported NVRTC too."""
     for spec in every_kind():
         assert compiler.compile_source(render(spec), "sm_90")[0].startswith(b"\x7fELF"), spec.name
 
 
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
 def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
-    """On sm_90 all of them, also for accesses of 16 bytes and 64-bit divisions; elsewhere some in turn."""
+    """No spills and no 64-bit divisions, and rows are stored in 16 bytes. sm_90 gets all specs, others a fifth each."""
     turn = ["sm_75", *ARCHS].index(arch)
     specs = [spec for number, spec in enumerate(every_kind()) if arch == "sm_90" or number % 5 == turn]
     code = {spec: compiler.compile_source(render(spec), arch, ("--ptxas-options=-v",)) for spec in specs}
@@ -310,7 +310,7 @@ def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
 
 
 def test_transformer_engines_worked_example() -> None:
-    """cp 2, lengths 7 and 3, padded to 8 and 4."""
+    """Two ranks, lengths 7 and 3, padded to 8 and 4."""
     padded, valid = offsets((8, 4)), offsets((7, 3))
     assert thd.get_partitioned_indices(padded, 12, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert thd.get_partitioned_indices(padded, 12, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
@@ -344,7 +344,7 @@ def test_copy_valid_may_begin_past_zero() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_there_and_back(seed: int) -> None:
-    """Of one tensor and of two, of any length, with their gradients."""
+    """Into rank order and back, for one tensor and for two, of any length, with their gradients."""
     pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
     size, rule = pack.shape.cp_size, pack.shape.rule
     k, v = (torch.randn(pack.tokens, 2, d, requires_grad=True) for d in (4, 3))
