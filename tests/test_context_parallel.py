@@ -24,6 +24,7 @@ from jitrope.context_parallel.flex import _block_mask
 from jitrope.context_parallel.interface import Varlen, key_ranges
 from jitrope.context_parallel.plain import Math
 from jitrope.plan.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
+from jitrope.thd import get_partitioned_indices
 from jitrope.thd import ops as thd_ops
 from jitrope.thd.reference import Segments, Shape
 from tests.said import said
@@ -139,8 +140,7 @@ def test_partition(seed: int) -> None:
         local = [sum(t < s for t in tokens) for s in starts]
         assert part.local_cu_seqlens.tolist() == local
         assert torch.equal(part.shard(x), x[tokens])
-        assert part.to_ranks.view(cp_size, -1)[rank, : len(tokens)].tolist() == tokens
-        assert torch.equal(part.to_ranks[part.to_sequences.long()], torch.arange(pack.tokens).int())
+        assert torch.equal(get_partitioned_indices(offsets, pack.tokens, cp_size, rank, rule=rule), part.indices)
 
 
 def test_partition_by_hand() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from ..base import arguments
 from ..ops.fit import MAX_TOKENS, failing
 from ..plan.partition import RULES
+from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.reference import Shape
 from .groups import Ranks, all_gather, all_to_all, everyones_rows, ranks_of
@@ -103,22 +104,9 @@ class Partition:
         return local
 
     @cached_property
-    def to_ranks(self) -> Tensor:
-        """The token of each row of all ranks, (cp_size * ceil(T / cp_size)), int32.
-
-        The ranks' rows are concatenated, and padded with -1 to the same number of rows.
-        """
-        return thd_ops.table("to_ranks", self.offsets, self.shape._replace(cp_rank=0), self.shape.all_rows)
-
-    @cached_property
-    def to_sequences(self) -> Tensor:
-        """The place of each token among these rows: (T), int32."""
-        return thd_ops.table("to_sequences", self.offsets, self.shape)
-
-    @cached_property
     def _own_rows(self) -> Tensor:
         """The row of each token on this rank, or -1: (T)."""
-        row = self.to_sequences - self.shape.cp_rank * self.shape.capacity
+        row = thd_ops.table("to_sequences", self.offsets, self.shape) - self.shape.cp_rank * self.shape.capacity
         return torch.where((row >= 0) & (row < self.shape.capacity), row, -1)
 
     def shard(self, x: Tensor) -> Tensor:
@@ -142,8 +130,10 @@ class Partition:
         self._check("unshard", x, self.rows, f"this rank has {self.rows} rows of tokens={self.shape.tokens}")
         if self.ranks.group is None and self.shape.cp_size != 1:
             failing("unshard")("the partition was made with cp_size and cp_rank; make it with a group")
-        rows: Tensor = _Unshard.apply(x, self)
-        return rows
+        rows, shape = _AllRows.apply(x, self), self.shape
+        offsets = self.offsets.contiguous()
+        all_rows = cp_rank_order_to_sequence_order(rows, offsets, shape.cp_size, shape.tokens, rule=shape.rule)
+        return cast(Tensor, all_rows)
 
     def _check(self, function: str, x: Tensor, rows: int, must: str) -> None:
         if arguments.tensor(function, "x", x).dim() <= 0 or len(x) != rows:
@@ -174,19 +164,18 @@ class _Shard(torch.autograd.Function):
         return taken(gradient, part._own_rows, part.shape.tokens), None
 
 
-class _Unshard(torch.autograd.Function):
+class _AllRows(torch.autograd.Function):
+    """All ranks' rows, padded to the same number and concatenated. Their gradients are added up over the ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Partition) -> Tensor:
         ctx.part = part
-        rows = all_gather(taken(x, None, part.shape.capacity), part.ranks).wait()
-        return taken(rows, part.to_sequences, part.shape.tokens)
+        return all_gather(taken(x, None, part.shape.capacity), part.ranks).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        part: Partition = ctx.part
-        shape = part.shape
+        shape, ranks = ctx.part.shape, ctx.part.ranks
         splits = [shape.capacity] * shape.cp_size
-        sent = taken(gradient, part.to_ranks, len(part.to_ranks))
-        rows = all_to_all(sent, splits, splits, part.ranks).wait()
+        rows = all_to_all(gradient.contiguous(), splits, splits, ranks).wait()
         return taken(rows, everyones_rows(shape, rows.device), shape.rows), None
