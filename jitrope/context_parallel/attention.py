@@ -64,8 +64,8 @@ def all_gather_attention(
         cu_seqlens, cu_seqlens_padded, tokens: the batch (N + 1 offsets), for layout "thd"; see `Partition`. Default
             of tokens: t times the group's size.
         max_seqlen, causal, window: see `Schedule`. group, rule: see `Partition`.
-        layout: "thd", or "bshd" and "sbhd" for sequences of one length: (B, S / cp_size, H, D), where the rows of a
-            sequence are this rank's chunks in order, as in `Partition`.
+        layout: "thd", or "bshd" and "sbhd" for sequences of one length: (B, S / cp_size, H, D). The rows of a sequence
+            are this rank's chunks in order, as in `Partition`.
         softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
         rule: how sequences are cut, "dual_chunk" (the default) or "contiguous"; see `Partition`.
         schedule: a `Schedule`, made once for all layers, in place of its arguments.
@@ -122,16 +122,16 @@ def _schedule(schedule: Schedule | None, q: Tensor, layout: str, batch: dict[str
         if not isinstance(schedule, Schedule):
             arguments.refuse(NAME, "schedule", schedule, "a Schedule")
         if batch:
-            fail(f"{', '.join(batch)} given besides a schedule, which already has them")
+            fail(f"{', '.join(batch)} given besides a schedule, which already sets them")
         return schedule
-    size = ranks_of(NAME, batch.get("group"), None, None, fail).cp_size
+    size = ranks_of(NAME, batch.get("group")).cp_size
     if layout == "thd":
         if "cu_seqlens" not in batch:
             fail("cu_seqlens is missing; layout 'thd' needs it, or a schedule")
         return Schedule(**{"tokens": len(q) * size, **batch})
     given = [name for name in ("cu_seqlens", "cu_seqlens_padded", "tokens", "max_seqlen") if name in batch]
     if given:
-        fail(f"{', '.join(given)} given with layout {layout!r}, whose sequences have one length")
+        fail(f"{', '.join(given)} given with layout {layout!r}; pass them only with layout 'thd'")
     rows, seqlen, *_ = sizes_of(q, layout)
     if rows <= 0:
         fail("q has B=0; it must be at least 1")
@@ -186,7 +186,7 @@ def _packed_groups(k: Tensor, v: Tensor, call: Call) -> Iterator[Tensor]:
 
 
 def _gathered(groups: Iterator[Tensor], call: Call) -> Iterator[tuple[Tensor, Tensor]]:
-    """Gathered keys and values, one head group after the other; see `unpack`. One group is always under way.
+    """Gathered keys and values, one head group after the other; see `unpack`. The next group is gathered meanwhile.
 
     The order of steps frees each tensor before the next takes memory.
     """
@@ -203,7 +203,7 @@ class _Given:
     def __init__(self, like: Tensor, call: Call) -> None:
         self.like, self.call = like, call
         self.pending: Pending | None = None
-        self.sums: list[Tensor] = []  # they take memory when the first gradients are there
+        self.sums: list[Tensor] = []  # allocated when the first gradients are there
         self.done = 0
 
     def send(self, rows: Tensor) -> None:
@@ -265,7 +265,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, *saved = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         gathered: Iterator[tuple[Tensor, Tensor]] = iter(())
-        if not call.keep_gathered:  # with a rotation k is what was sent
+        if not call.keep_gathered:  # with a rotation, k holds the packed rows
             gathered = _gathered(_packed_groups(k, v, call) if call.rotation is None else iter((k,)), call)
         parts, given, size = [], _Given(q, call), len(saved) // call.head_groups
         for i, (dout_i, q_i, out_i) in enumerate(zip(*(x.chunk(call.head_groups, 1) for x in (dout, q, out)))):
@@ -276,7 +276,7 @@ class _Attention(torch.autograd.Function):
             del keys, values
             parts.append(dq)
             rows = pack_gradients(dkeys, dvalues, call)
-            del dkeys, dvalues  # before the rows that come take memory
+            del dkeys, dvalues  # frees them before received rows take memory
             given.send(rows)
             del rows
         dq, (dk, dv) = _together(parts), given.gradients()

@@ -16,7 +16,7 @@ from .plain import Math
 _ALL: tuple[Backend, ...] = (
     Flash("flash4", "FA4", "flash_attn.cute.interface", range(9, 11)),
     Flash("flash3", "FA3", "flash_attn_interface", range(9, 10)),
-    Flash("flash", None, "torch", range(8, 100), max_segments=65535),  # they are CUDA's second grid axis
+    Flash("flash", None, "torch", range(8, 100), max_segments=65535),  # the limit of CUDA's second grid axis
     Cudnn(),
     Flex(),
     Math(),
@@ -43,7 +43,7 @@ def backends(case: Case) -> dict[str, str | None]:
     }
     changes |= {name: arguments.flag("backends", name, getattr(case, name)) for name in case._fields[8:]}
     try:
-        changes["device"] = torch.device(case.device)  # it may be another machine's
+        changes["device"] = torch.device(case.device)  # it need not exist on this machine
     except (RuntimeError, TypeError, ValueError):
         arguments.refuse("backends", "device", case.device, "a device")
     if not isinstance(case.dtype, torch.dtype):

@@ -43,7 +43,7 @@ class Flash(Backend):
             windowed = case.mask.left >= 0 or case.mask.right > 0
             if wanted != "FA4" or not windowed or hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size"):
                 return None
-            return f"it has no windows in this torch ({torch.__version__}), but from torch 2.13 on"
+            return f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
         if wanted is None:
             return f"torch has {active} active in its place; ask for {'flash' + str(active)[2:]!r}"
         if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
@@ -57,8 +57,8 @@ class Flash(Backend):
             q, k, v, *_lengths(varlen), False, **_words(varlen)
         )
         # Rows without keys are +inf or -inf here, and the backward needs them as they are.
-        told = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
-        return Result(out, told, None, (lse, state, unused))
+        reported = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
+        return Result(out, reported, None, (lse, state, unused))
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
         lse, *state = result.saved
@@ -141,7 +141,7 @@ def _refuses_device(case: Case, capabilities: range) -> str | None:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in is missing
+    except ModuleNotFoundError:  # its package is not installed
         return False
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..base import arguments
-from ..ops.fit import Fail
+from ..ops.fit import failing
 from ..thd.reference import Shape
 
 
@@ -46,8 +46,11 @@ class Pending(NamedTuple):
         return self.rows
 
 
-def ranks_of(function: str, group: ProcessGroup | None, cp_size: int | None, cp_rank: int | None, fail: Fail) -> Ranks:
+def ranks_of(
+    function: str, group: ProcessGroup | None, cp_size: int | None = None, cp_rank: int | None = None
+) -> Ranks:
     """The ranks by cp_size and cp_rank, or else by the group, or else by torch's default group, or else one process."""
+    fail = failing(function)
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         arguments.refuse(function, "group", group, "a torch.distributed process group, or None")
     if cp_size is not None or cp_rank is not None:
@@ -67,7 +70,7 @@ def ranks_of(function: str, group: ProcessGroup | None, cp_size: int | None, cp_
     return Ranks(group, dist.get_world_size(group), rank)
 
 
-def everyones_rows(shape: Shape, device: torch.device) -> Tensor:
+def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
     """(cp_size, rows) int32: where each row of this rank is among rows that all ranks sent in an all-gather's order."""
     first = torch.arange(shape.cp_size, dtype=torch.int32, device=device) * shape.capacity
     return first[:, None] + torch.arange(shape.rows, dtype=torch.int32, device=device)

@@ -20,7 +20,7 @@ from .interface import NAME
 from .schedule import Schedule
 
 
-@dataclass(frozen=True, eq=False)  # == of tensors is no bool
+@dataclass(frozen=True, eq=False)  # == of two tensors gives a tensor
 class Rope:
     """The rotation of q and k in `all_gather_attention`, by each row's position in its sequence.
 

@@ -14,13 +14,13 @@ from ..ops.fit import failing
 from ..plan.partition import Mask, Rows
 from ..thd import ops as thd_ops
 from ..thd.reference import Segments
-from .groups import everyones_rows
+from .groups import all_ranks_rows
 from .interface import Varlen
 from .shards import Partition
 
 
 class Schedule(Partition):
-    """A partition with a mask: the rows that a rank sends, the keys that it sees, and the way of the gradients.
+    """A partition with a mask: the rows that a rank sends, the keys that it sees, and the rows of gradients.
 
     >>> schedule = Schedule(cu_seqlens, tokens, group=group)
     >>> for layer in layers: out = all_gather_attention(q, k, v, schedule=schedule)
@@ -131,9 +131,9 @@ class Schedule(Partition):
 
     @cached_property
     def sum_rows(self) -> Tensor:
-        """(cp_size, rows) int32: where the gradients of each row are among those that this rank receives."""
+        """(cp_size, rows) int32: the places of each row's gradients among those that this rank receives."""
         sent_rows = self.segments.sent_rows
-        return everyones_rows(self.shape, self.cu_seqlens.device) if sent_rows is None else sent_rows
+        return all_ranks_rows(self.shape, self.cu_seqlens.device) if sent_rows is None else sent_rows
 
     @property
     def saving(self) -> float:

@@ -17,7 +17,7 @@ from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.reference import Shape
-from .groups import Ranks, all_gather, all_to_all, everyones_rows, ranks_of
+from .groups import Ranks, all_gather, all_to_all, all_ranks_rows, ranks_of
 
 
 class Partition:
@@ -57,7 +57,6 @@ class Partition:
         rule: str = "dual_chunk",
     ) -> None:
         name = type(self).__name__
-        fail = failing(name)
         self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
         self.offsets = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         for label, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", self.offsets)):
@@ -66,12 +65,12 @@ class Partition:
                 arguments.refuse(name, label, x, "(N + 1) int32 or int64, with one sequence at least")
         if self.offsets.shape != cu_seqlens.shape or self.offsets.device != cu_seqlens.device:
             both = f"cu_seqlens is {arguments.shown(cu_seqlens)}, cu_seqlens_padded {arguments.shown(self.offsets)}"
-            fail(f"{both}; they must match in shape and device")
+            failing(name)(f"{both}; they must match in shape and device")
         tokens = arguments.whole(name, "tokens", tokens, 0)
         if tokens > MAX_TOKENS:
-            fail(f"tokens is {tokens}; it must be the number of rows of the whole batch, at most {MAX_TOKENS}")
+            arguments.refuse(name, "tokens", tokens, f"at most {MAX_TOKENS}, the most rows of a whole batch")
         rule = arguments.word(name, "rule", rule, RULES)
-        self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank, fail)
+        self.ranks: Ranks = ranks_of(name, group, cp_size, cp_rank)
         self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
 
     def __repr__(self) -> str:
@@ -178,4 +177,4 @@ class _AllRows(torch.autograd.Function):
         shape, ranks = ctx.part.shape, ctx.part.ranks
         splits = [shape.capacity] * shape.cp_size
         rows = all_to_all(gradient.contiguous(), splits, splits, ranks).wait()
-        return taken(rows, everyones_rows(shape, rows.device), shape.rows), None
+        return taken(rows, all_ranks_rows(shape, rows.device), shape.rows), None

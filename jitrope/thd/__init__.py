@@ -197,7 +197,7 @@ def copy_valid_tokens_from_per_split_to_rank_local(
 
     Args:
         out, x: (T, ...), of the same shape and dtype.
-        cu_seqlens_padded: (B + 1), where each sequence of this rank (or step) begins. The first may be above 0.
+        cu_seqlens_padded: (B + 1), at which the sequences of this rank (or step) begin. The first may be above 0.
         cu_seqlens: (B + 1). Its differences are the numbers of valid tokens.
 
     Raises:

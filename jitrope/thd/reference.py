@@ -76,12 +76,12 @@ class Segments(NamedTuple):
     Tables that a case does not need are None.
 
     cu_seqlens_q, cu_seqlens_k: (segments + 1), offsets of the segments. int32, as are all tables.
-    key_rows: (keys), where each key is among the gathered rows.
+    key_rows: (keys), the gathered row of each key.
     gathered_rows: (chunks, gathered), the inverse for each of the rank's chunks; one chunk under a full mask.
     query_rows: (queries), the row that each query comes from.
     output_rows: (rows), the query that each row's output comes from.
     send_rows: (sent), the row that is sent, one rank after the other.
-    sent_rows: (cp_size, rows), where each row is among the rows that are sent.
+    sent_rows: (cp_size, rows), the place of each row among the rows that are sent to each rank.
     """
 
     cu_seqlens_q: Tensor
@@ -146,8 +146,8 @@ class Move(NamedTuple):
     - "stay": the row in the same place
     - "table": the row in `table` (rows), or the sum in fp32 of the rows in `table` (n, rows)
     - "to_ranks" (from shape.cp_rank on), "to_sequences": the row that the function `table` gives
-    - "valid": the row in the same place, but padding of the output stays as it is. cu_seqlens: where sequences begin;
-      the differences of lengths are their lengths without padding
+    - "valid": the row in the same place, but padding of the output stays as it is. cu_seqlens are the offsets with
+      padding, and lengths those without
     - "tail": zeros from row cu_seqlens[-1] on; the rows before stay as they are
 
     Rows without a source become zero.
