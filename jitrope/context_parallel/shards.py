@@ -17,7 +17,7 @@ from ..plan.partition import RULES
 from ..thd import cp_rank_order_to_sequence_order
 from ..thd import ops as thd_ops
 from ..thd.reference import Shape
-from .groups import Ranks, all_gather, all_to_all, all_ranks_rows, ranks_of
+from .groups import Ranks, all_gather, all_ranks_rows, all_to_all, ranks_of
 
 
 class Partition:
