@@ -267,11 +267,11 @@ class _Attention(torch.autograd.Function):
         gathered: Iterator[tuple[Tensor, Tensor]] = iter(())
         if not call.keep_gathered:  # with a rotation, k holds the packed rows
             gathered = _gathered(_packed_groups(k, v, call) if call.rotation is None else iter((k,)), call)
-        parts, given, size = [], _Given(q, call), len(saved) // call.head_groups
+        parts, given, size, kept = [], _Given(q, call), len(saved) // call.head_groups, 2 * call.keep_gathered
         for i, (dout_i, q_i, out_i) in enumerate(zip(*(x.chunk(call.head_groups, 1) for x in (dout, q, out)))):
             state = saved[i * size : (i + 1) * size]
-            keys, values = (state.pop(0), state.pop(0)) if call.keep_gathered else next(gathered)
-            result = Result(out_i, None, None, tuple(state))
+            keys, values = state[:2] if call.keep_gathered else next(gathered)
+            result = Result(out_i, None, None, tuple(state[kept:]))
             dq, dkeys, dvalues = attend_backward(dout_i, q_i, keys, values, result, call)
             del keys, values
             parts.append(dq)

@@ -251,9 +251,10 @@ def _ranges(first: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: Shape, mask: Mask) -> None:
     """Write the tables of `Segments` into a buffer full of -1."""
     tables = split(flat, shape, mask, cu_seqlens_padded is not None)
-    for x in (cu_seqlens, cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded):
-        _check_values(x, shape.tokens)
-    offsets, lengths = x.long(), cu_seqlens.long().diff()
+    padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    for ends in (cu_seqlens, padded):
+        _check_values(ends, shape.tokens)
+    offsets, lengths = padded.long(), cu_seqlens.long().diff()
     start, queries, low, keys = _seen(lengths, offsets, shape, mask)
     place = _to_sequences(offsets, shape)  # of each token, among the rows that are gathered
     own = place - shape.cp_rank * shape.capacity
