@@ -61,14 +61,13 @@ def all_gather_attention(
     Args:
         q: (t, Hq, D), this rank's rows in the order of `Partition`; fp16, bf16, fp32 or fp64.
         k, v: (t, Hk, D) and (t, Hk, Dv). Hk must divide Hq (GQA, MQA).
-        cu_seqlens, cu_seqlens_padded, tokens: the batch (N + 1 offsets), for layout "thd"; see `Partition`. Default
-            of tokens: t times the group's size.
-        max_seqlen, causal, window: see `Schedule`. group, rule: see `Partition`.
+        cu_seqlens, cu_seqlens_padded, tokens, max_seqlen: the batch (N + 1 offsets), for layout "thd"; see `Schedule`.
+            tokens defaults to t times the group's size.
+        group, causal, window, rule: see `Schedule`, which also has their defaults.
         layout: "thd", or "bshd" and "sbhd" for sequences of one length: (B, S / cp_size, H, D). The rows of a sequence
             are this rank's chunks in order, as in `Partition`.
         softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
-        rule: how sequences are cut, "dual_chunk" (the default) or "contiguous"; see `Partition`.
-        schedule: a `Schedule`, made once for all layers, in place of its arguments.
+        schedule: a `Schedule`, made once for all layers, in place of all arguments that it has.
         rope: rotate q and k first, by their positions. The launch that packs keys and values does it if head_groups is
             1, all rows are gathered, and k and v have the same shape; otherwise it is a launch of its own.
         backend: "auto", or one of `backends`. A backend that you name is never replaced by another.
