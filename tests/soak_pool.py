@@ -17,7 +17,7 @@ from torch import Tensor
 
 import jitrope
 from jitrope import thd
-from jitrope.context_parallel import Schedule, all_gather_attention, local_cu_seqlens, position_ids, shard
+from jitrope.context_parallel import Partition, Schedule, all_gather_attention
 from jitrope.plan.partition import RULES, Mask
 from jitrope.thd.reference import Shape
 from tests.said import fp8, kv_cache, said
@@ -362,11 +362,11 @@ def tables_job(draw: random.Random) -> Job:
 
         def call() -> Outputs:
             indices = thd.get_partitioned_indices(slots, tokens, *where, rule=trait.rule)
-            mine, local = position_ids(slots, tokens, *where, trait.rule), local_cu_seqlens(slots, *where, trait.rule)
-            part, halves = shard(x, slots, *where, trait.rule), [thd.read_half_tensor(x, slots, n) for n in (0, 1)]
+            part = Partition(slots, tokens, cp_size=where[0], cp_rank=where[1], rule=trait.rule)
+            halves = [thd.read_half_tensor(x, slots, n) for n in (0, 1)]
             valid = torch.zeros_like(x)
             thd.copy_valid_tokens_from_per_split_to_rank_local(valid, x, slots, real)
-            return [indices, mine, local, part, *halves, valid]
+            return [indices, part.position_ids, part.local_cu_seqlens, part.shard(x), *halves, valid]
 
         return call
 

@@ -138,7 +138,7 @@ def clonable(x: Any) -> bool:
 
 def partition(**arguments: Any) -> Any:
     part = cp.Partition(**arguments)
-    return part.indices, part.position_ids, part.cu_seqlens, part.rows
+    return part.indices, part.position_ids, part.local_cu_seqlens, part.rows
 
 
 def schedule(**arguments: Any) -> Any:
@@ -279,18 +279,10 @@ ROWS: dict[str, Row] = {
     }, {"cu_seqlens": {"too short"}, "grad": {"too short", "empty"}}),
     "Partition": Row(partition, {**PART, "group": None},
         {"cu_seqlens": {"too short", "on meta"}, "tokens": {"int"}, "cp_rank": {"int"}}),
-    "partition_indices": Row(cp.partition_indices, PART,
-        {"cu_seqlens": {"too short", "on meta"}, "tokens": {"int"}, "cp_rank": {"int"}}),
-    "position_ids": Row(cp.position_ids, PART,
-        {"cu_seqlens": {"too short", "on meta"}, "tokens": {"int"}, "cp_rank": {"int"}}),
-    "local_cu_seqlens": Row(cp.local_cu_seqlens, {k: v for k, v in PART.items() if k != "tokens"},
-        {"cu_seqlens": {"too short", "on meta"}, "cp_rank": {"int"}}),
-    "shard": Row(cp.shard, {"x": rows(9, 2), **{k: v for k, v in PART.items() if k != "tokens"}},
-        {"x": {"too short", "of another dtype"}, "cu_seqlens": {"too short"}, "cp_rank": {"int"}}),
-    "unshard": Row(cp.unshard, {
-        "x": rows(9, 2), "cu_seqlens": cu(0, 3, 8), "tokens": 9, "group": None, "rule": "contiguous",
-    },
-        {"x": {"of another dtype"}, "cu_seqlens": {"too short"}}),
+    "Partition padded": Row(partition, {**PART, "cu_seqlens_padded": cu(0, 4, 9)}, {"cu_seqlens": set()}),
+    "Partition.shard": Row(lambda x: cp.Partition(**PART).shard(x), {"x": rows(9, 2)}, {"x": {"of another dtype"}}),
+    "Partition.unshard": Row(lambda x: cp.Partition(cu(0, 3, 8), 9).unshard(x), {"x": rows(9, 2)},
+        {"x": {"of another dtype"}}),
     "Schedule": Row(schedule, {
         **PART, "group": None, "cu_seqlens_padded": cu(0, 4, 9), "max_seqlen": 8, "causal": False, "window": (3, 1),
     }, {"cu_seqlens": set(), "tokens": {"int"}, "max_seqlen": {"int"}, "cp_rank": {"int"}}),

@@ -1,4 +1,4 @@
-"""Partition, schedules and all-gather attention, on gloo processes, against an oracle with an explicit mask."""
+"""Partitions, schedules and all-gather attention on gloo processes, against an oracle with an explicit mask."""
 
 from __future__ import annotations
 
@@ -19,23 +19,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import jitrope
 from jitrope import InvalidInput
-from jitrope.context_parallel import (
-    Case,
-    Partition,
-    Rope,
-    Schedule,
-    all_gather_attention,
-    backends,
-    local_cu_seqlens,
-    partition_indices,
-    position_ids,
-    shard,
-    unshard,
-)
+from jitrope.context_parallel import Case, Partition, Rope, Schedule, all_gather_attention, backends
 from jitrope.context_parallel.flex import _block_mask
 from jitrope.context_parallel.interface import Varlen, key_ranges
 from jitrope.context_parallel.plain import Math
 from jitrope.plan.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
+from jitrope.thd import get_partitioned_indices
 from jitrope.thd import ops as thd_ops
 from jitrope.thd.reference import Segments, Shape
 from tests.said import said
@@ -44,7 +33,7 @@ from tests.said import said
 
 
 class Pack(NamedTuple):
-    """A packed batch: real lengths, lengths with their padding, rows in all."""
+    """A packed batch: lengths without padding, lengths with padding, and the number of rows."""
 
     lengths: list[int]
     pads: list[int]
@@ -60,12 +49,12 @@ class Pack(NamedTuple):
 
     @property
     def offsets(self) -> Tensor:
-        """Those that the rows are cut by."""
+        """The offsets by which the rows are cut."""
         return torch.tensor([0, *accumulate(self.pads)], dtype=torch.int32)
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """(sequence, position) of every row; sequence -1: padding or spare."""
+        """(sequence, position) of every row. The sequence of padding and spare rows is -1."""
         rows = []
         for i, (length, pad) in enumerate(zip(self.lengths, self.pads)):
             rows += [(i if p < length else -1, p) for p in range(pad)]
@@ -73,7 +62,7 @@ class Pack(NamedTuple):
 
 
 def visible(pack: Pack, mask: Mask) -> Tensor:
-    """(T, T): which rows each row sees."""
+    """(T, T): the rows that each row sees."""
     sequence, position = torch.tensor(pack.places).T
     distance = position[None] - position[:, None]
     seen = (sequence[:, None] == sequence) & (sequence >= 0)[:, None]
@@ -96,11 +85,11 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, scale: f
     return out.detach(), *gradients, scores.detach().logsumexp(-1).T, scores.detach().amax((1, 2))
 
 
-# ---- pure functions, against dealing tokens out one by one -----------------------------------------
+# ---- pure functions, against tokens that are dealt out one by one ----------------------------------
 
 
 def dealt(pack: Pack, cp_size: int, rule: str) -> list[list[int]]:
-    """Every rank's tokens: chunk c is as long as its sequence has tokens t of the batch with t % of == c."""
+    """Every rank's tokens. The length of chunk c is the number of the sequence's tokens t with t % of == c."""
     of = number_of_chunks(cp_size, rule)
     bounds = [0, *accumulate(pack.pads), pack.tokens]
     ranks: list[list[int]] = [[] for _ in range(cp_size)]
@@ -133,42 +122,39 @@ def shape_of(pack: Pack, cp_size: int, cp_rank: int, rule: str) -> Shape:
 
 @pytest.mark.parametrize("seed", range(48))
 def test_partition(seed: int) -> None:
-    """Every token is in one row of one rank; places, positions and offsets are those of dealing out."""
+    """Every token is in one row of one rank, and rows, positions and offsets are right, with padding and without."""
     pack, cp_size, rule, _ = random_pack(seed)
     want, offsets = dealt(pack, cp_size, rule), pack.offsets
     assert sorted(t for rows in want for t in rows) == list(range(pack.tokens))
     starts = [0, *accumulate(pack.pads)]
     x = torch.randn(pack.tokens, 2, 3)
     for rank, tokens in enumerate(want):
-        part = Partition(offsets, pack.tokens, cp_size=cp_size, cp_rank=rank, rule=rule)
+        ranks = {"cp_size": cp_size, "cp_rank": rank, "rule": rule}
+        part = Partition(pack.cu_seqlens, pack.tokens, cu_seqlens_padded=pack.cu_seqlens_padded, **ranks)
+        assert torch.equal(Partition(offsets, pack.tokens, **ranks).indices, part.indices)
         assert part.rows == len(tokens)
         assert part.indices.tolist() == tokens
-        assert partition_indices(offsets, pack.tokens, cp_size, rank, rule).tolist() == tokens
         first = [max(s for s in starts if s <= t) for t in tokens]
         positions = [t - s if t < starts[-1] else 0 for t, s in zip(tokens, first)]
         assert part.position_ids.tolist() == positions
-        assert torch.equal(position_ids(offsets, pack.tokens, cp_size, rank, rule), part.position_ids)
         local = [sum(t < s for t in tokens) for s in starts]
-        assert part.cu_seqlens.tolist() == local
-        assert local_cu_seqlens(offsets, cp_size, rank, rule).tolist() == local
+        assert part.local_cu_seqlens.tolist() == local
         assert torch.equal(part.shard(x), x[tokens])
-        assert torch.equal(shard(x, offsets, cp_size, rank, rule), x[tokens])
-        assert part.to_ranks.view(cp_size, -1)[rank, : len(tokens)].tolist() == tokens
-        assert torch.equal(part.to_ranks[part.to_sequences.long()], torch.arange(pack.tokens).int())
+        assert torch.equal(get_partitioned_indices(offsets, pack.tokens, cp_size, rank, rule=rule), part.indices)
 
 
 def test_partition_by_hand() -> None:
-    """Lengths that nothing divides, and TransformerEngine's own example."""
-    assert partition_indices(torch.tensor([0, 8, 12]), 12, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
-    assert partition_indices(torch.tensor([0, 8, 12]), 12, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+    """Lengths that no number of chunks divides, and TransformerEngine's own example."""
+    for rank, rows in enumerate(([0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10])):
+        assert Partition(torch.tensor([0, 8, 12]), 12, cp_size=2, cp_rank=rank).indices.tolist() == rows
     cu = torch.tensor([0, 137, 2178, 2267])  # 137, 2041, 89
-    rows = [partition_indices(cu, 2267, 4, rank) for rank in range(4)]
+    rows = [Partition(cu, 2267, cp_size=4, cp_rank=rank).indices for rank in range(4)]
     assert [len(x) for x in rows] == [567, 567, 567, 566]
     assert torch.equal(torch.cat(rows).sort().values, torch.arange(2267).int())
 
 
 def test_shard_of_any_tensor() -> None:
-    """One axis, many, integers; the gradient is zero in the rows of others."""
+    """Tensors with one axis or many, and integers. The gradient is zero in the rows of other ranks."""
     cu = torch.tensor([0, 5, 11])
     part = Partition(cu, 12, cp_size=2, cp_rank=1)
     for x in (torch.arange(12), torch.randn(12, 2, 3, 2).double(), torch.randn(24)[::2] > 0):
@@ -182,7 +168,7 @@ def test_shard_of_any_tensor() -> None:
 
 @pytest.mark.parametrize("seed", range(96))
 def test_segments(seed: int) -> None:
-    """What every query sees through a schedule's tables is what the mask says; the tables' inverses are inverse."""
+    """By a schedule's tables every query sees the keys that the mask allows, and inverse tables are inverse."""
     pack, cp_size, rule, mask = random_pack(seed)
     shards = dealt(pack, cp_size, rule)
     shapes = [shape_of(pack, cp_size, rank, rule) for rank in range(cp_size)]
@@ -207,7 +193,7 @@ def queries_of(table: Segments, shape: Shape) -> int:
 def gathered_tokens(
     rank: int, shards: list[list[int]], tables: list[Segments], shapes: list[Shape], exchange: list[list[int]] | None
 ) -> list[int]:
-    """The token of each row that comes to a rank, or -1."""
+    """The token of each row that a rank receives, or -1."""
     if exchange is None:
         return [t for rows in shards for t in rows + [-1] * (shapes[0].capacity - len(rows))]
     tokens = []
@@ -219,7 +205,7 @@ def gathered_tokens(
 
 
 def seen_through(table: Segments, mask: Mask, rows: list[int], gathered: list[int], tokens: int) -> Tensor:
-    """(T, T): which tokens the tokens `rows` see. Each at most once."""
+    """(T, T): the tokens that the tokens `rows` see. No token is seen twice."""
     queries = list(range(len(rows))) if table.query_rows is None else table.query_rows.tolist()
     keys = [-1 if row < 0 else gathered[row] for row in table.key_rows.tolist()]
     low, high = key_ranges(Varlen(table.cu_seqlens_q, table.cu_seqlens_k, 0, 0, mask, 1.0), len(queries))
@@ -252,14 +238,13 @@ def check_inverses(table: Segments, exchange: list[list[int]] | None, rank: int)
 
 @pytest.mark.parametrize("seed", range(64))
 def test_longest_segment(seed: int) -> None:
-    """max_q and max_k are at least the longest segments, with max_seqlen the longest sequence and without."""
+    """max_q and max_k are at least the longest segments, both with and without max_seqlen."""
     pack, cp_size, rule, mask = random_pack(seed)
+    words: dict[str, Any] = {"cu_seqlens_padded": pack.cu_seqlens_padded, "causal": False, "window": mask, "rule": rule}
     for rank in range(cp_size):
         for max_seqlen in (None, max(1, *pack.pads)):
-            schedule = Schedule(
-                pack.cu_seqlens, pack.tokens, cp_size=cp_size, cp_rank=rank, cu_seqlens_padded=pack.cu_seqlens_padded,
-                max_seqlen=max_seqlen, causal=False, window=mask, rule=rule,
-            )  # fmt: skip
+            ranks = {"cp_size": cp_size, "cp_rank": rank}
+            schedule = Schedule(pack.cu_seqlens, pack.tokens, max_seqlen=max_seqlen, **ranks, **words)
             varlen = schedule.varlen(1.0)
             assert varlen.cu_seqlens_q.diff().max() <= varlen.max_q
             assert varlen.cu_seqlens_k.diff().max() <= varlen.max_k
@@ -267,9 +252,9 @@ def test_longest_segment(seed: int) -> None:
 
 
 def test_saving_of_a_window() -> None:
-    """A short window over one long sequence: rows are exchanged, and few; else all are gathered."""
+    """With a short window over one long sequence few rows are exchanged. Otherwise all are gathered."""
     cu = torch.tensor([0, 4096])
-    # Chunks of 512; of one d chunks ahead ceil(64 / d) rows are sent, unless it is the rank's own.
+    # Chunks have 512 tokens. Of a chunk that is d chunks before, ceil(64 / d) rows are sent, except to its own rank.
     assert Schedule(cu, 4096, cp_size=4, cp_rank=0, window=(64, 0)).saving == 1 - 776 / (3 * 4096)
     for causal, window in ((True, (-1, 0)), (False, (-1, -1)), (True, (4000, 0)), (False, (64, -1))):
         assert Schedule(cu, 4096, cp_size=4, cp_rank=0, causal=causal, window=window).saving == 0
@@ -278,8 +263,8 @@ def test_saving_of_a_window() -> None:
 # ---- attention, one process standing for all ranks -------------------------------------------------
 
 
-def d1(lengths: list[int], cp_size: int, window: int, token: int) -> list[int]:
-    """The positions that a token of the last sequence sees under a two-sided window."""
+def seen_in_window(lengths: list[int], cp_size: int, window: int, token: int) -> list[int]:
+    """The positions that a token of the last sequence sees with a two-sided window."""
     pack = Pack(lengths, lengths, sum(lengths))
     mask = Mask(window, window)
     shards = dealt(pack, cp_size, "dual_chunk")
@@ -293,19 +278,19 @@ def d1(lengths: list[int], cp_size: int, window: int, token: int) -> list[int]:
     return (seen.nonzero().view(-1) - sum(lengths[:-1])).tolist()
 
 
-def test_d1_unequal_lengths() -> None:
-    """TransformerEngine shifts one window for all: token 8 of 16 would see keys 0 to 12."""
-    assert d1([36, 16], 2, 8, 8) == list(range(16))
+def test_window_with_unequal_lengths() -> None:
+    """TransformerEngine shifts one window for all sequences: token 8 of 16 would see keys 0 to 12."""
+    assert seen_in_window([36, 16], 2, 8, 8) == list(range(16))
 
 
-def test_d1_one_sequence_alone() -> None:
-    """... which a rounded max_seqlen does to one sequence too: 567 to 967."""
-    assert d1([1032], 4, 200, 774) == list(range(574, 975))
+def test_window_of_one_sequence() -> None:
+    """A rounded max_seqlen shifts its window for a single sequence too: token 774 would see keys 567 to 967."""
+    assert seen_in_window([1032], 4, 200, 774) == list(range(574, 975))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_math_backend_alone(dtype: torch.dtype) -> None:
-    """Segments with and without keys or queries, more keys than queries, rows of none, GQA, Dv != D."""
+    """Segments with and without keys or queries, more keys than queries, rows of no segment, GQA, Dv != D."""
     cu_q, cu_k = torch.tensor([0, 5, 5, 9, 11]), torch.tensor([0, 7, 9, 13, 13])
     torch.manual_seed(0)
     q, k, v = (torch.randn(rows, h, d, dtype=dtype) for rows, h, d in ((14, 4, 6), (15, 2, 6), (15, 2, 3)))
@@ -323,7 +308,7 @@ def test_math_backend_alone(dtype: torch.dtype) -> None:
         case = Case(q.device, dtype, 4, 2, 6, 3, mask, 4, lse=True, max_logit=True)
         varlen = Varlen(cu_q.int(), cu_k.int(), 5, 7, mask, 0.3)
         result = Math().forward(q, k, v, varlen, case)
-        gradients = Math().backward(dout, q, k, v, result.out, result.saved, varlen)
+        gradients = Math().backward(dout, q, k, v, result, varlen)
         close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 1e-5}
         for x, y in zip((result.out, *gradients), want):
             torch.testing.assert_close(x.double(), y, **close)
@@ -333,7 +318,7 @@ def test_math_backend_alone(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_blocks_of_flex(seed: int) -> None:
-    """Only a compiled kernel skips blocks: those listed are those with a visible score, and whole ones are whole."""
+    """The listed blocks are those with a visible score, and whole blocks have no other. Compiled kernels use them."""
     pack, cp_size, rule, mask = random_pack(1000 + seed)
     pack = Pack([23 * n for n in pack.lengths], [23 * n for n in pack.pads], 23 * pack.tokens)
     for rank in {0, cp_size - 1}:
@@ -354,19 +339,19 @@ def test_blocks_of_flex(seed: int) -> None:
 
 
 def _dense(count: Tensor, order: Tensor) -> Tensor:
-    """Which blocks are listed."""
+    """(rows, columns): whether each block is listed."""
     listed = torch.zeros(order.shape[2:], dtype=torch.bool)
     for row, (n, columns) in enumerate(zip(count[0, 0].tolist(), order[0, 0])):
         listed[row, columns[:n].long()] = True
     return listed
 
 
-# ---- what is refused, and by whom ------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------
 
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 PLAIN = Case(CUDA, torch.bfloat16, 8, 2, 128, 128, Mask(-1, 0), 10)
-REFUSED = [  # by whom, what of, why
+REFUSED = [  # (backend, case, reason)
     ("flash", PLAIN._replace(device=CPU), "needs a CUDA device"),
     ("flash", PLAIN._replace(dtype=torch.float32), "allowed are fp16 and bf16"),
     ("flash", PLAIN._replace(head_dim=100, head_dim_v=100), "multiple of 8"),
@@ -389,14 +374,14 @@ REFUSED = [  # by whom, what of, why
 
 @pytest.mark.parametrize(("name", "case", "why"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_a_backend_refuses(name: str, case: Case, why: str) -> None:
-    """D3: what a backend cannot do it says, and "math" does everything."""
+    """A backend names the reason why it refuses a case, and "math" refuses none."""
     reasons = backends(case)
     assert re.search(why, reasons[name])
     assert reasons["math"] is None
 
 
 def test_a_refused_backend_is_not_replaced() -> None:
-    """D3: asked for by name it is an error that says why; "auto" takes another."""
+    """A backend that is asked for by name raises its reason, and "auto" takes another backend."""
     q, cu = torch.randn(6, 2, 16, requires_grad=True), torch.tensor([0, 6])
     for name, why in (("flash", "CUDA"), ("cudnn", "CUDA"), ("flex", "no backward"), ("flash5", "one of 'auto'")):
         with pytest.raises(InvalidInput, match=f"backend (is )?'{name}'.*{why}"):
@@ -405,7 +390,7 @@ def test_a_refused_backend_is_not_replaced() -> None:
 
 
 def test_without_process_groups() -> None:
-    """A group of one: no torch.distributed at all."""
+    """A group of one process works without torch.distributed."""
     assert not dist.is_initialized()
     case = Attention("alone", RAGGED, pads=8, spare=3)
     made, pack = make(case), case.pack
@@ -453,7 +438,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), INVALID, ids=[message for _, message in INVALID])
 def test_invalid_input(change: dict[str, Any], message: str) -> None:
-    """Refused in words, before anything is sent."""
+    """Wrong arguments are refused before anything is sent, and the message names them."""
     arguments = {
         name: torch.zeros(x) if isinstance(x, tuple) and name in "qkv" else x for name, x in (GOOD | change).items()
     }
@@ -462,13 +447,13 @@ def test_invalid_input(change: dict[str, Any], message: str) -> None:
 
 
 def test_invalid_schedules_and_partitions() -> None:
-    """What is not for this rank, this batch or this group."""
+    """Schedules and partitions for another rank, batch or group are refused."""
     cu, x = torch.tensor([0, 6]), torch.zeros(3, 1, 8)
     of_two = Schedule(cu, 6, cp_size=2, cp_rank=1)
     for message, call in (
         ("made with cp_size and cp_rank", lambda: all_gather_attention(x, x, x, schedule=of_two)),
         (
-            "has to be one of Schedule.fixed",
+            "make the schedule with Schedule.fixed",
             lambda: all_gather_attention(*[x[None]] * 3, layout="bshd", schedule=of_two),
         ),
         ("q has 2 rows; rank 1 of 2 has 3 of tokens=6", lambda: all_gather_attention(*[x[:2]] * 3, schedule=of_two)),
@@ -477,7 +462,7 @@ def test_invalid_schedules_and_partitions() -> None:
         ("made with cp_size", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x)),
         ("this rank has 3 rows of tokens=6", lambda: Partition(cu, 6, cp_size=2, cp_rank=0).unshard(x[:2])),
         ("tokens is None", lambda: Partition(cu, None)),
-        ("seqlen is 5; it is a multiple", lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0)),
+        ("seqlen is 5; it must be a multiple", lambda: Schedule.fixed(2, 5, "cpu", cp_size=2, cp_rank=0)),
     ):
         with pytest.raises(InvalidInput, match=message):
             call()
@@ -487,7 +472,7 @@ def test_invalid_schedules_and_partitions() -> None:
 
 
 class Attention(NamedTuple):
-    """A case: sequences, mask, and what is asked for. `pads`: lengths with padding, or a multiple to pad to."""
+    """A case: sequences, a mask, and options. pads: lengths with padding, or a multiple to pad to."""
 
     name: str
     lengths: tuple[int, ...]
@@ -513,6 +498,13 @@ class Attention(NamedTuple):
         if isinstance(pads, int):
             pads = tuple(-(-n // pads) * pads for n in self.lengths)
         return Pack(list(self.lengths), list(pads), sum(pads) + self.spare)
+
+    def words(self, device: str = "cpu") -> dict[str, Any]:
+        """The arguments of `all_gather_attention` for the batch, the mask and the options."""
+        pack = self.pack
+        padded = None if pack.cu_seqlens_padded is None else pack.cu_seqlens_padded.to(device)
+        batch = {"cu_seqlens": pack.cu_seqlens.to(device), "cu_seqlens_padded": padded, "tokens": pack.tokens}
+        return {**batch, "causal": self.causal, "window": self.window, "rule": self.rule, **self.options}
 
 
 RAGGED = (37, 0, 141, 29, 1, 3)
@@ -568,16 +560,16 @@ CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.
 
 
 class Made(NamedTuple):
-    """Inputs of the whole batch, those without NaN, and what must come out."""
+    """Inputs of the whole batch, and the outputs that they must have."""
 
     inputs: list[Tensor]  # q, k, v, dout
     want: tuple[Tensor, ...]
     scale: float
-    spare: Tensor  # (T): rows of padding and spare ones
+    spare: Tensor  # (T): whether a row is padding or spare
 
 
 def make(case: Attention, poison: bool = True) -> Made:
-    """NaN where nothing may be read."""
+    """The inputs of a case. Rows that may not be read are NaN if `poison`."""
     pack = case.pack
     hq, hk, d, dv = case.heads
     generator = torch.Generator().manual_seed(len(case.name))
@@ -606,27 +598,23 @@ def assert_rows(got: Tensor | None, want: Tensor, spare: Tensor | None, atol: fl
 
 
 def largest(x: Tensor) -> float:
-    """What a rounding error is measured by: sums over many rows are larger than 1."""
+    """The scale of rounding errors, at least 1: sums over many rows are larger than 1."""
     return max([1.0, *x.abs().flatten().tolist()])
 
 
 def check_attention(case: Attention, device: str = "cpu") -> None:
-    """One case on this rank: out, lse, max_logit and the gradients of its rows."""
+    """Check one case on this rank: out, lse, max_logit and the gradients of its rows."""
     pack, made = case.pack, make(case)
     part = Partition(pack.offsets, pack.tokens, rule=case.rule)
     rows = part.indices.long()
     q, k, v, dout = (part.shard(x).to(device).requires_grad_(case.grad) for x in made.inputs)
     max_logit = case.backend in ("auto", "math")
     with torch.set_grad_enabled(case.grad):
-        cu_seqlens, padded = (None if x is None else x.to(device) for x in (pack.cu_seqlens, pack.cu_seqlens_padded))
-        out, lse, *rest = all_gather_attention(
-            q, k, v, cu_seqlens, cu_seqlens_padded=padded, tokens=pack.tokens, causal=case.causal,
-            window=case.window, rule=case.rule, softmax_scale=case.scale, backend=case.backend,
-            return_lse=True, return_max_logit=max_logit, **case.options,
-        )  # fmt: skip
+        asked: dict[str, Any] = {"return_lse": True, "return_max_logit": max_logit, "backend": case.backend}
+        out, lse, *rest = all_gather_attention(q, k, v, softmax_scale=case.scale, **asked, **case.words(device))
     if case.grad:
         out.backward(dout)
-    # Only now, when the ranks have done with each other, may one of them fail.
+    # No assertion before this line: a rank that fails earlier would leave the others waiting.
     atol, spare = CLOSE[case.dtype], made.spare[rows]
     assert out.dtype == case.dtype
     assert lse.dtype == torch.float32
@@ -640,11 +628,11 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
 
 def check_fixed(layout: str) -> None:
     """A batch of sequences of one length, with an odd number of rows on each rank."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
     lengths = (5 * size,) * 3
     case = Attention(layout, lengths, causal=False, window=(6, 2))
     made, pack = make(case), case.pack
-    rows = partition_indices(pack.cu_seqlens, pack.tokens, size, rank).long()
+    rows = Partition(pack.cu_seqlens, pack.tokens).indices.long()
 
     def cut(x: Tensor) -> Tensor:
         x = x[rows].unflatten(0, (3, 5))
@@ -673,23 +661,19 @@ ROPED = [
 
 
 def check_rope(case: Attention) -> None:
-    """`rope=` is apply_rope at each row's position, then attention; so are the gradients."""
+    """`rope=` equals apply_rope at each row's position and then attention, with the same gradients."""
     pack, made = case.pack, make(case)
     part = Partition(pack.offsets, pack.tokens, rule=case.rule)
     angles = torch.outer(torch.arange(210.0), torch.tensor([1.0, 0.1, 0.01]))
     words: dict[str, Any] = {"freqs": angles, "interleaved": True, "rotary_dim": 6}
-    given: dict[str, Any] = {
-        "cu_seqlens_padded": pack.cu_seqlens_padded, "tokens": pack.tokens, "causal": case.causal,
-        "window": case.window, "rule": case.rule, **case.options,
-    }  # fmt: skip
     results = []
     for fused in (True, False):
         q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
         if fused:
-            out = all_gather_attention(q, k, v, pack.cu_seqlens, rope=Rope(**words), **given)
+            out = all_gather_attention(q, k, v, rope=Rope(**words), **case.words())
         else:
             rotated = jitrope.apply_rope(q, k, **said(layout="thd", position_ids=part.position_ids, **words))
-            out = all_gather_attention(*rotated, v, pack.cu_seqlens, **given)
+            out = all_gather_attention(*rotated, v, **case.words())
         results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
     spare = made.spare[part.indices.long()]
     for name, got, want in zip(("out", "dq", "dk", "dv"), *results):
@@ -698,20 +682,19 @@ def check_rope(case: Attention) -> None:
 
 def check_rope_is_refused() -> None:
     q, cu = torch.randn(4, 2, 8), torch.tensor([0, 4 * dist.get_world_size()])
-    with pytest.raises(InvalidInput, match="rope is dict; it is a Rope"):
+    with pytest.raises(InvalidInput, match=r"rope is \{\}; it must be a Rope"):
         all_gather_attention(q, q, q, cu, rope={})  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="all_gather_attention: give cos and sin, or one of"):
         all_gather_attention(q, q, q, cu, rope=Rope())
 
 
 def check_unshard() -> None:
-    """All rows again, of any tensor; the gradient is the sum of all ranks'."""
+    """unshard inverts shard for any tensor, and its gradient is the sum of all ranks' gradients."""
     cu, tokens, size, rank = torch.tensor([0, 5, 5, 16]), 19, dist.get_world_size(), dist.get_rank()
     for rule in RULES:
         part = Partition(cu, tokens, rule=rule)
         for x in (torch.arange(tokens), torch.randn(tokens, 2, 3, generator=torch.Generator().manual_seed(0))):
             assert torch.equal(part.unshard(part.shard(x)), x)
-            assert torch.equal(unshard(part.shard(x), cu, tokens, rule=rule), x)
         local = torch.randn(part.rows, 2, dtype=torch.float64, requires_grad=True)
         weight = torch.arange(2.0 * tokens, dtype=torch.float64).view(tokens, 2)
         (part.unshard(local) * weight * (rank + 1)).sum().backward()
@@ -719,7 +702,7 @@ def check_unshard() -> None:
 
 
 def check_schedule_of_many_layers() -> None:
-    """One schedule, many calls, some without gradients; nothing besides may be given."""
+    """One schedule serves many calls, with gradients and without. Its own arguments are refused beside it."""
     case = Attention("schedule", RAGGED, causal=False, window=(5, 5))
     made, pack = make(case), case.pack
     part, schedule = (
@@ -740,7 +723,7 @@ def check_schedule_of_many_layers() -> None:
             all_gather_attention(q, k, v, schedule=schedule, **{name: value})
 
 
-COUNTS = [  # (case, calls forward, calls backward), by kind
+COUNTS = [  # (case, collectives of the forward, collectives of the backward), by kind
     ("causal", {"_allgather_base_": 1}, {"_allgather_base_": 1, "alltoall_base_": 1}),
     ("kept", {"_allgather_base_": 1}, {"alltoall_base_": 1}),
     ("groups", {"_allgather_base_": 2}, {"_allgather_base_": 2, "alltoall_base_": 2}),
@@ -749,17 +732,14 @@ COUNTS = [  # (case, calls forward, calls backward), by kind
 
 
 def check_collectives() -> None:
-    """One collective for keys and values together, one for their gradients; of one rank none."""
+    """Keys and values go in one collective, and their gradients in one. One rank alone has no collectives."""
     for name, forward, backward in COUNTS:
         case = next(case for case in CASES if case.name == name)
         pack, made = case.pack, make(case)
         part = Partition(pack.offsets, pack.tokens)
         q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
         with CommDebugMode() as there:
-            out = all_gather_attention(
-                q, k, v, pack.cu_seqlens, cu_seqlens_padded=pack.cu_seqlens_padded, tokens=pack.tokens,
-                window=case.window, **case.options,
-            )  # fmt: skip
+            out = all_gather_attention(q, k, v, **case.words())
         with CommDebugMode() as back:
             out.backward(dout)
         for mode, want in ((there, forward), (back, backward)):
@@ -768,7 +748,7 @@ def check_collectives() -> None:
 
 
 def check_subgroup() -> None:
-    """Every other process: ranks are those in the group."""
+    """Two groups of every other process: ranks are counted in the group."""
     if dist.get_world_size() < 4:
         return
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -777,9 +757,7 @@ def check_subgroup() -> None:
     made, pack = make(case), case.pack
     part = Partition(pack.offsets, pack.tokens, group=group)
     q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
-    out = all_gather_attention(
-        q, k, v, pack.cu_seqlens, tokens=pack.tokens, causal=False, window=case.window, group=group
-    )
+    out = all_gather_attention(q, k, v, group=group, **case.words())
     out.backward(dout)
     assert_rows(part.unshard(out.detach()), made.want[0], None, 1e-10, "out")
     assert_rows(part.unshard(k.grad), made.want[2], None, 1e-10, "dk")
@@ -788,7 +766,7 @@ def check_subgroup() -> None:
 
 
 def check_faults() -> None:
-    """What only a comparison of ranks finds is refused on every rank, and the group works on."""
+    """`check` refuses differences between ranks, and wrong lengths, on every rank. The group still works then."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens = 8 * size
     q = torch.randn(8, 2, 8)
@@ -831,7 +809,7 @@ CHECKS: list[tuple[str, Callable[[], None]]] = [
 
 
 def process(rank: int, size: int, folder: str) -> None:
-    """All checks on one rank; those that failed go into its file. A barrier after each keeps ranks together."""
+    """Run all checks on one rank, and write failures into its file. A barrier after each keeps the ranks together."""
     torch.set_num_threads(1)
     minute = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=size, timeout=minute)
@@ -848,7 +826,7 @@ def process(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_processes(size: int, tmp_path: Path) -> None:
-    """Every check above on so many gloo processes."""
+    """Every check above, on 1, 2 and 4 gloo processes."""
     torch.multiprocessing.spawn(process, (size, str(tmp_path)), size)
     failed = [(tmp_path / f"rank{rank}").read_text() for rank in range(size)]
     assert not any(failed), "\n".join(failed)

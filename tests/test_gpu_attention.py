@@ -14,7 +14,7 @@ import jitrope
 from jitrope.context_parallel import Case, Partition, Rope, Schedule, all_gather_attention, backends
 from jitrope.context_parallel.backends import BACKENDS, choose
 from jitrope.context_parallel.flex import _module
-from jitrope.context_parallel.interface import Result, Varlen
+from jitrope.context_parallel.interface import Gradients, Result, Varlen
 from jitrope.context_parallel.plain import Math
 from jitrope.context_parallel.steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
 
@@ -67,7 +67,7 @@ def simulate(case: Attention, made: Made, cp_size: int, device: str, lse: bool =
     for (call, (q, _, _, dout)), rows in zip(ranks, gathered):
         keys, values = unpack(rows, call)
         result = attend(q, keys, values, call)
-        dq, *gradients = attend_backward(dout, q, keys, values, result.out, result.saved, call)
+        dq, *gradients = attend_backward(dout, q, keys, values, result, call)
         back.append(pack_gradients(*gradients, call))
         outputs.append([result.out, dq, *([result.lse] if lse else [])])
     for x, (call, (_, k, v, _)), rows in zip(outputs, ranks, routed(back, [call.schedule.received for call in calls])):
@@ -163,10 +163,8 @@ class Poisoned(Math):
         result.lse[:, varlen.cu_seqlens_q[-1] :] = torch.nan
         return result
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients = super().backward(dout, q, k, v, out, saved, varlen)
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        gradients = super().backward(dout, q, k, v, result, varlen)
         for x, offsets in zip(gradients, (varlen.cu_seqlens_q, varlen.cu_seqlens_k, varlen.cu_seqlens_k)):
             x[offsets[-1] :] = torch.nan
         return gradients

@@ -1,4 +1,4 @@
-"""Rows of packed batches between ranks, on a GPU: the kernels against plain torch on the CPU."""
+"""Moves of rows between ranks on a GPU: the kernels against plain torch on the CPU."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def cuda(x):
 
 
 @contextlib.contextmanager
-def nobody_waits():
-    """Whoever waits for the device fails."""
+def no_wait():
+    """Fail if anything waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -52,7 +52,7 @@ def test_segments(seed: int, mask: str) -> None:
     padded = pack.slots if pack.padded else None
     want = wanted_segments(pack.cu_seqlens, padded, pack.shape, MASKS[mask])
     on_gpu = pack.cu_seqlens.to(DEVICE), cuda(padded)
-    with nobody_waits():
+    with no_wait():
         got = thd_ops.segments(*on_gpu, pack.shape, MASKS[mask])
     for name, x in want._asdict().items():
         there = getattr(got, name)
@@ -63,7 +63,7 @@ def test_segments(seed: int, mask: str) -> None:
 @pytest.mark.hardware
 @pytest.mark.parametrize("rule", RULES)
 def test_exchanged_segments_of_thousands(rule: str) -> None:
-    """More sequences than a block takes at a time, a window, every rank."""
+    """More sequences than a block scans at a time, with a window, on every rank."""
     torch.manual_seed(0)
     lengths = [*torch.randint(0, 60, (3000,)).tolist(), 40_000, 30_000]
     cu_seqlens = offsets(lengths)
@@ -100,7 +100,7 @@ def test_rows(seed: int, move: str) -> None:
     there = [x.to(DEVICE) for x in outputs]
     given = there if move == "tail" else [x.to(DEVICE) for x in inputs]
     on_gpu = [cuda(x) for x in (pack.slots, lengths, table)]
-    with nobody_waits():
+    with no_wait():
         torch.ops.jitrope.thd_rows(given, there, map, *on_gpu, *shape)
     torch.ops.jitrope.thd_rows(inputs, outputs, map, pack.slots, lengths, table, *shape)
     for out, want in zip(there, outputs):
@@ -123,7 +123,7 @@ def test_corrections(seed: int, step: tuple[str, str, str]) -> None:
 @pytest.mark.hardware
 @pytest.mark.parametrize("count", [1, 2401, 20_000, 300_000])
 def test_any_number_of_sequences(count: int) -> None:
-    """TransformerEngine keeps the offsets of at most 12,287 in shared memory."""
+    """TransformerEngine has a limit of 12,287 sequences, as it keeps offsets in shared memory."""
     torch.manual_seed(0)
     lengths = torch.randint(0, 2 * 300_000 // count + 1, (count,)).tolist()
     cu_seqlens = offsets(lengths)
@@ -136,7 +136,7 @@ def test_any_number_of_sequences(count: int) -> None:
 
 @pytest.mark.hardware
 def test_elements_past_31_bits() -> None:
-    """2^31 and some elements: offsets are 64 bits."""
+    """Tensors with more than 2^31 elements: offsets have 64 bits."""
     cu_seqlens = offsets((300_000, 7, 240_000)).to(DEVICE)
     tokens, width = 540_007, 4096
     x = torch.empty(tokens, width, dtype=torch.int8, device=DEVICE)
@@ -153,7 +153,7 @@ def test_elements_past_31_bits() -> None:
 
 @pytest.mark.hardware
 def test_in_a_cuda_graph() -> None:
-    """Other lengths of as many sequences, on replay."""
+    """A replay is right for other lengths of the same number of sequences."""
     slots, shape = offsets((40, 3, 21)).to(DEVICE), Shape(64, 3, 2, 1)
     x = torch.randn(64, 2, 8, device=DEVICE)
 

@@ -1,4 +1,4 @@
-"""Rows of packed batches between ranks: the kernels on the CPU against plain torch, and the user's functions."""
+"""Moves of rows between ranks: the kernels, on the CPU, against plain torch, and the user's functions."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from jitrope import thd
 from jitrope.jit import compiler
 from jitrope.jit.render import render
 from jitrope.plan.partition import RULES, Mask
+from jitrope.thd import corrections, reference
 from jitrope.thd import launch as thd_runtime
 from jitrope.thd import ops as thd_ops
-from jitrope.thd import reference
-from jitrope.thd.reference import Segments, Shape
+from jitrope.thd.corrections import Correction
+from jitrope.thd.reference import Move, Segments, Shape
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
 
 from .host import harness
 from .test_compile import ARCHS, DIVISION, bounds, disassemble, opcode
 
-SCAN_THREADS = 32  # few, so that a few dozen sequences are more than a block takes at a time
+SCAN_THREADS = 32  # so few that a few dozen sequences are more than a block scans at a time
 MASKS = {
     "causal": Mask(-1, 0), "full": Mask(-1, -1), "causal-window": Mask(3, 0), "diagonal": Mask(0, 0),
     "two-sided": Mask(4, 1), "ahead": Mask(-1, 2), "behind": Mask(3, -1), "only-ahead": Mask(0, 5),
 }  # fmt: skip
 
 
-NO_SHAPE = Shape(0, 0, 1, 0)
-TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"))  # maps, as many rows
+TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"))  # maps, and how many rows
 
 
 def run(call) -> None:
-    """A kernel's call, under ASan and UBSan."""
+    """Run one launch under ASan and UBSan."""
     harness.run(render(call.spec), call.grid, call.spec.threads, call.tensors, call.words)
 
 
-def move_rows(map, inputs, outputs, cu_seqlens=None, lengths=None, table=None, shape=NO_SHAPE) -> None:
-    """The kernels that a call of thd_rows gets, if there is anything to do."""
-    for call in thd_runtime.rows_calls(None, inputs, outputs, map, cu_seqlens, lengths, table, shape):
+def move(given: Move) -> None:
+    """Run the kernels of a call of thd_rows, if there is anything to do."""
+    for call in thd_runtime.rows_calls(given):
         run(call)
 
 
 def wanted_segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
-    """By plain torch."""
+    """The tables by plain torch."""
     flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
     reference.fill_segments(flat, cu_seqlens, padded, shape, mask)
     return Segments.of(flat, shape, mask, padded is not None)
 
 
 def segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
-    """By the kernels."""
+    """The tables by the kernels."""
     flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
     for call in thd_runtime.segments_calls(flat, cu_seqlens, padded, shape, mask, SCAN_THREADS):
         run(call)
@@ -65,7 +65,7 @@ def offsets(lengths, dtype=torch.int32) -> torch.Tensor:
 
 
 class Pack:
-    """A random batch: lengths, with padding or not, some spare rows."""
+    """A random batch, with padding or without, and some with spare rows."""
 
     def __init__(self, seed: int, cp_sizes=(1, 2, 3)) -> None:
         self.draw = draw = random.Random(seed)
@@ -107,7 +107,7 @@ def test_segments_match_reference(mask: str) -> None:
 
 
 def test_exchanged_segments_match_reference() -> None:
-    """Long sequences and a short window: ranks send each other only what is needed."""
+    """With long sequences and a short window ranks send each other only the rows that are needed."""
     cu_seqlens, mask = offsets((97, 60, 0, 41, 2)), Mask(3, 0)
     for rule in RULES:
         for rank in range(4):
@@ -120,7 +120,7 @@ def test_exchanged_segments_match_reference() -> None:
 
 
 def rows(draw: random.Random, count: int, width: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of a tensor whose rows may lie apart, at any alignment."""
+    """Rows at any alignment, which may be apart from each other."""
     wide = torch.randint(-99, 99, (count, *width[:-1], width[-1] + (draw.choice((0, 8, 1)) if len(width) == 1 else 0)))
     return wide.to(dtype)[..., : width[-1]]
 
@@ -129,35 +129,31 @@ WIDTHS = ((16,), (3,), (1,), (24,), (2, 8), (65,), (520,))
 MOVES = ("to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail")
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("kind", MOVES)
 @pytest.mark.parametrize("seed", range(2))
-def test_rows_match_reference(seed: int, move: str) -> None:
-    """Rows of any size, dtype and alignment, one tensor or two of different widths; what is not written stays."""
-    pack = Pack(1000 * MOVES.index(move) + seed)
+def test_rows_match_reference(seed: int, kind: str) -> None:
+    """Rows of any size, dtype and alignment, in one tensor or two of different widths. Other rows stay as they are."""
+    pack = Pack(1000 * MOVES.index(kind) + seed)
     draw, shape, everyone = pack.draw, pack.shape, pack.shape.cp_size * pack.shape.capacity
-    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
+    dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if kind != "sum" else ())))
     count = {"to_ranks": everyone, "stay": pack.tokens + draw.choice((0, 3)), "table": 70, "sum": 33}.get(
-        move, pack.tokens
+        kind, pack.tokens
     )
-    widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
-    inputs = [rows(draw, everyone if move == "to_sequences" else pack.tokens, width, dtype) for width in widths]
+    widths = [draw.choice(WIDTHS) for _ in range(1 if kind == "tail" else draw.choice((1, 2)))]
+    inputs = [rows(draw, everyone if kind == "to_sequences" else pack.tokens, width, dtype) for width in widths]
     outputs = [torch.full((count, *width), 77, dtype=dtype) for width in widths]
     wants = [x.clone() for x in outputs]
     table = lengths = None
-    if move in ("table", "sum"):
-        table = torch.randint(-1, pack.tokens, (count,) if move == "table" else (draw.choice((1, 2, 5)), count)).int()
-    shape = shape._replace(cp_rank=0)
-    if move == "valid":
+    if kind in ("table", "sum"):
+        table = torch.randint(-1, pack.tokens, (count,) if kind == "table" else (draw.choice((1, 2, 5)), count)).int()
+    if kind == "valid":
         lengths = pack.cu_seqlens
-        reference.copy_valid(inputs, wants, pack.slots, lengths)
-    elif move == "tail":
+    if kind == "tail":
         inputs = outputs
-        reference.zero_tail(wants[0], pack.slots)
-    else:
-        tables = {"to_ranks": reference.to_ranks, "to_sequences": reference.to_sequences}
-        reference.move_rows(inputs, wants, tables[move](pack.slots, shape) if move in tables else table)
-    map = "table" if move == "sum" else move
-    move_rows(map, inputs, outputs, pack.slots, lengths, table, shape)
+    map = "table" if kind == "sum" else kind
+    given = Move(inputs, outputs, map, pack.slots, lengths, table, shape._replace(cp_rank=0))
+    reference.move(given._replace(outputs=wants))
+    move(given)
     for out, want in zip(outputs, wants):
         assert torch.equal(out, want)
 
@@ -170,7 +166,7 @@ STEPS = (
 
 
 def step_of(seed: int, quantity: str, first: str, second: str):
-    """(cu_seqlens, packed, out, step, lse, lse_step) of a random rank's rows; sequences of odd length too."""
+    """(cu_seqlens, packed, rows, (out, step, lse, lse_step)) of a random rank. Some sequences have an odd length."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     lengths = [draw.choice((0, 1, 2, 5, 8)) for _ in range(draw.choice((1, 3, 7)))]
@@ -197,9 +193,9 @@ def step_of(seed: int, quantity: str, first: str, second: str):
 def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
     cu_seqlens, packed, t, tensors = step_of(STEPS.index(step), *step)
     wants = [None if x is None else x.clone() for x in tensors]
-    for call in thd_runtime.correction_calls(None, *step, packed, cu_seqlens, t, *tensors):
+    for call in thd_runtime.correction_calls(Correction(*step, packed, cu_seqlens, t, *tensors)):
         run(call)
-    reference.correct(*step, packed, cu_seqlens, t, *wants)
+    corrections.correct(Correction(*step, packed, cu_seqlens, t, *wants))
     for got, want in zip(tensors, wants):
         if got is not None:
             rtol = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
@@ -207,14 +203,14 @@ def test_corrections_match_reference(step: tuple[str, str, str]) -> None:
 
 
 def test_steps_of_halves_make_the_whole() -> None:
-    """Attention in two steps, all queries to some keys, then second halves to the others, is attention."""
+    """Two steps give attention: all queries to some keys, and then the second halves to the other keys."""
     torch.manual_seed(0)
     lengths, heads, size = (8, 0, 12, 3), 2, 8
     cu_seqlens = offsets(lengths)
     t = sum(lengths)
     scores = [torch.randn(heads, t, 5), torch.randn(heads, t, 7)]
     values = [torch.randn(5, heads, size), torch.randn(7, heads, size)]
-    second = reference.halves(cu_seqlens, t)[2]
+    second = corrections.halves(cu_seqlens, t)[2]
     out = torch.einsum("hqk,khd->qhd", scores[0].softmax(-1), values[0]).contiguous()
     lse = scores[0].logsumexp(-1)
     half = thd.read_half_tensor(scores[1].transpose(0, 1), cu_seqlens, 1).transpose(0, 1)
@@ -234,9 +230,9 @@ def test_steps_of_halves_make_the_whole() -> None:
 
 
 def test_sanitizer_sees_a_row_past_the_input() -> None:
-    """The harness can fail: an input with a row less than was said is caught."""
+    """The harness finds an input with a row less than the kernel was told."""
     x, out, table = torch.zeros(5, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
-    (call,) = thd_runtime.rows_calls(None, [x], [out], "table", None, None, table, NO_SHAPE)
+    (call,) = thd_runtime.rows_calls(Move([x], [out], "table", table=table))
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
         run(call._replace(tensors=[x[:4].clone(), *call.tensors[1:]]))
 
@@ -246,14 +242,14 @@ WILD = ([0, 9, 4, 40], [0, -5, 3, 10], [0, 2**31 - 1, 2, 4], [7, 3, 1, 0], [0, 1
 
 @pytest.mark.parametrize("wild", WILD, ids=str)
 def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
-    """Rows come out as they may, but no byte beside the tensors is read or written."""
+    """Wrong offsets give any rows, but no byte outside the tensors is read or written."""
     cu_seqlens, shape = torch.tensor(wild, dtype=torch.int32), Shape(20, 3, 2, 1)
     for map, rows in (("to_ranks", 20), ("to_sequences", 20), ("valid", 20), ("tail", 20)):
         x, out = torch.ones(20, 8), torch.zeros(rows, 8)
-        move_rows(map, [x], [out], cu_seqlens, cu_seqlens, None, shape._replace(cp_rank=0))
+        move(Move([x], [out], map, cu_seqlens, cu_seqlens, None, shape._replace(cp_rank=0)))
     table = torch.tensor([5, 20, -9, 2**31 - 1], dtype=torch.int32)
     out = torch.full((4, 8), 7.0)
-    move_rows("table", [torch.ones(20, 8)], [out], table=table)
+    move(Move([torch.ones(20, 8)], [out], "table", table=table))
     assert out[:, 0].tolist() == [1, 0, 0, 0]
     for mask in (Mask(-1, 0), Mask(2, 1)):
         segments(cu_seqlens, None, shape, mask)
@@ -263,7 +259,7 @@ def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
 
 
 def every_kind() -> list[ThdSpec]:
-    """Kernels as a GPU gets them: each map, sums, segments of each mask, corrections."""
+    """The specs of real calls: each map, sums, segments of each mask, corrections."""
     moving = [plan_rows(RowsSpec(map, cp_size=4), (2048,), (2048,)) for map in MAPS if map != "positions"]
     moving += [plan_rows(RowsSpec("to_sequences", False, "int64", 3, rule), (2048,), (2048,)) for rule in RULES]
     tables = [
@@ -287,14 +283,14 @@ def every_kind() -> list[ThdSpec]:
 
 
 def test_every_kind_compiles() -> None:
-    """With the oldest NVRTC too, which CI runs this with."""
+    """CI runs this with the oldest supported NVRTC too."""
     for spec in every_kind():
         assert compiler.compile_source(render(spec), "sm_90")[0].startswith(b"\x7fELF"), spec.name
 
 
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
 def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
-    """On sm_90 all of them, also for accesses of 16 bytes and 64-bit divisions; elsewhere some in turn."""
+    """No spills and no 64-bit divisions, and rows are stored in 16 bytes. sm_90 gets all specs, others a fifth each."""
     turn = ["sm_75", *ARCHS].index(arch)
     specs = [spec for number, spec in enumerate(every_kind()) if arch == "sm_90" or number % 5 == turn]
     code = {spec: compiler.compile_source(render(spec), arch, ("--ptxas-options=-v",)) for spec in specs}
@@ -314,7 +310,7 @@ def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
 
 
 def test_transformer_engines_worked_example() -> None:
-    """cp 2, lengths 7 and 3, padded to 8 and 4."""
+    """Two ranks, lengths 7 and 3, padded to 8 and 4."""
     padded, valid = offsets((8, 4)), offsets((7, 3))
     assert thd.get_partitioned_indices(padded, 12, 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert thd.get_partitioned_indices(padded, 12, 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
@@ -348,7 +344,7 @@ def test_copy_valid_may_begin_past_zero() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_there_and_back(seed: int) -> None:
-    """Of one tensor and of two, of any length, with their gradients."""
+    """Into rank order and back, for one tensor and for two, of any length, with their gradients."""
     pack = Pack(seed, cp_sizes=(1, 2, 3, 4, 8))
     size, rule = pack.shape.cp_size, pack.shape.rule
     k, v = (torch.randn(pack.tokens, 2, d, requires_grad=True) for d in (4, 3))

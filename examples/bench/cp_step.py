@@ -104,9 +104,7 @@ def rows(cp_size: int, mask: str, heads: Heads, batch: Batch) -> Rows:
         us = turn_by_turn(
             {
                 "attention alone, forward": partial(call.backend.forward, q, k, v, varlen, call.case),
-                "attention alone, backward": partial(
-                    call.backend.backward, dout, q, k, v, result.out, result.saved, varlen
-                ),
+                "attention alone, backward": partial(call.backend.backward, dout, q, k, v, result, varlen),
                 "whole step, without collectives": partial(our_step, x, call),
             },
             9,

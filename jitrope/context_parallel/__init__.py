@@ -1,8 +1,8 @@
 """Context parallelism: packed batches cut between ranks, and attention over them, on torch.distributed.
 
-Every rank gathers the keys and values that its queries see, and has two chunks of each sequence so that a causal mask
-gives all ranks equal work: as Llama 3 was trained (arXiv:2407.21783, section 3.3.2) and as TransformerEngine's
-`all_gather` does it, but for lengths, which may be any here.
+Every rank gathers the keys and values that its queries see. It has two chunks of each sequence, so that a causal mask
+gives all ranks equal work. Llama 3 was trained in this way (arXiv:2407.21783, section 3.3.2), and TransformerEngine's
+`all_gather` does the same, but here sequences may have any length.
 
 >>> from jitrope.context_parallel import Partition, Schedule, all_gather_attention
 >>> part = Partition(cu_seqlens, tokens, group=group)
@@ -17,18 +17,6 @@ from .backends import backends
 from .interface import Case
 from .rotary import Rope
 from .schedule import Schedule
-from .shards import Partition, local_cu_seqlens, partition_indices, position_ids, shard, unshard
+from .shards import Partition
 
-__all__ = [
-    "Case",
-    "Partition",
-    "Rope",
-    "Schedule",
-    "all_gather_attention",
-    "backends",
-    "local_cu_seqlens",
-    "partition_indices",
-    "position_ids",
-    "shard",
-    "unshard",
-]
+__all__ = ["Case", "Partition", "Rope", "Schedule", "all_gather_attention", "backends"]

@@ -1,4 +1,4 @@
-"""The attention backends, and which one a call takes."""
+"""The attention backends, and the choice of one for a call."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Any
 import torch
 
 from ..base import arguments
-from ..base.errors import InvalidInput
 from ..plan.partition import Mask
 from .flash import Cudnn, Flash
 from .flex import Flex
-from .interface import Backend, Case
+from .interface import NAME, Backend, Case, fail
 from .plain import Math
 
-_ALL: tuple[Backend, ...] = (*map(Flash, ("flash4", "flash3", "flash")), Cudnn(), Flex(), Math())
+_ALL: tuple[Backend, ...] = (
+    Flash("flash4", "FA4", "flash_attn.cute.interface", range(9, 11)),
+    Flash("flash3", "FA3", "flash_attn_interface", range(9, 10)),
+    Flash("flash", None, "torch", range(8, 100), max_segments=65535),  # the limit of CUDA's second grid axis
+    Cudnn(),
+    Flex(),
+    Math(),
+)
 BACKENDS = {backend.name: backend for backend in _ALL}
-# "auto": the first that does not refuse. A newer FlashAttention is there only where the user has made it active.
+# "auto" takes the first that does not refuse. FlashAttention 3 and 4 refuse unless the user has activated them.
 AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math"), "cpu": ("math",)}
 
 
 def backends(case: Case) -> dict[str, str | None]:
-    """Every backend by name, with why it refuses the case; None: it takes it.
+    """Every backend by name, with the reason why it refuses the case, or None if it takes it.
 
     >>> case = Case(torch.device("cuda"), torch.bfloat16, heads=32, kv_heads=8, head_dim=128, head_dim_v=128)
     >>> backends(case)["flash"]
 
     Raises:
-        InvalidInput: it is no `Case`, or a field of it is not of its kind.
+        InvalidInput: case is no `Case`, or a field of it has a wrong type or value.
     """
-    case = _checked(case)
-    return {name: backend.refuses(case) for name, backend in BACKENDS.items()}
-
-
-def _checked(case: Case) -> Case:
-    """A case that a user made."""
     if not isinstance(case, Case):
         arguments.refuse("backends", "case", case, "a jitrope.context_parallel.Case")
     changes: dict[str, Any] = {
@@ -43,7 +43,7 @@ def _checked(case: Case) -> Case:
     }
     changes |= {name: arguments.flag("backends", name, getattr(case, name)) for name in case._fields[8:]}
     try:
-        changes["device"] = torch.device(case.device)  # which need not be here
+        changes["device"] = torch.device(case.device)  # it need not exist on this machine
     except (RuntimeError, TypeError, ValueError):
         arguments.refuse("backends", "device", case.device, "a device")
     if not isinstance(case.dtype, torch.dtype):
@@ -51,19 +51,20 @@ def _checked(case: Case) -> Case:
     mask = arguments.wholes("backends", "mask", case.mask, -1)
     if len(mask) != 2:
         arguments.refuse("backends", "mask", case.mask, "(left, right)")
-    return case._replace(mask=Mask(*mask), **changes)
+    case = case._replace(mask=Mask(*mask), **changes)
+    return {name: backend.refuses(case) for name, backend in BACKENDS.items()}
 
 
 def choose(name: str, case: Case) -> Backend:
     """The backend of that name, or for "auto" the first that takes the case.
 
     Raises:
-        InvalidInput: there is none of that name, or it refuses the case.
+        InvalidInput: there is no such backend, or it refuses the case.
     """
-    arguments.word("all_gather_attention", "backend", name, ("auto", *BACKENDS))
+    arguments.word(NAME, "backend", name, ("auto", *BACKENDS))
     if name == "auto":
         name = next(n for n in AUTO.get(case.device.type, ("math",)) if BACKENDS[n].refuses(case) is None)
     why = BACKENDS[name].refuses(case)
     if why is not None:
-        raise InvalidInput(f"all_gather_attention: backend {name!r} cannot do this: {why}")
+        fail(f"backend {name!r} cannot do this: {why}")
     return BACKENDS[name]

@@ -1,60 +1,38 @@
-"""What context parallelism refuses, each in words; before any collective."""
+"""Refusals of `all_gather_attention`. All but `check_ranks` come before any collective."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.fit import Fail
+from ..ops.fit import named
 from ..plan.partition import RULES
+from .groups import gather_values
+from .interface import NAME, fail
+from .schedule import Schedule
+from .steps import Call
 
-LAYOUTS = {"thd": ("T", "H", "D"), "bshd": ("B", "S", "H", "D"), "sbhd": ("S", "B", "H", "D")}
+LAYOUTS = ("thd", "bshd", "sbhd")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MAX_TOKENS = 2**31 - 1  # tables of rows are int32
 
 
-def checked_batch(
-    function: str, cu_seqlens: Any, cu_seqlens_padded: Any, tokens: Any, rule: Any, fail: Fail
-) -> tuple[int, str]:
-    """(tokens, rule), with the offsets of a batch looked at."""
-    padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-    for label, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", padded)):
-        arguments.tensor(function, label, x)
-        if x.dtype not in (torch.int32, torch.int64) or x.dim() != 1 or len(x) < 2:
-            arguments.refuse(function, label, x, "(N + 1) int32 or int64, with one sequence at least")
-    if padded.shape != cu_seqlens.shape or padded.device != cu_seqlens.device:
-        both = f"cu_seqlens is {arguments.shown(cu_seqlens)}, cu_seqlens_padded {arguments.shown(padded)}"
-        fail(f"{both}; they must match in shape and device")
-    tokens = arguments.whole(function, "tokens", tokens, 0)
-    if tokens > _MAX_TOKENS:
-        fail(f"tokens is {tokens!r}; it is the number of rows of the whole batch, at most {_MAX_TOKENS}")
-    return tokens, arguments.word(function, "rule", rule, RULES)
-
-
-def checked_window(function: str, window: Any, fail: Fail) -> tuple[int, ...]:
-    """(left, right), each -1 or more."""
-    sizes = arguments.wholes(function, "window", window, -1)
-    if len(sizes) != 2:
-        fail(f"window is {sizes!r}; it is (left, right), each a number of keys or -1 for no bound")
-    return sizes
-
-
-def check_heads(q: Any, k: Any, v: Any, layout: Any, fail: Fail) -> None:
-    """Shapes, dtypes and devices of a rank's q, k and v."""
-    arguments.word("all_gather_attention", "layout", layout, LAYOUTS)
-    axes = LAYOUTS[layout]
+def check_heads(q: Any, k: Any, v: Any, layout: Any) -> None:
+    """Check the shapes, dtypes and devices of a rank's q, k and v."""
+    arguments.word(NAME, "layout", layout, LAYOUTS)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        arguments.tensor("all_gather_attention", name, x)
-        if x.dim() != len(axes):
-            fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(axes)} axes ({', '.join(axes)})")
+        arguments.tensor(NAME, name, x)
+        if x.dim() != len(layout):
+            axes = ", ".join(layout.upper())
+            fail(f"{name} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
         if x.dtype != q.dtype or x.device != q.device:
             fail(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}")
     if q.dtype not in _DTYPES:
         fail(f"q is {q.dtype}; allowed are fp16, bf16, fp32 and fp64")
-    sizes = ", ".join(f"{name} is {_named(x, axes)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    sizes = ", ".join(f"{name} is {named(x, layout)}" for name, x in (("q", q), ("k", k), ("v", v)))
     if not (q.shape[:-2] == k.shape[:-2] == v.shape[:-2]):
         fail(f"{sizes}; only H and v's D may differ")
     if k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
@@ -65,13 +43,66 @@ def check_heads(q: Any, k: Any, v: Any, layout: Any, fail: Fail) -> None:
         fail(f"q has H={q.shape[-2]}, which k's H={k.shape[-2]} does not divide")
 
 
-def checked_head_groups(function: str, head_groups: Any, kv_heads: int, fail: Fail) -> int:
-    """It divides the KV heads."""
-    groups = arguments.whole(function, "head_groups", head_groups, 1)
+def checked_head_groups(head_groups: Any, kv_heads: int) -> int:
+    """head_groups as a number that divides the heads of k."""
+    groups = arguments.whole(NAME, "head_groups", head_groups, 1)
     if kv_heads % groups != 0:
         fail(f"head_groups is {groups}, which does not divide k's H={kv_heads}")
     return groups
 
 
-def _named(x: Tensor, axes: tuple[str, ...]) -> str:
-    return "(" + ", ".join(f"{axis}={size}" for axis, size in zip(axes, x.shape)) + ")"
+def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) -> None:
+    """Check that q (rows, H, D), of the shape `given` in a layout, has the rows of this rank."""
+    shape, device = schedule.shape, schedule.cu_seqlens.device
+    batch = given[layout.index("b")] if "b" in layout else None
+    if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):
+        fail(f"q has B={batch} in layout {layout!r}; make the schedule with Schedule.fixed, for that batch")
+    if q.device != device:
+        fail(f"q is on {q.device} but cu_seqlens on {device}")
+    if len(q) != shape.rows:
+        fail(f"q has {len(q)} rows; rank {shape.cp_rank} of {shape.cp_size} has {shape.rows} of tokens={shape.tokens}")
+    if shape.cp_size != 1 and schedule.ranks.group is None:
+        fail("the schedule was made with cp_size and cp_rank; make it with a group")
+
+
+def check_ranks(call: Call) -> None:
+    """Refuse, on every rank, arguments that differ between ranks, and wrong lengths. Waits for the device."""
+    schedule, case = call.schedule, call.case
+    real, padded = schedule.cu_seqlens, schedule.cu_seqlens_padded
+    sizes = {
+        "len(cu_seqlens)": len(real),
+        "cu_seqlens_padded (is given)": padded is not None,
+        "tokens": schedule.shape.tokens,
+        "max_seqlen": schedule.max_seqlen,
+        "rule": RULES.index(schedule.shape.rule),
+        **schedule.mask._asdict(),
+        "head_groups": call.head_groups,
+        "keep_gathered": call.keep_gathered,
+        "dtype": _DTYPES.index(case.dtype),
+        **{name: getattr(case, name) for name in ("heads", "kv_heads", "head_dim", "head_dim_v", "grad", "max_logit")},
+    }
+    values = gather_values(torch.tensor([*map(int, sizes.values())], device=real.device), schedule.ranks)
+    for name, each in zip(sizes, zip(*values)):
+        if len(set(each)) > 1:
+            fail(f"{name} differs between ranks: {list(each)}")
+    both = [real] if padded is None else [real, padded]
+    lengths = gather_values(torch.stack(both).long().view(-1), schedule.ranks)
+    for i, each in enumerate(zip(*lengths)):
+        if len(set(each)) > 1:
+            name = "cu_seqlens" if i < len(real) else "cu_seqlens_padded"
+            fail(f"{name} differs between ranks: entry {i % len(real)} is {list(each)}")
+    _check_lengths(lengths[0][: len(real)], lengths[0][-len(real) :], schedule)
+
+
+def _check_lengths(real: list[int], padded: list[int], schedule: Schedule) -> None:
+    for offsets in (real, padded):
+        if offsets[0] != 0 or offsets != sorted(offsets):
+            fail("cu_seqlens does not ascend from 0")
+    tokens = schedule.shape.tokens
+    if padded[-1] > tokens:
+        fail(f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
+    lengths, slots = ([b - a for a, b in pairwise(offsets)] for offsets in (real, padded))
+    if max(slots) > schedule.max_seqlen:
+        fail(f"a sequence has {max(slots)} tokens, more than max_seqlen={schedule.max_seqlen}")
+    if any(length > slot for length, slot in zip(lengths, slots)):
+        fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")

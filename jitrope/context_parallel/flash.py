@@ -1,122 +1,102 @@
-"""FlashAttention 2, 3 and 4 and cuDNN, as torch has them."""
+"""FlashAttention 2, 3 and 4 and cuDNN, through torch."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .interface import Case, Result, Varlen
-
-_HALVES = (torch.float16, torch.bfloat16)
-_MAX_SEGMENTS = 65535  # FlashAttention 2 has them on CUDA's second grid axis
+from ..plan.partition import Mask
+from .interface import Backend, Case, Gradients, Result, Varlen
 
 
-class Limits(NamedTuple):
-    """What a FlashAttention takes."""
+@dataclass(frozen=True)
+class Flash(Backend):
+    """torch.ops.aten._flash_attention_forward and _backward, by whichever implementation is active in torch.
 
-    impl: str | None  # its name among torch.nn.attention's implementations; None: torch's own
-    module: str  # the package that it is in
-    capabilities: range  # of the device, major
+    impl: its name among torch.nn.attention's implementations; None: torch's own. module: the package that has it.
+    capabilities: the device's, major. max_segments: None if there is no limit.
+    """
+
+    name: str
+    impl: str | None
+    module: str
+    capabilities: range
     max_segments: int | None = None
 
-
-LIMITS = {
-    "flash": Limits(None, "torch", range(8, 100), _MAX_SEGMENTS),
-    "flash3": Limits("FA3", "flash_attn_interface", range(9, 10)),
-    "flash4": Limits("FA4", "flash_attn.cute.interface", range(9, 11)),
-}
-
-
-class Flash:
-    """torch.ops.aten._flash_attention_forward and _backward: whichever implementation is active behind them."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.limits = LIMITS[name]
-
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
-        most = self.limits.max_segments
+        most = self.max_segments
         many = most is not None and case.segments > most
         own = (
             (many, f"there are {case.segments} segments; at most {most} are possible"),
             (case.max_logit, "it gives no max_logit"),
         )
-        of_case = _refuses_inputs(case) or _refuses_sizes(case, 256) or _first(own)
-        return of_case or self._refuses_impl(case) or _refuses_device(case, self.limits.capabilities)
+        return _refuses(case, 256, own) or self._refuses_impl(case) or _refuses_device(case, self.capabilities)
 
     def _refuses_impl(self, case: Case) -> str | None:
-        wanted, active = self.limits.impl, active_impl()
+        wanted, active = self.impl, active_impl()
         if wanted == active:
             windowed = case.mask.left >= 0 or case.mask.right > 0
-            return "it has no windows in this torch" if wanted == "FA4" and windowed and not _fa4_windows() else None
+            if wanted != "FA4" or not windowed or hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size"):
+                return None
+            return f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
         if wanted is None:
             return f"torch has {active} active in its place; ask for {'flash' + str(active)[2:]!r}"
         if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
             return f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
-        if not _installed(self.limits.module):
-            return f"the module {self.limits.module} is not installed"
+        if not _installed(self.module):
+            return f"the module {self.module} is not installed"
         return f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        """See `Backend`."""
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_lengths(varlen), 0.0, _causal(varlen), False, **_words(varlen)
+            q, k, v, *_lengths(varlen), False, **_words(varlen)
         )
-        # Rows without keys have +inf or -inf, whichever its own backward wants.
-        told = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
-        return Result(out, told, None, (lse, state, unused))
+        # Rows without keys are +inf or -inf here, and the backward needs them as they are.
+        reported = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
+        return Result(out, reported, None, (lse, state, unused))
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend`."""
-        lse, *state = saved
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        lse, *state = result.saved
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout.contiguous(), q, k, v, out, lse, *_lengths(varlen), 0.0, _causal(varlen), *state, **_words(varlen)
+            dout.contiguous(), q, k, v, result.out, lse, *_lengths(varlen), *state, **_words(varlen)
         )
         return dq, dk, dv
 
 
-class Cudnn:
+class Cudnn(Backend):
     """torch.ops.aten._scaled_dot_product_cudnn_attention and its backward.
 
-    Its causal mask is counted from the first key: only full masks. And only sequences of one length, as batches: of
-    packed ones torch's backward takes the head size for the longest length (pytorch/pytorch#186142), which gives
-    a wrong dq in 2.11.
+    It takes full masks only, because its causal mask counts from the first key. It takes sequences of one length only,
+    because torch's backward for packed sequences uses the head size as the longest length (pytorch/pytorch#186142),
+    which gives a wrong dq in torch 2.11.
     """
 
     name = "cudnn"
 
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
         own = (
             (not case.mask.full, "it has full masks only: its causal mask counts from the first key"),
             (not case.equal, "sequences may be empty or of different lengths; it takes fixed-length batches only"),
             (case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"),
             (case.lse or case.max_logit, "it gives neither lse nor max_logit"),
         )
-        of_case = _refuses_inputs(case) or _first(own) or _refuses_sizes(case, 128)
-        return of_case or _refuses_device(case, range(9, 100))
+        return _refuses(case, 128, own) or _refuses_device(case, range(9, 100))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        """See `Backend`."""
         out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(_batched(x, varlen) for x in (q, k, v)), None, True, 0.0, False, False, scale=varlen.scale
         )
         return Result(_packed(out), None, None, (lse, seed, offset))
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend`."""
-        dout, q, k, v, out = (_batched(x, varlen) for x in (dout.contiguous(), q, k, v, out))
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        dout, q, k, v, out = (_batched(x, varlen) for x in (dout.contiguous(), q, k, v, result.out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, *saved, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=varlen.scale
+            dout, q, k, v, out, *result.saved, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=varlen.scale
         )
         return _packed(dq), _packed(dk), _packed(dv)
 
@@ -131,27 +111,22 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def active_impl() -> str | None:
-    """Which implementation torch has in place of its own FlashAttention, if any."""
+    """The implementation that is active in place of torch's own FlashAttention, if any."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return current() if current else None
 
 
-def _refuses_inputs(case: Case) -> str | None:
-    if case.device.type != "cuda" or torch.version.hip:
-        return f"q is on {case.device}; it needs a CUDA device"
-    return None if case.dtype in _HALVES else f"q is {case.dtype}; allowed are fp16 and bf16"
-
-
-def _refuses_sizes(case: Case, most: int) -> str | None:
+def _refuses(case: Case, most: int, own: Iterable[tuple[bool, str]]) -> str | None:
+    """The first reason that holds, of those of both backends and of one backend. most: the largest D."""
     d, d_v = case.head_dim, case.head_dim_v
-    if d % 8 or d > most:
-        return f"D is {d}; it must be a multiple of 8 up to {most}"
-    return None if d_v == d else f"v has D={d_v} and k D={d}; they must be equal"
-
-
-def _first(reasons: Iterable[tuple[bool, str]]) -> str | None:
-    """The first reason that holds."""
-    return next((why for holds, why in reasons if holds), None)
+    on_gpu = case.device.type == "cuda" and not torch.version.hip
+    reasons = (
+        (not on_gpu, f"q is on {case.device}; it needs a CUDA device"),
+        (case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"),
+        (d % 8 != 0 or d > most, f"D is {d}; it must be a multiple of 8 up to {most}"),
+        (d != d_v, f"v has D={d_v} and k D={d}; they must be equal"),
+    )
+    return next((why for holds, why in (*reasons, *own) if holds), None)
 
 
 def _refuses_device(case: Case, capabilities: range) -> str | None:
@@ -166,25 +141,19 @@ def _refuses_device(case: Case, capabilities: range) -> str | None:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
+    except ModuleNotFoundError:  # its package is not installed
         return False
 
 
-def _fa4_windows() -> bool:
-    """Before torch 2.13 its backward refuses them."""
-    return hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size")
+def _lengths(varlen: Varlen) -> tuple[Any, ...]:
+    """The segments, no dropout, and whether the mask is causal.
 
-
-def _lengths(varlen: Varlen) -> tuple[Tensor, Tensor, int, int]:
-    """At one query a segment FlashAttention 2 takes it that none is empty and no row spare."""
-    return varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k
-
-
-def _causal(varlen: Varlen) -> bool:
-    return varlen.mask.left < 0 and varlen.mask.right == 0
+    FlashAttention 2 assumes for max_q = 1 that no segment is empty and no row spare, so max_q is at least 2.
+    """
+    return varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k, 0.0, varlen.mask == Mask(-1, 0)
 
 
 def _words(varlen: Varlen) -> dict[str, float]:
-    if varlen.mask.full or _causal(varlen):
+    if varlen.mask.full or varlen.mask == Mask(-1, 0):
         return {"scale": varlen.scale}
     return {"scale": varlen.scale, "window_size_left": varlen.mask.left, "window_size_right": varlen.mask.right}

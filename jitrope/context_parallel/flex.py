@@ -1,4 +1,4 @@
-"""torch.nn.attention.flex_attention over ranges of keys; compiled on CUDA, forward alone on CPUs."""
+"""torch.nn.attention.flex_attention over ranges of keys: compiled on CUDA; without a backward on CPUs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .interface import Case, Result, Varlen, key_ranges, rows_with_keys
+from .interface import Backend, Case, Gradients, Result, Varlen, key_ranges, rows_with_keys
 
 _BLOCK = 128
 
 
-class Flex:
+class Flex(Backend):
     """Memory: two numbers for each block of 128 x 128 scores. The backward runs the forward again."""
 
     name = "flex"
 
     def refuses(self, case: Case) -> str | None:
-        """See `Backend`."""
         if not hasattr(_module(), "AuxRequest"):
             return f"flex_attention of this torch ({torch.__version__}) has no return_aux"
         sizes = (case.head_dim, case.head_dim_v)
@@ -28,7 +27,7 @@ class Flex:
             if case.dtype == torch.float64:
                 return "q is torch.float64; allowed are fp32, fp16 and bf16"
             if min(sizes) < 16 or max(sizes) > 256:
-                return f"the head sizes are {sizes[0]} and {sizes[1]}; they are from 16 to 256"
+                return f"the head sizes are {sizes[0]} and {sizes[1]}; they must be from 16 to 256"
             return None
         if case.device.type != "cpu":
             return f"q is on {case.device}; allowed are CUDA and CPU devices"
@@ -37,7 +36,6 @@ class Flex:
         return "it gives no max_logit on CPUs" if case.max_logit else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        """See `Backend`."""
         low, high = key_ranges(varlen, len(q))
         q = rows_with_keys(q, low, high)
         out, aux = _attend((q, k, v), low, high, varlen.scale, lse=case.lse, max_scores=case.max_logit)
@@ -45,10 +43,7 @@ class Flex:
         lse = aux.lse[0].float().masked_fill(low >= high, -torch.inf) if case.lse else None
         return Result(out, lse, row_max, ())
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend`."""
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
         low, high = key_ranges(varlen, len(q))
         inputs = [x.detach().requires_grad_() for x in (rows_with_keys(q, low, high), k, v)]
         with torch.enable_grad():
@@ -70,7 +65,7 @@ def _compiled() -> Any:
 
 
 def _attend(inputs: Sequence[Tensor], low: Tensor, high: Tensor, scale: float, **wanted: bool) -> tuple[Tensor, Any]:
-    """(out (Tq, Hq, Dv), what was wanted besides)."""
+    """(out (Tq, Hq, Dv), the wanted auxiliary outputs)."""
     q, k, _ = inputs
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -88,7 +83,7 @@ def _attend(inputs: Sequence[Tensor], low: Tensor, high: Tensor, scale: float, *
 
 
 def _block_mask(low: Tensor, high: Tensor, keys: int, visible: Any) -> Any:
-    """The blocks of scores that some query of theirs sees, and those that all see whole. No wait."""
+    """The blocks with some visible scores, and those with nothing else. Does not wait for the device."""
     pad = -len(low) % _BLOCK
     lows, highs = (torch.nn.functional.pad(x, (0, pad)).view(-1, _BLOCK) for x in (low, high))
     seen = lows < highs
@@ -103,6 +98,6 @@ def _block_mask(low: Tensor, high: Tensor, keys: int, visible: Any) -> Any:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many of each row are set, those first): (1, 1, rows) and (1, 1, rows, columns), int32."""
+    """(set blocks of each row, their columns before all others): (1, 1, rows) and (1, 1, rows, columns), int32."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None]

@@ -1,4 +1,4 @@
-"""The ranks of a call, and the two collectives of rows between them."""
+"""The ranks of a call, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..base import arguments
-from ..ops.fit import Fail
+from ..ops.fit import failing
 from ..thd.reference import Shape
 
 
 class Ranks(NamedTuple):
-    """The ranks that take part; group is None where only one process does, or none is known."""
+    """The ranks that take part. group is None for a single process, and for ranks that were given as numbers."""
 
     group: ProcessGroup | None
     cp_size: int
@@ -29,30 +29,33 @@ class Ranks(NamedTuple):
         return Ranks, tuple(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return self  # a group is not copied
+        return self  # groups cannot be copied
 
 
 class Pending(NamedTuple):
-    """Rows under way."""
+    """Rows that a collective is moving."""
 
     rows: Tensor
     work: Any
-    sent: Tensor  # stays until the rows have come
+    sent: Tensor  # must live until the collective ends
 
     def wait(self) -> Tensor:
-        """The rows; on a CUDA device only its current stream waits."""
+        """The rows. With CUDA only the current stream waits."""
         if self.work is not None:
             self.work.wait()
         return self.rows
 
 
-def ranks_of(function: str, group: ProcessGroup | None, cp_size: int | None, cp_rank: int | None, fail: Fail) -> Ranks:
-    """From cp_size and cp_rank, else the group, else torch's default one, else one process."""
+def ranks_of(
+    function: str, group: ProcessGroup | None, cp_size: int | None = None, cp_rank: int | None = None
+) -> Ranks:
+    """The ranks by cp_size and cp_rank, or else by the group, or else by torch's default group, or else one process."""
+    fail = failing(function)
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         arguments.refuse(function, "group", group, "a torch.distributed process group, or None")
     if cp_size is not None or cp_rank is not None:
         if group is not None:
-            fail("group is given besides cp_size and cp_rank; give one of the two")
+            fail("group is given besides cp_size and cp_rank; pass either the group or the numbers")
         size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
         rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
         if rank >= size:
@@ -67,24 +70,23 @@ def ranks_of(function: str, group: ProcessGroup | None, cp_size: int | None, cp_
     return Ranks(group, dist.get_world_size(group), rank)
 
 
-def everyones_rows(shape: Shape, device: torch.device) -> Tensor:
-    """(cp_size, rows) int32: where a row's values are, if each rank has sent them in the order of an all-gather."""
+def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
+    """(cp_size, rows) int32: where each row of this rank is among rows that all ranks sent in an all-gather's order."""
     first = torch.arange(shape.cp_size, dtype=torch.int32, device=device) * shape.capacity
     return first[:, None] + torch.arange(shape.rows, dtype=torch.int32, device=device)
 
 
 def all_gather(rows: Tensor, ranks: Ranks) -> Pending:
-    """Everyone's rows (R, ...), one behind the other: (cp_size * R, ...). R is the same for all."""
+    """All ranks' rows (R, ...), concatenated in rank order: (cp_size * R, ...). All must have the same R."""
     if ranks.cp_size == 1 or rows.numel() == 0:
         return Pending(rows.expand(ranks.cp_size * len(rows), *rows.shape[1:]), None, rows)
     out = rows.new_empty(ranks.cp_size * len(rows), *rows.shape[1:])
-    # Its name from torch 2.13 on.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the first from torch 2.13 on
     return Pending(out, gather(out, rows, group=ranks.group, async_op=True), rows)
 
 
 def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks) -> Pending:
-    """sent[r] rows go to rank r, received[r] come from it."""
+    """Send sent[r] rows to rank r, and receive received[r] rows from it."""
     if ranks.cp_size == 1:
         return Pending(rows, None, rows)
     out = rows.new_empty(sum(received), *rows.shape[1:])
@@ -92,15 +94,13 @@ def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks)
 
 
 def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
-    """In place."""
+    """The largest of all ranks' values, in place."""
     if ranks.cp_size > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=ranks.group)
     return x
 
 
 def gather_values(x: Tensor, ranks: Ranks) -> list[list[int]]:
-    """Everyone's numbers, to the host."""
-    if not x.numel():
-        return [[]] * ranks.cp_size
+    """All ranks' whole numbers. Waits for the device."""
     values: list[list[int]] = all_gather(x[None], ranks).wait().tolist()
     return values

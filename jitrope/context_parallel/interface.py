@@ -1,4 +1,4 @@
-"""What an attention backend is asked for and gives."""
+"""The contract of an attention backend."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..ops.fit import failing
 from ..plan.partition import Mask
+
+NAME = "all_gather_attention"
+"""The name at the beginning of messages."""
+
+fail = failing(NAME)
 
 
 class Case(NamedTuple):
-    """What the host knows of a rank's attention: all that a backend may be refused for.
+    """The facts about a rank's attention that are known without the GPU. A backend may refuse a case.
 
     Attributes:
-        device, dtype: those of q, k and v.
-        heads, kv_heads: of q, and of k and v, in one head group.
+        device, dtype: of q, k and v.
+        heads, kv_heads: heads of q, and of k and v, in one head group.
         head_dim, head_dim_v: elements of a head of q and k, and of v.
-        mask: (left, right): how many keys before and behind its own a query sees; -1: no bound.
-        segments: pairs of a chunk's queries and the keys that they see, at most.
-        equal: every segment has as many queries, at least one, and as many keys.
-        grad: a gradient is asked for.
-        lse, max_logit: so are these outputs.
+        mask: (left, right): how many keys before and after its own a query sees; -1: no bound.
+        segments: the largest possible number of segments, which are a chunk's queries and the keys that they see.
+        equal: all segments have the same number of queries, at least one, and the same number of keys.
+        grad: gradients are wanted.
+        lse, max_logit: these outputs are wanted.
     """
 
     device: torch.device
@@ -41,8 +47,8 @@ class Case(NamedTuple):
 class Varlen(NamedTuple):
     """Segments of packed queries and keys, with FlashAttention's rules for masks.
 
-    cu_seqlens_q, cu_seqlens_k: int32 offsets (segments + 1). max_q, max_k: no segment is longer. A segment's last
-    query stands at its last key. Rows after the last offset belong to no segment.
+    cu_seqlens_q, cu_seqlens_k: int32 offsets (segments + 1). max_q, max_k: at least the longest segment. The last query
+    of a segment stands at its last key. Rows after the last offset belong to no segment.
     """
 
     cu_seqlens_q: Tensor
@@ -54,10 +60,10 @@ class Varlen(NamedTuple):
 
 
 class Result(NamedTuple):
-    """out (Tq, Hq, Dv): zero for rows without keys. lse and row_max, the largest logit (Hq, Tq), fp32: -inf for those.
+    """The outputs of `Backend.forward`. Rows of no segment are unspecified, except in row_max, where they are -inf.
 
-    Both may be None where the case does not ask for them. Rows of no segment are unspecified in all but row_max,
-    which is -inf. saved: what `backward` takes besides.
+    out: (Tq, Hq, Dv), zero for rows without keys. lse and row_max, the largest logit: (Hq, Tq), fp32, -inf for rows
+    without keys. Both may be None if the case does not want them. saved: more tensors for `Backend.backward`.
     """
 
     out: Tensor
@@ -66,28 +72,30 @@ class Result(NamedTuple):
     saved: tuple[Tensor, ...]
 
 
-class Backend(Protocol):
-    """q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv), heads in groups that follow one another; see `Varlen`.
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dq, dk and dv."""
 
-    Rows of q and dout without keys may hold anything; rows of k and v of no segment are zero.
+
+class Backend(Protocol):
+    """Attention over segments: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv). Each head of k has Hq / Hk heads of q.
+
+    Rows of q and dout without keys may hold anything. Rows of k and v of no segment are zero.
     """
 
     name: str
 
     def refuses(self, case: Case) -> str | None:
-        """Why this case is not for this backend, in words; None: it is."""
+        """The reason why the backend cannot do this case, in words; None if it can."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         """See `Result`."""
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, of the shapes and dtypes of q, k, v; unspecified in rows of no segment."""
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        """dq, dk, dv, of the shapes and dtypes of q, k, v. Rows of no segment are unspecified."""
 
 
 def key_ranges(varlen: Varlen, rows: int) -> tuple[Tensor, Tensor]:
-    """(low, high): query i sees the keys [low_i, high_i). (rows) each, int32; empty where it sees none."""
+    """(low, high), each (rows), int32: query i sees the keys [low_i, high_i), which may be none."""
     cu_q, cu_k, mask = varlen.cu_seqlens_q, varlen.cu_seqlens_k, varlen.mask
     row = torch.arange(rows, device=cu_q.device, dtype=cu_q.dtype)
     segment = torch.searchsorted(cu_q[1:].contiguous(), row, right=True).clamp(max=len(cu_q) - 2)
@@ -102,5 +110,5 @@ def key_ranges(varlen: Varlen, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_with_keys(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """0 * NaN is NaN: what rows without keys hold must not get into sums over rows."""
+    """x with zeros in rows without keys, as 0 * NaN is NaN and such rows may hold NaN."""
     return torch.where((low < high)[:, None, None], x, 0)

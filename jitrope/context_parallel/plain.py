@@ -1,24 +1,22 @@
-"""Attention in plain torch: any device, dtype, head size and mask; all scores of a KV head at once."""
+"""Attention in plain torch, for any device, dtype, head size and mask. All scores of a KV head are in memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .interface import Case, Result, Varlen, key_ranges, rows_with_keys
+from .interface import Backend, Case, Gradients, Result, Varlen, key_ranges, rows_with_keys
 
 
-class Math:
-    """Products and sums in fp32, or fp64 for fp64; memory: Hq / Hk * Tq * Tk numbers, a few times."""
+class Math(Backend):
+    """Products and sums are in fp32, or in fp64 for fp64. Memory: a few times Hq / Hk * Tq * Tk numbers."""
 
     name = "math"
 
     def refuses(self, case: Case) -> str | None:
-        """Nothing."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        """See `Backend`."""
         low, high = key_ranges(varlen, len(q))
         visible, q = _visible(low, high, len(k)), rows_with_keys(q, low, high)
         out = q.new_empty(*q.shape[:2], v.shape[2])
@@ -28,10 +26,7 @@ class Math:
             out[:, heads], lse[heads], row_max[heads] = _attend(parts, visible, varlen.scale)
         return Result(out, lse, row_max, ())
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], varlen: Varlen
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend`. The scores are computed again."""
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
         low, high = key_ranges(varlen, len(q))
         visible, q, dout = _visible(low, high, len(k)), *(rows_with_keys(x, low, high) for x in (q, dout))
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

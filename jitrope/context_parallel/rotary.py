@@ -1,4 +1,4 @@
-"""Rope on the way to the other ranks: q and k are rotated by the launch that packs what is sent."""
+"""Rope in context parallelism: the launch that packs k and v for the other ranks can rotate q and k."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 from ..base import arguments
 from ..ops import checks
 from ..ops.dispatch import call
-from ..ops.fit import Fail
 from ..ops.operation import turned_back
 from ..ops.operations import ROPE, ROPE_INTO
 from ..ops.words import resolved
 from ..plan.spec import Options
 from ..plan.views import Tensors
+from .interface import NAME
 from .schedule import Schedule
 
 
-@dataclass(frozen=True, eq=False)  # tensors have no one answer to ==
+@dataclass(frozen=True, eq=False)  # == of two tensors gives a tensor
 class Rope:
-    """What `all_gather_attention` turns q and k by, at their positions in their sequences; words of `apply_rope`.
+    """The rotation of q and k in `all_gather_attention`, by each row's position in its sequence.
 
     Attributes:
-        cos, sin: tables over positions, (P, W), with a row for each position of the longest sequence, its padding
-            included. They get no gradient.
-        cos_sin_cache, freqs, freqs_cis: one of them in place of cos and sin, of as many rows; freqs in radians.
-        interleaved, rotary_dim, rotary_offset, rounding: as `apply_rope`'s.
+        cos, sin: tables over positions, (P, W), with a row for each position of the longest sequence, including its
+            padding. They get no gradient.
+        cos_sin_cache, freqs, freqs_cis: one of them in place of cos and sin, with the same rows; freqs in radians.
+        interleaved, rotary_dim, rotary_offset, rounding: see `apply_rope`.
     """
 
     cos: Tensor | None = None
@@ -41,36 +41,16 @@ class Rope:
     rotary_offset: int = 0
     rounding: str = "fp32"
 
-    def call(self, q: Tensor, k: Tensor, schedule: Schedule, name: str) -> Rotation:
-        """Its tables and options for this rank's rows, q (t, Hq, D) and k (t, Hk, D), checked.
-
-        Raises:
-            InvalidInput: they do not fit together; the message begins with `name`.
-        """
-        asked: dict[str, Any] = {"layout": "thd", **vars(self)}
-        tables = {word: asked.pop(word) for word in ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis")}
-        tables = {word: arguments.tensor(name, word, x) for word, x in tables.items() if x is not None}
-        shape = schedule.shape
-        if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel counts, from the offsets
-            asked.update(cp_size=shape.cp_size, cp_rank=shape.cp_rank)
-            positions = {"cu_seqlens": schedule.offsets}
-        else:
-            positions = {"position_ids": schedule.position_ids}
-        options, tensors = resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, name)
-        checks.check(name, tensors, options)
-        tables = {label: x.resolve_conj().resolve_neg() for label, x in tensors.items() if label not in ("q", "k")}
-        return Rotation(tables, options)
-
 
 @dataclass(frozen=True)
 class Rotation:
-    """A `Rope` of one call."""
+    """A `Rope` that is checked for one call."""
 
     tables: Tensors
     options: Options
 
     def into(self, q: Tensor, k: Tensor, v: Tensor, sent: Tensor) -> Tensor:
-        """q rotated; k rotated and v go side by side into `sent` (rows at least, widths of k and of v). One launch."""
+        """Return q rotated, and write k rotated and v side by side into sent (rows or more, both widths)."""
         q, k, v = (x.resolve_neg() for x in (q, k, v))
         own, sent_k, sent_v = sent[: len(q)], k, v
         if len(q):
@@ -82,22 +62,36 @@ class Rotation:
         return out
 
     def apart(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k rotated, with gradients, by a launch of their own."""
+        """q and k rotated by a launch of their own, with gradients."""
         out = call(ROPE, {"q": q, "k": k, **self.tables}, self.options)
         return out["q"], out["k"]
 
     def back_(self, dq: Tensor, dk: Tensor) -> None:
-        """Gradients of what was rotated become those of what was given, in place."""
+        """Turn the gradients of rotated q and k into those of q and k, in place."""
         if len(dq):
             call(ROPE, {"q": dq, "k": dk, **self.tables}, turned_back(self.options, inplace=True))
 
 
-def one_launch(k: Tensor, v: Tensor, schedule: Schedule, head_groups: int) -> bool:
-    """Whether `Rotation.into` does it: all rows of all heads are sent, and heads of k and v are alike."""
-    return head_groups == 1 and schedule.exchange is None and k.shape == v.shape
+def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation | None:
+    """The checked rotation of this rank's rows, q (t, Hq, D) and k (t, Hk, D); None for None.
 
-
-def require_rope(rope: Any, fail: Fail) -> None:
-    """A `Rope`, or None."""
-    if rope is not None and not isinstance(rope, Rope):
-        fail(f"rope is {type(rope).__name__}; it is a Rope")
+    Raises:
+        InvalidInput: rope is no `Rope`, its fields do not fit together, or they do not fit q and k.
+    """
+    if rope is None:
+        return None
+    if not isinstance(rope, Rope):
+        arguments.refuse(NAME, "rope", rope, "a Rope")
+    asked: dict[str, Any] = {"layout": "thd", **vars(rope)}
+    tables = {word: asked.pop(word) for word in ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis")}
+    tables = {word: arguments.tensor(NAME, word, x) for word, x in tables.items() if x is not None}
+    shape = schedule.shape
+    if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions by the offsets
+        asked.update(cp_size=shape.cp_size, cp_rank=shape.cp_rank)
+        positions = {"cu_seqlens": schedule.offsets}
+    else:
+        positions = {"position_ids": schedule.position_ids}
+    options, tensors = resolved(ROPE, {"q": q, "k": k, **tables, **positions}, asked, NAME)
+    checks.check(NAME, tensors, options)
+    tables = {label: x.resolve_conj().resolve_neg() for label, x in tensors.items() if label not in ("q", "k")}
+    return Rotation(tables, options)

@@ -1,4 +1,4 @@
-"""What the attention of a batch needs besides q, k and v: made once, used by every layer."""
+"""The tables of a batch's attention, which are made once and used by every layer."""
 
 from __future__ import annotations
 
@@ -11,34 +11,27 @@ from torch.distributed import ProcessGroup
 
 from ..base import arguments
 from ..ops.fit import failing
-from ..plan.partition import Mask, Rows, capacity, exchange_rows
+from ..plan.partition import Mask, Rows
 from ..thd import ops as thd_ops
-from ..thd.reference import Segments, Shape
-from .checks import checked_batch, checked_window
-from .groups import Ranks, everyones_rows, ranks_of
+from ..thd.reference import Segments
+from .groups import all_ranks_rows
 from .interface import Varlen
-from .shards import described
+from .shards import Partition
 
 
-class Schedule:
-    """Which rows a rank sends, which keys its queries see, and where gradients go, of one batch and mask.
+class Schedule(Partition):
+    """A partition with a mask: the rows that a rank sends, the keys that it sees, and the rows of gradients.
 
     >>> schedule = Schedule(cu_seqlens, tokens, group=group)
     >>> for layer in layers: out = all_gather_attention(q, k, v, schedule=schedule)
 
     Args:
-        cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending; never read by the host.
-        tokens: rows of the whole batch, spare ones after the last sequence included.
-        group: a process group; default: torch's default group, or one process.
-        cp_size, cp_rank: in place of group, for tables alone.
-        cu_seqlens_padded: offsets where sequences have padding behind them; cu_seqlens is then their real lengths,
-            added up.
-        max_seqlen: the longest sequence, its padding included, if the host knows it; default: tokens. Too large a
-            one costs time, too small a one is wrong.
-        causal: a query sees the keys up to its own.
-        window: (left, right): and those from `left` before it to `right` behind it; -1: no bound. causal sets right
-            to 0.
-        rule: "dual_chunk" or "contiguous"; see `Partition`.
+        cu_seqlens, tokens, group, cp_size, cp_rank, rule: see `Partition`. Attention needs a group.
+        cu_seqlens_padded: see `Partition`; cu_seqlens are then the cumulated lengths without padding.
+        max_seqlen: the longest sequence, including its padding; default: tokens. A larger number costs time, a smaller
+            one gives wrong results.
+        causal: a query sees no keys after its own. This sets the right side of the window to 0.
+        window: (left, right): a query sees the keys from `left` before its own to `right` after it; -1: no bound.
 
     Raises:
         InvalidInput: the arguments do not fit together.
@@ -58,16 +51,14 @@ class Schedule:
         window: tuple[int, int] = (-1, -1),
         rule: str = "dual_chunk",
     ) -> None:
-        fail = failing("Schedule")
-        tokens, rule = checked_batch("Schedule", cu_seqlens, cu_seqlens_padded, tokens, rule, fail)
-        left, right = checked_window("Schedule", window, fail)
-        max_seqlen = tokens if max_seqlen is None else arguments.whole("Schedule", "max_seqlen", max_seqlen, 0)
-        causal = arguments.flag("Schedule", "causal", causal)
-        self.ranks: Ranks = ranks_of("Schedule", group, cp_size, cp_rank, fail)
-        self.shape = Shape(tokens, len(cu_seqlens) - 1, *self.ranks[1:], rule)
-        self.mask = Mask(left, 0 if causal else right)
-        self.cu_seqlens, self.cu_seqlens_padded = cu_seqlens, cu_seqlens_padded
-        self.max_seqlen = max_seqlen
+        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank, "rule": rule}
+        super().__init__(cu_seqlens, tokens, cu_seqlens_padded=cu_seqlens_padded, **on)
+        sizes = arguments.wholes("Schedule", "window", window, -1)
+        if len(sizes) != 2:
+            failing("Schedule")(f"window is {sizes!r}; it must be (left, right), with -1 for no bound")
+        self.mask = Mask(sizes[0], 0 if arguments.flag("Schedule", "causal", causal) else sizes[1])
+        longest = self.shape.tokens if max_seqlen is None else max_seqlen
+        self.max_seqlen = arguments.whole("Schedule", "max_seqlen", longest, 0)
         self.equal = False
 
     @classmethod
@@ -84,109 +75,97 @@ class Schedule:
         window: tuple[int, int] = (-1, -1),
         rule: str = "dual_chunk",
     ) -> Schedule:
-        """For the layouts bshd and sbhd: sequences of one length. The other arguments are those of `Schedule`.
+        """A schedule of sequences of one length, for the layouts bshd and sbhd. `Schedule` has the other arguments.
 
         Args:
-            batch: B, how many sequences.
-            seqlen: tokens of each on all ranks together, a multiple of the group's size.
-            device: that of q.
+            batch: B, the number of sequences.
+            seqlen: tokens of a sequence on all ranks together, a multiple of the group's size.
+            device: the device of q.
 
         Raises:
             InvalidInput: the arguments do not fit together.
         """
         name = "Schedule.fixed"
-        fail = failing(name)
         batch = arguments.whole(name, "batch", batch, 1)
         seqlen = arguments.whole(name, "seqlen", seqlen, 0)
         where = arguments.device(name, "device", device)
         if where is None:
-            arguments.refuse(name, "device", device, "that of q")
-        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank}
-        ranks = ranks_of(name, **on, fail=fail)
-        if seqlen % ranks.cp_size != 0:
-            fail(f"seqlen is {seqlen}; it is a multiple of the group's size {ranks.cp_size}")
+            arguments.refuse(name, "device", device, "the device of q")
+        on: dict[str, Any] = {"group": group, "cp_size": cp_size, "cp_rank": cp_rank, "rule": rule}
         offsets = torch.arange(batch + 1, dtype=torch.int32, device=where) * seqlen
-        schedule = cls(offsets, batch * seqlen, **on, max_seqlen=seqlen, causal=causal, window=window, rule=rule)
+        schedule = cls(offsets, batch * seqlen, max_seqlen=seqlen, causal=causal, window=window, **on)
+        size = schedule.shape.cp_size
+        if seqlen % size != 0:
+            failing(name)(f"seqlen is {seqlen}; it must be a multiple of the group's size {size}")
         schedule.equal = seqlen > 0
         return schedule
 
-    def __repr__(self) -> str:
-        return f"Schedule({described(self.shape)}, window ({self.mask.left}, {self.mask.right}))"
-
-    @property
-    def offsets(self) -> Tensor:
-        """Those that the rows are cut by, (N + 1): with the padding, if there is some."""
-        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
-
-    @cached_property
-    def position_ids(self) -> Tensor:
-        """Each row's position in its sequence: (rows), int32."""
-        return thd_ops.table("positions", self.offsets, self.shape)
+    def _words(self) -> list[str]:
+        return [*super()._words(), f"window ({self.mask.left}, {self.mask.right})"]
 
     @cached_property
     def segments(self) -> Segments:
-        """Tables of rows on the device."""
+        """The tables of rows, on the device."""
         return thd_ops.segments(self.cu_seqlens, self.cu_seqlens_padded, self.shape, self.mask)
 
     @cached_property
     def exchange(self) -> Rows | None:
-        """rows[source][rank] that are sent; None: all ranks gather all rows."""
-        shape = self.shape
-        return exchange_rows(shape.tokens, shape.cp_size, shape.sequences, self.mask, shape.rule)
+        """rows[source][rank]: how many rows each rank sends to each; None: all ranks gather all rows."""
+        return self.shape.exchange(self.mask)
+
+    @property
+    def _rows(self) -> Rows:
+        """The same, also where all ranks gather all rows."""
+        size = self.shape.cp_size
+        return ((self.shape.capacity,) * size,) * size if self.exchange is None else self.exchange
 
     @property
     def sent(self) -> list[int]:
-        """How many rows of keys go from here to each rank."""
-        if self.exchange is None:
-            return [self.shape.capacity] * self.shape.cp_size
-        return [*self.exchange[self.shape.cp_rank]]
+        """How many rows of keys this rank sends to each."""
+        return [*self._rows[self.shape.cp_rank]]
 
     @property
     def received(self) -> list[int]:
-        """How many rows of keys come here from each rank."""
-        if self.exchange is None:
-            return [self.shape.capacity] * self.shape.cp_size
-        return [rows[self.shape.cp_rank] for rows in self.exchange]
+        """How many rows of keys this rank receives from each."""
+        return [rows[self.shape.cp_rank] for rows in self._rows]
 
     @cached_property
     def sum_rows(self) -> Tensor:
-        """(cp_size, rows) int32: where each row's gradients are among those that come back."""
+        """(cp_size, rows) int32: the places of each row's gradients among those that this rank receives."""
         sent_rows = self.segments.sent_rows
-        return everyones_rows(self.shape, self.cu_seqlens.device) if sent_rows is None else sent_rows
+        return all_ranks_rows(self.shape, self.cu_seqlens.device) if sent_rows is None else sent_rows
 
     @property
     def saving(self) -> float:
-        """The part of an all-gather's rows that need not be sent, over all ranks: 0 where all are gathered."""
-        ranks = range(self.shape.cp_size)
+        """The share of an all-gather's rows that need not be sent, over all ranks; 0 if all rows are gathered."""
         if self.exchange is None:
             return 0.0
-        moved = sum(self.exchange[source][rank] for source in ranks for rank in ranks if source != rank)
-        return 1 - moved / (len(ranks) * (len(ranks) - 1) * self.shape.capacity)
+        size = self.shape.cp_size
+        moved = sum(map(sum, self.exchange)) - sum(self.exchange[rank][rank] for rank in range(size))
+        return 1 - moved / (size * (size - 1) * self.shape.capacity)
 
     @property
     def most_segments(self) -> int:
-        """How many segments there are, empty ones included."""
+        """The number of segments, including empty ones."""
         each = 1 if self.mask.full else len(self.shape.chunks)
         padding = self.cu_seqlens_padded is not None and not self.mask.extends
         return self.shape.sequences * (each + padding)
 
     def varlen(self, scale: float) -> Varlen:
-        """The segments as backends take them; scale is that of the softmax."""
+        """The segments in the form that backends take. scale: of the softmax."""
         return Varlen(self.segments.cu_seqlens_q, self.segments.cu_seqlens_k, *self._longest(), self.mask, scale)
 
     def _longest(self) -> tuple[int, int]:
-        """(queries, keys) that no segment has more of."""
+        """At least the (queries, keys) of the largest segment."""
         shape, mask = self.shape, self.mask
         longest = min(self.max_seqlen, shape.tokens)
         chunk = -(-longest // shape.of)
-        # Under a full mask a segment has all queries of a sequence; so has one of padding, at most.
+        # Under a full mask a segment has all of the rank's queries of a sequence, and a segment of padding may have.
         queries = chunk * len(shape.chunks) if mask.full or self.cu_seqlens_padded is not None else chunk
         keys = longest
         if mask.extends:
             queries = longest if mask.right < 0 else min(longest, chunk + mask.right)
         if mask.left >= 0 and mask.right >= 0:
             keys = min(longest, mask.left + chunk + mask.right)
-        most_keys, most_queries = capacity(
-            shape.tokens, shape.cp_rank, shape.cp_size, shape.sequences, mask, shape.rule
-        )
+        most_keys, most_queries = shape.most(mask)
         return min(queries, most_queries), min(keys, most_keys)

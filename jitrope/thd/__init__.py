@@ -1,29 +1,29 @@
 """Moving packed ("thd") tensors between the order of a batch and the order of context-parallel ranks.
 
-The functions of TransformerEngine's context parallelism, under its names without their prefix "thd_": rows of any size
-and alignment, any number of sequences, which need not be multiples of anything, rows behind the last sequence included.
-Each is one launch, for two tensors too, and none waits for the device. Which rank has which rows is the rule of
-`jitrope.context_parallel.Partition`. The halves and corrections are for ring attention (arXiv:2310.01889), which joins
-softmaxes over parts of the keys by their log-sum-exp (FlashAttention, arXiv:2205.14135 and 2307.08691).
+These are the functions of TransformerEngine's context parallelism, under its names without the prefix "thd_". Rows may
+have any size and alignment, sequences any number and length, and there may be rows after the last sequence. Each
+function is one launch, also for two tensors, and none waits for the GPU. `jitrope.context_parallel.Partition` explains
+which rank has which rows. The halves and corrections are for ring attention (arXiv:2310.01889), which joins softmaxes
+over parts of the keys by their log-sum-exp (FlashAttention, arXiv:2205.14135 and 2307.08691).
 
-cu_seqlens are the offsets of the sequences in the whole batch, (B + 1) int32 or int64 from 0 up, unless a function says
-that they are a rank's. Where there is padding between sequences they are the padded ones. In shapes T counts tokens, of
-the batch or of the rank, and B sequences.
+cu_seqlens are the offsets of the sequences in the whole batch, (B + 1) int32 or int64, ascending from 0. Where a
+function says "of a rank", they are the offsets in the rows of one rank. If there is padding between sequences, they
+include it. In shapes T counts tokens, of the batch or of the rank, and B sequences.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.fit import Fail, failing
+from ..ops.fit import MAX_TOKENS, Fail, failing, is_float
 from ..plan.partition import RULES
 from . import ops as thd_ops
-from .launch import SUMMED
-from .reference import Shape
+from .corrections import Correction
+from .reference import Move, Shape
 
 __all__ = [
     "copy_valid_tokens_from_per_split_to_rank_local",
@@ -38,17 +38,14 @@ __all__ = [
 ]
 
 Rows = Tensor | tuple[Tensor, ...]
-"""A tensor (T, ...), or a pair of them with as many rows."""
-
-MAX_TOKENS = 2**31 - 1
-"""Rows are counted in 32 bits; elements in 64."""
+"""A tensor (T, ...), or a pair of tensors with equally many rows."""
 
 CORRECTIONS = {"none": "nothing", "add": "add", "copy": "copy"}
-"""Words of `grad_correction` for what is done with a half, and the kernels' words for it."""
+"""The words of `grad_correction`, and the kernels' words for the same."""
 
 
 def _given(name: str, **tensors: Any) -> Fail:
-    """What refuses a call of `name`, whose tensors these are."""
+    """Check that these arguments of `name` are tensors, and return its `Fail`."""
     for label, x in tensors.items():
         arguments.tensor(name, label, x)
     return failing(name)
@@ -64,7 +61,7 @@ def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, fail: Fail, rows: 
 
 
 def _shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str, fail: Fail) -> Shape:
-    """The batch's shape, if the offsets are offsets and the rows can be counted."""
+    """The shape of a batch. The offsets must be valid, and kernels count rows in int32."""
     _check_offsets("cu_seqlens", cu_seqlens, x, fail)
     if tokens + cp_size > MAX_TOKENS:
         fail(f"{tokens} tokens are more than {MAX_TOKENS} rows")
@@ -72,13 +69,13 @@ def _shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank:
 
 
 def _require_written(label: str, x: Tensor, fail: Fail) -> None:
-    """A tensor that is written must have rows of its own, each in one piece."""
+    """Refuse to write rows that are not contiguous, or that overlap."""
     if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
         fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")
 
 
 def _rows_of(x: Tensor) -> Tensor:
-    """With the elements of a row next to each other; rows may lie apart."""
+    """x, or a copy, with contiguous rows. The rows may be apart from each other."""
     return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
 
 
@@ -86,7 +83,7 @@ def _rows_of(x: Tensor) -> Tensor:
 
 
 class _Reordered(torch.autograd.Function):
-    """Tensors in the other order; the gradient goes back the same way."""
+    """Tensors in the other order; gradients go back in the same way."""
 
     @staticmethod
     def forward(ctx: Any, map: str, cu_seqlens: Tensor, shape: Shape, *xs: Tensor) -> Any:
@@ -94,7 +91,7 @@ class _Reordered(torch.autograd.Function):
         ctx.save_for_backward(cu_seqlens)
         rows = shape.all_rows if map == "to_ranks" else shape.tokens
         out = tuple(x.new_empty((rows, *x.shape[1:])) for x in xs)
-        thd_ops.move(map, [_rows_of(x) for x in xs], out, cu_seqlens, shape)
+        thd_ops.move(Move([_rows_of(x) for x in xs], out, map, cu_seqlens, shape=shape))
         return out
 
     @staticmethod
@@ -103,14 +100,13 @@ class _Reordered(torch.autograd.Function):
         return None, None, None, *_Reordered.apply(back, ctx.saved_tensors[0], ctx.shape, *grads)
 
 
-def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Any:
-    xs = tuple(x) if isinstance(x, (tuple, list)) else (x,)
-    fail = failing(name)
+def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tokens: int | None, rule: str) -> Rows:
+    several = isinstance(x, (tuple, list))
+    xs = tuple(x) if several else (x,)
     if not (1 <= len(xs) <= 2):
-        fail(f"x is {len(xs)} tensors; one launch moves one or two")
-    for i, y in enumerate(xs):
-        arguments.tensor(name, "x" if len(xs) == 1 else f"x[{i}]", y)
-    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+        failing(name)(f"x is {len(xs)} tensors; one launch moves one or two")
+    labels = ("x",) if len(xs) == 1 else ("x[0]", "x[1]")
+    fail = _given(name, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
     cp_size = arguments.whole(name, "cp_size", cp_size, 1)
     tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
     rule = arguments.word(name, "rule", rule, RULES)
@@ -121,34 +117,33 @@ def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tok
     rows = shape.tokens if map == "to_ranks" else shape.all_rows
     if len(xs[0]) != rows:
         fail(
-            f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows} (total_tokens "
-            "must be given where it is not the number of rows)"
+            f"x has {len(xs[0])} rows; total_tokens={shape.tokens} on cp_size={cp_size} ranks are {rows} (pass "
+            "total_tokens if it is not the number of rows)"
         )
-    out = _Reordered.apply(map, cu_seqlens, shape, *xs)
-    return out if isinstance(x, (tuple, list)) else out[0]
+    out: tuple[Tensor, ...] = _Reordered.apply(map, cu_seqlens, shape, *xs)
+    return out if several else out[0]
 
 
 def sequence_order_to_cp_rank_order(
     x: Rows, cu_seqlens: Tensor, cp_size: int, total_tokens: int | None = None, *, rule: str = "dual_chunk"
 ) -> Rows:
-    """The shards of all ranks, one behind the other, of a batch in its own order. Differentiable.
+    """Reorder a batch into the shards of all ranks, one shard after the other. Differentiable.
 
     Args:
-        x: (T, ...), or a pair of such (k and v), moved by one launch.
-        cu_seqlens: (B + 1), of the batch, the padded ones if there is padding.
-        cp_size: ranks that share each sequence.
-        total_tokens: T, if it is to be checked.
+        x: (T, ...), or a pair of such tensors (k and v), which one launch moves.
+        cu_seqlens: (B + 1), of the batch.
+        cp_size: the number of ranks that share each sequence.
+        total_tokens: T, to check the number of rows.
         rule: "dual_chunk" (a rank has a chunk from each end) or "contiguous".
 
     Returns:
         (cp_size * ceil(T / cp_size), ...): rank r's shard begins at row r * ceil(T / cp_size). Where T is not a
-        multiple of cp_size, the shards of some ranks have one row less and end in a row of zeros.
+        multiple of cp_size, the shards of some ranks have one row less, and end in a row of zeros.
 
     Raises:
         InvalidInput: the arguments do not fit together.
     """
-    name = "sequence_order_to_cp_rank_order"
-    return cast(Rows, _reorder(name, "to_ranks", x, cu_seqlens, cp_size, total_tokens, rule))
+    return _reorder("sequence_order_to_cp_rank_order", "to_ranks", x, cu_seqlens, cp_size, total_tokens, rule)
 
 
 def cp_rank_order_to_sequence_order(
@@ -156,36 +151,35 @@ def cp_rank_order_to_sequence_order(
 ) -> Rows:
     """The inverse of `sequence_order_to_cp_rank_order`: (cp_size * ceil(T / cp_size), ...) to (T, ...).
 
-    Arguments and errors are those of `sequence_order_to_cp_rank_order`, which is its gradient; total_tokens is T,
-    needed where it is not x's number of rows.
+    Arguments and errors are those of `sequence_order_to_cp_rank_order`, but pass total_tokens = T if x has more rows
+    than that. Differentiable.
     """
-    name = "cp_rank_order_to_sequence_order"
-    return cast(Rows, _reorder(name, "to_sequences", x, cu_seqlens, cp_size, total_tokens, rule))
+    return _reorder("cp_rank_order_to_sequence_order", "to_sequences", x, cu_seqlens, cp_size, total_tokens, rule)
 
 
 def get_partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int, *, rule: str = "dual_chunk"
 ) -> Tensor:
-    """Which tokens of the batch a rank has, in its order: (rows), int32.
+    """The tokens of a rank, in the order of its rows, as indices into the batch.
 
     Args:
         cu_seqlens: (B + 1), of the batch.
-        total_tokens: T, rows of the batch, those behind the last sequence included.
-        world_size, rank: ranks that share each sequence, and which of them.
-        rule: as `sequence_order_to_cp_rank_order`'s.
+        total_tokens: T, rows of the batch, including those after the last sequence.
+        world_size: the number of ranks that share each sequence.
+        rank: the rank, from 0 to world_size - 1.
+        rule: see `sequence_order_to_cp_rank_order`.
 
     Returns:
-        Indices into the batch. rows is T / world_size where that divides, else one more on some ranks.
+        (rows), int32. rows is T / world_size, rounded down on some ranks and up on others.
 
     Raises:
         InvalidInput: the arguments do not fit together.
     """
     name = "get_partitioned_indices"
-    arguments.tensor(name, "cu_seqlens", cu_seqlens, rank=1)
+    fail = _given(name, cu_seqlens=cu_seqlens)
     total_tokens = arguments.whole(name, "total_tokens", total_tokens, 0)
     world_size = arguments.whole(name, "world_size", world_size, 1)
     rank = arguments.whole(name, "rank", rank, 0)
-    fail = failing(name)
     if rank >= world_size:
         fail(f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
     rule = arguments.word(name, "rule", rule, RULES)
@@ -199,12 +193,12 @@ def get_partitioned_indices(
 def copy_valid_tokens_from_per_split_to_rank_local(
     out: Tensor, x: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
 ) -> None:
-    """Copy the tokens of x that are not padding to the same rows of out; the other rows of out stay as they are.
+    """Copy the tokens of x that are not padding to the same rows of out. Other rows of out stay as they are.
 
     Args:
-        out, x: (T, ...), of one shape and dtype.
-        cu_seqlens_padded: (B + 1), where each sequence of this rank (or step) begins; may begin past 0.
-        cu_seqlens: (B + 1), whose differences are how many tokens of each are valid.
+        out, x: (T, ...), of the same shape and dtype.
+        cu_seqlens_padded: (B + 1), at which the sequences of this rank (or step) begin. The first may be above 0.
+        cu_seqlens: (B + 1). Its differences are the numbers of valid tokens.
 
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
@@ -219,20 +213,20 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         fail("cu_seqlens and cu_seqlens_padded differ in shape or dtype")
     _require_written("out", out, fail)
     if len(cu_seqlens) > 1:
-        thd_ops.move("valid", [_rows_of(x)], [out], cu_seqlens_padded, lengths=cu_seqlens)
+        thd_ops.move(Move([_rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens))
 
 
 def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
-    """The first (0) or second (1) half of each sequence of a rank's rows, one behind the other.
+    """The first (0) or second (1) half of each sequence of a rank's rows, one after the other.
 
     Args:
-        x: (T, H, D), or (2, T, H, D) with k and v, which one launch takes.
-        cu_seqlens: (B + 1), a rank's.
+        x: (T, H, D), or (2, T, H, D) for k and v in one launch.
+        cu_seqlens: (B + 1), of a rank.
         half_idx: 0 or 1.
 
     Returns:
-        (T / 2, H, D) or (2, T / 2, H, D), and of an odd T one row more for the first half. A sequence of odd length has
-        one row more in one of its halves: they are its chunks by the rule "contiguous" of two ranks.
+        (T / 2, H, D) or (2, T / 2, H, D). If T is odd, the first half has one row more. The halves of a sequence are
+        its chunks by the rule "contiguous" of two ranks; if its length is odd, one of them has one row more.
 
     Raises:
         InvalidInput: the arguments do not fit together.
@@ -248,7 +242,7 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     xs = tuple(x) if both else (x,)
     shape = _shape_of(x, cu_seqlens, len(xs[0]), 2, half_idx, "contiguous", fail)
     out = x.new_empty((len(xs), shape.rows, *xs[0].shape[1:]))
-    thd_ops.move("to_ranks", [_rows_of(y) for y in xs], list(out), cu_seqlens, shape)
+    thd_ops.move(Move([_rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape=shape))
     return out if both else out[0]
 
 
@@ -256,8 +250,9 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
 
 
 def _check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> int:
-    """Refuse log-sum-exps that are none, or not of one batch; the rows that the first is for."""
+    """Refuse wrong log-sum-exps and offsets. Return the number of rows that the first log-sum-exp has room for."""
     lse = next(iter(given.values()))
+    _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
     for label, x in given.items():
         if x.dim() != (2 if packed else 3) or x.dtype != torch.float32 or not x.is_contiguous():
             words = "(H, rows)" if packed else "(B, H, rows)"
@@ -273,10 +268,10 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
     """Join a step's log-sum-exp with that of the second half of each sequence, in place: log(exp(lse) + exp(step)).
 
     Args:
-        lse: fp32, contiguous, natural logarithms: (H, rows >= T) if packed, else (B, H, longest).
-        lse_per_step: the same of the second halves: (H, >= T / 2) or (B, H, >= longest / 2).
-        cu_seqlens: (B + 1), a rank's.
-        lse_packed: which of the two shapes.
+        lse: natural logarithms, contiguous, fp32: (H, rows >= T) if packed, else (B, H, longest).
+        lse_per_step: the same for the second halves alone: (H, >= T / 2) or (B, H, >= longest / 2).
+        cu_seqlens: (B + 1), of a rank.
+        lse_packed: True for (H, rows), False for (B, H, longest).
 
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
@@ -284,20 +279,19 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
     name = "second_half_lse_correction"
     fail = _given(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
-    _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
     rows = _check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
-    thd_ops.correct("lse", "nothing", "add", cu_seqlens, rows, packed=packed, lse=lse, lse_step=lse_per_step)
+    _correct(Correction("lse", "nothing", "add", packed, cu_seqlens, rows, lse=lse, lse_step=lse_per_step))
 
 
 def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
     """The log-sum-exp of the second half of each sequence.
 
     Args:
-        lse, cu_seqlens, lse_packed: as `second_half_lse_correction`'s.
+        lse, cu_seqlens, lse_packed: see `second_half_lse_correction`.
         second_half_lse_seqlen: n, columns of the result.
 
     Returns:
-        fp32, (H, n) if packed, else (B, H, n); zero behind the last row of the halves.
+        fp32, (H, n) if packed, else (B, H, n); zero after the last row of the halves.
 
     Raises:
         InvalidInput: the arguments do not fit together.
@@ -306,10 +300,9 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
     fail = _given(name, lse=lse, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
     columns = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
-    _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
     rows = _check_lse(packed, cu_seqlens, fail, lse=lse)
     out = lse.new_zeros((*lse.shape[:-1], columns))
-    thd_ops.correct("read_lse", "nothing", "copy", cu_seqlens, rows, packed=packed, lse=lse, lse_step=out)
+    _correct(Correction("read_lse", "nothing", "copy", packed, cu_seqlens, rows, lse=lse, lse_step=out))
     return out
 
 
@@ -326,11 +319,11 @@ def out_correction(
 
     Args:
         out: (T, H, D).
-        out_per_step: (T, H, D), or with only_second_half (T / 2, H, D), of the second halves; of out's dtype.
-        lse, lse_per_step: as `second_half_lse_correction`'s; a whole step's is of lse's shape.
-        cu_seqlens: (B + 1), a rank's.
-        only_second_half: the step has queries of the second halves alone.
-        lse_packed: as `second_half_lse_correction`'s.
+        out_per_step: (T, H, D), or (T / 2, H, D) with only_second_half; of out's dtype.
+        lse, lse_per_step: see `second_half_lse_correction`; without only_second_half both have the same shape.
+        cu_seqlens: (B + 1), of a rank.
+        only_second_half: the step has only the queries of the second halves.
+        lse_packed: see `second_half_lse_correction`.
 
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
@@ -342,23 +335,19 @@ def out_correction(
     packed = arguments.flag(name, "lse_packed", lse_packed)
     _check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
     _check_lse(packed, cu_seqlens, fail, **both)
-    if lse.device != out.device:
-        fail(f"lse is on {lse.device}, out on {out.device}; they must be on one device")
     if lse.shape[-2] != out.shape[1]:
         fail(f"lse has {lse.shape[-2]} heads, out {out.shape[1]}; they must match")
     step = _rows_of(out_per_step)
-    thd_ops.correct(
-        "out", first, "add", cu_seqlens, len(out), packed=packed, out=out, step=step, lse=lse, lse_step=lse_per_step
-    )
+    _correct(Correction("out", first, "add", packed, cu_seqlens, len(out), out, step, lse, lse_per_step))
 
 
 def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str) -> None:
-    """Add a step's gradient to that of each sequence, or copy it there, in place, each half on its own.
+    """Add a step's gradient to that of each sequence, or copy it there, in place and for each half separately.
 
     Args:
         grad: (T, H, D) or (2, T, H, D).
-        grad_per_step: of the same shape if both halves are written, else with T / 2 rows, those of one half.
-        cu_seqlens: (B + 1), a rank's.
+        grad_per_step: of the same shape, or with the T / 2 rows of one half if the other half's word is "none".
+        cu_seqlens: (B + 1), of a rank.
         first_half, second_half: "add", "copy" or "none".
 
     Raises:
@@ -370,22 +359,25 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
     second = CORRECTIONS[arguments.word(name, "second_half", second_half, CORRECTIONS)]
     for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):
         if x.dim() != grad.dim() or (x.dim() != 3 and (x.dim() != 4 or len(x) != 2)):
-            fail(f"{label} is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D), and grad_per_step as grad")
+            fail(f"{label} is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D), and so must grad_per_step")
     pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
+    _check_step("grad", pairs[0][0], pairs[0][1], cu_seqlens, first, second, fail)  # the other has the same strides
     for one, step in pairs:
-        _check_step("grad", one, step, cu_seqlens, first, second, fail)
-    for one, step in pairs:
-        thd_ops.correct("grad", first, second, cu_seqlens, len(one), out=one, step=_rows_of(step))
+        _correct(Correction("grad", first, second, True, cu_seqlens, len(one), one, _rows_of(step)))
+
+
+def _correct(given: Correction) -> None:
+    torch.ops.jitrope.thd_correct(*given)
 
 
 def _check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
-    if out.dim() != 3 or out.dtype not in SUMMED:
+    if out.dim() != 3 or not is_float(out):
         fail(f"{label} is {tuple(out.shape)} {out.dtype}; it must be (T, H, D) fp32, fp16 or bf16")
     rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
     alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)
     if not alike or len(step) < rows:
         fail(
-            f"{label}_per_step is {arguments.shown(step)}; it must have {rows} rows at least, and else be as {label}, "
+            f"{label}_per_step is {arguments.shown(step)}; it must have {rows} rows at least, and match {label}, "
             f"{arguments.shown(out)}"
         )
     _require_written(label, out, fail)

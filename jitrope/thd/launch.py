@@ -1,4 +1,4 @@
-"""The operations of `ops` on a GPU: what each launches, and the launch itself. Nothing waits for the device."""
+"""The launches of each operation of `ops` on a GPU. Nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ..base.spec import ACCESS_BYTES
 from ..jit.kernels import get_kernel
+from ..ops.fit import is_float
 from ..ops.launch import MAX_LAUNCHES
 from ..ops.watch import get_device, get_stream
-from ..plan.partition import Mask, exchange_rows
+from ..plan.partition import Mask
 from ..plan.problem import DTYPE_NAMES
-from .reference import Shape, layout, split
+from .corrections import Correction
+from .reference import Move, Shape, split
 from .spec import (
     BLOCK_THREADS,
     PARTITIONED,
@@ -29,14 +31,11 @@ from .spec import (
     table_spec,
 )
 
-SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that the kernels add up, in fp32."""
-
 _local = threading.local()
 
 
 class Call(NamedTuple):
-    """A launch: the kernel, its blocks, and its argument block, which is addresses of tensors and then words."""
+    """A launch. Its argument block has the addresses of the tensors and then the words."""
 
     spec: ThdSpec
     grid: tuple[int, int]
@@ -46,7 +45,7 @@ class Call(NamedTuple):
 
 
 def launch(call: Call) -> None:
-    """Enqueue on torch's current stream of the tensors' device."""
+    """Enqueue a call on torch's current stream of its device."""
     spec, grid, tensors, words, device = call
     index: int = device.index
     if index != get_device():
@@ -71,27 +70,19 @@ def launch(call: Call) -> None:
 
 
 def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
-    """Write where rows come from under a map."""
+    """Write the sources of rows; see `reference.table`."""
     spec = table_spec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
     grid = (-(-rows // spec.rows_per_block), 1)
     words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
     return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
 
 
-def rows_calls(
-    _: None,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    map: str,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    table: Tensor | None,
-    shape: Shape,
-) -> list[Call] | None:
-    """Move rows by a map; None where the kernel does not: rows in pieces, three tensors, sums of other dtypes."""
+def rows_calls(move: Move) -> list[Call] | None:
+    """Move rows; None if the kernel cannot: rows that are not contiguous, three tensors, sums of other dtypes."""
+    inputs, outputs, map, cu_seqlens, lengths, table, shape = move
     sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
     whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
-    if not whole or len(outputs) > 2 or (sums and inputs[0].dtype not in SUMMED):
+    if not whole or len(outputs) > 2 or (sums and not is_float(inputs[0])):
         return None
     rows, (widths, in_widths) = len(outputs[0]), ([_row_bytes(x) for x in xs] for xs in (outputs, inputs))
     if rows == 0 or max(widths) == 0:
@@ -101,12 +92,11 @@ def rows_calls(
     cut = (shape.cp_size, shape.rule) if map in PARTITIONED else (1, "dual_chunk")
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
     addresses = [x.data_ptr() for x in (*inputs, *outputs)]
-    multiples = (*addresses, *in_strides, *strides, *widths, *in_widths)
-    spec = rows_spec(tuple(widths), math.gcd(*multiples), map, False, index_dtype, *cut, *dtypes)
-    none = [0] * (2 - len(inputs))
-    words = [*in_strides, *none, *strides, *none, *(in_widths if sums else widths), *none]
+    multiple = math.gcd(*addresses, *in_strides, *strides, *widths, *in_widths)
+    spec = rows_spec(tuple(widths), multiple, map, False, index_dtype, *cut, *dtypes)
+    zeros, absent = [0] * (2 - len(inputs)), [None] * (2 - len(inputs))
+    words = [*in_strides, *zeros, *strides, *zeros, *(in_widths if sums else widths), *zeros]
     words += [rows, len(inputs[0]), sources, *_batch_words(shape)]
-    absent = [None] * len(none)
     tensors = [*inputs, *absent, *outputs, *absent, cu_seqlens, lengths, table, None]
     return [Call(spec, (-(-rows // spec.rows_per_block), len(outputs)), tensors, words, outputs[0].device)]
 
@@ -135,18 +125,15 @@ def segments_calls(
     scan_threads: int = SCAN_THREADS,
 ) -> list[Call]:
     """Write the tables of `Segments` into a buffer full of -1: first segments, then their rows."""
-    exchange = exchange_rows(shape.tokens, shape.cp_size, shape.sequences, mask, shape.rule)
-    padded = cu_seqlens_padded is not None
-    tables = split(flat, layout(shape, mask, padded))
-    offsets = cu_seqlens_padded if padded else cu_seqlens
+    exchange, padded = shape.exchange(mask), cu_seqlens_padded is not None
+    tables = split(flat, shape, mask, padded)
     keys, queries = (0 if tables[name] is None else len(tables[name]) for name in ("key_rows", "query_rows"))
     bases, sent, blocks = [0] * (2 * shape.cp_size), 0, 1
-    if exchange is not None:  # where the rows of each rank begin, among those received and those sent
+    if exchange is not None:  # bases: the first row of each rank, among those received and among those sent
         counts = [row[shape.cp_rank] for row in exchange], exchange[shape.cp_rank]
         bases = [sum(some[:rank]) for some in counts for rank in range(shape.cp_size)]
         sent, blocks = sum(exchange[shape.cp_rank]), 1 + 2 * shape.cp_size
-    names = "cu_seqlens_q cu_seqlens_k pairs key_rows gathered_rows query_rows output_rows send_rows sent_rows"
-    tensors = [cu_seqlens, offsets, *[tables[name] for name in names.split()]]
+    tensors = [cu_seqlens, cu_seqlens_padded if padded else cu_seqlens, *tables.values()]
     words = [shape.sequences, shape.tokens, shape.cp_rank, *mask, shape.capacity, shape.rows, keys, queries]
     words += [tables["gathered_rows"].shape[1], sent, *bases]
     rows = keys + queries + (0 if exchange is None else shape.cp_size * shape.rows)
@@ -163,32 +150,19 @@ def segments_calls(
 # ---- ring attention's corrections: `struct Params` of `thd_corrections.cu.jinja` -----------------------
 
 
-def correction_calls(
-    _: None,
-    quantity: str,
-    first: str,
-    second: str,
-    packed: bool,
-    offsets: Tensor,
-    rows: int,
-    out: Tensor | None,
-    step: Tensor | None,
-    lse: Tensor | None,
-    lse_step: Tensor | None,
-) -> list[Call]:
-    """Join a step with those before it; see `reference.correct`."""
+def correction_calls(given: Correction) -> list[Call]:
+    """Join a step with the steps before it."""
+    out, step, lse, lse_step, cu_seqlens = given.out, given.step, given.lse, given.lse_step, given.cu_seqlens
     vec, heads, head_dim, strides = 1, 0 if lse is None else lse.shape[-2], 1, [0, 0]
     if out is not None and step is not None:
         size = out.element_size()
         heads, head_dim = out.shape[1:]
         strides = [out.stride(0), step.stride(0)]
-        vec = ACCESS_BYTES // size
-        bytes_ = (out.data_ptr(), step.data_ptr(), *(s * size for s in strides), head_dim * size)
-        while any(number % (vec * size) for number in bytes_):
-            vec //= 2
-    dtype = "fp32" if out is None else DTYPE_NAMES[out.dtype]
-    spec = correction_spec(quantity, first, second, packed, dtype, DTYPE_NAMES[offsets.dtype], vec)
+        multiple = math.gcd(out.data_ptr(), step.data_ptr(), *(s * size for s in strides), head_dim * size)
+        vec = math.gcd(ACCESS_BYTES, multiple) // size
+    dtypes = "fp32" if out is None else DTYPE_NAMES[out.dtype], DTYPE_NAMES[cu_seqlens.dtype]
+    spec = correction_spec(given.quantity, given.first, given.second, given.packed, *dtypes, vec)
     widths = [0 if x is None else x.shape[-1] for x in (lse, lse_step)]
-    words = [len(offsets) - 1, heads, head_dim, *strides, *widths]
-    tensors = [out, step, lse, lse_step, offsets]
-    return [Call(spec, (rows, 1), tensors, words, offsets.device)] if rows and heads else []
+    words = [len(cu_seqlens) - 1, heads, head_dim, *strides, *widths]
+    tensors = [out, step, lse, lse_step, cu_seqlens]
+    return [Call(spec, (given.rows, 1), tensors, words, cu_seqlens.device)] if given.rows and heads else []

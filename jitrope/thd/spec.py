@@ -1,7 +1,4 @@
-"""What is compiled into the kernels that move rows of packed batches between ranks, and how they are launched.
-
-Pure Python, no torch.
-"""
+"""The specs of the kernels that move rows of packed batches between ranks. Pure Python, no torch."""
 
 from __future__ import annotations
 
@@ -35,26 +32,25 @@ _WORDS = {**_ENUMERATORS, "rule": RULES, "index_dtype": INDEX_DTYPES, "dtype": D
 
 BLOCK_THREADS = 256
 ROWS_IN_FLIGHT = 4
-"""Rows whose loads a thread has on their way at once."""
+"""Rows that a thread loads at the same time."""
 
 SCAN_THREADS = 1024
 MIN_LANE_USE = 0.9
-"""Of the threads of a row, those that should have work in its last pass."""
+"""The share of a row's threads that should have work, on average over its passes."""
 
 
 class _Moves(Spec):
-    """A spec whose fields, under their own names, are the constants of its template."""
+    """A spec whose fields are the constants of its template, under their own names."""
 
     threads: int
     unused: tuple[str, ...] = ()
-    """Fields that the template does not name."""
+    """Fields that the template does not use."""
 
     def check(self) -> None:
-        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
         check_fields(self, _WORDS)
 
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block: C's name for a dtype, an enumerator for a word."""
+        """The values of the template's parameter block. Dtypes become C types, and words become enumerators."""
         self.check()
         found: dict[str, Any] = {"threads": self.threads}
         for name in [field.name for field in fields(self) if field.name not in self.unused]:
@@ -63,7 +59,7 @@ class _Moves(Spec):
                 found[name.replace("dtype", "c_type")] = C_TYPES[value]
             else:
                 found[name] = value.upper() if name in _ENUMERATORS else value
-        if "rule" in found:  # a kernel knows the number of chunks that the rule gives
+        if "rule" in found:  # a kernel takes the number of chunks
             found["chunks"] = number_of_chunks(found["cp_size"], found.pop("rule"))
         return found
 
@@ -72,11 +68,10 @@ class _Moves(Spec):
 class RowsSpec(_Moves):
     """A kernel that moves rows (`thd_rows.cu.jinja`), or writes where they come from (`thd_tables.cu.jinja`).
 
-    map: how a row's source is found, one of `MAPS`: in a table, by where it stands, or by the partition: from the
-    batch to ranks' shards, back, to positions; only what is valid of each sequence, or nothing but zeros behind the
-    last one. writes: it writes these sources. index_dtype: of cu_seqlens. cp_size, rule: the partition's. dtype,
-    out_dtype: of rows that are summed, in fp32, from a table of several; elsewhere rows are bytes. access_bytes: of
-    a load and a store. lanes: threads of a row, unroll: rows of a thread.
+    map: how the source of a row is found, one of `MAPS`; see `reference.Move`. writes: the kernel writes the sources
+    themselves. index_dtype: of cu_seqlens. cp_size, rule: of the partition. sums: the table has several sources for
+    each row, and they are added up in fp32; dtype and out_dtype are those of the rows then, which are bytes otherwise.
+    access_bytes: of one load or store. lanes: threads for each row. unroll: rows for each thread.
     """
 
     map: str
@@ -96,12 +91,10 @@ class RowsSpec(_Moves):
 
     @property
     def kind(self) -> str:
-        """What the kernel does, in its file's name and its entry's."""
         return "thd_tables" if self.writes else "thd_rows"
 
     @property
     def name(self) -> str:
-        """A readable name."""
         parts = [self.kind, self.map]
         if self.map in PARTITIONED:
             parts.append(f"{self.rule}_cp{self.cp_size}")
@@ -112,24 +105,23 @@ class RowsSpec(_Moves):
 
     @property
     def rows_per_block(self) -> int:
-        """Rows that a block moves."""
+        """Rows that one block moves."""
         return self.threads if self.writes else self.threads // self.lanes * self.unroll
 
     def check(self) -> None:
-        """See `_Moves.check`."""
         super().check()
-        refuse_unless("RowsSpec", self.access_bytes in ACCESSES, f"access_bytes is one of {ACCESSES}")
-        refuse_unless("RowsSpec", self.cp_size > 0 < self.unroll, "cp_size and unroll are at least 1")
-        refuse_unless("RowsSpec", 0 < self.lanes <= self.threads, f"lanes is 1 to {self.threads}")
+        refuse_unless("RowsSpec", self.access_bytes in ACCESSES, f"access_bytes must be one of {ACCESSES}")
+        refuse_unless("RowsSpec", self.cp_size > 0 < self.unroll, "cp_size and unroll must be at least 1")
+        refuse_unless("RowsSpec", 0 < self.lanes <= self.threads, f"lanes must be 1 to {self.threads}")
 
 
 @dataclass(frozen=True)
 class SegmentsSpec(_Moves):
-    """A kernel that lays out a rank's attention: its segments (`cp_segments.cu.jinja`) or their rows.
+    """A kernel that lays out a rank's attention: its segments, or with `rows` the rows of these.
 
-    rows: it is the latter (`cp_segment_rows.cu.jinja`). full, extends: of the mask (`partition.Mask`). padded: there
-    are rows without keys behind each sequence. exchange: ranks send each other only what is needed. threads:
-    of a block.
+    The templates are `cp_segments.cu.jinja` and `cp_segment_rows.cu.jinja`. full, extends: see `partition.Mask`.
+    padded: each sequence ends in queries without keys. exchange: ranks send each other only the rows that are needed.
+    threads: in a block.
     """
 
     rows: bool
@@ -146,28 +138,24 @@ class SegmentsSpec(_Moves):
 
     @property
     def kind(self) -> str:
-        """What the kernel does, in its file's name and its entry's."""
         return "cp_segment_rows" if self.rows else "cp_segments"
 
     @property
     def name(self) -> str:
-        """A readable name."""
         flags = [name for name in ("full", "extends", "padded", "exchange") if getattr(self, name)]
         return "_".join([self.kind, self.rule, f"cp{self.cp_size}", *flags])
 
     def check(self) -> None:
-        """See `_Moves.check`."""
         super().check()
-        refuse_unless("SegmentsSpec", self.cp_size > 0, "cp_size is at least 1")
-        refuse_unless("SegmentsSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
+        refuse_unless("SegmentsSpec", self.cp_size > 0, "cp_size must be at least 1")
+        refuse_unless("SegmentsSpec", 0 < self.threads <= MAX_THREADS, f"threads must be 1 to {MAX_THREADS}")
 
 
 @dataclass(frozen=True)
 class CorrectionSpec(_Moves):
     """A kernel that joins a step of ring attention with the steps before it (`thd_corrections.cu.jinja`).
 
-    quantity: "lse", "read_lse", "out" or "grad". first, second: what is done with the halves of a sequence, "nothing",
-    "add" or "copy". packed: log-sum-exps are (heads, rows), else (sequences, heads, rows). vec: elements an access.
+    quantity, first, second, packed: see `corrections.Correction`. vec: elements of one load or store.
     """
 
     quantity: str
@@ -183,13 +171,11 @@ class CorrectionSpec(_Moves):
 
     @property
     def name(self) -> str:
-        """A readable name."""
         return "_".join([self.kind, self.quantity, self.first, self.second, self.dtype] + ["packed"] * self.packed)
 
     def check(self) -> None:
-        """See `_Moves.check`."""
         super().check()
-        refuse_unless("CorrectionSpec", self.vec in ACCESSES, f"vec is one of {ACCESSES}")
+        refuse_unless("CorrectionSpec", self.vec in ACCESSES, f"vec must be one of {ACCESSES}")
 
 
 ThdSpec = RowsSpec | SegmentsSpec | CorrectionSpec
@@ -199,9 +185,9 @@ KINDS.update(dict.fromkeys(("cp_segments", "cp_segment_rows"), SegmentsSpec), th
 
 
 def plan_rows(spec: RowsSpec, widths: tuple[int, ...], multiples: tuple[int, ...]) -> RowsSpec:
-    """The spec with its accesses and threads, for rows of so many bytes.
+    """The spec with access_bytes, lanes and unroll, for rows of `widths` bytes.
 
-    multiples: what must be a multiple of an access, in bytes: addresses, strides and widths.
+    multiples: every address, stride and width, in bytes. An access must divide them all.
     """
     access = math.gcd(ACCESS_BYTES, *multiples)
     columns = max(1, max(widths) // access)
@@ -220,5 +206,5 @@ table_spec, segments_spec, correction_spec = map(_cached, (RowsSpec, SegmentsSpe
 
 @_cached
 def rows_spec(widths: tuple[int, ...], multiple: int, *words: Any) -> RowsSpec:
-    """`plan_rows` of the spec of these words; multiple: of what an access must divide, the greatest divisor."""
+    """`plan_rows(RowsSpec(*words), ...)`, kept. multiple: the greatest common divisor of its multiples."""
     return plan_rows(RowsSpec(*words), widths, (multiple,))
