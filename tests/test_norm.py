@@ -694,11 +694,11 @@ def arguments(**changes):
 REFUSALS = {
     "weight-shape": (
         arguments(q_weight=torch.ones(9)),
-        r"q is \(B=2, S=6, H=4, D=8\) but q_weight has shape \(9,\); it is \(D\), 8 numbers, or H D with across_heads",
+        r"q is \(B=2, S=6, H=4, D=8\) but q_weight has shape \(9,\); it must be \(D\), 8 numbers, or H D with across_heads",
     ),
     "weight-rank": (arguments(k_weight=torch.ones(1, 8)), r"k_weight has shape \(1, 8\)"),
-    "weight-across": (arguments(across_heads=True), r"q_weight has shape \(8,\); it is \(H D\), 32 numbers"),
-    "weight-per-head": (arguments(q_weight=torch.ones(32)), r"it is \(D\), 8 numbers"),
+    "weight-across": (arguments(across_heads=True), r"q_weight has shape \(8,\); it must be \(H D\), 32 numbers"),
+    "weight-per-head": (arguments(q_weight=torch.ones(32)), r"it must be \(D\), 8 numbers"),
     "weight-dtype": (arguments(q_weight=torch.ones(8).double()), "q_weight is torch.float64; allowed are fp32, fp16"),
     "weights-dtypes": (
         arguments(k_weight=torch.ones(8).half()),
@@ -758,7 +758,7 @@ JOINT_REFUSALS = {
     "dim": ((stream(), stream(5, dim=16)), {}, "only S may differ"),
     "batch": ((stream(), stream(5, batch=1)), {}, "only S may differ"),
     "dtype": ((stream(), stream(5, dtype=torch.bfloat16)), {}, "second's q is .* torch.bfloat16"),
-    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v has another number of heads than k"),
+    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v must have as many heads as k"),
     "rank": (((*stream()[:2], torch.ones(3)), stream(5)), {}, "first's v is not a tensor"),
     "rows": ((stream(), stream(6)), {}, "9 tokens but the table has 8 rows"),
     "weights": ((stream(), stream(5)), {"second": (ONES.half(), ONES.half())}, "the weights are"),

@@ -856,7 +856,7 @@ def test_scales_may_be_numbers() -> None:
 
 
 CACHE_REFUSALS = {
-    "width": ({"k_cache": torch.zeros(9, 2, 32), "v_cache": torch.zeros(9, 2, 32)}, "it is \\(slots, H, D\\) or"),
+    "width": ({"k_cache": torch.zeros(9, 2, 32), "v_cache": torch.zeros(9, 2, 32)}, "it must be \\(slots, H, D\\) or"),
     "dtype": ({"k_cache": torch.zeros(11, 2, 64), "v_cache": torch.zeros(11, 2, 64)}, "allowed are k's torch.bfloat16"),
     "differ": ({"v_cache": torch.zeros(12, 2, 64).bfloat16()}, "v_cache is \\(12, 2, 64\\)"),
     "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "has shape \\(5,\\) for 6 tokens"),
@@ -990,7 +990,7 @@ REFUSALS = {
     "batch": (call(k=torch.ones(1, 6, 2, 8)), r"q is \(B=2, S=6, H=4, D=8\) but k is \(B=1, S=6, H=2, D=8\)"),
     "odd-rotary": (call(rotary_dim=3), "rotary_dim is 3; it must be even"),
     "large-rotary": (call(rotary_dim=10), "rotary_dim is 10; it must be even and from 2 to D=8"),
-    "large-head": (call(q=torch.ones(1, 1, 1, 514), k=None), "D=514, at most 512"),
+    "large-head": (call(q=torch.ones(1, 1, 1, 514), k=None), "D=514; at most 512"),
     "short-table": (call(cos=torch.zeros(5, 4), sin=torch.zeros(5, 4)), r"\(B=2, S=6, H=4, D=8\) but cos has 5 rows"),
     "table-width": (call(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)), "3 wide; with rotary_dim 8"),
     "table-rank": (call(cos=torch.zeros(4), sin=torch.zeros(4)), r"cos has shape \(4,\)"),
@@ -1021,8 +1021,11 @@ REFUSALS = {
         call(cos=None, sin=None, cos_sin_cache=torch.zeros(6, 8), rotary_dim=6),
         "cos_sin_cache is 8 wide, rotary_dim is 6",
     ),
-    "cache-rank": (call(cos=None, sin=None, cos_sin_cache=torch.zeros(1, 6, 8)), r"it is \(P, rotary_dim\)"),
-    "cis-dtype": (call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4)), "freqs_cis is torch.float32; it is complex64"),
+    "cache-rank": (call(cos=None, sin=None, cos_sin_cache=torch.zeros(1, 6, 8)), r"it must be \(P, rotary_dim\)"),
+    "cis-dtype": (
+        call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4)),
+        "freqs_cis is torch.float32; it must be complex64",
+    ),
     "layout": (call(layout="hsbd"), "layout is 'hsbd'; it must be one of 'bshd', 'sbhd', 'bhsd', 'thd'"),
     "rounding": (
         call(rounding="bf16"),
@@ -1038,7 +1041,7 @@ REFUSALS = {
     ),
     "complex128-cis": (
         call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4).cdouble()),
-        "freqs_cis is torch.complex128; it is complex64, or complex128 with rounding=",
+        "freqs_cis is torch.complex128; it must be complex64, or complex128 with rounding=",
     ),
     "fp64-dtype": (
         call(cos=torch.zeros(6, 4).double(), sin=torch.zeros(6, 4).double(), rounding="dtype"),
@@ -1052,13 +1055,13 @@ REFUSALS = {
     "lengths-device": (call(**packed, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")), "on meta but q"),
     "lengths-rank": (
         call(**packed, cu_seqlens=torch.zeros(2, 2, dtype=torch.int32)),
-        "cu_seqlens has shape \\(2, 2\\); it is one axis",
+        "cu_seqlens has shape \\(2, 2\\); it must have one axis",
     ),
     "lengths-strided": (call(**packed, cu_seqlens=torch.zeros(4, dtype=torch.int32)[::2]), "must be contiguous"),
     "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "7 positions are used"),
     "cp-size": (call(cp_size=0), "cp_size is 0; it must be at least 1"),
     "cp-rank": (call(cp_size=2, cp_rank=2), "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
-    "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "a rank has two equal chunks"),
+    "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "S must be even, for two equal chunks"),
     "cp-table": (call(cp_size=2), "cos has 6 rows; 12 positions are used"),
     "starts-count": (call(start_positions=torch.tensor([0])), "start_positions has 1 entries for 2 batch rows"),
     "starts-sequences": (

@@ -15,20 +15,20 @@ from ..ops.fit import Fail
 from ..ops.operation import turned_back
 from ..ops.operations import ROPE, ROPE_INTO
 from ..ops.words import resolved
-from ..plan.spec import Options
+from ..plan.spec import HeadWords, Options
 from ..plan.views import Tensors
 from .schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no one answer to ==
-class Rope:
+class Rope(HeadWords):
     """What `all_gather_attention` turns q and k by, at their positions in their sequences; words of `apply_rope`.
 
     Attributes:
         cos, sin: tables over positions, (P, W), with a row for each position of the longest sequence, its padding
             included. They get no gradient.
         cos_sin_cache, freqs, freqs_cis: one of them in place of cos and sin, of as many rows; freqs in radians.
-        interleaved, rotary_dim, rotary_offset, rounding: as `apply_rope`'s.
+        The other keywords are those of `apply_rope`.
     """
 
     cos: Tensor | None = None
@@ -36,10 +36,6 @@ class Rope:
     cos_sin_cache: Tensor | None = None
     freqs: Tensor | None = None
     freqs_cis: Tensor | None = None
-    interleaved: bool = False
-    rotary_dim: int | None = None
-    rotary_offset: int = 0
-    rounding: str = "fp32"
 
     def call(self, q: Tensor, k: Tensor, schedule: Schedule, name: str) -> Rotation:
         """Its tables and options for this rank's rows, q (t, Hq, D) and k (t, Hk, D), checked.

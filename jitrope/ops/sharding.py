@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from ..base.errors import InvalidInput
 from ..plan.spec import LAYOUT_AXES, Options
-from ..plan.views import Tables, Tensors
+from ..plan.views import TABLE_NAMES, Tensors
 
 OUTPUTS = {
     "rope": ("q", "k"),
@@ -103,7 +103,7 @@ def prepared(name: str, tensors: Tensors, options: Options) -> Tensors:
     """
     given: dict[str, Any] = dict(tensors)
     across = options.norm is not None and options.norm.across_heads
-    call = {**dict.fromkeys(Tables._fields), **given, **options._asdict(), "across_heads": across}
+    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": across}
     heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):
