@@ -694,7 +694,7 @@ def arguments(**changes):
 REFUSALS = {
     "weight-shape": (
         arguments(q_weight=torch.ones(9)),
-        r"q is \(B=2, S=6, H=4, D=8\) but q_weight has shape \(9,\); it must be \(D\), 8 numbers, or H D with across_heads",
+        r"q is \(B=2, S=6, H=4, D=8\) but q_weight has shape \(9,\); it must be \(D\), 8 numbers, or H D with",
     ),
     "weight-rank": (arguments(k_weight=torch.ones(1, 8)), r"k_weight has shape \(1, 8\)"),
     "weight-across": (arguments(across_heads=True), r"q_weight has shape \(8,\); it must be \(H D\), 32 numbers"),
