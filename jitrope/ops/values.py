@@ -227,7 +227,7 @@ class Quantize(Value):
         self.tensors, self.words = {}, {}
 
     def on(self, q: Tensor) -> Tensors:
-        """The scales as tensors on q's device."""
+        """The scales as tensors on q's device. Shapes and errors are those of `Quantize`."""
         return scales("Quantize", q, **self.given)
 
     def __repr__(self) -> str:
