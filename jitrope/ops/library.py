@@ -39,9 +39,7 @@ def _names(op: Operation) -> list[str]:
 
 def _schema(op: Operation, inplace: bool) -> str:
     """The declaration of an op, in which a missing result is an empty tensor."""
-    written = {*op.mutated, *((_ROTATED,) if "rotate_k" in op.options else ())}
-    if inplace:
-        written |= {*op.results} if op.results[0] in op.names else {*op.names}
+    written = (*op.written(Options(inplace=inplace)), *((_ROTATED,) if "rotate_k" in op.options else ()))
     tensors: list[str] = []
     for name in _names(op):
         bare, mark = name.rstrip("?"), "?" * name.endswith("?")

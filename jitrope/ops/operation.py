@@ -73,7 +73,9 @@ class Operation:
 
     def written(self, options: Options) -> tuple[str, ...]:
         """Names of the inputs that a call writes."""
-        return (*self.mutated, *(self.results if options.inplace else ()))
+        if not options.inplace:
+            return self.mutated
+        return (*self.mutated, *(self.results if self.results[0] in self.names else self.names))
 
     def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
         """The tensors that a call writes: fresh ones, or its own in place."""
@@ -115,13 +117,16 @@ class Operation:
 
     def places(self, options: Options) -> tuple[str, ...]:
         """The names of the tensors of `heads`, inputs and outputs."""
-        written = tuple([name.removesuffix("_out") for name in self.writes]) if options.inplace else self.writes
+        pairs = zip(self.reads, self.writes)
+        written = [read if options.inplace and write.endswith("_out") else write for read, write in pairs]
         return (*self.reads, *written)
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         """The results on CPU tensors."""
         results = self.reference(tensors, options)
-        return self.put(tensors, results, options) if options.inplace else results
+        if options.inplace:
+            return self.put(tensors, results, options)
+        return self.complete({name: results[name] for name in self.made(tensors, options)}, tensors, options)
 
     def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
         """Copy fresh results to the tensors of a call in place."""

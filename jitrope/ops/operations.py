@@ -104,14 +104,8 @@ class _RopeQKV(Operation):
     check = staticmethod(checks.check_qkv)
     reference = staticmethod(reference.rope_qkv)
 
-    def written(self, options: Options) -> tuple[str, ...]:
-        return ("qkv",) if options.inplace else ()
-
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         return dict(zip("qkv", empty_parts(tensors["qkv"], options.q_per_group, options.copy_v)))
-
-    def places(self, options: Options) -> tuple[str, ...]:
-        return (*self.reads, *(self.reads if options.inplace else self.writes))
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         inputs: Views = qkv_views(tensors["qkv"], options.q_per_group, options.layout)
@@ -121,12 +115,6 @@ class _RopeQKV(Operation):
         if options.inplace or not options.copy_v:
             inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
         return inputs, outputs
-
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        parts = self.reference(tensors, options)
-        if options.inplace:
-            return self.put(tensors, parts, options)
-        return self.complete({name: parts[name] for name in self.made(tensors, options)}, tensors, options)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return ("q", "k", "v")[: 2 + (options.copy_v and not options.inplace)]

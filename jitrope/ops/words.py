@@ -80,8 +80,8 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
 def _check_tensors(op: Any, tensors: Mapping[str, Any], name: str) -> str:
     """Refuse missing and wrong tensors; the kind of the tables."""
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
-    pair = "cos" in tensors or "sin" in tensors
-    if len(kinds) + pair != 1 - op.norm * (not kinds and not pair) or ("cos" in tensors) != ("sin" in tensors):
+    ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
+    if ways > 1 or (ways == 0 and not op.norm) or ("cos" in tensors) != ("sin" in tensors):
         had = ", ".join([*(["cos and sin"] if {"cos", "sin"} <= tensors.keys() else []), *kinds])
         had = had or next((label for label in ("cos", "sin") if label in tensors), "none")
         raise InvalidInput(f"{name}: give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not {had}")
@@ -105,12 +105,12 @@ def _resolved(
     o = Options(**values, table=kind)
     if rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
         head_dim = width // (o.q_per_group + 2) if o.q_per_group > 0 else width
-        pairs = {"cos_sin_cache": 2, "freqs_cis": 1}.get(kind)
-        rotary_dim = 2 * table_width // pairs if pairs else head_dim - rotated(o)[0]
+        times = {"cos_sin_cache": 1, "freqs_cis": 2}.get(kind)
+        rotary_dim = times * table_width if times else head_dim - rotated(o)[0]
         if op.norm and not table_width:  # nothing is rotated
             rotary_dim -= rotary_dim % 2
-        if pairs and (rotary_dim < 2 or rotary_dim % 2):
-            width_words = "rotary_dim (even)" if pairs == 2 else "rotary_dim / 2"
+        if times and (rotary_dim < 2 or rotary_dim % 2):
+            width_words = "rotary_dim (even)" if times == 1 else "rotary_dim / 2"
             raise InvalidInput(f"{name}: {kind} is {table_width} wide; it must be (P, W) with W = {width_words}")
     interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
     return changed(o, rotary_dim=rotary_dim, interleaved_out=interleaved_out, max_seqlen=o.max_seqlen or 0)
