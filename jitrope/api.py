@@ -1,4 +1,4 @@
-"""The user's functions: what they take, in words, and what they give."""
+"""The public functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
 
 
 class JointWords(TypedDict, total=False):
-    """The keywords that all functions have; `apply_rope` says what they mean."""
+    """The keywords of all functions; see `apply_rope`."""
 
     interleaved: bool
     rotary_dim: int | None
@@ -34,7 +34,7 @@ class JointWords(TypedDict, total=False):
 
 
 class PackedWords(JointWords, total=False):
-    """Those of `prepare_packed_qkv`."""
+    """The keywords of `prepare_packed_qkv`."""
 
     cos_sin_cache: Tensor | None
     freqs: Tensor | None
@@ -46,11 +46,14 @@ class PackedWords(JointWords, total=False):
 
 
 class RopeWords(PackedWords, total=False):
-    """Those of `apply_rope` and `prepare_qkv`: the whole list."""
+    """The keywords of `apply_rope` and `prepare_qkv`, which have all of them."""
 
     interleaved_out: bool | None
 
 
+_JOINT_WORDS = frozenset(JointWords.__annotations__)
+_PACKED_WORDS = frozenset(PackedWords.__annotations__)
+_ROPE_WORDS = frozenset(RopeWords.__annotations__)
 _DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}
 
 
@@ -67,64 +70,63 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate q and k by position-dependent angles, in one launch.
 
-    Pair i of a head, (x0, x1), becomes (x0 cos_i - x1 sin_i, x1 cos_i + x0 sin_i); see RoFormer,
-    arXiv:2104.09864, equation 34. The gradient is the rotation back; cos, sin and freqs get none.
+    Pair i of a head, (x0, x1), becomes (x0 cos_i - x1 sin_i, x1 cos_i + x0 sin_i); see RoFormer, arXiv:2104.09864,
+    equation 34. The backward rotates the gradient back. cos, sin and freqs get no gradient.
 
     >>> q, k = jitrope.apply_rope(q, k, cos, sin)                            # (B, S, H, D), halves
-    >>> q, _ = jitrope.apply_rope(q, None, cos, sin, interleaved=True)       # one tensor alone
+    >>> q, _ = jitrope.apply_rope(q, None, cos, sin, interleaved=True)       # one tensor
     >>> q, k = jitrope.apply_rope(q, k, cos, sin, positions=position_ids, inplace=True)
     >>> q, k = jitrope.apply_rope(q, k, freqs=freqs, positions=jitrope.Packed(cu_seqlens))      # (T, H, D)
 
     Args:
         q: (B, S, Hq, D) in the default layout; fp32, fp16 or bf16; any strides, nothing is copied. D is at most 512.
-        k: as q with its own number of heads (GQA, MQA), or None, which comes back in its place.
-        cos, sin: tables over positions, fp32, fp16 or bf16, any strides: (P, W), or a row of tables for each batch
-            entry (B, P, W), or for each head too (B, P, H, W); an axis of size 1 is shared. P is at least the number
-            of positions used. W is rotary_dim / 2 (half width: an angle a pair) or rotary_dim (full width: an angle an
-            element, laid out like the head; the members of a pair may differ).
-        cos_sin_cache: in place of cos and sin: both in one table (P, rotary_dim), the cosines of the pairs before the
-            sines, as vLLM and SGLang have it. rotary_dim is its width.
-        freqs: in place of cos and sin: fp32 angles in radians, (P, W), (B, P, W) or, as Megatron and TransformerEngine
-            have them, (P, 1 or B, 1, W). The kernel takes each sine and cosine once a token, with the accuracy of
-            torch's own.
-        freqs_cis: in place of cos and sin: complex64 cos + i sin, (P, rotary_dim / 2) or with the axes of cos.
-        positions: the table's row for each token. By default a token t takes row t. A tensor of int32 or int64 ids, on
-            q's device, any strides: (S) or (B, S); (T) with "thd". `Packed`: sequences one behind the other. `Starts`:
-            each row goes on from a position of its own. `Mrope`: a position along each of several axes. Positions
-            outside of the table come out as NaN and are never read; `check` refuses them.
-        mscale: with freqs: a factor of the cosines and sines (YaRN, arXiv:2309.00071, section 3.4).
-        layout: "bshd", "sbhd", "bhsd" or, for packed sequences, "thd": (T, H, D), which `Packed` implies.
-        interleaved: True: pairs are (0, 1), (2, 3), ...; False: (i, i + rotary_dim / 2).
-        interleaved_out: the pairing of the output, where it is another than the input's (multi-head latent attention
-            rotates interleaved pairs into halves). With half-width tables only, and not in place.
-        rotary_dim: even; only so many elements of a head are rotated. Default: D - rotary_offset, for tables of that
-            width or half of it.
-        rotary_offset: the first element of a head that is rotated; the others stay.
-        inverse: rotate by the negative angles, exactly the gradient's arithmetic.
-        rounding: how products and their sum are rounded, for the bits of a model's own eager code on the same device:
-            "fp32": each to fp32, as real tensors are (FLUX, Wan); "complex64" and "complex128": as torch's complex
-            multiply (Qwen-Image; Lumina2, whose tables are fp64); "dtype": the tables, each product and the sum to q's
-            dtype (rotate-half in the model's dtype, as in transformers); "addcmul": fp32, the second product through
-            `addcmul` (LTX-2). All but "dtype" round to q's dtype once.
-        inplace: q and k themselves are rotated, and returned. Under autograd torch's rules for in-place operations
-            hold: q and k may not be leaves that require a gradient. Their elements may not overlap in memory, and cos
-            and sin must not lie in it.
-        check: refuse positions outside of the table, however they are given. For finding mistakes: it waits for the
-            device, and so cannot be captured in a CUDA graph or compiled.
+        k: like q, with its own number of heads (GQA, MQA), or None; then the second result is None.
+        cos, sin: tables over positions; fp32, fp16 or bf16; any strides. (P, W); or (B, P, W) for a table of each batch
+            row; or (B, P, H, W) for one of each head too. An axis of size 1 is shared. P is at least the number of
+            positions used. W is rotary_dim / 2 (half width: one angle for each pair) or rotary_dim (full width: one
+            angle for each element, laid out like the head; the members of a pair may differ).
+        cos_sin_cache: a single table (P, rotary_dim) in place of cos and sin: the cosines of all pairs, then the sines,
+            as in vLLM and SGLang. rotary_dim is its width.
+        freqs: fp32 angles in radians in place of cos and sin: (P, W), (B, P, W) or, as in Megatron and
+            TransformerEngine, (P, 1 or B, 1, W). The kernel computes each sine and cosine once for each token, as
+            accurately as torch.
+        freqs_cis: complex64 cos + i sin in place of cos and sin: (P, rotary_dim / 2), or with the axes of cos.
+        positions: the table's row for each token; by default token t takes row t. A tensor of int32 or int64 ids on q's
+            device, any strides: (S) or (B, S); (T) with "thd". `Packed`: concatenated sequences. `Starts`: each batch
+            row starts at its own position. `Mrope`: a position along each of several axes. A position outside of the
+            table gives NaN and reads no memory; `check` refuses it.
+        mscale: a factor of the cosines and sines, with freqs (YaRN, arXiv:2309.00071, section 3.4).
+        layout: "bshd", "sbhd", "bhsd" or, for packed sequences, "thd": (T, H, D). `Packed` implies "thd".
+        interleaved: True: the pairs are (0, 1), (2, 3), ...; False: (i, i + rotary_dim / 2).
+        interleaved_out: the pairing of the output; default: that of the input. Multi-head latent attention rotates
+            interleaved pairs into halves. A different pairing needs half-width tables and cannot be in place.
+        rotary_dim: the number of elements of a head that are rotated, even. Default: D - rotary_offset, for tables of
+            that width or half of it.
+        rotary_offset: the first element of a head that is rotated. The elements outside are not changed.
+        inverse: rotate by the negative angles, with exactly the arithmetic of the gradient.
+        rounding: the rounding of products and their sum. It gives the bits of a model's own eager code on the same
+            device. "fp32": each is rounded to fp32, as for real tensors (FLUX, Wan). "complex64" and "complex128": as
+            in torch's complex multiply (Qwen-Image; Lumina2, with fp64 tables). "dtype": the tables, each product and
+            the sum are rounded to q's dtype (rotate-half in the model's dtype, as in transformers). "addcmul": fp32,
+            with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end.
+        inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
+            must not be leaves that require a gradient. Their elements must not overlap in memory, nor with cos and sin.
+        check: refuse positions outside of the table. Use it to find mistakes: it waits for the device, so the call
+            cannot be captured in a CUDA graph or compiled.
 
     Returns:
-        (q, k) rotated, of the shapes, dtype and (where dense) strides of the inputs.
+        (q, k) rotated, with the shapes, dtype and (if dense) strides of the inputs.
 
     Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
-        CompileError: the kernel could not be built; the message says what to install.
+        InvalidInput: an argument is wrong, or two do not fit together. Nothing was written.
+        CompileError: the kernel could not be built. The message says what to install.
     """
     tensors: Any = {"q": q, "cos": cos, "sin": sin} if k is None else {"q": q, "k": k, "cos": cos, "sin": sin}
     asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
     form: Any = None
     if words or cos is None or sin is None or type(inplace) is not bool:
         out = call(ROPE, tensors, _gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace))
-    else:  # the lines that everyone writes have a key that is cheaper than their names and words
+    else:  # common calls have a cheaper key than their names and words
         if type(positions) is Tensor:
             tensors["position_ids"], form = positions, "ids"
         elif positions is not None:
@@ -148,31 +150,32 @@ def prepare_qkv(
     inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """All between the projection and attention, in one launch: norm, rope, conversion to fp8, the write to a KV cache.
+    """Prepare q, k and v for attention in one launch: norm, rope, conversion to fp8, write to a KV cache.
 
     >>> q, k, v = jitrope.prepare_qkv(q, k, v, cos, sin, norm=jitrope.Norm(norm_q.weight, norm_k.weight))
     >>> q, _, v = jitrope.prepare_qkv(q, k, v, cos, sin, positions=position_ids, layout="thd",
     ...                               cache=jitrope.KVCache(k_cache, v_cache, slot_mapping))
 
-    With a norm it is differentiable in q, k and the weights; the gradient is one launch too and the same from run to
-    run. With a cache or fp8 there is no gradient, and in place none with a norm, which would need q and k as they were.
+    With a norm the gradient of q, k and the weights is one launch too, and deterministic; in place there is none,
+    because it would need the old q and k. With a cache or fp8 there is no gradient.
 
     Args:
-        q, k: as `apply_rope`'s; k may be None without a cache.
-        v: with a cache (B, S, Hk, D) in the default layout, stored as it is. Otherwise it is not looked at.
-        cos, sin: as `apply_rope`'s. With a norm there may be no table at all: q and k are normalised only.
+        q, k: as in `apply_rope`; without a cache k may be None.
+        v: with a cache (B, S, Hk, D) in the default layout, stored unchanged. Otherwise it is returned as given.
+        cos, sin: as in `apply_rope`. With a norm they may be missing: then q and k are normalised and not rotated.
         norm: RMSNorm of q and k before the rotation. It does not go with cache or quantize.
-        cache: where k, rotated, and v are stored.
-        quantize: q, and k where there is no cache, come out as fp8.
-        The others are `apply_rope`'s. No stage takes mscale, inverse, interleaved_out, packed_table or cp_size; a norm
-        takes no `Packed` and freqs, a cache no `Packed` and rounding, quantize no rounding and inplace.
+        cache: store the rotated k, and v, in a KV cache.
+        quantize: return q, and k if there is no cache, as fp8.
+        The other arguments are those of `apply_rope`. mscale, inverse, interleaved_out, packed_table and cp_size go
+        with none of norm, cache and quantize. A norm does not go with `Packed` and freqs, a cache with `Packed` and
+        rounding, quantize with rounding and inplace.
 
     Returns:
-        (q, k, v) of the shapes, dtype and (where dense) strides of the inputs; v is the input. With a cache k is None,
-        or with its rotate_k the input, rotated.
+        (q, k, v) with the shapes, dtype and (if dense) strides of the inputs; v is the input. With a cache k is None,
+        or the rotated input with its rotate_k.
 
     Raises:
-        InvalidInput, CompileError: as `apply_rope`; nothing was written.
+        InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
     op: Operation
     tensors: Any = {"q": q, "k": k}
@@ -239,26 +242,26 @@ def prepare_packed_qkv(
     inplace: bool = False,
     **words: Unpack[PackedWords],
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
-    """Split packed QKV and rotate q and k, in one launch; the gradient is one launch too.
+    """Split packed QKV and rotate q and k, in one launch. The gradient is one launch too.
 
     >>> q, k, v = jitrope.prepare_packed_qkv(qkv, cos, sin, q_per_group=4)     # 4 heads of q to one of k and v
 
     Args:
-        qkv: (B, S, G, (q_per_group + 2) D) in the default layout ("sbhd" and "thd" are the others): each of the G
-            groups holds its q_per_group heads of q, then one of k, then one of v, as a grouped-query projection leaves
-            them.
+        qkv: (B, S, G, (q_per_group + 2) D) in the default layout; "sbhd" and "thd" are allowed too. Each of the G
+            groups has q_per_group heads of q, one of k and one of v, in this order, as a grouped-query projection
+            returns them.
         q_per_group: heads of q in a group.
-        copy_v: False: v is returned as a view of qkv, and nothing of it is moved.
-        inplace: q and k are rotated where they lie, v is not touched, and qkv itself is returned: for attention that
-            takes packed input or views.
-        The others are `apply_rope`'s, without interleaved_out; tables for each head are refused.
+        copy_v: False: return v as a view of qkv, without a copy.
+        inplace: rotate q and k inside qkv and return qkv, for attention that takes packed input or views. v does not
+            change.
+        The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
 
     Returns:
-        q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous; v a view if asked. Of the tokens after the last
-        sequence q and k are zero; v is copied whole. In place: qkv.
+        q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
+        sequence q and k are zero, and v is copied. In place: qkv.
 
     Raises:
-        InvalidInput, CompileError: as `apply_rope`.
+        InvalidInput, CompileError: as in `apply_rope`.
     """
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
     asked = _gather(ROPE_QKV, tensors, words, _PACKED_WORDS, positions, inplace)
@@ -281,28 +284,28 @@ def prepare_joint_qkv(
     freqs_cis: Tensor | Sequence[Tensor] | None = None,
     **words: Unpack[JointWords],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of two streams in joint tensors: norm, rope and concatenation in one launch.
+    """Prepare two streams for joint attention in one launch: norm, rope, concatenation.
 
-    For text and image tokens with projections and norms of their own (FLUX, Qwen-Image, HunyuanVideo): q and k of both
-    streams are normalised and rotated, v is copied, and one stream is written behind the other. The gradient is a
-    launch for each stream.
+    It serves text and image tokens that have their own projections and norms (FLUX, Qwen-Image, HunyuanVideo). q and k
+    of both streams are normalised and rotated, v is copied, and the streams are concatenated along the sequence. The
+    gradient is one launch for each stream.
 
     >>> q, k, v = jitrope.prepare_joint_qkv(text_qkv, image_qkv, cos, sin, norm=(text_norm, image_norm))
 
     Args:
-        first, second: (q, k, v) of the tokens in front and of those behind, (B, S1, H, D) and (B, S2, H, D),
-            with the same H and D in both; any strides.
-        cos, sin, or another table: as `apply_rope`'s, over both streams, at least S1 + S2 rows; or a pair of each, of
-            the first stream and of the second. A stream that is not to be rotated has cosines of one and sines of
-            zero. No table at all: q and k are normalised only.
-        norm: the `Norm` of each stream, or one for both. They differ in their weights alone, and are each head's own.
-        The others are `apply_rope`'s.
+        first, second: (q, k, v) of each stream in the order of the result, (B, S1, H, D) and (B, S2, H, D), with the
+            same H and D; any strides.
+        cos, sin, or another table: as in `apply_rope`, for both streams, with at least S1 + S2 rows; or a pair, one for
+            each stream. To leave a stream unrotated, pass cosines of one and sines of zero for it. Without a table q
+            and k are normalised and not rotated.
+        norm: the `Norm` of each stream, or one for both. Only their weights may differ; across_heads is refused.
+        The other arguments are those of `apply_rope`.
 
     Returns:
         q, k and v, (B, S1 + S2, H, D), contiguous.
 
     Raises:
-        InvalidInput, CompileError: as `apply_rope`.
+        InvalidInput, CompileError: as in `apply_rope`.
     """
     name = "prepare_joint_qkv"
     tensors: dict[str, Any] = {}
@@ -311,14 +314,7 @@ def prepare_joint_qkv(
         if not isinstance(q := tensors[f"{label}_q"], Tensor) or q.is_nested or q.dim() != 4:
             refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
-    second_tables = {}
-    for label, table in tables.items():
-        if table is not None and not isinstance(table, Tensor):
-            tables[label], second_tables[label] = both = _parts(name, label, table, 2)
-            if not all(isinstance(x, Tensor) for x in both):
-                refuse(name, label, table, "a tensor, or a tuple of 2 tensors")
-    if len(second_tables) > 0:
-        tensors.update(zip(("second_cos", "second_sin"), _second_tables(name, tables, second_tables)))
+    tensors.update(_second_tables(name, tables))
     tensors.update(tables)
     asked = _gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS)
     _forget_positions(tensors, asked)
@@ -333,15 +329,10 @@ def prepare_joint_qkv(
     return out["q"], out["k"], out["v"]
 
 
-_JOINT_WORDS = frozenset(JointWords.__annotations__)
-_PACKED_WORDS = _JOINT_WORDS | frozenset(PackedWords.__annotations__)
-_ROPE_WORDS = _PACKED_WORDS | frozenset(RopeWords.__annotations__)
-
-
 def _gather(
     op: Operation, tensors: Tensors, words: Any, allowed: frozenset[str], positions: Any = None, inplace: bool = False
 ) -> dict[str, Any]:
-    """Put the tensors among the words to the others, without those that are None; the words that stay."""
+    """Move tables and positions from the words to the tensors, without those that are None; the remaining words."""
     for word in [*words]:
         if word not in allowed:
             raise unexpected(op.function, word)
@@ -358,7 +349,7 @@ def _gather(
 
 
 def _placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
-    """Put the tensors of `positions` to the others; its words."""
+    """Add the tensors of `positions` to the others; its words."""
     if isinstance(positions, Positions):
         tensors.update(positions.tensors)
         return positions.words
@@ -369,7 +360,7 @@ def _placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
 
 
 def _forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
-    """Without a table nothing is rotated, at whatever positions."""
+    """Drop the positions of a call without a table, which rotates nothing."""
     if not any(name in tensors for name in ("cos", "sin", *ONE_TABLE)):
         for name in ("position_ids", "start_positions"):
             tensors.pop(name, None)
@@ -378,24 +369,30 @@ def _forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
 
 
 def _add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:
-    """Put what a value holds to a call's tensors and words."""
+    """Add the tensors and words of a value to those of a call."""
     if not isinstance(value, kind):
         refuse(name, label, value, f"a jitrope.{kind.__name__}")
     tensors.update(value.tensors)
     words.update(value.words)
 
 
-def _second_tables(name: str, first: dict[str, Any], second: dict[str, Any]) -> list[Tensor]:
-    """The tables of the second stream, of the first one's kind."""
-    given = {label for label, table in first.items() if table is not None}
-    if given != second.keys():
+def _second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:
+    """Take the tables of the second stream out of pairs, and leave those of the first."""
+    second: dict[str, Tensor] = {}
+    given = [label for label, table in tables.items() if table is not None]
+    for label in given:
+        if not isinstance(pair := tables[label], Tensor):
+            tables[label], second[label] = both = _parts(name, label, pair, 2)
+            if not all(isinstance(x, Tensor) for x in both):
+                refuse(name, label, pair, "a tensor, or a tuple of 2 tensors")
+    if second and set(given) != second.keys():
         had, other = (" and ".join(sorted(labels)) for labels in (given, second))
         raise InvalidInput(f"{name}: the first table is {had}, the second {other}; pass two of one kind")
-    return list(second.values())
+    return dict(zip(("second_cos", "second_sin"), second.values()))
 
 
 def _parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
-    """So many things of an argument that has them side by side."""
+    """The `count` items of an argument that is a list or a tuple."""
     if not isinstance(value, (list, tuple)) or len(value) != count:
         refuse(name, label, value, f"a tuple of {count} {'norms' if label == 'norm' else 'tensors'}")
     return tuple(value)

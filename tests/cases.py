@@ -14,9 +14,10 @@ from torch import Tensor
 
 from jitrope.ops import library, reference
 from jitrope.ops.operation import Operation
+from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT
 from jitrope.plan.problem import head_view
 from jitrope.plan.spec import LAYOUT_AXES, NormOptions, Options
-from jitrope.plan.views import Tables, canonical
+from jitrope.plan.views import TABLE_NAMES, canonical
 from tests.said import norm_rope, norm_rope_joint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -437,11 +438,17 @@ def norm_call(call: NormTensors, in_place: bool = False) -> tuple[Tensor | None,
 
 def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
     """What the reference gives, on the tensors' device."""
-    arguments = (call.tables, call.options, call.norm)
-    if len(call.streams) == 6:
-        pairs = (call.streams[:3], call.streams[3:], call.weights[:2], call.weights[2:])
-        return reference.qk_norm_rope_joint(*pairs, *arguments, call.second_tables)  # type: ignore[arg-type]
-    return reference.qk_norm_rope(*call.streams, *call.weights, *arguments)  # type: ignore[arg-type]
+    op, tensors = norm_operation(call)
+    results = op.reference(tensors, call.options)
+    return tuple([results.get(name) for name in op.results])
+
+
+def norm_operation(call: NormTensors) -> tuple[Operation, dict[str, Tensor]]:
+    """The operation of a call, and its tensors by name."""
+    joint = len(call.streams) == 6
+    tensors = (*call.streams, *call.weights, *(call.second_tables if joint else ()))
+    op = QK_NORM_ROPE_JOINT if joint else QK_NORM_ROPE
+    return op, named(op, tensors, call.tables)
 
 
 @dataclass(frozen=True)
@@ -614,7 +621,23 @@ def head_views(q: Tensor, k: Tensor | None, options: Options, dtype: torch.dtype
 
 def named(op: Operation, tensors: Any, tables: Any) -> dict[str, Tensor]:
     """An operation's tensors by name, from those in its order, None where one is missing."""
-    return {name: x for name, x in zip((*op.names, *Tables._fields), (*tensors, *tables)) if x is not None}
+    return {**{name: x for name, x in zip(op.names, tensors) if x is not None}, **named_tables(tables)}
+
+
+def named_tables(tables: Any) -> dict[str, Tensor]:
+    """Tables by name, from those in their order, None where one is missing."""
+    return {name: x for name, x in zip(TABLE_NAMES, tables) if x is not None}
+
+
+def referenced(op: Operation, tensors: Any, tables: Any, options: Options) -> dict[str, Tensor]:
+    """The results of an operation in plain torch."""
+    return op.reference(named(op, tensors, tables), options)
+
+
+def rope_reference(*arguments: Any, **dtypes: Any) -> list[Tensor | None]:
+    """q and k rotated in plain torch, from those, the tables in their order, and the options."""
+    q, k, *tables, options = arguments
+    return [None if x is None else reference.rotate(x, named_tables(tables), options, **dtypes) for x in (q, k)]
 
 
 def launched(op: Operation, tensors: Any, tables: Any, options: Options) -> list[Tensor | None]:

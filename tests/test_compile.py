@@ -20,11 +20,23 @@ from jitrope.base.errors import CompileError
 from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
 from jitrope.ops.operation import turned_back
-from jitrope.plan.problem import NormCall, plan_call
+from jitrope.ops.operations import QK_NORM_ROPE_BACKWARD
+from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import Options, RopeSpec
 from jitrope.tools.prewarm import default_specs, specs_of
 
-from .cases import CASES, NORM_CASES, NormCase, head_views, lower, make, make_norm
+from .cases import (
+    CASES,
+    NORM_CASES,
+    NormCase,
+    head_views,
+    lower,
+    make,
+    make_norm,
+    named,
+    named_tables,
+    norm_operation,
+)
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
 # Beside them the largest block, in which a thread has the fewest registers, with the widest tables.
@@ -174,7 +186,7 @@ def test_every_case_compiles(arch: str) -> None:
     number = ["sm_75", *ARCHS].index(arch)
     for case in CASES[number :: len(ARCHS) + 1]:
         (q, k, *tables), options = lower(make(case))
-        plan, _ = plan_call(*head_views(q, k, options), tuple(tables), None, options, 132)
+        plan, _ = plan_call(*head_views(q, k, options), named_tables(tables), options, 132)
         assert compiler.compile_source(render(plan.spec), arch)[0].startswith(b"\x7fELF")
     for case in NORM_CASES[number :: len(ARCHS) + 1]:
         for spec in norm_specs(case):
@@ -184,19 +196,15 @@ def test_every_case_compiles(arch: str) -> None:
 def norm_specs(case: NormCase) -> list[RopeSpec]:
     """The kernels of a case and, unless it is a joint one, of its gradient."""
     call = make_norm(case)
-    tables = call.tables
+    _, tensors = norm_operation(call)
     if case.first is not None:
         parts = [tuple(x.unsqueeze(3) for x in xs) for xs in (call.streams[:3], call.streams[3:])]
         out = [torch.empty(*a.shape[:1], a.shape[1] + b.shape[1], *a.shape[2:], dtype=a.dtype) for a, b in zip(*parts)]
-        second_tables = call.second_tables if call.second_tables[0] is not None else ()
-        normed = NormCall(call.norm, call.weights, parts[1], second_tables)
-        return [plan_call(parts[0], tuple(out), tables, None, call.options, 132, normed)[0].spec]
-    views = head_views(*call.streams, call.options)
-    specs = [plan_call(*views, tables, None, call.options, 132, NormCall(call.norm, call.weights))[0].spec]
-    back = turned_back(call.options)._replace(rounding="complex64")
-    views = head_views(*call.streams, back)
-    normed = NormCall(call.norm._replace(rounding="none"), call.weights, grads=views[0][:2])
-    return [*specs, plan_call(*views, tables, None, back, 132, normed)[0].spec]
+        return [plan_call(parts[0], tuple(out), tensors, call.options, 132)[0].spec]
+    specs = [plan_call(*head_views(*call.streams, call.options), tensors, call.options, 132)[0].spec]
+    back = turned_back(call.options)._replace(rounding="complex64", norm=call.norm._replace(rounding="none"))
+    tensors = named(QK_NORM_ROPE_BACKWARD, (*call.streams, *call.streams, *call.weights), call.tables)
+    return [*specs, plan_call(*head_views(*call.streams, back), tensors, back, 132)[0].spec]
 
 
 @pytest.mark.parametrize("which", ["q", "cos", "ids"])
@@ -209,7 +217,7 @@ def test_a_stride_past_31_bits_is_compiled_in(which: str) -> None:
     options = Options(rotary_dim=64, mrope_section=(16, 16), inplace=True)
     for tensors, wide in (((q, cos, ids), True), ([x.contiguous() for x in (q, cos, ids)], False)):
         q, cos, ids = tensors
-        plan, _ = plan_call(*head_views(q, None, options), (cos, cos, None, None, ids), None, options, 132)
+        plan, _ = plan_call(*head_views(q, None, options), named_tables((cos, cos, None, None, ids)), options, 132)
         assert plan.spec.wide == wide
         assert f"using Stride = {'long long' if wide else 'unsigned int'};" in render(plan.spec).text
 

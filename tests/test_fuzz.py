@@ -1,4 +1,4 @@
-"""Over random values: no field carries code into a source, every plan is a kernel's, every key is its own."""
+"""Random values: no field carries code into a source, every plan belongs to a kernel, every key is unique."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LITERAL = re.compile(r"true|false|\d{1,10}|[A-Za-z][A-Za-z0-9_ ]{0,20}|\{\d{1,11
 
 
 def is_harmless(spec: Spec) -> bool:
-    """Whatever is put into the templates is a number, a flag, a word, a list of numbers, or the fixed arguments."""
+    """A constant of a template is a number, a flag, a word, a list of numbers, or the fixed arguments."""
     constants = spec.constants()
     fixed = constants.pop("arguments", None)
     literals = [str(render.cpp_literal(value)) for value in constants.values()]
@@ -76,7 +76,7 @@ def test_constants_are_harmless(spec: Spec) -> None:
 @settings(max_examples=100)
 @given(data=st.data())
 def test_no_text_gets_into_a_source(spec: Any, data: st.DataObject) -> None:
-    """Of any value in any field, from Python or from JSON: it is refused, or it is one that the field may have."""
+    """A value of a field, from Python or from JSON, is refused or is allowed for that field."""
     name = data.draw(st.sampled_from([field.name for field in fields(spec)]))
     value = data.draw(JSON)
     changed = replace(spec, **{name: value})
@@ -127,7 +127,7 @@ def test_missing_and_unknown_fields_are_refused(spec: Any, more: dict[str, Any],
 
 @st.composite
 def problems(draw: Any) -> RopeProblem:
-    """A call that the host's checks let through, in integers; the rest is refused before it is planned."""
+    """A call that passes the host's checks, in integers."""
 
     def pick(*values: Any) -> Any:
         return draw(st.sampled_from(values))

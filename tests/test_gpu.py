@@ -53,6 +53,8 @@ from .cases import (
     op_arguments,
     random_case,
     random_norm_case,
+    referenced,
+    rope_reference,
 )
 from .host.backend import DEVICE
 from .test_norm import assert_near
@@ -86,7 +88,7 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
     for conjugate in (False, True):
         options = options._replace(inverse=conjugate)
         device = [None if x is None else on_gpu(x) for x in tensors]
-        want = reference.rope(*(device if options.table == "freqs" else tensors), options)
+        want = rope_reference(*(device if options.table == "freqs" else tensors), options)
         for in_place in (False, True)[: 1 if options.interleaved != options.interleaved_out else 2]:
             device = [None if x is None else on_gpu(x) for x in tensors]
             outputs = launched(ROPE, device[:2], device[2:], options._replace(inplace=in_place))
@@ -112,7 +114,7 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
 @pytest.mark.parametrize("case", QKV_CASES, ids=str)
 def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
     tensors, options = make_qkv(case, DEVICE, launch=launch)
-    want = reference.rope_qkv(*tensors, options)
+    want = [*referenced(ROPE_QKV, tensors[:1], tensors[1:], options).values()]
     back = turned_back(options)
     end = case.end
     for values in (True, False):
@@ -124,7 +126,7 @@ def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
     for got, expected in zip(reference.split_qkv(qkv, options.q_per_group), want):
         assert torch.equal(got[:end], expected[:end])
     (got,) = launched(ROPE_QKV_BACKWARD, want, tensors[1:], back)
-    assert torch.equal(got, reference.rope_qkv_backward(*want, *tensors[1:], back))
+    assert torch.equal(got, referenced(ROPE_QKV_BACKWARD, want, tensors[1:], back)["qkv"])
 
 
 @pytest.mark.hardware
@@ -196,7 +198,7 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
     options = Options(layout="thd", rotary_dim=128, table="freqs", cp_size=size, cp_rank=rank)
     table = freqs.transpose(0, 1)
     for x, conjugate, got in ((q, False, results[0][0]), (grad, True, results[0][1])):
-        want, _ = reference.rope(x, None, table, table, cu_seqlens, None, None, options._replace(inverse=conjugate))
+        want, _ = rope_reference(x, None, table, table, cu_seqlens, None, None, options._replace(inverse=conjugate))
         assert torch.equal(got, want)
 
 
@@ -245,7 +247,7 @@ def test_a_million_sequences(sequences: int) -> None:
     freqs = torch.rand(512, 32, device=DEVICE) * 100
     out, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=jitrope.Packed(cu_seqlens, start_positions=starts))
     options = Options(layout="thd", rotary_dim=64, table="freqs")
-    want, _ = reference.rope(q, None, freqs, freqs, cu_seqlens, starts, None, options)
+    want, _ = rope_reference(q, None, freqs, freqs, cu_seqlens, starts, None, options)
     assert not want.isnan().any()
     assert torch.equal(out, want)
 
@@ -273,15 +275,8 @@ def test_error_against_fp64(dtype: str, rounding: str, interleaved: bool) -> Non
         options = Options(
             interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128, inverse=conjugate
         )  # fmt: skip
-        want = reference.rope(
-            *(x.detach().double() for x in inputs),
-            *(t.double() for t in tables),
-            None,
-            None,
-            None,
-            options,
-            torch.float64,
-        )
+        doubled = [x.detach().double() for x in (*inputs, *tables)]
+        want = rope_reference(*doubled, None, None, None, options, compute_dtype=torch.float64)
         for out, expected in zip(results, want):
             assert relative_l2(out, expected) <= RELATIVE_L2[dtype]
 
@@ -297,7 +292,7 @@ def test_past_two_to_the_31_elements() -> None:
     assert out.numel() > 2**31
     for start in (0, tokens // 2, tokens - 700):
         part = slice(start, start + 700)
-        want, _ = reference.rope(
+        want, _ = rope_reference(
             q[part], None, cos[part], sin[part], None, None, None, Options(layout="thd", rotary_dim=dim)
         )
         assert torch.equal(out[part], want)
@@ -336,7 +331,7 @@ def test_more_sequences_than_a_grid_has_rows() -> None:
         arguments = (q, None, angles.cos(), angles.sin())
         out, _ = jitrope.apply_rope(*arguments, **said(launch=launch, cu_seqlens=cu_seqlens))
         assert torch.equal(
-            out, reference.rope(*arguments, cu_seqlens, None, None, Options(layout="thd", rotary_dim=64))[0]
+            out, rope_reference(*arguments, cu_seqlens, None, None, Options(layout="thd", rotary_dim=64))[0]
         )
 
 
@@ -349,7 +344,7 @@ def test_video_length_batches() -> None:
         for launch in ("auto", "grid_2d"):
             out, _ = jitrope.apply_rope(q, None, angles.cos(), angles.sin(), **said(launch=launch))
             assert torch.equal(
-                out, reference.rope(q, None, angles.cos(), angles.sin(), None, None, None, Options(rotary_dim=64))[0]
+                out, rope_reference(q, None, angles.cos(), angles.sin(), None, None, None, Options(rotary_dim=64))[0]
             )
 
 
@@ -391,7 +386,8 @@ def test_angles_against_fp64(dtype: str, interleaved: bool) -> None:
     out, _ = jitrope.apply_rope(q, None, freqs=freqs, layout="thd", interleaved=interleaved)
     options = Options(layout="thd", interleaved=interleaved, interleaved_out=interleaved, rotary_dim=128)
     exact = freqs.double()
-    want, _ = reference.rope(q.double(), None, exact.cos(), exact.sin(), None, None, None, options, torch.float64)
+    arguments = (q.double(), None, exact.cos(), exact.sin(), None, None, None, options)
+    want, _ = rope_reference(*arguments, compute_dtype=torch.float64)
     assert relative_l2(out, want) <= RELATIVE_L2[dtype]
 
 
@@ -436,7 +432,7 @@ def test_expanded_gradient_and_double_backward() -> None:
     q.requires_grad_()
     out, _ = jitrope.apply_rope(q, None, cos, sin)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)  # a stride-0 gradient
-    want, _ = reference.rope(
+    want, _ = rope_reference(
         torch.ones_like(q).cpu(), None, cos.cpu(), sin.cpu(), None, None, None, Options(rotary_dim=64, inverse=True)
     )
     assert torch.equal(gradient.detach().cpu(), want)
@@ -536,7 +532,7 @@ def test_calls_of_every_form_are_known_again(name: str, in_place: bool, monkeypa
 def reference_of(case: tuple, words: dict) -> tuple:
     q, k, *tables = case
     (q, k, *rest), options = lower((q, k, *(tables or [None, None]), {"interleaved": False, **words}))
-    return reference.rope(q, k, *rest, options)
+    return rope_reference(q, k, *rest, options)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -560,7 +556,7 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
     q, k, cos, sin, keywords = make(case_named(name), DEVICE)
     unaligned = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape).copy_(q)
     for other in (unaligned, q.transpose(-2, -3).contiguous().transpose(-2, -3), q.repeat(1, 1, 2, 1)):
-        want, _ = reference.rope(
+        want, _ = rope_reference(
             other, k, *lower((q, k, cos, sin, keywords))[0][2:], lower((q, k, cos, sin, keywords))[1]
         )
         got, _ = rotate(other, k, cos, sin, **keywords)
@@ -632,7 +628,8 @@ def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None
         device = DEVICE if case.table == "freqs" else "cpu"  # sines are the device's
         c = make_cache(case, device, launch=launch, in_place=in_place)
         want = (c.k_cache.clone(), c.v_cache.clone())
-        q_want, k_want = reference.rope_kv_cache(c.q, c.k, c.v, *want, c.slots, *c.scales, c.tables, c.options)
+        tensors = (c.q, c.k, c.v, *want, c.slots, *c.scales)
+        q_want, k_want = referenced(ROPE_KV_CACHE, tensors, c.tables, c.options).values()
         k_want = k_want if case.rotate_k else c.k
         c = make_cache(case, DEVICE, launch=launch, in_place=in_place)
         tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
@@ -646,7 +643,7 @@ def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None
 def test_fp8_outputs_have_the_references_bits(name: str) -> None:
     (q, k, *tables), options = lower(make(case_named(name)))
     scales = (torch.tensor(0.02), torch.tensor(0.3))
-    want = reference.rope_fp8(q, k, *scales, tuple(tables), options)
+    want = referenced(ROPE_FP8, (q, k, *scales), tables, options).values()
     tables = tuple(None if x is None else x.to(DEVICE) for x in tables)
     got = launched(ROPE_FP8, (on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales)), tables, options)
     for a, b in zip(got, want):
@@ -716,7 +713,7 @@ def test_overlapping_launches_keep_their_order(tokens: int, captured: bool) -> N
 
     def torch_alone(q, k, position):
         options = Options(layout="thd", rotary_dim=128, table="cos_sin_cache")
-        rotated = reference.rope(q, k, cache, cache, None, None, position, options)
+        rotated = rope_reference(q, k, cache, cache, None, None, position, options)
         for x, y in zip((q, k), rotated):
             x.copy_(y * 0.125)
 

@@ -156,7 +156,7 @@ GRADIENT = {**NORM, "gradient": True, "inverse": True}
 
 
 def across(q_heads: int, k_heads: int = 0, **changes):
-    """The changes of a norm across so many heads."""
+    """The fields of a norm across this many heads."""
     rows = (q_heads, k_heads) if k_heads else (q_heads,)
     return {**NORM, "across_heads": True, "row_heads": rows, "heads": sum(rows), "q_heads": q_heads, **changes}
 
@@ -202,7 +202,7 @@ def test_norm_plans(changes, launch, tokens, at_once, each, grid) -> None:
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("across_heads", [False, True])
 def test_every_norm_plan_fits_cudas_limits(across_heads: bool, gradient: bool) -> None:
-    """Also with an element an access, as of `out.sum().backward()`, whose gradient has strides of 0."""
+    """The same for accesses of one element, as in `out.sum().backward()`, whose gradient has strides of 0."""
     for heads in (1, 3, 12, 24, 40, 64, 128):
         for head_dim in (6, 64, 72, 80, 128, 256, 512):
             for vec in (1, 2, 8):
@@ -230,7 +230,7 @@ def test_every_norm_plan_fits_cudas_limits(across_heads: bool, gradient: bool) -
 
 @pytest.mark.parametrize("sequences", [1, 2, 64])
 def test_no_dead_blocks_under_context_parallelism(sequences) -> None:
-    """TransformerEngine launches a block for each row of the whole sequence, cp_size times too many."""
+    """TransformerEngine launches a block for each row of the whole sequence, which is cp_size times too many."""
     p = replace(
         BASE, heads=32, cu_seqlens_dtype="int32", num_sequences=sequences, tokens=8192, cp_size=8, max_seqlen=65536
     )
@@ -242,7 +242,7 @@ def test_no_dead_blocks_under_context_parallelism(sequences) -> None:
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 def test_a_ranks_share_of_a_sequence_is_one_step(cp_size) -> None:
-    """Wherever it begins in the batch: the grid over sequences is as wide as the longest share, and hardly wider."""
+    """The grid over sequences is as wide as the longest share, wherever the sequence begins, and hardly wider."""
     for length in range(1, 40):
         shares = []
         for rank, first in itertools.product(range(cp_size), range(2 * cp_size)):

@@ -10,9 +10,16 @@ import torch
 from jitrope.jit.render import Source, environment, render
 from jitrope.ops import reference
 from jitrope.ops.operation import turned_back
-from jitrope.ops.operations import ROPE_INTO
+from jitrope.ops.operations import (
+    QK_NORM_ROPE_BACKWARD,
+    ROPE_FP8,
+    ROPE_INTO,
+    ROPE_KV_CACHE,
+    ROPE_QKV,
+    ROPE_QKV_BACKWARD,
+)
 from jitrope.plan import heuristics, partition
-from jitrope.plan.problem import NormCall, cache_view, plan_call, qkv_views, separate_views
+from jitrope.plan.problem import cache_view, plan_call, qkv_views, separate_views
 from jitrope.plan.spec import Options
 from jitrope.plan.views import FP8, canonical, table_pair
 
@@ -31,9 +38,13 @@ from .cases import (
     make_norm,
     make_qkv,
     named,
+    named_tables,
+    norm_operation,
     norm_reference,
     random_case,
     random_norm_case,
+    referenced,
+    rope_reference,
 )
 from .host import harness
 
@@ -48,7 +59,8 @@ def alternate(cases):
 
 def run_kernel(inputs, outputs, tables, options, slots=None, scales=(None, None, None)) -> heuristics.Plan:
     """Run the kernel of a call on views of heads; without k or v it gets q's address and no such heads."""
-    plan, words = plan_call(inputs, outputs, tuple(tables), slots, options, SM_COUNT)
+    given = {**named_tables(tables), **({} if slots is None else {"slot_mapping": slots})}
+    plan, words = plan_call(inputs, outputs, given, options, SM_COUNT)
     tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
     cos, sin = table_pair(*tables[:2], options.table)
     tensors = [*tensors, cos, sin, *tables[2:], slots, *scales]
@@ -69,7 +81,7 @@ def run_case(case: Case, launch: str = "auto", conjugate: bool | None = None, in
     """(outputs of the kernel, outputs of the reference, the plan) of a case."""
     changes = {} if conjugate is None else {"inverse": conjugate}
     (q, k, *tables), options = lower(make(case), launch=launch, inplace=in_place, **changes)
-    expected = reference.rope(q, k, *tables, options)
+    expected = rope_reference(q, k, *tables, options)
     if in_place and case.lengths is not None:  # spare rows stay as they are
         end = case.end
         for x, out in zip((q, k), expected):
@@ -178,7 +190,7 @@ def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) ->
     call = make(Case("", "", shape=(1, 18, 1, 0, 8), layout="thd", cp=cp, table_rows=40))
     (q, k, cos, sin, *_), options = lower(call, launch="token_linear")
     (out, _), _ = run_rope((q, k, cos, sin, cu_seqlens, None, None), options)
-    assert torch.equal(out, reference.rope(q, k, cos, sin, cu_seqlens, None, None, options)[0])
+    assert torch.equal(out, rope_reference(q, k, cos, sin, cu_seqlens, None, None, options)[0])
 
 
 def test_sanitizer_sees_a_read_past_the_table() -> None:
@@ -186,7 +198,7 @@ def test_sanitizer_sees_a_read_past_the_table() -> None:
     (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
     views = head_views(q, k, options._replace(inplace=True))[0]
     outputs = head_views(q.clone(), k, options._replace(inplace=True))[0]
-    plan, words = plan_call(views, outputs, (cos, sin, *rest), None, options, SM_COUNT)
+    plan, words = plan_call(views, outputs, named_tables((cos, sin, *rest)), options, SM_COUNT)
     short = [table[:7].clone() for table in (cos, sin)]
     tensors = [q, q, q, outputs[0], outputs[0], outputs[0], *short, *[None] * 7]
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
@@ -196,7 +208,7 @@ def test_sanitizer_sees_a_read_past_the_table() -> None:
 def test_sanitizer_sees_a_misaligned_access() -> None:
     (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
     views = head_views(q, k, options._replace(inplace=True))[0]
-    plan, words = plan_call(views, views, (cos, sin, *rest), None, options, SM_COUNT)
+    plan, words = plan_call(views, views, named_tables((cos, sin, *rest)), options, SM_COUNT)
     shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
     tensors = [shifted, q, q, q, q, q, cos, sin, *[None] * 7]
     with pytest.raises(AssertionError, match="misaligned"):
@@ -211,7 +223,7 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     """Forward with v copied and in place by one launch; v not copied and the gradient by the other."""
     other = LAUNCHES[launch == LAUNCHES[0]]
     (qkv, *tables), options = make_qkv(case, launch=launch)
-    q, k, v = reference.rope_qkv(qkv, *tables, options)
+    q, k, v = referenced(ROPE_QKV, (qkv,), tables, options).values()
     end = case.end
     inputs = qkv_views(qkv, options.q_per_group, options.layout)
 
@@ -239,7 +251,7 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     back = turned_back(options)._replace(launch=other)
     packed = torch.full_like(qkv, 777)
     run_kernel(separate_views(q, k, v, options), qkv_views(packed, options.q_per_group, options.layout), tables, back)
-    assert_same([packed], [reference.rope_qkv_backward(q, k, v, *tables, back)], case)
+    assert_same([packed], referenced(ROPE_QKV_BACKWARD, (q, k, v), tables, back).values(), case)
 
 
 @pytest.mark.parametrize("cp", [(1, 0), (2, 1)], ids=str)
@@ -275,9 +287,8 @@ def test_kv_cache_matches_reference(case: CacheCase, fresh: str) -> None:
         in_place = launch != fresh and not case.q_fp8
         call = make_cache(case, launch=launch, in_place=in_place)
         expected = [x.clone() for x in (call.k_cache, call.v_cache)]
-        q_want, k_want = reference.rope_kv_cache(
-            call.q, call.k, call.v, *expected, call.slots, *call.scales, call.tables, call.options
-        )
+        tensors = (call.q, call.k, call.v, *expected, call.slots, *call.scales)
+        q_want, k_want = referenced(ROPE_KV_CACHE, tensors, call.tables, call.options).values()
         q_out = call.q if in_place else torch.full_like(q_want.float(), 77).to(q_want.dtype)
         k_before = call.k.clone()
         views = [
@@ -312,7 +323,7 @@ def test_wild_slots_write_nothing() -> None:
 def test_fp8_outputs_match_reference(name: str) -> None:
     (q, k, *tables), options = lower(make(next(c for c in CASES if c.name == name)))
     scales = (torch.tensor(0.02), torch.tensor(0.3), None)  # the first saturates
-    want = reference.rope_fp8(q, k, *scales[:2], tuple(tables), options)
+    want = referenced(ROPE_FP8, (q, k, *scales[:2]), tables, options).values()
     outputs = [torch.zeros_like(x, dtype=FP8) for x in (q, k)]
     views = [head_views(*xs, options._replace(inplace=True))[0] for xs in ((q, k), outputs)]
     run_kernel(*views, tables, options, None, scales)
@@ -329,12 +340,15 @@ def seen(tensors, options):
     return (*views, tensors[2].unsqueeze(3) if len(tensors) > 2 else None)
 
 
-def run_norm_kernel(inputs, outputs, call, second=(), grads=(), sums=None) -> heuristics.Plan:
-    """Run the kernel of a call on views of heads; `second` are the other stream's, `sums` a function of the plan."""
+def run_norm_kernel(inputs, outputs, call, grads=(), sums=None) -> heuristics.Plan:
+    """Run the kernel of a call on views of heads; `sums` is a function of the plan."""
     second_tables = call.second_tables if call.second_tables[0] is not None else ()
-    normed = NormCall(call.norm, call.weights, second, second_tables, grads)
-    sm_count = 1 if grads else SM_COUNT  # few blocks, which walk
-    plan, words = plan_call(inputs, outputs, call.tables, None, call.options, sm_count, normed)
+    second = [x.unsqueeze(3) for x in call.streams[3:]]
+    _, given = norm_operation(call)
+    if grads:
+        given = named(QK_NORM_ROPE_BACKWARD, (*grads, *call.streams, *call.weights), call.tables)
+        grads = seen(grads, call.options)[:2]
+    plan, words = plan_call(inputs, outputs, given, call.options, 1 if grads else SM_COUNT)  # few blocks, which walk
     sources = (*inputs, *second) if second else (None,) * 6
     grads = [grads[0] if x is None else x for x in grads] if grads else [None] * 2
     weights = (*of_one(call), None, None)[:4]
@@ -356,13 +370,11 @@ def of_one(call):
 def run_norm(case: NormCase, launch: str = "auto", in_place: bool = False):
     """(outputs of the kernel, outputs of the reference, the plan) of a case."""
     call = make_norm(case, launch=launch, inplace=in_place)
-    expected, streams, second = norm_reference(call), call.streams, ()
-    if case.first is not None:
-        streams, second = streams[:3], tuple(x.unsqueeze(3) for x in streams[3:])
+    expected, streams = norm_reference(call), call.streams[:3]
     outputs = streams
     if not in_place:
         outputs = [None if x is None else torch.full_like(x, 777) for x in expected]
-    plan = run_norm_kernel(seen(streams, call.options), seen(outputs, call.options), call, second)
+    plan = run_norm_kernel(seen(streams, call.options), seen(outputs, call.options), call)
     return outputs, expected, plan
 
 
@@ -420,13 +432,12 @@ def test_norm_gradient_matches_reference(case: NormCase) -> None:
     rope = replace(case.rope, shape=(b, TOKENS, *rest), table_rows=TOKENS)
     case = replace(case, rope=rope)
     call = make_norm(case)
-    call.options = turned_back(call.options)._replace(rounding="complex64")
-    call.norm = call.norm._replace(rounding="none")
+    norm = call.norm._replace(rounding="none")
+    call.options = turned_back(call.options)._replace(rounding="complex64", norm=norm)
     q, k = call.streams
     grads = [None if x is None else torch.randn_like(x) for x in (q, k)]
-    expected = reference.qk_norm_rope_backward(
-        *grads, q, k, *call.weights, call.tables, call.options, call.norm
-    )  # fmt: skip
+    results = referenced(QK_NORM_ROPE_BACKWARD, (*grads, q, k, *call.weights), call.tables, call.options)
+    expected = [results.get(name) for name in QK_NORM_ROPE_BACKWARD.results]
     outputs = [None if x is None else torch.full_like(x, 777) for x in (q, k)]
     sizes = [0 if x is None else x.shape[-1] * (heads_of(x, case) if case.across_heads else 1) for x in (q, k)]
     sums = []
@@ -435,9 +446,7 @@ def test_norm_gradient_matches_reference(case: NormCase) -> None:
         sums.append(torch.full((plan.grid[0] * plan.grid[1], sum(sizes)), float("nan")))
         return sums[0] if case.weights else None
 
-    plan = run_norm_kernel(
-        seen((q, k), call.options), seen(outputs, call.options), call, grads=seen(grads, call.options)[:2], sums=room
-    )  # fmt: skip
+    plan = run_norm_kernel(seen((q, k), call.options), seen(outputs, call.options), call, grads, room)
     assert plan.grid[0] * plan.spec.tokens_per_block < b * TOKENS
     assert_close(outputs, expected[:2])
     total = sums[0].sum(0)

@@ -50,7 +50,7 @@ def assert_equal(got, want) -> None:
 
 
 def normed64(x: torch.Tensor, weight: torch.Tensor | None, case: NormCase) -> torch.Tensor:
-    """One row after the other, in fp64."""
+    """RMSNorm in fp64, one row after the other."""
     view = views.canonical(x, case.rope.layout).double()
     rows = view.flatten(-2) if case.across_heads else view
     factor = 1 if weight is None else weight.double() + (1 if case.zero_centered else 0)
@@ -61,7 +61,7 @@ def normed64(x: torch.Tensor, weight: torch.Tensor | None, case: NormCase) -> to
 
 
 def values64(case: NormCase, call) -> list[torch.Tensor | None]:
-    """Each head normalised in fp64, then rotated pair by pair."""
+    """Normalise each head in fp64, then rotate it pair by pair."""
     options = {name: value for name, value in call.arguments.items()
                if name not in ("norm_rounding", "zero_centered", "across_heads", "cos", "sin")}  # fmt: skip
     words = {"layout": "bshd", "interleaved": False, **options}
@@ -98,7 +98,7 @@ def test_values_are_those_of_fp64(case: NormCase) -> None:
     "case", [*JOINT, *(c for c in map(random_norm_case, range(40)) if c.first is not None)], ids=str
 )
 def test_joint_is_both_streams_one_behind_the_other(case: NormCase) -> None:
-    """Each stream by itself with its rows of the tables, whose own values are tested; v is copied."""
+    """The result is that of each stream in a call of its own, with its rows of the tables; v is copied."""
     call = make_norm(case)
     q, k, v = norm_call(call)
     streams, first = call.streams, case.first
@@ -120,7 +120,7 @@ def test_joint_is_both_streams_one_behind_the_other(case: NormCase) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_stream_with_cosines_of_one_is_only_normalised(device: str) -> None:
-    """FLUX-like: text in front is not rotated, one call for both."""
+    """As in FLUX, one call serves both streams, and the text before the image is not rotated."""
     q1, k1, v1, q2, k2, v2 = tensors(device, torch.bfloat16, *[(2, 3, 4, 64)] * 3, *[(2, 5, 4, 64)] * 3)
     weights = tensors(device, torch.bfloat16, *[(64,)] * 4, seed=1)
     cos, sin = tables_of(device, 5, 32)
@@ -140,7 +140,7 @@ ON_GPU = (64, 128, 256)  # head sizes whose sums of squares follow torch's there
 
 
 def sizes(*all_of_them: int):
-    """(device, head size): on a GPU those that are promised."""
+    """(device, head size); on a GPU only the sizes with promised bits."""
     return [
         *(("cpu", dim) for dim in all_of_them),
         *(pytest.param(DEVICE, dim, marks=pytest.mark.gpu) for dim in ON_GPU),
@@ -208,7 +208,7 @@ def test_twice_is_the_hosts_rms_norm(name: str, device: str, dim: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_centered_is_gemmas(dtype: torch.dtype) -> None:
-    """fp32 weights beside q in bf16 too; and the same as weights that have their one."""
+    """Gemma's norm, also with fp32 weights beside q in bf16. zero_centered is the same as weights plus one."""
     q, k = tensors("cpu", dtype, (2, 5, 4, 96), (2, 5, 2, 96))
     weights = tensors("cpu", torch.float32, (96,), (96,), seed=1)
     tables = tables_of("cpu", 5, 48)
@@ -231,7 +231,7 @@ ACROSS = [("wan", 12, 128, True), ("wan-14b", 40, 128, True), ("ltx", 32, 64, Fa
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize(("name", "heads", "dim", "interleaved"), ACROSS)
 def test_once_across_heads_is_torchs(name, heads, dim, interleaved, dtype, device) -> None:
-    """Wan's interleaved shared tables, LTX-2's halves with angles of each head."""
+    """Interleaved pairs with shared tables as in Wan; halves with angles for each head as in LTX-2."""
     q, k = tensors(device, dtype, *[(2, 17, heads, dim)] * 2)
     weights = tensors(device, dtype, *[(heads * dim,)] * 2, seed=1)
     tables = tables_of(device, 17, dim // 2)
@@ -270,7 +270,7 @@ def test_a_norm_alone_of_odd_heads(dim: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_fake_tensors_leave_nothing_behind(device: str) -> None:
-    """The row of no rotation is kept; a fake one would be met by the next real call."""
+    """The table of no rotation is kept, but never a fake one, which a later real call would use."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     stand_ins.one_row.cache_clear()
@@ -376,7 +376,7 @@ def test_in_place_has_no_gradient(which: str, device: str) -> None:
 
 def oracle(q, k, q_weight, k_weight, cos, sin, *, across_heads=False, zero_centered=False, interleaved=False,
            rotary_dim=None, rotary_offset=0, eps=1e-6):  # fmt: skip
-    """Differentiable, in fp64, of (B, S, H, D) and tables that broadcast to (B, S, H, rotary_dim / 2)."""
+    """Norm and rope in differentiable fp64, for (B, S, H, D) and tables that broadcast to (B, S, H, rotary_dim / 2)."""
     outputs = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         if x is None:
@@ -419,7 +419,7 @@ def assert_gradients(got, want, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("words", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradient_against_fp64(words, per_head: bool, dtype: torch.dtype, device: str) -> None:
-    """Of q, k and the weights; q's leaves in bf16 with weights in fp32 too; the same bits twice."""
+    """The gradients of q, k and the weights, also for bf16 q and fp32 weights; two runs give the same bits."""
     heads, dim = (3, 3) if per_head else (4, 2), 16
     q, k = tensors("cpu", dtype, *((2, 11, h, dim) for h in heads))
     weights = tensors("cpu", torch.float32, *((dim * (h if "across_heads" in words else 1),) for h in heads), seed=1)
@@ -443,7 +443,7 @@ def test_gradient_against_fp64(words, per_head: bool, dtype: torch.dtype, device
 @pytest.mark.parametrize("across_heads", [False, True])
 @pytest.mark.parametrize("which", ["q", "k", "both", "weights"])
 def test_gradient_of_some_through_an_expanded_one(which: str, across_heads: bool, device: str) -> None:
-    """`out.sum().backward()`: gradients with strides of 0; only q's or k's; weights alone."""
+    """Gradients with strides of 0, as in `out.sum().backward()`; of q or k only; of the weights only."""
     dim, words = 16, {"across_heads": across_heads, "interleaved": True}
     size = [dim * (h if across_heads else 1) for h in (24, 2)]
     given = tensors("cpu", torch.float32, (2, 5, 24, dim), (2, 5, 2, dim), *((n,) for n in size))
@@ -515,7 +515,7 @@ def test_joint_gradient_against_fp64(two_tables: bool, dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("name", ["ids", "mrope", "cis-starts", "complex128", "partial-offset"])
 def test_gradient_is_there_for_every_kind_of_table(name: str) -> None:
-    """Against the reference's own graph, in fp32: autograd through the same torch calls."""
+    """The gradient is that of autograd through the reference, in fp32."""
     (case,) = named(name)
     case = replace(case, rounding="none", rope=replace(case.rope, dtype="fp32", rounding="fp32",
                                                        ids=case.rope.ids.replace("past", "rows"),
@@ -579,7 +579,7 @@ def test_opcheck(case: NormCase, in_place: bool) -> None:
     "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "unweighted",
 ), ids=str)  # fmt: skip
 def test_opcheck_of_the_gradient(case: NormCase) -> None:
-    """Without a test of its own gradient: there is none."""
+    """opcheck without its test of the gradient, because the op has none."""
     call = make_norm(case)
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     options = call.options._replace(inverse=True, rounding="fp32")
@@ -642,7 +642,7 @@ def test_compiled_in_place(device: str) -> None:
 
 
 def test_compile_with_inductor() -> None:
-    """Strides as the fake tensors promise them, which Inductor's code asserts."""
+    """The strides are those of the fake tensors; Inductor's code asserts them."""
     for case in named("across-per-head", "cis-starts", "packed-qkv", "joint"):
         call = make_norm(case)
 
@@ -694,11 +694,11 @@ def arguments(**changes):
 REFUSALS = {
     "weight-shape": (
         arguments(q_weight=torch.ones(9)),
-        r"q is \(B=2, S=6, H=4, D=8\) but q_weight has shape \(9,\); it is \(D\), 8 numbers, or H D with across_heads",
+        r"q is \(B=2, S=6, H=4, D=8\) but q_weight has shape \(9,\); it must be \(D\), 8 numbers, or H D with",
     ),
     "weight-rank": (arguments(k_weight=torch.ones(1, 8)), r"k_weight has shape \(1, 8\)"),
-    "weight-across": (arguments(across_heads=True), r"q_weight has shape \(8,\); it is \(H D\), 32 numbers"),
-    "weight-per-head": (arguments(q_weight=torch.ones(32)), r"it is \(D\), 8 numbers"),
+    "weight-across": (arguments(across_heads=True), r"q_weight has shape \(8,\); it must be \(H D\), 32 numbers"),
+    "weight-per-head": (arguments(q_weight=torch.ones(32)), r"it must be \(D\), 8 numbers"),
     "weight-dtype": (arguments(q_weight=torch.ones(8).double()), "q_weight is torch.float64; allowed are fp32, fp16"),
     "weights-dtypes": (
         arguments(k_weight=torch.ones(8).half()),
@@ -758,7 +758,7 @@ JOINT_REFUSALS = {
     "dim": ((stream(), stream(5, dim=16)), {}, "only S may differ"),
     "batch": ((stream(), stream(5, batch=1)), {}, "only S may differ"),
     "dtype": ((stream(), stream(5, dtype=torch.bfloat16)), {}, "second's q is .* torch.bfloat16"),
-    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v has another number of heads than k"),
+    "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v must have as many heads as k"),
     "rank": (((*stream()[:2], torch.ones(3)), stream(5)), {}, "first's v is not a tensor"),
     "rows": ((stream(), stream(6)), {}, "9 tokens but the table has 8 rows"),
     "weights": ((stream(), stream(5)), {"second": (ONES.half(), ONES.half())}, "the weights are"),

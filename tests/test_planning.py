@@ -14,7 +14,7 @@ from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize
 from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import LAUNCHES
 
-from .cases import CASES, Case, head_views, lower, make
+from .cases import CASES, Case, head_views, lower, make, named_tables
 from .said import said
 
 
@@ -50,7 +50,7 @@ def test_the_planned_kernels_are_those_of_the_call_itself(case: Case, inplace: b
     want = []
     for launch in LAUNCHES:
         (q, k, *tables), options = lower(call, launch=launch, inplace=inplace)
-        planned = plan_call(*head_views(q, k, options), tables, None, options, 132)
+        planned = plan_call(*head_views(q, k, options), named_tables(tables), options, 132)
         want += [planned[0].spec] if planned else []
     q, k, cos, sin, words = call
     words = said(**{name: twin(x) for name, x in words.items()}, inplace=inplace)

@@ -324,7 +324,7 @@ OBJECTS = {
     "partition": (Partition(OFFSETS, 11, cp_size=2, cp_rank=1), "Partition(6 of 11 tokens, 2 sequences, rank 1 of 2, "),
     "schedule": (Schedule(OFFSETS, 11, window=(4, -1)), "Schedule(11 of 11 tokens, 2 sequences, rank 0 of 1, "),
     "fixed schedule": (Schedule.fixed(2, 4, "cpu"), "Schedule(8 of 8 tokens, 2 sequences, rank 0 of 1, dual_chunk, "),
-    "rope": (Rope(torch.ones(11, 2), torch.zeros(11, 2)), "Rope(cos=tensor("),
+    "rope": (Rope(torch.ones(11, 2), torch.zeros(11, 2)), "Rope(interleaved=False, "),
 }
 
 

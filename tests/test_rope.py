@@ -1,4 +1,4 @@
-"""The user's functions on the CPU: values, gradients, torch's machinery, refusals."""
+"""The public functions on the CPU: values, gradients, torch's machinery, refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def by_name(*names: str) -> list[Case]:
 
 
 def test_a_pair_is_turned_by_hand() -> None:
-    """(3, 4) turned by 90 degrees is (-4, 3), in both pairings; the rest of the head stays."""
+    """(3, 4) rotated by 90 degrees is (-4, 3), in both pairings; the rest of the head does not change."""
     q = torch.tensor([3.0, 4.0, 7.0, 8.0]).view(1, 1, 1, 4)
     cos, sin = torch.zeros(1, 1), torch.ones(1, 1)
     out, none = jitrope.apply_rope(q, None, cos, sin, rotary_dim=2, interleaved=True)
@@ -61,7 +61,7 @@ def test_a_pair_is_turned_by_hand() -> None:
 
 
 def test_positions_are_relative() -> None:
-    """q at position m and k at n: the product depends on m - n only, which is what rope is for."""
+    """The product of q at position m and k at n depends only on m - n."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 64).expand(2, 12, 1, 64)
     angles = torch.outer(torch.arange(12.0), 10000 ** (-torch.arange(32) / 32))
@@ -95,7 +95,7 @@ def test_in_place_gives_the_same_bits(case: Case) -> None:
 @pytest.mark.parametrize("how", ["fresh", "in place", "qkv", "qkv in place", "packed table"])
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_shards_of_any_lengths_are_parts_of_the_whole(cp_size: int, how: str) -> None:
-    """Each rank's tokens, taken from the batch one by one and rotated, are the rotated batch's; gradients too."""
+    """The results and gradients of each rank are its tokens of the results and gradients of the whole batch."""
     lengths, starts = (37, 0, 41, 1, 2, 0, 89, 3), (0, 4, 1, 0, 3, 2, 0, 7)
     offsets = [0, *itertools.accumulate(lengths)]
     angles = torch.rand(offsets[-1] + max(starts), 8) * 20
@@ -149,7 +149,7 @@ def test_module_names() -> None:
 
 
 def autograd_reference(case: Case, q, k, cos, sin, keywords):
-    """The rotation in differentiable torch, fp32, written out for one token after the other."""
+    """The rotation in differentiable torch, in fp32, one token after the other."""
     (_, _, cos, sin, cu_seqlens, starts, ids), o = lower((q, k, cos, sin, keywords))
     if o.table == "freqs_cis":
         cos, sin = cos.real, cos.imag
@@ -182,7 +182,7 @@ def autograd_reference(case: Case, q, k, cos, sin, keywords):
 
 
 def row_of_ids(table, ids, b: int, s: int, o):
-    """A row put together column by column: each pair's from the row that its axis of the ids says."""
+    """A row of the table, in which each pair comes from the row that its axis of the ids selects."""
     ids = ids if o.mrope_section else ids[None]
     axes = [int(axis[s] if axis.dim() == 1 else axis[min(b, len(axis) - 1), s]) for axis in ids]
     width, columns = table.shape[-1], []
@@ -200,7 +200,7 @@ def row_of_ids(table, ids, b: int, s: int, o):
 
 
 def turned(x, cos, sin, o):
-    """One token's heads (H, D) by a row of the tables, pair by pair."""
+    """Rotate the heads (H, D) of one token by a row of the tables, pair by pair."""
     y = list(x.unbind(-1))
     n = o.rotary_dim // 2
     for i in range(n):
@@ -222,7 +222,7 @@ PAST_THE_TABLE = ("packed-too-long", "starts-past", "angles-packed")
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.shape[3] and c.name not in PAST_THE_TABLE], ids=str)
 def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
-    """The vectorised reference against an independent one; the tables' rows are inside."""
+    """The vectorised reference has the results of an independent one."""
     q, k, cos, sin, keywords = make(case)
     got = jitrope.apply_rope(q, k, cos, sin, **said(**keywords))
     # Where products nearly cancel, what was rounded before the sum is seen.
@@ -267,7 +267,7 @@ def test_gradient_is_autograds(case: Case, in_place: bool) -> None:
 
 
 def test_gradient_is_not_the_forward_rotation() -> None:
-    """torchembed 0.3.0 reused the forward's sign; rotating the gradient of q . q0 back must give q0."""
+    """The gradient of q . q0, rotated back, is q0. torchembed 0.3.0 used the sign of the forward."""
     q, _, cos, sin, _ = make(*by_name("fp32"))
     q.requires_grad_()
     out, _ = jitrope.apply_rope(q, None, cos, sin)
@@ -318,7 +318,7 @@ def test_in_place_on_a_leaf_is_refused() -> None:
 
 
 def test_in_place_bumps_the_version() -> None:
-    """A tensor that backward still needs and that was rotated in place is noticed by autograd."""
+    """Autograd notices an in-place rotation of a tensor that a backward still needs."""
     q, k, cos, sin, _ = make(*by_name("fp32"))
     version = q._version
     jitrope.apply_rope(q, k, cos, sin, inplace=True)
@@ -342,7 +342,7 @@ def packed_call(case: Case):
 @pytest.mark.parametrize("copy_v", [True, False])
 @pytest.mark.parametrize("case", QKV_CASES, ids=str)
 def test_packed_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
-    """Values and gradients are those of splitting by hand and `apply_rope`; v is a view where it was asked for."""
+    """Values and gradients are those of a split by hand and `apply_rope`; v is a view if copy_v is False."""
     qkv, keywords = packed_call(case)
     plain = {name: value for name, value in keywords.items() if name != "q_per_group"}
     results = []
@@ -440,7 +440,7 @@ def test_packed_compile_fullgraph(how: str) -> None:
 
 @pytest.mark.parametrize("name", ["halves", "interleaved", "full-interleaved", "mla", "packed"])
 def test_gradcheck_of_the_reference(name: str) -> None:
-    """Numeric derivatives, in fp32 (eps and tolerance are its)."""
+    """Numeric derivatives in fp32, with its eps and tolerance."""
     (q, _, *tables), o = lower(make(*by_name(name)))
     tables = [t.float() if t is not None and t.is_floating_point() else t for t in tables]
     keywords = {"interleaved": o.interleaved, "interleaved_out": o.interleaved_out, "rotary_dim": o.rotary_dim,
@@ -488,7 +488,7 @@ SHAPES = [(1, 5, 3, 64), (2, 7, 2, 72), (1, 3, 4, 80), (1, 1, 5, 96), (2, 9, 2, 
 
 
 def host(library: str, module: str, name: str, inside: str | None = None):
-    """A library's function; of one that a processor's `__call__` makes for itself, the name of its class too."""
+    """A function of a library. If a processor's `__call__` defines it, the name is that of the class too."""
     pytest.importorskip(library, reason=f"{library} is not installed: pip install 'jitrope[diffusers]'")
     namespace = importlib.import_module(f"{library}.models.{module}")
     if inside is None:
@@ -560,7 +560,7 @@ def test_dtype_is_wans_with_tables_in_it(dtype: torch.dtype, shape, device: str)
 @pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32])
 @pytest.mark.parametrize("rotary_dim", [128, 48])
 def test_dtype_is_ernies_and_minimaxs(rotary_dim: int, dtype: torch.dtype, device: str) -> None:
-    """Tables in fp32 that the host rounds first: ERNIE's pair members have angles of their own; partial too."""
+    """fp32 tables that the host rounds first: in ERNIE each member of a pair has its own angle; partial too."""
     q, k, angles = inputs_of(device, dtype, (2, 7, 3, 128), rotary_dim)
     angles = angles.float()
     repeated = angles.repeat_interleave(2, -1)[None, :, None]
@@ -595,7 +595,7 @@ def test_dtype_is_llamas(dtype: torch.dtype, shape, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_fp32_is_qwens_vision_towers(dtype: torch.dtype, device: str) -> None:
-    """Not all of a library rounds alike: this one's products are fp32."""
+    """One model of the library rounds otherwise: its products are fp32."""
     q, _, angles = inputs_of(device, dtype, (1, 9, 4, 80))
     cos, sin = (torch.cat((f(angles), f(angles)), -1).float() for f in (torch.cos, torch.sin))
     function = host("transformers", "qwen2_vl.modeling_qwen2_vl", "apply_rotary_pos_emb_vision")
@@ -653,7 +653,7 @@ def test_compile_fullgraph(in_place: bool, grad: bool) -> None:
 
 @pytest.mark.parametrize("packed_qkv", [False, True])
 def test_compile_with_numbers_that_change(packed_qkv: bool) -> None:
-    """max_seqlen, cp_rank and the number of tokens become symbolic; forward and gradient stay right."""
+    """Forward and gradient are right with a symbolic max_seqlen, cp_rank and number of tokens."""
     cos = torch.rand(40, 32)
     cu_seqlens = torch.tensor([0, 8, 16])
 
@@ -675,7 +675,7 @@ def test_compile_with_numbers_that_change(packed_qkv: bool) -> None:
 
 
 def test_compile_with_head_sizes_that_change() -> None:
-    """One compiled function for a text model's and a vision tower's heads: sizes become symbolic."""
+    """One compiled function serves the heads of a text model and of a vision tower, with symbolic sizes."""
     compiled = torch.compile(
         lambda q, cos: jitrope.apply_rope(q * 1, None, cos, cos)[0], fullgraph=True, backend="aot_eager"
     )
@@ -726,7 +726,7 @@ def test_vmap() -> None:
 
 @pytest.mark.parametrize("function", [KINDS["rope"], KINDS["rope_"]])
 def test_forward_mode_is_refused(function) -> None:
-    """torch would drop the tangent of an op without a rule, in silence."""
+    """Without a refusal torch would silently drop the tangent."""
     q, _, cos, sin, _ = make(*by_name("fp32"))
     with pytest.raises(jitrope.InvalidInput, match="forward-mode"):
         torch.func.jvp(lambda x: function(x * 1, None, cos, sin)[0], (q,), (q,))
@@ -819,7 +819,7 @@ def cache_words(c, case):
 
 @pytest.mark.parametrize("case", CACHE_CASES, ids=str)
 def test_kv_cache_holds_what_rope_gives(case: CacheCase) -> None:
-    """Rotated apart by `apply_rope`, then stored token by token; what no slot names stays."""
+    """The cache has the results of `apply_rope`, stored token by token; slots that are not named do not change."""
     c = make_cache(case)
     words = cache_words(c, case)
     plain = {n: v for n, v in words.items() if n not in (
@@ -856,7 +856,7 @@ def test_scales_may_be_numbers() -> None:
 
 
 CACHE_REFUSALS = {
-    "width": ({"k_cache": torch.zeros(9, 2, 32), "v_cache": torch.zeros(9, 2, 32)}, "it is \\(slots, H, D\\) or"),
+    "width": ({"k_cache": torch.zeros(9, 2, 32), "v_cache": torch.zeros(9, 2, 32)}, "it must be \\(slots, H, D\\) or"),
     "dtype": ({"k_cache": torch.zeros(11, 2, 64), "v_cache": torch.zeros(11, 2, 64)}, "allowed are k's torch.bfloat16"),
     "differ": ({"v_cache": torch.zeros(12, 2, 64).bfloat16()}, "v_cache is \\(12, 2, 64\\)"),
     "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "has shape \\(5,\\) for 6 tokens"),
@@ -884,7 +884,7 @@ def test_cache_refusals_write_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_no_gradient_is_dropped_in_silence(name: str) -> None:
-    """Caches and fp8 have no backward: what asks for a gradient is refused, eagerly and by the op alone."""
+    """Caches and fp8 have no backward: tensors that require a gradient are refused, in eager mode and by the op."""
     c = make_cache(CACHE_CASES[0])
     getattr(c, name).requires_grad_()
     with pytest.raises(jitrope.InvalidInput, match=f"{name} requires a gradient"):
@@ -946,7 +946,7 @@ def test_serving_compiles_fullgraph_once_for_all_lengths() -> None:
 
 
 def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:
-    """`ops/replay.py` asks torch's guards in place of looking at each tensor."""
+    """`ops/replay.py` uses torch's guards instead of comparing each tensor."""
     q, other = torch.randn(2, 3), torch.randn(2, 3)
     guards = torch._C._dynamo.guards.TensorGuards(q, other, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     assert guards.check(torch.randn(2, 3), torch.randn(2, 3))
@@ -990,7 +990,7 @@ REFUSALS = {
     "batch": (call(k=torch.ones(1, 6, 2, 8)), r"q is \(B=2, S=6, H=4, D=8\) but k is \(B=1, S=6, H=2, D=8\)"),
     "odd-rotary": (call(rotary_dim=3), "rotary_dim is 3; it must be even"),
     "large-rotary": (call(rotary_dim=10), "rotary_dim is 10; it must be even and from 2 to D=8"),
-    "large-head": (call(q=torch.ones(1, 1, 1, 514), k=None), "D=514, at most 512"),
+    "large-head": (call(q=torch.ones(1, 1, 1, 514), k=None), "D=514; at most 512"),
     "short-table": (call(cos=torch.zeros(5, 4), sin=torch.zeros(5, 4)), r"\(B=2, S=6, H=4, D=8\) but cos has 5 rows"),
     "table-width": (call(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)), "3 wide; with rotary_dim 8"),
     "table-rank": (call(cos=torch.zeros(4), sin=torch.zeros(4)), r"cos has shape \(4,\)"),
@@ -1021,8 +1021,11 @@ REFUSALS = {
         call(cos=None, sin=None, cos_sin_cache=torch.zeros(6, 8), rotary_dim=6),
         "cos_sin_cache is 8 wide, rotary_dim is 6",
     ),
-    "cache-rank": (call(cos=None, sin=None, cos_sin_cache=torch.zeros(1, 6, 8)), r"it is \(P, rotary_dim\)"),
-    "cis-dtype": (call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4)), "freqs_cis is torch.float32; it is complex64"),
+    "cache-rank": (call(cos=None, sin=None, cos_sin_cache=torch.zeros(1, 6, 8)), r"it must be \(P, rotary_dim\)"),
+    "cis-dtype": (
+        call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4)),
+        "freqs_cis is torch.float32; it must be complex64",
+    ),
     "layout": (call(layout="hsbd"), "layout is 'hsbd'; it must be one of 'bshd', 'sbhd', 'bhsd', 'thd'"),
     "rounding": (
         call(rounding="bf16"),
@@ -1038,7 +1041,7 @@ REFUSALS = {
     ),
     "complex128-cis": (
         call(cos=None, sin=None, freqs_cis=torch.zeros(6, 4).cdouble()),
-        "freqs_cis is torch.complex128; it is complex64, or complex128 with rounding=",
+        "freqs_cis is torch.complex128; it must be complex64, or complex128 with rounding=",
     ),
     "fp64-dtype": (
         call(cos=torch.zeros(6, 4).double(), sin=torch.zeros(6, 4).double(), rounding="dtype"),
@@ -1052,13 +1055,13 @@ REFUSALS = {
     "lengths-device": (call(**packed, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")), "on meta but q"),
     "lengths-rank": (
         call(**packed, cu_seqlens=torch.zeros(2, 2, dtype=torch.int32)),
-        "cu_seqlens has shape \\(2, 2\\); it is one axis",
+        "cu_seqlens has shape \\(2, 2\\); it must have one axis",
     ),
     "lengths-strided": (call(**packed, cu_seqlens=torch.zeros(4, dtype=torch.int32)[::2]), "must be contiguous"),
     "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "7 positions are used"),
     "cp-size": (call(cp_size=0), "cp_size is 0; it must be at least 1"),
     "cp-rank": (call(cp_size=2, cp_rank=2), "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
-    "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "a rank has two equal chunks"),
+    "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "S must be even, for two equal chunks"),
     "cp-table": (call(cp_size=2), "cos has 6 rows; 12 positions are used"),
     "starts-count": (call(start_positions=torch.tensor([0])), "start_positions has 1 entries for 2 batch rows"),
     "starts-sequences": (

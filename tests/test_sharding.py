@@ -1,4 +1,4 @@
-"""DTensors against plain tensors: the same bits on every rank, the same placements, and nothing sent.
+"""DTensors against plain tensors: the same bits on every rank, the same placements, no communication.
 
 Four processes with gloo run every case once; a test then reads the result of its case.
 """
@@ -68,13 +68,13 @@ def weight(size: int = D) -> Tensor:
 
 
 def place(x: Tensor, placements: Sequence[Any]) -> Any:
-    """A DTensor of x, which all ranks have; nothing is sent."""
+    """A DTensor of x, which all ranks have; made without communication."""
     mesh = MESHES["4" if len(placements) == 1 else "2x2"]
     return DTensor.from_local(x, mesh, [R] * mesh.ndim, run_check=False).redistribute(mesh, placements)
 
 
 class Silence(CommDebugMode):
-    """Nothing is sent inside."""
+    """Assert that the block does not communicate."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -91,7 +91,7 @@ def same(x: Any, expected: Tensor, placements: Sequence[Any], exact: bool = True
 
 
 def compiled(function: Function) -> Function:
-    """Compiled whole; its graphs send nothing, which CommDebugMode cannot watch."""
+    """Compile the whole function, and assert that its graphs do not communicate, which CommDebugMode cannot see."""
 
     def silent(graph: Any, _: Any) -> Any:
         sent = [node for node in graph.graph.nodes if "c10d" in str(node.target)]
@@ -249,7 +249,7 @@ def positions() -> None:
 
 @case
 def gradients_that_are_placed_otherwise() -> None:
-    """torch places them, so that the numbers stay right; a layout's decision is not another's, whatever came before."""
+    """torch places them, and the numbers stay right. Decisions for one layout are not used for another."""
     cos, sin = table(S, D // 2)
     q, g = heads(S), heads(S + 1)[:, :, :S].contiguous()
     for layout in ("bhsd", "bshd", "bhsd"):
@@ -411,7 +411,7 @@ def calls_that_take_local_tensors_only() -> None:
 
 
 class Attention(nn.Module):
-    """Projections, norms and rope, as tensor parallelism and plain tensors both run them."""
+    """Projections, norms and rope, with tensor parallelism and with plain tensors."""
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
@@ -517,7 +517,7 @@ def work(rank: int, folder: str, names: Sequence[str]) -> None:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The error of each case on each rank, or ""; the cases are those of this run's tests."""
+    """The error of each case of this run on each rank, or ""."""
     folder = tmp_path_factory.mktemp("ranks")
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     names = [name for name in CASES if name in asked]
@@ -550,7 +550,7 @@ def test_it_is_imported_with_the_first_dtensor() -> None:
 
 
 def test_torch_keeps_a_decision_by_all_words_of_the_rule() -> None:
-    """torch looks at an op's arguments from the first int on; a word before it could be another call's."""
+    """torch caches by an op's arguments from the first int on, so no word may come before it."""
     from jitrope.ops.sharding import OUTPUTS
 
     for op in OUTPUTS:

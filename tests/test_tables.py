@@ -1,4 +1,4 @@
-"""Frequencies with transformers' bits, tables as accurate as fp32 goes, refusals."""
+"""Frequencies with the bits of transformers, tables with the accuracy of fp32, refusals."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_every_type_of_transformers_is_compared() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("length", [100, 4097, 300001])
 def test_a_tensors_length_has_the_bits_of_transformers_forward(length: int, device: str) -> None:
-    """The modules pass max(position_ids) + 1, a tensor, from which the base comes out in fp32."""
+    """The modules pass max(position_ids) + 1, a tensor, so the base is computed in fp32."""
     for case in (Case("", "dynamic", 128, 10000.0, dynamic(None)), Case("", "longrope", 96, 10000.0, longrope())):
         config, seq_len = llama_config(case), torch.tensor(length, device=device)
         want = transformers_frequencies(config, device, seq_len=seq_len)
@@ -411,7 +411,7 @@ def test_refusals_name_the_argument(name: str) -> None:
 
 
 def test_nothing_but_torch_is_imported() -> None:
-    """transformers' configurations are read by their names; jitrope does not depend on it."""
+    """Configurations are read by the names of transformers, without a dependency on it."""
     nodes = list(ast.walk(ast.parse(inspect.getsource(tables))))
     absolute = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     assert absolute <= {"functools", "inspect", "math", "numbers", "torch"}

@@ -1,4 +1,4 @@
-"""The words of the public functions, and the values that take the place of several."""
+"""The keywords of the public functions, and the values that replace several of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VALUES = {
 
 
 def run(value: Any) -> list[torch.Tensor]:
-    """The results of a call that takes the value."""
+    """The results of a call with the value."""
     words = {Norm: "norm", KVCache: "cache", Quantize: "quantize"}
     if type(value) in words:
         cache = isinstance(value, KVCache)

@@ -14,21 +14,21 @@ from ..ops.dispatch import call
 from ..ops.operation import turned_back
 from ..ops.operations import ROPE, ROPE_INTO
 from ..ops.words import resolved
-from ..plan.spec import Options
+from ..plan.spec import HeadWords, Options
 from ..plan.views import Tensors
 from .interface import NAME
 from .schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)  # == of two tensors gives a tensor
-class Rope:
+class Rope(HeadWords):
     """The rotation of q and k in `all_gather_attention`, by each row's position in its sequence.
 
     Attributes:
         cos, sin: tables over positions, (P, W), with a row for each position of the longest sequence, including its
             padding. They get no gradient.
         cos_sin_cache, freqs, freqs_cis: one of them in place of cos and sin, with the same rows; freqs in radians.
-        interleaved, rotary_dim, rotary_offset, rounding: see `apply_rope`.
+        The other keywords are those of `apply_rope`.
     """
 
     cos: Tensor | None = None
@@ -36,10 +36,6 @@ class Rope:
     cos_sin_cache: Tensor | None = None
     freqs: Tensor | None = None
     freqs_cis: Tensor | None = None
-    interleaved: bool = False
-    rotary_dim: int | None = None
-    rotary_offset: int = 0
-    rounding: str = "fp32"
 
 
 @dataclass(frozen=True)

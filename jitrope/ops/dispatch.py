@@ -1,7 +1,7 @@
-"""Which way a call goes: past torch's dispatcher, through an autograd function, or to the library's op.
+"""The way of a call: past torch's dispatcher, through an autograd function, or to the library's op.
 
-A call that nothing watches does not go through torch's dispatcher, which would cost as much host time as the launch;
-one that is like one of the last ones is not even looked at again (`replay`).
+A call that nothing watches skips torch's dispatcher, which costs as much host time as the launch. A call like a recent
+one is not checked again (`replay`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ local = launch.local
 
 @config.on_change
 def _forget() -> None:
-    """Known calls have the launch that was set when they were planned."""
+    """Forget known calls: they were planned with the launch that was configured then."""
     global local
     launch.local = local = launch.Local()
 
 
 def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tensors:
-    """The results of an operation by name. A user's words are checked; `Options` are known to be good.
+    """The results of an operation by name. A user's words are checked; `Options` were checked before.
 
-    First the calls that this thread has had lately are asked whether this is one of them (`replay`). They see what
-    watches a call, but for what is asked here.
+    The recent calls of this thread are tried first (`replay`). They notice everything that may watch a call, except
+    torch.compile, dispatch modes and forward-mode AD, which are tested here.
 
-    key: what such calls are found by: the operation, the tensors' names and the words, or what stands for them.
+    key: identifies recent calls: by default the operation, the tensors' names and the words.
     """
     if not is_compiling() and not dispatch_modes() and forward_ad._current_level < 0:
         if key is None:
@@ -48,13 +48,13 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
                 out = known(tensors, *tensors.values())
                 if out is not None:
                     return out
-        except (AttributeError, KeyError, TypeError):  # no tensor, or a word without a hash: the check refuses both
+        except (AttributeError, KeyError, TypeError):  # the check refuses non-tensors and words without a hash
             pass
     return _call(op, tensors, asked, key)
 
 
 def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
-    """The same of a call that is new, or watched."""
+    """The same for a call that is new or watched."""
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
@@ -89,7 +89,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         return record(known, tensors) if wants else known.run(tensors)
     if wants and options.inplace and not is_compiling():
         return (_write_views if _alone(op, tensors) else _write)(op, full, options)
-    if wants and options.inplace:  # traced under autograd: a copy, which Inductor writes in place
+    if wants and options.inplace:  # traced under autograd: Inductor makes this copy in place
         return op.put(full, library.run_op(op, full, changed(options, inplace=False)), options)
     return library.run_op(op, full, options)
 
@@ -98,7 +98,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
 
 
 class _Known(torch.autograd.Function):
-    """A known call that gives fresh tensors."""
+    """A known call that returns fresh tensors."""
 
     @staticmethod
     def forward(ctx: Any, known: Known, tensors: Tensors, *xs: Tensor) -> Any:
@@ -111,7 +111,7 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         known: Known = ctx.known
-        saved = dict(zip(known.saved, ctx.saved_tensors))  # once: a checkpoint gives them once
+        saved = dict(zip(known.saved, ctx.saved_tensors))  # a checkpoint allows one access
         given = {name: grad for name, grad in zip(known.results, grads) if grad is not None}
         tensors = {**canonical(saved), **known.stand_ins}
         found = known.op.gradient(call, tensors, given, known.options) if given else {}
@@ -119,7 +119,7 @@ class _Known(torch.autograd.Function):
 
 
 class _Written(torch.autograd.Function):
-    """A call in place; or, where it is over, one tensor of it."""
+    """A call in place; or, if the call is over, one tensor that it wrote."""
 
     @staticmethod
     def forward(ctx: Any, op: Operation, options: Options, over: bool, names: tuple[str, ...], *xs: Tensor) -> Any:
@@ -151,7 +151,7 @@ def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 
 def _alone(op: Operation, tensors: Tensors) -> bool:
-    """Whether torch records each tensor that is written by itself: a view, or one of two that wants a gradient."""
+    """Whether torch must record each written tensor separately: one is a view, or only one requires a gradient."""
     heads = [tensors[name] for name in op.results if name in tensors]
     return any(x._is_view() or x.requires_grad != heads[0].requires_grad for x in heads)
 

@@ -1,4 +1,4 @@
-"""What tensors must be, each refusal in words: the argument, what was given and what is allowed."""
+"""The checks of heads, lengths, positions and tables. A refusal names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
 from ..plan.problem import DTYPE_NAMES, overlaps_itself, refuse_meeting
-from ..plan.spec import LAYOUT_AXES, MAX_HEAD_DIM, Options
+from ..plan.spec import LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.views import Tensors, table_pair
 
 MAX_TOKENS = 2**31 - 1
@@ -21,7 +21,7 @@ Fail = Callable[[str], NoReturn]
 
 
 def failing(name: str) -> Fail:
-    """A function that refuses a call of `name` with a text."""
+    """A function that raises InvalidInput for a call of `name`, with a text."""
 
     def fail(text: str) -> NoReturn:
         raise InvalidInput(f"{name}: {text}")
@@ -30,16 +30,14 @@ def failing(name: str) -> Fail:
 
 
 def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first: str, second: str) -> None:
-    rank = 3 if options.layout == "thd" else 4
-    letters = options.layout.upper()
+    """first, second: the names of q and k for messages."""
+    layout = options.layout
     for label, x in ((first, q), (second, k)):
         if x is None:
             continue
-        if x.dim() != rank:
-            fail(
-                f"{label} has shape {tuple(x.shape)}, layout {options.layout!r} needs {rank} axes "
-                f"({', '.join(letters)})"
-            )
+        if x.dim() != len(layout):
+            axes = ", ".join(layout.upper())
+            fail(f"{label} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
         if not is_float(x):
             fail(f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
         same = x.device == q.device and x.dtype == q.dtype
@@ -50,27 +48,25 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
     known = q.device.type in ("cuda", "cpu", "meta")
     if not known:
         fail(f"{first} is on {q.device}; it must be on a CUDA device, the CPU or meta")
-    batch, seqlen, _, head_dim = sizes_of(q, options.layout)
+    batch, seqlen, _, head_dim = sizes_of(q, layout)
     if k is not None:
-        k_batch, k_seqlen, _, k_head_dim = sizes_of(k, options.layout)
+        k_batch, k_seqlen, _, k_head_dim = sizes_of(k, layout)
         if (k_batch, k_seqlen, k_head_dim) != (batch, seqlen, head_dim):
-            fail(f"{first} is {named(q, options.layout)} but {second} is {named(k, options.layout)}; only H may differ")
+            fail(f"{first} is {named(q, layout)} but {second} is {named(k, layout)}; only H may differ")
     if batch * seqlen > MAX_TOKENS:
-        fail(f"{first} has {batch * seqlen} tokens, at most {MAX_TOKENS} are possible")
+        fail(f"{first} has {batch * seqlen} tokens; at most {MAX_TOKENS} are possible")
     if head_dim > MAX_HEAD_DIM:
-        fail(f"{first} has D={head_dim}, at most {MAX_HEAD_DIM} is possible")
-    rotary, offset = options.rotary_dim, options.rotary_offset
-    if offset < 0:
-        fail(f"rotary_offset is {offset}; it cannot be negative")
-    if rotary % 2 != 0 or not (0 < rotary <= head_dim - offset):
-        fail(
-            f"rotary_dim is {rotary}; it must be even and from 2 to D"
-            + (f" - rotary_offset={head_dim - offset}" if offset else f"={head_dim}")
-        )
+        fail(f"{first} has D={head_dim}; at most {MAX_HEAD_DIM} is possible")
+    begin, end = rotated(options)
+    if begin < 0:
+        fail(f"rotary_offset is {begin}; it cannot be negative")
+    if options.rotary_dim % 2 != 0 or not (begin < end <= head_dim):
+        most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
+        fail(f"rotary_dim is {options.rotary_dim}; it must be even and from 2 to {most}")
 
 
 def require_no_overlap(label: str, x: Tensor, fail: Fail) -> None:
-    """For a tensor that is written. A compiler's symbolic strides are only asked for expanded axes."""
+    """Refuse a tensor to write whose elements share memory. A compiler's symbolic strides show only expanded axes."""
     if torch.compiler.is_compiling():
         overlaps = not all(stride or size < 2 for size, stride in zip(x.shape, x.stride()))
     else:
@@ -83,47 +79,43 @@ def require_no_overlap(label: str, x: Tensor, fail: Fail) -> None:
 
 
 def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Refuse memory that a call would write and also read or write as another tensor, where there is memory."""
+    """Refuse memory that a call would write as one tensor and read or write as another, where there is memory."""
     tensors = {**written, **read}
     real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors.values())
     if real and not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
         refuse_meeting(name, tensors, tuple(written))
 
 
-def check_lengths(
-    q: Tensor, cu_seqlens: Tensor | None, start_positions: Tensor | None, options: Options, fail: Fail
-) -> None:
+def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
+    q, cu_seqlens, starts = tensors["q"], tensors.get("cu_seqlens"), tensors.get("start_positions")
     batch, seqlen, *_ = sizes_of(q, options.layout)
     size, rank = options.cp_size, options.cp_rank
     if size < 1:
         fail(f"cp_size is {size}; it must be at least 1")
     if not (0 <= rank < size):
         fail(f"cp_rank is {rank}; it must be from 0 to cp_size - 1 = {size - 1}")
-    for label, x in (("cu_seqlens", cu_seqlens), ("start_positions", start_positions)):
+    for label, x in (("cu_seqlens", cu_seqlens), ("start_positions", starts)):
         if x is None:
             continue
         check_integers(label, x, q, fail)
         if x.dim() != 1:
-            fail(f"{label} has shape {tuple(x.shape)}; it is one axis")
+            fail(f"{label} has shape {tuple(x.shape)}; it must have one axis")
         if not x.is_contiguous():
             fail(f"{label} has stride {x.stride()}; it must be contiguous")
     if cu_seqlens is None:
         if size != 1 and seqlen % 2 != 0:
-            fail(f"q is {named(q, options.layout)}: under context parallelism a rank has two equal chunks")
-        rows = batch
+            fail(f"q is {named(q, options.layout)}; with cp_size={size} S must be even, for two equal chunks")
+        rows, of = batch, "batch rows"
     else:
         if options.layout != "thd":
             fail(f"cu_seqlens goes with layout 'thd', not {options.layout!r}")
         if options.max_seqlen < 0:
             fail(f"max_seqlen is {options.max_seqlen}; it cannot be negative")
         if len(cu_seqlens) < 1:
-            fail("cu_seqlens is empty; it has N + 1 offsets")
-        rows = len(cu_seqlens) - 1
-    if start_positions is not None and len(start_positions) != rows:
-        fail(
-            f"start_positions has {0 if start_positions is None else len(start_positions)} entries for {rows} "
-            + ("batch rows" if cu_seqlens is None else "sequences")
-        )
+            fail("cu_seqlens is empty; it must have N + 1 offsets")
+        rows, of = len(cu_seqlens) - 1, "sequences"
+    if starts is not None and len(starts) != rows:
+        fail(f"start_positions has {len(starts)} entries for {rows} {of}")
 
 
 def check_integers(label: str, x: Tensor, q: Tensor, fail: Fail) -> None:
@@ -133,8 +125,8 @@ def check_integers(label: str, x: Tensor, q: Tensor, fail: Fail) -> None:
         fail(f"{label} is on {x.device} but q is on {q.device}")
 
 
-def check_position_ids(q: Tensor, tensors: Tensors, options: Options, fail: Fail) -> None:
-    ids, sections = tensors.get("position_ids"), options.mrope_section
+def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:
+    q, ids, sections = tensors["q"], tensors.get("position_ids"), options.mrope_section
     if ids is None:
         return
     check_integers("position_ids", ids, q, fail)
@@ -143,9 +135,9 @@ def check_position_ids(q: Tensor, tensors: Tensors, options: Options, fail: Fail
         fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
     batch, seqlen, *_ = sizes_of(q, options.layout)
     axes = (len(sections),) if sections else ()
-    allowed = (
-        [(*axes, seqlen)] if options.layout == "thd" else [(*axes, seqlen), (*axes, 1, seqlen), (*axes, batch, seqlen)]
-    )
+    allowed = [(*axes, seqlen)]
+    if options.layout != "thd":
+        allowed += [(*axes, 1, seqlen), (*axes, batch, seqlen)]
     if not any(len(ids.shape) == len(shape) and all(a == b for a, b in zip(ids.shape, shape)) for shape in allowed):
         fail(
             f"q is {named(q, options.layout)} but position_ids has shape {tuple(ids.shape)}; allowed are "
@@ -153,88 +145,86 @@ def check_position_ids(q: Tensor, tensors: Tensors, options: Options, fail: Fail
         )
 
 
-def check_tables(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor | None,
-    packed: bool,
-    ids: bool,
-    options: Options,
-    fail: Fail,
-) -> None:
-    head_dim = q.shape[-1]
-    rotary, kind = options.rotary_dim, options.table
-    angles = kind == "freqs"
-    in_fp64 = options.rounding == "complex128"
-    both = "cos and sin are" if kind == "cos_sin" else f"{kind} is"
+def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
+    cos, kind, rotary = tensors["cos"], options.table, options.rotary_dim
     if kind == "freqs_cis":
-        allowed = torch.complex128 if cos.dtype == torch.complex128 and in_fp64 else torch.complex64
-        if cos.dtype != allowed:
-            fail(f"freqs_cis is {cos.dtype}; it is complex64, or complex128 with rounding='complex128'")
+        in_fp64 = cos.dtype == torch.complex128 and options.rounding == "complex128"
+        if cos.dtype != (torch.complex128 if in_fp64 else torch.complex64):
+            fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'")
     if kind == "cos_sin_cache":
         if cos.dim() != 2:
-            fail(f"cos_sin_cache has shape {tuple(cos.shape)}; it is (P, rotary_dim)")
+            fail(f"cos_sin_cache has shape {tuple(cos.shape)}; it must be (P, rotary_dim)")
         if cos.shape[-1] != rotary:
-            fail(f"cos_sin_cache is {cos.shape[-1]} wide, rotary_dim is {rotary}: cos | sin")
-    cos, sin = table_pair(cos, sin, kind)
+            fail(f"cos_sin_cache is {cos.shape[-1]} wide, rotary_dim is {rotary}; they must be equal")
+    cos, sin = table_pair(cos, tensors.get("sin"), kind)
     for label, table in (("cos", cos), ("sin", sin)) if kind == "cos_sin" else ((kind, cos),):
-        shape = tuple(table.shape)
-        axes = "(P, 1 or B, 1, W)" if angles else "(B, P, H, W)"
-        if not (2 <= table.dim() <= 4):
-            fail(f"{label} has shape {shape}; it must be (P, W), (B, P, W) or {axes}")
-        if angles and table.dtype != torch.float32:
-            fail(f"freqs is {table.dtype}; angles are fp32, or positions are lost")
-        fits = is_float(table) or (in_fp64 and table.dtype == torch.float64)
-        if not fits:
-            fail(f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'")
-        if table.requires_grad and torch.is_grad_enabled():
-            fail(f"{label} requires a gradient, which jitrope does not compute; pass {label}.detach()")
+        _check_table(label, table, options, fail)
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         fail(f"cos is {tuple(cos.shape)} {cos.dtype} but sin is {tuple(sin.shape)} {sin.dtype}; they must match")
     width = cos.shape[-1]
     if width != rotary // 2 and width != rotary:
+        both = "cos and sin are" if kind == "cos_sin" else f"{kind} is"
         fail(
-            f"{both} {width} wide; with rotary_dim {rotary} (D={head_dim}) they are {rotary // 2} (half width) or "
-            f"{rotary} (full width); pass rotary_dim for a partial rotation"
+            f"{both} {width} wide; with rotary_dim {rotary} (D={tensors['q'].shape[-1]}) allowed are {rotary // 2} "
+            f"(half width) and {rotary} (full width); pass rotary_dim for a partial rotation"
         )
-    if in_fp64 and (angles or packed):
-        fail("rounding='complex128' does not go with freqs or cu_seqlens; take cos and sin, and position_ids")
-    if not angles and options.mscale != 1:
+    if options.rounding == "complex128" and (kind == "freqs" or "cu_seqlens" in tensors):
+        fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
+    if kind != "freqs" and options.mscale != 1:
         fail("mscale goes with freqs; multiply cos and sin by it instead")
     mixed = options.interleaved != options.interleaved_out
     if mixed and width == rotary:
         fail(f"interleaved_out goes with half-width tables, {rotary // 2} wide")
     if mixed and options.inplace:
         fail("interleaved_out does not go with inplace: other elements are written than read; leave inplace=True out")
-    _check_rows(q, k, cos, packed, ids, options, fail)
+    _check_rows(tensors, cos, options, fail)
 
 
-def _check_rows(
-    q: Tensor, k: Tensor | None, cos: Tensor, packed: bool, ids: bool, options: Options, fail: Fail
-) -> None:
-    """The positions, batch rows and heads that the tables are for."""
+def _check_table(label: str, table: Tensor, options: Options, fail: Fail) -> None:
+    freqs, in_fp64 = options.table == "freqs", options.rounding == "complex128" and table.dtype == torch.float64
+    if not (2 <= table.dim() <= 4):
+        axes = "(P, 1 or B, 1, W)" if freqs else "(B, P, H, W)"
+        fail(f"{label} has shape {tuple(table.shape)}; it must be (P, W), (B, P, W) or {axes}")
+    if freqs and table.dtype != torch.float32:
+        fail(f"freqs is {table.dtype}; angles must be fp32, or positions are lost")
+    if not is_float(table) and not in_fp64:
+        fail(f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'")
+    if table.requires_grad and torch.is_grad_enabled():
+        fail(f"{label} requires a gradient, which jitrope does not compute; pass {label}.detach()")
+
+
+def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> None:
+    """Check the numbers of rows, batch rows and heads of the tables."""
+    q, k, label = tensors["q"], tensors.get("k"), label_of_table(options)
     batch, seqlen, heads, _ = sizes_of(q, options.layout)
-    angles, first = options.table == "freqs", "cos" if options.table == "cos_sin" else options.table
-    rows = cos.shape[0] if cos.dim() == 2 else cos.shape[1]
-    needed = options.max_seqlen if packed else 0 if ids else seqlen * options.cp_size
+    rows = rows_of(cos)
+    needed = seqlen * options.cp_size
+    if "cu_seqlens" in tensors or "position_ids" in tensors:
+        needed = options.max_seqlen if "cu_seqlens" in tensors else 0
     if not options.packed_table and rows < needed:
-        fail(f"q is {named(q, options.layout)} but {first} has {rows} rows; {needed} positions are used")
+        fail(f"q is {named(q, options.layout)} but {label} has {rows} rows; {needed} positions are used")
     if rows <= 0 and seqlen != 0:
-        fail(f"{first} has no rows")
-    if cos.dim() > 2:
-        rows = cos.shape[0]
-        if rows != 1 and rows != batch:
-            fail(f"q is {named(q, options.layout)} but {first} has {rows} batch rows; allowed are 1 and B={batch}")
+        fail(f"{label} has no rows")
+    if cos.dim() > 2 and cos.shape[0] != 1 and cos.shape[0] != batch:
+        had = f"{label} has {cos.shape[0]} batch rows"
+        fail(f"q is {named(q, options.layout)} but {had}; allowed are 1 and B={batch}")
     if cos.dim() == 4 and cos.shape[2] != 1:
-        if angles:
-            fail(f"freqs has angles for {cos.shape[2]} heads; they are shared, or use cos and sin")
+        if options.table == "freqs":
+            fail(f"freqs has angles for {cos.shape[2]} heads; heads must share them, or pass cos and sin")
         same = k is None or sizes_of(k, options.layout)[2] == heads
         if cos.shape[2] != heads or not same:
-            fail(
-                f"q is {named(q, options.layout)} but cos has angles for {cos.shape[2]} heads; they go with as many "
-                "heads in q and in k"
-            )
+            had = f"cos has angles for {cos.shape[2]} heads"
+            fail(f"q is {named(q, options.layout)} but {had}; q and k must have as many heads")
+
+
+def label_of_table(options: Options) -> str:
+    """The name of the first table of a call."""
+    return "cos" if options.table == "cos_sin" else options.table
+
+
+def rows_of(table: Tensor) -> int:
+    """The number of positions that a table has a row for."""
+    return table.shape[0] if table.dim() == 2 else table.shape[1]
 
 
 def is_float(x: Tensor) -> bool:

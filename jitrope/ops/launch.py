@@ -1,7 +1,7 @@
-"""Prepared calls: what a thread knows of the kinds of calls that it has made, and the launch itself.
+"""Prepared calls, kept by each thread, and the launch itself.
 
-A kind of call is planned once. What is left of it is a kernel, a grid and a block of arguments, into which a later call
-of that kind writes addresses.
+A kind of call is planned once. The result is a kernel, a grid and an argument block, into which each later call of
+that kind writes its addresses.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ from ..base.config import log
 from ..jit.kernels import get_kernel
 from ..jit.registry import KINDS
 from ..plan.arguments import address_names
-from ..plan.heuristics import Plan
-from ..plan.problem import Views, extent, plan_call, refuse_meeting
+from ..plan.problem import extent, plan_call, refuse_meeting
 from ..plan.spec import ROPE_KINDS, Options, RopeSpec
-from ..plan.views import Tensors, table_pair, tables_of
+from ..plan.views import Tensors, table_pair
 from . import watch
 from .operation import Operation
 from .replay import Form, maker, twice
@@ -33,23 +33,23 @@ from .stand_ins import weights_of_one
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
 
 MAX_LAUNCHES = 4096
-"""Prepared calls a thread keeps; past it they are forgotten, which costs a few microseconds each."""
+"""Prepared calls that a thread keeps. Beyond it all are forgotten; preparing one again takes a few microseconds."""
 
 MAX_APART = 1024
-"""Distances between a call's tensors that are known to be of tensors that do not share memory."""
+"""Distances between a call's tensors that are known to be far enough for memory that is not shared."""
 
 MAX_RECENT = 256
 MAX_RECENT_KINDS = 8
-"""Sets of words, and for each kinds of tensors, that a thread looks at before anything else."""
+"""Most sets of words, and most kinds of tensors for each, that the fast path of a thread remembers."""
 
 Asked = Any
-"""A user's words as they were given (a dict), or `Options` that are checked."""
+"""A user's words as given (a dict), or `Options` that were checked."""
 
 HEADS = ("q", "k", "v", "q_out", "k_out", "v_out")
 
 
 class Local(threading.local):
-    """What a thread keeps: an argument block is filled by one thread at a time."""
+    """The prepared calls of a thread. Only one thread fills an argument block."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Known] = {}
@@ -60,14 +60,14 @@ local = Local()
 
 
 class Known:
-    """A kind of call that is prepared."""
+    """A prepared kind of call."""
 
     device: int  # the GPU's index
-    reach: int  # bytes, past which no two tensors of a call can meet
-    stand_ins: Tensors  # for what was not given, by name
-    kept: tuple[Tensor, ...]  # tensors that no call brings
+    reach: int  # bytes; tensors further apart share no memory
+    stand_ins: Tensors  # tensors for those that were not given, by name
+    kept: tuple[Tensor, ...]  # tensors that are the same in every call
     fixed: list[int]  # their addresses
-    pointers: tuple[str, ...]  # the argument block's addresses as expressions; (): there is nothing to do
+    pointers: tuple[str, ...]  # the argument block's addresses as expressions; (): nothing is launched
     enqueue: Callable[[int], None]
     pack: Callable[..., None]
     args: ctypes.Array[ctypes.c_int64]
@@ -78,50 +78,40 @@ class Known:
         self.written = tuple([name for name in op.written(options) if name in given])
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
-        self.saved = tuple(op.saved(given))  # what a backward needs
-        self.heads = tuple([name for name in given if name in op.names])  # what has gradients
+        self.saved = tuple(op.saved(given))  # tensors for the backward
+        self.heads = tuple([name for name in given if name in op.names])  # tensors with gradients
         self.blocks = 0
         self.pointers, self.fixed, self.kept = (), [], ()
-        self.close: tuple[str, ...] = ()  # those that may not meet
+        self.close: tuple[str, ...] = ()  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them at which they do not
         self.unguarded: Callable[..., Tensors | None] | None = None
 
     @property
     def form(self) -> Form:
-        """What the text of its calls depends on."""
-        op, options = self.op, self.options
-        like, finished = type(op).fresh is Operation.fresh, type(op).finish is not Operation.finish
-        return Form(
-            self.names,
-            self.pointers,
-            self.results,
-            options.inplace,
-            like,
-            finished,
-            self.close,
-            self.written,
-            aligned=not any(self.alignments),
-        )
+        """The form of its calls, by which `replay` writes their text."""
+        like, finished = type(self.op).fresh is Operation.fresh, type(self.op).finish is not Operation.finish
+        own = (self.names, self.pointers, self.results, self.options.inplace, like, finished, self.close, self.written)
+        return Form(*own, aligned=not any(self.alignments))
 
     def written_out(self, form: Form, matches: Any = None, record: Any = None) -> Callable[..., Tensors | None]:
-        """A function of the tensors, as one dict and one by one, that enqueues a call."""
+        """A function that enqueues a call; its arguments are a dict of the tensors, and then each tensor."""
         launched = (self.pack, self.args, self.device, self.enqueue) if self.pointers else (None,) * 4
         own = (self.fixed, self.reach, self.apart, matches, self.alignments, record)
         return maker(form)(self, self.op, self.options, self.blocks, *launched, *own)
 
     def run(self, tensors: Tensors) -> Tensors:
-        """Enqueue a call of this kind on torch's current stream; its results by name, in place among its tensors."""
+        """Enqueue a call of this kind on torch's current stream, and return its results by name."""
         if self.unguarded is None:
             self.unguarded = self.written_out(self.form)
         return self.unguarded(tensors, *tensors.values())  # type: ignore[return-value]
 
     def elsewhere(self) -> None:
-        """Enqueue on torch's current stream of the kernel's device, where another device is the current one."""
+        """Enqueue on torch's current stream of the kernel's device, when another device is current."""
         with torch.cuda.device(self.device):
             self.enqueue(watch.get_stream(self.device))  # type: ignore[misc]
 
     def keep_apart(self, tensors: Tensors, distances: tuple[int, ...]) -> None:
-        """Refuse memory that a call would write and also read or write as another of its tensors."""
+        """Refuse memory that a call would write as one of its tensors and read or write as another."""
         if any(b - a < self.reach for a, b in itertools.pairwise(sorted((0, *distances)))):
             heads = {name: tensors[name] for name in self.close}
             refuse_meeting(self.op.function, heads, [n for n in self.op.written(self.options) if n in heads])
@@ -131,29 +121,29 @@ class Known:
 
 
 def find(key: Any, tensors: Tensors) -> Known | None:
-    """What this thread has prepared for a kind of call, if it has. key: `dispatch.call`'s."""
+    """The prepared call of a kind in this thread, if there is one. key: that of `dispatch.call`."""
     try:
         return local.known.get((key, *map(_kind, tensors.values())))
-    except (RuntimeError, TypeError):  # a sparse or a nested tensor, or a word without a hash, which the check refuses
+    except (RuntimeError, TypeError):  # the check refuses them: sparse or nested tensors, and words without a hash
         return None
 
 
 def _kind(x: Tensor) -> Any:
-    """All that checks, plans and argument blocks look at."""
+    """The properties of a tensor that checks, plans and argument blocks depend on."""
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() & 15
 
 
 def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: Options) -> Known:
     """Plan a kind of call, get its kernel, and keep both.
 
-    tensors: those given, by the names of `Options`, and behind them those that stand for what was not given.
+    tensors: the given ones by the kernel's names, followed by those that stand for others that were not given.
     """
     known = Known(op, options, given)
     known.stand_ins = dict([*tensors.items()][len(given) :])
     statics = {**known.stand_ins, **(weights_of_one(tensors, options) if op.norm else {})}
     _plan(known, {**tensors, **statics}, statics)
     if statics and watch.capturing(next(iter(given.values()))):
-        return known  # what is made during a capture belongs to its graph
+        return known  # tensors that were made during a capture belong to its graph
     if len(local.known) >= MAX_LAUNCHES:
         local.known.clear()
     with contextlib.suppress(TypeError):  # a word without a hash
@@ -162,16 +152,8 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
 
 
 def with_outputs(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """A call's tensors and, behind them, what it writes: an output "q" is called "q_out"."""
+    """A call's tensors, followed by its outputs: an output "q" is called "q_out"."""
     return {**tensors, **{name + "_out": x for name, x in op.outputs(tensors, options).items()}}
-
-
-def plan_of(
-    op: Operation, named: Tensors, views: tuple[Views, Views], options: Options, sm_count: int
-) -> tuple[Plan, list[int]] | None:
-    """`plan_call` of a call with its outputs, whose heads are `views`."""
-    slots = named.get("slot_mapping")
-    return plan_call(*views, tables_of(named), slots, options, sm_count, op.normed(named, options))
 
 
 def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
@@ -185,7 +167,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     if len(close) > 1 and any(name in close for name in op.written(options)):
         known.close = close
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    planned = plan_of(op, named, (inputs, results), options, sm_count)
+    planned = plan_call(inputs, results, named, options, sm_count)
     if planned is None:
         return
     plan, words = planned
@@ -193,51 +175,47 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     with torch.cuda.device(device.index):
         kernel = get_kernel(plan.spec, device.index)  # type: ignore[arg-type]
         kernel.bind_thread()
-    known.device, known.blocks = device.index, plan.grid[0] * plan.grid[1]
+    known.device, known.blocks = device.index, math.prod(plan.grid)
     pointers = address_names(op.norm)
     known.pack = struct.Struct(f"{len(pointers)}q").pack_into
     known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
     known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))
     fresh = [] if options.inplace else [*named][len(tensors) :]
-    _order(known, named, fresh, statics, (*inputs, *results), pointers)
+    own = dict(zip(named, known.names))  # a single table is called cos in the kernel, and by its word in a call
+    at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
+    at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}
+    known.kept = tuple(statics.values())
+    known.fixed = [x.data_ptr() for x in known.kept]
+    known.pointers = tuple(_expressions(pointers, _offsets(op, named, (*inputs, *results), options), at))
 
 
-def _order(
-    known: Known,
-    named: Tensors,
-    fresh: list[str],
-    statics: Tensors,
-    heads: Sequence[Tensor | None],
-    pointers: Sequence[str],
-) -> None:
-    """Which address each pointer takes, and how many bytes behind it."""
-    op, options = known.op, known.options
-    found = {}  # of a pointer the tensor's name and the bytes from its first element
+def _offsets(
+    op: Operation, named: Tensors, heads: Sequence[Tensor | None], options: Options
+) -> dict[str, tuple[str, int]]:
+    """The tensor's name and the bytes from its first element, for the pointers that are no tensor's own."""
+    found = {}
     for pointer, name, head in zip(HEADS, op.places(options), heads):  # no head of a missing k or v is read
         found[pointer] = (op.reads[0], 0) if head is None else (name, head.data_ptr() - named[name].data_ptr())
     for stream in ("", "second_"):
         cos = named.get(stream + "cos")
         if cos is not None and stream + "sin" not in named:
-            behind = table_pair(cos, None, options.table)[1].data_ptr() - cos.data_ptr()
-            found[stream + "sin"] = (stream + "cos", behind)
-    own = dict(zip([*named], known.names))  # a table of one is called cos in the kernel, and by its word in a call
-    at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
-    at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}
-    known.kept = tuple(statics.values())
-    known.fixed = [x.data_ptr() for x in known.kept]
-    places = []
+            sin = table_pair(cos, None, options.table)[1]
+            found[stream + "sin"] = (stream + "cos", sin.data_ptr() - cos.data_ptr())
+    return found
+
+
+def _expressions(pointers: Sequence[str], offsets: dict[str, tuple[str, int]], at: dict[str, str]) -> Iterator[str]:
     for pointer in pointers:
-        name, behind = found.get(pointer, (pointer, 0))
+        name, offset = offsets.get(pointer, (pointer, 0))
         where = at.get(name) or at.get(name + "_out", "0")
-        places.append(f"{where} + {behind}" if behind else where)
-    known.pointers = tuple(places)
+        yield f"{where} + {offset}" if offset else where
 
 
 # ---- the replay ----------------------------------------------------------------------------------
 
 
 def keep_in_mind(known: Known, tensors: Tensors, key: Any, record: Callable[[Known, Tensors], Tensors]) -> None:
-    """Keep a plain call for `again`. A table that asks for a gradient is left to the check."""
+    """Keep a plain call for the fast path, unless a tensor requires a gradient that the call does not compute."""
     wants = [name for name, x in tensors.items() if x.requires_grad]
     names = known.op.names if known.op.differentiable else ()
     if any(name not in names for name in wants) or (wants and known.options.inplace):

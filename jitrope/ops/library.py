@@ -1,4 +1,4 @@
-"""torch.library's ops, one for each operation: what torch.compile, checkpointing, vmap and fake tensors see."""
+"""The torch.library ops, one for each operation, for torch.compile, checkpointing, vmap and fake tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.spec import NormOptions, Options, changed
-from ..plan.views import Tables, Tensors, table_pair
+from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
 from .operation import Operation
 from .operations import OPERATIONS, ROPE_INTO
@@ -19,16 +19,18 @@ _TABLES = "Tensor cos, Tensor? sin, Tensor? cu_seqlens, Tensor? start_positions,
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
 _NORM = "str norm_rounding, bool across_heads, bool zero_centered, float eps"
 _ROTATED = "rotated"
-"""k once more, where it is rotated in place beside its copy in a cache: else nothing may say that k is written."""
+"""The argument for k where it is rotated in place beside its copy in a cache; the argument "k" is never written."""
 
 _lib = torch.library.Library("jitrope", "DEF")
+_FORMS = [(op, inplace) for op in OPERATIONS for inplace in (False, True)[: 1 + op.inplace]]
+"""All ops: one for each operation, and one that works in place."""
 
 
 # ---- arguments -----------------------------------------------------------------------------------
 
 
 def _names(op: Operation) -> list[str]:
-    """Its tensors' names as torch's op has them."""
+    """The names of an operation's tensors in torch's op, with marks."""
     names = [*op.tensors]
     if "rotate_k" in op.options:
         names.insert(names.index("k") + 1, f"{_ROTATED}?")
@@ -36,10 +38,8 @@ def _names(op: Operation) -> list[str]:
 
 
 def _schema(op: Operation, inplace: bool) -> str:
-    """The declaration of an op. A result that a call does not have is an empty tensor."""
-    written = {*op.mutated, *((_ROTATED,) if "rotate_k" in op.options else ())}
-    if inplace:
-        written |= {*op.results} if op.results[0] in op.names else {*op.names}
+    """The declaration of an op, in which a missing result is an empty tensor."""
+    written = (*op.written(Options(inplace=inplace)), *((_ROTATED,) if "rotate_k" in op.options else ()))
     tensors: list[str] = []
     for name in _names(op):
         bare, mark = name.rstrip("?"), "?" * name.endswith("?")
@@ -49,7 +49,11 @@ def _schema(op: Operation, inplace: bool) -> str:
     results = "()" if inplace else ", ".join(["Tensor"] * len(op.results))
     returns = results if inplace or len(op.results) == 1 else f"({results})"
     arguments = ", ".join([*tensors, _TABLES, *options, *([_NORM] if op.norm else [])])
-    return f"{op.name}{'_' * inplace}({arguments}) -> {returns}"
+    return f"{_name(op, inplace)}({arguments}) -> {returns}"
+
+
+def _name(op: Operation, inplace: bool) -> str:
+    return op.name + "_" * inplace
 
 
 def _fields(op: Operation) -> list[str]:
@@ -57,9 +61,9 @@ def _fields(op: Operation) -> list[str]:
 
 
 def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, ...]:
-    """A call as torch's op takes it.
+    """The arguments of torch's op.
 
-    Inductor knows no complex numbers: tables of these go as real views. AOTInductor hands no empty list over.
+    Complex tables go as real views, because Inductor has no complex numbers. AOTInductor cannot pass an empty list.
     """
     tensors = dict(tensors)
     if options.table == "freqs_cis":
@@ -78,7 +82,7 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
 
 
 def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tuple[Tensors, Options]:
-    """The tensors that an op was given, and its options: it has a list where they are a tuple."""
+    """The tensors and the options of an op's arguments. torch passes a tuple as a list."""
     names = _GIVEN[op.name]
     tensors = {name: x for name, x in zip(names, arguments) if x is not None}
     if _ROTATED in tensors:
@@ -90,7 +94,7 @@ def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tupl
         return tensors, _options(op, inplace, *words)
 
 
-_GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *Tables._fields) for op in (*OPERATIONS, ROPE_INTO)}
+_GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *TABLE_NAMES) for op in (*OPERATIONS, ROPE_INTO)}
 
 
 def _options(op: Operation, inplace: bool, *words: Any) -> Options:
@@ -110,7 +114,7 @@ def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """The results of an operation by torch's op."""
     if op is ROPE_INTO:
         return op.on_cpu(tensors, options)
-    function = getattr(torch.ops.jitrope, op.name + "_" * options.inplace)
+    function = getattr(torch.ops.jitrope, _name(op, options.inplace))
     out = function(*arguments(op, tensors, options))
     if options.inplace:
         return op.outputs(tensors, options)
@@ -120,7 +124,6 @@ def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 
 # ---- registration --------------------------------------------------------------------------------
-
 
 Run = Callable[[Operation, Tensors, Options], Tensors]
 
@@ -139,34 +142,24 @@ def on_gpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 
 def register(key: str, run: Run) -> None:
-    """Let `run` be the implementation of all ops for a dispatch key."""
-    for operation in OPERATIONS:
-        _lib.impl(operation.name, _implementation(operation, run), key)
-        if operation.inplace:
-            _lib.impl(operation.name + "_", _inplace(operation, run), key)
+    """Make `run` the implementation of all ops for a dispatch key."""
+    for op, inplace in _FORMS:
+        _lib.impl(_name(op, inplace), _implementation(op, inplace, run), key)
 
 
-def _implementation(op: Operation, run: Run) -> Callable[..., Any]:
+def _implementation(op: Operation, inplace: bool, run: Run) -> Callable[..., Any]:
     def call(*given: Any) -> Any:
-        tensors, options = read(op, given)
+        tensors, options = read(op, given, inplace)
         results = run(op, tensors, options)
-        return _as_outputs(op, results, tensors, options)
-
-    return call
-
-
-def _inplace(op: Operation, run: Run) -> Callable[..., Any]:
-    def call(*given: Any) -> None:
-        run(op, *read(op, given, inplace=True))
+        return None if inplace else _as_outputs(op, results, tensors, options)
 
     return call
 
 
 def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Options) -> Any:
-    """An op's outputs: what is not made is empty, and none may be a view of an input or of another one."""
-    some = next(iter(tensors.values()))
+    """The outputs of an op. A missing result is empty, and no output may share memory with another."""
     made = op.made(tensors, options)
-    out = [results[name] if name in made else some.new_empty(0) for name in op.results]
+    out = _in_order(op, {name: x for name, x in results.items() if name in made}, tensors)
     seen: set[int] = set()
     for n, x in enumerate(() if type(op).fresh is Operation.fresh else out):
         if x.numel() and x.untyped_storage().data_ptr() in seen:
@@ -175,20 +168,19 @@ def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Opti
     return out[0] if len(out) == 1 else tuple(out)
 
 
-def _fake(op: Operation) -> Callable[..., Any]:
+def _in_order(op: Operation, results: Tensors, tensors: Tensors) -> list[Tensor]:
+    some = next(iter(tensors.values()))
+    return [results[name] if name in results else some.new_empty(0) for name in op.results]
+
+
+def _fake(op: Operation, inplace: bool) -> Callable[..., Any]:
     def call(*given: Any) -> Any:
-        tensors, options = read(op, given)
+        tensors, options = read(op, given, inplace)
         planning.note(op, tensors, options)
-        some, made = next(iter(tensors.values())), op.fakes(tensors, options)
-        out = [made[name] if name in made else some.new_empty(0) for name in op.results]
+        if inplace:
+            return None
+        out = _in_order(op, op.fakes(tensors, options), tensors)
         return out[0] if len(out) == 1 else tuple(out)
-
-    return call
-
-
-def _inplace_fake(op: Operation) -> Callable[..., None]:
-    def call(*given: Any) -> None:
-        planning.note(op, *read(op, given, inplace=True))
 
     return call
 
@@ -197,7 +189,7 @@ def _inplace_fake(op: Operation) -> Callable[..., None]:
 
 
 def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, outputs: Any, options: Options) -> None:
-    """What a backward needs, of a call of tensors with `names` that gave outputs with those names."""
+    """Save the tensors and the names that the backward of a call needs. outputs: names, "" for one that is missing."""
     saved = op.saved(tensors)
     ctx.kept = op, tuple(saved), names, tuple(outputs), options
     ctx.set_materialize_grads(False)
@@ -205,12 +197,12 @@ def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, output
 
 
 def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of all tensors of a call, None where there is none."""
+    """The gradients of all tensors of a call; None where there is none."""
     from .dispatch import call
 
     op, saved, names, results, options = ctx.kept
     given = {name: grad for name, grad in zip(results, grads) if name and grad is not None}
-    tensors = dict(zip(saved, ctx.saved_tensors))  # once: a checkpoint gives them once
+    tensors = dict(zip(saved, ctx.saved_tensors))  # a checkpoint allows one access
     found = op.gradient(call, tensors, given, options) if given else {}
     return [found.get(name) for name in names]
 
@@ -229,13 +221,10 @@ def _register_autograd(op: Operation) -> None:
     torch.library.register_autograd(f"jitrope::{op.name}", backward, setup_context=setup, lib=_lib)
 
 
-for _op in OPERATIONS:
-    for _inplace_too in (False, True)[: 1 + _op.inplace]:
-        _lib.define(_schema(_op, _inplace_too), tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"jitrope::{_op.name}", _fake(_op), lib=_lib)
-    if _op.inplace:
-        torch.library.register_fake(f"jitrope::{_op.name}_", _inplace_fake(_op), lib=_lib)
-    if not _op.mutated:
+for _op, _inplace in _FORMS:
+    _lib.define(_schema(_op, _inplace), tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"jitrope::{_name(_op, _inplace)}", _fake(_op, _inplace), lib=_lib)
+    if not _inplace and not _op.mutated:
         _register_autograd(_op)
 register("CPU", _on_cpu)
 register("CUDA", on_gpu)

@@ -1,7 +1,7 @@
-"""What an operation says of itself; the rows are in `operations`.
+"""The contract of an operation. The operations themselves are in `operations`.
 
-A call is an operation, its tensors by name, and its options. `launch` plans and launches it, `dispatch` decides which
-way it goes, `library` makes torch's op of it, with its fake and its backward.
+A call is an operation, its tensors by name, and its options. `launch` plans and launches it, `dispatch` chooses its
+way, and `library` makes torch's op of it, with a fake and a backward.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..base.errors import JitropeError
 from ..plan import partition
-from ..plan.problem import NormCall, Views, head_view
-from ..plan.spec import Options, changed
+from ..plan.problem import Views, head_view
+from ..plan.spec import HEAD_WORDS, Options, changed
 from ..plan.views import Tensors
 from . import checks
 from .reference import RULE
@@ -23,27 +23,29 @@ Call = Callable[["Operation", Tensors, Options], Tensors]
 """`dispatch.call`."""
 
 empty_like = torch.empty_like
-HEADS = ("rotary_dim", "layout", "interleaved", "rotary_offset", "mrope_section", "mrope_interleaved")
-SERVING = (*HEADS, "launch")
+NORMED = (*HEAD_WORDS, "layout", "mrope_section", "mrope_interleaved", "launch")
+SERVING = tuple(word for word in NORMED if word != "rounding")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
-NORMED = (*HEADS, "rounding", "launch")
 ROTATION = (*NORMED, "mscale", "inverse", "max_seqlen", "packed_table", "cp_size", "cp_rank", "interleaved_out")
 
 
 class Operation:
-    """A row of the table.
+    """An operation, described by its names and a few functions of (tensors by name, options).
 
     Attributes:
-        name: of torch's op; the op in place has "_" behind it. function: the user's.
-        tensors: names, in the op's order, before those of the tables; one with "?" may be missing.
-        options: the fields of `Options` that its op takes, beside `table`.
-        words, tables: what a user's call may have beside its tensors; tables are tensors.
-        stage: what keeps it from having the other words, for messages.
-        labels: names of tensors for messages, where they are others. norm: it normalises.
-        results: names of outputs; one that is named as an input is missing where that is.
-        reads, writes: where the heads of q, k and v come from and go to; "q_out" is the output "q".
+        name: the name of torch's op; the op in place has "_" at its end. function: the user's function.
+        tensors: names in the op's order, before those of the tables; one with "?" may be missing.
+        options: the fields of `Options` that the op has, beside `table`.
+        words, tables: the words and the tables that a user's call may have beside `tensors`.
+        stage: for messages, the reason why it lacks the other words.
+        labels: for messages, the names of tensors that users know by another one.
+        norm: it normalises.
+        results: names of the outputs. One that is named as an input is missing where the input is.
+        reads, writes: the tensors with the heads of q, k and v, in and out; "q_out" is the output "q".
         mutated: inputs that are written, in place or not.
         inplace: there is an op in place. differentiable: it has a gradient. shards: it takes DTensors.
+        check: refuses a call that does not fit; takes the user's function first.
+        reference: the results in plain torch, as fresh tensors.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Operation:
     words: tuple[str, ...] = ()
     stage: str = ""
     tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens"))
-    labels: dict[str, str] = {}  # noqa: RUF012  no one writes it
+    labels: dict[str, str] = {}  # noqa: RUF012  it is never written
     results: tuple[str, ...] = ("q", "k")
     reads: tuple[str, ...] = ("q", "k", "v")
     writes: tuple[str, ...] = ("q_out", "k_out", "v_out")
@@ -61,28 +63,28 @@ class Operation:
     norm = False
     inplace = differentiable = True
     shards = False
+    check: Callable[[str, Tensors, Options], None] = staticmethod(checks.check)
+    reference: Callable[[Tensors, Options], Tensors]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors' names."""
+        """The names of `tensors`, without marks."""
         return tuple([name.rstrip("?") for name in self.tensors])
-
-    def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        """Refuse what does not fit."""
-        checks.check(name, tensors, options)
 
     def written(self, options: Options) -> tuple[str, ...]:
         """Names of the inputs that a call writes."""
-        return (*self.mutated, *(self.results if options.inplace else ()))
+        if not options.inplace:
+            return self.mutated
+        return (*self.mutated, *(self.results if self.results[0] in self.names else self.names))
 
     def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
-        """What a call writes: fresh tensors, or those that it writes in place."""
+        """The tensors that a call writes: fresh ones, or its own in place."""
         if options.inplace:
             return {name: tensors[name] for name in self.produced(tensors, options)}
         return self.fresh(tensors, options, blocks)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        """Tensors for the results, and for the sums of so many blocks."""
+        """Tensors for the results, and for sums by each of `blocks` blocks."""
         return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
@@ -90,7 +92,7 @@ class Operation:
         return tuple([name for name in self.results if name in given or name not in self.names])
 
     def produced(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        """Names of all that a call gives."""
+        """Names of all results."""
         return self.made(given, options)
 
     def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
@@ -106,48 +108,43 @@ class Operation:
         return outputs
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        """The heads of q, k and v that are read and those that are written; an output "q" is called "q_out" here."""
-        views = [
+        """Views of the heads of q, k and v, read and written. `tensors` has the output "q" as "q_out"."""
+        inputs, outputs = (
             [head_view(tensors[name], options.layout) if name in tensors else None for name in names]
             for names in (self.reads, self.writes)
-        ]
-        return tuple(views[0]), tuple(views[1])  # type: ignore[return-value]
+        )
+        return tuple(inputs), tuple(outputs)  # type: ignore[return-value]
 
     def places(self, options: Options) -> tuple[str, ...]:
-        """The tensors that these are views of, as the pointers of q, k and v, in and out."""
-        written = tuple([name.removesuffix("_out") for name in self.writes]) if options.inplace else self.writes
+        """The names of the tensors of `heads`, inputs and outputs."""
+        pairs = zip(self.reads, self.writes)
+        written = [read if options.inplace and write.endswith("_out") else write for read, write in pairs]
         return (*self.reads, *written)
 
-    def normed(self, tensors: Tensors, options: Options) -> NormCall | None:
-        """What a call with a norm has beside that."""
-        return None
-
-    def reference(self, tensors: Tensors, options: Options) -> Tensors:
-        """The results in plain torch, as fresh tensors."""
-        raise NotImplementedError
-
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        """What a call gives on CPU tensors."""
+        """The results on CPU tensors."""
         results = self.reference(tensors, options)
-        return self.put(tensors, results, options) if options.inplace else results
+        if options.inplace:
+            return self.put(tensors, results, options)
+        return self.complete({name: results[name] for name in self.made(tensors, options)}, tensors, options)
 
     def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
-        """Fresh results copied to where a call in place has them."""
+        """Copy fresh results to the tensors of a call in place."""
         for name, result in results.items():
             tensors[name].copy_(spare_stays(tensors[name], result, tensors, options))
         return {name: tensors[name] for name in results}
 
     def saved(self, tensors: Tensors) -> Tensors:
-        """What the backward needs: tables, lengths, starts and positions."""
+        """The tensors that the backward needs."""
         return {name: x for name, x in tensors.items() if name not in self.names}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        """The gradients of inputs, from those of results, at least one."""
+        """The gradients of the inputs. grads: those of the results, at least one."""
         raise JitropeError(f"{self.function or self.name} has no {'second derivative' if self.norm else 'gradient'}")
 
 
 def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) -> Tensor:
-    """x after a call in place: the tokens after the last sequence are not touched."""
+    """`rotated`, with the tokens after the last sequence as they are in x."""
     cu_seqlens = tensors.get("cu_seqlens")
     if cu_seqlens is None:
         return rotated

@@ -1,4 +1,4 @@
-"""Which kernels calls would ask for, found on meta tensors."""
+"""The kernels that calls need, found on meta tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 from ..base.arguments import items, whole, word
+from ..plan.problem import plan_call
 from ..plan.spec import LAUNCHES, Options, RopeSpec, changed
 from ..plan.views import Tensors
 from . import launch
@@ -18,7 +19,9 @@ _planning: ContextVar[tuple[list[RopeSpec], list[str], int] | None] = ContextVar
 
 @contextlib.contextmanager
 def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterator[list[RopeSpec]]:
-    """Note the kernels of the calls that a block of code makes on meta tensors. No kernel is compiled or launched.
+    """List the kernels that the calls in a `with` block need. No kernel is compiled or launched.
+
+    The calls must be made on meta tensors.
 
     >>> q, k = (torch.empty(1, 4096, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     >>> cos, sin = torch.empty(2, 4096, 64, device="meta")
@@ -26,19 +29,19 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
     ...     jitrope.apply_rope(q, k, cos, sin)
     >>> jitrope.tools.prewarm.prewarm(specs, ["sm_90"], jobs=4)
 
-    A kernel depends on shapes, strides, dtypes and alignment, which meta tensors have; they are aligned as fresh
-    tensors are. A backward in the block is noted too. Calls on other tensors run as always and are not noted, nor are
-    those of `jitrope.thd`, `jitrope.context_parallel` and other threads.
+    A kernel depends on shapes, strides, dtypes and alignment, and meta tensors have all of them; they are aligned like
+    fresh tensors. A backward in the block is listed too. Calls on other tensors run as usual and are not listed, and
+    neither are calls of `jitrope.thd`, of `jitrope.context_parallel` and of other threads.
 
     Args:
-        launches: the launches to plan each call for; ("auto",): only the one that a call of these sizes takes.
-        sm_count: multiprocessors of the GPU. With "auto" the choice depends on it.
+        launches: the launches to plan each call for; ("auto",): the one that a call of these sizes takes.
+        sm_count: the number of multiprocessors of the GPU. The choice of "auto" depends on it.
 
     Yields:
-        A list to which the specs are added, each once, in the order of the calls.
+        The list of specs, each once, in the order of the calls. It grows with each call.
 
     Raises:
-        InvalidInput: a launch is unknown, or sm_count is not a number of at least 1.
+        InvalidInput: a launch is unknown, or sm_count is not a whole number of at least 1.
     """
     words = ("auto", *LAUNCHES)
     asked = [word("planning", "launches", x, words) for x in items("planning", "launches", launches, "a list of words")]
@@ -51,13 +54,13 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
 
 
 def note(op: Operation, tensors: Tensors, options: Options) -> None:
-    """Add the kernels of a call to the list of a `planning` block, if it is in one and its tensors are meta."""
+    """Add the kernels of a call on meta tensors to the list of its `planning` block, if it is in one."""
     planner = _planning.get()
     if planner is None or next(iter(tensors.values())).device.type != "meta":
         return
     specs, launches, sm_count = planner
     named = launch.with_outputs(op, {**tensors, **(weights_of_one(tensors, options) if op.norm else {})}, options)
     for asked in launches:
-        found = launch.plan_of(op, named, op.heads(named, options), changed(options, launch=asked), sm_count)
+        found = plan_call(*op.heads(named, options), named, changed(options, launch=asked), sm_count)
         if found is not None and found[0].spec not in specs:
             specs.append(found[0].spec)

@@ -1,8 +1,8 @@
-"""A known call written out in Python: it asks, fills the argument block and launches, without a loop over tensors.
+"""The Python source of a known call, which checks its guard, fills the argument block and launches.
 
-This is the hot path: every line of it is paid once for each layer of a decode step, and half of the time of a loop
-over names would be the loop. Its text depends on names alone and is compiled once for each form of call; what belongs
-to one kind of call comes in as the arguments of `make`.
+This is the hot path: every line is paid once for each layer of a decode step. A loop over the tensors would take twice
+the time, so the source has none. It depends only on names, and is compiled once for each form of call. The data of one
+kind of call are arguments of `make`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from . import watch
 
 
 class Form(NamedTuple):
-    """All that the text of a known call depends on.
+    """Everything that the text of a known call depends on.
 
     Attributes:
-        names: of its tensors, in their order. twice: (a name, an earlier one) that are one tensor.
-        pointers: the addresses of the argument block as expressions, () if nothing is launched.
-        results: names of the results. inplace: they are tensors of the call. like: they are like those that they are
-            named as. finished: they are made of the outputs.
-        close: tensors that may not meet. written: tensors whose versions are counted.
+        names: names of the tensors, in order. twice: pairs of names, the later first, that are the same tensor.
+        pointers: the addresses of the argument block as expressions; () if nothing is launched.
+        results: names of the results. inplace: the results are tensors of the call. like: a result is like the tensor
+            of the same name. finished: results are made from the outputs.
+        close: tensors that must not share memory. written: tensors whose versions are incremented.
         guarded: it returns None for a call of another kind. aligned: all addresses are multiples of 16.
-        recorded: it is recorded where gradients are enabled.
+        recorded: it is recorded if gradients are enabled.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ def text(form: Form) -> str:
     if form.guarded:
         given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
         lines += [f"if {name} is not {earlier}: return None" for name, earlier in form.twice]
-        # A guard that is given a nested tensor aborts the process. It takes no tensor twice.
+        # A guard aborts the process if it is given a nested tensor. It refuses a tensor that is there twice.
         lines.append(f"if {' or '.join(f'{name}.is_nested' for name in names)}: return None")
         lines.append(f"if not matches({', '.join(given[name] or name for name in names)}): return None")
     lines += [f"{name}_at = {name}.data_ptr()" for name in names]
@@ -63,9 +63,10 @@ def text(form: Form) -> str:
     if form.recorded:
         lines.append("if grad_enabled(): return record(known, tensors)")
     if form.close:
-        behind = [f"{name}_at - {form.close[0]}_at" for name in form.close[1:]]
-        near = f"-reach < {behind[0]} < reach and " if len(behind) == 1 else ""
-        lines.append(f"if {near}({', '.join(behind)},) not in apart: keep_apart(tensors, ({', '.join(behind)},))")
+        distances = [f"{name}_at - {form.close[0]}_at" for name in form.close[1:]]
+        near = f"-reach < {distances[0]} < reach and " if len(distances) == 1 else ""
+        tupled = f"({', '.join(distances)},)"
+        lines.append(f"if {near}{tupled} not in apart: keep_apart(tensors, {tupled})")
     made = f"{{{', '.join(f'{name!r}: {name}_out' for name in results)}}}"
     if form.inplace:
         made = "tensors"
@@ -74,10 +75,8 @@ def text(form: Form) -> str:
     else:
         made = "out"
         lines.append("out = fresh(tensors, options, blocks)")
-        used = [
-            name for name in (*results, "weight_grads") if any(name + "_out_at" in pointer for pointer in form.pointers)
-        ]
-        lines += [f"{name}_out_at = out['{name}'].data_ptr()" for name in used]
+        outputs = [name for name in (*results, "weight_grads") if any(name + "_out_at" in x for x in form.pointers)]
+        lines += [f"{name}_out_at = out['{name}'].data_ptr()" for name in outputs]
     if form.pointers:
         lines.append(f"pack(args, 0, {', '.join(form.pointers)})")
         lines.append("if device == get_device(): enqueue(get_stream(device))")
@@ -96,7 +95,7 @@ def text(form: Form) -> str:
 
 @lru_cache(maxsize=1024)
 def maker(form: Form) -> Callable[..., Callable[..., Tensors | None]]:
-    """`make`, compiled."""
+    """The compiled function `make`."""
     scope: dict[str, Any] = {
         "empty_like": torch.empty_like,
         "get_device": watch.get_device,
@@ -110,6 +109,6 @@ def maker(form: Form) -> Callable[..., Callable[..., Tensors | None]]:
 
 
 def twice(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[tuple[str, str], ...]:
-    """(a name, an earlier one) of tensors that are there twice."""
+    """Pairs of names, the later first, of tensors that are there twice."""
     first: dict[int, str] = {}
     return tuple([(name, first[id(x)]) for name, x in zip(names, tensors) if first.setdefault(id(x), name) != name])

@@ -1,10 +1,10 @@
-"""DTensors: each rank calls with its own shards, and nothing is sent.
+"""DTensors: each rank calls with its own shards, without communication.
 
-Rotating or normalising a head needs no other head and no other token. So each dimension of the mesh may shard the
-batch, the sequence or the heads, and `_rows` is the rule by which torch runs the ops of `OUTPUTS` on the shards. Where
-no row fits, torch would gather without a word: `prepared` refuses that, and places the tensors beside q and k.
+The rotation or the norm of a head needs no other head and no other token. So each dimension of the mesh may shard the
+batch, the sequence or the heads, and `_rows` is the rule by which torch runs the ops of `OUTPUTS` on the shards. If no
+row fits, torch would silently gather; `prepared` refuses that, and places the tensors beside q and k.
 
-`dispatch` imports this with the first DTensor they meet: it imports torch.distributed.tensor.
+`dispatch` imports this file with the first DTensor, because it imports torch.distributed.tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from ..base.errors import InvalidInput
 from ..plan.spec import LAYOUT_AXES, Options
-from ..plan.views import Tables, Tensors
+from ..plan.views import TABLE_NAMES, Tensors
 
 OUTPUTS = {
     "rope": ("q", "k"),
@@ -28,10 +28,10 @@ OUTPUTS = {
     "qk_norm_rope_": (),
     "qk_norm_rope_backward": ("q", "k", "q_weight", "k_weight"),
 }
-"""The ops that take DTensors; each output is placed as an argument, but a weight's gradient is a sum over shards.
+"""The ops that take DTensors. An output is placed like an argument, except that a weight's gradient is a partial sum.
 
-torch keeps its decisions by the placements and by all arguments from the first int on: the words that `_rows` reads
-stand behind that one.
+torch caches its decisions by the placements and by all arguments from the first int on, so the words that `_rows` reads
+come after that one.
 """
 
 Q, K = ("q", "dq"), ("k", "dk")
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
-    """Which axes of a tensor are the batch, the sequence and the heads; an axis of size 1 is shared."""
+    """The axes of a tensor that are the batch, the sequence and the heads. An axis of size 1 is shared."""
     axes: dict[str, int | None] = {}
     if label in Q + K:
         axes = dict(zip(("batch", "seq", "heads"), LAYOUT_AXES[call["layout"]]))
@@ -48,7 +48,7 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
         axes["batch"] = 0 if x.ndim > 2 and x.shape[0] != 1 else None
         axes["seq"] = min(x.ndim - 2, 1) if call["position_ids"] is None else None
         axes["heads"] = 2 if x.ndim > 3 and x.shape[2] != 1 else None
-    elif label == "position_ids":  # (S) or (B, S), behind an axis of their own with mrope_section
+    elif label == "position_ids":  # (S) or (B, S), with an axis before them for mrope_section
         alone = x.ndim == 1 + any(call["mrope_section"]) or x.shape[-2] == 1
         axes = {"batch": None if alone else x.ndim - 2, "seq": x.ndim - 1}
     elif label == "start_positions":
@@ -57,7 +57,7 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
-    """The axes that a call needs whole, and why."""
+    """The axes that must not be sharded, and the reason."""
     counted = call.get("cp_size", 1) > 1 or call["cu_seqlens"] is not None or call["start_positions"] is not None
     seq = {"seq": "cu_seqlens, start_positions and cp_size count tokens of whole sequences; pass position_ids instead"}
     heads = {"heads": "across_heads needs all heads of a token"}
@@ -65,7 +65,7 @@ def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rows(call: Mapping[str, Any]) -> list[Row]:
-    """All the ways to shard a call, which is its arguments by name; torch describes tensors, with a shape as theirs."""
+    """All the ways to shard a call. call: its arguments by name; torch passes descriptions of the tensors."""
     axes = {label: _axes(label, x, call) for label, x in call.items() if hasattr(x, "ndim")}
     unsharded = _unsharded(call)
     rows: list[Row] = [{label: Replicate() for label in axes}]
@@ -97,13 +97,13 @@ for _name, _outputs in OUTPUTS.items():
 
 
 def prepared(name: str, tensors: Tensors, options: Options) -> Tensors:
-    """The tensors of a checked call, all as DTensors whose placements torch leaves as they are.
+    """The tensors of a checked call as DTensors whose placements torch does not change.
 
-    A plain tensor beside q and k is the same on all ranks, as a replicated one is: each rank takes its part of it.
+    A plain tensor beside q and k must be the same on all ranks, like a replicated one. Each rank takes its part of it.
     """
     given: dict[str, Any] = dict(tensors)
     across = options.norm is not None and options.norm.across_heads
-    call = {**dict.fromkeys(Tables._fields), **given, **options._asdict(), "across_heads": across}
+    call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": across}
     heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):
@@ -120,18 +120,18 @@ def prepared(name: str, tensors: Tensors, options: Options) -> Tensors:
         _check_parts(given, axes)
     except InvalidInput as error:
         raise InvalidInput(f"{name}: {error}") from None
-    if options.inplace and not torch.compiler.is_compiling():  # torch counts the writes of the shards alone
+    if options.inplace and not torch.compiler.is_compiling():  # torch counts only the writes to the shards
         torch._C._increment_version(list(heads.values()))
     return given
 
 
 def _same(placements: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    # Some torches take a strided shard for a shard.
+    # In some versions of torch a strided shard equals a shard.
     return all(type(p) is type(w) and p == w for p, w in zip(placements, wanted))
 
 
 def _row(n: int, heads: Mapping[str, Any], call: Mapping[str, Any]) -> Row:
-    """How dimension n of the mesh places a call's tensors, by q and k."""
+    """The placements of a call's tensors on dimension n of the mesh, by those of q and k."""
     for row in _rows(call):
         if _same([x.placements[n] for x in heads.values()], [row[label] for label in heads]):
             return row
@@ -145,7 +145,7 @@ def _row(n: int, heads: Mapping[str, Any], call: Mapping[str, Any]) -> Row:
 
 
 def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[str, Any]) -> Any:
-    """A tensor beside q, placed as wanted. Each rank has all of a plain or replicated one, so nothing is sent."""
+    """A tensor beside q, placed as wanted. Each rank has all of a plain or replicated tensor, so nothing is sent."""
     q: Any = given["q"]
     x: Any = given[label]
     everywhere = [Replicate()] * q.device_mesh.ndim
@@ -163,7 +163,7 @@ def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[
 
 
 def _check_parts(given: Mapping[str, Any], axes: Mapping[str, Any]) -> None:
-    """Refuse axes that are too short to shard, which torch would gather, and shards that are not cut as torch does."""
+    """Refuse axes that are too short to shard, which torch would gather, and shards that torch would cut otherwise."""
     parts: dict[str, dict[str, int]] = {"batch": {}, "seq": {}, "heads": {}}
     for label, x in given.items():
         for word, axis in axes[label].items():

@@ -1,8 +1,7 @@
-"""The values that a user makes once and hands to every layer: where tokens are, and what else a launch does.
+"""Values that a user makes once and passes to every layer: positions, and further stages of a launch.
 
-Each is checked when it is made. A call takes its tensors by name and its words, so that a value costs no more than
-keywords would. A value may be pickled, printed and traced by torch.compile. Two values are equal if they are one
-object.
+A value is checked when it is made. A call takes its tensors and words, so a value costs no more than keywords. Values
+can be pickled, printed and traced by torch.compile. Two values are equal only if they are the same object.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class Value:
-    """Tensors by name, and words that are not the defaults. It does not change."""
+    """Tensors by name, and the words that are not defaults. A value does not change."""
 
     tensors: Tensors
     words: dict[str, Any]
@@ -36,9 +35,9 @@ class Value:
 
 
 class Positions(Value):
-    """Which row of the table a token takes; `apply_rope` describes it. Ids are given as a tensor."""
+    """The table's row for each token; see `apply_rope`."""
 
-    form: tuple[Any, ...]  # names of its tensors, and its words
+    form: tuple[Any, ...]  # the names of its tensors, and its words
 
     def _complete(self, start_positions: Tensor | None = None, cp_size: int = 1, cp_rank: int = 0) -> None:
         name = type(self).__name__
@@ -51,26 +50,26 @@ class Positions(Value):
 
 
 class Packed(Positions):
-    """Sequences one behind the other, (T, H, D): positions restart at 0 in each. The layout is "thd".
+    """Concatenated sequences, (T, H, D). Positions start at 0 in each. The layout is "thd".
 
     >>> q, k = jitrope.apply_rope(q, k, cos, sin, positions=jitrope.Packed(cu_seqlens))
 
     Args:
-        cu_seqlens: int32 or int64 offsets (N + 1) of N sequences, on q's device, from 0 and ascending. They are not
-            read on the host. Tokens after the last sequence come out as zeros, and in place they stay. Tokens past the
-            table's end come out as NaN.
-        max_seqlen: the longest sequence, if the host knows it.
+        cu_seqlens: int32 or int64 offsets (N + 1) of N sequences, on q's device, ascending from 0. The host does not
+            read them. Tokens after the last sequence become zero, or in place do not change. Tokens past the table's
+            end become NaN.
+        max_seqlen: the length of the longest sequence, if the host knows it.
         start_positions: int32 or int64, (N): the position of the first token of each sequence; default 0.
-        packed_table: the table has a row for each token of the batch, so that positions do not restart (the tables of
-            mRoPE, say).
-        cp_size, cp_rank: context parallelism: q and k hold this rank's chunks cp_rank and 2 cp_size - 1 - cp_rank of
-            the 2 cp_size chunks of every sequence, one behind the other. cu_seqlens, max_seqlen and the tables are
-            those of the whole batch. Sequences may have any length: token t of the batch gives chunk t % (2 cp_size)
-            of its sequence a place, so that a sequence's chunks differ by one token at most
+        packed_table: the table has a row for each token of the batch, so positions do not restart (as in tables of
+            mRoPE).
+        cp_size, cp_rank: context parallelism. Every sequence is cut into 2 cp_size chunks, and q and k hold this rank's
+            chunks cp_rank and 2 cp_size - 1 - cp_rank of each, concatenated. cu_seqlens, max_seqlen and the tables are
+            those of the whole batch. Sequences may have any length: token t of the batch adds a place to chunk
+            t % (2 cp_size) of its sequence, so the chunks of a sequence differ by at most one token
             (`jitrope.context_parallel.Partition`).
 
     Raises:
-        InvalidInput: an argument is of another type. Its values are not looked at; see `check` of `apply_rope`.
+        InvalidInput: an argument has a wrong type. The values are not read; see `check` of `apply_rope`.
     """
 
     def __init__(
@@ -93,15 +92,15 @@ class Packed(Positions):
 
 
 class Starts(Positions):
-    """Each batch row goes on from a position of its own, or the rows are a rank's part of longer ones.
+    """A first position for each batch row; or context parallelism of batch rows.
 
     Args:
         start_positions: int32 or int64, (B), on q's device: the position of the first token of each row; default 0.
-            Positions outside of the table come out as NaN.
-        cp_size, cp_rank: context parallelism, as in `Packed`, with sequences of one length and chunks of one size.
+            Positions outside of the table give NaN.
+        cp_size, cp_rank: context parallelism as in `Packed`; all sequences have the same length, all chunks one size.
 
     Raises:
-        InvalidInput: an argument is of another type.
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(self, start_positions: Tensor | None = None, *, cp_size: int = 1, cp_rank: int = 0) -> None:
@@ -113,14 +112,14 @@ class Mrope(Positions):
     """A position along each of several axes (multimodal rope, arXiv:2409.12191; the axial rope of images and video).
 
     Args:
-        position_ids: int32 or int64, (A, S) or (A, B, S), with "thd" (A, T), on q's device: as many rows of the table
-            a token as there are sections. A is at most 4.
-        mrope_section: pairs of each axis, rotary_dim / 2 in all; the pairs of each section take the id of their axis.
-        mrope_interleaved: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has, and all others
-            are those of axis 0 (Qwen3-VL). Otherwise a section's pairs are neighbours (Qwen2-VL).
+        position_ids: int32 or int64, (A, S) or (A, B, S), with "thd" (A, T), on q's device: a row of the table for each
+            token and axis. A, the number of sections, is at most 4.
+        mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
+        mrope_interleaved: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all others
+            belong to axis 0 (Qwen3-VL). Otherwise the pairs of a section are neighbours (Qwen2-VL).
 
     Raises:
-        InvalidInput: an argument is of another type.
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(self, position_ids: Tensor, mrope_section: Sequence[int], mrope_interleaved: bool = False) -> None:
@@ -134,11 +133,9 @@ class Mrope(Positions):
 
 
 class Norm(Value):
-    """RMSNorm of q and k before the rotation: x / sqrt(mean(x^2) + eps) times the weight.
+    """RMSNorm of q and k before the rotation: x / sqrt(mean(x^2) + eps) times the weight (arXiv:1910.07467, eq. 4).
 
-    The formula is equation 4 of arXiv:1910.07467.
-
-    Make one where the weights are at hand: FSDP and `torch.func` replace a module's parameters.
+    Make it in each forward, because FSDP and `torch.func` replace a module's parameters.
 
     Args:
         q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight.
@@ -146,14 +143,14 @@ class Norm(Value):
             and diffusers.
         across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
-        rounding: between norm and rope. "none": nothing is rounded. "once": to q's dtype, behind the weight, as
-            torch.nn.RMSNorm does; "twice": before the weight and behind it, as transformers' and diffusers' own RMSNorm
-            do. Both give those chains' bits: on a CPU always, on a GPU for heads of 64, 128 and 256, rotated whole and
-            aligned, across heads only "once", in fp16 and bf16. Elsewhere squares are summed in another order, and a
-            rare element differs in its last bit.
+        rounding: between norm and rope. "none": none. "once": to q's dtype after the weight, as in torch.nn.RMSNorm.
+            "twice": before and after the weight, as in the RMSNorm of transformers and diffusers. Both give the bits of
+            those modules followed by a rotation: on a CPU always; on a GPU for aligned heads of 64, 128 and 256 that
+            are rotated whole, across heads only "once", in fp16 and bf16. In other cases squares are summed in another
+            order, and a few elements differ in the last bit.
 
     Raises:
-        InvalidInput: an argument is of another type.
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(
@@ -176,19 +173,19 @@ class Norm(Value):
 
 
 class KVCache(Value):
-    """Where the call stores k, rotated, and v: a paged cache as vLLM's (arXiv:2309.06180).
+    """A cache for the rotated k, and v, paged like vLLM's (arXiv:2309.06180).
 
     Args:
-        k_cache, v_cache: (slots, Hk, D), or pages (pages, rows, Hk, D) (a cache with the heads before the rows is a
-            transposed view); any strides; of k's dtype or torch.float8_e4m3fn.
-        slot_mapping: int32 or int64, an entry for each token, (B, S) or flat: the slot, page * rows + row, that its k
-            and v go to. Negative slots are padding, and slots past the end do not exist: nothing is stored (`check`
-            refuses the latter). Of two tokens with one slot either may win.
+        k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype or torch.float8_e4m3fn. Pass a
+            cache with heads before rows as a transposed view.
+        slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
+            row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
+            tokens have one slot, either may be stored.
         k_scale, v_scale: with fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`.
-        rotate_k: k itself is rotated too, in place.
+        rotate_k: also rotate k itself, in place.
 
     Raises:
-        InvalidInput: an argument is of another type.
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(
@@ -211,15 +208,15 @@ class KVCache(Value):
 
 
 class Quantize(Value):
-    """q, and without a cache k, come out as torch.float8_e4m3fn (arXiv:2209.05433).
+    """Return q, and without a cache k, as torch.float8_e4m3fn (arXiv:2209.05433).
 
     Args:
-        q_scale, k_scale: what one unit of the output stands for: stored is y / scale, at most 448 in size, rounded once
-            from fp32 (times the reciprocal of the scale). Numbers, or fp32 tensors of one element, () or (1), on q's
-            device, which are not read on the host. A cache has its own scale of k.
+        q_scale, k_scale: the value of one unit of the output: y / scale is stored, clamped to 448 in size, and rounded
+            once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors of one element, () or (1), on
+            q's device, which the host does not read. A cache has its own k_scale.
 
     Raises:
-        InvalidInput: an argument is of another type.
+        InvalidInput: an argument has a wrong type.
     """
 
     def __init__(self, q_scale: float | Tensor, k_scale: float | Tensor | None = None) -> None:
@@ -238,7 +235,7 @@ class Quantize(Value):
 
 
 def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:
-    """Scales as the kernels read them, tensors on the device of `like`."""
+    """The scales that are not None, as tensors on the device of `like`."""
     return {label: _scale(name, label, scale, like) for label, scale in given.items() if scale is not None}
 
 
@@ -246,7 +243,7 @@ def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor
     if isinstance(scale, Tensor) or not isinstance(like, Tensor):
         return scale  # type: ignore[return-value]
     value = _number(name, label, scale)
-    with getattr(like, "fake_mode", None) or nullcontext():  # a fake tensor's, which need not be active
+    with getattr(like, "fake_mode", None) or nullcontext():  # the mode of a fake tensor need not be active
         made: Tensor = _scale_of(like.device, value, label)
     return made
 
@@ -260,5 +257,5 @@ def _number(name: str, label: str, scale: Any) -> float:
 
 @constant
 def _scale_of(device: torch.device, scale: float, label: str) -> Tensor:
-    """One for each argument: a guard refuses a tensor that it has twice."""
+    """A tensor of its own for each argument, because guards refuse a tensor that is there twice."""
     return torch.full((), scale, device=device)

@@ -1,4 +1,4 @@
-"""What torch does around a call: its private questions, each with a fallback where a torch may lack one."""
+"""Queries about torch's state around a call. They use torch's private names, some with a fallback."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def watched() -> bool:
-    """Whether more than autograd sees a call: torch.compile, dispatch modes, forward-mode AD, torch.jit.trace."""
+    """Whether more than autograd watches a call: torch.compile, dispatch modes, forward-mode AD, torch.jit.trace."""
     return is_compiling() or dispatch_modes() > 0 or forward_ad._current_level >= 0 or _tracing() is not None
 
 
 def plain(tensors: Mapping[str, Any]) -> bool:
-    """Whether tensors are as they lie in the GPU's memory, and nothing but autograd watches.
+    """Whether the tensors can be read from the GPU's memory as they are, and only autograd watches.
 
-    Tensor subclasses and torch.func's transforms are for the library's ops, as are torch's lazy negative and
-    conjugate bits, which the ops resolve.
+    The library's ops handle tensor subclasses, torch.func's transforms, and lazy negative and conjugate bits.
     """
     for x in tensors.values():
         if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj():
@@ -45,26 +44,26 @@ def wants_grad(*tensors: Any) -> bool:
 
 
 def sharded(tensors: Iterable[Any]) -> bool:
-    """One of them is a DTensor, whose class is not imported for the question."""
+    """Whether one of them is a DTensor, found without importing the class."""
     return any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in tensors)
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is captured on the stream of a tensor's device."""
+    """Whether a CUDA graph is being captured on the current stream, for a tensor on a GPU."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The `apply` of an autograd function in C++. The one in Python asks for torch.func's transforms before it."""
+    """The C++ `apply` of an autograd function. The Python one first looks for torch.func's transforms."""
     found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return found
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A function in C++ that says whether other tensors are of the same kind, or None where torch has none.
+    """A C++ function that tests whether other tensors are of the same kind; None if this torch has none.
 
-    It compares types, dispatch keys, dtypes, devices, sizes, strides and requires_grad. It does not see addresses,
-    it takes no tensor twice, and a nested tensor aborts the process.
+    It compares types, dispatch keys, dtypes, devices, sizes, strides and requires_grad, but not addresses. It refuses a
+    tensor that is there twice, and a nested tensor aborts the process.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:

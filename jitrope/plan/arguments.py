@@ -1,8 +1,8 @@
-"""The arguments of the rope kernels: one list of names in order, for the host's words and for the CUDA struct.
+"""The arguments of the rope kernels: one list of names, in the order of the host's words and of the CUDA struct.
 
-A kernel takes one struct: addresses of tensors, then words of 8 bytes. `declarations` writes the struct's fields, which
-`templates/parameters.cuh.jinja` includes, and `words` puts the host's values into the same order. A kernel with a norm
-has more addresses in front and more words at the end.
+A kernel takes one struct: addresses of tensors, then words of 8 bytes. `declarations` writes the fields of the struct
+for `templates/parameters.cuh.jinja`, and `words` orders the host's values. A kernel with a norm has more addresses at
+the front and more words at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Argument(NamedTuple):
-    """A field of the struct. names: of its elements; a field with several names is an array."""
+    """A field of the struct. names: those of its elements; a field with several names is an array."""
 
     c_type: str
     field: str
@@ -71,7 +71,6 @@ NORM_WORDS = (
 _COMMENT_COLUMN = 57
 
 Word = int | Sequence["Word"]
-"""A word, or several."""
 
 
 def address_names(norm: bool) -> tuple[str, ...]:
@@ -81,7 +80,7 @@ def address_names(norm: bool) -> tuple[str, ...]:
 
 
 def declarations(norm: bool) -> str:
-    """The fields of the struct, in CUDA, a line each."""
+    """The fields of the struct in CUDA, one on each line."""
     groups = (NORM_ADDRESSES, ADDRESSES, WORDS, NORM_WORDS) if norm else (ADDRESSES, WORDS)
     return "\n".join(_declaration(argument) for group in groups for argument in group)
 
@@ -95,10 +94,10 @@ def _declaration(argument: Argument) -> str:
 
 
 def words(given: Mapping[str, Word], norm: bool) -> list[int]:
-    """The words behind the addresses. given: those of every field, and of no other."""
-    arguments = (*WORDS, *NORM_WORDS) if norm else WORDS
+    """The words after the addresses, in order. given: the values of exactly the fields of the struct."""
     flat = {field: _flat(value) for field, value in given.items()}
-    sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in arguments}
+    fields = (*WORDS, *NORM_WORDS) if norm else WORDS
+    sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in fields}
     assert {field: len(value) for field, value in flat.items()} == sizes
     return [word for field in sizes for word in flat[field]]
 

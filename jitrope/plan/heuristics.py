@@ -1,4 +1,4 @@
-"""Problem -> plan: which kernel, and on what grid. Integers in, integers out; no torch, no GPU."""
+"""Problem -> plan: the kernel and its grid. Integers in, integers out; no torch, no GPU."""
 
 from __future__ import annotations
 
@@ -6,86 +6,85 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from ..base.spec import ACCESS_BYTES, ITEM_SIZES
 from .partition import number_of_chunks
-from .spec import Compiled, RopeSpec
+from .spec import Compiled, RopeSpec, rotated
 
 MAX_GRID_Y = 65_535
 """CUDA's limit on the second grid axis, in blocks."""
 
 BLOCK_THREADS = 256
-"""Threads a block aims at by taking several tokens, where one token's heads are fewer."""
+"""Threads aimed at for a block. It takes several tokens where the heads of one need fewer."""
 
 MAX_BLOCK_THREADS = 768
-"""Threads a block may have. All heads of a token at once in one block, one access each, is what moves
-memory best: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block of all 48 heads (384 threads) takes
-1.036 x the copy, 24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads the
-80 registers a thread that full-width tables and packed input need are not there, and they spill."""
+"""Threads a block may have. Memory moves best when a block takes all heads of a token at once, with one access for each
+thread: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block of all 48 heads (384 threads) takes 1.036 x the copy,
+24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads full-width tables and packed input
+spill, as they need 80 registers a thread."""
 
 FEW_THREADS_PER_SM = 1280
-"""Threads an SM, with accesses of SMALL_ACCESS_BYTES, below which heads are tiled too. H100 (132 SMs), heads of
-128, bf16, position_ids, hot, in place, token_linear / grid_2d: 32 + 8 heads: 1 token 1.34 / 1.03 us, 64 1.52 /
-1.34, 192 1.97 / 1.84, 256 2.27 / 2.15, 384 2.84 / 2.93; 64 + 8 heads: 4 tokens 1.75 / 1.09, 64 1.85 / 1.55, 132
-2.23 / 2.07, 192 2.67 / 2.70."""
+"""Heads are tiled too below this many threads an SM, counted with accesses of SMALL_ACCESS_BYTES. H100 (132 SMs), heads
+of 128, bf16, position_ids, hot, in place, token_linear / grid_2d: 32 + 8 heads: 1 token 1.34 / 1.03 us, 64 1.52 / 1.34,
+192 1.97 / 1.84, 256 2.27 / 2.15, 384 2.84 / 2.93; 64 + 8 heads: 4 tokens 1.75 / 1.09, 64 1.85 / 1.55, 132 2.23 / 2.07,
+192 2.67 / 2.70."""
 
 SMALL_BLOCK_THREADS = 128
 SMALL_ACCESS_BYTES = 8
-"""Threads a block aims at, and bytes of an access, where heads are tiled: what takes long is one warp's
-instructions, so more threads do less each. The same calls with 16 bytes: 1 token 1.10 us, 64 1.64, 256 2.81; with
-256 threads 1.05, 1.42, 2.38."""
-
+"""Threads aimed at for a block, and bytes of an access, where heads are tiled. One warp's instructions take longest
+there, so each of more threads does less. The same calls with 16 bytes: 1 token 1.10 us, 64 1.64, 256 2.81; with 256
+threads 1.05, 1.42, 2.38."""
 
 WARP_THREADS = 32
 
 ROW_BLOCK_THREADS = 128
-"""Threads a block aims at, of a norm across heads. H100, (1, 32760, 12 + 12, 128) bf16: 1.050 x the copy, 64
+"""Threads aimed at for a block of a norm across heads. H100, (1, 32760, 12 + 12, 128) bf16: 1.050 x the copy, 64
 threads 1.053, 256 1.135."""
 
 MAX_ROW_THREADS = 512
 MAX_ROW_ACCESSES = 24
 MAX_GRADIENT_ACCESSES = 4
-"""Accesses of q or k that a thread may hold of a norm's row; a wider row has more threads, as long as
-rows of q and of k fit in a block. 24 of 16 bytes are 96 registers. The gradient holds as many of the output's
-gradient, and a sum for each element."""
+"""Accesses of a row of q or k that a thread may hold in a norm across heads. A wider row has more threads, as long as
+rows of q and of k fit in a block. 24 accesses of 16 bytes take 96 registers. The gradient kernel also holds as many of
+the output's gradient, and a sum for each element."""
 
 NORM_HEADS_PER_THREAD = 2
 NORM_THREADS_PER_SM = 768
 MAX_NORM_THREADS_PER_SM = 1024
-"""Neighbouring heads that a thread takes with a norm, for which it has one set of weights and angles, and threads
-an SM, which leave it the registers; more where some of a head's idle. H100, x the copy, (1, 4608, 24 + 24, 128)
-interleaved / (1, 8192, 32 + 8, 128) halves, bf16, out of place: two heads with 768 threads 1.015 / 1.038, 960
-1.025 / 1.050, 1152 1.165 / 1.329; one head with 768 1.091 / 1.189, 1280 1.017 / 1.040; four with 640 1.032 /
-1.058. Heads of 80: two with 768 threads 1.12, 1024 1.04."""
+"""With a norm a thread takes several neighbouring heads, with one set of weights and angles. The threads on an SM are
+limited so that each has enough registers; the limit is higher where some threads of a head idle. H100, x the copy,
+(1, 4608, 24 + 24, 128) interleaved / (1, 8192, 32 + 8, 128) halves, bf16, out of place: two heads with 768 threads
+1.015 / 1.038, 960 1.025 / 1.050, 1152 1.165 / 1.329; one head with 768 1.091 / 1.189, 1280 1.017 / 1.040; four with 640
+1.032 / 1.058. Heads of 80: two with 768 threads 1.12, 1024 1.04."""
 
 GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
 GRADIENT_THREADS_PER_SM = 384
 ROW_GRADIENT_THREADS_PER_SM = 256
-"""The same of a norm's gradient, whose blocks walk the tokens and sum the weights' gradients on the way. H100, x
-the copy of what it reads and writes, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 /
-1.37; one head with 480 1.29 / 1.20. The next token's loads ahead of this one's work: no gain. Across heads a thread has
-sums of several, and 384 threads spill."""
+"""The same for the gradient of a norm: its blocks walk over the tokens and sum the weights' gradients. H100, x the copy
+of all bytes read and written, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 / 1.37; one
+head with 480 1.29 / 1.20. Loading the next token before the work on this one gains nothing. Across heads a thread holds
+sums of several heads, and 384 threads spill."""
 
 FEW_PACKED_HEADS = 8192
-"""Tokens x heads of a packed batch up to which, if its sequences are known to be even, a second grid axis
-over them beats the search. H100, angles, bf16, head size 128, 4 sequences, token_linear / grid_2d: 64
-tokens of 8 heads 2.71 / 2.50 us, 64 of 32 2.86 / 2.64, 256 of 32 3.95 / 3.56, 1024 of 8 3.88 / 3.61;
-past it 1024 of 32 7.37 / 7.85, 4096 of 8 7.08 / 7.82."""
+"""Up to this many tokens x heads of a packed batch, a second grid axis over the sequences beats the search, if they are
+known to be even. H100, angles, bf16, head size 128, 4 sequences, token_linear / grid_2d: 64 tokens of 8 heads 2.71 /
+2.50 us, 64 of 32 2.86 / 2.64, 256 of 32 3.95 / 3.56, 1024 of 8 3.88 / 3.61; above it 1024 of 32 7.37 / 7.85, 4096 of 8
+7.08 / 7.82."""
 
 MAX_UNEVEN = 2
-"""Rows of that grid, sequences x max_seqlen, for each token: what uneven lengths may waste."""
+"""The bound on sequences x max_seqlen over tokens for that grid, as uneven lengths waste blocks."""
 
 
 @dataclass(frozen=True)
 class RopeProblem(Compiled):
     """One call in integers and words.
 
-    heads: of q and k, and of v where it is copied; q_heads: of q alone. vec_limit, table_vec_limit,
-    weight_vec_limit: elements an access that the addresses and strides of q and k, of the tables, and of a
-    norm's weights allow (1: no alignment, or strided elements); table_step_limit: 2 where those of the tables are
-    every other one. num_sequences is 0 without cu_seqlens; max_seqlen, of the whole sequence also under
-    context parallelism, is 0 where the caller did not say.
+    heads: of q and k, and of v where it is copied; q_heads: of q alone. vec_limit, table_vec_limit, weight_vec_limit:
+    the elements of an access that addresses and strides of q and k, of the tables, and of a norm's weights allow (1: no
+    alignment, or strided elements). table_step_limit: 2 where the tables' elements are every other one. num_sequences
+    is 0 without cu_seqlens. max_seqlen is that of the whole sequence, also under context parallelism; 0: not given.
     """
 
     batch: int
@@ -104,12 +103,17 @@ class RopeProblem(Compiled):
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel, its grid and block, and why."""
+    """The kernel, its grid and block, and the reason for them."""
 
     spec: RopeSpec
     grid: tuple[int, int]
     block: int
     reason: str
+
+
+_SMALLEST: dict[str, Any] = dict.fromkeys(
+    ("table_vec", "table_step", "heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block"), 1
+)
 
 
 @lru_cache(maxsize=4096)
@@ -119,21 +123,9 @@ def plan(problem: RopeProblem) -> Plan:
     launch, reason = choose_launch(p)
     tiled = launch == "grid_2d" and not p.cu_seqlens_dtype
     vec, chunks = widest_access(p, tiled)
-    spec = RopeSpec(
-        **{field.name: getattr(p, field.name) for field in fields(Compiled)},
-        launch="token_linear",
-        vec=vec,
-        chunks=chunks,
-        table_vec=1,
-        table_step=1,
-        weight_vec=math.gcd(vec, p.weight_vec_limit),
-        heads_per_thread=1,
-        blocks_per_sm=1,
-        tokens_per_block=1,
-        heads_per_block=1,
-        one_step=False,
-        one_row=False,
-    )
+    of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
+    chosen: dict[str, Any] = {"vec": vec, "chunks": chunks, "weight_vec": math.gcd(vec, p.weight_vec_limit)}
+    spec = RopeSpec(**of_call, **chosen, **_SMALLEST, launch="token_linear", one_step=False, one_row=False)
     table_vec = table_access(p, spec)
     spec = replace(spec, table_vec=table_vec, table_step=p.table_step_limit if table_vec > 1 else 1)
     if p.across_heads or p.gradient:
@@ -150,19 +142,18 @@ def plan(problem: RopeProblem) -> Plan:
         grid = (-(-min(p.tokens, length) // tokens), p.num_sequences + 1)
     else:
         grid = (-(-p.tokens // tokens), 1)
-    spec = replace(
-        spec, launch=launch, tokens_per_block=tokens, heads_per_block=heads,
-        one_step=tiled or heads * spec.heads_per_thread >= p.heads,
-        one_row=tiled and p.batch == 1,  # elsewhere the division is hidden, and would be one more kernel
-    )  # fmt: skip
-    if p.norm and not tiled and not p.full_width and p.rounding != "complex128":  # these have registers to hold
+    one_step = tiled or heads * spec.heads_per_thread >= p.heads
+    one_row = tiled and p.batch == 1  # elsewhere the division costs nothing, and another kernel would be compiled
+    spec = replace(spec, launch=launch, one_step=one_step, one_row=one_row)
+    spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
+    if p.norm and not tiled and not p.full_width and p.rounding != "complex128":  # those need the registers
         threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
         spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads))
     return Plan(spec, grid, spec.threads, reason)
 
 
 def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
-    """The plan of a norm across heads, and of a norm's gradient, whose blocks stay for many tokens."""
+    """The plan of a norm across heads, and of a norm's gradient, whose blocks walk over many tokens."""
     tiles = 1
     if not p.across_heads:
         spec = replace(spec, heads_per_thread=_heads_per_thread(p, GRADIENT_HEADS_PER_THREAD))
@@ -187,17 +178,17 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
 
 
 def _heads_per_thread(p: RopeProblem, most: int) -> int:
-    """Neighbouring heads of a thread: they are all q's, all k's or all v's."""
+    """Neighbouring heads of a thread, all of q, all of k or all of v."""
     return math.gcd(p.q_heads, p.heads, most) if not p.per_head else 1
 
 
 def choose_launch(p: RopeProblem) -> tuple[str, str]:
     """The launch and the rule that chose it.
 
-    A packed batch is token-linear, at any number of sequences: 65,536 tokens of 32 heads of 128, bf16
-    with angles, in 1, 8, 32, 128, 512, 1024 and 2401 sequences of one length took token_linear 371, 359,
-    359, 360, 362, 362 and 362 us on an H100, and grid_2d 482, 405, 401, 404, 405, 406 and 420; uneven
-    lengths add to the latter only. Small packs are the exception (`FEW_PACKED_HEADS`).
+    A packed batch is token-linear at any number of sequences: on an H100 65,536 tokens of 32 heads of 128, bf16 with
+    angles, in 1, 8, 32, 128, 512, 1024 and 2401 sequences of one length took 371, 359, 359, 360, 362, 362 and 362 us
+    with token_linear, and 482, 405, 401, 404, 405, 406 and 420 with grid_2d, to which uneven lengths add. Small packs
+    are the exception (`FEW_PACKED_HEADS`).
     """
     packed = p.cu_seqlens_dtype is not None
     if p.across_heads or p.gradient:
@@ -207,12 +198,8 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     if p.launch != "auto":
         return p.launch, f"launch={p.launch!r} was asked for"
     if packed:
-        rows = p.num_sequences * longest_share(p)
-        if (
-            0 < rows <= MAX_UNEVEN * p.tokens
-            and p.tokens * p.heads <= FEW_PACKED_HEADS
-            and p.num_sequences < MAX_GRID_Y
-        ):
+        even = 0 < p.num_sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
+        if even and p.tokens * p.heads <= FEW_PACKED_HEADS and p.num_sequences < MAX_GRID_Y:
             return "grid_2d", f"{p.tokens} packed tokens of {p.num_sequences} even sequences: no search"
         return "token_linear", "packed: cost follows the tokens, not sequences x max_seqlen"
     threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
@@ -222,26 +209,26 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
 
 
 def longest_share(p: RopeProblem) -> int:
-    """The most tokens that a rank has of a sequence of max_seqlen: its chunks are at most one longer than others."""
+    """The most tokens of a sequence of max_seqlen on one rank. Chunks differ by at most one token."""
     of = number_of_chunks(p.cp_size, "dual_chunk")
     return of // p.cp_size * -(-p.max_seqlen // of)
 
 
 def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
-    """(elements an access, runs of them in a thread): the widest that addresses and head allow."""
-    rest = 0 if p.in_place and not p.slot_mapping_dtype and not p.norm else p.head_dim - p.rotary_dim
+    """(elements of an access, runs of them in a thread): the widest that addresses and head allow."""
+    first, _ = rotated(p)
     interleaved = p.interleaved and p.interleaved_out
     vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
-    if p.norm:  # torch's order of a sum has neighbours of four
+    if p.norm:  # torch sums in groups of four neighbours
         vec = max(vec, min(p.vec_limit, 4))
-    while vec > 1 and (rest % vec or p.rotary_offset % vec or p.rotary_dim % (vec if interleaved else 2 * vec)):
+    while vec > 1 and (p.copied % vec or first % vec or p.rotary_dim % (vec if interleaved else 2 * vec)):
         vec //= 2
     chunk = max(vec, 2) if interleaved else vec
     return vec, 2 if p.rotary_dim % (2 * chunk) == 0 else 1
 
 
 def table_access(p: RopeProblem, spec: RopeSpec) -> int:
-    """Elements an access of the tables: a divisor of a thread's run of neighbouring angles."""
+    """Elements of an access of the tables: a divisor of a thread's run of neighbouring angles."""
     interleaved = p.interleaved and p.interleaved_out
     run = spec.chunk // 2 if interleaved and not p.full_width else spec.chunk
     step = p.rotary_dim // (2 if p.full_width or not interleaved else 4)  # to the thread's second run
@@ -257,7 +244,7 @@ def table_access(p: RopeProblem, spec: RopeSpec) -> int:
 
 @lru_cache(maxsize=1024)
 def tile(heads: int, lanes: int, block_threads: int = MAX_BLOCK_THREADS) -> tuple[int, int]:
-    """(tokens a block, heads of each at a time): whole tokens, their heads in the fewest even steps."""
+    """(tokens of a block, heads of each at a time): whole tokens, whose heads take the fewest even steps."""
     steps = -(-heads // max(1, block_threads // lanes))
     at_once = -(-heads // steps)
     return max(1, BLOCK_THREADS // (at_once * lanes)), at_once

@@ -1,6 +1,6 @@
-"""Tensors -> problem: a call in integers, its plan, and what its kernel is given beside addresses.
+"""Tensors -> problem: a call in integers, its plan, and the arguments of its kernel after the addresses.
 
-Looks at shapes, strides and alignment only, so the tensors may be on any device.
+Only shapes, strides and alignment are read, so the tensors may be on any device.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
-from .spec import NormOptions, Options
-from .views import FP8, Tables, canonical, ids_view, table_pair, table_view
+from .spec import INDICES, NormOptions, Options
+from .views import FP8, Tensors, canonical, ids_view, table_pair, table_view
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -42,7 +42,7 @@ def head_view(x: Tensor, layout: str) -> Tensor:
 
 
 def cache_view(cache: Tensor) -> Tensor:
-    """A cache (slots, H, D) or (pages, rows, H, D) as heads: pages are the batch axis, if they are needed."""
+    """The heads of a cache (slots, H, D) or (pages, rows, H, D), with pages as the batch axis if they are needed."""
     if cache.dim() == 4 and cache.stride(0) == cache.shape[1] * cache.stride(1):
         cache = cache.flatten(0, 1)
     return (cache if cache.dim() == 4 else cache.unsqueeze(0)).unsqueeze(3)
@@ -55,7 +55,7 @@ def qkv_views(qkv: Tensor, q_per_group: int, layout: str) -> tuple[Tensor, Tenso
 
 
 def separate_views(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of q (..., groups x q_per_group, head_dim), k and v (..., groups, head_dim)."""
+    """The same for q (..., groups x q_per_group, head_dim), k and v (..., groups, head_dim)."""
     q, k, v = (canonical(x, options.layout) for x in (q, k, v))
     return q.unflatten(2, (-1, options.q_per_group)), k.unsqueeze(3), v.unsqueeze(3)
 
@@ -67,7 +67,7 @@ def value_view(qkv: Tensor, q_per_group: int) -> Tensor:
 
 
 def empty_parts(qkv: Tensor, q_per_group: int, copy_v: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh q, k and v of a packed tensor; without `copy_v` v is the view."""
+    """Fresh q, k and v for a packed tensor; without `copy_v` v is a view of it."""
     *lead, groups, width = qkv.shape
     head_dim = width // (q_per_group + 2)
     q = qkv.new_empty((*lead, groups * q_per_group, head_dim))
@@ -76,7 +76,7 @@ def empty_parts(qkv: Tensor, q_per_group: int, copy_v: bool) -> tuple[Tensor, Te
 
 
 def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh q, k and v, (B, S1 + S2, H, D), of both streams' tokens."""
+    """Fresh q, k and v, (B, S1 + S2, H, D), for the tokens of both streams."""
     tokens = q1.shape[1] + q2.shape[1]
     q, k, v = (x.new_empty((x.shape[0], tokens, *x.shape[2:])) for x in (q1, k1, v1))
     return q, k, v
@@ -93,7 +93,7 @@ def extent(x: Tensor) -> int:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements share memory, as those of an expanded tensor and of overlapping windows do."""
+    """Whether two elements share memory, as in an expanded tensor or in overlapping windows."""
     axes = sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size > 1)
     if x.numel() == 0 or not axes:
         return False
@@ -107,7 +107,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def meet(a: Tensor, b: Tensor) -> bool:
-    """Whether a byte of a is a byte of b."""
+    """Whether a and b share a byte."""
     distance = b.data_ptr() - a.data_ptr()
     if a.numel() == 0 or b.numel() == 0 or not -extent(b) < distance < extent(a):
         return False
@@ -121,7 +121,7 @@ def meet(a: Tensor, b: Tensor) -> bool:
 
 
 def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = False) -> bool:
-    """Whether steps, each taken so often as its range allows, lead to the target; moved: not all of them zero times."""
+    """Whether a sum of steps, each taken a number of times in its range, is the target; moved: not all zero times."""
     axes = sorted(((step, low, high) for step, (low, high) in ranges.items() if low < high and step), reverse=True)
     rest = [
         (sum(s * low for s, low, _ in axes[n:]), sum(s * high for s, _, high in axes[n:])) for n in range(len(axes) + 1)
@@ -140,7 +140,7 @@ def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = Fals
 
 
 def refuse_meeting(name: str, tensors: dict[str, Tensor], written: Sequence[str]) -> None:
-    """Refuse memory that is written as one tensor, and read or written as another."""
+    """Refuse memory that is written as one tensor and read or written as another."""
     for n, label in enumerate(written):
         for other, x in tensors.items():
             if other not in written[: n + 1] and meet(tensors[label], x):
@@ -153,10 +153,10 @@ def refuse_meeting(name: str, tensors: dict[str, Tensor], written: Sequence[str]
 
 
 def constant(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors that depend on a device and some numbers alone, made once and then kept.
+    """Keep the tensors of a function that depend only on a device and some numbers.
 
-    The stream that fills them is waited for, once, so that every other one may read them. What is made while
-    something watches (torch.compile, fake tensors, a CUDA graph's capture) is its own, and not kept.
+    The first call waits for the stream that fills them, so that every stream may read them. Tensors made under
+    torch.compile, fake tensors or a CUDA graph's capture are not kept.
     """
 
     @lru_cache(maxsize=4096)
@@ -179,175 +179,157 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- the plan ----------------------------------------------------------------------------------
 
-
-class NormCall(NamedTuple):
-    """What a call with a norm has beside the others' tensors.
-
-    weights: of q and k, and of the second stream's q and k. second: the views of its q, k and v; second_tables:
-    its cos and sin, if they are not rows of the first's. grads: the outputs' gradients, of the norm's gradient.
-    """
-
-    norm: NormOptions
-    weights: tuple[Tensor | None, ...]
-    second: tuple[Tensor, ...] = ()
-    second_tables: tuple[Tensor, Tensor | None] | tuple[()] = ()
-    grads: tuple[Tensor | None, ...] = ()
+_OF_OPTIONS = [name for name in Options._fields if name in heuristics.RopeProblem.__dataclass_fields__]
 
 
 def plan_call(
-    inputs: Views, outputs: Views, tables: Tables, slot_mapping: Tensor | None, options: Options, sm_count: int,
-    normed: NormCall | None = None,
-) -> tuple[heuristics.Plan, list[int]] | None:  # fmt: skip
-    """The plan of a call and its kernel's arguments after the addresses; None: nothing to do.
+    inputs: Views, outputs: Views, tensors: Tensors, options: Options, sm_count: int
+) -> tuple[heuristics.Plan, list[int]] | None:
+    """The plan of a call, and its kernel's arguments after the addresses; None if there is nothing to do.
 
-    With a slot_mapping the outputs of k and v are caches, pages as the batch axis.
+    inputs, outputs: the heads of q, k and v; with a slot_mapping the outputs of k and v are caches, and pages are their
+    batch axis. tensors: all tensors of the call by name.
     """
-    cos, sin, cu_seqlens, start_positions, position_ids = tables
-    page_size = slot_count = 0
-    if slot_mapping is not None:
-        pages, rows = outputs[1].shape[:2]  # type: ignore[union-attr]
-        page_size, slot_count = rows if pages > 1 else 0, pages * rows
-    # No head of a missing k or v is read.
-    views = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
-    table_views = [table_view(table) for table in table_pair(cos, sin, options.table)]
-    ids = None if position_ids is None else ids_view(position_ids, options)
-    if normed is None or not (normed.second or normed.grads):
-        views, table_views, ids = _as_one_row(views, table_views, ids, slot_mapping is not None, start_positions)
-    batch, seqlen, groups, q_per_group, head_dim = views[3].shape  # two streams are one in the output
-    q_heads, k_heads = groups * q_per_group, 0 if inputs[1] is None else inputs[1].shape[2]
-    tokens, heads = batch * seqlen, q_heads + k_heads * (2 if inputs[2] is not None else 1)
-    if tokens * heads == 0:
+    call = _Call(inputs, outputs, tensors, options)
+    if call.tokens * call.heads == 0:
         return None
-    sources, grads = _norm_views(views, normed)
-    strides = [_strides(x) for x in views]
-    more_strides = [_strides(x) for x in (*sources, *grads)]
-    if normed and normed.second_tables:
-        cos2, sin2 = normed.second_tables
-        table_views += [table_view(table) for table in table_pair(cos2, sin2, options.table)]
-    table_strides = [_strides(table) for table in table_views]
-    table_step, table_vec_limit = _table_access(table_views, table_strides)
-    ids_strides = [0, 0, 0] if ids is None else [*_strides(ids)[:2], ids.stride(2)]
-    steps = (*strides, *more_strides, *table_strides, ids_strides)
-    largest = max(table_views[0].shape[1], *(step for group in steps for step in group))
-    problem = heuristics.RopeProblem(
-        dtype=DTYPE_NAMES[views[0].dtype],
-        table_dtype=DTYPE_NAMES[table_views[0].dtype],
-        head_dim=head_dim,
-        rotary_dim=options.rotary_dim,
-        rotary_offset=options.rotary_offset,
-        interleaved=options.interleaved,
-        interleaved_out=options.interleaved_out,
-        inverse=options.inverse,
-        freqs=options.table == "freqs",
-        full_width=table_views[0].shape[-1] == options.rotary_dim,
-        per_head=any(table[2] for table in table_strides),
-        packed_table=options.packed_table,
-        rounding=options.rounding,
-        in_place=options.inplace,
-        cu_seqlens_dtype=_name(cu_seqlens),
-        start_positions_dtype=_name(start_positions),
-        cp_size=options.cp_size,
-        position_ids_dtype=_name(position_ids),
-        mrope_section=tuple(options.mrope_section),
-        mrope_interleaved=options.mrope_interleaved,
-        slot_mapping_dtype=_name(slot_mapping),
-        page_size=page_size,
-        rotate_k=options.rotate_k,
-        q_out=DTYPE_NAMES[views[3].dtype],
-        kv_out=DTYPE_NAMES[views[4].dtype],
-        **_norm_fields(inputs, normed),
-        q_per_group=q_per_group,
-        copy_v=inputs[2] is not None,
-        batch_inner=batch > 1 and seqlen > 1 and views[0].stride(0) < views[0].stride(1),
-        wide=largest >= 1 << 31,
-        batch=batch,
-        tokens=tokens,
-        heads=heads,
-        q_heads=q_heads,
-        num_sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
-        max_seqlen=options.max_seqlen,
-        vec_limit=_elements_per_access([*views, *sources, *grads], [*strides, *more_strides]),
-        table_vec_limit=table_vec_limit,
-        table_step_limit=table_step,
-        launch=options.launch,
-        sm_count=sm_count,
-    )
-    (scalars,) = struct.unpack("q", struct.pack("2f", options.mscale, normed.norm.eps if normed else 0))
-    given: dict[str, arguments.Word] = {
-        "in_stride": strides[:3],
-        "out_stride": strides[3:],
-        "cos_stride": table_strides[0],
-        "sin_stride": table_strides[1],
-        "ids_stride": ids_strides,
-        "tokens": tokens,
-        "batch": batch,
-        "seqlen": seqlen,
-        "q_heads": q_heads,
-        "k_heads": k_heads,
-        "sequences": problem.num_sequences,
-        "table_rows": table_views[0].shape[1],
-        "cp_rank": options.cp_rank,
-        "slot_count": slot_count,
-        "scalars": scalars,
-    }
-    if normed:
-        given["source_stride"] = more_strides[: len(sources)] or [0] * 30
-        given["grad_stride"] = more_strides[len(sources) :] or [0] * 10
-        given["second_table_stride"] = table_strides[2:] or [0] * 8
-        given["split"] = views[0].shape[1]
-    return heuristics.plan(problem), arguments.words(given, norm=normed is not None)
+    return heuristics.plan(call.problem(sm_count)), call.words()
 
 
-def _norm_views(views: list[Tensor], normed: NormCall | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """q, k and v of both streams, and the outputs' gradients, if there are any."""
-    if normed is None:
-        return (), ()
-    sources = (*views[:3], *normed.second) if normed.second else ()
-    grads = tuple(views[0] if x is None else x for x in normed.grads)
-    return sources, grads
+class _Call:
+    """The views of a call, their strides, and its counts."""
+
+    def __init__(self, inputs: Views, outputs: Views, tensors: Tensors, options: Options) -> None:
+        self.inputs, self.tensors, self.options = inputs, tensors, options
+        # No head of a missing k or v is read.
+        self.views = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
+        self.tables = _table_views(tensors, options, "")
+        self.ids = ids_view(tensors["position_ids"], options) if "position_ids" in tensors else None
+        self.second, self.grads = (
+            [self._view(name) for name in names] if names[0] in tensors and options.norm else []
+            for names in (("second_q", "second_k", "second_v"), ("dq", "dk"))
+        )
+        if not self.second and not self.grads:
+            self._merge_batch()
+        self.sources = [*self.views[:3], *self.second] if self.second else []
+        if "second_cos" in tensors:
+            self.tables += _table_views(tensors, options, "second_")
+        self.strides, self.source_strides, self.grad_strides, self.table_strides = (
+            [_strides(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.tables)
+        )
+        self.ids_strides = [0, 0, 0] if self.ids is None else [*_strides(self.ids)[:2], self.ids.stride(2)]
+        self.batch, self.seqlen, groups, self.q_per_group, self.head_dim = self.views[3].shape  # of both streams
+        self.q_heads, self.k_heads = groups * self.q_per_group, 0 if inputs[1] is None else inputs[1].shape[2]
+        self.tokens = self.batch * self.seqlen
+        self.heads = self.q_heads + self.k_heads * (2 if inputs[2] is not None else 1)
+        self.sequences = len(tensors["cu_seqlens"]) - 1 if "cu_seqlens" in tensors else 0
+        self.pages, self.page_size = self.views[4].shape[:2] if "slot_mapping" in tensors else (0, 0)
+
+    def _view(self, name: str) -> Tensor:
+        return head_view(self.tensors[name], self.options.layout) if name in self.tensors else self.views[0]
+
+    def _merge_batch(self) -> None:
+        """Make the batch axis one with the sequence's if the kernel then does the same, which saves it a division."""
+        batch, seqlen = self.views[0].shape[:2]
+        ids, shared = self.ids, len(self.tables[0]) == 1
+        of_tokens = slice(0, 4 if "slot_mapping" in self.tensors else 6)  # the others are caches
+        if batch == 1 or (ids is not None and not shared) or "start_positions" in self.tensors:
+            return
+        if ids is not None:
+            ids = ids.expand(-1, batch, -1)
+        if seqlen == 1:  # a decode step: the batch rows are the tokens
+            self.views[of_tokens] = [x.transpose(0, 1) for x in self.views[of_tokens]]
+            if ids is None:
+                self.tables = [table[:, :1].transpose(0, 1).expand(-1, batch, -1, -1) for table in self.tables]
+            self.ids = None if ids is None else ids.transpose(1, 2)
+        elif ids is not None and all(_merges(x) for x in (*self.views[of_tokens], ids[0])):
+            self.views[of_tokens] = [x.flatten(0, 1).unsqueeze(0) for x in self.views[of_tokens]]
+            self.ids = ids.flatten(1).unsqueeze(1)
+
+    def problem(self, sm_count: int) -> heuristics.RopeProblem:
+        o, views, table = self.options, self.views, self.tables[0]
+        strides = [*self.strides, *self.source_strides, *self.grad_strides]
+        steps = (*strides, *self.table_strides, self.ids_strides)
+        table_step, table_vec_limit = _table_access(self.tables, self.table_strides)
+        found = {
+            **{name: getattr(o, name) for name in _OF_OPTIONS},
+            **{f"{name}_dtype": _name(self.tensors.get(name)) for name in INDICES},
+            **self._norm_fields(),
+            "dtype": DTYPE_NAMES[views[0].dtype],
+            "table_dtype": DTYPE_NAMES[table.dtype],
+            "q_out": DTYPE_NAMES[views[3].dtype],
+            "kv_out": DTYPE_NAMES[views[4].dtype],
+            "head_dim": self.head_dim,
+            "freqs": o.table == "freqs",
+            "full_width": table.shape[-1] == o.rotary_dim,
+            "per_head": any(step[2] for step in self.table_strides),
+            "in_place": o.inplace,
+            "page_size": self.page_size if self.pages > 1 else 0,
+            "q_per_group": self.q_per_group,
+            "copy_v": self.inputs[2] is not None,
+            "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
+            "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 31,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "heads": self.heads,
+            "q_heads": self.q_heads,
+            "num_sequences": self.sequences,
+            "vec_limit": _elements_per_access([*views, *self.sources, *self.grads], strides),
+            "table_vec_limit": table_vec_limit,
+            "table_step_limit": table_step,
+            "sm_count": sm_count,
+        }
+        return heuristics.RopeProblem(**found)
+
+    def _norm_fields(self) -> dict[str, Any]:
+        norm = self.options.norm or NormOptions("")
+        weights = [x for name, x in self.tensors.items() if name.endswith("_weight")]
+        rows = [x.shape[2] for x in self.inputs[:2] if x is not None] if norm.across_heads else []
+        limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
+        return {
+            "norm_rounding": norm.rounding,
+            "across_heads": norm.across_heads,
+            "row_heads": tuple(rows),
+            "zero_centered": norm.zero_centered,
+            "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
+            "two_streams": bool(self.second),
+            "two_tables": len(self.tables) == 4,
+            "gradient": bool(self.grads),
+            "weight_vec_limit": math.gcd(min(limits), self.inputs[0].shape[-1]) if limits else 1,
+        }
+
+    def words(self) -> list[int]:
+        """The words of the argument block."""
+        norm = self.options.norm
+        (scalars,) = struct.unpack("q", struct.pack("2f", self.options.mscale, norm.eps if norm else 0))
+        given: dict[str, arguments.Word] = {
+            "in_stride": self.strides[:3],
+            "out_stride": self.strides[3:],
+            "cos_stride": self.table_strides[0],
+            "sin_stride": self.table_strides[1],
+            "ids_stride": self.ids_strides,
+            "tokens": self.tokens,
+            "batch": self.batch,
+            "seqlen": self.seqlen,
+            "q_heads": self.q_heads,
+            "k_heads": self.k_heads,
+            "sequences": self.sequences,
+            "table_rows": self.tables[0].shape[1],
+            "cp_rank": self.options.cp_rank,
+            "slot_count": self.pages * self.page_size,
+            "scalars": scalars,
+        }
+        if norm:
+            given["source_stride"] = self.source_strides or [0] * 30
+            given["grad_stride"] = self.grad_strides or [0] * 10
+            given["second_table_stride"] = self.table_strides[2:] or [0] * 8
+            given["split"] = self.views[0].shape[1]
+        return arguments.words(given, norm=norm is not None)
 
 
-def _norm_fields(inputs: Views, normed: NormCall | None) -> dict[str, Any]:
-    """The fields of a problem about its norm."""
-    norm = NormOptions("") if normed is None else normed.norm
-    weights = [] if normed is None else [w for w in normed.weights if w is not None]
-    rows = [x.shape[2] for x in inputs[:2] if x is not None] if norm.across_heads else []
-    limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
-    head_dim = inputs[0].shape[-1]
-    return {
-        "norm_rounding": norm.rounding,
-        "across_heads": norm.across_heads,
-        "row_heads": tuple(rows),
-        "zero_centered": norm.zero_centered,
-        "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
-        "two_streams": normed is not None and bool(normed.second),
-        "two_tables": normed is not None and bool(normed.second_tables),
-        "gradient": normed is not None and bool(normed.grads),
-        "weight_vec_limit": math.gcd(min(limits), head_dim) if limits else 1,
-    }
-
-
-def _as_one_row(
-    views: list[Tensor], tables: list[Tensor], ids: Tensor | None, caches: bool, starts: Tensor | None
-) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """The batch axis made one with the sequence's where the kernel then does the same: it saves a division."""
-    batch, seqlen = views[0].shape[:2]
-    shared = len(tables[0]) == 1
-    of_tokens = slice(0, 4 if caches else 6)  # the others are caches
-
-    if batch == 1 or (ids is not None and not shared) or starts is not None:
-        return views, tables, ids
-    if ids is not None:
-        ids = ids.expand(-1, batch, -1)
-    if seqlen == 1:  # a decode step: the batch rows are the tokens
-        views[of_tokens] = [x.transpose(0, 1) for x in views[of_tokens]]
-        if ids is None:
-            tables = [table[:, :1].transpose(0, 1).expand(-1, batch, -1, -1) for table in tables]
-        return views, tables, None if ids is None else ids.transpose(1, 2)
-    if ids is None or not all(_merges(x) for x in (*views[of_tokens], ids[0])):
-        return views, tables, ids
-    views[of_tokens] = [x.flatten(0, 1).unsqueeze(0) for x in views[of_tokens]]
-    return views, tables, ids.flatten(1).unsqueeze(1)
+def _table_views(tensors: Tensors, options: Options, stream: str) -> list[Tensor]:
+    pair = table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), options.table)
+    return [table_view(table) for table in pair]
 
 
 def _merges(x: Tensor) -> bool:
@@ -360,13 +342,13 @@ def _name(x: Tensor | None) -> str | None:
 
 
 def _strides(view: Tensor) -> list[int]:
-    """In elements; 0 along an axis of size 1, where a table is shared, but 1 along the last."""
+    """Strides in elements. An axis of size 1 has stride 0, because a table is shared along it; the last axis has 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(view.shape, view.stride())]
     return [*strides[:-1], 1 if view.shape[-1] == 1 else strides[-1]]
 
 
 def _elements_per_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> int:
-    """Elements that one aligned access may span, from addresses and strides; the last stride is the inner one."""
+    """Elements that one aligned access may span, by addresses and strides."""
     if any(inner != 1 for *_, inner in strides):
         return 1
     limits = []
@@ -377,9 +359,9 @@ def _elements_per_access(views: Sequence[Tensor], strides: Sequence[Sequence[int
 
 
 def _table_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(the tables' own element stride, entries that one aligned access may span); see `_elements_per_access`.
+    """(element stride of the tables, entries that one aligned access may span).
 
-    Of every other element, as complex tables and repeated ones have them, an access takes both neighbours.
+    In complex and in repeated tables every other element counts, and an access loads both neighbours.
     """
     if any(inner != 2 for *_, inner in strides):
         return 1, _elements_per_access(views, strides)
@@ -392,5 +374,5 @@ def _table_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> 
 
 
 def _address(x: Tensor) -> int:
-    """Of the first element; within its allocation, which is aligned, where that is still to be made."""
+    """The address of the first element; of a meta tensor the offset in its storage, which will be aligned."""
     return int(x.storage_offset()) * x.element_size() if x.is_meta else x.data_ptr()

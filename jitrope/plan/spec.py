@@ -1,11 +1,11 @@
-"""What a call asks for, and what is compiled into a kernel, every field a constant of a template.
+"""The options of a call, and the specs of the rope kernels, whose fields become constants of the templates.
 
 Pure Python, no torch: dtypes are the words "fp32", "fp16", "bf16".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -28,8 +28,21 @@ LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
 }
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadWords:
+    """The keywords of every function: which elements of a head are rotated, in which pairs, and the rounding."""
+
+    interleaved: bool = False
+    rotary_dim: int | None = None
+    rotary_offset: int = 0
+    rounding: str = "fp32"
+
+
+HEAD_WORDS = tuple(field.name for field in fields(HeadWords))
+
+
 class NormOptions(NamedTuple):
-    """How q and k are normalised before they are rotated; the words are those of `Norm`."""
+    """How q and k are normalised before they are rotated, in the words of `Norm`."""
 
     rounding: str = "none"
     across_heads: bool = False
@@ -38,7 +51,7 @@ class NormOptions(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call asks for, beside its tensors; the words are `apply_rope`'s."""
+    """The words of a call, as `apply_rope` describes them."""
 
     rotary_dim: int = 0  # first: torch keeps the sharding of an op by all arguments from its first int on
     layout: str = "bshd"
@@ -48,14 +61,14 @@ class Options(NamedTuple):
     max_seqlen: int = 0
     cp_size: int = 1
     cp_rank: int = 0
-    table: str = "cos_sin"  # of the others there is one tensor, at the place of cos: angles, cos | sin, complex64
-    mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; (): there is one axis
+    table: str = "cos_sin"  # every other kind is a single tensor, which takes the place of cos
+    mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; () for one axis
     mrope_interleaved: bool = False
     mscale: float = 1.0
     packed_table: bool = False
     q_per_group: int = 0  # heads of q in a group of packed QKV; 0: q and k are tensors of their own
-    copy_v: bool = True  # of packed QKV: v is copied out, or left as a view
-    rotate_k: bool = False  # k is rotated in place beside its copy in a cache
+    copy_v: bool = True  # packed QKV: copy v, or return a view
+    rotate_k: bool = False  # rotate k in place too, beside its copy in a cache
     rounding: str = "fp32"
     launch: str = "auto"
     inverse: bool = False
@@ -74,31 +87,36 @@ def changed(options: Options, **fields: Any) -> Options:
     return Options(*values)
 
 
+def rotated(options: Options | Compiled) -> tuple[int, int]:
+    """The first element of a head that is rotated, and the one after the last."""
+    return options.rotary_offset, options.rotary_offset + options.rotary_dim
+
+
 @dataclass(frozen=True)
 class Compiled:
-    """The parts of a call that are compiled into its kernel; a problem and a spec have them in common.
+    """The parts of a call that are compiled into its kernel. A problem and a spec share these fields.
 
-    dtype, table_dtype: of q and k, and of the tables. rotary_dim elements from rotary_offset on are rotated; their
-    pairs are (2i, 2i+1) if interleaved, otherwise (i, i + rotary_dim / 2), and interleaved_out says the same of the
-    output. inverse: rotate back (the backward). rounding: the arithmetic, one of `ROUNDINGS`; "complex128" is the only
-    one in fp64, and the only one with fp64 tables. wide: a stride (or a table's row) needs more than 31 bits.
+    dtype, table_dtype: of q and k, and of the tables. rotary_dim elements of a head from rotary_offset on are rotated.
+    Their pairs are (2i, 2i+1) if interleaved, else (i, i + rotary_dim / 2); interleaved_out: the same for the output.
+    inverse: rotate back (the backward). rounding: the arithmetic, one of `ROUNDINGS`; only "complex128" computes in
+    fp64 and takes fp64 tables. wide: a stride (or a table's number of rows) needs more than 31 bits.
 
     The tables. freqs: the table holds angles, not cos and sin. full_width: each member of a pair has an entry.
     per_head: each head has entries. packed_table: there is a row for each token of the packed batch.
 
     Rows of the tables. The dtypes of cu_seqlens, start_positions, position_ids and slot_mapping are None without them.
-    cp_size: ranks that share each sequence. mrope_section: pairs of each axis of position_ids, () for one axis;
+    cp_size: ranks that share each sequence. mrope_section: pairs of each axis of position_ids, () for one axis.
     mrope_interleaved: the pairs of the axes alternate. batch_inner: tokens of neighbouring batch rows are neighbours in
     memory, and are taken in that order.
 
     Outputs. q_out, kv_out: the stored type, dtype or "fp8". With a slot_mapping k and v go to a cache with pages of
     page_size slots (0: no pages), and rotate_k also rotates k in place. q_per_group: heads of q in a group of packed
-    QKV, 1 elsewhere. copy_v: v's heads are copied.
+    QKV, else 1. copy_v: v is copied.
 
     A norm. norm_rounding: one of `NORM_ROUNDINGS`, or "" without a norm. across_heads: the mean is over all heads of a
-    token, and row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is 1 + weight. weight_dtype:
-    None without weights. two_streams, two_tables: q, k and v, or cos and sin too, come from two tensors each. gradient:
-    the kernel is the norm's gradient, of q, k and the weights.
+    token; row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is 1 + weight. weight_dtype:
+    None without weights. two_streams, two_tables: q, k and v (and cos and sin) come from two tensors each. gradient:
+    the kernel computes the gradients of q, k and the weights.
     """
 
     dtype: str
@@ -141,20 +159,24 @@ class Compiled:
 
     @property
     def norm(self) -> bool:
-        """Whether there is a norm."""
         return self.norm_rounding != ""
+
+    @property
+    def copied(self) -> int:
+        """Elements of a head that are copied without a rotation; in place they stay where they are."""
+        stay = self.in_place and not self.slot_mapping_dtype and not self.norm
+        return 0 if stay else self.head_dim - self.rotary_dim
 
 
 @dataclass(frozen=True)
 class RopeSpec(Compiled, Spec):
-    """One kernel: of `rope.cu.jinja`, or with a norm of `qk_norm_rope.cu.jinja` and its backward.
+    """One kernel, rendered from `rope.cu.jinja`, or with a norm from `qk_norm_rope.cu.jinja` or its backward.
 
-    one_row: there is one batch row. vec, table_vec, weight_vec: elements of an access of q and k, of
-    the tables and of the weights; 1 also serves any element stride; table_step: the
-    tables' own, 2 if they take every other element. chunks: a thread holds one or two runs of
-    neighbouring elements of a head (halves: always two). A block has tokens_per_block tokens and heads_per_block
-    heads (times heads_per_thread: neighbours) of each at a time; one_step: these are all the heads it has of it.
-    blocks_per_sm: at least, with a norm.
+    one_row: there is one batch row. vec, table_vec, weight_vec: elements in one access of q and k, of the tables and of
+    the weights; 1 serves any element stride. table_step: the element stride of the tables, 1 or 2. chunks: a thread
+    holds one or two runs of neighbouring elements of a head (halves: always two). A block takes tokens_per_block
+    tokens, and heads_per_block x heads_per_thread heads of each at a time; one_step: it takes its heads in one step.
+    blocks_per_sm: the least number of blocks on an SM, with a norm.
     """
 
     one_row: bool
@@ -172,12 +194,12 @@ class RopeSpec(Compiled, Spec):
 
     @property
     def kind(self) -> str:
-        """What the kernel does, in its file's name and its entry's."""
+        """The kind of kernel, which names its file and its entry."""
         return ROPE_KINDS[0 if not self.norm else 2 if self.gradient else 1]
 
     @property
     def name(self) -> str:
-        """A readable name; kernels that differ in a detail only may share it."""
+        """A readable name. Kernels that differ only in a detail may share it."""
         pairings = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
         parts = [
             self.kind,
@@ -204,8 +226,7 @@ class RopeSpec(Compiled, Spec):
     @property
     def lanes(self) -> int:
         """Threads along one head."""
-        rest = 0 if self.in_place and not self.slot_mapping_dtype and not self.norm else self.head_dim - self.rotary_dim
-        return self.rotary_dim // (self.chunk * self.chunks) + rest // self.vec
+        return self.rotary_dim // (self.chunk * self.chunks) + self.copied // self.vec
 
     @property
     def chunk(self) -> int:
@@ -214,7 +235,7 @@ class RopeSpec(Compiled, Spec):
 
     @property
     def team(self) -> int:
-        """Threads of a head: its lanes, and with a norm some that idle, up to a power of two."""
+        """Threads of a head: its lanes, with a norm rounded up to a power of two by threads that idle."""
         return 1 << (self.lanes - 1).bit_length() if self.norm else self.lanes
 
     @property
@@ -224,7 +245,7 @@ class RopeSpec(Compiled, Spec):
         return -(-rows * self.heads_per_block * self.team // 32) * 32
 
     def check(self) -> None:
-        """Raise InvalidInput where a field is not a constant of its kind, or these cannot be a kernel's."""
+        """Raise InvalidInput if a field has a wrong value, or if no kernel can have these fields together."""
         check_fields(self, _WORDS)
         dims = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}: even, and at most {MAX_HEAD_DIM}"
         refuse_unless("RopeSpec", 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
@@ -237,54 +258,29 @@ class RopeSpec(Compiled, Spec):
         refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
 
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block."""
+        """The values of the template's parameter block. A flag or a number is a constant by its own name."""
         self.check()
+        unused = {"gradient", "wide", *(() if self.norm else (*_NORM_FLAGS, *_NORM_SIZES))}
+        own = {name: x for name, x in vars(self).items() if isinstance(x, int) and name not in unused}
+        indices = {name: getattr(self, f"{name}_dtype") for name in INDICES}
         return {
+            **own,
             "c_type": C_TYPES[self.dtype],
             "q_out_c_type": C_TYPES[self.q_out],
             "kv_out_c_type": C_TYPES[self.kv_out],
             "table_c_type": C_TYPES[self.table_dtype],
-            "cu_seqlens_c_type": C_TYPES[self.cu_seqlens_dtype or "int32"],
-            "start_positions_c_type": C_TYPES[self.start_positions_dtype or "int32"],
-            "position_ids_c_type": C_TYPES[self.position_ids_dtype or "int32"],
-            "slot_mapping_c_type": C_TYPES[self.slot_mapping_dtype or "int32"],
-            "position_ids": self.position_ids_dtype is not None,
-            "axes": len(self.mrope_section) or 1,
-            "mrope_interleaved": self.mrope_interleaved,
-            "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
-            "cache": self.slot_mapping_dtype is not None,
-            "rotate_k": self.rotate_k,
-            "page_size": self.page_size,
-            "head_dim": self.head_dim,
-            "rotary_dim": self.rotary_dim,
-            "rotary_offset": self.rotary_offset,
-            "interleaved": self.interleaved,
-            "interleaved_out": self.interleaved_out,
-            "inverse": self.inverse,
-            "freqs": self.freqs,
-            "full_width": self.full_width,
-            "per_head": self.per_head,
-            "packed_table": self.packed_table,
-            "rounding": self.rounding.upper(),
             "real_c_type": "double" if self.rounding == "complex128" else "float",
-            "in_place": self.in_place,
-            "norm": self.norm,
-            "packed": self.cu_seqlens_dtype is not None,
-            "start_positions": self.start_positions_dtype is not None,
-            "cp_size": self.cp_size,
-            "q_per_group": self.q_per_group,
-            "copy_v": self.copy_v,
-            "batch_inner": self.batch_inner,
-            "one_row": self.one_row,
             "stride_c_type": "long long" if self.wide else "unsigned int",
+            **{f"{name}_c_type": C_TYPES[dtype or "int32"] for name, dtype in indices.items()},
+            "packed": indices["cu_seqlens"] is not None,
+            "start_positions": indices["start_positions"] is not None,
+            "position_ids": indices["position_ids"] is not None,
+            "cache": indices["slot_mapping"] is not None,
+            "axes": len(self.mrope_section) or 1,
+            "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
+            "rounding": self.rounding.upper(),
+            "norm": self.norm,
             "token_linear": self.launch == "token_linear",
-            "vec": self.vec,
-            "chunks": self.chunks,
-            "table_vec": self.table_vec,
-            "table_step": self.table_step,
-            "tokens_per_block": self.tokens_per_block,
-            "heads_per_block": self.heads_per_block,
-            "one_step": self.one_step,
             "team": self.team,
             "threads": self.threads,
             "arguments": arguments.declarations(self.norm),
@@ -296,29 +292,22 @@ class RopeSpec(Compiled, Spec):
         return {
             "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
             "weighted": self.weight_dtype is not None,
-            "across_heads": self.across_heads,
-            "zero_centered": self.zero_centered,
             "norm_rounding": self.norm_rounding.upper(),
-            "two_streams": self.two_streams,
-            "two_tables": self.two_tables,
             "row_q_heads": q_heads,
             "row_k_heads": k_heads,
-            "weight_vec": self.weight_vec,
-            "heads_per_thread": self.heads_per_thread,
-            "blocks_per_sm": self.blocks_per_sm,
         }
 
 
+INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping")
+_NORM_FLAGS = ("across_heads", "zero_centered", "two_streams", "two_tables")
+_NORM_SIZES = ("weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,
     "table_dtype": (*DTYPES, "fp64"),
     "q_out": (*DTYPES, "fp8"),
     "kv_out": (*DTYPES, "fp8"),
     "weight_dtype": DTYPES,
-    "cu_seqlens_dtype": INDEX_DTYPES,
-    "start_positions_dtype": INDEX_DTYPES,
-    "position_ids_dtype": INDEX_DTYPES,
-    "slot_mapping_dtype": INDEX_DTYPES,
+    **{f"{name}_dtype": INDEX_DTYPES for name in INDICES},
     "rounding": ROUNDINGS,
     "norm_rounding": ("", *NORM_ROUNDINGS),
     "launch": LAUNCHES,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -12,23 +10,8 @@ from .spec import LAYOUT_AXES, Options
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, Tensor]
 """A call's tensors by the names of their arguments; one that is not given is not there."""
-Weights = tuple["Tensor | None", "Tensor | None"]
-"""Of the norms of q and k."""
-
-
-class Tables(NamedTuple):
-    """The tables, and the tokens' positions in them. Without sin, cos is one table; `Options.table` is its kind."""
-
-    cos: Tensor
-    sin: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    start_positions: Tensor | None = None
-    position_ids: Tensor | None = None
-
-
-def tables_of(tensors: Tensors) -> Tables:
-    """The tables among a call's tensors."""
-    return Tables(*[tensors.get(name) for name in Tables._fields])  # type: ignore[arg-type]
+TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")
+"""The tables, and the tokens' positions in them. Without sin, cos is a single table of the kind `Options.table`."""
 
 
 def canonical(x: Tensor, layout: str) -> Tensor:
@@ -45,7 +28,7 @@ def table_view(table: Tensor) -> Tensor:
 
 
 def table_pair(cos: Tensor, sin: Tensor | None, table: str) -> tuple[Tensor, Tensor]:
-    """cos and sin as two views; of angles both are the angles. `table` is a word of `spec.TABLES`."""
+    """cos and sin as two views; for freqs both are the angles. `table` is a word of `spec.TABLES`."""
     sin = cos if sin is None else sin
     if table == "cos_sin_cache":
         half = cos.shape[-1] // 2

@@ -1,11 +1,11 @@
-"""Tables of cosines, sines or angles for every common kind of rope, made on the device.
+"""Tables of cosines, sines or angles for every common kind of rope, computed on the device.
 
 >>> frequencies, factor = tables.inv_freq("yarn", rotary_dim=128, factor=4.0, original_max_position_embeddings=32768)
 >>> cos, sin = tables.cos_sin(131072, frequencies, attention_factor=factor)
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
 
-Frequencies have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device. Angles are taken from them
-in fp64, where position x frequency is exact below 2^29 positions; an fp32 product alone is off by 0.03 radians at a
+Frequencies have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device. Angles are computed from
+them in fp64, where position x frequency is exact below 2^29 positions. An fp32 product is off by 0.03 radians at a
 million positions.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,8 @@ from .frequencies import INTEGERS, ROPE_TYPES, inv_freq
 __all__ = ["ROPE_TYPES", "cos_sin", "cos_sin_cache", "freqs", "from_config", "inv_freq"]
 
 BLOCK_ANGLES = 2**20
-"""Angles worked on at a time: 8 MiB in fp64, beside their cosines and sines. 2^22 took half the time on an H100 (9 of
-18 ms for 2^22 positions of 64 pairs) and twice as long on a CPU, whose caches it exceeds."""
+"""Angles computed at a time: 8 MiB in fp64, and as much for their cosines and sines. 2^22 took half the time on an H100
+(9 of 18 ms for 2^22 positions of 64 pairs), but twice the time on a CPU, as it exceeds the caches."""
 
 
 def cos_sin(
@@ -40,19 +39,19 @@ def cos_sin(
     dtype: torch.dtype = torch.float32,
     angles: str = "fp64",
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position x frequency, on inv_freq's device; `apply_rope` takes them.
+    """Cosines and sines of position x frequency for `apply_rope`, on inv_freq's device.
 
     Args:
         positions: a number P, for 0 to P - 1, or an int32 or int64 tensor of any shape on that device.
         inv_freq: (R / 2,) fp32, radians per position.
-        attention_factor: of both tables, as `inv_freq` returns it.
-        width: "half": an angle a pair, W = R / 2; "full": an angle an element of a head, W = R.
-        interleaved: with full width: an angle twice in a row, for pairs (0, 1), (2, 3), ...; else all
-            angles and then all again, for halves.
+        attention_factor: a factor of both tables, as `inv_freq` returns it.
+        width: "half": one angle for each pair, W = R / 2; "full": one for each element of a head, W = R.
+        interleaved: the order with full width. True: each angle twice in a row, for pairs (0, 1), (2, 3), ...; False:
+            all angles, and then all again, for halves.
         dtype: fp32, fp16 or bf16.
-        angles: "fp64": exact products below 2^29 positions; fp32 tables are within 2^-25 (times
-            attention_factor) of the exact cosines and sines, as near as fp32 goes. "fp32": rounded
-            products, which give the bits of transformers' modules, off by up to 0.03 at 2^20 positions.
+        angles: "fp64": exact products below 2^29 positions; fp32 tables are within 2^-25 (times attention_factor) of
+            the exact cosines and sines, the limit of fp32. "fp32": rounded products, with the bits of transformers'
+            modules, off by up to 0.03 at 2^20 positions.
 
     Returns:
         cos and sin, (P, W) or (*positions.shape, W) each, contiguous.
@@ -60,7 +59,9 @@ def cos_sin(
     Raises:
         InvalidInput: an argument is not one of the above.
     """
-    return _cos_sin("cos_sin", positions, inv_freq, attention_factor, width, interleaved, dtype, angles)
+    functions = _cos_and_sin("cos_sin", attention_factor)
+    cos, sin = _tables("cos_sin", positions, inv_freq, functions, width, interleaved, dtype, angles)
+    return cos, sin
 
 
 def cos_sin_cache(
@@ -71,20 +72,21 @@ def cos_sin_cache(
     dtype: torch.dtype = torch.float32,
     angles: str = "fp64",
 ) -> Tensor:
-    """R / 2 cosines and then R / 2 sines a row, (P, R) or (*positions.shape, R): `cos_sin_cache` of vLLM and SGLang.
+    """The `cos_sin_cache` of vLLM and SGLang, (P, R) or (*positions.shape, R): a row has R / 2 cosines and R / 2 sines.
 
-    Arguments and errors are those of `cos_sin`. It serves both pairings (their is_neox_style).
+    Arguments and errors are those of `cos_sin`. The table serves both pairings (is_neox_style).
     """
-    tables = _cos_sin("cos_sin_cache", positions, inv_freq, attention_factor, "half", False, dtype, angles)
+    functions = _cos_and_sin("cos_sin_cache", attention_factor)
+    tables = _tables("cos_sin_cache", positions, inv_freq, functions, dtype=dtype, angles=angles)
     return torch.cat(tables, dim=-1)
 
 
 def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", interleaved: bool = False) -> Tensor:
     """Angles for `apply_rope(freqs=...)`, fp32, from -pi to pi.
 
-    Whole turns are taken off in fp64, before rounding, so that an angle is within 1.5e-7 of the exact
-    one (modulo 2 pi) at any position below 2^29, where fp32 has no digits left for all of it. One
-    below pi has the bits of the fp32 product. attention_factor is `apply_rope`'s `mscale`.
+    Whole turns are subtracted in fp64 before rounding, so an angle is within 1.5e-7 of the exact one (modulo 2 pi) at
+    any position below 2^29, where fp32 could not hold the whole angle. An angle below pi has the bits of the fp32
+    product. Pass the attention_factor as `apply_rope`'s mscale.
 
     Arguments and errors are those of `cos_sin`; the table is (P, W) or (*positions.shape, W).
     """
@@ -92,16 +94,12 @@ def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", int
     def turned(angle: Tensor) -> Tensor:
         return angle.sub((angle / (2 * math.pi)).round_(), alpha=2 * math.pi)
 
-    return _tables("freqs", positions, inv_freq, [turned], width, interleaved, torch.float32, "fp64")[0]
+    return _tables("freqs", positions, inv_freq, [turned], width, interleaved)[0]
 
 
-def _cos_sin(
-    name: str, positions: int | Tensor, inv_freq: Tensor, attention_factor: float, *words: Any
-) -> tuple[Tensor, Tensor]:
+def _cos_and_sin(name: str, attention_factor: float) -> list[Callable[[Tensor], Tensor]]:
     factor = arguments.number(name, "attention_factor", attention_factor)
-    functions = [lambda angle: angle.cos().mul_(factor), lambda angle: angle.sin().mul_(factor)]
-    cos, sin = _tables(name, positions, inv_freq, functions, *words)
-    return cos, sin
+    return [lambda angle: angle.cos().mul_(factor), lambda angle: angle.sin().mul_(factor)]
 
 
 def _tables(
@@ -109,12 +107,12 @@ def _tables(
     positions: int | Tensor,
     inv_freq: Tensor,
     functions: Sequence[Callable[[Tensor], Tensor]],
-    width: str,
-    interleaved: bool,
-    dtype: torch.dtype,
-    angles: str,
+    width: str = "half",
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float32,
+    angles: str = "fp64",
 ) -> list[Tensor]:
-    """A table (*positions.shape, W) of each function of the angles: never more than BLOCK_ANGLES of them at a time."""
+    """A table (*positions.shape, W) for each function, computed from at most BLOCK_ANGLES angles at a time."""
     arguments.word(name, "width", width, ("half", "full"))
     arguments.word(name, "angles", angles, ("fp64", "fp32"))
     interleaved = arguments.flag(name, "interleaved", interleaved)

@@ -1,4 +1,4 @@
-"""Frequencies of a model's configuration."""
+"""The frequencies of a model's configuration."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ def from_config(
     head_dim: int | None = None,
     device: Device = None,
 ) -> Found:
-    """`inv_freq` of a model's configuration: transformers' object, or a dict of the same names (config.json).
+    """`inv_freq` for a model's configuration: transformers' object, or a dict with the same names (config.json).
 
     >>> inv_freq, attention_factor = tables.from_config(model.config, device="cuda")
 
     Args:
-        config: rope_parameters (or the older rope_scaling and rope_theta), head_dim (or hidden_size and
-            num_attention_heads), partial_rotary_factor, max_position_embeddings and
-            original_max_position_embeddings are read, nothing is written; of a dict also
-            qk_rope_head_dim, for multi-head latent attention.
-        layer_type: which, where rope_parameters has an entry for each type of layer; else None.
-        seq_len: for "dynamic" and "longrope"; the others do not depend on it.
-        head_dim: in place of the configuration's, where a dict has it by a name of its own.
+        config: these of its parameters are read: rope_parameters (or the older rope_scaling and rope_theta), head_dim
+            (or hidden_size and num_attention_heads), partial_rotary_factor, max_position_embeddings,
+            original_max_position_embeddings and, in a dict, qk_rope_head_dim for multi-head latent attention.
+        layer_type: the type of layer, if rope_parameters has an entry for each; else None.
+        seq_len: for "dynamic" and "longrope"; the other types do not depend on it.
+        head_dim: replaces the configuration's, for a dict that has it by another name.
 
     Returns:
-        As `inv_freq`, (R / 2,) fp32 and a number; R, the rotated elements, is twice the number of frequencies.
+        As in `inv_freq`, (R / 2,) fp32 and a number; R is the number of rotated elements.
 
     Raises:
-        InvalidInput: as `inv_freq`; or the configuration has no such parameters, or not for this layer_type.
+        InvalidInput: as in `inv_freq`; or the configuration has no such parameters, or none for this layer_type.
     """
     if layer_type is not None and not isinstance(layer_type, str):
         arguments.refuse("from_config", "layer_type", layer_type, "the name of a type of layer, or None")
@@ -46,14 +45,14 @@ def from_config(
         length("seq_len", seq_len, "from_config")
     parameters = _rope_parameters(config, layer_type)
     if layer_type is not None and not isinstance(config, Mapping):
-        with suppress(AttributeError, TypeError, ValueError):  # transformers': head sizes that vary over the layers
+        with suppress(AttributeError, TypeError, ValueError):  # in transformers head sizes may vary over the layers
             config = config.per_layer_config[layer_type]
     found: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "seq_len": seq_len}
     longest = found["max_position_embeddings"] = _get(config, "max_position_embeddings")
     for source in ({name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}, parameters):
         found.update((name, value) for name, value in source.items() if value is not None)
     trained = found.get("original_max_position_embeddings")
-    if layer_type is None:  # Phi-3's is beside rope_parameters, and goes before one inside
+    if layer_type is None:  # Phi-3 has it beside rope_parameters, where it has priority
         trained = _get(config, "original_max_position_embeddings") or trained
     found["original_max_position_embeddings"] = trained = trained or longest
     for name in ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"):
@@ -74,7 +73,7 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """The parameters of one type of layer, or of all."""
+    """The parameters of one type of layer, or of all layers."""
     names = ("rope_parameters", "rope_scaling", "rope_theta")
     if not any(name in config if isinstance(config, Mapping) else hasattr(config, name) for name in names):
         raise InvalidInput(f"from_config: config has none of {', '.join(names)}; perhaps its text_config has")
@@ -87,7 +86,7 @@ def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     if layer_type not in layer_types:
         allowed = " or ".join(map(repr, layer_types)) or "None, as the parameters are those of every layer"
         raise InvalidInput(f"from_config: layer_type is {layer_type!r}; allowed is {allowed}")
-    # transformers looks for truncate beside the layer types, not inside, and has its models compute that.
+    # transformers reads truncate beside the layer types, not inside them.
     return {**found[layer_type], "truncate": found.get("truncate", True)}
 
 

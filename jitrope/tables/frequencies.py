@@ -1,7 +1,7 @@
 """The frequencies of every common kind of rope.
 
-They have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device: the functions below do the same
-floating-point operations in the same order. A new kind of rope is one function and one row of `ROPE_TYPES`.
+They have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device, because the functions below do the
+same floating-point operations in the same order. A new kind of rope is one function and one row of `ROPE_TYPES`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..base import arguments
 from ..base.errors import InvalidInput
 
 Device = torch.device | str | int | None
-"""Where tensors are made; None: torch's default."""
+"""The device of new tensors; None: torch's default."""
 
 Found = tuple[Tensor, float]
 """Frequencies, and the factor of their cosines and sines."""
 
 Length = int | Tensor | None
-"""Tokens of the longest sequence, on the host or in a tensor of one integer."""
+"""The number of tokens of the longest sequence, also as a tensor of one integer."""
 
 INTEGERS = (torch.int32, torch.int64)
-"""Dtypes of positions."""
 
 ABOVE_ONE = ("theta", "max_position_embeddings", "original_max_position_embeddings")
 ANY = ("mscale", "mscale_all_dim", "partial_rotary_factor")
-"""Parameters of `inv_freq` that must be above 1, as their logarithms are divided by; any number. Others: above 0."""
+"""Parameters of `inv_freq` that must be above 1, because their logarithm is a divisor, and those that may be any
+number. All others must be above 0."""
 
 
 def inv_freq(
@@ -41,9 +41,9 @@ def inv_freq(
 ) -> Found:
     """The frequencies of rotary_dim / 2 pairs, and the factor of their cosines and sines.
 
-    Pair i of d = rotary_dim elements turns by theta^(-2 i / d) radians a position (RoFormer, arXiv:2104.09864, section
-    3.2.2), which the other types change, most of them for sequences longer than those of the training. Parameters in
-    brackets are optional, by default as the source has them.
+    Pair i of d = rotary_dim elements turns by theta^(-2 i / d) radians for each position (RoFormer, arXiv:2104.09864,
+    section 3.2.2). The other types change this, most of them for sequences that are longer than in training. Parameters
+    in brackets are optional; the defaults are those of the source.
 
     | rope_type | parameters | source |
     | --- | --- | --- |
@@ -59,23 +59,23 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
     | proportional | partial_rotary_factor, [factor=1] | Gemma 4's configuration |
 
     Args:
-        rope_type: one of the above, by transformers' names, as all parameters. "ntk", which is not
-            there, multiplies theta by factor^(d / (d - 2)).
-        rotary_dim: even; elements of a head that are rotated. For "proportional" that is the whole
-            head; the pairs past partial_rotary_factor of it have frequency 0, and stay as they are.
+        rope_type: one of the above. Types and parameters have the names of transformers, which lacks "ntk": it
+            multiplies theta by factor^(d / (d - 2)).
+        rotary_dim: the number of rotated elements of a head, even. For "proportional" it is the whole head; pairs
+            beyond partial_rotary_factor of it have frequency 0 and do not change.
         theta: the base, above 1; the default is RoFormer's.
-        device: where they are computed; None: torch's default. Some of a GPU's differ from the CPU's
-            in the last bit, up to 0.1 radians at a million positions: where a host computes them
-            on the CPU and moves them (as transformers' models do), do the same.
-        seq_len: beyond max_position_embeddings "dynamic" stretches theta; beyond
-            original_max_position_embeddings "longrope" takes long_factor, else short_factor. With a
-            tensor of one integer, which transformers' forwards pass, "dynamic" computes theta in fp32.
-        attention_factor: in place of the one that follows from factor.
+        device: the device that computes the frequencies; None: torch's default. A GPU's may differ from a CPU's in the
+            last bit, by up to 0.1 radians at a million positions. If a model computes them on the CPU and moves them,
+            as in transformers, do the same.
+        seq_len: beyond max_position_embeddings "dynamic" stretches theta; beyond original_max_position_embeddings
+            "longrope" takes long_factor, else short_factor. With a tensor of one integer, as transformers passes it,
+            "dynamic" computes theta in fp32.
+        attention_factor: replaces the one that follows from factor.
         truncate: whether YaRN's ramp begins and ends at whole pairs.
-        parameters: as in the table; None counts as not given.
+        parameters: as in the table; None means not given.
 
     Returns:
-        ((rotary_dim / 2,) fp32 in radians per position, attention_factor: 1.0 but for yarn and longrope).
+        ((rotary_dim / 2,) fp32 in radians per position, attention_factor: 1.0 except for yarn and longrope).
 
     Raises:
         InvalidInput: a parameter is unknown to the type, missing or out of range.
@@ -103,7 +103,7 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
 
 
 class RopeType(NamedTuple):
-    """What computes a type's frequencies, of a namespace with dim, theta, device and the type's own parameters."""
+    """The function of a type, which takes a namespace with dim, theta, device and the type's parameters; and those."""
 
     function: Callable[[Any], Found]
     needed: tuple[str, ...] = ()
@@ -111,12 +111,12 @@ class RopeType(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """All of its own, with their defaults; None for those that it needs."""
+        """All parameters with their defaults; None for needed ones."""
         return {**dict.fromkeys(self.needed), **self.optional}
 
 
 def _powers(p: Any, theta: Any = None) -> Tensor:
-    """theta^(2i / dim) for each pair i, (dim / 2,) fp32. theta is a number or a tensor of one, by default p.theta."""
+    """theta^(2i / dim) for each pair i, (dim / 2,) fp32. theta: a number or a tensor of one, by default p.theta."""
     exponents = torch.arange(0, p.dim, 2, device=p.device).float() / p.dim
     powers: Tensor = (p.theta if theta is None else theta) ** exponents
     return powers
@@ -131,12 +131,12 @@ def _linear(p: Any) -> Found:
 
 
 def _ntk(p: Any) -> Found:
-    """The slowest pair is interpolated by factor, the fastest stays."""
+    """The slowest pair is interpolated by factor, the fastest does not change."""
     return 1.0 / _powers(p, p.theta * p.factor ** (p.dim / (p.dim - 2))), 1.0
 
 
 def _dynamic(p: Any) -> Found:
-    """NTK by a factor that grows with the sequence: 1 up to max_position_embeddings."""
+    """NTK with a factor that grows with the sequence; it is 1 up to max_position_embeddings."""
     trained, seq = p.max_position_embeddings, p.seq_len  # a tensor stays on its device
     longest = seq.max().clamp(min=trained) if isinstance(seq, Tensor) else max(seq or 0, trained)
     base = p.theta * ((p.factor * longest / trained) - (p.factor - 1)) ** (p.dim / (p.dim - 2))
@@ -144,7 +144,7 @@ def _dynamic(p: Any) -> Found:
 
 
 def _yarn(p: Any) -> Found:
-    """Pairs that turn more than beta_fast times in the trained length stay, those below beta_slow are interpolated."""
+    """Pairs with over beta_fast turns in the trained length do not change; those below beta_slow are interpolated."""
     if p.beta_fast < p.beta_slow:
         raise InvalidInput(f"inv_freq: beta_fast is {p.beta_fast}; it must be at least beta_slow {p.beta_slow}")
 
@@ -165,16 +165,16 @@ def _yarn(p: Any) -> Found:
     low, high = max(low, 0), min(high, p.dim - 1)
     if low == high:
         high += 0.001  # a ramp of no length; transformers' number
-    # The ramp is made where transformers makes it, on the default device, and so has the same bits on a GPU.
+    # The ramp is made on the default device, as in transformers, and so has the same bits on a GPU.
     ramp = ((torch.arange(p.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp.to(device=p.device)
     powers = _powers(p)
-    # 1 - kept is not the ramp again, in the last bit; nor is 1 / powers / factor the first term.
+    # In the last bit 1 - kept differs from the ramp, and 1 / powers / factor from the first term.
     return 1.0 / (p.factor * powers) * (1 - kept) + 1.0 / powers * kept, attention_factor
 
 
 def _llama3(p: Any) -> Found:
-    """Short wavelengths stay, long ones are interpolated, those between are blended."""
+    """Short wavelengths do not change, long ones are interpolated, those between are blended."""
     if p.low_freq_factor >= p.high_freq_factor:
         raise InvalidInput(
             f"inv_freq: low_freq_factor is {p.low_freq_factor}; it must be below high_freq_factor {p.high_freq_factor}"
@@ -189,7 +189,7 @@ def _llama3(p: Any) -> Found:
 
 
 def _longrope(p: Any) -> Found:
-    """A searched factor for each pair: there is a set for short and one for long sequences."""
+    """A factor for each pair, from one list for short sequences and one for long ones."""
     for name, factors in (("short_factor", p.short_factor), ("long_factor", p.long_factor)):
         if len(factors) != p.dim // 2:
             raise InvalidInput(f"inv_freq: {name} has {len(factors)} entries for rotary_dim / 2 = {p.dim // 2} pairs")
@@ -203,7 +203,7 @@ def _longrope(p: Any) -> Found:
 
 
 def _proportional(p: Any) -> Found:
-    """The whole head's frequencies; only the fastest are kept."""
+    """The frequencies of the whole head; all but the fastest are 0."""
     if not 0 <= p.partial_rotary_factor <= 1:
         raise InvalidInput(f"inv_freq: partial_rotary_factor is {p.partial_rotary_factor}; it must be from 0 to 1")
     rotated = int(p.partial_rotary_factor * p.dim // 2)
@@ -225,7 +225,6 @@ ROPE_TYPES = {
     "longrope": RopeType(_longrope, ("factor", "short_factor", "long_factor", _LENGTH), {**_FACTOR, **_SEQ_LEN}),
     "proportional": RopeType(_proportional, ("partial_rotary_factor",), {"factor": 1.0}),
 }
-"""Every type, with its parameters."""
 
 
 def least(name: str) -> float | None:
@@ -233,7 +232,7 @@ def least(name: str) -> float | None:
 
 
 def _number(name: str, value: Any) -> float:
-    """A finite number; a whole one stays whole, for arithmetic in the order and the types of transformers'."""
+    """A finite number. A whole one stays an int, for the same arithmetic as in transformers."""
     found = arguments.number("inv_freq", name, value, least(name.partition("[")[0]))
     return int(value) if isinstance(value, numbers.Integral) else found
 
@@ -260,4 +259,4 @@ _PARAMETERS: dict[str, Callable[[str, Any], Any]] = {
     "seq_len": length,
     "truncate": functools.partial(arguments.flag, "inv_freq"),
 }
-"""What a parameter may be, where it is not a number."""
+"""The checks of parameters that are not numbers."""

@@ -27,6 +27,7 @@ from ..jit import kernels
 from ..jit.registry import spec_from_dict
 from ..ops.planning import planning
 from ..ops.values import KVCache, Mrope, Norm, Packed, Quantize, Starts
+from ..ops.words import rotary_dim_of
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, TABLES, RopeSpec
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
@@ -163,10 +164,8 @@ class _Described:
     ) -> dict[str, Any]:
         table = arguments.word(self.name, "table", table, TABLES)
         full = arguments.word(self.name, "width", width, ("half", "full")) == "full" or table == "cos_sin_cache"
-        rotary, offset = self.words.get("rotary_dim"), self.words.get("rotary_offset", 0)
-        if rotary is None:
-            rotary = self.head_dim - arguments.whole(self.name, "rotary_offset", offset, 0)
-        shape = [_ROWS, arguments.whole(self.name, "rotary_dim", rotary, 0) // (1 if full else 2)]
+        rotary = arguments.whole(self.name, "rotary_dim", rotary_dim_of(self.name, self.words, self.head_dim), 0)
+        shape = [_ROWS, rotary // (1 if full else 2)]
         made = self.empty("table_dtype", table_dtype, [*shape, 2] if table == "freqs_cis" else shape)
         made = torch.view_as_complex(made) if table == "freqs_cis" else made
         given = (made, made) if arguments.flag(self.name, "two_tables", two_tables) else made

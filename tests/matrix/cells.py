@@ -1,7 +1,7 @@
-"""The ten functions with small arguments, and how a cell of the matrix is judged.
+"""The ten functions with small arguments, and the judgement of a cell of the matrix.
 
-A cell ends as "right" (outputs, what is written and gradients are the oracle's; nothing else was written) or as
-"refused" (`InvalidInput`, every byte as it was). Whatever else happens raises.
+A cell is "right" (outputs, written tensors and gradients are those of the oracle; nothing else was written) or
+"refused" (`InvalidInput`, no byte changed). Any other outcome raises.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIZES = {
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A public function. `like`: the argument whose strides each output has; None: it is contiguous."""
+    """A public function. `like`: the argument with the strides of each output; None: the output is contiguous."""
 
     name: str
     turned: tuple[str, ...]
@@ -55,7 +55,7 @@ class Function:
 
     @property
     def public(self) -> str:
-        """The user's function."""
+        """The public function."""
         kinds = {"rope": "apply_rope", "packed_qkv": "prepare_packed_qkv", "norm_rope_joint": "prepare_joint_qkv"}
         return kinds.get(self.name.rstrip("_"), "prepare_qkv")
 
@@ -69,7 +69,7 @@ class Function:
         return (*self.turned, *self.copied)
 
     def packed(self, args: Args) -> Args:
-        """Arguments as the function takes them."""
+        """Arguments in the layout of the function."""
         if self.name != "norm_rope_joint":
             return args
         args = dict(args)
@@ -149,10 +149,10 @@ class Cell:
         self, args: Args, run: Callable[[Args], tuple[Any, ...]] | None = None, *, refusal: Any = InvalidInput,
         fake: bool = True, same: bool = True, versions: bool = True, wants: Args | None = None,
     ) -> str:  # fmt: skip
-        """Call with `args` and judge. `wants`: the arguments that the oracle is to take in their place.
+        """Call with `args` and judge the outcome. `wants`: arguments for the oracle, if they differ.
 
-        fake: the call is made with fake tensors too, which must have the same strides. same: what is written is
-        returned itself. versions: what is written counts it.
+        fake: also make the call with fake tensors, which must have the same strides. same: written tensors are
+        returned themselves. versions: their versions are incremented.
         """
         plain = plain_bits(self)
         want, want_written = self.function.expected(args if wants is None else wants)
@@ -193,7 +193,7 @@ class Cell:
                 check_strides(y, None if name is None else args[name], f"the output for {name}")
 
     def check_fake(self, args: Args, out: Sequence[Any]) -> None:
-        """The call with fake tensors gives tensors of the same kinds."""
+        """Assert that the call with fake tensors returns tensors of the same kinds."""
         tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
         if not plain or any(x.is_neg() or x.is_conj() or x.is_inference() for x in tensors):
@@ -219,11 +219,11 @@ class Cell:
         cotangent: Callable[[Tensor], Tensor] = lambda g: g, refusal: Any = InvalidInput, same: bool = True,
         gradient: Callable[[Tensor], Tensor] | None = None,
     ) -> str:  # fmt: skip
-        """Gradients too: `build(leaves)` gives arguments, all made of leaves that require a gradient.
+        """Judge gradients too. `build(leaves)` returns arguments made from leaves that require a gradient.
 
-        Names that begin with "base" are not arguments: they are tensors that others are views of, and have a part in
-        the loss as they are after the call. The oracle's own writes are `copy_` under torch's autograd. `gradient`
-        makes that of an output, `cotangent` another tensor with the same numbers, which jitrope is given.
+        Names that begin with "base" are not arguments, but tensors that others are views of. They are part of
+        the loss, with their values after the call. The oracle writes by `copy_` under torch's autograd. `gradient`
+        makes the gradient of an output; `cotangent` makes another tensor with the same numbers, for jitrope.
         """
         plain = plain_bits(self)
         leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
@@ -283,7 +283,7 @@ def close(y: Any, wanted: Any, what: str) -> None:
 
 
 def steps(x: Tensor) -> list[int]:
-    """The strides that reach anything."""
+    """The strides of axes with more than one element."""
     return [stride for size, stride in zip(x.shape, x.stride()) if size > 1] if x.numel() else []
 
 
@@ -296,7 +296,7 @@ def check_strides(y: Tensor, like: Tensor | None, what: str) -> None:
 
 @cache
 def plain_bits(cell: Cell) -> list[bytes]:
-    """What a plain right call gives, in bytes: the first time; `__wrapped__` now."""
+    """The bytes that a plain right call returns, from its first run; `__wrapped__` runs it again."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         args = cell.args()
         out = cell.call(args)
@@ -305,7 +305,7 @@ def plain_bits(cell: Cell) -> list[bytes]:
 
 
 class Snapshot:
-    """Every byte that the arguments can reach."""
+    """All bytes of the storages of the arguments."""
 
     def __init__(self, args: Args) -> None:
         self.before: dict[int, tuple[Tensor, bytes]] = {}
@@ -315,7 +315,7 @@ class Snapshot:
                 self.before.setdefault(storage.data_ptr(), (x, _bytes(x)))
 
     def check(self, written: Args) -> None:
-        """All bytes are the same but those of the elements of `written`."""
+        """Assert that only the bytes of the elements of `written` have changed."""
         may: dict[int, Tensor] = {}
         for argument in written.values():
             for x in inner(argument):
@@ -337,7 +337,7 @@ class Snapshot:
 
 
 def inner(x: Any) -> list[Tensor]:
-    """The tensors that hold an argument's numbers, without autograd's history."""
+    """The tensors with an argument's numbers, without autograd's history."""
     if not isinstance(x, Tensor) or x.is_meta or isinstance(x, torch._subclasses.FakeTensor):
         return []
     if x.layout != torch.strided or x.is_nested:

@@ -1,4 +1,4 @@
-"""Calls that torch compiles, traces or exports, and imports under a mode: slow cells."""
+"""Slow cells: calls that torch compiles, traces or exports, and imports under a mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .situations import NO_TABLES, changed, gradient_leaves, only, right, situat
 
 
 def of_tensors(cell: Cell, args: Args) -> tuple[list[str], Callable[..., Any]]:
-    """The names of the tensors among the arguments, and the call as a function of those."""
+    """The names of the tensors among the arguments, and the call as a function of these."""
     names = [name for name, x in args.items() if isinstance(x, Tensor)]
     rest = {name: x for name, x in args.items() if name not in names}
 
@@ -33,7 +33,7 @@ def of_tensors(cell: Cell, args: Args) -> tuple[list[str], Callable[..., Any]]:
 
 
 def settle(cell: Cell, args: Args, prepare: Callable[[Callable[..., Any], list[Tensor]], Callable[..., Any]]) -> str:
-    """`prepare` makes something that is called with tensors from a call and examples of its tensors."""
+    """A cell for `prepare`, which turns a call and example tensors into a callable."""
     names, call = of_tensors(cell, args)
     made = prepare(call, [args[name].clone() for name in names])
     return cell.settle(args, lambda args: tuple(made(*(args[name] for name in names))), same=False)
@@ -129,7 +129,7 @@ def _(cell: Cell) -> str:
 
 
 def settle_plus(cell: Cell, args: Args, graph: Any, names: list[str]) -> str:
-    """Something is computed with the outputs, so that Inductor reads their strides."""
+    """Compute with the outputs, so that Inductor reads their strides."""
     want, want_written = cell.function.expected(args)
     out = graph(*(args[n] for n in names))
     for y, z in zip(out, want):
@@ -225,7 +225,7 @@ def _(cell: Cell) -> str:
 
 @cache
 def package(device: str) -> Any:
-    """Of all functions' tensors, one function's after the other's; gives their outputs."""
+    """Call all functions with their tensors, one after the other, and return the outputs."""
     calls, examples = [], []
     for f in FUNCTIONS:
         args = Cell(f, device).args()
@@ -270,7 +270,7 @@ print(json.dumps(ended))
 
 @cache
 def imported(mode: str, device: str) -> dict[str, str]:
-    """How a plain call of each function ends in a process that imported jitrope under a mode."""
+    """The outcome of a plain call of each function, in a process that imported jitrope under a mode."""
     root = Path(__file__).resolve().parents[2]
     code = IMPORTED.format(mode=mode, device=device)
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=root,

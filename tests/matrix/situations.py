@@ -1,4 +1,4 @@
-"""What torch can do around a tensor: one small function each, with a name, a line of words and how it must end."""
+"""Situations around a tensor: a small function each, with a name, a description and the expected outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Ends = Callable[[Function], "str | None"]
 
 @dataclass(frozen=True)
 class Situation:
-    """`ends`: how a function must end in it, or None where there is nothing to try."""
+    """`ends`: the expected outcome of a function, or None if it is not tried."""
 
     name: str
     text: str
@@ -54,17 +54,17 @@ def refused(f: Function) -> str | None:
 
 
 def derived(f: Function) -> str | None:
-    """A gradient is asked for."""
+    """The function has a gradient."""
     return "right" if f.derived else "refused"
 
 
 def where_written(f: Function) -> str | None:
-    """q, k or qkv is like this: refused where it is written."""
+    """q, k or qkv is like this: refused if it is written."""
     return "refused" if any(name in f.written for name in f.turned) else "right"
 
 
 def only(ends: Any, needs: Callable[[Function], Any]) -> Ends:
-    """There is nothing to try where `needs` is not so."""
+    """Only functions with `needs` are tried."""
     return lambda f: (ends(f) if callable(ends) else ends) if needs(f) else None
 
 
@@ -97,7 +97,7 @@ def named(word: str) -> Callable[[Function], bool]:
 
 
 def simple(f: Function) -> bool:
-    """It takes layouts and lengths."""
+    """The function takes layouts and lengths."""
     return f.name != "norm_rope_joint"
 
 
@@ -105,7 +105,7 @@ def simple(f: Function) -> bool:
 
 
 def option(name: str, text: str, ends: Ends = right) -> Callable[[Any], Any]:
-    """A situation that is nothing but other arguments."""
+    """A situation that consists only of other arguments."""
 
     def add(change: Callable[[Cell], Args]) -> Any:
         def run(cell: Cell) -> str:
@@ -377,7 +377,7 @@ for _group, _needs in (
     for _make, _how in ((negative, "every other element"), (negative_dense, "dense")):
 
         def _read(f: Function, group: str = _group, strided: bool = _make is negative) -> str | None:
-            """What is written must have no such bit, and weights must be contiguous."""
+            """Written tensors must not have this bit, and weights must be contiguous."""
             written = any(name in f.written for name in _names(f, group))
             return "refused" if written or (group == "weights" and strided) else "right"
 
@@ -459,7 +459,7 @@ def _(cell: Cell) -> str:
 
 def _origin(name: str, shape: Callable[[tuple[int, ...]], tuple[int, ...]], view: Callable[..., Tensor],
             ends: Ends = derived) -> None:  # fmt: skip
-    """q, k or qkv are views of fresh tensors; and the same where nothing has a gradient."""
+    """q, k or qkv are views of fresh tensors, with and without a gradient."""
 
     @situation(f"{name} under autograd", "q and k together, each a view", ends)
     def _(cell: Cell) -> str:
@@ -555,7 +555,7 @@ def in_context(context: Any, cell: Cell, args: Args) -> tuple[Any, ...]:
 @situation("a view made under no_grad", "torch forbids writes to it where gradients are recorded", lambda f: "refused"
            if f.in_place or not f.derived else "right")  # fmt: skip
 def _(cell: Cell) -> str:
-    """Such a view is a leaf of its own."""
+    """Such a view is a leaf."""
 
     def build(leaves: Args) -> Args:
         built = times_one(leaves)
@@ -735,7 +735,7 @@ def _(cell: Cell) -> str:
 for _axis, _letter in enumerate("BSHD"):
 
     def _overlaps(f: Function, letter: str = _letter) -> str | None:
-        """k has one head: along H nothing of it overlaps."""
+        """k has one head, so it does not overlap along H."""
         return "refused" if [n for n in f.turned if n in f.written and (letter != "H" or n != "k")] else "right"
 
     @situation(f"expanded along {_letter}", "all that is rotated; refused where it is written", _overlaps)
@@ -930,7 +930,7 @@ class Named(Tensor):
 
 
 class Held(Tensor):
-    """A wrapper: each op is done on the tensor it holds."""
+    """A wrapper that runs each op on the tensor it holds."""
 
     inner: Tensor
 
@@ -1102,7 +1102,7 @@ def _(cell: Cell) -> str:
 
 
 def shapes_alone(cell: Cell, args: Args, context: Any) -> str:
-    """What has no numbers has the shapes, dtypes and strides of what has."""
+    """Results without numbers have the shapes, dtypes and strides of real ones."""
     real = cell.call(cell.args())
     try:
         with context:
@@ -1278,7 +1278,7 @@ def _(cell: Cell) -> str:
 
 
 def by_name(cell: Cell, names: tuple[str, ...]) -> Callable[..., Any]:
-    """The function of some tensors alone."""
+    """The call as a function of some of its tensors."""
     rest = cell.args()
 
     def call(*tensors: Tensor) -> Any:
@@ -1297,7 +1297,7 @@ def expected_by_name(cell: Cell, names: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def transformed(cell: Cell, transform: Callable[..., Any], *tensors: Any) -> str:
-    """A functorch transform of a call against the same of the oracle. torch has some refusals of its own."""
+    """A functorch transform of a call against that of the oracle. torch itself refuses some."""
     names = cell.function.turned
     before = [x.clone() for x in tensors]
     try:
