@@ -111,8 +111,9 @@ def apply_rope(
             with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end.
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
             must not be leaves that require a gradient. Their elements must not overlap in memory, nor with cos and sin.
-        check: refuse positions outside of the table. Use it to find mistakes: it waits for the device, so the call
-            cannot be captured in a CUDA graph or compiled.
+        check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
+            a table that has a row for each head but not for each token. Use it to find mistakes: it waits for the
+            device, so the call cannot be captured in a CUDA graph or compiled.
 
     Returns:
         (q, k) rotated, with the shapes, dtype and (if dense) strides of the inputs.

@@ -684,7 +684,7 @@ def check_rope_is_refused() -> None:
     q, cu = torch.randn(4, 2, 8), torch.tensor([0, 4 * dist.get_world_size()])
     with pytest.raises(InvalidInput, match=r"rope is \{\}; it must be a Rope"):
         all_gather_attention(q, q, q, cu, rope={})  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="all_gather_attention: give cos and sin, or one of"):
+    with pytest.raises(InvalidInput, match="all_gather_attention: pass cos and sin, or one of"):
         all_gather_attention(q, q, q, cu, rope=Rope())
 
 

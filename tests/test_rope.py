@@ -1069,7 +1069,7 @@ REFUSALS = {
         "2 entries for 1 sequences",
     ),
     "starts-dtype": (call(start_positions=torch.zeros(2)), "start_positions is torch.float32"),
-    "no-table": (call(cos=None), "give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
+    "no-table": (call(cos=None), "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
     "freqs-and-cos": (call(freqs=torch.zeros(6, 4)), "not cos and sin, freqs"),
     "freqs-dtype": (call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()), "freqs is torch.bfloat16; angles"),
     "freqs-rows": (call(cos=None, sin=None, freqs=torch.zeros(5, 1, 1, 4)), "freqs has 5 rows"),

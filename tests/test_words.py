@@ -176,3 +176,41 @@ def test_a_forced_launch_gives_the_same_bits() -> None:
         assert config.launch() == "grid_2d"  # a setting that is not given stays
     finally:
         jitrope.configure(compile=None, launch="auto")
+
+
+# ---- mistakes of a first hour --------------------------------------------------------------------------
+
+_Q, _K = torch.ones(2, 6, 4, 8), torch.ones(2, 6, 2, 8)
+_ANGLES = torch.arange(6.0)[:, None] / torch.arange(1.0, 5.0)
+_COS, _SIN = _ANGLES.cos(), _ANGLES.sin()
+_REPEATED = [x.repeat_interleave(2, -1) for x in (_COS, _SIN)]
+_HALVES = [torch.cat((x, x), -1) for x in (_COS, _SIN)]
+
+MISTAKES = {
+    "no k": ((_Q, _COS, _SIN), {}, r"k has shape \(6, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?"),
+    "no sin": ((_Q, _K, _COS), {}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not cos$"),
+    "a tuple": ((_Q, _K, (_COS, _SIN)), {}, r"cos is a tuple of 2; unpack it: apply_rope\(q, k, \*table\)"),
+    "complex": ((_Q, _K, torch.polar(_COS, _SIN)), {}, "pass a complex table as freqs_cis=table"),
+    "complex twice": ((_Q, _K, *[torch.polar(_COS, _SIN)] * 2), {}, "pass a complex table as freqs_cis=table"),
+    "nothing": ((_Q, _K), {}, "pass cos and sin, .*, not none"),
+    "an axis of heads": ((_Q, _K, _COS[None, None], _SIN[None, None]), {}, r"pass cos.squeeze\(1\)"),
+    "exchanged": ((_Q, _K, _SIN, _COS), {"check": True}, "as if they were exchanged; pass cos first, then sin"),
+    "neighbours": ((_Q, _K, *_REPEATED), {"check": True}, "twice in a row, as for interleaved=True, but"),
+    "halves": ((_Q, _K, *_HALVES), {"check": True, "interleaved": True}, "as for interleaved=False, but"),
+    "layout": ((_Q.transpose(1, 2),) * 2 + (_COS, _SIN), {"check": True}, "pass layout='bhsd'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_the_first_hour_is_named(name: str) -> None:
+    arguments, words, text = MISTAKES[name]
+    with pytest.raises(jitrope.InvalidInput, match=text):
+        jitrope.apply_rope(*arguments, **words)
+
+
+def test_check_takes_right_calls() -> None:
+    for tables, words in (((_COS, _SIN), {}), (_HALVES, {}), (_REPEATED, {"interleaved": True})):
+        jitrope.apply_rope(_Q, _K, *tables, check=True, **words)
+    ones, zeros = torch.ones(6, 8), torch.zeros(6, 8)
+    jitrope.apply_rope(_Q, _K, ones, zeros, check=True)
+    jitrope.apply_rope(_Q.transpose(1, 2), None, _COS, _SIN, layout="bhsd", check=True)

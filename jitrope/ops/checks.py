@@ -29,7 +29,7 @@ from .fit import (
     rows_of,
     sizes_of,
 )
-from .reference import of_stream, table_rows
+from .reference import of_stream
 
 
 def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
@@ -194,11 +194,11 @@ def _check_caches(k: Tensor, caches: Tensors, options: Options, fail: Fail) -> N
     paged = [c.dim() == 4 and c.stride(0) != c.shape[1] * c.stride(1) for c in (k_cache, v_cache)]
     if paged[0] != paged[1]:
         fail("k_cache and v_cache have their pages in different orders; give both the same strides")
-    if _slots(k_cache) > MAX_TOKENS:
-        fail(f"the caches have {_slots(k_cache)} slots; at most {MAX_TOKENS} are possible")
+    if slots_of(k_cache) > MAX_TOKENS:
+        fail(f"the caches have {slots_of(k_cache)} slots; at most {MAX_TOKENS} are possible")
 
 
-def _slots(cache: Tensor) -> int:
+def slots_of(cache: Tensor) -> int:
     return cache.shape[0] * (cache.shape[1] if cache.dim() == 4 else 1)
 
 
@@ -293,21 +293,3 @@ def _refuse_gradients(fail: Fail, tensors: Tensors, *labels: str) -> None:
         x = tensors.get(label)
         if x is not None and (x.requires_grad and torch.is_grad_enabled()):
             fail(f"{label} requires a gradient, but this call has none; use apply_rope, or torch.no_grad()")
-
-
-def check_positions(name: str, tensors: Tensors, options: Options) -> None:
-    """Refuse positions outside of the table, and slots outside of a cache. Waits for the device."""
-    q, count, fail = next(iter(tensors.values())), rows_of(tensors["cos"]), failing(name)
-    whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in tensors.items() if label in TABLE_NAMES}
-    _, seqlen, _, _ = sizes_of(q, options.layout)
-    rows, spare = table_rows(seqlen, q.device, whole, options)
-    if spare is not None:
-        rows = rows[..., ~spare]
-    if rows.numel() == 0:
-        return
-    lowest, highest = (int(x) for x in rows.aminmax())
-    if lowest < 0 or highest >= count:
-        fail(f"positions go from {lowest} to {highest}, but the table has rows 0 to {count - 1}")
-    slots = tensors.get("slot_mapping")
-    if slots is not None and slots.numel() and int(slots.max()) >= (count := _slots(tensors["k_cache"])):
-        fail(f"slot_mapping goes up to {int(slots.max())}, but the caches have slots 0 to {count - 1}")

@@ -17,6 +17,7 @@ from ..base.errors import InvalidInput
 from ..plan.spec import Options, changed
 from ..plan.views import Tensors
 from . import checks, launch, library, watch
+from .check_values import check_values
 from .launch import Asked, Known
 from .operation import Operation
 from .watch import dispatch_modes, is_compiling
@@ -76,7 +77,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         if known is None:
             op.check(op.function, full, options)
             if check_asked(op.function, asked):
-                checks.check_positions(op.function, full, options)
+                check_values(op.function, full, options)
                 asked = {word: value for word, value in asked.items() if word != "check"}
                 plain = False
         if sharded:

@@ -188,7 +188,8 @@ def _check_table(label: str, table: Tensor, options: Options, fail: Fail) -> Non
     if freqs and table.dtype != torch.float32:
         fail(f"freqs is {table.dtype}; angles must be fp32, or positions are lost")
     if not is_float(table) and not in_fp64:
-        fail(f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'")
+        instead = "; pass a complex table as freqs_cis=table" if table.is_complex() else ""
+        fail(f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'{instead}")
     if table.requires_grad and torch.is_grad_enabled():
         fail(f"{label} requires a gradient, which jitrope does not compute; pass {label}.detach()")
 
@@ -202,7 +203,9 @@ def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> 
     if "cu_seqlens" in tensors or "position_ids" in tensors:
         needed = options.max_seqlen if "cu_seqlens" in tensors else 0
     if not options.packed_table and rows < needed:
-        fail(f"q is {named(q, options.layout)} but {label} has {rows} rows; {needed} positions are used")
+        squeezed = cos.dim() == 4 and rows == 1 and cos.shape[2] >= needed
+        hint = f"; it is (B, 1, S, W): pass {label}.squeeze(1)" if squeezed else ""
+        fail(f"q is {named(q, options.layout)} but {label} has {rows} rows; {needed} positions are used{hint}")
     if rows <= 0 and seqlen != 0:
         fail(f"{label} has no rows")
     if cos.dim() > 2 and cos.shape[0] != 1 and cos.shape[0] != batch:

@@ -82,9 +82,7 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], name: str) -> str:
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
     ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
     if ways > 1 or (ways == 0 and not op.norm) or ("cos" in tensors) != ("sin" in tensors):
-        had = ", ".join([*(["cos and sin"] if {"cos", "sin"} <= tensors.keys() else []), *kinds])
-        had = had or next((label for label in ("cos", "sin") if label in tensors), "none")
-        raise InvalidInput(f"{name}: give cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not {had}")
+        raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
     needed = {*[label for label in op.tensors if not label.endswith("?")], "cos", "sin", *ONE_TABLE}
     for label in op.tensors:
         if not label.endswith("?") and label not in tensors:
@@ -95,6 +93,23 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], name: str) -> str:
             shown = (kinds or ["cos"])[0] if label == "second_cos" else op.labels.get(label, label)
             refuse(name, shown, x, tensor if label in needed else f"{tensor} or None")
     return kinds[0] if kinds else "cos_sin"
+
+
+def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> str:
+    """Which tables a call has in place of one kind, and the call that was probably meant."""
+    wanted = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
+    q, k, cos, sin = (tensors.get(label) for label in ("q", "k", "cos", "sin"))
+    if isinstance(cos, (list, tuple)):
+        return f"cos is a {type(cos).__name__} of {len(cos)}; unpack it: {name}(q, k, *table)"
+    if isinstance(cos, Tensor) and sin is None and not kinds:
+        if cos.is_complex():
+            return "cos is complex; pass a complex table as freqs_cis=table"
+        if isinstance(q, Tensor) and isinstance(k, Tensor) and k.shape == cos.shape and k.dim() != q.dim():
+            shown = f"k has shape {tuple(k.shape)}, like a table, and sin is missing"
+            return f"{shown}; did you mean {name}(q, None, cos, sin)?"
+    both = "cos and sin" if {"cos", "sin"} <= tensors.keys() else "cos" if cos is not None else "sin"
+    had = [*([both] if cos is not None or sin is not None else []), *kinds]
+    return f"{wanted}, not {', '.join(had) or 'none'}"
 
 
 def _resolved(

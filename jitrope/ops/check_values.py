@@ -1,0 +1,69 @@
+"""The checks of `check=True`: they read tables, positions and slots, and so wait for the device.
+
+Nothing here is needed for a safe call: a position outside of the table gives NaN, and a wrong table wrong angles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..plan.spec import LAYOUT_AXES, Options
+from ..plan.views import TABLE_NAMES, Tensors
+from .checks import slots_of
+from .fit import Fail, failing, rows_of, sizes_of
+from .reference import table_rows
+
+
+def check_values(name: str, tensors: Tensors, options: Options) -> None:
+    """Refuse positions outside of the table, slots outside of a cache, and tables and layouts that look mistaken."""
+    fail = failing(name)
+    whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in tensors.items() if label in TABLE_NAMES}
+    q = next(iter(tensors.values()))
+    _check_positions(q, whole, options, fail)
+    slots = tensors.get("slot_mapping")
+    if slots is not None and slots.numel() and int(slots.max()) >= (count := slots_of(tensors["k_cache"])):
+        fail(f"slot_mapping goes up to {int(slots.max())}, but the caches have slots 0 to {count - 1}")
+    if options.table == "cos_sin":
+        _check_pairing(whole["cos"], whole["sin"], options, fail)
+    if not whole.keys() - {"cos", "sin"}:
+        _check_layout(q, whole["cos"], options, fail)
+
+
+def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -> None:
+    count = rows_of(tables["cos"])
+    rows, spare = table_rows(sizes_of(q, options.layout)[1], q.device, tables, options)
+    if spare is not None:
+        rows = rows[..., ~spare]
+    if rows.numel() == 0:
+        return
+    lowest, highest = (int(x) for x in rows.aminmax())
+    if lowest < 0 or highest >= count:
+        fail(f"positions go from {lowest} to {highest}, but the table has rows 0 to {count - 1}")
+
+
+def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> None:
+    """Refuse exchanged tables, and full-width tables of the other pairing."""
+    first_cos, first_sin = (x[(0,) * (x.dim() - 1)] for x in (cos, sin))
+    if len(first_cos) and not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
+        fail("row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
+    if cos.shape[-1] != options.rotary_dim:
+        return
+    neighbours = torch.equal(cos[..., ::2], cos[..., 1::2])
+    halves = torch.equal(*cos.chunk(2, -1))
+    if neighbours != halves and neighbours != options.interleaved:
+        stands = "stands twice in a row" if neighbours else "stands again in the second half"
+        fail(f"each entry of cos {stands}, as for interleaved={neighbours}, but interleaved is {options.interleaved}")
+
+
+def _check_layout(q: Tensor, cos: Tensor, options: Options, fail: Fail) -> None:
+    """Refuse (B, H, S, D) as (B, S, H, D), and the reverse, where the table's rows show it."""
+    other = {"bshd": "bhsd", "bhsd": "bshd"}.get(options.layout)
+    if other is None or q.dim() != 4 or options.cp_size > 1:
+        return
+    rows, seqlen = rows_of(cos), sizes_of(q, options.layout)[1]
+    if rows == q.shape[LAYOUT_AXES[other][1]] != seqlen:  # type: ignore[index]
+        fail(
+            f"q has shape {tuple(q.shape)} and the table has {rows} rows, as if q's layout were {other!r}, "
+            f"not {options.layout!r}; pass layout={other!r}, or a table with another number of rows"
+        )
