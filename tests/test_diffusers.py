@@ -247,7 +247,7 @@ def test_enable_twice_and_state(flux) -> None:
     report = integration.enable(model)
     assert set(report.replaced) == {"FluxAttnProcessor"}
     assert report.replaced.total() == len(stock)
-    assert "FluxAttnProcessor" in str(report)
+    assert "FluxAttnProcessor" in report.table()
     processor = next(iter(model.attn_processors.values()))
     assert isinstance(processor, next(iter(stock.values())))
     processor._attention_backend = "native"  # as set_attention_backend sets it
@@ -332,7 +332,7 @@ def test_unknown_models_are_refused() -> None:
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
     with pytest.raises(
-        jitrope.JitropeError, match=r"UNet2DModel has .*AttnProcessor2_0.*supported .*FluxAttnProcessor"
+        jitrope.JitropeError, match=r"UNet2DModel has .*AttnProcessor2_0, which are not among .*of diffusers"
     ):
         integration.enable(model)
     with pytest.raises(jitrope.JitropeError, match="no attention processors"):
@@ -406,9 +406,8 @@ def test_contexts_undo_only_themselves(flux) -> None:
 def test_a_report_keeps_no_model_and_shows_none(flux) -> None:
     model = prepared(MODELS["FluxTransformer2DModel"])[0]
     report = integration.enable(model)
-    assert "FluxAttnProcessor" in repr(report)
-    assert "Linear" not in repr(report)
-    assert len(repr(report)) < 500
+    layers = sum(report.replaced.values())
+    assert repr(report) == f"<jitrope in diffusers: norm and rope fused in {layers} attention layers>"
     gone = weakref.ref(model)
     del model
     gc.collect()

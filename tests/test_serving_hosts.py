@@ -444,7 +444,7 @@ def test_vllm_enable(monkeypatch: pytest.MonkeyPatch) -> None:
         got = case.buffer()
         torch.compile(lambda x: forward_cuda(*case.split(x)), backend="aot_eager", fullgraph=True)(got)
         assert same(got, want)
-        assert "vllm._custom_ops.rotary_embedding" in str(report)
+        assert "vllm._custom_ops.rotary_embedding" in report.table()
         held = ops.rotary_embedding  # by a call that is still on its way when another thread disables
     assert ops.rotary_embedding is host
     held(ids, torch.zeros(7, 128, dtype=torch.float64), None, 64, cache, True)

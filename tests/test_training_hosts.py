@@ -323,7 +323,7 @@ def test_megatron_hooks(rope_utils: Any) -> None:
         assert attention.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb is not before[1]
         assert rotary_pos_embedding.apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb
         assert megatron.enable().replaced == report.replaced
-        assert f"{rope_utils.__name__}.apply_rotary_pos_emb" in str(report)
+        assert f"{rope_utils.__name__}.apply_rotary_pos_emb" in report.table()
         t, freqs = torch.rand(8, 2, 16), megatron_freqs(8, 16)
         cu_seqlens = torch.tensor([0, 6, 8], dtype=torch.int32)
         out = rope_utils.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs[:6], cp_size=1, cp_rank=0)
@@ -478,7 +478,7 @@ def test_deepspeed_enable(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got, host_backward(t, cos, sin))
         layer.apply_rotary_pos_emb(t.double(), cos.double(), sin.double())
         assert report.calls == {"jitrope": 2, "host": 1}
-        assert "deepspeed.sequence.layer.apply_rotary_pos_emb" in str(report)
+        assert "deepspeed.sequence.layer.apply_rotary_pos_emb" in report.table()
         assert "1 x apply_rope: q is torch.float64" in str(report)
     assert layer.apply_rotary_pos_emb is fpdt_layer.apply_rotary_pos_emb is elsewhere.apply_rotary_pos_emb is host
     assert fpdt_layer.apply_rotary_pos_emb_backward is host_backward

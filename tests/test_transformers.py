@@ -520,7 +520,7 @@ def test_enable_reaches_every_holder_and_is_undone(monkeypatch: pytest.MonkeyPat
         assert ours is elsewhere.apply_rotary_pos_emb is not host
         assert modeling_qwen2.apply_rotary_pos_emb is other
         assert inspect.signature(ours) == inspect.signature(host)
-        assert "modeling_llama.apply_rotary_pos_emb (halves, full tables)" in str(report)
+        assert "modeling_llama.apply_rotary_pos_emb: halves, full tables" in report.table()
         with integration.enable(model) as again:  # changes nothing, and undoes nothing
             assert again.replaced == report.replaced
             assert modeling_llama.apply_rotary_pos_emb is ours
@@ -590,14 +590,14 @@ def test_what_is_left_alone_is_reported() -> None:
         assert modeling_gpt_oss._apply_rotary_emb is host
         label = f"{modeling_gpt_oss.__name__}._apply_rotary_emb"
         assert report.left == {label: "its signature is not known"}
-        assert f"{label} is left alone: its signature is not known" in str(report)
+        assert f"{label}: left alone: its signature is not known" in report.table()
 
 
 def test_nothing_to_replace() -> None:
-    with pytest.raises(jitrope.JitropeError, match="the files of Linear have no rotary function"):
+    with pytest.raises(jitrope.JitropeError, match="the file of Linear has no rope function"):
         integration.enable(nn.Linear(2, 2))
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8)
-    with pytest.raises(jitrope.JitropeError, match="the files of GPT2Model have"):
+    with pytest.raises(jitrope.JitropeError, match="the file of GPT2Model has"):
         integration.enable(transformers.GPT2Model(config))
 
 

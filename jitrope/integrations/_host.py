@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -26,6 +27,9 @@ calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
 reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
 """For each host, why calls were left to it: jitrope's message, and how often."""
 
+devices: defaultdict[str, Counter[str]] = defaultdict(Counter)
+"""For each host, the types of the devices of jitrope's calls."""
+
 _MOST_REASONS = 100  # a message names shapes, so there may be any number of messages
 
 
@@ -33,13 +37,15 @@ _MOST_REASONS = 100  # a message names shapes, so there may be any number of mes
 
 
 @torch.compiler.assume_constant_result
-def note(host: str, who: str, reason: str = "", count: int = 1) -> None:
-    """Count a call, and log a new reason why the host takes it.
+def note(host: str, who: str, reason: str = "", count: int = 1, device: str = "") -> None:
+    """Count a call and its device, and log a new reason why the host takes it.
 
     Dynamo runs this function while it traces, so a compiled call counts once. If Dynamo traced it, it would guard
     on the number and compile every call again.
     """
     calls[host][who] += count
+    if device:
+        devices[host][device] += count
     if reason:
         known = reasons[host]
         if reason not in known and len(known) >= _MOST_REASONS:
@@ -63,7 +69,7 @@ def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *ar
         # Dynamo cannot always turn an error into text.
         reason = "jitrope refused a traced call" if torch.compiler.is_compiling() else str(error)
     else:
-        note(host, "jitrope")
+        note(host, "jitrope", device=_device(*arguments, *words.values()))
         return result
     note(host, "host", reason)
     return theirs(*arguments, **words)
@@ -81,11 +87,16 @@ def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Functio
         except InvalidInput as error:
             reason = str(error)
         else:
-            note(host, who, count=count)
+            note(host, who, count=count, device=_device(*arguments, *words.values()))
             return result
         return otherwise(reason, *arguments, **words)  # not in `except`, which would keep tensors of ours alive
 
     return function
+
+
+def _device(*arguments: Any) -> str:
+    """The type of the first tensor's device."""
+    return next((x.device.type for x in arguments if isinstance(x, Tensor)), "")
 
 
 # ---- replacing functions, and giving them back ----------------------------------------------------------
@@ -103,9 +114,12 @@ class Placed(NamedTuple):
 placed: dict[Any, Placed] = {}
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The result of `enable`. As a context manager it undoes that `enable`, and no other.
+
+    Printed, it is a line in words, and one more for each reason why calls were left to the host. `table()` has a row
+    for each function.
 
     A function is replaced in every loaded module that holds it, the host's or another's. A module that is loaded
     later imports jitrope's.
@@ -122,7 +136,7 @@ class Report:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        self._before = calls[self.host].copy(), reasons[self.host].copy()
+        self._before = calls[self.host].copy(), reasons[self.host].copy(), devices[self.host].copy()
 
     @property
     def calls(self) -> dict[str, int]:
@@ -160,12 +174,27 @@ class Report:
             undo()
 
     def __str__(self) -> str:
-        replaced = "; ".join(f"{name} ({what})" for name, what in self.replaced.items()) or "nothing"
-        left = "".join(f"; {name} is left alone: {why}" for name, why in self.left.items())
-        return f"jitrope replaces {replaced}{left}; {self._counted()}"
+        ours = sum(count for who, count in self.calls.items() if who != "host")
+        on = devices[self.host] - self._before[2]
+        places = [("all" if n == ours else str(n), _PLACES.get(device, f"on {device}")) for device, n in on.items()]
+        where = "".join(f", {count} {place}" for count, place in places)
+        line = f"{self._replaced()}; {ours} calls since{where}; {self.calls['host']} left to {self.host}"
+        return line + "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.items())
 
-    def _counted(self) -> str:
-        return f"calls so far: {self.calls}" + "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.items())
+    def __repr__(self) -> str:
+        return f"<jitrope in {self.host}: {self._replaced()}>"
+
+    def _replaced(self) -> str:
+        left = f", {len(self.left)} left alone" if self.left else ""
+        return f"{len(self.replaced)} functions replaced{left}"
+
+    def table(self) -> str:
+        """A line for each function: its name and what computes it, or why it is left alone."""
+        rows = [f"{name}: {what}" for name, what in self.replaced.items()]
+        return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
+
+
+_PLACES = {"cuda": "on the GPU", "cpu": "on the CPU in plain torch"}
 
 
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
@@ -178,7 +207,7 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
         optional: those that a version of the host may not have.
 
     Raises:
-        ImportError: the host is not installed.
+        ImportError: the host cannot be imported.
         JitropeError: this version of it lacks a function that is not optional; nothing was replaced.
     """
     found = {}
@@ -186,16 +215,16 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
         module_name, name = where.split(":")
         try:
             module = importlib.import_module(module_name)
-        except ImportError:
+        except ImportError as error:
             if where in optional:
                 continue
-            raise
+            raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
         if hasattr(module, name):
             found[where] = module, name
         elif where not in optional:
             raise JitropeError(f"this version of {host} has no {where}, which jitrope would replace")
     if not found:
-        raise ImportError(f"jitrope knows no rope function of the installed {host}, or {host} is not installed")
+        raise ImportError(f"{host} is not installed in this Python, or jitrope knows no rope function of its version")
     report = Report(host)
     for where, (module, name) in found.items():
         report.replace(module, name, functions[where], "jitrope")

@@ -81,6 +81,8 @@ def enable(model: nn.Module | None = None) -> Report:
     Raises:
         JitropeError: there is nothing that jitrope can replace; the message lists the functions that were found.
     """
+    if model is not None and not isinstance(model, nn.Module):
+        raise JitropeError(f"enable takes a model, or None for all loaded models, not {type(model).__name__}")
     found = [
         (module, name, function)
         for module in _files(model)
@@ -96,9 +98,10 @@ def enable(model: nn.Module | None = None) -> Report:
         else:
             report.replace(module, name, replacement(function, variant), variant)
     if not report.replaced:
-        why = "; ".join(f"{name}: {why}" for name, why in report.left.items()) or "no rotary function"
-        where = "the loaded model files have" if model is None else f"the files of {type(model).__name__} have"
-        raise JitropeError(f"jitrope replaces nothing in transformers: {where} {why}")
+        why = "".join(f"; {name}: {why}" for name, why in report.left.items())
+        where = "the loaded model files have" if model is None else f"the file of {type(model).__name__} has"
+        hint = "" if model is not None or why else "; load the model first, or pass it"
+        raise JitropeError(f"{where} no rope function that jitrope can replace{why}{hint}")
     return report
 
 

@@ -29,7 +29,7 @@ from .twins import host_of, is_twin, replaced_by, twin, version
 __all__ = ["Report", "disable", "enable"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Report(_host.Report):
     """The result of `enable`. As a context manager it undoes that `enable`, and nothing that was done before it.
 
@@ -50,15 +50,16 @@ class Report(_host.Report):
     fused: Counter[str] = field(default_factory=Counter)
     notes: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        parts = {
-            "jitrope rotates in": self.replaced,
-            "fused with the norm in": self.fused,
-            "the norm runs in the host's own code in": self.replaced - self.fused,
-            "left alone:": self.left,
-        }
-        lines = [f"{part} {_listed(counts)}" for part, counts in parts.items() if counts]
-        return "; ".join([*lines, *(f"{name}: {note}" for name, note in self.notes.items()), self._counted()])
+    def _replaced(self) -> str:
+        fused, alone, left = self.fused.total(), (self.replaced - self.fused).total(), self.left.total()
+        parts = {"norm and rope fused in": fused, "rope alone in": alone, "left alone:": left}
+        return ", ".join(f"{part} {count}" for part, count in parts.items() if count) + " attention layers"
+
+    def table(self) -> str:
+        """A line for each class: in how many layers norm and rope are fused, or rope alone is replaced, and notes."""
+        kinds = {"norm and rope": self.fused, "rope alone": self.replaced - self.fused, "left alone": self.left}
+        rows = [f"{name}: {count} x {kind}" for kind, counts in kinds.items() for name, count in counts.items()]
+        return "\n".join([*rows, *(f"{name}: {note}" for name, note in self.notes.items())])
 
 
 def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
@@ -87,11 +88,25 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
         if any(replaced for _, replaced in parts):
             report.left += left
     if not report.replaced:
-        why = "".join(f"; {name}: {note}" for name, note in report.notes.items())
-        supported = ", ".join(sorted(SITES.keys() | INLINE))
-        has = _listed(seen) or "no attention processors"
-        raise JitropeError(f"{type(model_or_pipeline).__name__} has {has}{why}; supported are {supported}")
+        raise JitropeError(_nothing(model_or_pipeline, seen, report.notes))
     return report
+
+
+def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
+    """Why nothing was replaced."""
+    if isinstance(given, type) or not (_models(given) or isinstance(given, nn.Module)):
+        shown = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}"
+        return f"enable takes a model or a pipeline, not {shown}"
+    if notes:
+        return "; ".join(f"{name}: {note}" for name, note in notes.items())
+    name = type(given).__name__
+    if not seen:
+        return f"{name} has no attention processors of diffusers {version()}"
+    processors = ", ".join(f"{count} {cls}" for cls, count in seen.items())
+    return (
+        f"{name} has {processors}, which are not among the processors of diffusers {version()} that apply rope. In a "
+        f"processor of your own, call jitrope.apply_rope in place of its rope function"
+    )
 
 
 def disable(model_or_pipeline: Any) -> None:
@@ -185,7 +200,3 @@ def _give_back(ref: weakref.ref[Any], cls: type) -> None:
     part = ref()
     if part is not None and is_twin(type(part)):
         part.__class__ = cls
-
-
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items())

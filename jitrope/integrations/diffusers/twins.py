@@ -67,7 +67,7 @@ def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call
             redirected = members["_jitrope_rope"] = _redirected(redirected, site, host)
     except JitropeError as error:
         if call is None:
-            raise JitropeError(f"{error}; this version is not supported") from None
+            raise JitropeError(f"{error}; jitrope is tested with diffusers 0.36 to 0.42") from None
         members.pop("_jitrope_rope", None)
         members["_jitrope_missed"] = str(error)
     members["__reduce_ex__"] = _reduced(host, call is not None)
