@@ -258,11 +258,13 @@ class Soak:
         return report
 
     def sample_until(self, end: float, samples: list[dict[str, Any]]) -> None:
-        while not self.stop.is_set() and (rest := end - (time.monotonic() - self.start)) > 0:
+        while True:
             due = samples[-1]["seconds"] + self.plan.between_samples if samples else 0.0
             if time.monotonic() - self.start >= due:
                 samples.append(self.memory())
-            time.sleep(min(rest, 0.2))
+            rest = end - (time.monotonic() - self.start)
+            if rest <= 0 or self.stop.wait(min(rest, 0.2)):
+                return
 
     def report(self, samples: list[dict[str, Any]], meetings: list[dict[str, Any]]) -> dict[str, Any]:
         with self.lock:

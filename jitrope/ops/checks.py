@@ -263,8 +263,9 @@ def _check_streams(tensors: Tensors, fail: Fail) -> None:
                 fail(f"{stream}'s {letter} is not a tensor (B, S, H, D)")
             same = x.shape[:2] == like.shape[:2] and x.shape[-1] == like.shape[-1]
             if not same or x.dtype != q.dtype or x.device != q.device:
+                owner, other = ("first", q) if same else (stream, like)
                 had = f"{stream}'s {letter} is {named(x, 'bshd')} {x.dtype} on {x.device}"
-                fail(f"{had}; q is {named(like, 'bshd')} {q.dtype} on {q.device}")
+                fail(f"{had}; {owner}'s q is {named(other, 'bshd')} {other.dtype} on {other.device}")
         a, b = tensors[f"first_{letter}"], tensors[f"second_{letter}"]
         if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
             fail(f"first's {letter} is {named(a, 'bshd')}, second's {named(b, 'bshd')}; only S may differ")
