@@ -95,7 +95,11 @@ def _tables(file: Any, config: Any, dtype: torch.dtype) -> list[tuple[Tensor, ..
 
 
 def _call(file: Any, config: Any, batch: int, tables: tuple[Tensor, ...]) -> None:
-    """Rotate q and k as attention has them, transposed views of a projection's output, forward and backward."""
+    """Rotate q and k as attention has them, transposed views of a projection's output, forward and backward.
+
+    The gradient of k is dense from fused attention. From eager attention with as many heads of k as of q it is the
+    transpose of a product.
+    """
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     counts = heads, getattr(config, "num_key_value_heads", None) or heads
@@ -103,4 +107,8 @@ def _call(file: Any, config: Any, batch: int, tables: tuple[Tensor, ...]) -> Non
     leaves = [torch.empty(s, dtype=tables[0].dtype, device="meta", requires_grad=True) for s in shapes]
     with torch.enable_grad():
         out = file.apply_rotary_pos_emb(*(leaf.transpose(1, 2) for leaf in leaves), *tables)
-    torch.autograd.grad(out, leaves, [torch.empty_like(x) for x in out])
+    dense = [torch.empty_like(x) for x in out]
+    torch.autograd.grad(out, leaves, dense, retain_graph=True)
+    if counts[0] == counts[1]:
+        eager = [torch.empty_like(dense[0]), torch.empty_like(dense[1].mT, memory_format=torch.contiguous_format).mT]
+        torch.autograd.grad(out, leaves, eager)
