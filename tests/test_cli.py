@@ -494,7 +494,7 @@ def test_cache_info_shows_one_kernel(jitrope, tmp_path: Path) -> None:
     assert f"options       -std=c++17 -arch={row['arch']}\n" in text
     assert re.search(r"^compiler +cupy .*nvrtc", text, re.MULTILINE)
     assert re.search(r"^files +kernel.cu \d+ KiB, kernel.cubin \d+ KiB, spec.json \d+ KiB$", text, re.MULTILINE)
-    assert "  head_dim            128\n" in text
+    assert "  head_dim               128\n" in text
     shown = jitrope("cache", "info", row["key"], "--json").stdout
     assert sum(json.loads(shown)["files"].values()) == row["bytes"]
     (command,) = re.findall(r"^render again +(.*)$", text, re.MULTILINE)
@@ -536,10 +536,14 @@ def test_a_table_is_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_popular_kernel_has_words_of_its_own() -> None:
-    """Kernels with the same words differ in details of the launch only, as those with the same name do."""
     specs = prewarming.default_specs()
     words = [listing.in_words(spec) for spec in specs]
     assert len(set(words)) >= len({spec.name for spec in specs})
+    assert len(set(listing.each_in_words(specs))) == len(specs)  # with the fields in which those of one name differ
+    two = [specs_of(heads=heads)[0] for heads in (8, [32, 8])]
+    assert (
+        listing.each_in_words(two)[1] == "rope bf16 d128 halves, token_linear, tokens_per_block 1, heads_per_block 40"
+    )
     assert all("_" not in text.replace(spec.launch, "") for text, spec in zip(words, specs))
 
 

@@ -13,7 +13,7 @@ from ..base.errors import CompileError, JitropeError
 from ..base.spec import Spec
 from ..jit import compiler, kernels
 from ..jit.entry import Entry
-from .listing import in_words, listed, rows, table
+from .listing import each_in_words, listed, rows, table
 from .prewarm import Built
 
 Work = Sequence[tuple[Spec, str]]
@@ -75,11 +75,11 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
     words = ("would compile" if dry_run else "compiled", "cached")
     counts = {word: sum(item.outcome == word for item in built) for word in words} | {"failed": len(failed)}
     each = [
-        {"name": b.spec.name, "kernel": in_words(b.spec), "arch": b.arch, "outcome": b.outcome, "failed": b.failed}
-        for b in built
+        {"name": b.spec.name, "kernel": kernel, "arch": b.arch, "outcome": b.outcome, "failed": b.failed}
+        for b, kernel in zip(built, each_in_words([b.spec for b in built]))
     ]
     empty = {} if built else {"error": "there was nothing to build"}
-    lines = [(b.outcome, b.arch, in_words(b.spec)) for b in built if not b.failed] if dry_run else []
+    lines = [(row["outcome"], row["arch"], row["kernel"]) for row in each if dry_run and not row["failed"]]
     text = [table(("STATE", "ARCH", "KERNEL"), lines)] * bool(lines)
     text.append(", ".join(f"{count} {word}" for word, count in counts.items()))
     answer(as_json, {**counts, "kernels": each, **empty}, "\n".join(text))

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..base.errors import CacheError, InvalidInput
@@ -53,12 +53,31 @@ def in_words(spec: Spec) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def kernel_of(entry: Entry) -> str:
-    """A cached kernel in words; the name of a kernel of another version, whose fields are not known."""
-    try:
-        return in_words(spec_from_dict(entry.spec))
-    except InvalidInput:
-        return f"{entry.name} (of another version)"
+def each_in_words(specs: Sequence[Spec]) -> list[str]:
+    """Kernels in words. To those that have the same words, the fields are added in which they differ."""
+    alike: dict[str, dict[Spec, None]] = {}
+    for spec in specs:
+        alike.setdefault(in_words(spec), {})[spec] = None
+    found = {spec: ", ".join([words, *_differences(spec, group)]) for words, group in alike.items() for spec in group}
+    return [found[spec] for spec in specs]
+
+
+def _differences(spec: Spec, others: Iterable[Spec]) -> list[str]:
+    rows = [other.to_dict() for other in others]
+    fields = {n: v for n, v in spec.to_dict().items() if v is not False and any(row.get(n) != v for row in rows)}
+    return [name if value is True else f"{name} {value}" for name, value in fields.items()]
+
+
+def kernels_of(entries: Sequence[Entry]) -> list[str]:
+    """Cached kernels in words. A kernel of another version has its name only, because its fields are not known."""
+    specs: list[Spec | None] = []
+    for entry in entries:
+        try:
+            specs.append(spec_from_dict(entry.spec))
+        except InvalidInput:
+            specs.append(None)
+    words = iter(each_in_words([spec for spec in specs if spec is not None]))
+    return [f"{e.name} (of another version)" if spec is None else next(words) for e, spec in zip(entries, specs)]
 
 
 def keys(entries: Sequence[Entry]) -> list[str]:
@@ -114,21 +133,22 @@ def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 def listed(entries: Sequence[Entry]) -> str:
     """Kernels as a table."""
-    lines = [(key, e.arch, size(e.size), kernel_of(e)) for key, e in zip(keys(entries), entries)]
+    named = zip(keys(entries), entries, kernels_of(entries))
+    lines = [(key, entry.arch, size(entry.size), words) for key, entry, words in named]
     return table(("KEY", "ARCH", "SIZE", "KERNEL"), lines)
 
 
 def details(entries: Sequence[Entry], key: str) -> tuple[dict[str, Any], str]:
     """All about one kernel, as JSON, which `jitrope render --from` reads, and as text."""
     entry = find(entries, key)
-    key = keys(entries)[entries.index(entry)]
+    at = entries.index(entry)
+    key, words, row = keys(entries)[at], kernels_of(entries)[at], rows(entries)[at]
     again = f"jitrope cache info {key} --json | jitrope render --from /dev/stdin"
-    (row,) = (row for row in rows(entries) if row["path"] == entry.path)
     options, compiler = entry.meta.get("options", ()), entry.meta.get("compiler", "")
-    more = {"kernel": kernel_of(entry), "options": options, "compiler": compiler, "files": entry.files}
+    more = {"kernel": words, "options": options, "compiler": compiler, "files": entry.files}
     named = {
         "key": key,
-        "kernel": kernel_of(entry),
+        "kernel": words,
         "name": entry.name,
         "architecture": entry.arch,
         "options": " ".join(map(str, options)),
@@ -137,6 +157,6 @@ def details(entries: Sequence[Entry], key: str) -> tuple[dict[str, Any], str]:
         "files": ", ".join(f"{name} {size(count)}" for name, count in entry.files.items()),
         "render again": again,
     }
-    fields = [f"  {name:20}{json.dumps(value)}" for name, value in entry.spec.items()]
+    fields = [f"  {name:23}{json.dumps(value)}" for name, value in entry.spec.items()]
     lines = [f"{name:14}{value}" for name, value in named.items()]
     return {**row, **more, "spec": [entry.spec], "render": again}, "\n".join([*lines, "spec", *fields])
