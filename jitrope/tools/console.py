@@ -72,14 +72,14 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
     _check_architectures(work)
     built = [_would_build(*kernel) for kernel in work] if dry_run else build()
     failed = [item for item in built if item.failed]
-    words = ("would compile" if dry_run else "compiled", "cached")
-    counts = {word: sum(item.outcome == word for item in built) for word in words} | {"failed": len(failed)}
+    outcomes, words = ("would compile" if dry_run else "compiled", "cached"), each_in_words([b.spec for b in built])
+    counts = {word: sum(item.outcome == word for item in built) for word in outcomes} | {"failed": len(failed)}
     each = [
         {"name": b.spec.name, "kernel": kernel, "arch": b.arch, "outcome": b.outcome, "failed": b.failed}
-        for b, kernel in zip(built, each_in_words([b.spec for b in built]))
+        for b, kernel in zip(built, words)
     ]
     empty = {} if built else {"error": "there was nothing to build"}
-    lines = [(row["outcome"], row["arch"], row["kernel"]) for row in each if dry_run and not row["failed"]]
+    lines = [(b.outcome, b.arch, kernel) for b, kernel in zip(built, words) if dry_run and not b.failed]
     text = [table(("STATE", "ARCH", "KERNEL"), lines)] * bool(lines)
     text.append(", ".join(f"{count} {word}" for word, count in counts.items()))
     answer(as_json, {**counts, "kernels": each, **empty}, "\n".join(text))
