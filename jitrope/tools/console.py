@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..base.spec import Spec
 from ..jit import compiler, kernels
 from ..jit.entry import Entry
 from .listing import each_in_words, listed, rows, table
-from .prewarm import Built
+from .prewarm import Built, reasons
 
 Work = Sequence[tuple[Spec, str]]
 """(spec, architecture) of each kernel."""
@@ -83,10 +82,8 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
     text = [table(("STATE", "ARCH", "KERNEL"), lines)] * bool(lines)
     text.append(", ".join(f"{count} {word}" for word, count in counts.items()))
     answer(as_json, {**counts, "kernels": each, **empty}, "\n".join(text))
-    for outcome, count in Counter(item.outcome for item in failed).items():  # one line for all with the same reason
-        some = next(item for item in failed if item.outcome == outcome)
-        more = f" and {count - 1} more" if count > 1 else ""
-        say(f"failed: {some.spec.name} {some.arch}{more}: {outcome}")
+    for reason in reasons(failed):
+        say(f"failed: {reason}")
     if not built:
         say("error: there was nothing to build")
     return bool(built) and not failed

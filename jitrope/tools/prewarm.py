@@ -347,6 +347,18 @@ def prewarm(specs: Iterable[Spec], archs: Iterable[str], jobs: int) -> list[Buil
     return build_each("prewarm", itertools.product(specs, archs), jobs, kept)
 
 
+def reasons(failed: Iterable[Built]) -> list[str]:
+    """A line for each reason of failures, with the first kernel that has it and the number of the others."""
+    alike: dict[str, list[Built]] = {}
+    for item in failed:
+        alike.setdefault(item.outcome, []).append(item)
+    lines = []
+    for reason, items in alike.items():
+        more = f" and {len(items) - 1} more" if items[1:] else ""
+        lines.append(f"{items[0].spec.name} {items[0].arch}{more}: {reason}")
+    return lines
+
+
 def build_each(
     function: str, work: Iterable[tuple[Any, Any]], jobs: int, build: Callable[[Spec, str], Built]
 ) -> list[Built]:
