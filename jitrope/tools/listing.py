@@ -41,7 +41,7 @@ def in_words(spec: Spec) -> str:
         "packed" if spec.cu_seqlens_dtype else "",
         f"{spec.cp_size} ranks" if spec.cp_size > 1 else "",
         f"{axes}position ids" if spec.position_ids_dtype else "",
-        f"into a {'paged ' * bool(spec.page_size)}{spec.kv_out} cache" if spec.slot_mapping_dtype else "",
+        f"into a {'paged ' * bool(spec.page_size)}cache of {spec.kv_out}" if spec.slot_mapping_dtype else "",
         f"packed QKV, {spec.q_per_group} q per group" if own_layout else "",
         f"to {spec.q_out}" if spec.q_out != spec.dtype else "",
         f"{spec.rounding} rounding" if spec.rounding != "fp32" else "",
