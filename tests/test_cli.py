@@ -18,11 +18,15 @@ import torch
 
 from jitrope import InvalidInput
 from jitrope.base import config
+from jitrope.integrations import transformers as drop_in
 from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import Key
 from jitrope.jit.registry import spec_from_dict
-from jitrope.tools import cli, doctor
+from jitrope.ops.planning import planning
+from jitrope.tools import cli, doctor, listing
+from jitrope.tools import prewarm as prewarming
+from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import read_calls, specs_of
 
 from . import fresh
@@ -65,9 +69,9 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-COMMANDS = ["", "prewarm", "render", "doctor", "cache", "cache ls", "cache verify", "cache clear"]
+COMMANDS = ["", "prewarm", "render", "doctor", "cache", "cache ls", "cache info", "cache verify", "cache clear"]
 COMMANDS += ["cache prune", "bundle", "bundle write", "bundle load", "bundle ls", "bench", "bench rope", "bench decode"]
-WITH_EXAMPLES = ["", "prewarm", "render", "cache verify", "cache prune", "bundle write"]
+WITH_EXAMPLES = ["", "prewarm", "render", "cache info", "cache verify", "cache prune", "bundle write"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -76,6 +80,7 @@ def test_help_of_every_command(jitrope, command: str) -> None:
     assert done.returncode == 0
     assert "usage" in done.stdout.lower()
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert jitrope(*command.split(), "-h", COLUMNS="80").stdout == done.stdout
     if command in WITH_EXAMPLES:
         assert f"jitrope {command}".strip() in done.stdout.split("Examples:")[1]
 
@@ -87,9 +92,11 @@ def test_commands_are_all_of_them(jitrope) -> None:
 
 WRONG = ["", "cache", "nothing", "cache ls --nothing", "cache prune", "cache prune --older-than much", "bundle load"]
 WRONG += ["prewarm --jobs -1", "prewarm --heads 8 --dtype int8", "prewarm --heads x --arch sm_90"]
-WRONG += ["prewarm --heads 8 --arch sm90", "prewarm --heads 8 --arch sm_090", "render --from run.json --head-dim 64"]
+WRONG += ["prewarm --heads 8 --arch hopper", "prewarm --heads 8 --arch sm_090", "render --from run.json --head-dim 64"]
 WRONG += ["prewarm --heads 8 --head-dim 7 --arch sm_90", "prewarm --from run.json --heads 8", "prewarm --backward"]
+WRONG += ["prewarm --arch sm_90 --model m --heads 8", "prewarm --arch sm_90 --model m --from run.json", "cache info"]
 FAILED = ["bundle load none.tar", "bundle ls none.tar", "prewarm --from none.json --arch sm_90", "bundle write k.tar"]
+FAILED += ["prewarm --model none --arch sm_90", "cache info 00000000"]
 
 
 @pytest.mark.parametrize("command", [*WRONG, *FAILED])
@@ -103,6 +110,11 @@ def test_exit_codes_and_no_traceback(jitrope, command: str) -> None:
     else:
         assert done.stderr
         assert command in FAILED or done.stdout == ""
+        as_json = jitrope(*command.split(), "--json")
+        assert as_json.returncode == done.returncode
+        error = json.loads(as_json.stdout)["error"]
+        assert error in done.stderr
+        assert "Traceback" not in as_json.stderr
 
 
 def test_a_reader_that_ends_first_and_an_interrupt_are_no_traceback(process, jitrope, monkeypatch) -> None:
@@ -148,7 +160,60 @@ def test_options_of_a_call_are_never_ignored(jitrope) -> None:
     done = jitrope("prewarm", "--dtype", "fp16", "--arch", "sm_90")
     assert done.stderr.endswith("jitrope prewarm: error: the options of a call need --heads\n")
     done = jitrope("prewarm", "--from", "run.json", "--interleaved", "--arch", "sm_90")
-    assert done.stderr.endswith("jitrope prewarm: error: --from does not go with the options of a call\n")
+    assert done.stderr.endswith(
+        "jitrope prewarm: error: --from does not go with --model, nor with the options of a call\n"
+    )
+
+
+@pytest.mark.parametrize("written", ["sm_90", "sm90", "90", "9.0"])
+def test_an_architecture_and_a_dtype_can_be_written_in_several_ways(jitrope, written: str) -> None:
+    names = {"bf16": ["bfloat16", "torch.bfloat16"], "fp16": ["half", "float16"], "fp32": ["float", "float32"]}
+    for dtype, others in names.items():
+        want = jitrope("prewarm", "--heads", "8", "--dtype", dtype, "--arch", "sm_90", "--dry-run", "--json").stdout
+        for other in [dtype, *others]:
+            arguments = ("prewarm", "--heads", "8", "--dtype", other, "--arch", f"{written},sm_90", "--dry-run")
+            assert jitrope(*arguments, "--json").stdout == want
+    assert [prewarming.architecture(x) for x in ("10.0", "12.1a", "sm_90a", "9", "hopper", 90)] == [
+        "sm_100",
+        "sm_121a",
+        "sm_90a",
+        "sm_9",
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize("arch", ["sm_130", "3.5", "sm_9", "sm_83"])
+def test_an_unknown_architecture_is_one_line_before_any_work(jitrope, tmp_path: Path, arch: str) -> None:
+    name = prewarming.architecture(arch)
+    for more in ([], ["--dry-run"]):
+        done = jitrope("prewarm", "--arch", f"sm_90,{arch}", *more)
+        assert (done.returncode, done.stdout) == (1, "")
+        known = r"it knows sm_\d+, .*\b90, 100,.*"
+        assert re.fullmatch(rf"error: NVRTC \d+\.\d does not know {name}; {known}\n", done.stderr)
+        assert len(done.stderr) < 120
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kernels_that_are_cached_need_no_nvrtc_that_knows_their_architecture(jitrope, tmp_path: Path) -> None:
+    """A bundle may have kernels that another NVRTC compiled."""
+    spec = specs_of(heads=8)[0]
+    KernelCache(tmp_path / "kernels").store(kernels.key_of(spec, "sm_50"), "text", b"cubin", spec.to_dict())
+    (tmp_path / "run.json").write_text(json.dumps({"spec": [spec.to_dict()]}))
+    done = jitrope("bundle", "write", "k.tar", "--from", "run.json", "--arch", "sm_50", "--json")
+    assert (done.returncode, json.loads(done.stdout)["cached"]) == (0, 1)
+
+
+def test_a_dry_run_lists_the_kernels_in_words(jitrope) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    done = jitrope("prewarm", "--heads", "8", "--in-place", "--backward", "--arch", "sm_90", "--dry-run")
+    head, *lines, total = done.stdout.splitlines()
+    assert head.split() == ["STATE", "ARCH", "KERNEL"]
+    assert "would compile  sm_90  rope bf16 d128 halves, in place, grid_2d" in lines
+    assert "would compile  sm_90  rope bf16 d128 halves, backward, token_linear" in lines
+    assert total == f"{len(lines)} would compile, 0 cached, 0 failed"
+    lines = jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--dry-run").stdout.splitlines()
+    assert "cached  sm_90  rope bf16 d128 halves, grid_2d" in lines
 
 
 def test_prewarm_needs_an_architecture(process) -> None:
@@ -159,11 +224,15 @@ def test_prewarm_needs_an_architecture(process) -> None:
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry run"])
-def test_prewarm_reports_failures(jitrope, tmp_path: Path, dry: tuple[str, ...]) -> None:
-    done = jitrope("prewarm", "--heads", "8", "--arch", "sm_20", *dry)
+def test_prewarm_reports_failures(jitrope, tmp_path: Path, monkeypatch, dry: tuple[str, ...]) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(render, "TEMPLATE_PATHS", [tmp_path])
+        render._texts.cache_clear()
+        done = jitrope("prewarm", "--heads", "8", "--arch", "sm_90", *dry)
     assert done.returncode == 1
     assert "2 failed" in done.stdout
-    assert "sm_20 is older than any NVRTC" in done.stderr
+    (line,) = done.stderr.splitlines()  # one for all kernels with the same fault
+    assert re.match(r"failed: rope_bf16_d128\w+ sm_90 and 1 more: the template rope.cu.jinja is missing", line)
     (tmp_path / "empty.json").write_text('{"spec": []}')
     done = jitrope("prewarm", "--from", "empty.json", "--arch", "sm_90", "--json", *dry)
     assert done.returncode == 1
@@ -290,6 +359,89 @@ def test_a_spec_of_a_file_that_no_kernel_has_is_named_and_refused(tmp_path: Path
         read_calls(path)
 
 
+# ---- prewarm --model -----------------------------------------------------------------------------
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
+FAMILIES = {  # (name of the classes, words of the configuration)
+    "Llama": {"num_key_value_heads": 2, "head_dim": 128},
+    "Qwen3": {"num_key_value_heads": 8, "head_dim": 64},  # with norms before the rope
+    "GPTNeoX": {},  # a part of the head
+    "Cohere": {"num_key_value_heads": 2},  # interleaved pairs
+    "Glm": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},  # both, and half of each table is not read
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prewarm_of_a_model_builds_what_its_calls_ask_for(jitrope, tmp_path: Path, family: str) -> None:
+    """The model itself, with the drop-in, on meta tensors: one sequence and several, forward and backward."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**SMALL, **FAMILIES[family], dtype="bfloat16")
+    config.save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with drop_in.enable(model) as report, planning() as specs:
+        for batch, tokens in ((1, 16), (3, 16), (1, 1), (2, 1)):
+            ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
+            mask = torch.zeros(batch, 1, tokens, tokens, dtype=torch.bool, device="meta")
+            out = model(input_ids=ids, position_ids=ids[:1], attention_mask=mask, use_cache=False)
+            out.logits.sum().backward()
+    assert report.calls == {"jitrope": 8, "host": 0}
+    want = set(specs)
+    specs = specs_of_model(tmp_path / "model")
+    assert specs == specs_of_model(tmp_path / "model" / "config.json")
+    assert want <= set(specs)
+    more = set(specs) - want  # with as many heads of k, this attention's gradient is a transpose; a fused one's is not
+    assert all(spec.inverse and spec.vec > 1 for spec in more)
+    assert not more or config.num_attention_heads == getattr(config, "num_key_value_heads", 8)
+    done = jitrope("prewarm", "--model", "model", "--arch", "sm_90", "--dry-run", "--json")
+    assert {kernel["name"] for kernel in json.loads(done.stdout)["kernels"]} == {spec.name for spec in want}
+    half = json.loads(
+        jitrope("prewarm", "--model", "model", "--dtype", "half", "--arch", "sm_90", "--dry-run", "--json").stdout
+    )
+    assert all("_fp16_" in kernel["name"] for kernel in half["kernels"])
+
+
+def test_prewarm_of_the_language_model_in_a_larger_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    text = transformers.Gemma3TextConfig(num_key_value_heads=2, head_dim=128)
+    transformers.Gemma3Config(text_config=text, dtype="bfloat16").save_pretrained(tmp_path)
+    specs = specs_of_model(tmp_path)
+    assert {(spec.dtype, spec.head_dim, spec.full_width) for spec in specs} == {("bf16", 128, True)}
+
+
+NO_MODELS = {
+    "diffusers": ({"_class_name": "FluxTransformer2DModel"}, "configuration of diffusers, which --model does not read"),
+    "nothing": ({}, "it has no model_type"),
+    "unknown": ({"model_type": "nonesuch"}, "cannot read"),
+    "a list": ([], "it has no model_type"),
+    "no dtype": ({"model_type": "llama"}, "names no dtype: pass one, as --dtype bf16"),
+    "no rope": ({"model_type": "bert", "dtype": "float16"}, "JITROPE_RECORD=run.json"),
+    "two functions": (
+        {"model_type": "deepseek_v3", "dtype": "float16"},
+        "has apply_rotary_pos_emb_interleave too; record a run instead",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_a_model_that_is_not_known_is_one_line(jitrope, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    data, text = NO_MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    done = jitrope("prewarm", "--model", "config.json", "--arch", "sm_90", "--dry-run")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert text in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert len(errors[0]) < 240
+
+
 # ---- cache and bundle ----------------------------------------------------------------------------
 
 
@@ -299,8 +451,12 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
     assert jitrope("cache", "ls").stderr == f"0 kernels, 0.0 MiB in {kernels}\n"
     jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
     listed = jitrope("cache", "ls")
-    rows = [line.split("\t") for line in listed.stdout.splitlines()]
-    assert [(row[1], Path(row[3]).parent) for row in rows] == [("sm_90", kernels)] * 2
+    head, *rows = [line.split(maxsplit=4) for line in listed.stdout.splitlines()]
+    assert head == ["KEY", "ARCH", "SIZE", "KERNEL"]
+    assert [(row[1], row[3], row[4]) for row in rows] == [
+        ("sm_90", "KiB", "rope bf16 d128 halves, grid_2d"),
+        ("sm_90", "KiB", "rope bf16 d128 halves, token_linear"),
+    ]
     assert "2 kernels" in listed.stderr
     sizes = [entry["bytes"] for entry in json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]]
     assert sum(sizes) == sum(file.stat().st_size for file in kernels.glob("*/*"))
@@ -321,6 +477,74 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
         done = json.loads(jitrope("cache", "clear", "--json", *more).stdout)
         assert done == {"removed": [left], "dry_run": bool(more)}
         assert len(list(kernels.iterdir())) == left_over
+
+
+def test_cache_info_shows_one_kernel(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_80,sm_90")
+    rows = json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]
+    listed = [line.split()[0] for line in jitrope("cache", "ls").stdout.splitlines()[1:]]
+    assert listed == [row["key"] for row in rows]
+    assert {len(key) for key in listed} == {8}
+    assert len(set(listed)) == 4
+    row = rows[0]
+    text = jitrope("cache", "info", row["key"]).stdout
+    assert jitrope("cache", "info", Path(row["path"]).name).stdout == text  # a folder's name is a key too
+    assert f"key           {row['key']}\n" in text
+    assert f"architecture  {row['arch']}\n" in text
+    assert f"options       -std=c++17 -arch={row['arch']}\n" in text
+    assert re.search(r"^compiler +cupy .*nvrtc", text, re.MULTILINE)
+    assert re.search(r"^files +kernel.cu \d+ KiB, kernel.cubin \d+ KiB, spec.json \d+ KiB$", text, re.MULTILINE)
+    assert "  head_dim               128\n" in text
+    shown = jitrope("cache", "info", row["key"], "--json").stdout
+    assert sum(json.loads(shown)["files"].values()) == row["bytes"]
+    (command,) = re.findall(r"^render again +(.*)$", text, re.MULTILINE)
+    assert command == f"jitrope cache info {row['key']} --json | jitrope render --from /dev/stdin"
+    (tmp_path / "shown.json").write_text(shown)
+    again = jitrope("render", "--from", "shown.json").stdout
+    assert again == (Path(row["path"]) / "kernel.cu").read_text()
+
+
+def test_a_key_is_of_one_kernel(jitrope, tmp_path: Path) -> None:
+    jitrope("prewarm", "--heads", "8", "--arch", "sm_90")
+    done = jitrope("cache", "info", "rope")  # the start of both folders' names
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: rope is the start of 2 keys; `jitrope cache ls` lists the keys\n",
+    )
+    folder = next((tmp_path / "kernels").glob("*"))
+    meta = json.loads((folder / "spec.json").read_text())
+    spec = spec_from_dict(meta["spec"])
+    key = Key(meta["name"], render.ingredients(spec), tuple(meta["options"]), "sm_90", "another compiler")
+    KernelCache(tmp_path / "kernels").store(key, "text", b"cubin", meta["spec"])
+    rows = json.loads(jitrope("cache", "ls", "--json").stdout)["entries"]
+    names = [row["key"] for row in rows]
+    assert sorted(map(len, names)) == [8, 17, 17]
+    for name in names:
+        assert json.loads(jitrope("cache", "info", name, "--json").stdout)["key"] == name
+
+
+def test_a_table_is_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [("1a2b3c4d", "rope bf16 d128 halves, bf16 full tables, in place, packed, token_linear")]
+    whole = listing.table(("KEY", "KERNEL"), lines)
+    assert whole == f"KEY       KERNEL\n1a2b3c4d  {lines[0][1]}"
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    wrapped = listing.table(("KEY", "KERNEL"), lines)
+    assert [len(line) <= 60 for line in wrapped.splitlines()] == [True] * 3
+    assert wrapped.splitlines()[2].startswith(" " * 10 + "packed")
+    assert " ".join(wrapped.split()) == " ".join(whole.split())
+
+
+def test_every_popular_kernel_has_words_of_its_own() -> None:
+    specs = prewarming.default_specs()
+    words = [listing.in_words(spec) for spec in specs]
+    assert len(set(words)) >= len({spec.name for spec in specs})
+    assert len(set(listing.each_in_words(specs))) == len(specs)  # with the fields in which those of one name differ
+    two = [specs_of(heads=heads)[0] for heads in (8, [32, 8])]
+    assert (
+        listing.each_in_words(two)[1] == "rope bf16 d128 halves, token_linear, tokens_per_block 1, heads_per_block 40"
+    )
+    assert all("_" not in text.replace(spec.launch, "") for text, spec in zip(words, specs))
 
 
 def test_verify_by_a_cold_start(jitrope, tmp_path: Path) -> None:
@@ -443,8 +667,22 @@ def test_doctor(process, jitrope) -> None:
     assert "JITROPE_CACHE_DR is unknown" in status(done, "variables")[1]
     assert "jitrope reads JITROPE_CACHE_DIR" in status(done, "variables")[2]
     done = jitrope("doctor")
-    assert done.stdout.endswith("jitrope works here.\n")
-    assert re.search(r"^ok    GPU  .*\n +to do: CPU tensors use plain torch", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("\njitrope works here. 1 note: GPU.\n")
+    assert re.search(r"^note  GPU  .*\n +to do: CPU tensors use plain torch", done.stdout, re.MULTILINE)
+
+
+def test_doctor_of_amds_gpus(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch for ROCm shows them as GPUs of CUDA. No architecture of NVIDIA's is made up for them."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    done = jitrope("doctor", "--json")
+    ok, found, advice = status(done, "GPU")
+    assert (done.returncode, ok, found) == (1, False, "torch is built for ROCm 6.4")
+    assert advice.startswith("AMD GPUs are not supported; calls need an NVIDIA GPU")
+    assert status(done, "NVRTC")[0]
+    assert status(done, "kernel")[0]
+    assert jitrope("doctor").stdout.endswith("\n1 fault: GPU.\n")
+    assert "there is no GPU here" in jitrope("prewarm").stderr
 
 
 def shared(folder: Path) -> None:
@@ -568,7 +806,9 @@ def test_doctor_of_two_cupys(jitrope, tmp_path: Path, monkeypatch: pytest.Monkey
     found = status(jitrope("doctor", "--json"), "CuPy")
     assert not found[0]
     assert re.search(r"cupy-cuda11x and cupy-cuda1[23]x are installed", found[1])
-    assert re.match(r"pip uninstall -y cupy-cuda11x cupy-cuda1[23]x && pip install 'jitrope\[cuda1[23]\]'", found[2])
+    assert re.match(r"pip uninstall -y cupy-cuda11x cupy-cuda1[23]x && pip install cupy-cuda1[23]x nvidia", found[2])
+    last = jitrope("doctor").stdout.splitlines()[-1]
+    assert last.startswith("1 fault: CuPy.")
 
 
 def test_doctor_of_a_torch_for_another_cuda(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,7 +817,7 @@ def test_doctor_of_a_torch_for_another_cuda(jitrope, monkeypatch: pytest.MonkeyP
     found = status(jitrope("doctor", "--json"), "CuPy")
     assert found[0]
     assert f"for CUDA {major}, but torch is for CUDA {25 - major}.8" in found[1]
-    assert found[2] == f"pip uninstall -y cupy-cuda{major}x && pip install 'jitrope[cuda{25 - major}]'"
+    assert found[2] == f"pip uninstall -y cupy-cuda{major}x && {compiler.install(25 - major)}"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a torch for CUDA needs these libraries itself")
@@ -601,10 +841,11 @@ def test_doctor_without(tmp_path: Path, missing: str, check: str, text: str) -> 
     found = status(run("doctor", "--json"), check)
     assert not found[0]
     assert text in found[1]
-    assert re.match(r"pip install 'jitrope\[cuda1[23]\]'$", found[2])
+    assert found[2] in (compiler.install(12), compiler.install(13))
     done = run("prewarm", "--heads", "8", "--arch", "sm_90", COLUMNS="200")
     assert done.returncode == 1
-    assert re.search(r"pip install 'jitrope\[cuda1[23]\]'", done.stderr)  # the brackets are printed as they are
+    assert found[2] in done.stderr
+    assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
     if check == "NVRTC":  # an image that only loads kernels needs no NVRTC
         assert status(run("doctor", "--json", JITROPE_NO_COMPILE="1"), "NVRTC")[0]

@@ -1040,9 +1040,9 @@ except jitrope.CompileError as error:
 
 
 @pytest.mark.hardware
-def test_a_gpu_without_cupy_names_the_extra(tmp_path: Path) -> None:
+def test_a_gpu_without_cupy_names_the_packages(tmp_path: Path) -> None:
     message = fresh(tmp_path, NO_CUPY)
-    assert f"pip install 'jitrope[cuda{torch.version.cuda.split('.')[0]}]'" in message
+    assert f"pip install cupy-cuda{torch.version.cuda.split('.')[0]}x nvidia-cuda-nvrtc" in message
 
 
 SANITIZED = """

@@ -298,13 +298,13 @@ NVRTC_12, NVRTC_13 = [f"sm_{n}" for n in (50, 60, 75, 80, 90, 120)], [f"sm_{n}" 
 
 UNKNOWN = {
     ("sm_70", 13.0): "sm_70 is older than NVRTC 13.0 takes: this NVRTC compiles for sm_75 to sm_121; "
-    "pip install 'jitrope[cuda12]'",
+    "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12",
     ("sm_35", 13.0): "sm_35 is older than any NVRTC of jitrope's takes: .*; use another GPU",
     ("sm_35", 12.9): "sm_35 is older than any NVRTC of jitrope's takes: .*; use another GPU",
     ("sm_130", 13.5): "sm_130 is newer than NVRTC 13.5: this NVRTC compiles for sm_75 to sm_121; "
-    "pip install --upgrade nvidia-cuda-nvrtc, or pip install 'jitrope[cuda13]'",
+    "pip install --upgrade nvidia-cuda-nvrtc",
     ("sm_121", 12.8): "sm_121 is newer than NVRTC 12.8: .*; "
-    "pip install --upgrade nvidia-cuda-nvrtc-cu12, or pip install 'jitrope[cuda13]'",
+    "pip install --upgrade nvidia-cuda-nvrtc-cu12, or pip install cupy-cuda13x nvidia-cuda-nvrtc",
     ("sm_83", 12.8): "there is no sm_83; this NVRTC compiles for sm_50 to sm_120: sm_50, sm_60, .*",
     ("hopper", 12.8): "'hopper' is not an architecture such as sm_90; this NVRTC compiles for .*",
 }
@@ -315,7 +315,17 @@ def test_an_unknown_architecture_is_explained(case: tuple[str, float]) -> None:
     arch, version = case
     major, minor = map(int, str(version).split("."))
     got = compiler.unsupported(arch, NVRTC_13 if major == 13 else NVRTC_12, (major, minor))
-    assert re.fullmatch(UNKNOWN[case].replace("[", r"\["), "; ".join(got or ()))
+    assert re.fullmatch(UNKNOWN[case], "; ".join(got or ()))
+
+
+@pytest.mark.parametrize("major", compiler.PACKAGES)
+def test_the_packages_that_a_message_installs_are_those_of_the_extra(major: int) -> None:
+    """The message works where jitrope is on no index. `cuda12` and `cuda13` name the same packages."""
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    (extra,) = re.findall(rf"^cuda{major} = \[(.*)\]$", text, re.MULTILINE)
+    names = re.findall(r'"([\w-]+)', extra)
+    assert compiler.install(major) == f"pip install {' '.join(names)}"
+    assert compiler.install(major + 5) == compiler.install(13)
 
 
 def test_known_architectures_are_not() -> None:

@@ -30,7 +30,8 @@ class Refused(CompileError):
     """The driver refuses a cubin: it is damaged, or made for another GPU or CUDA."""
 
 
-_NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+PACKAGES = {12: ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"), 13: ("cupy-cuda13x", "nvidia-cuda-nvrtc")}
+"""The packages of CuPy and NVRTC by CUDA's major version: those of the extras `cuda12` and `cuda13`."""
 
 _failed: Exception | None = None
 """The error of the first import of CuPy. A second import in the same process would raise other, misleading errors."""
@@ -69,7 +70,7 @@ def _cupy_fault(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename and folder and folder.is_relative_to(error.filename):
         return f"cannot make its own cache folder ({error}): set CUPY_CACHE_DIR to a folder that can be written"
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    command = f"pip install --force-reinstall cupy-cuda{max(12, torch_cuda_major())}x"
+    command = f"pip install --force-reinstall {_packages(torch_cuda_major())[0]}"
     return f"is installed but cannot be imported ({reason}): {command}, and start Python again"
 
 
@@ -88,7 +89,12 @@ def _nvrtc() -> Any:
 
 def install(major: int | None = None) -> str:
     """The command that installs CuPy and NVRTC for a major version of CUDA, by default torch's."""
-    return f"pip install 'jitrope[cuda{max(12, torch_cuda_major() if major is None else major)}]'"
+    return "pip install " + " ".join(_packages(torch_cuda_major() if major is None else major))
+
+
+def _packages(major: int) -> tuple[str, str]:
+    """The packages for the nearest major version of CUDA that has some."""
+    return PACKAGES[min(max(PACKAGES), max(min(PACKAGES), major))]
 
 
 def torch_cuda_major() -> int:
@@ -107,7 +113,7 @@ def compiler_version() -> str:
     import importlib.metadata  # CuPy has imported it by now
 
     cupy_version = import_cupy().__version__
-    for package in _NVRTC_PACKAGES[:: 1 if cuda_major() >= 13 else -1]:
+    for package in [nvrtc for _, nvrtc in PACKAGES.values()][:: -1 if cuda_major() >= 13 else 1]:
         try:
             return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError:
@@ -148,8 +154,8 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
     if numbers[0] < number < numbers[-1]:
         return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
     if number > numbers[-1]:
-        package = "nvidia-cuda-nvrtc-cu12" if version[0] == 12 else "nvidia-cuda-nvrtc"
-        age, advice = f"newer than {nvrtc}", f"pip install --upgrade {package}, or {install(13)}"
+        upgrade = f"pip install --upgrade {_packages(version[0])[1]}"
+        age, advice = f"newer than {nvrtc}", f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
     elif number >= OLDEST_ARCH.get(version[0] - 1, numbers[0]):
         age, advice = f"older than {nvrtc} takes", install(version[0] - 1)
     else:

@@ -80,13 +80,15 @@ class Key:
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel, for listings. size: bytes of its files."""
+    """One kernel, for listings. size: bytes of its files. meta: its `spec.json`; files: the bytes of each file."""
 
     path: Path
     name: str
     arch: str
     size: int
     spec: dict[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
 
 
 # ---- content -------------------------------------------------------------------------------------
@@ -199,7 +201,8 @@ def untrusted(folder: Path) -> str | None:
 
 def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Entry:
     """The listing's row of an entry."""
-    return Entry(path, meta["name"], meta["arch"], sum(map(len, files.values())), meta["spec"])
+    sizes = {name: len(data) for name, data in files.items()}
+    return Entry(path, meta["name"], meta["arch"], sum(sizes.values()), meta["spec"], meta, sizes)
 
 
 class Listing:

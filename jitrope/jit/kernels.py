@@ -73,6 +73,13 @@ def arch_of(device: int) -> str:
     return f"sm_{major}{minor}"
 
 
+def local_archs() -> list[str]:
+    """The architecture of each GPU of this machine. The list is empty if torch can use none, or is for AMD's."""
+    if torch.version.hip or not torch.cuda.is_available():
+        return []
+    return [arch_of(device) for device in range(torch.cuda.device_count())]
+
+
 class Cubin(NamedTuple):
     """A spec's cubin. compiled: this call compiled it; kept: it is on disk."""
 

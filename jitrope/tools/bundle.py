@@ -18,7 +18,7 @@ from ..jit import layers
 from ..jit.entry import Entry, Read, described, pack
 from ..jit.kernels import build, kernel_cache, key_of
 from ..jit.render import render
-from .prewarm import Built, build_each
+from .prewarm import Built, build_each, reasons
 
 __all__ = ["entries", "load", "write"]
 
@@ -60,8 +60,8 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
     if not results:
         raise CacheError("kernels is empty: there is nothing to bundle")
     if failed := [built for built in results if built.failed]:
-        reasons = "\n".join(f"{item.spec.name} {item.arch}: {item.outcome}" for item in failed)
-        raise CompileError(f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:\n{reasons}")
+        text = f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:"
+        raise CompileError("\n".join([text, *reasons(failed)]))
     layers.write_bundle(path, files)
     return results
 

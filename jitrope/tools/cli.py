@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import itertools
 import os
-import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -16,20 +15,37 @@ from typing import Any
 
 from .. import __version__
 from ..base.errors import CacheError, InvalidInput, JitropeError
-from ..base.spec import DTYPES, Spec
+from ..base.spec import Spec
 from ..jit.kernels import kernel_cache
 from ..jit.render import render as render_source
 from . import bundle, verify
 from . import doctor as checks
-from .console import answer, architectures, build_all, print_entries, rows, say, total
-from .prewarm import ARCH, default_specs, read_calls, specs_of, this_versions
+from .console import answer, architectures, build_all, print_entries, say, total
+from .listing import details, paragraph, rows
+from .models import specs_of_model
+from .options import (
+    ARCHS,
+    BUNDLE,
+    CALL,
+    COLD,
+    DRY_RUN,
+    FROM,
+    JOBS,
+    JSON,
+    KEY,
+    MODEL,
+    OLDER,
+    WRITTEN,
+    Option,
+    Parser,
+    wants_json,
+)
+from .prewarm import default_specs, read_calls, specs_of, this_versions
 from .prewarm import prewarm as build
 
 Options = argparse.Namespace
-Option = tuple[tuple[str, ...], dict[str, Any]]
 COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[Option, ...]]] = {}
-GROUPS = {"cache": "List, check and remove the kernels on disk.", "bundle": "Move kernels to other machines."}
-SECONDS = {"d": 86400, "h": 3600, "m": 60}
+GROUPS = {"cache": "List, show, check and remove the kernels on disk.", "bundle": "Move kernels to other machines."}
 HELP = """Rotary position embeddings, compiled on first call.
 
 Examples:
@@ -45,50 +61,8 @@ def _command(name: str, *options: Option) -> Callable[[Callable[[Options], Any]]
     return lambda function: COMMANDS.setdefault(name, (function, options))[0]
 
 
-def _option(*names: str, **words: Any) -> Option:
-    return names, words
-
-
-def _value(pattern: str, example: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The reader of an option's text, which must match a pattern."""
-
-    def value(text: str) -> Any:
-        if not re.fullmatch(pattern, text):
-            raise argparse.ArgumentTypeError(f"{text!r} must be written as {example}")
-        return read(text)
-
-    return value
-
-
-_heads = _value(r"\d+(,\d+)*", "32,8", lambda text: [*map(int, text.split(","))])
-_archs = _value(f"{ARCH.pattern}(,{ARCH.pattern})*", "sm_80,sm_90", lambda text: list(dict.fromkeys(text.split(","))))
-_age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * SECONDS[text[-1]])
-_count = _value(r"[1-9]\d*", "8", int)
-
-JSON = _option("--json", action="store_true", help="print JSON on stdout instead of text")
-DRY_RUN = _option("--dry-run", action="store_true", help="print what would be done, and change nothing")
-ARCHS = _option("--arch", type=_archs, help="architectures, as sm_80,sm_90; default: those of this machine's GPUs")
-JOBS = _option(
-    "--jobs", type=_count, default=os.cpu_count() or 1, help="kernels compiled at a time; default: all cores"
-)
-FROM = _option("--from", dest="file", type=Path, help="TOML or JSON: calls, a recorded run, or `cache ls --json`")
-BUNDLE = _option("path", type=Path, help="a file that `jitrope bundle write` wrote")
-FLAG: dict[str, Any] = {"action": "store_true", "default": None}  # None: not given
-CALL = (
-    _option("--heads", type=_heads, action="append", help="heads of q and k, as 32,8, or of q alone, as 24"),
-    _option("--head-dim", type=int, help="elements of a head; default: 128"),
-    _option("--dtype", choices=DTYPES, help="the dtype of q and k; default: bf16"),
-    _option("--interleaved", **FLAG, help="pairs are (2i, 2i+1), not (i, i + half)"),
-    _option("--rotary-dim", type=int, help="elements of a head that are rotated; default: all"),
-    _option("--width", choices=("half", "full"), help="the width of cos and sin; default: half"),
-    _option("--in-place", dest="inplace", **FLAG, help="q and k are overwritten"),
-    _option("--backward", **FLAG, help="the gradient's kernels too; for `render`, only these"),
-    FROM,
-)
-
-
 def main() -> None:
-    """The console script. An error of jitrope's is printed as one line without a traceback."""
+    """The console script. An error of jitrope's has no traceback; with --json it is {"error": ...} on stdout."""
     try:
         if sys.argv[1:2] == ["bench"]:
             return bench(sys.argv[2:])
@@ -100,7 +74,10 @@ def main() -> None:
     except argparse.ArgumentError as error:
         given.parser.error(str(error))
     except JitropeError as error:
-        say(f"error: {error}")
+        if wants_json():
+            answer(True, {"error": str(error)}, "")
+        else:
+            say(f"error: {error}")
         sys.exit(1)
     except BrokenPipeError:  # as in `jitrope render | head`: keep Python from writing the rest at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -110,15 +87,14 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    words: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    top = argparse.ArgumentParser("jitrope", description=HELP, **words)
+    top = Parser(prog="jitrope", description=HELP)
     top.add_argument("--version", action="version", version=__version__)
     top.set_defaults(run=None, parser=top)
-    parents = {"": top.add_subparsers(metavar="command")}
+    parents: dict[str, Any] = {"": top.add_subparsers(metavar="command")}
 
     def add(name: str, text: str, run: Any) -> argparse.ArgumentParser:
         group, _, last = name.rpartition(" ")
-        made = parents[group].add_parser(last, help=text.splitlines()[0], description=text, **words)
+        made: argparse.ArgumentParser = parents[group].add_parser(last, help=text.splitlines()[0], description=text)
         made.set_defaults(run=run, parser=made)
         return made
 
@@ -135,16 +111,18 @@ def _parser() -> argparse.ArgumentParser:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@_command("prewarm", *CALL, ARCHS, JOBS, DRY_RUN)
+@_command("prewarm", *CALL, MODEL, ARCHS, JOBS, DRY_RUN)
 def prewarm(given: Options) -> bool:
     """Compile kernels ahead of time, for this machine or others, without a GPU.
 
-    Without --heads and --from it compiles the kernels of popular models. A
-    file can describe every kind of call; the options describe common ones.
+    Without --heads, --model and --from it compiles the kernels of popular
+    models. A file can describe every kind of call; the options describe common
+    ones. --dry-run lists the kernels.
 
     Examples:
         jitrope prewarm --arch sm_80,sm_90 --jobs 8
         jitrope prewarm --heads 32,8 --head-dim 128 --backward
+        jitrope prewarm --model path/to/config.json --dry-run
         JITROPE_RECORD=run.json python train.py
         jitrope prewarm --from run.json
     """
@@ -172,13 +150,18 @@ def render(given: Options) -> None:
 
 
 def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
-    """The kernels that the options describe. Without a file and heads, these are the kernels of popular models."""
+    """The kernels that the options describe. Without a file, model and heads, these are those of popular models."""
     names = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "inplace", "backward")
     words = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-    if given.file and (given.heads or words):
-        raise argparse.ArgumentError(None, "--from does not go with the options of a call")
+    model = getattr(given, "model", None)
+    if given.file and (given.heads or words or model):
+        raise argparse.ArgumentError(None, "--from does not go with --model, nor with the options of a call")
+    if model and (given.heads or words.keys() - {"dtype"}):
+        raise argparse.ArgumentError(None, "--model does not go with the options of a call, except --dtype")
     if given.file:
         return read_calls(given.file)
+    if model:
+        return specs_of_model(model, **words)
     if words and not heads:
         raise argparse.ArgumentError(None, "the options of a call need --heads")
     try:
@@ -192,12 +175,27 @@ def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
 
 @_command("cache ls")
 def cache_ls(given: Options) -> None:
-    """List the kernels; with --json as a file for `jitrope prewarm --from`."""
+    """List the kernels: key, architecture, size, and what each computes.
+
+    The list leaves out the usual, such as fp32 tables of half width. The
+    launches token_linear and grid_2d are for many tokens and for few. With
+    --json the list is a file for `jitrope prewarm --from`.
+    """
     cache = kernel_cache()
     print_entries(cache.entries(), cache.root, given.json)
 
 
-@_command("cache verify", _option("--cold", action="store_true", help="also look up every kernel without compiling"))
+@_command("cache info", KEY)
+def cache_info(given: Options) -> None:
+    """Show one kernel: spec, options, compiler and files.
+
+    Examples:
+        jitrope cache info 1a2b3c4d
+    """
+    answer(given.json, *details(kernel_cache().entries(), given.key))
+
+
+@_command("cache verify", COLD)
 def cache_verify(given: Options) -> bool:
     """Check every kernel of every cache; exit code 1 if one is damaged.
 
@@ -218,6 +216,7 @@ def cache_verify(given: Options) -> bool:
         lines.append("cold start: {loaded} loaded, {checked} looked up, {others} of another version".format(**cold))
         wrong += [f"missing: {item['name']} {item['arch']}: {item['reason']}" for item in cold["bad"]]
         if not (cold["loaded"] or cold["checked"] or wrong):
+            found["error"] = "there is nothing to look up"
             wrong.append("error: there is nothing to look up")
     answer(given.json, found, "\n".join(lines))
     for line in wrong:
@@ -231,7 +230,7 @@ def cache_clear(given: Options) -> None:
     _report(kernel_cache().clear(given.dry_run), given)
 
 
-@_command("cache prune", _option("--older-than", type=_age, required=True, help="30d, 12h or 45m"), DRY_RUN)
+@_command("cache prune", OLDER, DRY_RUN)
 def cache_prune(given: Options) -> None:
     """Remove the kernels that are older than some time.
 
@@ -251,7 +250,7 @@ def _report(removed: list[Path], given: Options) -> None:
 # ---- bundle --------------------------------------------------------------------------------------
 
 
-@_command("bundle write", _option("path", type=Path, help="the file to write, a tar"), FROM, ARCHS, JOBS, DRY_RUN)
+@_command("bundle write", WRITTEN, FROM, ARCHS, JOBS, DRY_RUN)
 def bundle_write(given: Options) -> bool:
     """Write kernels to a file and compile those that are not cached.
 
@@ -304,11 +303,16 @@ def doctor(given: Options) -> bool:
     """Check everything that jitrope needs, and run a kernel; exit code 1 for a fault."""
     results = checks.run()
     faults = [result.what for result in results if not result.ok]
+    notes = [result.what for result in results if result.ok and result.advice]
     lines = []
     for result in results:
-        lines.append(f"{'ok' if result.ok else 'FAULT':6}{result.what:14}{result.found}")
-        lines += [f"{'':20}to do: {result.advice}"] if result.advice else []
-    lines.append(f"{len(faults)} broken: {', '.join(faults)}" if faults else "jitrope works here.")
+        word = "FAULT" if not result.ok else "note" if result.advice else "ok"
+        lines += paragraph(f"{word:6}{result.what:14}", result.found)
+        lines += paragraph(f"{'':20}to do: ", result.advice) if result.advice else []
+    last = ["" if faults else "jitrope works here."]
+    for word, found in (("fault", faults), ("note", notes)):
+        last += [f"{len(found)} {word}{'s' * (len(found) != 1)}: {', '.join(found)}."] if found else []
+    lines.append(" ".join(filter(None, last)))
     answer(given.json, {"ok": not faults, "checks": list(map(dataclasses.asdict, results))}, "\n".join(lines))
     return not faults
 
@@ -319,7 +323,7 @@ def bench(arguments: list[str]) -> None:
     if not folder.is_dir():
         text = "the benchmarks are not in the package: run examples/bench in a checkout of jitrope's repository"
         raise JitropeError(text)
-    sys.argv = ["jitrope bench", *arguments]
+    sys.argv = ["jitrope bench", *("--help" if word == "-h" else word for word in arguments)]
     try:
         runpy.run_path(str(folder), run_name="__main__")
     except ModuleNotFoundError as error:

@@ -7,14 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from ..base import config
-from ..base.errors import JitropeError
+from ..base.errors import CompileError, JitropeError
 from ..base.spec import Spec
 from ..jit import compiler, kernels
 from ..jit.entry import Entry
-from .prewarm import Built
+from .listing import each_in_words, listed, rows, table
+from .prewarm import Built, reasons
+
+Work = Sequence[tuple[Spec, str]]
+"""(spec, architecture) of each kernel."""
 
 
 def printable(text: object) -> str:
@@ -32,18 +34,13 @@ def answer(as_json: bool, data: Any, text: object) -> None:
     print(json.dumps(data, indent=1, default=str) if as_json else printable(text), flush=True)
 
 
-def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Kernels for JSON."""
-    return [{"name": e.name, "arch": e.arch, "bytes": e.size, "path": e.path} for e in entries]
-
-
 def print_entries(entries: Sequence[Entry], where: object, as_json: bool) -> None:
-    """Print kernels as JSON, which `prewarm --from` reads, or a line for each with tabs between the columns."""
+    """Print kernels as JSON, which `prewarm --from` reads, or as a table."""
     if as_json:
         specs = list({json.dumps(entry.spec): entry.spec for entry in entries}.values())
         return answer(True, {"spec": specs, "entries": rows(entries)}, "")
-    for e in entries:
-        answer(False, None, f"{e.name}\t{e.arch}\t{e.size}\t{e.path}")
+    if entries:
+        answer(False, None, listed(entries))
     say(f"{total(entries)} in {where}")
 
 
@@ -58,34 +55,62 @@ def total(entries: Sequence[Entry]) -> str:
 
 def architectures(given: list[str] | None) -> list[str]:
     """The architectures of `--arch`, or those of this machine's GPUs."""
-    local = {kernels.arch_of(i) for i in range(torch.cuda.device_count())} if torch.cuda.is_available() else set()
+    local = sorted(set(kernels.local_archs()))
     if not given and not local:
         raise JitropeError("there is no GPU here; name the architectures to build for, as --arch sm_80,sm_90")
-    return given or sorted(local)
+    return given or local
 
 
-def build_all(work: Sequence[tuple[Spec, str]], dry_run: bool, as_json: bool, build: Callable[[], list[Built]]) -> bool:
-    """Build kernels, or find out which would be built, and print the results. False if one failed or there are none."""
+def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list[Built]]) -> bool:
+    """Build kernels, or find out which would be built, and print the results. False if one failed or there are none.
+
+    Raises:
+        JitropeError: NVRTC does not know an architecture, and not all of its kernels are cached. Nothing is built then.
+    """
     config.configure(compile=True)  # the command asks for it, so the environment does not matter
+    _check_architectures(work)
     built = [_would_build(*kernel) for kernel in work] if dry_run else build()
     failed = [item for item in built if item.failed]
-    words = ("would compile" if dry_run else "compiled", "cached")
-    counts = {word: sum(item.outcome == word for item in built) for word in words} | {"failed": len(failed)}
-    each = [{"name": b.spec.name, "arch": b.arch, "outcome": b.outcome, "failed": b.failed} for b in built]
-    answer(as_json, {**counts, "kernels": each}, ", ".join(f"{count} {word}" for word, count in counts.items()))
-    for item in failed:
-        say(f"failed: {item.spec.name} {item.arch}: {item.outcome}")
+    outcomes, words = ("would compile" if dry_run else "compiled", "cached"), each_in_words([b.spec for b in built])
+    counts = {word: sum(item.outcome == word for item in built) for word in outcomes} | {"failed": len(failed)}
+    each = [
+        {"name": b.spec.name, "kernel": kernel, "arch": b.arch, "outcome": b.outcome, "failed": b.failed}
+        for b, kernel in zip(built, words)
+    ]
+    empty = {} if built else {"error": "there was nothing to build"}
+    lines = [(b.outcome, b.arch, kernel) for b, kernel in zip(built, words) if dry_run and not b.failed]
+    text = [table(("STATE", "ARCH", "KERNEL"), lines)] * bool(lines)
+    text.append(", ".join(f"{count} {word}" for word, count in counts.items()))
+    answer(as_json, {**counts, "kernels": each, **empty}, "\n".join(text))
+    for reason in reasons(failed):
+        say(f"failed: {reason}")
     if not built:
         say("error: there was nothing to build")
     return bool(built) and not failed
 
 
+def _check_architectures(work: Work) -> None:
+    """Raise JitropeError for an architecture that this NVRTC does not know, unless its kernels are all cached."""
+    try:
+        known, (major, minor) = compiler.supported_archs(), compiler.nvrtc_version()
+    except CompileError:
+        return  # without NVRTC, each kernel that is not cached fails for this reason
+    for arch in dict.fromkeys(arch for _, arch in work):
+        if compiler.unsupported(arch, known, (major, minor)) and not all(_cached(*k) for k in work if k[1] == arch):
+            numbers = ", ".join(known).replace(", sm_", ", ")
+            raise JitropeError(f"NVRTC {major}.{minor} does not know {arch}; it knows {numbers}")
+
+
+def _cached(spec: Spec, arch: str) -> bool:
+    return kernels.kernel_cache().holds(kernels.key_of(spec, arch))
+
+
 def _would_build(spec: Spec, arch: str) -> Built:
     """The result of building a kernel, found without building it."""
     try:
-        if kernels.kernel_cache().holds(kernels.key_of(spec, arch)):
+        if _cached(spec, arch):
             return Built(spec, arch, "cached")
-        fault = compiler.unsupported(arch, compiler.supported_archs(), compiler.nvrtc_version())
+        compiler.supported_archs()  # raises if there is no NVRTC
     except JitropeError as error:
         return Built(spec, arch, str(error), failed=True)
-    return Built(spec, arch, "; ".join(fault) if fault else "would compile", failed=fault is not None)
+    return Built(spec, arch, "would compile")

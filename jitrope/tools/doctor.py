@@ -52,7 +52,7 @@ def run() -> list[Check]:
     """All checks, the kernel last. No error is raised."""
     return [
         Check("jitrope", True, f"{__version__}, Python {platform.python_version()}, {platform.system()}"),
-        Check("torch", True, f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
+        Check("torch", True, f"{torch.__version__}, {_platform()}"),
         _check("GPU", _gpu),
         _check("CuPy", _cupy),
         _check("NVRTC", _nvrtc),
@@ -72,10 +72,17 @@ def _check(what: str, look: Callable[[], Found]) -> Check:
         return Check(what, False, f"{type(error).__name__}: {error}")
 
 
+def _platform() -> str:
+    """What torch is built for."""
+    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
+
+
 def _gpu() -> Found:
-    if torch.cuda.is_available():
-        names = [f"{torch.cuda.get_device_name(i)} ({kernels.arch_of(i)})" for i in range(torch.cuda.device_count())]
-        return ", ".join(names), ""
+    if torch.version.hip:
+        text = f"torch is built for ROCm {torch.version.hip}"
+        raise Fault(text, "AMD GPUs are not supported; calls need an NVIDIA GPU and a torch built for CUDA")
+    if archs := kernels.local_archs():
+        return ", ".join(f"{torch.cuda.get_device_name(i)} ({arch})" for i, arch in enumerate(archs)), ""
     found = "none that torch can use" + ("" if torch.version.cuda else ": torch is built without CUDA")
     return found, "CPU tensors use plain torch; if there is a GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES"
 
@@ -103,8 +110,8 @@ def _nvrtc() -> Found:
         if not config.compile_allowed():
             return "not there, and not needed: compiling is forbidden", IF_CACHED
         raise _with_remedy(error) from error
-    for device in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        if wrong := compiler.unsupported(kernels.arch_of(device), supported, version):
+    for arch in kernels.local_archs():
+        if wrong := compiler.unsupported(arch, supported, version):
             raise Fault(*wrong)
     return f"{version[0]}.{version[1]}, for {supported[0]} to {supported[-1]}", ""
 
@@ -164,7 +171,7 @@ def _variables() -> Found:
 
 
 def _kernel() -> Found:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if kernels.local_archs() else "cpu"
     q, k = (torch.randn(1, 9, heads, 64).to(device, torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(9, 32, device=device) * 9
     try:

@@ -34,8 +34,8 @@ from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the regis
 
 __all__ = ["DEFAULT_CALLS", "Built", "default_specs", "prewarm", "read_calls", "specs_of"]
 
-ARCH = re.compile(r"sm_[1-9]\d*[af]?")
-"""Syntax of an architecture's name. The compiler checks that the architecture exists."""
+_ARCH = re.compile(r"(?:sm_?)?([1-9]\d*)([af]?)|([1-9]\d*)\.(\d)([af]?)")
+"""Ways to write an architecture. The compiler checks that the architecture exists."""
 
 _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 """Sizes on which no kernel depends: tokens of a sequence, rows of a table, sequences of a packed batch."""
@@ -101,6 +101,12 @@ def specs_of(**call: Any) -> list[RopeSpec]:
         InvalidInput: the function does not take such a call.
     """
     return list(dict.fromkeys(_specs_of(call)))
+
+
+def architecture(text: Any) -> str | None:
+    """An architecture as NVRTC names it: "sm_90" for sm_90, sm90, 90 and 9.0. None if the text names none."""
+    match = _ARCH.fullmatch(text) if isinstance(text, str) else None
+    return "sm_" + "".join(part or "" for part in match.groups()) if match else None
 
 
 def default_specs() -> list[RopeSpec]:
@@ -319,7 +325,7 @@ def prewarm(specs: Iterable[Spec], archs: Iterable[str], jobs: int) -> list[Buil
 
     Args:
         specs: the results of `specs_of`, `jitrope.planning`, `read_calls` or `jitrope.record`.
-        archs: architectures, such as "sm_90".
+        archs: architectures, such as "sm_90" or "9.0".
         jobs: the number of kernels that are compiled at a time.
 
     Returns:
@@ -340,16 +346,30 @@ def prewarm(specs: Iterable[Spec], archs: Iterable[str], jobs: int) -> list[Buil
     return build_each("prewarm", itertools.product(specs, archs), jobs, kept)
 
 
+def reasons(failed: Iterable[Built]) -> list[str]:
+    """A line for each reason of failures, with the first kernel that has it and the number of the others."""
+    alike: dict[str, list[Built]] = {}
+    for item in failed:
+        alike.setdefault(item.outcome, []).append(item)
+    lines = []
+    for reason, items in alike.items():
+        more = f" and {len(items) - 1} more" if items[1:] else ""
+        lines.append(f"{items[0].spec.name} {items[0].arch}{more}: {reason}")
+    return lines
+
+
 def build_each(
     function: str, work: Iterable[tuple[Any, Any]], jobs: int, build: Callable[[Spec, str], Built]
 ) -> list[Built]:
     """Build each (spec, architecture) once, some at a time. An error of jitrope's becomes a failed result."""
-    work = list(work)
-    for spec, arch in work:
+    wanted: dict[tuple[Spec, str], None] = {}
+    for spec, given in work:
+        arch = architecture(given)
         if not isinstance(spec, Spec):
             arguments.refuse(function, "specs", spec, "specs from specs_of, planning, read_calls or record")
-        if not isinstance(arch, str) or not ARCH.fullmatch(arch):
-            arguments.refuse(function, "archs", arch, "architectures such as 'sm_90'")
+        if arch is None:
+            arguments.refuse(function, "archs", given, "architectures such as 'sm_90'")
+        wanted[spec, arch] = None
 
     def one(kernel: tuple[Spec, str]) -> Built:
         try:
@@ -358,4 +378,4 @@ def build_each(
             return Built(*kernel, str(error), failed=True)
 
     with ThreadPoolExecutor(max(1, arguments.whole(function, "jobs", jobs, 0))) as pool:  # NVRTC releases the GIL
-        return list(pool.map(one, dict.fromkeys(work)))
+        return list(pool.map(one, wanted))

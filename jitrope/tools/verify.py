@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import torch
-
 from ..base import config
 from ..base.errors import CacheError, JitropeError, MissingKernel
 from ..jit import kernels
@@ -29,8 +27,7 @@ def cold_start() -> dict[str, Any]:
         of kernels of another version, which no call asks for.
     """
     config.configure(compile=False)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = {kernels.arch_of(i): i for i in range(count)}
+    devices = {arch: device for device, arch in enumerate(kernels.local_archs())}
     found: dict[str, Any] = {"loaded": 0, "checked": 0, "bad": [], "others": 0}
     entries: list[Entry] = []
     for cache in caches():

@@ -1,0 +1,114 @@
+"""The kernels that a model's calls will ask for, found from its configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import InvalidInput, JitropeError
+from ..base.spec import Spec
+from ..integrations import transformers as drop_in
+from ..ops.planning import planning
+from ..plan.problem import DTYPE_NAMES
+
+RECORD = "record a run instead: JITROPE_RECORD=run.json, then jitrope prewarm --from run.json"
+_BATCHES, _TOKENS = (1, 2), 8  # a kernel depends on whether there is one batch row, but on no other size
+
+
+def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
+    """The kernels that a transformers model asks for with the drop-in: of both launches, forward and backward.
+
+    The tables are made by the model's own rope module, and the call is that of the drop-in on meta tensors. Weights are
+    not read.
+
+    Args:
+        path: config.json, or its folder.
+        dtype: the dtype of the model, "fp32", "fp16" or "bf16", in place of the configuration's.
+
+    Raises:
+        InvalidInput: the file is not a configuration of transformers, or it names no dtype.
+        JitropeError: transformers is missing, or jitrope does not replace the model's rope.
+    """
+    whole = _config(path)
+    config = whole.get_text_config()
+    kind = config.model_type.replace("-", "_").removesuffix("_text")
+    names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    named = names[dtype] if dtype else config.dtype or whole.dtype
+    if named is None:
+        raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
+    try:
+        file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        if others := [n for n in vars(file) if re.match(r"apply_(?!rotary_pos_emb(_vision)?$)\w*rotary", n)]:
+            raise JitropeError(f"the file of {kind} models has {', '.join(others)} too; {RECORD}")
+        with drop_in.enable(), planning() as specs:
+            for tables in _tables(file, config, named):
+                for batch in _BATCHES:
+                    _call(file, config, batch, tables)
+    except (ImportError, AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise JitropeError(f"the rope of {kind} models is not known ({_short(error)}); {RECORD}") from error
+    if not specs:
+        raise JitropeError(f"jitrope does not replace the rope of {kind} models; {RECORD}")
+    return [*specs]
+
+
+def _config(path: Path) -> Any:
+    """The configuration in a file or folder."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text())
+        if "_class_name" in data:
+            raise InvalidInput(f"{file} is a configuration of diffusers, which --model does not read; {RECORD}")
+        if "model_type" not in data:
+            raise InvalidInput(f"{file} is not a configuration of transformers: it has no model_type")
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except ImportError as error:
+        raise JitropeError(f"--model needs transformers ({error}): pip install transformers") from error
+    except InvalidInput:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidInput(f"cannot read {file}: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    return textwrap.shorten(str(error), 100, placeholder=" ...")
+
+
+def _tables(file: Any, config: Any, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    """(cos, sin) as the model's rope modules make them; several if they differ between kinds of layers."""
+    classes = [c for name, c in vars(file).items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
+    x, ids, found = torch.empty(1, _TOKENS, 1, dtype=dtype), torch.arange(_TOKENS)[None], []
+    for rope in (c(config) for c in classes if c.__module__ == file.__name__):
+        by_layer = "layer_type" in inspect.signature(rope.forward).parameters
+        for words in [{"layer_type": kind} for kind in sorted(set(config.layer_types))] if by_layer else [{}]:
+            found.append(tuple(t.to("meta") for t in rope(x, ids, **words)))
+    return found
+
+
+def _call(file: Any, config: Any, batch: int, tables: tuple[Tensor, ...]) -> None:
+    """Rotate q and k as attention has them, transposed views of a projection's output, forward and backward.
+
+    The gradient of k is dense from fused attention. From eager attention with as many heads of k as of q it is the
+    transpose of a product.
+    """
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    counts = heads, getattr(config, "num_key_value_heads", None) or heads
+    shapes = [(batch, _TOKENS, count, size) for count in counts]
+    leaves = [torch.empty(s, dtype=tables[0].dtype, device="meta", requires_grad=True) for s in shapes]
+    with torch.enable_grad():
+        out = file.apply_rotary_pos_emb(*(leaf.transpose(1, 2) for leaf in leaves), *tables)
+    dense = [torch.empty_like(x) for x in out]
+    torch.autograd.grad(out, leaves, dense, retain_graph=True)
+    if counts[0] == counts[1]:
+        eager = [torch.empty_like(dense[0]), torch.empty_like(dense[1].mT, memory_format=torch.contiguous_format).mT]
+        torch.autograd.grad(out, leaves, eager)
