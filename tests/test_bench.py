@@ -263,6 +263,9 @@ def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> N
     shutil.copytree(ROOT / "jitrope", tmp_path / "jitrope", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = fresh.python("-m", "jitrope", "bench", "host", "--json", env=environment, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "examples/bench" in json.loads(done.stdout)["error"]
+    done = fresh.python("-m", "jitrope", "bench", "host", env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
     assert "examples/bench" in done.stderr

@@ -189,7 +189,7 @@ _HALVES = [torch.cat((x, x), -1) for x in (_COS, _SIN)]
 MISTAKES = {
     "no k": ((_Q, _COS, _SIN), {}, r"k has shape \(6, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?"),
     "no sin": ((_Q, _K, _COS), {}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not cos$"),
-    "a tuple": ((_Q, _K, (_COS, _SIN)), {}, r"cos is a tuple of 2; unpack it: apply_rope\(q, k, \*table\)"),
+    "a tuple": ((_Q, _K, (_COS, _SIN)), {}, r"cos is a tuple of 2; unpack it: pass \*table"),
     "complex": ((_Q, _K, torch.polar(_COS, _SIN)), {}, "pass a complex table as freqs_cis=table"),
     "complex twice": ((_Q, _K, *[torch.polar(_COS, _SIN)] * 2), {}, "pass a complex table as freqs_cis=table"),
     "nothing": ((_Q, _K), {}, "pass cos and sin, .*, not none"),
@@ -213,4 +213,6 @@ def test_check_takes_right_calls() -> None:
         jitrope.apply_rope(_Q, _K, *tables, check=True, **words)
     ones, zeros = torch.ones(6, 8), torch.zeros(6, 8)
     jitrope.apply_rope(_Q, _K, ones, zeros, check=True)
+    jitrope.apply_rope(_Q[:, :0], None, ones[:0], zeros[:0], check=True)
+    jitrope.apply_rope(_Q[:0], None, torch.ones(0, 6, 4), torch.ones(0, 6, 4), check=True)
     jitrope.apply_rope(_Q.transpose(1, 2), None, _COS, _SIN, layout="bhsd", check=True)

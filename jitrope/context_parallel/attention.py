@@ -100,12 +100,12 @@ def all_gather_attention(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(NAME, "softmax_scale", softmax_scale)
     keep_gathered, check = flag("keep_gathered", keep_gathered), flag("check", check)
     chosen, rotation = choose(backend, case), rotation_of(rope, q, k, schedule)
+    call = Call(schedule, chosen, case, scale, head_groups, keep_gathered, rotation)
+    if check:  # before any launch, which may fail on one rank alone
+        check_ranks(call)
     if rotation is not None and not (head_groups == 1 and schedule.exchange is None and k.shape == v.shape):
         q, k = rotation.apart(q, k)
-        rotation = None
-    call = Call(schedule, chosen, case, scale, head_groups, keep_gathered, rotation)
-    if check:
-        check_ranks(call)
+        call = call._replace(rotation=None)
     out, lse, max_logit = _Attention.apply(q, k, v, call)
     outputs = [_unpacked(x, shape, layout) for x in (out, lse) if x is not None]
     outputs += [] if max_logit is None else [max_logit]

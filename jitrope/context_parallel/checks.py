@@ -79,12 +79,19 @@ def check_ranks(call: Call) -> None:
         "head_groups": call.head_groups,
         "keep_gathered": call.keep_gathered,
         "dtype": _DTYPES.index(case.dtype),
-        **{name: getattr(case, name) for name in ("heads", "kv_heads", "head_dim", "head_dim_v", "grad", "max_logit")},
+        "heads of q": case.heads,
+        "heads of k": case.kv_heads,
+        "head size of q": case.head_dim,
+        "head size of v": case.head_dim_v,
+        "wants a gradient": case.grad,
+        "return_max_logit": case.max_logit,
     }
+    words = {"rule": RULES, "dtype": _DTYPES}
     values = gather_values(torch.tensor([*map(int, sizes.values())], device=real.device), schedule.ranks)
     for name, each in zip(sizes, zip(*values)):
         if len(set(each)) > 1:
-            fail(f"{name} differs between ranks: {list(each)}")
+            shown = [words[name][i] for i in each] if name in words else list(each)
+            fail(f"{name} differs between ranks: {shown}")
     both = [real] if padded is None else [real, padded]
     lengths = gather_values(torch.stack(both).long().view(-1), schedule.ranks)
     for i, each in enumerate(zip(*lengths)):
@@ -102,7 +109,7 @@ def _check_lengths(real: list[int], padded: list[int], schedule: Schedule) -> No
     if padded[-1] > tokens:
         fail(f"cu_seqlens goes up to {padded[-1]}, but there are {tokens} tokens")
     lengths, slots = ([b - a for a, b in pairwise(offsets)] for offsets in (real, padded))
-    if max(slots) > schedule.max_seqlen:
+    if max(slots, default=0) > schedule.max_seqlen:
         fail(f"a sequence has {max(slots)} tokens, more than max_seqlen={schedule.max_seqlen}")
     if any(length > slot for length, slot in zip(lengths, slots)):
         fail("a sequence is longer in cu_seqlens than in cu_seqlens_padded")

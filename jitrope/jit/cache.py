@@ -281,9 +281,13 @@ def _older(paths: list[Path], seconds: float) -> list[Path]:
     """The paths that are older than some seconds. A date more than an hour ahead is old too: a clock was wrong."""
     found = []
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             age = time.time() - os.lstat(path).st_mtime
-            found += [path] if age >= seconds or age < -3600 else []
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CacheError(f"cannot read {path}: {error.strerror}") from error
+        found += [path] if age >= seconds or age < -3600 else []
     return found
 
 

@@ -84,7 +84,7 @@ class Bundle:
             manifest = json.loads(self._content(file, MANIFEST))
             if manifest.get("format") != FORMAT:
                 raise CacheError(f"{path} has format {manifest.get('format')!r}, not {FORMAT}; write it again")
-            self.kernels: list[str] = list(manifest["kernels"])
+            self.kernels: list[str] = [str(name) for name in manifest["kernels"]]
             if missing := {f"{folder}/{name}" for folder in self.kernels for name in FILES} - self._members.keys():
                 raise ValueError(f"it has no {min(missing)}")
 

@@ -44,8 +44,10 @@ def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -
 
 def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> None:
     """Refuse exchanged tables, and full-width tables of the other pairing."""
+    if cos.numel() == 0:
+        return
     first_cos, first_sin = (x[(0,) * (x.dim() - 1)] for x in (cos, sin))
-    if len(first_cos) and not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
+    if not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
         fail("row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
     if cos.shape[-1] != options.rotary_dim:
         return

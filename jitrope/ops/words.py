@@ -100,8 +100,9 @@ def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> s
     wanted = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
     q, k, cos, sin = (tensors.get(label) for label in ("q", "k", "cos", "sin"))
     if isinstance(cos, (list, tuple)):
-        return f"cos is a {type(cos).__name__} of {len(cos)}; unpack it: {name}(q, k, *table)"
-    if isinstance(cos, Tensor) and sin is None and not kinds:
+        return f"cos is a {type(cos).__name__} of {len(cos)}; unpack it: pass *table for cos and sin"
+    nested = any(isinstance(x, Tensor) and x.is_nested for x in (q, k, cos))
+    if isinstance(cos, Tensor) and sin is None and not kinds and not nested:
         if cos.is_complex():
             return "cos is complex; pass a complex table as freqs_cis=table"
         if isinstance(q, Tensor) and isinstance(k, Tensor) and k.shape == cos.shape and k.dim() != q.dim():

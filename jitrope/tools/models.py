@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.arguments import word
 from ..base.errors import InvalidInput, JitropeError
-from ..base.spec import Spec
+from ..base.spec import DTYPES, Spec
 from ..integrations import transformers as drop_in
 from ..ops.planning import planning
 from ..plan.problem import DTYPE_NAMES
@@ -27,7 +28,7 @@ def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
     """The kernels that a transformers model asks for with the drop-in: of both launches, forward and backward.
 
     The tables are made by the model's own rope module, and the call is that of the drop-in on meta tensors. Weights are
-    not read.
+    not read. Of a model for text and images only the text's part is planned.
 
     Args:
         path: config.json, or its folder.
@@ -39,21 +40,23 @@ def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
     """
     whole = _config(path)
     config = whole.get_text_config()
-    kind = config.model_type.replace("-", "_").removesuffix("_text")
+    kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")
     names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    named = names[dtype] if dtype else config.dtype or whole.dtype
+    given = [getattr(c, name, None) for c in (config, whole) for name in ("dtype", "torch_dtype")]
+    named = names[word("specs_of_model", "dtype", dtype, DTYPES)] if dtype else next(filter(None, given), None)
     if named is None:
         raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
     try:
         file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-        if others := [n for n in vars(file) if re.match(r"apply_(?!rotary_pos_emb(_vision)?$)\w*rotary", n)]:
-            raise JitropeError(f"the file of {kind} models has {', '.join(others)} too; {RECORD}")
+        others = [n for n in vars(file) if re.match(r"apply_(?!rotary_pos_emb(_vision)?$)\w*rotary", n)]
         with drop_in.enable(), planning() as specs:
-            for tables in _tables(file, config, named):
+            for tables in [] if others else _tables(file, config, named):
                 for batch in _BATCHES:
                     _call(file, config, batch, tables)
-    except (ImportError, AttributeError, KeyError, TypeError, RuntimeError) as error:
+    except (ImportError, AttributeError, KeyError, TypeError, RuntimeError, JitropeError) as error:
         raise JitropeError(f"the rope of {kind} models is not known ({_short(error)}); {RECORD}") from error
+    if others:
+        raise JitropeError(f"the file of {kind} models has {', '.join(others)} too; {RECORD}")
     if not specs:
         raise JitropeError(f"jitrope does not replace the rope of {kind} models; {RECORD}")
     return [*specs]
@@ -64,6 +67,7 @@ def _config(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     try:
         data = json.loads(file.read_text())
+        data = data if isinstance(data, dict) else {}
         if "_class_name" in data:
             raise InvalidInput(f"{file} is a configuration of diffusers, which --model does not read; {RECORD}")
         if "model_type" not in data:
