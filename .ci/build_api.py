@@ -80,7 +80,7 @@ def text_of(folder: str, page: str) -> str:
             return match[0]
         place = os.path.normpath(os.path.join(folder, target)).removesuffix("README.md").rstrip("/")
         if place not in PAGES:
-            return f"{words} (`{place}`)" if place else words
+            return words if words in place else f"{words} (`{place}`)"
         return f"[{words}]({os.path.relpath(PAGES[place], os.path.dirname(page) or '.')}{anchor})"
 
     text = (ROOT / folder / "README.md").read_text()
