@@ -156,8 +156,8 @@ def free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=4096 if torch.cuda.is_available() else 512)
+    parser.add_argument("--steps", type=int, default=10 if torch.cuda.is_available() else 3)
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--tiny", action="store_true", help="200 tokens, 3 steps, a window of 4")
     arguments = parser.parse_args()

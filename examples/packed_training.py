@@ -1,6 +1,6 @@
 """A few training steps on packed documents, and the same batch under context parallelism.
 
-python examples/packed_training.py [--documents 64] [--tokens 8192] [--steps 10]
+python examples/packed_training.py [--documents 64] [--tokens 8192] [--steps 10]    # a CPU has 1024 tokens by default
 
 The attention's QKV projection stays packed: one launch splits it and rotates q and k, one more makes the
 gradient. Then the pack is cut as for two ranks, and each rank's rotated tokens are compared with the whole.
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=8192 if torch.cuda.is_available() else 1024)
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     torch.manual_seed(0)
