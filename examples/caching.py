@@ -68,7 +68,7 @@ def nvrtc() -> str:
 
 
 def shell(line: str, **variables: str) -> str:
-    """What a line of shell says, with these variables beside ours; `jitrope` and `program` are this Python's."""
+    """Run a line of shell with these variables, and return its output; `jitrope` and `program` use this Python."""
     shown = line if len(line) < 120 else f"{line[:60]} ... {line[-60:]}"
     print("$", *(f"{name}={value}" for name, value in variables.items() if name in config.VARIABLES), shown)
     cli, program = f'"{sys.executable}" -m jitrope "$@"', f'"{sys.executable}" $OPTIONS "{FILE}" call'

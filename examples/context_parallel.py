@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def step(model: Model, tokens: Tensor, target: Tensor, freqs: Tensor, schedule: Schedule) -> tuple[Tensor, Tensor]:
-    """(logits, loss) with gradients; the loss is the batch's mean, of which each rank has its rows' part."""
+    """(logits, loss) with gradients; each rank has its rows' part of the batch's mean loss."""
     model.zero_grad()
     shape = schedule.shape
     # The offsets are the whole batch's; which of its positions these rows have follows from the rank.

@@ -48,7 +48,7 @@ time. An empty cell was not measured.
 APART = """
 ## Measured apart
 
-These were measured in other runs, of which no JSON is kept.
+These figures were measured in other runs, and their JSON was not kept.
 
 - NVIDIA H100, TransformerEngine's HEAD (d0067d0, 2026-08), on the packs of "Packed training": 1.47, 1.57, 1.60, 1.61,
   1.64, 1.66 and 1.69 times two COPYs for 1, 8, 32, 128, 512, 1024 and 2401 sequences.

@@ -73,7 +73,7 @@ def _check(what: str, look: Callable[[], Found]) -> Check:
 
 
 def _platform() -> str:
-    """What torch is built for."""
+    """The platform that torch is built for: CUDA, ROCm or none."""
     return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
 
 

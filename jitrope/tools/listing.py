@@ -24,7 +24,7 @@ KINDS = {
 
 
 def in_words(spec: Spec) -> str:
-    """A kernel in words. What most kernels have in common (fp32 tables of half width) is not said."""
+    """A kernel in words. The words leave out what is usual: fp32 tables of half width."""
     if not isinstance(spec, RopeSpec):
         return spec.name.replace("_", " ")
     pairings = [("halves", "interleaved")[flag] for flag in (spec.interleaved, spec.interleaved_out)]
