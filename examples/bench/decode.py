@@ -50,8 +50,9 @@ def inputs(
     else:
         positions, slots = torch.randint(pool, (tokens,), device=DEVICE), order(pool)[:tokens]
     cos, sin = (part.contiguous() for part in table[positions].chunk(2, -1))
-    empty = torch.zeros(2, pool // PAGE, PAGE, kv_heads, head_dim, device=DEVICE)
-    (k_cache, v_cache), (k_fp8, v_fp8) = empty.bfloat16(), empty.to(torch.float8_e4m3fn)
+    empty = torch.zeros(pool // PAGE, PAGE, kv_heads, head_dim, device=DEVICE)  # torch.compile copies views of one
+    k_cache, v_cache = empty.bfloat16(), empty.bfloat16()
+    k_fp8, v_fp8 = empty.to(torch.float8_e4m3fn), empty.to(torch.float8_e4m3fn)
     k_scale, v_scale = (torch.full((1,), scale, device=DEVICE) for scale in (0.02, 0.03))
     kv = KVCache(k_cache, v_cache, slots)
     kv_fp8 = KVCache(k_fp8, v_fp8, slots, k_scale=k_scale, v_scale=v_scale)
