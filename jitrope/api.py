@@ -164,7 +164,7 @@ def prepare_qkv(
         q, k: as in `apply_rope`; without a cache k may be None.
         v: with a cache (B, S, Hk, D) in the default layout, stored unchanged. Otherwise it is returned as given.
         cos, sin: as in `apply_rope`. With a norm they may be missing: then q and k are normalised and not rotated.
-        norm: RMSNorm of q and k before the rotation. It does not go with cache or quantize.
+        norm: RMSNorm of q and k, before the rotation or after it. It does not go with cache or quantize.
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, as fp8.
         The other arguments are those of `apply_rope`. mscale, inverse, interleaved_out, packed_table and cp_size go

@@ -72,20 +72,6 @@ struct Factors {
     }
 };
 
-// Scales and weights a lane's part of a head, in the host's rounding.
-__device__ __forceinline__ void normalise(float (&x)[ELEMENTS], float scale, const Factors& factors) {
-    float factor[ELEMENTS];
-    if constexpr (WEIGHTED) factors.values(factor);
-    #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) x[i] = __fmul_rn(x[i], scale);
-    if constexpr (NORM_ROUNDING == TWICE) round_all(x);
-    if constexpr (WEIGHTED) {
-        #pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i) x[i] = __fmul_rn(x[i], factor[i]);
-    }
-    if constexpr (NORM_ROUNDING != NONE) round_all(x);
-}
-
 // ---- the sum over a row ------------------------------------------------------------------------
 
 // Sums COUNT numbers at once, each over the threads of a row; every thread of the row gets the sums.

@@ -265,18 +265,19 @@ class NormCase:
     weight_dtype: str = "bf16"
     first: int | None = None  # a joint call: so many of S are the first stream's
     two_tables: bool = False  # and each stream has tables of its own
+    after_rope: bool = False
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def norm(self) -> NormOptions:
-        return NormOptions(self.rounding, self.across_heads, self.zero_centered)
+        return NormOptions(self.rounding, self.across_heads, self.zero_centered, self.after_rope)
 
 
 def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
     """A NormCase; words that a Case has are its."""
-    own = ("across_heads", "zero_centered", "weights", "weight_dtype", "first", "two_tables")
+    own = ("across_heads", "zero_centered", "after_rope", "weights", "weight_dtype", "first", "two_tables")
     norm = {n: words.pop(n) for n in own if n in words}
     norm["rounding"] = words.pop("norm", "none")
     return NormCase(name, why, Case("", "", shape=shape, **words), **norm)  # type: ignore[arg-type]
@@ -329,6 +330,15 @@ NORM_CASES = [
             interleaved=True, norm="once"),
     _normed("full", "full-width tables whose members differ", table="full", norm="once", dtype="fp32",
             weight_dtype="fp32"),
+    _normed("after", "Hunyuan: the rotated heads are normalised", (1, 4, 4, 2, 128), after_rope=True, norm="twice"),
+    _normed("after-unweighted", "Llama 4: pairs of neighbours", after_rope=True, weights="", interleaved=True),
+    _normed("after-partial", "lanes of which some are not rotated, 1 + weight, fp32 until the store", (2, 3, 9, 3, 80),
+            after_rope=True, rotary_dim=32, zero_centered=True, ids="rows", table_rows=9),
+    _normed("after-across", "a row is a token, in the model's dtype", (1, 3, 3, 3, 64), after_rope=True, norm="once",
+            across_heads=True, table="per_head", rounding="dtype"),
+    _normed("after-full", "members of a pair differ, so the rotation changes the sum", table="full", after_rope=True,
+            norm="once", dtype="fp16", weight_dtype="fp32"),
+    _normed("after-joint", "two streams", (1, 7, 4, 4, 64), first=3, after_rope=True, norm="twice", interleaved=True),
     _normed("joint", "two streams, the split inside a block", (1, 7, 4, 4, 64), first=3, norm="once", interleaved=True),
     _normed("joint-batch", "two batch rows, GQA, strided", (2, 5, 4, 2, 64), first=2, norm="twice", strides="qkv"),
     _normed("joint-first", "the second is empty", (1, 3, 2, 2, 64), first=3),
@@ -374,7 +384,7 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
             _, _, heads, dim = canonical(x, case.rope.layout).shape
             weight = torch.randn(dim * (heads if case.across_heads else 1), generator=generator)
             weights.append(weight.to(DTYPES[case.weight_dtype]).to(device))
-    words = {"norm_rounding": case.rounding, "zero_centered": case.zero_centered}
+    words = {"norm_rounding": case.rounding, "zero_centered": case.zero_centered, "after_rope": case.after_rope}
     if number == 1:
         words["across_heads"] = case.across_heads
     else:
@@ -424,7 +434,7 @@ def random_norm_case(seed: int) -> NormCase:
     return NormCase(
         f"norm-seed-{seed}", "the unforeseen", case, draw.choice(("none", "once", "twice")), across,
         draw.random() < 0.3, draw.choice(("", "qk", "qk", "qk")), draw.choice((dtype, "fp32")),
-        draw.randint(0, tokens) if joint else None, joint and draw.random() < 0.5,
+        draw.randint(0, tokens) if joint else None, joint and draw.random() < 0.5, after_rope=draw.random() < 0.25,
     )  # fmt: skip
 
 

@@ -226,10 +226,11 @@ def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: A
                  **o: Any) -> Result:  # fmt: skip
     o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
     pairs = ((q, q_weight), (k, k_weight))
-    return tuple(
-        None if x is None else unheads(rotated(normed(heads(exact(x), layout), weight, o), o), layout)
-        for x, weight in pairs
-    ), {}
+
+    def both(x: Tensor, weight: Any) -> Tensor:
+        return normed(rotated(x, o), weight, o) if o.get("after_rope") else rotated(normed(x, weight, o), o)
+
+    return tuple(None if x is None else unheads(both(heads(exact(x), layout), w), layout) for x, w in pairs), {}
 
 
 def norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:

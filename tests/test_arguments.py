@@ -35,7 +35,7 @@ TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
-         "across_heads", "zero_centered", "copy_v", "inplace")  # fmt: skip
+         "across_heads", "zero_centered", "after_rope", "copy_v", "inplace")  # fmt: skip
 NUMBERS = ("mscale", "eps")
 WORDS = ("layout", "rounding", "norm_rounding")
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -360,7 +360,13 @@ def parameters() -> list[tuple[Function, str]]:
         names = [name.rstrip("?") for name in op.tensors]
         if f.name == "norm_rope_joint":
             names = [*SEQUENCES]
-        norm = ("eps", "zero_centered", "norm_rounding", *(("across_heads",) if f.name != "norm_rope_joint" else ()))
+        norm = (
+            "eps",
+            "zero_centered",
+            "after_rope",
+            "norm_rounding",
+            *(("across_heads",) if f.name != "norm_rope_joint" else ()),
+        )
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
         without = {"launch", "norm", *(("interleaved_out", "q_scale") if f.in_place else ())}
         found += [(f, word) for word in dict.fromkeys(words) if word not in without]

@@ -180,7 +180,7 @@ def problems(draw: Any) -> RopeProblem:
         page_size=pick(0, 16, 784) if kind == "cache" else 0, rotate_k=kind == "cache" and draw(FLAG),
         q_out="fp8" if fp8 else dtype, kv_out="fp8" if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
-        row_heads=row_heads, zero_centered=normed and draw(FLAG),
+        row_heads=row_heads, zero_centered=normed and draw(FLAG), after_rope=normed and draw(FLAG),
         weight_dtype=weight, two_streams=kind == "streams",
         two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, copy_v=values,
         batch_inner=kind != "packed" and draw(FLAG), wide=draw(FLAG), batch=draw(st.integers(1, 4)), tokens=tokens,

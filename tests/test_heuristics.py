@@ -40,6 +40,7 @@ BASE = RopeProblem(
     across_heads=False,
     row_heads=(),
     zero_centered=False,
+    after_rope=False,
     weight_dtype=None,
     two_streams=False,
     two_tables=False,

@@ -46,6 +46,8 @@ def assert_equal(got, want) -> None:
         assert (a is None and b is None) or torch.equal(a, b)
 
 
+NORM_WORDS = ("norm_rounding", "zero_centered", "after_rope", "across_heads")
+
 # ---- values against fp64 -----------------------------------------------------------------------------
 
 
@@ -61,16 +63,22 @@ def normed64(x: torch.Tensor, weight: torch.Tensor | None, case: NormCase) -> to
 
 
 def values64(case: NormCase, call) -> list[torch.Tensor | None]:
-    """Normalise each head in fp64, then rotate it pair by pair."""
+    """Normalise each head in fp64, then rotate it pair by pair; or the other way round."""
     options = {name: value for name, value in call.arguments.items()
-               if name not in ("norm_rounding", "zero_centered", "across_heads", "cos", "sin")}  # fmt: skip
+               if name not in (*NORM_WORDS, "cos", "sin")}  # fmt: skip
     words = {"layout": "bshd", "interleaved": False, **options}
     tables = call.arguments.get("cos"), call.arguments.get("sin")
     (q, k), (q_weight, k_weight) = call.streams, call.weights
-    both = [None if x is None else normed64(x, w, case).float() for x, w in ((q, q_weight), (k, k_weight))]
-    others = [x for x in both if x is not None]
-    rotated = autograd_reference(case.rope, *others, *(others if len(others) == 1 else ()), *tables, words)
-    return rotated[: len(others)] + [None] * (2 - len(others))
+    given = [x for x in (q, k) if x is not None]
+
+    def normed(xs):
+        return [normed64(x, w, case).float() for x, w in zip(xs, (q_weight, k_weight))]
+
+    def rotated(xs):
+        return autograd_reference(case.rope, *xs, *(xs if len(xs) == 1 else ()), *tables, words)[: len(xs)]
+
+    found = normed(rotated([x.float() for x in given])) if case.after_rope else rotated(normed(given))
+    return found + [None] * (2 - len(given))
 
 
 def assert_near(got, want) -> None:
@@ -163,6 +171,9 @@ def test_once_is_torchs_rms_norm(dtype: torch.dtype, device: str, dim: int, word
         assert_equal(got, want)
         none = jitrope.apply_rope(*(F.rms_norm(x, (dim,), None, 1e-5) for x in (q, k)), *tables, **said(**words))
         assert_equal(norm_rope(q, k, None, None, *tables, eps=1e-5, norm_rounding="once", **words), none)
+        rotated = jitrope.apply_rope(q, k, *tables, **said(**words))
+        after = norm_rope(q, k, q_weight, k_weight, *tables, eps=1e-5, norm_rounding="once", after_rope=True, **words)
+        assert_equal(after, [F.rms_norm(x, (dim,), w, 1e-5) for x, w in zip(rotated, (q_weight, k_weight))])
         in_place = norm_rope(q, k, q_weight, k_weight, *tables, eps=1e-5, norm_rounding="once", **words, inplace=True)
         assert_equal(in_place, want)
         assert in_place[0] is q
@@ -204,6 +215,24 @@ def test_twice_is_the_hosts_rms_norm(name: str, device: str, dim: int, dtype: to
         want = jitrope.apply_rope(*normed, *tables, **said(**words))
         got = norm_rope(q, k, q_weight, k_weight, *tables, norm_rounding="twice", **words)
         assert_equal(got, want)
+        rotated = jitrope.apply_rope(q, k, *tables, **said(**words))
+        with torch.no_grad():
+            want = [host_norm(name, dim, w)(x) for x, w in zip(rotated, (q_weight, k_weight))]
+        assert_equal(
+            norm_rope(q, k, q_weight, k_weight, *tables, norm_rounding="twice", after_rope=True, **words), want
+        )
+
+
+@pytest.mark.parametrize(("device", "dim", "dtype"), HOST_NORMS)
+def test_after_rope_is_llama_4s_norm(device: str, dim: int, dtype: torch.dtype) -> None:
+    """Complex rotation, then its norm, which has no weight."""
+    llama4 = pytest.importorskip("transformers.models.llama4.modeling_llama4", reason="transformers is not installed")
+    q, k = tensors(device, dtype, (2, 33, 6, dim), (2, 33, 2, dim))
+    cos, sin = tables_of(device, 33, dim // 2)
+    cis = torch.complex(cos, sin).expand(2, -1, -1)
+    want = [llama4.Llama4TextL2Norm(1e-6)(x) for x in llama4.apply_rotary_emb(q, k, cis)]
+    words = {"interleaved": True, "rounding": "complex64", "norm_rounding": "twice", "after_rope": True}
+    assert_equal(norm_rope(q, k, None, None, cos, sin, **words), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -374,27 +403,30 @@ def test_in_place_has_no_gradient(which: str, device: str) -> None:
 # ---- gradients ---------------------------------------------------------------------------------------
 
 
-def oracle(q, k, q_weight, k_weight, cos, sin, *, across_heads=False, zero_centered=False, interleaved=False,
-           rotary_dim=None, rotary_offset=0, eps=1e-6):  # fmt: skip
+def oracle(q, k, q_weight, k_weight, cos, sin, *, across_heads=False, zero_centered=False, after_rope=False,
+           interleaved=False, rotary_dim=None, rotary_offset=0, eps=1e-6):  # fmt: skip
     """Norm and rope in differentiable fp64, for (B, S, H, D) and tables that broadcast to (B, S, H, rotary_dim / 2)."""
-    outputs = []
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        if x is None:
-            outputs.append(None)
-            continue
+
+    def normed(x, weight):
         rows = x.flatten(-2) if across_heads else x
         rows = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()
         rows = rows if weight is None else rows * (weight + (1 if zero_centered else 0))
-        y = rows.reshape(x.shape)
-        n = rotary_dim or x.shape[-1]
+        return rows.reshape(x.shape)
+
+    def rotated(y):
+        n = rotary_dim or y.shape[-1]
         index = torch.arange(n).view(-1, 2) if interleaved else torch.arange(n).view(2, -1).T
         c, s = (t.double() if t.dim() == 4 else t.double()[:, None] for t in (cos, sin))
         out = list(y.unbind(-1))
         for pair, (a, b) in enumerate((index + rotary_offset).tolist()):
             out[a] = y[..., a] * c[..., pair] - y[..., b] * s[..., pair]
             out[b] = y[..., b] * c[..., pair] + y[..., a] * s[..., pair]
-        outputs.append(torch.stack(out, -1))
-    return outputs
+        return torch.stack(out, -1)
+
+    pairs = ((q, q_weight), (k, k_weight))
+    if after_rope:
+        return [None if x is None else normed(rotated(x), weight) for x, weight in pairs]
+    return [None if x is None else rotated(normed(x, weight)) for x, weight in pairs]
 
 
 GRADIENTS = {
@@ -403,6 +435,9 @@ GRADIENTS = {
     "partial": {"rotary_dim": 8, "rotary_offset": 4},
     "zero-centered": {"zero_centered": True},
     "across": {"across_heads": True},
+    "after": {"after_rope": True, "zero_centered": True},
+    "after-partial": {"after_rope": True, "rotary_dim": 8, "interleaved": True},
+    "after-across": {"after_rope": True, "across_heads": True},
     "across-interleaved": {"across_heads": True, "interleaved": True, "zero_centered": True},
 }
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
@@ -537,7 +572,7 @@ def test_gradient_is_there_for_every_kind_of_table(name: str) -> None:
 
 
 def autograd_rope(case: NormCase, call, normed):
-    words = {n: v for n, v in call.arguments.items() if n not in ("norm_rounding", "zero_centered", "across_heads")}
+    words = {n: v for n, v in call.arguments.items() if n not in NORM_WORDS}
     tables = words.pop("cos", None), words.pop("sin", None)
     return autograd_reference(case.rope, *normed, *tables, {"layout": "bshd", "interleaved": False, **words})
 

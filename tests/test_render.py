@@ -171,7 +171,13 @@ def test_ingredients_follow_every_field_and_file() -> None:
     changes |= {"mrope_section": (16, 48), "mrope_interleaved": True, "one_row": True, "wide": True}
     changes |= {"slot_mapping_dtype": "int64", "page_size": 16, "rotate_k": True, "q_out": "fp8", "kv_out": "fp8"}
     changes |= {"norm_rounding": "twice", "table_step": 2}
-    norms_own = {"norm_rounding": "none", "across_heads": True, "row_heads": (8,), "zero_centered": True}
+    norms_own = {
+        "norm_rounding": "none",
+        "across_heads": True,
+        "row_heads": (8,),
+        "zero_centered": True,
+        "after_rope": True,
+    }
     norms_own |= {"weight_dtype": "fp32", "two_streams": True, "two_tables": True, "gradient": True, "weight_vec": 2}
     norms_own |= {"heads_per_thread": 4, "blocks_per_sm": 7}
     assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys() - {"kind"}

@@ -17,7 +17,10 @@ from .operations import OPERATIONS, ROPE_INTO
 
 _TABLES = "Tensor cos, Tensor? sin, Tensor? cu_seqlens, Tensor? start_positions, Tensor? position_ids"
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
-_NORM = "str norm_rounding, bool across_heads, bool zero_centered, float eps"
+_NORM = ", ".join(
+    f"{_TYPES[type(value)]} {'norm_' if name in Options._fields else ''}{name}"
+    for name, value in NormOptions._field_defaults.items()
+)
 _ROTATED = "rotated"
 """The argument for k where it is rotated in place beside its copy in a cache; the argument "k" is never written."""
 

@@ -197,11 +197,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, norm: NormOptions, layout: str) -
 
 
 def qk_norm_rope(t: Tensors, o: Options) -> Tensors:
-    """q and k normalised and rotated."""
-    out: Tensors = {}
+    """q and k normalised and rotated, or rotated and normalised."""
+    norm, out = norm_of(o), dict[str, Tensor]()
     for name in [name for name in ("q", "k") if name in t]:
-        normed = rms_norm(t[name], t.get(f"{name}_weight"), norm_of(o), o.layout)
-        out[name] = rotate(normed, t, o, out_dtype=t[name].dtype, storage=t[name].dtype)
+        x, weight = t[name], t.get(f"{name}_weight")
+        if norm.after_rope:
+            exact = norm.rounding == "none" and o.rounding != "dtype"
+            rotated_x = rotate(x, t, o, out_dtype=torch.float32 if exact else x.dtype)
+            out[name] = rms_norm(rotated_x, weight, norm, o.layout).to(x.dtype)
+        else:
+            out[name] = rotate(rms_norm(x, weight, norm, o.layout), t, o, out_dtype=x.dtype, storage=x.dtype)
     return out
 
 
@@ -238,8 +243,12 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
     norm, out = norm_of(o), dict[str, Tensor]()
     for name in [name for name in ("q", "k") if name in t]:
         x, weight, grad = t[name], t.get(f"{name}_weight"), t[f"d{name}"]
-        g = canonical(rotate(grad, t, changed(o, rounding="fp32"), out_dtype=torch.float32), o.layout)
-        rows = canonical(x, o.layout).float()
+        back = changed(o, rounding="fp32")
+        if norm.after_rope:
+            x = rotate(x, t, changed(back, inverse=not o.inverse), out_dtype=torch.float32)
+        else:
+            grad = rotate(grad, t, back, out_dtype=torch.float32)
+        rows, g = canonical(x, o.layout).float(), canonical(grad, o.layout).float()
         if norm.across_heads:
             rows, g = rows.flatten(-2), g.flatten(-2)
         scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps)
@@ -248,7 +257,9 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
             out[f"{name}_weight"] = (g * normed).sum(tuple(range(g.dim() - 1))).to(weight.dtype)
             g = g * (weight.float() + norm.zero_centered)
         dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
-        out[name] = torch.empty_like(x).copy_(_as_laid_out(dx.view(canonical(x, o.layout).shape), o.layout))
+        dx = _as_laid_out(dx.view(canonical(x, o.layout).shape), o.layout)
+        dx = rotate(dx, t, back, out_dtype=torch.float32) if norm.after_rope else dx
+        out[name] = torch.empty_like(t[name]).copy_(dx)
     return out
 
 

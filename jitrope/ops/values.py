@@ -133,7 +133,7 @@ class Mrope(Positions):
 
 
 class Norm(Value):
-    """RMSNorm of q and k before the rotation: x / sqrt(mean(x^2) + eps) times the weight (arXiv:1910.07467, eq. 4).
+    """RMSNorm of q and k: x / sqrt(mean(x^2) + eps) times the weight (arXiv:1910.07467, eq. 4).
 
     Make it in each forward, because FSDP and `torch.func` replace a module's parameters.
 
@@ -143,11 +143,14 @@ class Norm(Value):
             and diffusers.
         across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
-        rounding: between norm and rope. "none": none. "once": to q's dtype after the weight, as in torch.nn.RMSNorm.
-            "twice": before and after the weight, as in the RMSNorm of transformers and diffusers. Both give the bits of
-            those modules followed by a rotation: on a CPU always; on a GPU for aligned heads of 64, 128 and 256 that
-            are rotated whole, across heads only "once", in fp16 and bf16. In other cases squares are summed in another
-            order, and a few elements differ in the last bit.
+        after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
+            before.
+        rounding: to q's dtype between norm and rope, and with after_rope of the rotated elements too. "none": none.
+            "once": after the weight, as in torch.nn.RMSNorm. "twice": before and after the weight, as in the RMSNorm of
+            transformers and diffusers. Both give the bits of those modules followed by a rotation, or after one: on a
+            CPU always; on a GPU for aligned heads of 64, 128 and 256 that are rotated whole, across heads only "once",
+            in fp16 and bf16. In other cases squares are summed in another order, and a few elements differ in the last
+            bit.
 
     Raises:
         InvalidInput: an argument has a wrong type.
@@ -161,15 +164,17 @@ class Norm(Value):
         eps: float = 1e-6,
         across_heads: bool = False,
         zero_centered: bool = False,
+        after_rope: bool = False,
         rounding: str = "none",
     ) -> None:
         self.tensors = {}
         for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
             if weight is not None:
                 self.tensors[name] = tensor("Norm", name, weight)
-        across, centred = flag("Norm", "across_heads", across_heads), flag("Norm", "zero_centered", zero_centered)
+        flags = {"across_heads": across_heads, "zero_centered": zero_centered, "after_rope": after_rope}
+        across, centred, after = (flag("Norm", name, value) for name, value in flags.items())
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
-        self.words = {"norm": NormOptions(rounding, across, centred, number("Norm", "eps", eps))}
+        self.words = {"norm": NormOptions(rounding, across, centred, after, number("Norm", "eps", eps))}
 
 
 class KVCache(Value):

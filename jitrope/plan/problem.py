@@ -179,7 +179,10 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- the plan ----------------------------------------------------------------------------------
 
-_OF_OPTIONS = [name for name in Options._fields if name in heuristics.RopeProblem.__dataclass_fields__]
+_OF_OPTIONS, _OF_NORM = (
+    [name for name in words if name in heuristics.RopeProblem.__dataclass_fields__]
+    for words in (Options._fields, NormOptions._fields[1:])
+)
 
 
 def plan_call(
@@ -287,10 +290,9 @@ class _Call:
         rows = [x.shape[2] for x in self.inputs[:2] if x is not None] if norm.across_heads else []
         limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
         return {
+            **{name: getattr(norm, name) for name in _OF_NORM},
             "norm_rounding": norm.rounding,
-            "across_heads": norm.across_heads,
             "row_heads": tuple(rows),
-            "zero_centered": norm.zero_centered,
             "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
             "two_streams": bool(self.second),
             "two_tables": len(self.tables) == 4,

@@ -42,11 +42,12 @@ HEAD_WORDS = tuple(field.name for field in fields(HeadWords))
 
 
 class NormOptions(NamedTuple):
-    """How q and k are normalised before they are rotated, in the words of `Norm`."""
+    """How q and k are normalised, in the words of `Norm`."""
 
     rounding: str = "none"
     across_heads: bool = False
     zero_centered: bool = False
+    after_rope: bool = False
     eps: float = 1e-6
 
 
@@ -114,7 +115,8 @@ class Compiled:
     QKV, else 1. copy_v: v is copied.
 
     A norm. norm_rounding: one of `NORM_ROUNDINGS`, or "" without a norm. across_heads: the mean is over all heads of a
-    token; row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is 1 + weight. weight_dtype:
+    token; row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is 1 + weight. after_rope: the
+    norm follows the rotation. weight_dtype:
     None without weights. two_streams, two_tables: q, k and v (and cos and sin) come from two tensors each. gradient:
     the kernel computes the gradients of q, k and the weights.
     """
@@ -148,6 +150,7 @@ class Compiled:
     across_heads: bool
     row_heads: tuple[int, ...]
     zero_centered: bool
+    after_rope: bool
     weight_dtype: str | None
     two_streams: bool
     two_tables: bool
@@ -217,6 +220,7 @@ class RopeSpec(Compiled, Spec):
             f"to_{self.q_out}" if self.q_out != self.dtype else "",
             self.rounding if self.rounding != "fp32" else "",
             f"round_{self.norm_rounding}" if self.norm else "",
+            "after_rope" if self.after_rope else "",
             "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
             "two_streams" if self.two_streams else "",
             self.launch,
@@ -299,7 +303,7 @@ class RopeSpec(Compiled, Spec):
 
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping")
-_NORM_FLAGS = ("across_heads", "zero_centered", "two_streams", "two_tables")
+_NORM_FLAGS = ("across_heads", "zero_centered", "after_rope", "two_streams", "two_tables")
 _NORM_SIZES = ("weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,

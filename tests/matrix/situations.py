@@ -309,6 +309,11 @@ def _(cell: Cell) -> Args:
     return {"zero_centered": True, "k_weight": None, "eps": 0.25}
 
 
+@option("after_rope", "the norm follows the rotation", only(right, named(NORMS)))
+def _(cell: Cell) -> Args:
+    return {"after_rope": True}
+
+
 @option("fp8 cache", "with scales", only(right, named(CACHES)))
 def _(cell: Cell) -> Args:
     caches = {name: cell.rand(*SIZES[name], seed=8).to(FP8) for name in ("k_cache", "v_cache")}
