@@ -127,8 +127,9 @@ def test_a_pipelines_transformers(tmp_path: Path) -> None:
     index = tmp_path / "model_index.json"
     index.write_text(json.dumps({**classes, **both}))
     assert specs_of_model(tmp_path) == specs_of_model(index) == [*alone["transformer"], *alone["transformer_2"]]
-    index.write_text(json.dumps({**classes, **both, "transformer_2": [None, None]}))
-    assert specs_of_model(tmp_path) == alone["transformer"]
+    for missing in ([None, None], None):
+        index.write_text(json.dumps({**classes, **both, "transformer_2": missing}))
+        assert specs_of_model(tmp_path) == alone["transformer"]
     index.write_text(json.dumps(classes))
     with pytest.raises(InvalidInput, match=r"model_index.json names no transformer; record a run instead"):
         specs_of_model(tmp_path)

@@ -24,6 +24,7 @@ from . import diffusion
 
 RECORD = "record a run instead: JITROPE_RECORD=run.json, then jitrope prewarm --from run.json"
 _TEXT_ALONE = "only the part of %s for text is planned; for a vision tower, record a run: JITROPE_RECORD=run.json"
+_NONE = (None, [None, None])  # a pipeline's part that it may have, but has not
 _BATCHES, _TOKENS = (1, 2), 8  # a kernel depends on whether there is one batch row, but on no other size
 
 
@@ -58,7 +59,7 @@ def _files(path: Path) -> list[Path]:
     index = path / "model_index.json" if path.is_dir() else path
     if index.name != "model_index.json" or not index.is_file():
         return [path / "config.json" if path.is_dir() else path]
-    parts = [name for name, value in _read(index).items() if name.startswith("transformer") and any(value)]
+    parts = [name for name, value in _read(index).items() if re.match("transformer", name) and value not in _NONE]
     if not parts:
         raise InvalidInput(f"{index} names no transformer; {RECORD}")
     return [index.parent / name / "config.json" for name in parts]
