@@ -12,10 +12,10 @@ from ..base.spec import Spec
 from ..integrations import diffusers as drop_in
 from ..ops.planning import planning
 
-MODELS = """
-Flux Flux2 Flux3 Chroma LongCatImage OvisImage Bria QwenImage ZImage JoyImageEdit Wan WanVACE ChronoEdit SkyReelsV2
-HunyuanVideo MotifVideo SanaVideo LTXVideo
-""".split()
+MODELS = (
+    *("Flux", "Flux2", "Flux3", "Chroma", "LongCatImage", "OvisImage", "Bria", "QwenImage", "ZImage", "JoyImageEdit"),
+    *("Wan", "WanVACE", "ChronoEdit", "SkyReelsV2", "HunyuanVideo", "MotifVideo", "SanaVideo", "LTXVideo"),
+)
 """Classes without their ending, Transformer2DModel or Transformer3DModel. `_inputs` fits their forward."""
 
 _BATCHES = (1, 2)  # a kernel depends on whether there is one batch row; it depends on no other size below
@@ -31,8 +31,9 @@ def short(name: str) -> str:
 def specs_of_transformer(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> list[Spec]:
     """The kernels that the forward of an enabled transformer asks for, in inference.
 
-    The model, of one of the classes of `MODELS`, is made from its configuration on the meta device, and its forward runs
-    there with small inputs. dtype: as passed to `from_pretrained`.
+    The model is made from its configuration on the meta device, and its forward runs there with small inputs.
+
+    cls: a class of `MODELS`. dtype: as passed to `from_pretrained`.
     """
     with torch.no_grad(), torch.device("meta"):
         model = cls.from_config(config).eval()
