@@ -123,6 +123,7 @@ def prewarm(given: Options) -> bool:
         jitrope prewarm --arch sm_80,sm_90 --jobs 8
         jitrope prewarm --heads 32,8 --head-dim 128 --backward
         jitrope prewarm --model path/to/config.json --dry-run
+        jitrope prewarm --model path/to/pipeline --dtype bf16
         JITROPE_RECORD=run.json python train.py
         jitrope prewarm --from run.json
     """

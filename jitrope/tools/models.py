@@ -14,36 +14,96 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import word
+from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
 from ..integrations import transformers as drop_in
 from ..ops.planning import planning
 from ..plan.problem import DTYPE_NAMES
+from . import diffusion
 
 RECORD = "record a run instead: JITROPE_RECORD=run.json, then jitrope prewarm --from run.json"
+_TEXT_ALONE = "only the part of %s for text is planned; for a vision tower, record a run: JITROPE_RECORD=run.json"
+_NONE = (None, [None, None])  # a pipeline's part that it may have, but has not
 _BATCHES, _TOKENS = (1, 2), 8  # a kernel depends on whether there is one batch row, but on no other size
 
 
 def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
-    """The kernels that a transformers model asks for with the drop-in: of both launches, forward and backward.
+    """The kernels that a model of transformers or diffusers asks for with the drop-in, for both launches.
 
-    The tables are made by the model's own rope module, and the call is that of the drop-in on meta tensors. Weights are
-    not read. Of a model for text and images only the text's part is planned.
+    Weights are not read. Of a language model they are those of forward and backward: the tables are made by the model's
+    own rope module, and the call is that of the drop-in on meta tensors. Of a model for text and images only the text's
+    part is planned. Of a diffusers transformer they are those of the forward in inference.
 
     Args:
-        path: config.json, or its folder.
-        dtype: the dtype of the model, "fp32", "fp16" or "bf16", in place of the configuration's.
+        path: config.json, or its folder; or the folder of a diffusers pipeline, for all its transformers.
+        dtype: the dtype of the model, "fp32", "fp16" or "bf16", in place of the configuration's. A configuration of
+            diffusers has none; the default is "bf16" there.
 
     Raises:
-        InvalidInput: the file is not a configuration of transformers, or it names no dtype.
-        JitropeError: transformers is missing, or jitrope does not replace the model's rope.
+        InvalidInput: the file is no configuration of transformers or diffusers, or it names no dtype.
+        JitropeError: that library is missing, or the kernels cannot be found.
     """
-    whole = _config(path)
+    names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    named = names[word("specs_of_model", "dtype", dtype, DTYPES)] if dtype else None
+    found: dict[Spec, None] = {}
+    for file in _files(path):
+        data = _read(file)
+        of_model = _of_transformer if "_class_name" in data else _of_language_model
+        found |= dict.fromkeys(of_model(file, data, named))
+    return [*found]
+
+
+def _files(path: Path) -> list[Path]:
+    """The configuration in a file or folder; of a pipeline, those of its transformers."""
+    index = path / "model_index.json" if path.is_dir() else path
+    if index.name != "model_index.json" or not index.is_file():
+        return [path / "config.json" if path.is_dir() else path]
+    parts = [name for name, value in _read(index).items() if re.match("transformer", name) and value not in _NONE]
+    if not parts:
+        raise InvalidInput(f"{index} names no transformer; {RECORD}")
+    return [index.parent / name / "config.json" for name in parts]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"cannot read {file}: {_short(error)}") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise JitropeError(f"--model needs {name} ({error}): pip install {name}") from error
+
+
+def _of_transformer(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
+    name = str(data["_class_name"])
+    if diffusion.short(name) not in diffusion.MODELS:
+        known = ", ".join(diffusion.MODELS)
+        raise JitropeError(f"--model does not know {name}; of diffusers it knows the transformers of {known}; {RECORD}")
+    library = _library("diffusers")
+    try:
+        return diffusion.specs_of_transformer(getattr(library, name), data, dtype or torch.bfloat16)
+    except Exception as error:  # a forward that does not fit its inputs can raise any error
+        raise JitropeError(f"the calls of {name} are not known ({_short(error)}); {RECORD}") from error
+
+
+def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
+    if "model_type" not in data:
+        raise InvalidInput(f"{path} is no configuration of transformers or diffusers: it has no model_type")
+    library = _library("transformers")
+    try:
+        whole = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ImportError, OSError, ValueError, TypeError) as error:
+        raise InvalidInput(f"cannot read {path}: {_short(error)}") from error
     config = whole.get_text_config()
     kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")
-    names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     given = [getattr(c, name, None) for c in (config, whole) for name in ("dtype", "torch_dtype")]
-    named = names[word("specs_of_model", "dtype", dtype, DTYPES)] if dtype else next(filter(None, given), None)
+    named = dtype or next(filter(None, given), None)
     if named is None:
         raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
     try:
@@ -59,28 +119,9 @@ def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
         raise JitropeError(f"the file of {kind} models has {', '.join(others)} too; {RECORD}")
     if not specs:
         raise JitropeError(f"jitrope does not replace the rope of {kind} models; {RECORD}")
+    if config is not whole:
+        log.warning(_TEXT_ALONE, kind)
     return [*specs]
-
-
-def _config(path: Path) -> Any:
-    """The configuration in a file or folder."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        data = json.loads(file.read_text())
-        data = data if isinstance(data, dict) else {}
-        if "_class_name" in data:
-            raise InvalidInput(f"{file} is a configuration of diffusers, which --model does not read; {RECORD}")
-        if "model_type" not in data:
-            raise InvalidInput(f"{file} is not a configuration of transformers: it has no model_type")
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except ImportError as error:
-        raise JitropeError(f"--model needs transformers ({error}): pip install transformers") from error
-    except InvalidInput:
-        raise
-    except (OSError, ValueError, TypeError) as error:
-        raise InvalidInput(f"cannot read {file}: {_short(error)}") from error
 
 
 def _short(error: Exception) -> str:

@@ -96,7 +96,10 @@ FROM = option(
     help="TOML or JSON: calls, a recorded run, or the output of `cache ls --json`",
 )
 MODEL = option(
-    "--model", metavar="PATH", type=Path, help="a transformers model's config.json, or its folder; needs transformers"
+    "--model",
+    metavar="PATH",
+    type=Path,
+    help="config.json of a transformers or diffusers model, its folder, or a diffusers pipeline's; needs that library",
 )
 BUNDLE = option("path", metavar="FILE", type=Path, help="a file that `jitrope bundle write` wrote")
 WRITTEN = option("path", metavar="FILE", type=Path, help="the file to write, a tar")

@@ -73,7 +73,8 @@ def norms_of(x: Tensor, *modules: Any) -> Norms:
     Raises:
         InvalidInput: one launch cannot compute them.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch has no autocast for meta tensors
         raise InvalidInput("autocast")
     weights, epsilons, roundings = zip(*map(norm_of, modules))
     if len(set(epsilons)) > 1 or len(set(roundings)) > 1:
