@@ -290,7 +290,7 @@ def test_render(jitrope) -> None:
 def test_a_source_renders_again_by_the_command_at_its_head(jitrope, tmp_path: Path) -> None:
     text = jitrope("render", "--heads", "24", "--interleaved", "--backward").stdout
     (tmp_path / "kernel.cu").write_text(text)
-    (command,) = re.findall(r"^// This text again: (.*)$", text, re.MULTILINE)
+    (command,) = re.findall(r"^// To render this text again: (.*)$", text, re.MULTILINE)
     command = command.replace("FILE", "kernel.cu").replace("jitrope", f"{sys.executable} -m jitrope")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)

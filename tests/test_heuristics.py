@@ -71,7 +71,7 @@ PAIRS = {"interleaved": True, "interleaved_out": True}
     ("changes", "launch", "reason"),
     [
         ({}, "token_linear", "4608 tokens fill 132 SMs"),
-        ({"tokens": 1, "heads": 40}, "grid_2d", "1 tokens leave 132 SMs room"),
+        ({"tokens": 1, "heads": 40}, "grid_2d", "1 tokens leave room on 132 SMs"),
         ({"tokens": 263, "heads": 40}, "grid_2d", "263 tokens"),
         ({"tokens": 264, "heads": 40}, "token_linear", "264 tokens fill"),
         ({"tokens": 146, "heads": 72}, "grid_2d", "146 tokens"),

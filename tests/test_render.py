@@ -297,10 +297,10 @@ NVRTC_12, NVRTC_13 = [f"sm_{n}" for n in (50, 60, 75, 80, 90, 120)], [f"sm_{n}" 
 
 
 UNKNOWN = {
-    ("sm_70", 13.0): "sm_70 is older than NVRTC 13.0 takes: this NVRTC compiles for sm_75 to sm_121; "
+    ("sm_70", 13.0): "sm_70 is too old for NVRTC 13.0: this NVRTC compiles for sm_75 to sm_121; "
     "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12",
-    ("sm_35", 13.0): "sm_35 is older than any NVRTC of jitrope's takes: .*; use another GPU",
-    ("sm_35", 12.9): "sm_35 is older than any NVRTC of jitrope's takes: .*; use another GPU",
+    ("sm_35", 13.0): "sm_35 is too old for every NVRTC that jitrope supports: .*; use another GPU",
+    ("sm_35", 12.9): "sm_35 is too old for every NVRTC that jitrope supports: .*; use another GPU",
     ("sm_130", 13.5): "sm_130 is newer than NVRTC 13.5: this NVRTC compiles for sm_75 to sm_121; "
     "pip install --upgrade nvidia-cuda-nvrtc",
     ("sm_121", 12.8): "sm_121 is newer than NVRTC 12.8: .*; "

@@ -862,7 +862,7 @@ CACHE_REFUSALS = {
     "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "has shape \\(5,\\) for 6 tokens"),
     "slots-dtype": ({"slot_mapping": torch.zeros(6)}, "slot_mapping is torch.float32"),
     "slots-past": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 11]), "check": True}, "goes up to 11, but"),
-    "scale-alone": ({"k_scale": 0.5}, "k_scale is given, but what it scales is not stored as fp8"),
+    "scale-alone": ({"k_scale": 0.5}, "k_scale is given, but it scales no fp8 output"),
     "scale-missing": (
         {name: torch.zeros(11, 2, 64).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}, "k_scale is missing",
     ),
@@ -1058,11 +1058,11 @@ REFUSALS = {
         "cu_seqlens has shape \\(2, 2\\); it must have one axis",
     ),
     "lengths-strided": (call(**packed, cu_seqlens=torch.zeros(4, dtype=torch.int32)[::2]), "must be contiguous"),
-    "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "7 positions are used"),
+    "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "it needs 7"),
     "cp-size": (call(cp_size=0), "cp_size is 0; it must be at least 1"),
     "cp-rank": (call(cp_size=2, cp_rank=2), "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
     "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "S must be even, for two equal chunks"),
-    "cp-table": (call(cp_size=2), "cos has 6 rows; 12 positions are used"),
+    "cp-table": (call(cp_size=2), "cos has 6 rows; it needs 12"),
     "starts-count": (call(start_positions=torch.tensor([0])), "start_positions has 1 entries for 2 batch rows"),
     "starts-sequences": (
         call(**packed, cu_seqlens=torch.tensor([0, 6]), start_positions=torch.tensor([0, 1])),

@@ -421,7 +421,7 @@ REFUSED = {
     ),
     "step": (
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(1, 1, 1), offsets((4,)), "add", "none"),
-        "grad_per_step is .* it must have 2 rows at least",
+        "grad_per_step is .* it must have at least 2 rows",
     ),
     "what": (
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(4, 1, 1), offsets((4,)), "plus", "none"),

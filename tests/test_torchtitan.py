@@ -125,8 +125,8 @@ def test_left_to_the_host(host: Any, counted: dict[str, int], caplog: pytest.Log
     assert counted == {"host": 4}
     said = {
         "apply_rope: q is torch.float64; allowed are fp32, fp16 and bf16": 2,
-        "heads are of another size than the table's": 1,
-        "apply_rope: q is (B=1, S=65, H=2, D=32) but cos has 64 rows; 65 positions are used": 1,
+        "the heads and the table have different sizes": 1,
+        "apply_rope: q is (B=1, S=65, H=2, D=32) but cos has 64 rows; it needs 65": 1,
     }
     assert torchtitan.reasons == said
     assert [record.getMessage() for record in caplog.records] == [f"torchtitan's own rope runs: {why}" for why in said]
@@ -216,7 +216,7 @@ def test_plain_functions(host: Any) -> None:
         for a, b in zip(function(q, q[:, :, :1], rope.cache, POSITIONS["rows"]), rope(q, q[:, :, :1])):
             assert a.shape == b.shape
         assert torch.equal(function(q, q, rope.cache)[0], rope(q, q)[0])
-        with pytest.raises(jitrope.InvalidInput, match="positions are used"):
+        with pytest.raises(jitrope.InvalidInput, match="it needs"):
             function(q, q, rope.cache[:3])
 
 
