@@ -216,7 +216,7 @@ def turned(x, cos, sin, o):
     return torch.stack(y, -1)
 
 
-# A plain rotation has no notion of a position past the table.
+# A plain rotation cannot handle a position past the table.
 PAST_THE_TABLE = ("packed-too-long", "starts-past", "angles-packed")
 
 
@@ -225,7 +225,7 @@ def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
     """The vectorised reference has the results of an independent one."""
     q, k, cos, sin, keywords = make(case)
     got = jitrope.apply_rope(q, k, cos, sin, **said(**keywords))
-    # Where products nearly cancel, what was rounded before the sum is seen.
+    # Where products nearly cancel, roundings before the sum are visible.
     atol = 2**-6 if case.rounding == "dtype" else 1e-6
     for out, want in zip(got, autograd_reference(case, q, k, cos, sin, keywords)):
         torch.testing.assert_close(out, want, rtol=2**-7, atol=atol, equal_nan=True)
@@ -258,7 +258,7 @@ def test_gradient_is_autograds(case: Case, in_place: bool) -> None:
         weights = [torch.randn(y.shape).to(y.dtype) for y in outputs]
         grads.append(torch.autograd.grad(outputs, leaves, weights))
     for got, want in zip(grads[1], grads[0]):
-        if in_place and case.end is not None:  # spare tokens stay, so their gradient passes as it is
+        if in_place and case.end is not None:  # spare tokens do not change, and neither does their gradient
             end = case.end
             weight = weights[0] if got is grads[1][0] else weights[1]
             assert torch.equal(got[end:], weight[end:])
@@ -456,7 +456,7 @@ def test_gradcheck_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", ["halves", "interleaved", "angles-packed-cp", "mla"])
 def test_there_and_back_is_one_rounding(name: str, dtype: str) -> None:
-    """Rotating and rotating back returns the input to within one rounding of the pair to the dtype."""
+    """Rotating and rotating back returns the input within one rounding of the pair to the dtype."""
     case = replace(by_name(name)[0], dtype=dtype, options={**by_name(name)[0].options})
     case.options.pop("mscale", None)
     q, _, cos, sin, keywords = make(case)
@@ -595,7 +595,7 @@ def test_dtype_is_llamas(dtype: torch.dtype, shape, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_fp32_is_qwens_vision_towers(dtype: torch.dtype, device: str) -> None:
-    """One model of the library rounds otherwise: its products are fp32."""
+    """One model of the library rounds differently: its products are fp32."""
     q, _, angles = inputs_of(device, dtype, (1, 9, 4, 80))
     cos, sin = (torch.cat((f(angles), f(angles)), -1).float() for f in (torch.cos, torch.sin))
     function = host("transformers", "qwen2_vl.modeling_qwen2_vl", "apply_rotary_pos_emb_vision")

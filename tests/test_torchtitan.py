@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Absent(types.ModuleType):
-    """A module that has every name, each without effect."""
+    """A module with every name, each without effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -35,7 +35,7 @@ class Absent(types.ModuleType):
 @pytest.fixture(scope="module")
 def host() -> Any:
     """torchtitan's rope.py. It imports Triton for other kernels; torch's CPU build has no Triton."""
-    importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
+    importlib.import_module("torch._inductor.compile_fx")  # otherwise it would mistake the stand-in for the real one
     if importlib.util.find_spec("torchtitan") is None:
         command = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro"
         missing(command)

@@ -114,8 +114,8 @@ CASES: dict[str, tuple[Any, int]] = {
         4,
     ),
 }
-# Of partial rotary ours keeps the strides, where the hosts' concatenation is contiguous: the products of matrices after
-# it may sum in another order.
+# With partial rotary ours keeps the strides, while the hosts' concatenation is contiguous, so later matrix products may
+# sum in another order.
 CLOSE = {"glm", "glm4", "phi3", "gpt-neox"}
 
 
@@ -130,7 +130,7 @@ def _stock() -> Iterator[None]:
 def prepared(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, inputs = CASES[name][0]()
-    for parameter in model.parameters():  # some initialisations are zero, or so small that rope would not be seen
+    for parameter in model.parameters():  # some initialisations are zero, or too small to show rope
         parameter.data = torch.randn(parameter.shape) * 0.2
     return model.to(device, dtype).eval(), {key: value.to(device) for key, value in inputs.items()}
 
@@ -389,7 +389,7 @@ def test_nothing_is_copied(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert q_out.stride() == q.stride()
 
 
-HOSTS_OWN = {  # q, k and tables that are left to the host, whether or not it takes them
+HOSTS_OWN = {  # q, k and tables left to the host, which may refuse them too
     "fp64": (heads(2, 4, 6, 16).double(), heads(2, 2, 6, 16).double(), heads(2, 6, 16)),
     "fp64-tables": (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 16).double()),
     "table-gradient": (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 16).requires_grad_()),
@@ -412,7 +412,7 @@ def test_calls_left_to_the_host(llama: Any, name: str) -> None:
 
 
 def test_the_hosts_errors_stay() -> None:
-    """Llama's function refuses partial rotary, and so does its replacement."""
+    """Llama's function and its replacement refuse partial rotary."""
     model, _ = prepared("llama")
     with integration.enable(model), pytest.raises(RuntimeError, match="must match"):
         host_of("llama")(heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8))
