@@ -120,7 +120,7 @@ def apply_rope(
 
     Raises:
         InvalidInput: an argument is wrong, or two do not fit together. Nothing was written.
-        CompileError: the kernel could not be built. The message says what to install.
+        CompileError: the kernel could not be built. The message names the missing package.
     """
     tensors: Any = {"q": q, "cos": cos, "sin": sin} if k is None else {"q": q, "k": k, "cos": cos, "sin": sin}
     asked: dict[str, Any] = {"inplace": True} if inplace is True else {}

@@ -354,7 +354,7 @@ def test_an_unknown_version_is_refused(flux, monkeypatch) -> None:
 
 def test_pipeline(flux) -> None:
     model, _ = flux
-    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)  # has processors of its own
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)  # has its own processors
     nothing = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipeline = diffusers.FluxPipeline(scheduler=scheduler, vae=vae, transformer=model, **nothing)

@@ -187,7 +187,7 @@ def test_learned_tables_take_their_gradient() -> None:
     assert "requires a gradient" in reason
 
 
-# ---- the table of what is covered ----------------------------------------------------------------------
+# ---- the table of covered models -----------------------------------------------------------------------
 
 
 def modules():

@@ -253,7 +253,7 @@ def test_a_million_sequences(sequences: int) -> None:
 
 
 def on_gpu(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the GPU with the same strides over a storage of its own."""
+    """A copy on the GPU with the same strides and a new storage."""
     storage = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
     storage.untyped_storage().copy_(x.untyped_storage())
     return torch.as_strided(storage.to(DEVICE), x.shape, x.stride(), x.storage_offset())

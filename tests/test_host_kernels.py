@@ -335,7 +335,7 @@ def test_fp8_outputs_match_reference(name: str) -> None:
 
 
 def seen(tensors, options):
-    """Views of heads of (q, k) or (q, k, v), whatever the call does with them."""
+    """Views of heads of (q, k) or (q, k, v)."""
     views = head_views(*tensors[:2], options._replace(inplace=True))[0][:2]
     return (*views, tensors[2].unsqueeze(3) if len(tensors) > 2 else None)
 

@@ -68,7 +68,7 @@ def rounded_once(x: Tensor, scale: float) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether all bits are equal. fp8 has no comparison of its own."""
+    """Whether all bits are equal. torch cannot compare fp8 directly."""
     a, b = (x.view(torch.uint8) if x.dtype == FP8 else x for x in (a, b))
     return torch.equal(a.cpu(), b.cpu())
 

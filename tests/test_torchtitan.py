@@ -294,7 +294,7 @@ def test_model(host: Any, counted: dict[str, int], cos_sin: bool) -> None:
 
 
 def test_overrides_are_exact(host: Any) -> None:
-    """Subclasses stay: Qwen 3.5's multimodal rope is a CosSinRoPE that computes something else. Configs pickle."""
+    """Subclasses are kept: Qwen 3.5's multimodal rope is a CosSinRoPE that computes something else. Configs pickle."""
     from torchtitan.config.override import _REGISTRY
 
     assert [(_REGISTRY[name].target_cls, _REGISTRY[name].exact) for name in OURS] == [

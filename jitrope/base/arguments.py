@@ -1,6 +1,6 @@
 """Checks of arguments of any type. A value with a plain meaning is accepted; any other is refused in one line.
 
-The message names the function and the argument, shows the value and says what it must be. Values known only to a
+The message names the function and the argument, and shows the value and the allowed ones. Values known only to a
 compiler (`torch.SymInt`, `torch.SymFloat`) pass unchanged. numpy is never imported: its scalars are recognised as
 registered classes of `numbers`.
 """

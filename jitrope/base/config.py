@@ -45,7 +45,7 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
 
     Args:
         compile: with False, a kernel that is in no cache raises `MissingKernel`, which names the kernel and the
-            command that makes it. With True it is compiled, whatever `JITROPE_NO_COMPILE` says. None: follow
+            command that makes it. With True it is compiled, even if `JITROPE_NO_COMPILE` is set. None: follow
             `JITROPE_NO_COMPILE`.
         launch: "auto", or force "token_linear" or "grid_2d", to compare them; all give the same bits.
 

@@ -45,7 +45,7 @@ class Flash(Backend):
                 return None
             return f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
         if wanted is None:
-            return f"torch has {active} active in its place; ask for {'flash' + str(active)[2:]!r}"
+            return f"torch has {active} active in its place; pass {'flash' + str(active)[2:]!r}"
         if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
             return f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
         if not _installed(self.module):

@@ -71,7 +71,7 @@ def ranks_of(
 
 
 def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
-    """(cp_size, rows) int32: the place of each row of this rank in what each rank sends for an all-gather."""
+    """(cp_size, rows) int32: the place of each row of this rank among each rank's rows of an all-gather."""
     first = torch.arange(shape.cp_size, dtype=torch.int32, device=device) * shape.capacity
     return first[:, None] + torch.arange(shape.rows, dtype=torch.int32, device=device)
 

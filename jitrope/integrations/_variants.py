@@ -105,7 +105,7 @@ FORMS: dict[tuple[str, ...], Function] = {  # by the names of the parameters
     ("q", "k", "cos", "sin", "unsqueeze_dim"): rotate_pair,
     ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _rotate_pair_by_ids,
     ("x", "cos", "sin", "unsqueeze_dim"): _rotate_single,
-    ("q", "k", "cos", "sin"): rotate_pair,  # the function itself knows the axis
+    ("q", "k", "cos", "sin"): rotate_pair,  # the axis is fixed in the function
 }
 
 

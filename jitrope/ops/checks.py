@@ -1,4 +1,4 @@
-"""The checks of each operation. A refusal names the argument, its value and what is allowed."""
+"""The checks of each operation. A refusal names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 

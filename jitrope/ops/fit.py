@@ -1,4 +1,4 @@
-"""The checks of heads, lengths, positions and tables. A refusal names the argument, its value and what is allowed."""
+"""The checks of heads, lengths, positions and tables. A refusal names the argument, its value and allowed values."""
 
 from __future__ import annotations
 

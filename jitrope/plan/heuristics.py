@@ -196,7 +196,7 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:
         return "token_linear", f"{p.num_sequences} sequences exceed the grid's limit of {MAX_GRID_Y} rows"
     if p.launch != "auto":
-        return p.launch, f"launch={p.launch!r} was asked for"
+        return p.launch, f"launch={p.launch!r} is configured"
     if packed:
         even = 0 < p.num_sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
         if even and p.tokens * p.heads <= FEW_PACKED_HEADS and p.num_sequences < MAX_GRID_Y:

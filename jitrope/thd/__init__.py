@@ -193,7 +193,7 @@ def get_partitioned_indices(
 def copy_valid_tokens_from_per_split_to_rank_local(
     out: Tensor, x: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
 ) -> None:
-    """Copy the tokens of x that are not padding to the same rows of out. Other rows of out stay as they are.
+    """Copy the tokens of x that are not padding to the same rows of out. Other rows of out do not change.
 
     Args:
         out, x: (T, ...), of the same shape and dtype.

@@ -23,7 +23,7 @@ from ..plan.partition import RULES, number_of_chunks
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
 PARTITIONED = ("to_ranks", "to_sequences", "positions")
-"""Maps that depend on how the batch is cut."""
+"""Maps that depend on the cut of the batch."""
 
 QUANTITIES = ("lse", "read_lse", "out", "grad")
 STEPS = ("nothing", "add", "copy")

@@ -67,7 +67,7 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
     Raises:
         JitropeError: NVRTC does not know an architecture, and not all of its kernels are cached. Nothing is built.
     """
-    config.configure(compile=True)  # the user requests it, whatever the environment says
+    config.configure(compile=True)  # the user requests it, so ignore the environment
     _check_architectures(work)
     built = [_would_build(*kernel) for kernel in work] if dry_run else build()
     failed = [item for item in built if item.failed]

@@ -374,5 +374,5 @@ def _plain(node: Any) -> Any:
 
 
 def _is_docstring(node: Any) -> bool:
-    """Whether it is a string on a line of its own, which has no effect."""
+    """Whether it is a string as a statement, which has no effect."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
