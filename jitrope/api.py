@@ -82,9 +82,9 @@ def apply_rope(
         q: (B, S, Hq, D) in the default layout; fp32, fp16 or bf16; any strides, nothing is copied. D is at most 512.
         k: like q, with its own number of heads (GQA, MQA), or None; then the second result is None.
         cos, sin: tables over positions; fp32, fp16 or bf16; any strides. (P, W); (B, P, W) with a table for each batch
-        row; or (B, P, H, W) with a table for each head too. An axis of size 1 is shared. P is at least the number
-        of positions used. W is rotary_dim / 2 (half width: one angle for each pair) or rotary_dim (full width: one
-        angle for each element, laid out like the head; the members of a pair may differ).
+            row; or (B, P, H, W) with a table for each head too. An axis of size 1 is shared. P is at least the number
+            of positions used. W is rotary_dim / 2 (half width: one angle for each pair) or rotary_dim (full width: one
+            angle for each element, laid out like the head; the members of a pair may differ).
         cos_sin_cache: a single table (P, rotary_dim) in place of cos and sin: the cosines of all pairs, then the sines,
             as in vLLM and SGLang. rotary_dim is its width.
         freqs: fp32 angles in radians in place of cos and sin: (P, W), (B, P, W) or, as in Megatron and
@@ -101,7 +101,7 @@ def apply_rope(
         interleaved_out: the pairing of the output; default: that of the input. Multi-head latent attention rotates
             interleaved pairs into halves. A different pairing needs half-width tables and cannot be in place.
         rotary_dim: the number of rotated elements of a head; must be even. Default: D - rotary_offset, for tables of
-        that width or half of it.
+            that width or half of it.
         rotary_offset: the first rotated element of a head. The elements outside are not changed.
         inverse: rotate by the negative angles, with the exact arithmetic of the gradient.
         rounding: the rounding of products and their sum, to get the bits of a model's own eager code on the same
@@ -112,8 +112,8 @@ def apply_rope(
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
             must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
         check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
-        a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
-        so the call cannot be captured in a CUDA graph or compiled.
+            a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
+            so the call cannot be captured in a CUDA graph or compiled.
 
     Returns:
         (q, k) rotated, with the shapes, dtype and (if dense) strides of the inputs.

@@ -38,7 +38,7 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
         query, key: (B, S, H, D) or (T, H, D), each with its number of heads, any strides.
         cache: (max_seq_len, 2 D): cosines of the D / 2 pairs twice, then sines.
         positions: int32 or int64 (B, S) or (1, S), or (T), rows of the cache; default 0, 1, ... A token with a position
-        outside of the cache becomes NaN here; the modules run the host's check before.
+            outside of the cache becomes NaN here; the modules run the host's check before.
 
     Returns:
         query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.

@@ -44,7 +44,7 @@ def apply_rotary_pos_emb(
 
     Args:
         q, k: (B, H, S, D), or (B, S, H, D) with unsqueeze_dim=2; any strides, nothing is copied. k may have its own
-        number of heads, or be None, which is then returned.
+            number of heads, or be None, which is then returned.
         cos, sin: (B or 1, S, W), an angle for each element, W <= D even. If their dtype is wider, q is converted.
         interleaved: pairs are neighbours (Cohere, ERNIE 4.5 VL), not halves; the tables have the same layout.
 

@@ -120,8 +120,8 @@ def rotary_embedding_and_cache(
         key_cache, value_cache: (blocks, block_size, H, head_size), any strides: pass a cache with the heads before the
             rows as a transposed view. Of key's dtype; with fp8 also uint8, taken as torch.float8_e4m3fn.
         slot_mapping: int32 or int64, block * block_size + row of each token. A token with a negative slot is padding:
-        it is rotated but not stored. With positions (T) the mapping may be shorter than T, as in CUDA graphs; tokens
-        past its end are padding too, and are not rotated.
+            it is rotated but not stored. With positions (T) the mapping may be shorter than T, as in CUDA graphs;
+            tokens past its end are padding too, and are not rotated.
         kv_cache_dtype: "fp8" or "fp8_e4m3"; with any other name the caches must be of key's dtype.
         k_scale, v_scale: numbers, or fp32 tensors of one element on the device: fp8 caches hold k / k_scale and
             v / v_scale, rounded once from fp32.

@@ -56,8 +56,8 @@ class Packed(Positions):
 
     Args:
         cu_seqlens: int32 or int64 offsets (N + 1) of N sequences, on q's device, ascending from 0. The host does not
-        read them. Tokens after the last sequence become zero; in place they do not change. Tokens past the end of
-        the table become NaN.
+            read them. Tokens after the last sequence become zero; in place they do not change. Tokens past the end of
+            the table become NaN.
         max_seqlen: the length of the longest sequence, if known on the host.
         start_positions: int32 or int64, (N): the position of the first token of each sequence; default 0.
         packed_table: the table has a row for each token of the batch, so positions do not restart (as in tables of
@@ -116,7 +116,7 @@ class Mrope(Positions):
             token and axis. A, the number of sections, is at most 4.
         mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
         mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all
-        others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours (Qwen2-VL).
+            others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours (Qwen2-VL).
 
     Raises:
         InvalidInput: an argument has a wrong type.
@@ -140,7 +140,7 @@ class Norm(Value):
     Args:
         q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight.
         eps: added to the mean of the squares. Qwen3, FLUX, Qwen-Image and Wan have this default in transformers and
-        diffusers.
+            diffusers.
         across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         rounding: between norm and rope. "none": none. "once": to q's dtype after the weight, as in torch.nn.RMSNorm.

@@ -25,7 +25,7 @@ def from_config(
 
     Args:
         config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim
-        (or hidden_size and num_attention_heads), partial_rotary_factor, max_position_embeddings,
+            (or hidden_size and num_attention_heads), partial_rotary_factor, max_position_embeddings,
             original_max_position_embeddings and, in a dict, qk_rope_head_dim for multi-head latent attention.
         layer_type: the type of layer, if rope_parameters has one entry for each type; else None.
         seq_len: for "dynamic" and "longrope"; the other types do not depend on it.

@@ -36,10 +36,10 @@ class Form(NamedTuple):
     Attributes:
         says: a description of the host's tables, for the README.
         read: takes the arguments of the host's function and returns (q, k or None, tables), and another form as a
-        fourth value if the call has that form. Tables are (cos, sin), or one complex table.
+            fourth value if the call has that form. Tables are (cos, sin), or one complex table.
         axes: the number of axes of these tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W).
         width: the width of a row as a part of a head. 0: only the first part of a head is rotated, and rows have its
-        width.
+            width.
         layout, interleaved: as in `apply_rope`.
         rounding: as in `apply_rope`. "promoted": in the wider dtype of q and tables. "complex": in the table's dtype.
         back: takes jitrope's result and the host's first argument; returns the host's result.
