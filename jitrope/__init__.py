@@ -1,13 +1,13 @@
-"""Rotary position embeddings (RoPE), and what else lies between the QKV projection and attention, in one launch.
+"""Rotary position embeddings (RoPE) and the other steps between QKV projection and attention, in one launch.
 
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
 
 - `apply_rope` rotates q and k.
-- `prepare_qkv` rotates and normalises (`Norm`), stores in a KV cache (`KVCache`) or converts to fp8 (`Quantize`).
+- `prepare_qkv` rotates, and also normalises (`Norm`), stores in a KV cache (`KVCache`) or converts to fp8 (`Quantize`).
 - `prepare_packed_qkv` splits the output of a fused projection, and rotates.
 - `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
 - `Packed`, `Starts` and `Mrope` are kinds of `positions=`.
-- `configure`, `record` and `planning` are for kernels: settings, and which of them a run needs.
+- `configure` changes settings; `record` and `planning` list the kernels that a run needs.
 
 More modules:
 
@@ -21,8 +21,8 @@ More modules:
   file, on disk
 
 In shapes, B is the batch, S the tokens of a sequence, T the tokens of a packed batch of N sequences, H the heads (Hq of
-q, Hk of k and v), D the elements of a head, P the rows of a table, W its width, R the elements of a head that are
-rotated. Angles are in radians, positions and offsets in tokens, sizes in bytes.
+q, Hk of k and v), D the elements of a head, P the rows of a table, W its width, and R the rotated elements of a head.
+Angles are in radians, positions and offsets in tokens, sizes in bytes.
 """
 
 from typing import Any as _Any
@@ -61,7 +61,7 @@ _LAZY = ("context_parallel", "tables", "thd")
 
 
 def __getattr__(name: str) -> _Any:
-    """`jitrope.tables` and the other modules of functions are imported when they are first asked for."""
+    """Import `jitrope.tables` and the other modules of functions at their first use."""
     if name in _LAZY:
         from importlib import import_module
 

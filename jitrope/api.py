@@ -46,7 +46,7 @@ class PackedWords(JointWords, total=False):
 
 
 class RopeWords(PackedWords, total=False):
-    """The keywords of `apply_rope` and `prepare_qkv`, which have all of them."""
+    """All keywords: those of `apply_rope` and `prepare_qkv`."""
 
     interleaved_out: bool | None
 
@@ -81,9 +81,9 @@ def apply_rope(
     Args:
         q: (B, S, Hq, D) in the default layout; fp32, fp16 or bf16; any strides, nothing is copied. D is at most 512.
         k: like q, with its own number of heads (GQA, MQA), or None; then the second result is None.
-        cos, sin: tables over positions; fp32, fp16 or bf16; any strides. (P, W); or (B, P, W) for a table of each batch
-            row; or (B, P, H, W) for one of each head too. An axis of size 1 is shared. P is at least the number of
-            positions used. W is rotary_dim / 2 (half width: one angle for each pair) or rotary_dim (full width: one
+        cos, sin: tables over positions; fp32, fp16 or bf16; any strides. (P, W); (B, P, W) with a table for each batch
+            row; or (B, P, H, W) with a table for each head too. An axis of size 1 is shared. P is at least the number
+            of positions used. W is rotary_dim / 2 (half width: one angle for each pair) or rotary_dim (full width: one
             angle for each element, laid out like the head; the members of a pair may differ).
         cos_sin_cache: a single table (P, rotary_dim) in place of cos and sin: the cosines of all pairs, then the sines,
             as in vLLM and SGLang. rotary_dim is its width.
@@ -100,27 +100,27 @@ def apply_rope(
         interleaved: True: the pairs are (0, 1), (2, 3), ...; False: (i, i + rotary_dim / 2).
         interleaved_out: the pairing of the output; default: that of the input. Multi-head latent attention rotates
             interleaved pairs into halves. A different pairing needs half-width tables and cannot be in place.
-        rotary_dim: the number of elements of a head that are rotated, even. Default: D - rotary_offset, for tables of
+        rotary_dim: the number of rotated elements of a head; must be even. Default: D - rotary_offset, for tables of
             that width or half of it.
-        rotary_offset: the first element of a head that is rotated. The elements outside are not changed.
-        inverse: rotate by the negative angles, with exactly the arithmetic of the gradient.
-        rounding: the rounding of products and their sum. It gives the bits of a model's own eager code on the same
+        rotary_offset: the first rotated element of a head. The elements outside are not changed.
+        inverse: rotate by the negative angles, with the exact arithmetic of the gradient.
+        rounding: the rounding of products and their sum, to get the bits of a model's own eager code on the same
             device. "fp32": each is rounded to fp32, as for real tensors (FLUX, Wan). "complex64" and "complex128": as
             in torch's complex multiply (Qwen-Image; Lumina2, with fp64 tables). "dtype": the tables, each product and
             the sum are rounded to q's dtype (rotate-half in the model's dtype, as in transformers). "addcmul": fp32,
             with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end.
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
-            must not be leaves that require a gradient. Their elements must not overlap in memory, nor with cos and sin.
+            must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
         check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
-            a table that has a row for each head but not for each token. Use it to find mistakes: it waits for the
-            device, so the call cannot be captured in a CUDA graph or compiled.
+            a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
+            so the call cannot be captured in a CUDA graph or compiled.
 
     Returns:
         (q, k) rotated, with the shapes, dtype and (if dense) strides of the inputs.
 
     Raises:
         InvalidInput: an argument is wrong, or two do not fit together. Nothing was written.
-        CompileError: the kernel could not be built. The message says what to install.
+        CompileError: the kernel could not be built. The message names the missing package.
     """
     tensors: Any = {"q": q, "cos": cos, "sin": sin} if k is None else {"q": q, "k": k, "cos": cos, "sin": sin}
     asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
@@ -157,23 +157,23 @@ def prepare_qkv(
     >>> q, _, v = jitrope.prepare_qkv(q, k, v, cos, sin, positions=position_ids, layout="thd",
     ...                               cache=jitrope.KVCache(k_cache, v_cache, slot_mapping))
 
-    With a norm the gradient of q, k and the weights is one launch too, and deterministic; in place there is none,
-    because it would need the old q and k. With a cache or fp8 there is no gradient.
+    With a norm the gradient of q, k and the weights is one launch too, and deterministic. In place there is none, as it
+    would need the old q and k. With a cache or fp8 there is no gradient.
 
     Args:
         q, k: as in `apply_rope`; without a cache k may be None.
-        v: with a cache (B, S, Hk, D) in the default layout, stored unchanged. Otherwise it is returned as given.
-        cos, sin: as in `apply_rope`. With a norm they may be missing: then q and k are normalised and not rotated.
-        norm: RMSNorm of q and k, before the rotation or after it. It does not go with cache or quantize.
+        v: with a cache (B, S, Hk, D) in the default layout, stored unchanged; otherwise returned as given.
+        cos, sin: as in `apply_rope`. With a norm they may be omitted: then q and k are normalised and not rotated.
+        norm: RMSNorm of q and k, before the rotation or after it. It cannot be combined with cache or quantize.
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, as fp8.
-        The other arguments are those of `apply_rope`. mscale, inverse, interleaved_out, packed_table and cp_size go
-        with none of norm, cache and quantize. A norm does not go with `Packed` and freqs, a cache with `Packed` and
-        rounding, quantize with rounding and inplace.
+        The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale, inverse,
+        interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed` and freqs, a cache with
+        `Packed` and rounding, quantize with rounding and inplace.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs; v is the input. With a cache k is None,
-        or the rotated input with its rotate_k.
+        or with rotate_k the rotated input.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
@@ -249,8 +249,8 @@ def prepare_packed_qkv(
 
     Args:
         qkv: (B, S, G, (q_per_group + 2) D) in the default layout; "sbhd" and "thd" are allowed too. Each of the G
-            groups has q_per_group heads of q, one of k and one of v, in this order, as a grouped-query projection
-            returns them.
+            groups has q_per_group heads of q, one of k and one of v, in this order, as in the output of a
+            grouped-query projection.
         q_per_group: heads of q in a group.
         copy_v: False: return v as a view of qkv, without a copy.
         inplace: rotate q and k inside qkv and return qkv, for attention that takes packed input or views. v does not
@@ -324,7 +324,7 @@ def prepare_joint_qkv(
     for value, given in zip(norms, (tensors, of_second)):
         _add(name, "norm", value, Norm, given, asked)
     if norms[0].words["norm"] != norms[1].words["norm"]:
-        raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; they may differ in their weights alone")
+        raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
     tensors.update({"second_" + label: weight for label, weight in of_second.items()})
     out = call(QK_NORM_ROPE_JOINT, tensors, asked)
     return out["q"], out["k"], out["v"]
@@ -333,7 +333,7 @@ def prepare_joint_qkv(
 def _gather(
     op: Operation, tensors: Tensors, words: Any, allowed: frozenset[str], positions: Any = None, inplace: bool = False
 ) -> dict[str, Any]:
-    """Move tables and positions from the words to the tensors, without those that are None; the remaining words."""
+    """Move tables and positions that are not None from the words to the tensors; return the remaining words."""
     for word in [*words]:
         if word not in allowed:
             raise unexpected(op.function, word)
@@ -350,7 +350,7 @@ def _gather(
 
 
 def _placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
-    """Add the tensors of `positions` to the others; its words."""
+    """Add the tensors of `positions` to the others; return its words."""
     if isinstance(positions, Positions):
         tensors.update(positions.tensors)
         return positions.words

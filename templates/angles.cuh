@@ -3,14 +3,14 @@
 
 #define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
 
-// A value as it is after it has been stored as a T.
+// Returns the value rounded as a store of T rounds it.
 __device__ __forceinline__ float rounded(float value) {
     T stored;
     from_float(value, stored);
     return to_float(stored);
 }
 
-// The members' own cosine and sine; mostly both members have the same.
+// The cosine and sine of each member of a pair; usually they are equal.
 struct Turn { Real cos0, sin0, cos1, sin1; };
 
 // ---- loaded: a lane's angles in registers ------------------------------------------------------
@@ -31,14 +31,14 @@ __device__ __forceinline__ int pair_of(int column) {
     return !FULL_WIDTH ? column : INTERLEAVED ? column / 2 : column % (ROTARY_DIM / 2);
 }
 
-// A table that the heads share is small beside q and k, and every layer reads it: it stays in L2
-// (1.036 -> 1.024 x a copy on an H100, out of place). One with entries for each head is as large as q.
+// A table that the heads share is much smaller than q and k, and every layer reads it, so it is kept in L2
+// (1.036 -> 1.024 x a copy on an H100, out of place). A table with entries for each head is as large as q.
 __device__ __forceinline__ void load_table(
     Real* out, const Table* table, const TableStrides& stride, const Row& row, int head, int lane
 ) {
     if constexpr (!ONE_ROW) table += stride.batch.step(row.batch);
     if constexpr (PER_HEAD) table += stride.head.step(head);
-    // Of two neighbours, the table is the first or the second. An access begins with the first, in its aligned word.
+    // The table is the first or the second of two neighbours. An access starts at the first, which is aligned.
     const bool second = TABLE_STEP == 2 && reinterpret_cast<unsigned long long>(table) / sizeof(Table) % 2;
     table += TABLE_VEC == 1 ? stride.dim.step(lane * RUN) : lane * RUN * TABLE_STEP - second;
     #pragma unroll
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_table(
     }
 }
 
-// A token whose row the tables do not have gets NaN, not wrong numbers.
+// A token whose row is outside the tables gets NaN, not wrong numbers.
 __device__ __forceinline__ Angles load_angles(const TablePair& t, const Row& row, bool outside, int head, int lane) {
     Angles a;
     if (outside) {
@@ -79,11 +79,11 @@ __device__ __forceinline__ Angles load_angles(const Params& p, const Row& row, i
 
 // ---- staged: a token's angles in shared memory -------------------------------------------------
 
-// cos, sin of each of a token's pairs. If the members of a pair differ, those of the second members lie ROTARY_DIM
-// floats further on.
+// cos and sin of each pair of a token. If the members of a pair differ, the values of the second members lie
+// ROTARY_DIM floats further on.
 template <bool MEMBERS_DIFFER>
 struct Staged {
-    const float* first;                                  // of the lane's pairs
+    const float* first;                                  // the lane's first pair
 
     __device__ __forceinline__ Turn of(int pair) const {
         const int index = pair / PAIR_RUN * (ROTARY_DIM / 4) + pair % PAIR_RUN;
@@ -101,7 +101,7 @@ __device__ __forceinline__ float entry(const Table* row, const TableStrides& str
     return to_float(load_kept<Table, 1>(row).item[0]);
 }
 
-// Writes cos, sin: those of an entry, (a, b), or of the angle a.
+// Writes cos and sin: (a, b) of an entry, or the cosine and sine of the angle a.
 __device__ __forceinline__ void write_turn(const Params& p, float a, float b, float* out) {
     if constexpr (FREQS) {
         float sine, cosine;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void write_turn(const Params& p, float a, float b, fl
     out[0] = ROUNDING == DTYPE ? rounded(a) : a, out[1] = ROUNDING == DTYPE ? rounded(b) : b;
 }
 
-// Stages the pairs of every token of the block: each entry is loaded, and each angle's sine and cosine taken, once.
-// Returns whether the members of a pair of this thread differ; those of a full-width table mostly do not.
+// Stages the pairs of every token of the block: each entry is loaded once, and each sine and cosine computed once.
+// Returns whether the members of any pair of this thread differ; in a full-width table they rarely do.
 __device__ __forceinline__ bool stage(const Params& p, const Row* rows, float* staged) {
     bool members_differ = false;
     for (int i = threadIdx.x; i < TOKENS_PER_BLOCK * (ROTARY_DIM / 2); i += THREADS) {

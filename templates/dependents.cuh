@@ -1,9 +1,9 @@
-// Programmatic dependent launch (sm_90 and later): a kernel that is launched so may begin while the one
-// before it in the stream still runs.
+// Programmatic dependent launch (sm_90 and later): a kernel launched this way may begin while the previous
+// one in the stream is still running.
 //
-// It waits before its first access to memory, so it sees all that was written before it, whoever wrote
-// it; and lets the next one begin only behind that wait, so a kernel never runs beside one that is two
-// before it. Launched the ordinary way, or on an older GPU, both do nothing.
+// It waits before its first access to memory, so it sees everything that earlier kernels wrote. It lets the
+// next one begin only after that wait, so a kernel never overlaps the kernel before the previous one.
+// After an ordinary launch, or on an older GPU, both functions do nothing.
 
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -2,7 +2,7 @@
 
 struct Chunks { Vec<T, VEC> x[ACCESSES]; };              // a lane's part of a head
 
-// A lane's first element of a head. lane[dims] is the address of the element so many dims further on.
+// A lane's first element of a head. lane[dims] is the address of the element `dims` dims further on.
 template <typename Element>
 struct Lane {
     Element* first;
@@ -23,7 +23,7 @@ struct Head {
           tensor(is_q ? 0 : is_v ? 2 : 1),
           index(head - static_cast<int>(is_q ? 0 : is_v ? p.q_heads + p.k_heads : p.q_heads)) {}
 
-    // The field of this head's tensor. Between two tensors a choice is faster than an index into the arguments.
+    // The field of this head's tensor. With two tensors a choice is faster than an index into the arguments.
     template <typename Field>
     __device__ __forceinline__ Field of(const Field (&each)[3]) const {
         return COPY_V ? each[tensor] : is_q ? each[0] : each[1];
@@ -57,8 +57,8 @@ struct Head {
 
 // ---- a lane's part of a head -------------------------------------------------------------------
 
-// A lane's first dim. Two chunks are half a head apart. MIXED, they are neighbours on the interleaved side. A lane past
-// the rotary ones has one access.
+// A lane's first dim. Its two chunks are half a head apart; if MIXED, they are neighbours on the interleaved side. A
+// lane past the rotary lanes has one access.
 __device__ __forceinline__ int first_dim(int lane, bool interleaved) {
     if (COPY_LANES == 0 || lane < ROTARY_LANES)
         return ROTARY_OFFSET + lane * CHUNK * (MIXED && interleaved ? CHUNKS : 1);
@@ -71,9 +71,9 @@ __device__ __forceinline__ constexpr int dims_to(int access, bool interleaved) {
     return chunk * (MIXED && interleaved ? CHUNK : ROTARY_DIM / 2) + i * VEC;
 }
 
-// In place a line is read, written and not needed again: streaming (1.04 -> 1.02 x a copy on an H100). Out of
-// place streaming stores cost up to 15 %, so both are ordinary; and with a norm, which keeps a line
-// waiting for longer, both cost 5 to 12 % in place too.
+// In place, a line is read, written and not needed again, so accesses are streaming (1.04 -> 1.02 x a copy on
+// an H100). Out of place, streaming stores cost up to 15 %. With a norm, a line stays in use for longer, and
+// streaming loads and stores cost 5 to 12 % in place too.
 constexpr bool STREAMING = IN_PLACE && !NORM;
 __device__ __forceinline__ Vec<T, VEC> load_x(const T* address) {
     return STREAMING ? load_once<T, VEC>(address) : load_global<T, VEC>(address);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void pack_head(const float* y, Chunks& chunks) {
     for (int n = 0; n < ACCESSES; ++n) pack(y + n * VEC, chunks.x[n]);
 }
 
-// Rounds values as a store of T does, by the same instructions.
+// Rounds values with the same instructions as a store of T.
 template <int COUNT>
 __device__ __forceinline__ void round_all(float (&x)[COUNT]) {
     #pragma unroll
@@ -111,8 +111,8 @@ __device__ __forceinline__ void round_all(float (&x)[COUNT]) {
 
 // ---- the rotation ------------------------------------------------------------------------------
 
-// a * b + c * d: each product and the sum rounded, to fp32 or to T, or the first product not rounded, as
-// torch's complex multiply and its addcmul contract on a GPU.
+// a * b + c * d. Each product and the sum are rounded, to fp32 or to T; or the first product is not rounded,
+// as in torch's complex multiply and addcmul, which are contracted on a GPU.
 __device__ __forceinline__ float sum_of_products(float a, float b, float c, float d) {
     if constexpr (ROUNDING == FP32) return __fadd_rn(__fmul_rn(a, b), __fmul_rn(c, d));
     else if constexpr (ROUNDING == DTYPE) return __fadd_rn(rounded(__fmul_rn(a, b)), rounded(__fmul_rn(c, d)));
@@ -122,7 +122,7 @@ __device__ __forceinline__ float sum_of_products(double a, double b, double c, d
     return static_cast<float>(__fma_rn(a, b, __dmul_rn(c, d)));
 }
 
-// A lane's part of a head, x, turned to y. DTYPE rounds the sums too, when they are stored. BACK: by negative angles.
+// Rotates x, a lane's part of a head, to y; BACK: by negative angles. With DTYPE the store rounds the sums too.
 template <bool BACK = INVERSE, typename Turns>
 __device__ __forceinline__ void turn(const float* x, float* y, const Turns& turns) {
     #pragma unroll

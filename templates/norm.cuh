@@ -1,8 +1,9 @@
-// What QK-norm + rope and its gradient share: two streams of tokens, the weights, and the sum over a row.
+// Shared by QK-norm + rope and its gradient: two streams of tokens, the weights, and the sum over a row.
 //
-// A row is the elements that one mean is taken over: a head, or, ACROSS_HEADS, all heads of q or of k of a token. A
-// head has TEAM threads, its LANES and some that idle. A thread has a part of STEPS heads, STRIDE apart: of its row's,
-// whose ROW_THREADS have HEADS_PER_BLOCK heads at a time, or of neighbours, which share its weights and angles.
+// A row is the elements of one mean: a head, or with ACROSS_HEADS all heads of q or of k of a token. A head has TEAM
+// threads: its LANES and some that idle. A thread has a part of STEPS heads, STRIDE apart. With ACROSS_HEADS they are
+// heads of its row, and the row's ROW_THREADS take HEADS_PER_BLOCK heads at a time. Otherwise they are neighbouring
+// heads, which share weights and angles.
 
 constexpr int ELEMENTS = ACCESSES * VEC;                 // elements that a lane has of a head
 constexpr int TENSORS = K_HEADS ? 2 : 1;                 // ACROSS_HEADS: rows of a token
@@ -10,7 +11,7 @@ constexpr int ROW_HEADS = Q_HEADS > K_HEADS ? Q_HEADS : K_HEADS;
 constexpr int STEPS = ACROSS_HEADS ? (ROW_HEADS + HEADS_PER_BLOCK - 1) / HEADS_PER_BLOCK : HEADS_PER_THREAD;
 constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
 constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
-constexpr int WEIGHT_SETS = ACROSS_HEADS ? STEPS : 1;    // sets of weights that a thread has
+constexpr int WEIGHT_SETS = ACROSS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
 static_assert(!PACKED && !FREQS && !CACHE && !CONVERTS && CP_SIZE == 1 && !MIXED, "refused by the host");
@@ -30,7 +31,7 @@ __device__ __forceinline__ Lane<const T> lane_of(
     return {base + (VEC == 1 ? stride.dim.step(dim) : dim), stride.dim};
 }
 
-// A lane's part of a head where it is read: in its stream's tensor.
+// A lane's part of a head in the tensor of its stream, from which it is read.
 __device__ __forceinline__ Lane<const T> source_of(const Params& p, const Head& head, const Place& place, int dim) {
     if constexpr (!TWO_STREAMS) return head.input(p, place, dim);
     const bool second = in_second_stream(p, place);
@@ -48,7 +49,7 @@ __device__ __forceinline__ Angles angles_of(const Params& p, const Place& place,
 
 // ---- the weights -------------------------------------------------------------------------------
 
-// The weights of a lane's part of a head, as they are stored.
+// The weights of a lane's part of a head, in their stored type.
 struct Factors {
     Vec<Weight, WEIGHT_VEC> x[WEIGHTED ? ELEMENTS / WEIGHT_VEC : 1] = {};
 
@@ -74,7 +75,7 @@ struct Factors {
 
 // ---- the sum over a row ------------------------------------------------------------------------
 
-// Sums COUNT numbers at once, each over the threads of a row; every thread of the row gets the sums.
+// Sums COUNT numbers, each over the threads of a row. Every thread of the row gets the sums.
 template <int COUNT>
 __device__ __forceinline__ void row_sum(float (&sum)[COUNT]) {
     #pragma unroll
@@ -99,8 +100,8 @@ __device__ __forceinline__ float elements_of_row(const Head& head) {
     return ACROSS_HEADS ? HEAD_DIM * static_cast<float>(head.tensor ? K_HEADS : Q_HEADS) : HEAD_DIM;
 }
 
-// 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm and its mean compute it. For a power of two both
-// are the same.
+// 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm or its mean computes it. For a power of two
+// both are the same.
 __device__ __forceinline__ float scale_of_row(const Params& p, float sum, const Head& head) {
     const float count = elements_of_row(head);
     constexpr bool exact = !ACROSS_HEADS && (HEAD_DIM & (HEAD_DIM - 1)) == 0;

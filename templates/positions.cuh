@@ -19,7 +19,7 @@ __device__ __forceinline__ Place place_of(const Params& p, long long index) {
     return BATCH_INNER ? Place{place.token, place.batch} : place;
 }
 
-// The tokens of a packed sequence on this rank, or those after the last one.
+// The tokens of a packed sequence on this rank, or the tokens after the last sequence.
 __device__ __forceinline__ Span span_of(const Params& p, long long sequence) {
     const int rank = static_cast<int>(p.cp_rank);
     const long long begin = max(0ll, local_offset(p.cu_seqlens[sequence], CP_SIZE, SEQUENCE_CHUNKS, rank));
@@ -27,7 +27,7 @@ __device__ __forceinline__ Span span_of(const Params& p, long long sequence) {
     return {begin, min(p.tokens, local_offset(p.cu_seqlens[sequence + 1], CP_SIZE, SEQUENCE_CHUNKS, rank))};
 }
 
-// The row of token `index`, which lies at `place`. PACKED: it is a token of `sequence`.
+// The row of token `index` at `place`. PACKED: the token is in `sequence`.
 __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long long index, long long sequence) {
     if constexpr (POSITION_IDS) {
         Row row = {place.batch, {}, false};
@@ -51,8 +51,8 @@ __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long 
     return {place.batch, {row}, false};
 }
 
-// The rows of a block's tokens, first to last. PACKED: the block's warps search for the sequences of these two, and
-// a thread searches for its token's sequence between them.
+// The rows of a block's tokens, first to last. PACKED: the block's warps search for the sequences of the first and the
+// last token. Each thread searches for its token's sequence between them.
 __device__ __forceinline__ void find_rows(
     const Params& p, long long first, long long last, long long sequence, Row* rows, long long* ends
 ) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void find_rows(
     __syncthreads();
 }
 
-// Whether a token has a row that the tables do not have.
+// Whether a row of a token is outside the tables.
 __device__ __forceinline__ bool outside(const Params& p, const Row& row) {
     bool found = false;
     #pragma unroll
@@ -87,13 +87,13 @@ __device__ __forceinline__ bool outside(const Params& p, const Row& row) {
     return GUARDED && found;
 }
 
-// The row for a pair: that of its axis. The tables have it.
+// The row for a pair: the row of its axis, which must be inside the tables.
 __device__ __forceinline__ Stride row_of_pair(const Row& row, int pair) {
     Stride found = static_cast<Stride>(row.row[0]);
     #pragma unroll
     for (int axis = 1; axis < AXES; ++axis) {
         const int begin = mrope_section_end(axis - 1), size = mrope_section_end(axis) - begin;
-        // Every axis' row is loaded: an index that is not constant would put the rows in local memory.
+        // Loads every axis' row: an index that is not constant would put the rows in local memory.
         const Stride other = static_cast<Stride>(row.row[axis]);
         const bool is_its = MROPE_INTERLEAVED ? pair % AXES == axis && pair < AXES * size : pair >= begin;
         found = is_its ? other : found;
@@ -105,7 +105,7 @@ __device__ __forceinline__ long long row_offset(Stride row, const TableStrides& 
     return static_cast<unsigned long long>(row) * static_cast<Stride>(stride.row.stride);
 }
 
-// Where a token's k and v go in a cache; its batch axis is the page. A negative slot is padding: nothing is written.
+// Where a token's k and v go in a cache, whose batch axis is the page. A negative slot is padding: nothing is written.
 struct Destination { Place place; bool valid; };
 
 __device__ __forceinline__ Destination destination_of(const Params& p, const Place& place) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ int chunk_size(Sequence s, int chunk, int chunks) {
     return static_cast<int>(chunk_count(s.end, chunk, chunks) - chunk_count(s.first, chunk, chunks));
 }
 
-// The first of a rank's rows that are the sequence's, and the position of one of them.
+// A rank's first row of the sequence, and the position of one of its rows.
 __device__ __forceinline__ int begin_of(Sequence s, int cp_size, int chunks, int rank) {
     return static_cast<int>(local_offset(s.first, cp_size, chunks, rank));
 }
@@ -30,8 +30,8 @@ __device__ __forceinline__ int position_at(Sequence s, int row, int cp_size, int
     );
 }
 
-// The chunk that a position is in. The first `low` chunks have `size` tokens, as do those from `high` on; the ones
-// between have one more, or one less.
+// The chunk of a position. The first `low` chunks and those from `high` on have `size` tokens; the chunks between have
+// one more or one less.
 __device__ __forceinline__ int chunk_at(Sequence s, int position, int chunks) {
     const int first = s.first % chunks, end = s.end % chunks;
     const int low = min(first, end), high = max(first, end);
@@ -43,7 +43,7 @@ __device__ __forceinline__ int chunk_at(Sequence s, int position, int chunks) {
     return size > 0 ? high + rest / size : chunks - 1;
 }
 
-struct Home { int rank, row; };                           // whose a token is, and which of its rows
+struct Home { int rank, row; };                           // the rank that owns a token, and its row there
 
 __device__ __forceinline__ Home home_of(Sequence s, int position, int cp_size, int chunks) {
     const int chunk = chunk_at(s, position, chunks), rank = rank_of(chunk, cp_size, chunks);

@@ -1,11 +1,10 @@
-// The sum of a row's squares in torch's order, so that its bits are torch's.
+// The sum of a row's squares in torch's order, so that the bits are equal.
 //
-// Torch sums leaves of neighbouring squares in a thread, then adds leaves whose numbers differ in one bit, one bit
-// after the other. A leaf's number has, from its lowest bit on: the leaf in the lane's chunk, the lane, the chunk, and
-// the head (of the heads that a row has at a time).
-//   ONCE, NONE   torch's rms_norm: 128 threads a row, each with four elements at a time. Leaves have four squares. 32
-//                leaves are one of its warps, which it adds first, from bit 4 down to bit 0; then its four warps, bits
-//                6 and 5.
+// In torch, a thread sums leaves of neighbouring squares. Then leaves whose numbers differ in one bit are added, one
+// bit after the other. The bits of a leaf's number are, from the lowest: the leaf in the lane's chunk, the lane, the
+// chunk, and the head (among the heads of a row that are processed together).
+//   ONCE, NONE   torch's rms_norm: 128 threads a row, each with four elements at a time. Leaves have four squares. The
+//                32 leaves of a warp are added first, from bit 4 down to bit 0; then the four warps, bits 6 and 5.
 //   TWICE        torch's mean: a warp a row. Leaves have four squares, and with 256 elements those of both chunks are
 //                added first. With fewer than 128 elements a leaf is one square, and with 64 both chunks are added
 //                first. Then bits 4 to 0.
@@ -29,12 +28,12 @@ constexpr int LANE_BIT = bits_of(LEAVES);                // the lowest bit of th
 constexpr int CHUNK_BIT = LANE_BIT + bits_of(TEAM);
 constexpr int HEAD_BIT = CHUNK_BIT + 1;                  // the lowest bit of the head
 constexpr int TOP_BIT = ACROSS_HEADS ? HEAD_BIT + bits_of(HEADS_PER_BLOCK) : HEAD_BIT;     // bits of a number
-// Whether the lanes of a row can follow torch; if not, they sum in the order that is simplest.
+// Whether the lanes of a row can sum in torch's order; if not, they sum in the simplest order.
 constexpr bool AS_TORCH = COPY_LANES == 0 && CHUNKS == 2 && TEAM == LANES && CHUNK >= 4
     && (TEAM & (TEAM - 1)) == 0 && ROW_THREADS <= 32
     && (ACROSS_HEADS ? NORM_ROUNDING != TWICE && TOP_BIT == 7 : TOP_BIT <= 6);
 
-// A lane's squares; then the sums of its rows.
+// A lane's sums of squares, then the sums of its rows.
 struct Squares {
     float leaf[ROWS][CHUNKS][LEAVES] = {};
 
@@ -56,10 +55,10 @@ struct Squares {
         }
     }
 
-    // The sums of the rows, in every thread of a row.
+    // Computes the sums of the rows in every thread of a row.
     __device__ __forceinline__ void of_rows(float (&sum)[ROWS]) {
         if constexpr (AS_TORCH) {
-            int chunks = CHUNKS_FIRST ? 1 : 2, leaves = LEAVES;     // that are still apart
+            int chunks = CHUNKS_FIRST ? 1 : 2, leaves = LEAVES;     // not yet added up
             #pragma unroll
             for (int n = 0; n < 7; ++n) {
                 const int bit = n < 5 ? 4 - n : 11 - n;  // 4 3 2 1 0, then 6 5
@@ -74,8 +73,8 @@ struct Squares {
         if constexpr (!AS_TORCH) row_sum(sum);
     }
 
-    // To each leaf, adds the one whose number differs in `bit`: in the lane's other chunk, in the lane, or in the
-    // thread `step` lanes away.
+    // Adds to each leaf the leaf whose number differs in `bit`. That leaf is in the lane's other chunk, in the same
+    // chunk, or in the thread `step` lanes away.
     __device__ __forceinline__ void add_across(int bit, int chunks, int leaves) {
         const int step = bit < LANE_BIT || bit == CHUNK_BIT ? 0
             : bit < CHUNK_BIT ? 1 << (bit - LANE_BIT) : TEAM << (bit - HEAD_BIT);

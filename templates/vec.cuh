@@ -1,7 +1,7 @@
 // Aligned vector accesses, and conversion between storage types and fp32.
 //
-// No CUDA header is needed: bf16 and fp16 are their 16 bits, and the conversions are single
-// instructions. That keeps the text whole and saves half of the compile time.
+// No CUDA header is needed: bf16 and fp16 are stored as 16 bits, and the conversions are single
+// instructions. The text is complete in itself, and half of the compile time is saved.
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
@@ -37,8 +37,8 @@ __device__ __forceinline__ unsigned char float_to_fp8(float value) {         // 
     unsigned int magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return 0x7f;                               // NaN
     magnitude = min(magnitude, 0x43e00000u);                                // 448
-    if (magnitude < 0x3c800000u)                                            // below 2^-6: units of 2^-9, which
-        return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) & 15u);  // 2^14 counts
+    if (magnitude < 0x3c800000u)                                            // below 2^-6: adding 2^14 counts
+        return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) & 15u);  // units of 2^-9
     magnitude += 0x7ffffu + (magnitude >> 20 & 1u);
     return sign | (magnitude - (120u << 23)) >> 20;
 }
@@ -74,7 +74,7 @@ __device__ __forceinline__ unsigned int pack(float first, float second, fp8) {
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ double to_float(double x) { return x; }              // of a table that is taken in fp64
+__device__ __forceinline__ double to_float(double x) { return x; }              // for fp64 tables
 __device__ __forceinline__ float to_float(fp16 x) { return half_to_float(x.bits); }
 __device__ __forceinline__ float to_float(bf16 x) {
     return __uint_as_float(static_cast<unsigned int>(x.bits) << 16);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void store(T* address, const Vec<T, N>& v) {
     *reinterpret_cast<typename Word<sizeof(T) * N>::type*>(address) = v.word;
 }
 
-// The same, in one instruction whatever is around it: behind a branch NVRTC 13.5 splits the plain one.
+// The same, always in one instruction: after a branch NVRTC 13.5 splits the plain load.
 template <typename T, int N>
 __device__ __forceinline__ void store_whole(T* address, const Vec<T, N>& v) {
 #if defined(__CUDA_ARCH__)
@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_whole(T* address, const Vec<T, N>& v) {
     store(address, v);
 }
 
-// The same from global memory, said so: through a few calls NVRTC 13.2 loses that for sm_100.
+// The same, explicitly from global memory: through a few calls NVRTC 13.2 loses the address space for sm_100.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_global(const T* address) {
 #if defined(__CUDA_ARCH__)
@@ -137,8 +137,8 @@ __device__ __forceinline__ Vec<T, N> load_global(const T* address) {
     return load<T, N>(address);
 }
 
-// The same for what others will read again, this kernel's blocks and the next launches: the last to
-// leave L2. Volatile: else NVRTC takes the load for arithmetic, and does it before the condition it is under.
+// The same for data that other blocks and later launches read again: evicted last from L2. Volatile: otherwise
+// NVRTC treats the load as arithmetic and moves it ahead of its condition.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_kept(const T* address) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -162,7 +162,7 @@ __device__ __forceinline__ Vec<T, N> load_kept(const T* address) {
 #endif
 }
 
-// The same for what is not needed again: its lines are the first to leave L1 and L2.
+// The same for data that is not needed again: evicted first from L1 and L2.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_once(const T* address) {
     Vec<T, N> v;
@@ -181,8 +181,8 @@ __device__ __forceinline__ void unpack(const Vec<T, N>& v, Real* out) {
     for (int i = 0; i < N; ++i) out[i] = static_cast<Real>(to_float(v.item[i]));
 }
 template <>
-__device__ __forceinline__ void unpack(const Vec<bf16, 4>& v, float* out) {     // an instruction each; of 8
-    #pragma unroll                                                  // at once too many registers would be live
+__device__ __forceinline__ void unpack(const Vec<bf16, 4>& v, float* out) {     // one instruction each; 8 at
+    #pragma unroll                                                  // once would need too many registers
     for (int i = 0; i < 4; ++i)
         out[i] = __uint_as_float(i % 2 ? v.quad[i / 2] & 0xffff0000u : v.quad[i / 2] << 16);
 }

@@ -26,7 +26,7 @@ TABLE_DTYPES = {**DTYPES, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `apply_rope`; `why` is the reason the case exists."""
+    """A call of `apply_rope`; `why` is the reason for the case."""
 
     name: str
     why: str
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def end(self) -> int | None:
-        """Tokens of a packed case before the spare ones: what this rank has of the sequences."""
+        """The number of this rank's tokens of a packed case, without the spare ones."""
         if self.lengths is None:
             return None
         size, rank = self.cp
@@ -63,7 +63,7 @@ class Case:
 
 
 def dealt(offsets: Sequence[int], cp_size: int) -> list[list[tuple[int, int]]]:
-    """(sequence, position) of each rank's tokens of a packed batch, in their order: dealt out one by one.
+    """(sequence, position) of each rank's tokens of a packed batch, in order, dealt out one by one.
 
     Token t of the batch gives chunk t % (2 cp_size) of its sequence a place; the tokens of a sequence take its
     chunks' places from the first chunk on; a rank has one chunk from the front and its mirror image.
@@ -253,7 +253,7 @@ QKV_CASES = [
 
 @dataclass(frozen=True)
 class NormCase:
-    """A call with a norm, in front of a `Case` without cu_seqlens and angles."""
+    """A call with a norm before the rotation of a `Case` without cu_seqlens and angles."""
 
     name: str
     why: str
@@ -261,10 +261,10 @@ class NormCase:
     rounding: str = "none"  # norm_rounding
     across_heads: bool = False
     zero_centered: bool = False
-    weights: str = "qk"  # whose weights are given; of a joint call's second stream those of the first otherwise
+    weights: str = "qk"  # the given weights; the second stream's default to the first's
     weight_dtype: str = "bf16"
-    first: int | None = None  # a joint call: so many of S are the first stream's
-    two_tables: bool = False  # and each stream has tables of its own
+    first: int | None = None  # a joint call: the first stream's part of S
+    two_tables: bool = False  # each stream has its own tables
     after_rope: bool = False
 
     def __str__(self) -> str:
@@ -276,7 +276,7 @@ class NormCase:
 
 
 def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
-    """A NormCase; words that a Case has are its."""
+    """Make a NormCase; words of a `Case` go to its case."""
     own = ("across_heads", "zero_centered", "after_rope", "weights", "weight_dtype", "first", "two_tables")
     norm = {n: words.pop(n) for n in own if n in words}
     norm["rounding"] = words.pop("norm", "none")
@@ -353,19 +353,19 @@ NORM_CASES = [
 
 @dataclass
 class NormTensors:
-    """The tensors of a case; of a joint one q, k and v of both streams, and the weights of each."""
+    """The tensors of a case; for a joint one q, k, v and the weights of both streams."""
 
     streams: list[Tensor | None]
     weights: tuple[Tensor | None, ...]
-    arguments: dict[str, Any]  # beside those: tables, the norm's, the options
-    tables: Any  # what the ops take
+    arguments: dict[str, Any]  # the others: tables, the norm's, the options
+    tables: Any  # the ops' arguments
     second_tables: tuple[Tensor | None, Tensor | None]
     options: Options
     norm: NormOptions
 
 
 def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any) -> NormTensors:
-    """The call of a case; `changes` are the options'."""
+    """The call of a case, with `changes` of its options."""
     call = make(case.rope, device, seed)
     q, k, _, _, keywords = call
     (_, _, *tables), options = lower(call, **changes)
@@ -399,7 +399,7 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
 
 
 def _split(tables: list[Any], case: NormCase) -> tuple[list[Any], tuple[Any, Any]]:
-    """The tables of each stream, where it has its own: those of the second are padded, and so have other strides."""
+    """The tables of each stream, if it has its own. The second's are padded, so they have other strides."""
     cos, sin, *rest = tables
     if not case.two_tables:
         return tables, (None, None)
@@ -412,7 +412,7 @@ def _split(tables: list[Any], case: NormCase) -> tuple[list[Any], tuple[Any, Any
 
 
 def random_norm_case(seed: int) -> NormCase:
-    """A case with a norm drawn from all that calls may combine; the same for the same seed."""
+    """A random case with a norm, from all options that calls may combine; equal seeds give equal cases."""
     draw = random.Random(seed)
     dim = draw.choice((6, 8, 32, 48, 64, 72, 80, 100, 112, 128, 160, 256))
     joint, across = draw.random() < 0.3, draw.random() < 0.4
@@ -439,7 +439,7 @@ def random_norm_case(seed: int) -> NormCase:
 
 
 def norm_call(call: NormTensors, in_place: bool = False) -> tuple[Tensor | None, ...]:
-    """What the user's function gives."""
+    """The results of the user's function."""
     if len(call.streams) == 6:
         pairs = (call.streams[:3], call.streams[3:], call.weights[:2], call.weights[2:])
         return norm_rope_joint(*pairs, **call.arguments)  # type: ignore[arg-type]
@@ -447,7 +447,7 @@ def norm_call(call: NormTensors, in_place: bool = False) -> tuple[Tensor | None,
 
 
 def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
-    """What the reference gives, on the tensors' device."""
+    """The results of the reference, on the tensors' device."""
     op, tensors = norm_operation(call)
     results = op.reference(tensors, call.options)
     return tuple([results.get(name) for name in op.results])
@@ -471,7 +471,7 @@ class CacheCase:
     layout: str = "thd"
     dtype: str = "bf16"
     cache: tuple[int, ...] = (11,)  # slots, or pages and rows of each
-    heads_first: bool = False  # a page keeps its heads before its rows
+    heads_first: bool = False  # in a page, heads come before rows
     padding: tuple[int, ...] = (2,)  # tokens whose slot is negative
     fp8: bool = False
     q_fp8: bool = False
@@ -484,7 +484,7 @@ class CacheCase:
 
     @property
     def page_size(self) -> int:
-        """What is compiled in: 0 where slots follow each other through all pages."""
+        """The compiled page size: 0 if slots are consecutive through all pages."""
         return self.cache[1] if self.heads_first and self.shape[3] > 1 else 0
 
 
@@ -524,7 +524,7 @@ class CacheCall:
 
 
 def make_cache(case: CacheCase, device: str = "cpu", launch: str = "auto", in_place: bool = False) -> CacheCall:
-    """A call: caches full of noise, slots drawn without repetition, q's scale so small that it saturates."""
+    """A call: caches full of noise, random slots without repetition, and a scale of q so small that it saturates."""
     b, s, _, hk, d = case.shape
     rope = Case("", "", shape=case.shape, layout=case.layout, dtype=case.dtype, table_rows=50,
                 rotary_dim=case.options.get("rotary_dim"), interleaved=case.options.get("interleaved", False),
@@ -548,7 +548,7 @@ def make_cache(case: CacheCase, device: str = "cpu", launch: str = "auto", in_pl
 
 
 def random_case(seed: int) -> Case:
-    """A case drawn from all that calls may combine; the same for the same seed."""
+    """A random case, from all options that calls may combine; equal for equal seeds."""
     draw = random.Random(seed)
     layout = draw.choice(list(LAYOUT_AXES))
     packed = layout == "thd" and draw.random() < 0.7
@@ -606,7 +606,7 @@ Lowered = tuple[Tensor, "Tensor | None", Tensor, Tensor, "Tensor | None", "Tenso
 
 
 def lower(call: Call, **changes: Any) -> tuple[Lowered, Options]:
-    """What a call becomes: the seven tensors that the ops take, and the options, with `changes`."""
+    """The arguments of the op for a call: seven tensors, and the options with `changes`."""
     q, k, cos, sin, keywords = call
     words = dict(keywords)
     cu_seqlens, starts, ids = (words.pop(name, None) for name in ("cu_seqlens", "start_positions", "position_ids"))
@@ -619,7 +619,7 @@ def lower(call: Call, **changes: Any) -> tuple[Lowered, Options]:
 
 
 def head_views(q: Tensor, k: Tensor | None, options: Options, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """The heads that a call of q and k reads and those that it writes."""
+    """The heads that a call of q and k reads, and the heads that it writes."""
     out = (q, k)
     if not options.inplace:
         out = tuple(None if x is None else torch.empty_like(x, dtype=dtype, device="meta") for x in (q, k))
@@ -630,12 +630,12 @@ def head_views(q: Tensor, k: Tensor | None, options: Options, dtype: torch.dtype
 
 
 def named(op: Operation, tensors: Any, tables: Any) -> dict[str, Tensor]:
-    """An operation's tensors by name, from those in its order, None where one is missing."""
+    """An operation's tensors by name, from a list in its order; None for a missing one."""
     return {**{name: x for name, x in zip(op.names, tensors) if x is not None}, **named_tables(tables)}
 
 
 def named_tables(tables: Any) -> dict[str, Tensor]:
-    """Tables by name, from those in their order, None where one is missing."""
+    """Tables by name, from a list in their order; None for a missing one."""
     return {name: x for name, x in zip(TABLE_NAMES, tables) if x is not None}
 
 
@@ -645,19 +645,19 @@ def referenced(op: Operation, tensors: Any, tables: Any, options: Options) -> di
 
 
 def rope_reference(*arguments: Any, **dtypes: Any) -> list[Tensor | None]:
-    """q and k rotated in plain torch, from those, the tables in their order, and the options."""
+    """Rotate q and k in plain torch. Takes q, k, the tables in order, and the options."""
     q, k, *tables, options = arguments
     return [None if x is None else reference.rotate(x, named_tables(tables), options, **dtypes) for x in (q, k)]
 
 
 def launched(op: Operation, tensors: Any, tables: Any, options: Options) -> list[Tensor | None]:
-    """What a launch gives of an operation, None where there is no result."""
+    """The results of an operation's launch; None for a missing result."""
     results = library.on_gpu(op, named(op, tensors, tables), options)
     return [results.get(name) for name in (results if "qkv" in results else op.results)]
 
 
 def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> tuple[Any, ...]:
-    """A call as torch's op takes it."""
+    """A call as arguments of torch's op."""
     return library.arguments(op, named(op, tensors, tables), options)
 
 

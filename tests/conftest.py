@@ -1,6 +1,6 @@
-"""Every test has a kernel cache of its own; gpu tests are deselected where there is no device.
+"""Every test has its own kernel cache. gpu tests are deselected without a device.
 
-With TEST_DEVICE=host they run on the CPU, on kernels that g++ built (`tests/host/backend.py`), except those
+With TEST_DEVICE=host they run on the CPU, with kernels built by g++ (`tests/host/backend.py`), except those
 that need the hardware.
 """
 
@@ -24,10 +24,10 @@ ON_HOST = backend.DEVICE == "cpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Tiny tensors gain nothing by threads, which wait for each other where cores are shared; child processes' too.
+    # Threads do not speed up tiny tensors, and wait for each other if cores are shared; in child processes too.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    if "TEST_HOST_BUILDS" not in os.environ:  # one folder for the kernels that all these processes build
+    if "TEST_HOST_BUILDS" not in os.environ:  # one folder for the kernels of all these processes
         made = os.environ["TEST_HOST_BUILDS"] = tempfile.mkdtemp(prefix="jitrope-host-")
         config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
     if ON_HOST:
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=unfit)
         without = set(unfit)
         items[:] = [item for item in items if item not in without]
-    items.sort(key=lambda item: "test_host_path" not in item.nodeid)  # minutes each: the others run beside them
+    items.sort(key=lambda item: "test_host_path" not in item.nodeid)  # minutes each: the others run meanwhile
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _launch() -> Iterator[None]:
-    """No launch is forced behind a test."""
+    """After a test no launch is forced."""
     yield
     if config.launch() != "auto":
         jitrope.configure(launch="auto")
@@ -63,5 +63,5 @@ def _launch() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _kernel_cache(monkeypatch: pytest.MonkeyPatch, session_cache: Path) -> None:
-    """Never the user's own cache. Tests of the cache itself take `tmp_path`."""
+    """Never use the user's own cache. Tests of the cache itself use `tmp_path`."""
     monkeypatch.setenv("JITROPE_CACHE_DIR", str(session_cache))

@@ -1,4 +1,4 @@
-"""Where tests have their tensors: on the CPU, and as a GPU's (`tests/host/backend.py` says where that is)."""
+"""The devices of tests' tensors: the CPU, and the GPU or its stand-in (`tests/host/backend.py`)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from jitrope.integrations.diffusers.fused import FUSED, INLINE
 from jitrope.integrations.diffusers.sites import SITES
 
-# Classes, and the models that have them.
+# Classes, and the models with them.
 _MODELS = """
 AceStepAttnProcessor2_0: AceStepTransformer1DModel
 AllegroAttnProcessor2_0: AllegroTransformer3DModel
@@ -80,11 +80,11 @@ def _coverage() -> dict[str, list[str]]:
 
 
 COVERAGE = _coverage()
-"""By model class: the classes in it that are covered."""
+"""By model class: its covered classes."""
 
 
 def table() -> str:
-    """The models, sorted by the form of their tables and by where jitrope rotates in them."""
+    """The models, sorted by the form of their tables and by the way jitrope rotates in them."""
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for model, covered in COVERAGE.items():
         forms = "<br>".join(dict.fromkeys(form for cls in covered for form in _forms(cls)))

@@ -1,10 +1,10 @@
 """Every diffusers transformer that applies rope, tiny and random: `MODELS` by class name, `prepared` and `forward`.
 
-`Model.rotations` counts rope applications per tensor in one forward of these inputs: a call on q and one on k is two,
-and so is one call on both. It was read off the profiler's call events of the functions that rotate (or of the attention
-processors, where the rotation is inline), not derived from the configuration.
+`Model.rotations` counts rope applications per tensor in one forward of these inputs: a call on q and one on k are two,
+and one call on both is two as well. The numbers come from the profiler's call events of the functions that rotate (or
+of the attention processors, if the rotation is inline), not from the configuration.
 
-The file is long because it is a table, one entry a model, packed as tables are.
+The file is a long table with one entry for each model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 class Model:
     """One transformer; `fp32` names the forward inputs that stay fp32 in every dtype (positions, ids, timesteps)."""
 
-    name: str  # the class' name, and a variant's after a dash
+    name: str  # the class's name, and a variant's after a dash
     make: Callable[[], tuple[nn.Module, dict[str, Any]]]  # a fresh model on the CPU in fp32, forward's keywords
     rotations: int
-    dtypes: tuple[torch.dtype, ...] = (FP32, BF16, FP16)  # those in which the stock model runs on a CPU
+    dtypes: tuple[torch.dtype, ...] = (FP32, BF16, FP16)  # dtypes in which the stock model runs on a CPU
     fp32: frozenset[str] = frozenset()
     gradients: bool = True  # whether the stock model has a backward on a CPU (flex attention has none)
 
@@ -38,7 +38,7 @@ class Model:
 
 MODELS: dict[str, Model] = {}
 
-# By the model's name: calls of processors with the norm in the same launch, in one forward of these inputs.
+# By model name: calls of processors with the norm in the same launch, in one forward of these inputs.
 FUSED_CALLS = {
     "FluxTransformer2DModel": 3,
     "Flux2Transformer2DModel": 3,
@@ -67,8 +67,8 @@ def entry(
 ) -> Callable:
     """Decorator: registers a function that returns (configuration, forward's keywords), if diffusers has the class.
 
-    A second configuration of a class is its `variant`: its name is "class-variant". `build` makes the module from the
-    configuration where the class alone does not run.
+    A second configuration of a class is a `variant`, named "class-variant". `build` makes the module from the
+    configuration if the class alone does not run.
     """
     key = f"{name}-{variant}" if variant else name
 
@@ -98,7 +98,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def reloaded(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`module` saved and loaded in `dtype`; of a module that cannot be saved, its children."""
+    """`module` saved and loaded in `dtype`; if it cannot be saved, its children are."""
     if not isinstance(module, diffusers.ModelMixin):
         for name, child in list(module.named_children()):
             setattr(module, name, reloaded(child, dtype))
@@ -109,7 +109,7 @@ def reloaded(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def moved(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with its tensors on `device`, floating ones in `dtype` (None: as they are); containers are rebuilt."""
+    """`value` with its tensors on `device`, floating ones in `dtype` (None: unchanged); containers are rebuilt."""
     if isinstance(value, Tensor):
         return value.to(device, dtype if value.is_floating_point() else None)
     if isinstance(value, (list, tuple)):
@@ -122,7 +122,7 @@ def moved(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
 def prepared(
     model: Model, device: Any = "cpu", dtype: torch.dtype = FP32, seed: int = 0
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A seeded model in eval mode and its inputs, as `from_pretrained(torch_dtype=dtype)` leaves it.
+    """A seeded model in eval mode, as after `from_pretrained(torch_dtype=dtype)`, and its inputs.
 
     That is not `module.to(dtype)`: fp32 tables stay fp32, and so do the modules the class keeps in fp32.
     """
@@ -151,7 +151,7 @@ def forward(module: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat([output.flatten() for output in outputs])
 
 
-# Inputs that many models share. B = 2 everywhere the model allows it.
+# Inputs of many models. B = 2 wherever the model allows it.
 
 
 def grid(*sizes: int) -> Tensor:

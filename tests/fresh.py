@@ -1,6 +1,6 @@
-"""Python in a process of its own that has torch imported: a fork takes milliseconds, `import torch` 3 s of a core.
+"""Python in a separate process with torch imported: a fork takes milliseconds, `import torch` 3 s of a core.
 
-multiprocessing's server forks; it has torch, and nothing of jitrope.
+multiprocessing's server forks; it has imported torch, but not jitrope.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SERVER.set_forkserver_preload(["torch"])
 def python(
     *arguments: str, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 300, check: bool = False
 ) -> CompletedProcess[str]:
-    """As `subprocess.run` of this Python with `-c CODE ...` or `-m MODULE ...`, its output as text."""
+    """Like `subprocess.run` of this Python with `-c CODE ...` or `-m MODULE ...`, with text output."""
     with TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         process = SERVER.Process(target=_main, args=(arguments, dict(env), str(cwd or Path.cwd()), outputs))

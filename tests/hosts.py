@@ -1,4 +1,4 @@
-"""What the tests of the host libraries share."""
+"""Functions for the tests of the host libraries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 import torch
 
 HOSTS = Path(__file__).parent.parent / "build" / "hosts"
-"""Wheels that are only read from: what they hold has no CPU build."""
+"""Wheels whose sources are only read, because they have no CPU build."""
 
 
 def missing(command: str) -> None:
-    """In CI every host is there; elsewhere a test without its host is skipped, and says what it needs."""
+    """Skip a test without its host, with the reason. In CI every host must be installed."""
     reason = f"the host library is not installed: {command}"
     if os.environ.get("CI"):
         pytest.fail(reason)
@@ -26,7 +26,7 @@ def missing(command: str) -> None:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
-    """An empty module in the place of one that is not installed, with empty packages above it."""
+    """Put an empty module, with empty parent packages, in place of a missing one."""
     parts = name.split(".")
     for n in range(1, len(parts) + 1):
         part = ".".join(parts[:n])
@@ -39,7 +39,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
 
 @contextmanager
 def group(size: int, rank: int = 0) -> Iterator[Any]:
-    """torch's own process group of a rank, on its backend that sends nothing."""
+    """A rank's process group on torch's fake backend, which sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)

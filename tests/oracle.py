@@ -1,8 +1,8 @@
-"""The ten functions in fp64 and plain torch, written from their docstrings: nothing of jitrope is imported.
+"""The ten functions in fp64 and plain torch, written from their docstrings. Nothing of jitrope is imported.
 
-A function has the name and the arguments of jitrope's and returns (outputs, written): a tuple of fp64 tensors, and what
-each argument that is written holds afterwards. Nothing is written here, lazy bits are resolved first, roundings are
-left to the tolerances of whoever compares, and gradients are torch's own, through these lines.
+A function has the name and the arguments of jitrope's and returns (outputs, written): a tuple of fp64 tensors, and the
+values of each written argument after the call. Nothing is written here. Lazy bits are resolved first, comparisons have
+tolerances for roundings, and gradients are torch's own, through these lines.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Where a layout keeps batch, sequence, heads and elements.
+# The axes of batch, sequence, heads and elements in each layout.
 AXES = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
 FP8_MAX = 448.0
 Result = tuple[tuple[Tensor | None, ...], dict[str, Tensor]]
 
 
 def exact(x: Any) -> Any:
-    """A tensor in fp64 (or complex128) without lazy bits; a number as one."""
+    """A tensor or number as an fp64 (or complex128) tensor without lazy bits."""
     if x is None or not isinstance(x, Tensor):
         return None if x is None else torch.tensor(float(x), dtype=torch.float64)
     x = x.resolve_conj().resolve_neg()
@@ -30,7 +30,7 @@ def exact(x: Any) -> Any:
 
 
 def heads(x: Tensor, layout: str) -> Tensor:
-    """(B, S, H, D), whatever the layout; its own inverse but for "thd"."""
+    """(B, S, H, D) from any layout; its own inverse except for "thd"."""
     return x[None] if layout == "thd" else x.permute(AXES[layout])
 
 
@@ -42,7 +42,7 @@ def unheads(x: Tensor, layout: str) -> Tensor:
 
 
 def chunked(first: int, end: int, cp_size: int, cp_rank: int) -> Iterator[int]:
-    """Positions, in their order, that a rank has of a sequence that owns the tokens [first, end) of the batch."""
+    """A rank's positions, in order, of a sequence with the tokens [first, end) of the batch."""
     chunks = 2 * cp_size
     sizes = Counter(token % chunks for token in range(first, end))
     begins = [0, *itertools.accumulate(sizes[chunk] for chunk in range(chunks))]
@@ -51,7 +51,7 @@ def chunked(first: int, end: int, cp_size: int, cp_rank: int) -> Iterator[int]:
 
 
 def rows_of(tokens: int, device: Any, o: dict[str, Any]) -> tuple[Tensor, int]:
-    """(the table's row for each token, (axes, B or 1, S); how many tokens belong to a sequence)."""
+    """(the table's row for each token, (axes, B or 1, S); the number of tokens that belong to a sequence)."""
     ids, starts, cu = o.get("position_ids"), o.get("start_positions"), o.get("cu_seqlens")
     size, rank = o.get("cp_size", 1), o.get("cp_rank", 0)
     if ids is not None:
@@ -71,7 +71,7 @@ def rows_of(tokens: int, device: Any, o: dict[str, Any]) -> tuple[Tensor, int]:
 
 
 def tables_of(o: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """cos and sin, (B or 1, P, H or 1, W), from whichever table is given; None: there is none."""
+    """cos and sin, (B or 1, P, H or 1, W), from the given table; None without one."""
     cos, sin, cache = exact(o.get("cos")), exact(o.get("sin")), exact(o.get("cos_sin_cache"))
     freqs, cis = exact(o.get("freqs")), exact(o.get("freqs_cis"))
     if cache is not None:
@@ -142,7 +142,7 @@ def rotated(x: Tensor, o: dict[str, Any]) -> Tensor:
 
 
 def kept(x: Tensor, y: Tensor, o: dict[str, Any]) -> Tensor:
-    """What an in-place call leaves of x (B, S, H, D): the tokens after the last sequence are as they were."""
+    """x (B, S, H, D) after an in-place call: tokens after the last sequence do not change."""
     owned = rows_of(x.shape[1], x.device, o)[1]
     return torch.cat((y[:, :owned], x[:, owned:]), 1)
 
@@ -157,7 +157,7 @@ def normed(x: Tensor, weight: Any, o: dict[str, Any]) -> Tensor:
 
 
 def as_fp8(y: Tensor, scale: Any) -> Tensor:
-    """What fp8 holds before its rounding."""
+    """The values of an fp8 result before rounding."""
     return (y / exact(scale).reshape(())).clamp(-FP8_MAX, FP8_MAX)
 
 

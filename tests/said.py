@@ -1,4 +1,4 @@
-"""Calls from flat words, as the sweeps have them: each name is a field of `Options`, or of a value that users make."""
+"""Calls from flat words, for the sweeps: each name is a field of `Options`, or of a value that users make."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ KINDS: dict[str, Callable[..., Any]] = {
     "norm_rope": norm_rope,
     "norm_rope_joint": norm_rope_joint,
 }
-"""The kinds of calls; a name with "_" behind it is the call in place."""
+"""The kinds of calls; a name with "_" at the end is the call in place."""
 KINDS |= {f"{name}_": partial(KINDS[name], inplace=True) for name in ("rope", "packed_qkv", "kv_cache", "norm_rope")}

@@ -3,10 +3,10 @@
     python -m tests.sanitizer --log logs                      # all
     python -m tests.sanitizer --tool memcheck --case rope     # some
 
-A case is a process of its own, under `compute-sanitizer`, whose results are held against the CPU's too. Its kernels
-are compiled before that, by the same process without the tool, into a cache that all share; and torch allocates each
-tensor by itself, so that a byte past its end is nobody's. Exit code 1 if a tool found anything, a result was wrong, or
-a case did not run its template.
+A case is a separate process under `compute-sanitizer`; its results are also compared with the CPU's. The same process
+without the tool compiles its kernels first, into a cache that all cases share. torch allocates each tensor separately,
+so a byte past its end belongs to no tensor. Exit code 1 if a tool found anything, a result was wrong, or a case did not
+run its template.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ FOUND, WRONG = 9, 3
 """Exit codes: of compute-sanitizer with findings, of a case with wrong results."""
 
 ENTRY = "kns=jitrope_{}"
-"""Kernels that memcheck and racecheck look at: those with this in their names. initcheck looks at all, since torch's
-write what ours read, and read what ours write."""
+"""memcheck and racecheck check kernels with this in their names. initcheck checks all kernels, because torch's kernels
+write our inputs and read our outputs."""
 
 SEEDS = (1, 2, 3)
 CASE_TIMEOUT = 300.0
@@ -116,7 +116,7 @@ def _corrections() -> Iterator[Job]:
 
 
 class Group(NamedTuple):
-    """A template and calls that run it; each group is a process."""
+    """A template and calls that run it; each group is one process."""
 
     template: str
     jobs: Callable[[], Iterator[Job]]
@@ -144,7 +144,7 @@ def templates() -> list[str]:
 
 
 def groups_named(names: list[str] | None) -> list[str]:
-    """Those of a name or of a template; all without names, and then no template may be without one."""
+    """The cases with these names or templates; all without names, and then each template must have one."""
     missing = set(templates()) - {group.template for group in GROUPS.values()}
     if missing and not names:
         raise SystemExit(f"no case runs {', '.join(sorted(missing))}; add one to GROUPS in {Path(__file__).name}")
@@ -159,7 +159,7 @@ def groups_named(names: list[str] | None) -> list[str]:
 
 
 def run_group(name: str, device: str) -> int:
-    """In this process: every job with a few seeds, against the CPU; the exit code."""
+    """Run every job in this process with a few seeds, and compare with the CPU. Returns the exit code."""
 
     group, failed, count = GROUPS[name], [], 0
     for job in group.jobs():
@@ -193,13 +193,13 @@ class Done(NamedTuple):
 
     @property
     def found(self) -> str:
-        """How many errors the tool counted; "-" where it did not come to count."""
+        """The number of errors that the tool counted; "-" if it did not count."""
         counts = re.findall(r"ERROR SUMMARY: (\d+)|RACECHECK SUMMARY: (\d+)", self.output)
         return "-" if not counts else str(max(int(errors or hazards) for errors, hazards in counts))
 
     @property
     def verdict(self) -> str:
-        """ "clean", or what is wrong: the exit code has it, and a tool that says nothing has not looked."""
+        """ "clean", or the fault: from the exit code, or a tool without output, which has not checked."""
         if self.code:
             words = {FOUND: "found errors", WRONG: "wrong results", 124: "took too long"}
             return words.get(self.code, f"exit code {self.code}")
@@ -209,7 +209,7 @@ class Done(NamedTuple):
 
 
 def kernel_option(program: str) -> str:
-    """What restricts a tool to some kernels: newer ones have --kernel-name, and warn of --kernel-regex."""
+    """The option that restricts a tool to some kernels: --kernel-name in newer tools, which warn of --kernel-regex."""
     text = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
     return "--kernel-name" if re.search(r"--kernel-name\s", text) else "--kernel-regex"
 
@@ -228,7 +228,7 @@ def run_process(group: str, tool: str, arguments: list[str], cache: Path, log: P
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     if tool:
-        environment["JITROPE_NO_COMPILE"] = "1"  # what is not prewarmed is an error, not minutes
+        environment["JITROPE_NO_COMPILE"] = "1"  # a kernel that is not prewarmed is an error
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -247,7 +247,7 @@ def run_process(group: str, tool: str, arguments: list[str], cache: Path, log: P
 def run_all(
     groups: list[str], tools: list[str], program: str, jobs: int, cache: Path, log: Path | None, device: str = "cuda"
 ) -> list[Done]:
-    """First all groups without a tool, which compiles their kernels, then those that were clean under every tool."""
+    """Run all groups without a tool, which compiles their kernels, then the clean ones under every tool."""
     option = kernel_option(program)
 
     def run(pair: tuple[str, str]) -> Done:

@@ -2,11 +2,10 @@
 
     python -m tests.soak --minutes 10 --threads 8 --streams 4 --json soak.json
 
-Every thread draws calls of `soak_pool`'s jobs, several in flight at a time, on one of the shared streams, some of
-them with inputs that another stream made. Half of the calls have fresh inputs and are held against the same call on
-CPU tensors; the other half repeat one of the warm-up's, whose bits they must have again. Every 20 seconds all threads
-meet and nothing is in flight: memory is then as it was after the warm-up, or something is kept. Exit code 1 if not all
-is well.
+Every thread draws calls of `soak_pool`'s jobs, several in flight at a time, on one of the shared streams, some with
+inputs that another stream made. Half of the calls have fresh inputs and are compared with the same call on CPU tensors.
+The other half repeat a call of the warm-up and must give the same bits. Every 20 seconds all threads meet with nothing
+in flight: memory must then be as after the warm-up. Exit code 1 for any failure.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ from .soak_pool import Call, Job, Outputs, check, pool
 MIB = 1 << 20
 MOST_IN_FLIGHT = 6
 KEPT_LAUNCHES = 512
-"""In place of 4096: threads then forget what they have prepared many times in ten minutes, and the memory that it may
-take is reached in the warm-up."""
+"""In place of 4096, so that threads drop their prepared calls many times in ten minutes, and reach the most memory for
+them in the warm-up."""
 
 MOST_RSS_GROWTH = 64 * MIB
 MOST_DEVICE_GROWTH = 16 * MIB
-"""Of all that the process has there: a kernel that is first needed after the warm-up is loaded then."""
+"""Of the process's whole memory: kernels first needed after the warm-up are loaded later."""
 
 MOST_ALLOCATED_GROWTH = 64 << 10
-"""Constants of a few elements, which are made once; a call that kept 16 bytes would be seen."""
+"""Constants of a few elements, made once; a call that kept 16 bytes would be found."""
 
 MOST_EXCEPTIONS = 50
 MEETING_TIMEOUT = 300.0
 
 
 class Plan(NamedTuple):
-    """What a soak is asked to do; seconds are of the whole run, the warm-up included."""
+    """The settings of a soak; seconds are of the whole run, including the warm-up."""
 
     device: str = "cuda"
     seconds: float = 600.0
@@ -72,7 +71,7 @@ class Flight(NamedTuple):
     number: int  # of the job in the pool
     seed: int
     repeated: bool
-    call: Call  # holds the inputs, which another stream may have made, until the results are there
+    call: Call  # holds the inputs, possibly of another stream, until the results are complete
     outputs: Outputs
 
 
@@ -86,7 +85,7 @@ def in_host_memory(outputs: Outputs) -> Outputs:
 
 
 class Soak:
-    """Threads, what they find, and the meetings at which nothing is in flight."""
+    """Threads, their findings, and the meetings with nothing in flight."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -137,7 +136,7 @@ class Soak:
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def burst(self, drawn: list[tuple[int, bool]], draw: random.Random, stream: Any) -> None:
-        """Start all calls, then look at all results."""
+        """Start all calls, then check all results."""
         flights = []
         for number, repeated in drawn:
             job, seed = self.jobs[number], self.seeds[number] if repeated else draw.getrandbits(32)
@@ -185,10 +184,10 @@ class Soak:
             self.exceptions.append(f"{where}: {text[-1500:]}")
             if len(self.exceptions) >= MOST_EXCEPTIONS:
                 self.stop.set()
-                self.barrier.abort()  # nobody waits for those who have stopped
+                self.barrier.abort()  # no thread waits for stopped ones
 
     def meet(self) -> None:
-        """A thread's part: come, and go on when the memory was measured."""
+        """A thread's part of a meeting: wait until memory is measured."""
         self.barrier.wait(MEETING_TIMEOUT)
         self.barrier.wait(MEETING_TIMEOUT)
 
@@ -223,7 +222,7 @@ class Soak:
         return now
 
     def run(self, kept_at: Path | None = None) -> dict[str, Any]:
-        """The report; written to a file after every meeting, so that a run that is cut off leaves one."""
+        """The report. It is written to a file after every meeting, so an interrupted run leaves one."""
         self.start = time.monotonic()
         samples: list[dict[str, Any]] = []
         meetings: list[dict[str, Any]] = []
@@ -232,12 +231,12 @@ class Soak:
             thread.start()
         report: dict[str, Any] = {}
         try:
-            first = self.meeting()  # behind a pass over all jobs
+            first = self.meeting()  # after a pass over all jobs
             settled = first["seconds"] + 0.1 * max(0.0, self.plan.seconds - first["seconds"])
             self.sample_until(settled, samples)
             while not self.stop.is_set():
                 now = time.monotonic() - self.start
-                last = now >= self.plan.seconds and len(meetings) > 0  # memory is compared with an earlier meeting's
+                last = now >= self.plan.seconds and len(meetings) > 0  # compare memory with an earlier meeting's
                 meetings.append(self.meeting(last))
                 report = self.report(samples, meetings)
                 if kept_at is not None:
@@ -249,7 +248,7 @@ class Soak:
         except Exception:
             self.failed("the meeting", traceback.format_exc())
         self.stop.set()
-        self.barrier.abort()  # whoever waits does so in vain
+        self.barrier.abort()  # end all waits
         for thread in threads:
             thread.join(10)
         report = self.report(samples, meetings)
@@ -288,7 +287,7 @@ class Soak:
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where there is no /proc."""
+    """Resident bytes of this process; 0 without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:
@@ -296,7 +295,7 @@ def resident_bytes() -> int:
 
 
 def device_bytes() -> int:
-    """This process's on the device, kernels included; where the driver does not tell whose is what, all that is."""
+    """This process's bytes on the device, with kernels; all used bytes if the driver does not list processes."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, ValueError):
         told = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
@@ -313,12 +312,12 @@ LIMITS = {"rss": MOST_RSS_GROWTH, "device": MOST_DEVICE_GROWTH, "allocated": MOS
 
 
 def growth(meetings: list[dict[str, Any]], name: str) -> int:
-    """The most bytes that any meeting had more than the first, which is behind the warm-up."""
+    """The most bytes that any meeting had above the first, which is after the warm-up."""
     return max((later[name] - meetings[0][name] for later in meetings), default=0)
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """All that a soak must not have."""
+    """The failures of a soak."""
     found = [f"{report[name]} {name}" for name in ("wrong results", "exceptions") if report[name]]
     meetings = report["meetings"]
     if len(meetings) < 2:
@@ -331,7 +330,7 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report to read."""
+    """The report as text."""
     lines = [f"{'op':<34}{'calls':>10}{'against CPU':>14}{'against bits':>14}"]
     for op, count in report["ops"].items():
         lines.append(f"{op:<34}" + f"{count['calls']:>10}{count['against the CPU']:>14}{count['against bits']:>14}")

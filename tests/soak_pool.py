@@ -1,7 +1,7 @@
-"""Calls of the public functions that the soak and the sanitizers draw: what is compiled in is a job's, the rest random.
+"""Calls of the public functions for the soak and the sanitizers: a job fixes compiled constants, the rest is random.
 
-A job makes the same inputs on any device from a seed: lengths, positions and contents are the seed's, while dtypes,
-head sizes, strides and options are the job's, so that a job stays with one or a few kernels.
+A job makes the same inputs on any device from a seed. The seed determines lengths, positions and contents; the job
+determines dtypes, head sizes, strides and options, so it needs only one or a few kernels.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Call = Callable[[], Outputs]
 class Job(NamedTuple):
     """A kind of call.
 
-    make: (device, seed) -> the call, whose inputs it holds. slack: 0, the bits of the CPU's result; else how many times
-    the tolerance of `check`. repeatable: the same call has the same bits twice.
+    make: (device, seed) -> the call, which holds its inputs. slack: 0: the bits of the CPU's result; else a factor of
+    the tolerance of `check`. repeatable: repeating the call gives the same bits.
     """
 
     op: str
@@ -65,7 +65,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 
 
 def check(got: Outputs, want: Outputs, slack: float) -> None:
-    """Raise AssertionError where results on a device are not the CPU's, NaN for NaN."""
+    """Raise AssertionError if results on a device are not the CPU's. NaN equals NaN."""
     assert len(got) == len(want), f"{len(got)} outputs, not {len(want)}"
     for number, (x, y) in enumerate(zip(got, want)):
         assert (x is None) == (y is None), f"output {number} is {x}, not {y}"
@@ -89,7 +89,7 @@ def noise(generator: torch.Generator, shape: Any, dtype: torch.dtype, device: st
 def gradients(
     call: Callable[[], Any], leaves: Outputs, generator: torch.Generator, device: str, dtype: torch.dtype | None = None
 ) -> Call:
-    """The call with what its backward gives for random gradients: outputs, then the gradients of leaves.
+    """The call with its backward for random gradients: outputs, then the gradients of leaves.
 
     dtype: the random ones are values of this dtype, by default of the outputs'.
     """
@@ -107,7 +107,7 @@ def gradients(
 
 
 def resized(case: Case, draw: random.Random) -> Case:
-    """The case with other lengths: as many sequences, table rows for most positions; a decode step has other rows."""
+    """The case with other lengths: the same number of sequences, table rows for most positions; decode: other rows."""
     b, s, *rest = case.shape
     size = case.cp[0]
     if case.lengths is not None or size == 1:
@@ -130,7 +130,7 @@ def resized(case: Case, draw: random.Random) -> Case:
 
 
 def rope_slack(case: Case) -> float:
-    """Sines are the device's, complex and addcmul products contracted there, or not."""
+    """The slack of a case: sines, and contracted complex and addcmul products, depend on the device."""
     return 0.0 if case.rounding in ("fp32", "dtype") and not case.table.startswith("angles") else 1.0
 
 
@@ -187,7 +187,7 @@ def fp8_job(case: Case) -> Job:
 
 
 def cache_job(case: CacheCase, in_place: bool = False) -> Job:
-    """k and v into a cache full of noise, slots without repetition, some of them padding or past the end."""
+    """Store k and v in a cache full of noise; slots do not repeat, and some are padding or past the end."""
 
     def made(device: str, seed: int) -> Call:
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -216,7 +216,7 @@ def cache_job(case: CacheCase, in_place: bool = False) -> Job:
 # ---- QK-norm -----------------------------------------------------------------------------------------
 
 NORM_SLACK = 2.0
-"""Sums have another order on a GPU; over millions of elements two roundings of one go another way now and then."""
+"""Sums have another order on a GPU; over millions of elements, two roundings of one sometimes differ."""
 
 
 def resized_norm(case: NormCase, draw: random.Random) -> NormCase:
@@ -224,7 +224,7 @@ def resized_norm(case: NormCase, draw: random.Random) -> NormCase:
     tokens = rope.shape[1]
     if case.first is None:
         return replace(case, rope=rope)
-    if case.two_tables:  # each with a row at least
+    if case.two_tables:  # each with at least one row
         tokens = max(2, tokens)
         rope = replace(rope, shape=(rope.shape[0], tokens, *rope.shape[2:]), table_rows=tokens)
         return replace(case, rope=rope, first=draw.randint(1, tokens - 1))
@@ -252,7 +252,7 @@ def norm_job(case: NormCase, mode: str) -> Job:
 
 
 class Batch:
-    """Sequences of random lengths, with padding behind them or not, and spare rows; a rank of some."""
+    """Sequences of random lengths, with or without padding after them, and spare rows; one of several ranks."""
 
     def __init__(self, seed: int, index_dtype: torch.dtype, padded: bool, cp_size: int, rule: str) -> None:
         self.draw = draw = random.Random(seed)
@@ -267,7 +267,7 @@ class Batch:
 
 
 class Trait(NamedTuple):
-    """What a job of packed batches has compiled in."""
+    """The compiled constants of a job of packed batches."""
 
     index_dtype: torch.dtype
     padded: bool
@@ -294,7 +294,7 @@ STEPS = (
 
 
 def rows_job(move: str, draw: random.Random) -> Job:
-    """Rows of any size and alignment by any map, one tensor or two; what is not written stays."""
+    """Move rows of any size and alignment by any map, in one tensor or two; other rows do not change."""
     trait = Trait.drawn(draw)
     dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if move != "sum" else ())))
     widths = [draw.choice(WIDTHS) for _ in range(1 if move == "tail" else draw.choice((1, 2)))]
@@ -308,7 +308,7 @@ def rows_job(move: str, draw: random.Random) -> Job:
         count = {"to_ranks": everyone, "stay": tokens + 3, "table": 70, "sum": 33}.get(move, tokens)
         rows = everyone if move == "to_sequences" else tokens
         spread = [(rows, *width[:-1], width[-1] + apart * (len(width) == 1)) for width in widths]
-        # Whole numbers, whose sums are exact in any order.
+        # Whole numbers have exact sums in any order.
         inputs = [
             noise(generator, s, torch.int64, "cpu").to(dtype).to(device)[..., : w[-1]] for s, w in zip(spread, widths)
         ]
@@ -331,7 +331,7 @@ def rows_job(move: str, draw: random.Random) -> Job:
 
 
 def reorder_job(draw: random.Random) -> Job:
-    """A batch into the order of its ranks and back, k and v in one launch, with their gradients."""
+    """Reorder a batch for its ranks and back, k and v in one launch, with gradients."""
     trait, dtype = Trait.drawn(draw), draw.choice((torch.bfloat16, torch.float32))
     shapes = [(2, draw.choice((3, 8))), (2, draw.choice((5, 16)))]
 
@@ -351,7 +351,7 @@ def reorder_job(draw: random.Random) -> Job:
 
 
 def tables_job(draw: random.Random) -> Job:
-    """Tables of a rank, its rows of a tensor, the halves of its sequences, and what of them is not padding."""
+    """Tables of a rank, its rows of a tensor, the halves of its sequences, and their valid tokens."""
     trait = Trait.drawn(draw)
 
     def made(device: str, seed: int) -> Call:
@@ -390,7 +390,7 @@ def segments_job(mask: Mask, draw: random.Random) -> Job:
 
 
 def correction_job(step: tuple[str, str, str], draw: random.Random) -> Job:
-    """A step of ring attention into those before it; sequences of odd length too."""
+    """Join a step of ring attention with earlier ones, also for sequences of odd length."""
     quantity, first, second = step
     packed, index_dtype = draw.random() < 0.5, draw.choice((torch.int32, torch.int64))
     dtype, (heads, size) = draw.choice((torch.bfloat16, torch.float32)), draw.choice(((2, 8), (3, 5), (4, 16)))
@@ -407,7 +407,7 @@ def correction_job(step: tuple[str, str, str], draw: random.Random) -> Job:
         widths = (rows, ends if half else rows)
         lse, lse_step = (noise(generator, (*lead, n), torch.float32, "cpu") for n in widths)
         for x in (lse_step,) if quantity == "out" else (lse, lse_step):
-            x[torch.rand(x.shape, generator=generator) < 0.1] = -torch.inf  # rows that saw no key
+            x[torch.rand(x.shape, generator=generator) < 0.1] = -torch.inf  # rows without keys
         lse, lse_step = lse.to(device), lse_step.to(device)
 
         def call() -> Outputs:
@@ -432,7 +432,7 @@ def attention_job(draw: random.Random) -> Job:
 
     def made(device: str, seed: int) -> Call:
         batch = Batch(seed, torch.int32, padded, 1, "dual_chunk")
-        # A CPU's attention is in fp32, of the same values.
+        # The CPU computes attention in fp32 from the same values.
         dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         q, k, v = (
             noise(batch.generator, (batch.tokens, heads, 64), torch.bfloat16, device).to(dtype) for heads in (4, 2, 2)

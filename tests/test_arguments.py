@@ -1,5 +1,5 @@
-"""Every parameter of the ten functions, given something of every type: what is plainly meant is taken, all else is
-refused in one line that names the parameter, and no call changes what a later one does.
+"""Every parameter of the ten functions, with values of every type. A value with a plain meaning is accepted. Any other
+is refused in one line that names the parameter. No call changes the result of a later one.
 
 `python -m tests.test_arguments` prints every refusal, so that a person can read them.
 """
@@ -49,7 +49,7 @@ OPERATIONS: dict[str, Any] = {
 VALUES = ("Packed", "Starts", "Mrope", "Norm", "KVCache", "Quantize")
 
 REFUSED = "refused"
-EITHER = "either"  # right as it stands, or refused
+EITHER = "either"  # valid, or refused
 TEN = [f for f in FUNCTIONS if not f.label]
 
 
@@ -60,7 +60,7 @@ class Word(str, enum.Enum):
     none = "none"
 
 
-# What a refusal may name in a parameter's place.
+# Names that a refusal may have in place of the parameter's.
 OTHER_NAMES = {
     "k": ("k_scale",),
     "position_ids": ("positions",),
@@ -68,7 +68,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("first_weights", "second_weights"), ("q_weight", "the weights")),
 }
 MODULE = torch.nn.Identity()
-# What no parameter but a sequence or a word takes: (kind, value).
+# Values that only sequences and words accept: (kind, value).
 STRANGERS: list[tuple[str, Any]] = [
     ("a string", "8"), ("no words", ""), ("bytes", b"bshd"), ("a list", [1, 2]), ("a dict", {"a": 1}), ("a set", {1}),
     ("a module", MODULE), ("a class", Tensor), ("a function", print), ("an object", object()), ("an ellipsis", ...),
@@ -79,7 +79,7 @@ STRANGERS: list[tuple[str, Any]] = [
 
 
 def kinds(parameter: str, plain: Any, cell: Cell) -> Iterator[tuple[str, Any, Any]]:
-    """(kind, value, what it means: a plain value, REFUSED or EITHER) for a parameter whose plain value is given."""
+    """(kind, value, meaning: a plain value, REFUSED or EITHER) for a parameter with this plain value."""
     if parameter in INTS:
         yield from [
             ("np.int64", np.int64(plain), plain), ("np.int32", np.int32(plain), plain), ("float", float(plain), plain),
@@ -197,7 +197,7 @@ def kinds_of_tensors(parameter: str, plain: Tensor, cell: Cell) -> Iterator[tupl
 
 
 def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
-    """Arguments of a right call in which the parameter counts, as the function takes them, and its plain value."""
+    """Arguments of a valid call that depends on the parameter, and the parameter's plain value."""
     f = cell.function
     changes: Args = {}
     plain: Any = None
@@ -261,7 +261,7 @@ def copied(x: Any) -> Any:
 
 
 def bits(function: Function, args: Args) -> list[Any]:
-    """A call's outputs and what it leaves of its tensors, as bytes."""
+    """A call's outputs and its tensors after the call, as bytes."""
     out = KINDS[function.name](**args)
     tensors = [*(out if isinstance(out, tuple) else (out,)), *(args[name] for name in function.written)]
     return [None if x is None else (x.dtype, tuple(x.shape), *numbers_of(x)) for x in tensors]
@@ -284,13 +284,13 @@ def memories() -> list[Any]:
 
 
 def forget() -> None:
-    """Forget all results of earlier calls, but for those of a thread: each cell has a thread of its own."""
+    """Forget all results of earlier calls, except a thread's: each cell has its own thread."""
     for clear in memories():
         clear()
 
 
 def one_cell(function: Function, args: Args, parameter: str, wanted: Any, value: Any, means: Any) -> tuple[str, str]:
-    """(how it ends, the refusal's text), on first use and again after the right call, whose bits are `wanted`."""
+    """(outcome, the refusal's text), at first use and again after the valid call, which has the bits `wanted`."""
 
     def attempt(value: Any) -> Any:
         given = {**{n: copied(x) for n, x in args.items()}, parameter: value}
@@ -332,7 +332,7 @@ def check_text(function: Function, parameter: str, text: str) -> None:
 
 
 def table(function: Function, parameter: str, device: str) -> list[tuple[str, str, str]]:
-    """(kind, how it ends, text) of every kind that the parameter can be given; each in a thread of its own."""
+    """(kind, outcome, text) for every kind of value of the parameter; each in its own thread."""
     cell = Cell(function, device)
     args, plain = context(cell, parameter)
     args = {**args, parameter: plain}
@@ -353,7 +353,7 @@ def table(function: Function, parameter: str, device: str) -> list[tuple[str, st
 
 
 def parameters() -> list[tuple[Function, str]]:
-    """Each kind of call with each of its words; those of values stand for these."""
+    """Each kind of call with each of its words; words of values count as the call's."""
     found = []
     for f in TEN:
         op = OPERATIONS[f.name.rstrip("_")]

@@ -1,8 +1,8 @@
-"""Arguments of any type, for every parameter of the functions beside the rotations.
+"""Arguments of any type, for every parameter of the functions other than the rotations.
 
-Each (function, parameter, kind of value) is called. A call is right: the same result as the plain form's; or it is
-refused: one `InvalidInput` on one line, which names the argument. Nothing else is accepted, and afterwards the valid
-call gives the same result as before.
+Each (function, parameter, kind of value) is called. A call gives the same result as the plain form, or it is refused
+by one `InvalidInput` on one line, which names the argument. Nothing else is accepted, and afterwards the valid call
+gives the same result as before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jitrope.tools.prewarm import specs_of
 
 SAME = ("numpy int", "int subclass", "numpy bool", "numpy float", "int for float", "list", "tuple", "numpy array",
         "as Path", "as str", "non-contiguous", "expanded", "Parameter", "int64", "None")  # fmt: skip
-"""Kinds that hold the same value as the valid one, or none at all, in another form."""
+"""Kinds with the valid value, or none, in another form."""
 
 
 class Number(int):
@@ -92,7 +92,7 @@ def variants(x: Tensor) -> dict[str, Tensor]:
 
 
 class Row(NamedTuple):
-    """A function with a valid call, and beside SAME the kinds that a parameter takes with a meaning of their own."""
+    """A function with a valid call, and the kinds besides SAME that a parameter accepts with another meaning."""
 
     function: Callable[..., Any]
     valid: dict[str, Any]
@@ -115,7 +115,7 @@ def rows(*shape: int) -> Tensor:
 
 
 def made(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """A call of a function that writes into some of its arguments, and these afterwards."""
+    """A call of a function that writes some of its arguments, and these arguments afterwards."""
 
     def call(**arguments: Any) -> Any:
         arguments = {name: x.clone() if name in names and clonable(x) else x for name, x in arguments.items()}
@@ -332,14 +332,14 @@ ROWS: dict[str, Row] = {
 
 @pytest.fixture
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what the valid calls read."""
+    """Set up the files of the valid calls."""
     monkeypatch.chdir(tmp_path)
     Path("calls.json").write_text('{"call": [{"heads": 8}]}')
     bundle.write(Path("there.tar"), [(SPEC, "sm_90")], 1)
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two results are equal, wherever tensors are in them; of meta tensors the shapes."""
+    """Whether two results, with tensors anywhere in them, are equal; of meta tensors the shapes."""
     if isinstance(a, Tensor):
         if not isinstance(b, Tensor) or a.shape != b.shape:
             return False

@@ -112,7 +112,7 @@ def test_a_copy_reads_and_writes_the_bytes_of_a_call() -> None:
 
 
 def test_bytes_of_the_cases() -> None:
-    """q and k are read and written once; v and caches where they are; caches of one byte an element."""
+    """q and k are read and written once, and so are v and caches if present; fp8 caches have one byte an element."""
     one = 4608 * 24 * 128 * 2  # bytes of q
     assert rope.case("flux", smoke=True).moved == {"COPY": 2 * 2 * 12 * (4 + 4) * 128}
     assert qk_norm.bytes_moved(qk_norm.CASES["flux"]) == 4 * one
@@ -251,7 +251,7 @@ def test_bad_options_are_named(command: str) -> None:
 
 @pytest.mark.parametrize("command", [["-m", "jitrope", "bench"], ["-m", "examples.bench"], ["examples/bench"]])
 def test_ways_to_run_them(command: list[str]) -> None:
-    """From a checkout all three; they exit with 1 and a line where there is no GPU."""
+    """A checkout has all three. Without a GPU they exit with 1 and one line."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, *command, "host"], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")
@@ -288,7 +288,7 @@ def pixels(png: Path) -> tuple[int, int]:
 
 
 def test_the_page_of_results_is_what_report_writes() -> None:
-    """So it is never edited by hand, and each of its plots is there."""
+    """The page is never edited by hand, and each of its plots exists."""
     page = (RESULTS / "README.md").read_text()
     assert page == results.page(RESULTS)
     assert sorted(re.findall(r"\]\((\w+)\.png\)", page)) == sorted(path.stem for path in RESULTS.glob("*.png"))
@@ -298,7 +298,7 @@ def test_the_page_of_results_is_what_report_writes() -> None:
 @drawn
 @pytest.mark.parametrize("name", [name for name in FILES if plot_of(name)])
 def test_a_plot_is_readable_at_900_pixels(name: str, tmp_path: Path) -> None:
-    """At most five series, jitrope's one colour, words within the picture; the kept file has the same size."""
+    """At most five series, one colour for jitrope, words inside the picture; the kept file has the same size."""
     plot = plot_of(name)
     assert plot is not None
     series = {series for group in plot.groups.values() for series in group}
@@ -391,7 +391,7 @@ def holds(rows: list[dict[str, Any]], number: str) -> bool:
 def not_measured(table: list[str]) -> list[str]:
     """The lines of a Markdown table with a number that no JSON holds. Its columns of numbers are flush right.
 
-    A line is of one case of one file; a cell of several numbers, as "1.00 to 1.04", may be of other cases of that file.
+    A line belongs to one case of one file; a cell of several numbers, such as "1.00 to 1.04", may have other cases.
     """
     head, body = table[1].strip("|").split("|"), table[2:]
     columns = [i for i, align in enumerate(head) if align.strip() == "--:"]
@@ -411,7 +411,7 @@ def not_measured(table: list[str]) -> list[str]:
 
 
 def test_the_numbers_of_the_readme_are_in_the_results() -> None:
-    """Those of the first table below "## Measured", rounded as they are shown."""
+    """The numbers of the first table below "## Measured", rounded as shown."""
     _, _, measured = (ROOT / "README.md").read_text().partition("\n## Measure")
     lines = dropwhile(lambda line: not line.startswith("|"), measured.splitlines())
     table = list(takewhile(lambda line: line.startswith("|"), lines))
@@ -442,7 +442,7 @@ def test_kept_results_hold_the_sweeps_of_the_commands() -> None:
     assert (sequences, batches) == (default(train.thd, "sequences"), default(layer.command, "batches"))
 
 
-# ---- the chains that are timed beside ours ---------------------------------------------------------------
+# ---- the chains that are timed against ours --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["flux", "flux-joint", "wan", "ltx", "prefill", "head72"])
@@ -456,7 +456,7 @@ def test_qk_norm_chains_agree(name: str) -> None:
 
 
 def test_the_library_op_is_the_call() -> None:
-    """`bench host` times the op with the arguments that the call gives it."""
+    """`bench host` times the op with the arguments of the call."""
     q, k, angles = harness.bf16(1, 4, 2, 8), harness.bf16(1, 4, 2, 8), harness.angles(4, 8)
     cos, sin = angles.cos(), angles.sin()
     found = host.library_op(lambda: jitrope.apply_rope(q, k, cos, sin))()
@@ -464,7 +464,7 @@ def test_the_library_op_is_the_call() -> None:
 
 
 class Still(nn.Module):
-    """Tables of a rotation by no angle, in the form of the host's own."""
+    """Tables that rotate by no angle, in the host's form."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ class Still(nn.Module):
 @pytest.mark.parametrize("name", diffusion.MODELS)
 @torch.no_grad()
 def test_diffusion_without_rope_and_norms(name: str) -> None:
-    """No rope is a rotation by no angle; copies have the model's weights, and leave the model as it was."""
+    """No rope equals a rotation by no angle. Copies have the model's weights, and do not change the model."""
     pytest.importorskip("diffusers", reason="the bench runs its transformers")
     model = diffusion.MODELS[name]
     transformer, inputs, _ = diffusion.build(model, tuple(1 for _ in model.blocks), True, "cpu")
@@ -501,7 +501,7 @@ def test_diffusion_without_rope_and_norms(name: str) -> None:
 
 
 def test_diffusion_models_have_their_real_widths() -> None:
-    """Tokens of a step; and each forward goes through at full size, on the meta device, which computes nothing."""
+    """The tokens of a step are right, and each forward runs at full size on the meta device."""
     pytest.importorskip("diffusers", reason="the bench runs its transformers")
     tokens = {}
     for name, model in diffusion.MODELS.items():
@@ -538,7 +538,7 @@ def test_te_peak_by_hand() -> None:
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of storages at a time, but for those of `besides`."""
+    """The most bytes of storages at a time, except those of `besides`."""
 
     def __init__(self, besides: Any) -> None:
         super().__init__()
@@ -564,7 +564,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("mask", ["causal", "window 512"])
 @pytest.mark.parametrize(("cp_size", "heads"), CASES)
 def test_share_of_te_peak(cp_size: int, heads: tuple[int, int], mask: str) -> None:
-    """The autograd function itself at full size, tables of rows included, all but the attention's kernels: at most
+    """The autograd function itself at full size, with tables of rows but without the attention's kernels: at most
     0.6 of TransformerEngine's. Fake tensors have no memory, only its size."""
     with FakeTensorMode():
         schedule = FULL.schedule(cp_size, mask)
@@ -573,7 +573,7 @@ def test_share_of_te_peak(cp_size: int, heads: tuple[int, int], mask: str) -> No
             cp_step._fresh_step(x, cp_size, mask, heads, FULL, cp_step.SHAPES, {})
     assert live.now == 0, "something stayed"
     assert len(x.q) * cp_size == FULL.tokens
-    # No step can do with less than the keys and values that a rank sees, and their gradients.
+    # Every step needs at least the keys and values that a rank sees, and their gradients.
     least = 2 * (x.k.nbytes + x.v.nbytes) * (cp_size if mask == "causal" else 1)
     assert least < live.most <= 0.6 * cp_step.te_peak(len(x.q), cp_size, heads, FULL.head_dim)
 
@@ -594,7 +594,7 @@ def _ranks(rank: int, cp_size: int, path: str) -> None:
 
 
 def test_ranks(tmp_path: Path) -> None:
-    """Two of them: the other's rows in a step, in MiB; only the window's rows are exchanged."""
+    """Two ranks: the other's rows in a step, in MiB; only the window's rows are exchanged."""
     torch.multiprocessing.spawn(_ranks, (2, str(tmp_path)), 2)
     rows = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     assert rows[0] == rows[1], "each time is the slower rank's"
@@ -605,5 +605,5 @@ def test_ranks(tmp_path: Path) -> None:
     assert by["causal", "step, keep_gathered"] == 2 * gathered
     assert ("causal", "exchange of k and v") not in by
     exchanged = by["window 3", "exchange of k and v"]
-    # Of three sequences, before rank 0's chunk 3: of chunk 2 three keys, of chunk 1 two, which is half of them at most.
+    # Three sequences, before rank 0's chunk 3: three keys of chunk 2 and two of chunk 1, at most half of them.
     assert by["window 3", "step"] == 3 * exchanged == 9 * (3 + 2) * row

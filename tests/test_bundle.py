@@ -206,7 +206,7 @@ def test_a_damaged_loaded_kernel_is_a_miss(written: Path, cache: KernelCache) ->
 
 
 def test_a_newer_bundles_kernel_takes_an_older_ones_place(cache: KernelCache, tmp_path: Path) -> None:
-    """Both kernels have the same source and different compilers. The kernel that `load` returns is in the cache."""
+    """Both kernels have the same source but different compilers. The kernel that `load` returns is in the cache."""
     for name in ("old", "new"):
         files = pack(replace(KEY, compiler=name), "text", DATA + name.encode(), {})
         write_bundle(tmp_path / f"{name}.tar", {KEY.portable_folder: files})
@@ -228,7 +228,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_here(written: Path, tmp_path
         bundle.load(written)
 
 
-# ---- files that are no whole bundles -------------------------------------------------------------
+# ---- files that are not whole bundles ------------------------------------------------------------
 
 Members = list[tuple[tarfile.TarInfo, bytes]]
 
@@ -434,7 +434,7 @@ def test_of_several_compilers_the_same_one_is_taken(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("tar") is None, reason="there is no tar program")
 @pytest.mark.parametrize("mask", ["002", "000", "077"])
 def test_what_tar_unpacks_is_used_whatever_the_umask(written, cache, tmp_path, mask: str) -> None:
-    """Users with a group of their own have the umask 002. They protect the outer folder themselves."""
+    """Users with their own group have the umask 002. They protect the outer folder themselves."""
     layer = tmp_path / "layer"
     layer.mkdir(mode=0o755)
     command = f"umask {mask} && tar xf {written} --no-same-permissions --no-same-owner -C {layer}"

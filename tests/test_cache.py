@@ -82,7 +82,7 @@ def test_round_trip(cache: KernelCache) -> None:
     (entry,) = cache.entries()
     assert (entry.path, entry.name, entry.arch, entry.spec) == (path.parent, "rope_x", "sm_90", {"a": 1})
     assert entry.size == sum(file.stat().st_size for file in path.parent.iterdir())
-    assert cache.store(KEY, "text", DATA, {"a": 1})  # as if another process was faster: its entry is kept
+    assert cache.store(KEY, "text", DATA, {"a": 1})  # as if another process had been faster: its entry is kept
     assert [p.name for p in cache.root.iterdir()] == [KEY.folder]
 
 
@@ -231,7 +231,7 @@ STEPS = ("mkdir", "open", "rename")
 
 @contextmanager
 def fault(monkeypatch: pytest.MonkeyPatch, at: int, names: tuple[str, ...], strike: Callable[[], None]) -> Iterator:
-    """Strike before the `at`-th call of these functions of `os`. Yields a list with the number of calls."""
+    """Inject a fault before the `at`-th call of these functions of `os`. Yields a list with the number of calls."""
     calls = [0]
 
     def wrap(real: Callable) -> Callable:
@@ -669,7 +669,7 @@ def test_a_compiled_kernel_is_never_read_again(own_cache: KernelCache, monkeypat
     """On a network the files of another process may appear late, or may have changed."""
     kernels.build(SPEC, "sm_90")
     want = own_cache.read(kernels.key_of(SPEC, "sm_90"))[CUBIN]
-    monkeypatch.setattr(KernelCache, "find", lambda *_: None)  # as if another process was faster
+    monkeypatch.setattr(KernelCache, "find", lambda *_: None)  # as if another process had been faster
     assert kernels.build(SPEC, "sm_90") == (want, True, True)
 
 
@@ -695,13 +695,13 @@ def test_missing_cupy_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> Non
             patch.setitem(sys.modules, "cupy", None)
             with pytest.raises(CompileError, match=f"pip install {packages}$"):
                 kernels.build(SPEC, "sm_90")
-    assert compiler.import_cupy()  # it was installed in the meantime
+    assert compiler.import_cupy()  # it has been installed in the meantime
 
 
 BROKEN = {
     "numpy": "raise ValueError('numpy.dtype size changed, may indicate binary incompatibility. Expected 96')",
     "library": "raise OSError('libcublas.so.13: cannot open shared object file: No such file or directory')",
-    "attribute": "",  # an install that was interrupted
+    "attribute": "",  # an interrupted install
 }
 ASK_CUPY = """
 from pathlib import Path

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def process(tmp_path: Path):
-    """Run the command in a process of its own, with a cache of its own and no GPU."""
+    """Run the command in a separate process, with its own cache and no GPU."""
 
     def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "kernels"), "PYTHONPATH": str(ROOT)}
@@ -143,7 +143,7 @@ def test_prewarm_then_everything_is_cached(jitrope, tmp_path: Path) -> None:
     dry = json.loads(jitrope(*arguments, "--dry-run").stdout)
     assert (dry["would compile"], dry["cached"], dry["failed"]) == (6, 0, 0)
     assert list(tmp_path.iterdir()) == []
-    # Two token-linear tiles and one grid_2d for both, for two architectures.
+    # Two token-linear kernels and one shared grid_2d kernel, for two architectures.
     first = json.loads(jitrope(*arguments, JITROPE_NO_COMPILE="1").stdout)
     assert (first["compiled"], first["cached"], first["failed"]) == (6, 0, 0)
     (tmp_path / "run.json").write_text(jitrope("cache", "ls", "--json").stdout)
@@ -290,7 +290,7 @@ def test_render(jitrope) -> None:
 def test_a_source_renders_again_by_the_command_at_its_head(jitrope, tmp_path: Path) -> None:
     text = jitrope("render", "--heads", "24", "--interleaved", "--backward").stdout
     (tmp_path / "kernel.cu").write_text(text)
-    (command,) = re.findall(r"^// This text again: (.*)$", text, re.MULTILINE)
+    (command,) = re.findall(r"^// To render this text again: (.*)$", text, re.MULTILINE)
     command = command.replace("FILE", "kernel.cu").replace("jitrope", f"{sys.executable} -m jitrope")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -396,7 +396,7 @@ def test_prewarm_of_a_model_builds_what_its_calls_ask_for(jitrope, tmp_path: Pat
     specs = specs_of_model(tmp_path / "model")
     assert specs == specs_of_model(tmp_path / "model" / "config.json")
     assert want <= set(specs)
-    more = set(specs) - want  # with as many heads of k, this attention's gradient is a transpose; a fused one's is not
+    more = set(specs) - want  # with equal heads of k, this attention's gradient is a transpose; a fused one's is not
     assert all(spec.inverse and spec.vec > 1 for spec in more)
     assert not more or config.num_attention_heads == getattr(config, "num_key_value_heads", 8)
     done = jitrope("prewarm", "--model", "model", "--arch", "sm_90", "--dry-run", "--json")
@@ -502,7 +502,7 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
     for more in (("--dry-run",), ()):
         gone = json.loads(jitrope("cache", "prune", "--older-than", "30d", "--json", *more).stdout)
         assert gone["removed"] == [str(victim.parent)]
-    kernels.chmod(0o777)  # clearing works all the same
+    kernels.chmod(0o777)  # clearing still works
     (left,) = [str(path) for path in kernels.iterdir()]
     for more, left_over in ((["--dry-run"], 1), ([], 0)):
         done = json.loads(jitrope("cache", "clear", "--json", *more).stdout)
@@ -703,7 +703,7 @@ def test_doctor(process, jitrope) -> None:
 
 
 def test_doctor_of_amds_gpus(jitrope, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch for ROCm shows them as GPUs of CUDA. No architecture of NVIDIA's is made up for them."""
+    """A torch for ROCm shows them as CUDA GPUs. No NVIDIA architecture is made up for them."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     done = jitrope("doctor", "--json")

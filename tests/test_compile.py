@@ -1,4 +1,4 @@
-"""NVRTC without a GPU: every prewarm spec for every architecture, and what the machine code holds."""
+"""NVRTC without a GPU: every prewarm spec for every architecture, and properties of the machine code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .cases import (
 )
 
 ARCHS = ["sm_80", "sm_90", "sm_100", "sm_120"]
-# Beside them the largest block, in which a thread has the fewest registers, with the widest tables.
+# Also the largest block, with the fewest registers for a thread, and the widest tables.
 PACKED, PACKED64, IDS = {"cu_seqlens": "int32"}, {"cu_seqlens": "int64"}, "int64"
 FP8_CACHE = {"slot_mapping": "int64", "k_cache": "fp8", "v_cache": "fp8", "k_scale": 1.0, "v_scale": 1.0}
 LARGEST = [
@@ -47,7 +47,7 @@ LARGEST = [
     specs_of(heads=96, width="full", interleaved=True, backward=True),
     specs_of(heads=96, width="full", positions=PACKED64, backward=True),
     specs_of(heads=48, width="full", dtype="fp32", positions=PACKED),
-    # What training asks for; kernels whose threads share work are held to 40 registers.
+    # For training; kernels with shared work are limited to 40 registers.
     specs_of(heads=[[8], [24], [32], [64], [128]], table="freqs", width="full", positions=[None, PACKED],
              backward=True),
     specs_of(heads=40, table="freqs", positions={**PACKED64, "cp_size": 2, "start_positions": "int64"}, backward=True),
@@ -59,7 +59,7 @@ LARGEST = [
     specs_of(function="prepare_packed_qkv", heads=[32, 8], table="freqs", width="full", positions=PACKED,
              backward=True),
     specs_of(function="prepare_packed_qkv", heads=[16, 16], layout="sbhd", batch=2, backward=True),
-    # And serving.
+    # For serving.
     specs_of(heads=40, positions={"position_ids": "int32", "mrope_section": [16, 24, 24]}, inplace=True),
     specs_of(heads=40, positions={"position_ids": IDS, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
          backward=True),
@@ -71,13 +71,13 @@ LARGEST = [
          cache={**FP8_CACHE, "page_size": 16, "rotate_k": True}),
     specs_of(heads=16, head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True, interleaved_out=False,
          table="freqs", backward=True),
-    # Roundings alone.
+    # Roundings.
     specs_of(heads=48, rounding="complex128", table_dtype="fp64", interleaved=True, backward=True),
     specs_of(heads=40, rounding="dtype", table_dtype="bf16", width="full", backward=True),
     specs_of(heads=48, rounding="addcmul"),
 ]  # fmt: skip
-# With a norm in front. FLUX and HunyuanVideo, Qwen-Image, both streams at once, Wan, LTX, a language model's
-# prefill and decode, and what the least usual ones hold of a head.
+# With a norm first. FLUX and HunyuanVideo, Qwen-Image, both streams at once, Wan, LTX, a language model's
+# prefill and decode, and unusual parts of a head.
 BF16, FP32 = ({"q_weight": dtype, "k_weight": dtype} for dtype in ("bf16", "fp32"))
 NONE, ONCE, TWICE = ({**BF16, "rounding": rounding} for rounding in ("none", "once", "twice"))
 ACROSS = {**ONCE, "across_heads": True}
@@ -114,13 +114,13 @@ def compiled(spec: RopeSpec, arch: str) -> tuple[bytes, str]:
     return compiler.compile_source(render(spec), arch, ("--ptxas-options=-v",))
 
 
-# Machine code is the compiler's: it is held to bounds for the NVRTC versions that CI runs, the one that torch's wheels
-# bring and the newest, and from every other version a kernel has to compile, no more. For each version: bytes that a
-# thread keeps elsewhere, at most, on each of ARCHS, of the norms that are held to fewer registers than they would take.
+# Machine code depends on the compiler. Bounds hold for CI's NVRTC versions, which are that of torch's wheels and the
+# newest; with other versions kernels must only compile. For each version: the most bytes that a thread spills, on each
+# of ARCHS, for norms with limited registers.
 # Two rows of 40 heads, their gradients and sums: 320 threads with 168 registers each, one block at a time.
 LARGE = "qk_norm_rope_backward_bf16_d128_interleaved_fp32_half_table_backward_complex64_round_none_across_40_40"
 D256 = "qk_norm_rope_backward_bf16_d256r64_halves"
-# 64 to 80 registers, so that as many threads are there as hide what memory takes.
+# 64 to 80 registers, so enough threads run to hide memory latency.
 D64 = "qk_norm_rope_bf16_d64_halves_fp32_half_table_forward_round_twice_token_linear"
 D80 = "qk_norm_rope_bf16_d80_halves_fp32_half_table_forward_round_once_token_linear"
 SPILLS = {
@@ -151,7 +151,7 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         report = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
         assert report, log
         stack, stores, loads = map(int, report.groups())
-        # sincosf keeps 32 bytes for arguments past 105,615. A kernel held to 40 registers may lack one, which
+        # sincosf keeps 32 bytes for arguments past 105,615. A kernel limited to 40 registers may lack one, which
         # it stores once and loads twice.
         tight = spec.freqs and spec.full_width
         assert stack <= max(40 if spec.freqs else 0, allowed[spec]), spec.name
@@ -165,8 +165,8 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         loads = [name for name in names if name.startswith("LDG")]
         stores = [name for name in names if name.startswith("STG")]
         narrow_loads = [name for name in loads if ".128" not in name]
-        # The heads, and the tables where every thread has its own part. A block that shares work loads a
-        # table's entries one by one, once; cu_seqlens too are 4 or 8 bytes each. Nothing else is narrow.
+        # The heads, and the tables if every thread has its own part. A block that shares work loads a
+        # table's entries one by one, once; cu_seqlens have 4 or 8 bytes each. Nothing else is narrow.
         shares = spec.freqs or (spec.cu_seqlens_dtype is not None and spec.launch == "token_linear")
         per_entry = spec.table_vec == 1  # complex64 tables, and axes that alternate from pair to pair
         integers = spec.cu_seqlens_dtype is not None or spec.position_ids_dtype is not None
@@ -182,7 +182,7 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
 
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
 def test_every_case_compiles(arch: str) -> None:
-    """Each case of the numeric tests, for an architecture each in turn, and the oldest one too."""
+    """Each case of the numeric tests, for the architectures in turn, and for the oldest one."""
     number = ["sm_75", *ARCHS].index(arch)
     for case in CASES[number :: len(ARCHS) + 1]:
         (q, k, *tables), options = lower(make(case))
@@ -209,7 +209,7 @@ def norm_specs(case: NormCase) -> list[RopeSpec]:
 
 @pytest.mark.parametrize("which", ["q", "cos", "ids"])
 def test_a_stride_past_31_bits_is_compiled_in(which: str) -> None:
-    """Elsewhere strides have 32 bits in the kernel; nothing of this size needs to be allocated to see it."""
+    """Other kernels have strides of 32 bits. The test needs no tensor of this size."""
     far = 1 << 31
     q = torch.empty_strided((1, 2, 4, 64), (0, far if which == "q" else 256, 64, 1), device="meta")
     cos = torch.empty_strided((9, 32), (far if which == "cos" else 32, 1), device="meta")
@@ -230,7 +230,7 @@ def tool(name: str) -> str:
     return found
 
 
-DIVISION = re.compile(rb"__cuda_sm\d+_(div|rem)_[su]64")  # what a 64-bit division calls; 32 bits are inline
+DIVISION = re.compile(rb"__cuda_sm\d+_(div|rem)_[su]64")  # functions of a 64-bit division; 32 bits are inline
 
 
 def machine_code(cubin: bytes) -> bytes:
@@ -242,7 +242,7 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def disassemble(cubins: Sequence[bytes], arch: str, folder: Path) -> list[list[str]]:
-    """The instructions of each cubin. All go through one nvdisasm, whose start takes longer than many kernels do."""
+    """The instructions of each cubin. One nvdisasm reads all, because its start takes longer than many kernels."""
     parts = [machine_code(cubin) for cubin in cubins]
     (folder / "code").write_bytes(b"".join(parts))
     command = [tool("nvdisasm"), "--no-dataflow", "--binary", arch.replace("sm_", "SM"), str(folder / "code")]
@@ -305,7 +305,7 @@ extern "C" __global__ void guarded(const float* from, float* to, int n, int lane
 
 @pytest.mark.parametrize("load", ["load", "load_global", "load_kept", "load_once"])
 def test_no_load_is_done_before_its_condition(load: str, tmp_path: Path) -> None:
-    """Assembly that is not volatile was: it is arithmetic, and moves out of a loop."""
+    """Assembly that is not volatile counts as arithmetic, and was moved out of a loop."""
     bounds()
     text = (Path(__file__).parent.parent / "templates" / "vec.cuh").read_text()
     texts = [text + GUARDED.format(load=load, width=width) for width in (1, 2, 4)]

@@ -260,7 +260,7 @@ def test_saving_of_a_window() -> None:
         assert Schedule(cu, 4096, cp_size=4, cp_rank=0, causal=causal, window=window).saving == 0
 
 
-# ---- attention, one process standing for all ranks -------------------------------------------------
+# ---- attention, one process for all ranks ----------------------------------------------------------
 
 
 def seen_in_window(lengths: list[int], cp_size: int, window: int, token: int) -> list[int]:
@@ -381,7 +381,7 @@ def test_a_backend_refuses(name: str, case: Case, why: str) -> None:
 
 
 def test_a_refused_backend_is_not_replaced() -> None:
-    """A backend that is asked for by name raises its reason, and "auto" takes another backend."""
+    """A backend selected by name raises its reason; "auto" selects another backend."""
     q, cu = torch.randn(6, 2, 16, requires_grad=True), torch.tensor([0, 6])
     for name, why in (("flash", "CUDA"), ("cudnn", "CUDA"), ("flex", "no backward"), ("flash5", "one of 'auto'")):
         with pytest.raises(InvalidInput, match=f"backend (is )?'{name}'.*{why}"):
@@ -614,7 +614,7 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
         out, lse, *rest = all_gather_attention(q, k, v, softmax_scale=case.scale, **asked, **case.words(device))
     if case.grad:
         out.backward(dout)
-    # No assertion before this line: a rank that fails earlier would leave the others waiting.
+    # No assertion before this line: if a rank fails earlier, the others wait for ever.
     atol, spare = CLOSE[case.dtype], made.spare[rows]
     assert out.dtype == case.dtype
     assert lse.dtype == torch.float32

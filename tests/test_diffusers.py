@@ -42,7 +42,7 @@ def wan():
     return prepared(MODELS["WanTransformer3DModel"])
 
 
-# ---- calls that are the host's -----------------------------------------------------------------------
+# ---- calls left to the host --------------------------------------------------------------------------
 
 
 def shared_call(x, cos, sin, **words):
@@ -354,7 +354,7 @@ def test_an_unknown_version_is_refused(flux, monkeypatch) -> None:
 
 def test_pipeline(flux) -> None:
     model, _ = flux
-    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)  # has processors of its own
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)  # has its own processors
     nothing = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipeline = diffusers.FluxPipeline(scheduler=scheduler, vae=vae, transformer=model, **nothing)
@@ -366,7 +366,7 @@ def test_pipeline(flux) -> None:
 
 # ---- contexts, reports and other threads -----------------------------------------------------------------
 
-# One of each way in: fused processors, a name replaced, processors that rotate in their midst, a module's forward.
+# One of each way: fused processors, a replaced name, processors with an inline rotation, a module's forward.
 WAYS = [
     "FluxTransformer2DModel",
     "WanTransformer3DModel",
@@ -398,7 +398,7 @@ def test_contexts_undo_only_themselves(flux) -> None:
         assert classes_in(model) == fused
     assert classes_in(model) == fused
     with integration.enable(model, fuse_norm=False):
-        integration.disable(model)  # all of it, and for good
+        integration.disable(model)  # everything, permanently
         assert classes_in(model) == stock
     assert classes_in(model) == stock
 
@@ -418,7 +418,7 @@ def test_a_report_keeps_no_model_and_shows_none(flux) -> None:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_enable_and_disable_in_the_midst_of_a_forward(name) -> None:
-    """They run before every module's call, as in another thread. Nothing raises; the result is the stock model's."""
+    """They run before every module's call, like another thread. Nothing raises; the result is the stock model's."""
     model, inputs = prepared(MODELS[name])
     on, off = functools.partial(integration.enable, model), functools.partial(integration.disable, model)
     steps = itertools.cycle([on, off, functools.partial(on, fuse_norm=False), on, off])
@@ -559,12 +559,12 @@ def test_a_pickle_loads_where_the_host_is_another_version(flux, monkeypatch) -> 
     assert set(classes_in(pickle.loads(data))) == {FluxAttnProcessor}
 
 
-# ---- what is done to a model besides -----------------------------------------------------------------------
+# ---- other changes of a model ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["CogVideoXTransformer3DModel", "HunyuanDiT2DModel", "FluxTransformer2DModel"])
 def test_projections_are_fused_and_unfused_while_enabled(name) -> None:
-    """Some models set their processors aside meanwhile; `disable` gives those back too."""
+    """Some models store their processors meanwhile; `disable` restores those too."""
     model, inputs = prepared(MODELS[name])
     stock = classes_in(model)
     with torch.no_grad():
@@ -674,7 +674,7 @@ def test_exported(name, fuse_norm) -> None:
 
 
 def patched(cls, seen):
-    """A function of another module for the host's class, as cache-dit puts it there under context parallelism.
+    """A function of another module for the host's class, like cache-dit's under context parallelism.
 
     It is the host's code with a change elsewhere, as in cache-dit.
     """
@@ -709,7 +709,7 @@ def test_a_patch_before_enable_is_kept(wan, monkeypatch) -> None:
 
 
 def test_a_patch_after_enable_is_kept(wan, monkeypatch) -> None:
-    """The patch takes the calls, and the report says so. After another `enable` both work together."""
+    """The patch gets the calls, and the report names it. After another `enable` both work together."""
     from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
     model, inputs = wan
@@ -792,12 +792,12 @@ def test_group_offload(name, offload, device) -> None:
     with torch.no_grad():
         words = {"num_blocks_per_group": 1} if offload == "block_level" else {}
         model.enable_group_offload(torch.device(device), offload_type=offload, **words)
-        stock = forward(model, inputs)  # of weights where offloading puts them: cuBLAS looks at addresses
+        stock = forward(model, inputs)  # with weights where offloading puts them: cuBLAS depends on addresses
         for fuse_norm in (False, True):
             fused = fuse_norm and offload == "block_level"
             with integration.enable(model, fuse_norm=fuse_norm) as report:
                 out = forward(model, inputs)
-            if fused and device == "cuda":  # squares of fp32 are summed in another order there
+            if fused and device == "cuda":  # there, squares of fp32 are summed in another order
                 torch.testing.assert_close(out, stock, rtol=1e-4, atol=1e-5)
             else:
                 assert torch.equal(out, stock)

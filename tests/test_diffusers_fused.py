@@ -33,7 +33,7 @@ def prepared(name, device="cpu", dtype=FP32):
 
 
 def attentions(model) -> list[nn.Module]:
-    """The modules with processors that jitrope can replace as a whole, enabled or not."""
+    """The modules with processors that jitrope can replace completely, enabled or not."""
     return [m for m in model.modules() if type(getattr(m, "processor", None)).__name__.removeprefix("Jitrope") in FUSED]
 
 
@@ -68,7 +68,7 @@ def test_heads_of_128_give_the_same_bits(form, dtype, device) -> None:
     config, inputs = make()
     config = config | changes | {"attention_head_dim": 128}
     model, inputs = variant(cls, config, inputs, device, dtype)
-    # Across heads torch's order of a sum is followed with 2-byte dtypes.
+    # Across heads, sums have torch's order with 2-byte dtypes.
     same_as_stock(model, inputs, {"fused": calls}, exact=device == "cpu" or (form, dtype) != ("wan", FP32))
 
 
@@ -337,7 +337,7 @@ def test_fp64_is_the_hosts() -> None:
 
 
 def test_without_a_twin_of_the_rope_the_host_is_called() -> None:
-    """A class that has only our `__call__`: the host's own code takes the calls that jitrope refuses."""
+    """A class with only our `__call__`: calls that jitrope refuses go to the host's own code."""
     model, inputs = prepared("FluxTransformer2DModel")
     with torch.no_grad(), torch.autocast("cpu", BF16):
         stock = zoo.forward(model, inputs)
@@ -350,7 +350,7 @@ def test_without_a_twin_of_the_rope_the_host_is_called() -> None:
     assert _host.calls["diffusers"] - before == {"host": 3}
 
 
-# ---- what is read of a norm --------------------------------------------------------------------------------------
+# ---- reading a norm ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -536,7 +536,7 @@ def test_another_version_of_the_host_gets_its_rope_replaced(monkeypatch, tmp_pat
 
 
 def test_a_host_that_finds_its_rope_elsewhere_is_fused(monkeypatch, tmp_path) -> None:
-    """diffusers 0.40 and 0.41 look Qwen-Image's rope up in a table, so its name is not in the code."""
+    """In diffusers 0.40 and 0.41 Qwen-Image's rope comes from a table, so its name is not in the code."""
     from diffusers.models.transformers import transformer_qwenimage as module
 
     host = module.QwenDoubleStreamAttnProcessor2_0

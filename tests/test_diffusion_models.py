@@ -24,8 +24,8 @@ from .diffusion_coverage import COVERAGE, table  # noqa: E402
 from .diffusion_zoo import FUSED_CALLS, MODELS, forward, prepared  # noqa: E402
 
 EACH = pytest.mark.parametrize("name", list(MODELS))
-# Those that are fused (Flux with its gradients: test_diffusers_fused.py); and rope alone, one of each way in: a name
-# that is imported in a call, a module's forward, a processor of ours.
+# Fused ones (Flux with its gradients: test_diffusers_fused.py); and rope alone, one of each way: a name imported in a
+# call, a module's forward, a processor of ours.
 COMPILED = [
     *((name, True) for name in ("Flux2", "QwenImage", "Wan", "HunyuanVideo", "LTXVideo", "ZImage")),
     *((name, False) for name in ("CogView4", "SanaWM", "Ideogram4")),
@@ -72,7 +72,7 @@ def test_the_stock_models_bits(name, dtype, device) -> None:
             assert report.fused.total() == sum(report.replaced[cls] for cls in FUSED)
             for _ in range(2 if name in FUSED_CALLS else 0):
                 ours = seeded(model, inputs)
-                # Squares of heads of other sizes than powers of two are summed in another order on a GPU.
+                # On a GPU, squares of heads of other sizes than powers of two are summed in another order.
                 exact = {"rtol": 0, "atol": 0} if device == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
                 torch.testing.assert_close(ours, stock, **exact)
         assert ("rope alone" in str(report)) == (name not in FUSED_CALLS)
@@ -187,7 +187,7 @@ def test_learned_tables_take_their_gradient() -> None:
     assert "requires a gradient" in reason
 
 
-# ---- the table of what is covered ----------------------------------------------------------------------
+# ---- the table of covered models -----------------------------------------------------------------------
 
 
 def modules():

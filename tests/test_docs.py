@@ -1,4 +1,4 @@
-"""The API reference: pdoc builds it without a warning, everything public is in it, and says what it has to say."""
+"""The API reference: pdoc builds it without a warning, and all public names are in it with shapes and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / ".ci" / "build_api.py"
 MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
 
-# What a machine that builds the reference need not have.
+# Modules that the machine that builds the reference may lack.
 ABSENT = (
     "cupy", "cupy_backends", "deepspeed", "diffusers", "kernels", "megatron", "sgl_kernel", "sglang", "torchtitan",
     "transformer_engine", "transformers", "vllm",
@@ -33,7 +33,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def public(module: ModuleType) -> list[str]:
-    """The names that a module offers: `__all__`, else the functions and classes that are its own."""
+    """The public names of a module: `__all__`, else its own functions and classes."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
     own = ((name, value) for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
@@ -45,7 +45,7 @@ def public(module: ModuleType) -> list[str]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The reference as HTML, by module, built where neither CuPy nor any host library is."""
+    """The reference as HTML, by module, built without CuPy and host libraries."""
     folder = tmp_path_factory.mktemp("api")
     code = BUILD.replace("sys.argv[0]", repr(str(SCRIPT)))
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=ROOT)
@@ -63,7 +63,7 @@ def test_every_public_name_has_its_place(pages: dict[str, str], name: str) -> No
 
 @pytest.mark.parametrize("name", MODULES)
 def test_markdown_is_what_was_meant(pages: dict[str, str], name: str) -> None:
-    """No section that pdoc did not see, no table that is none, and no emphasis, as there are many stars and lines."""
+    """pdoc recognised all sections and tables, and took no star or underscore for emphasis."""
     page = pages[name]
     assert re.findall(r"<em>.{0,60}", page) == []
     assert re.findall(r"<p>[^<]*\b(?:Args|Attributes|Raises|Returns|Yields)\b[^<]*:\n", page) == []
@@ -90,7 +90,7 @@ LINK = re.compile(r"\[[^\]]+\]\(([^)#\s]*)(?:#([^)]+))?\)")
 
 
 def anchors(path: Path) -> set[str]:
-    """The names by which links reach the headings of a Markdown file."""
+    """The link targets of the headings of a Markdown file."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -148,14 +148,14 @@ def takes_tensors(value: Callable[..., object]) -> bool:
 
 
 def test_docstrings_say_shapes_and_errors() -> None:
-    """What takes tensors says their shapes, and its errors; or says of which other function they are."""
+    """Functions of tensors document their shapes and errors, or name a function that does."""
     docs = documented()
     assert len(docs) > 100
     assert sum(takes for _, takes in docs.values()) > 40
     assert [name for name, (text, _) in docs.items() if not text] == []
     for pattern, word in ((SHAPE, ""), (ERRORS, "rrors")):
         said: set[str] = set()
-        for _ in range(3):  # of another's that says it of a third
+        for _ in range(3):  # a reference to a function that refers to a third
             for name, (text, _) in docs.items():
                 others = {other.split(".")[-1] for other in re.findall(r"`([\w.]+)`", text)} if word in text else set()
                 if pattern.search(text) or others & {known.split(".")[-1] for known in said}:

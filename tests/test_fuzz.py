@@ -25,7 +25,7 @@ from jitrope.plan.spec import NORM_ROUNDINGS, ROUNDINGS, RopeSpec
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
 from jitrope.tools.prewarm import specs_of
 
-# The same examples in every run: what fails here fails everywhere.
+# The same examples in every run, so failures are reproducible.
 settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -294,7 +294,7 @@ def test_planned_rows_are_whole_accesses(map: str, widths: list[int], others: li
     assert spec.lanes & (spec.lanes - 1) == 0
     assert 1 <= spec.lanes <= spec.threads <= 1024
     assert spec.rows_per_block * spec.lanes == spec.threads * spec.unroll
-    # A power of two of lanes, none of which only waits.
+    # Lanes are a power of two, and none only waits.
     assert spec.lanes <= max(1, 2 * max(widths) // spec.access_bytes)
     spec.check()
 

@@ -80,7 +80,7 @@ def relative_l2(out: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
 @pytest.mark.parametrize("case", [*CASES, *(random_case(seed) for seed in range(60))], ids=str)
 def test_bits_of_the_reference(case: Case, launch: str) -> None:
-    """Forward and gradient, out of place and in place, whatever the launch: the CPU path's bits.
+    """Forward and gradient, out of place and in place, have the CPU path's bits with every launch.
 
     Sines and cosines of angles are torch's on the same device, to the bit.
     """
@@ -102,7 +102,7 @@ def test_bits_of_the_reference(case: Case, launch: str) -> None:
                     assert out is None
                     continue
                 out, expected = out.cpu()[:end], expected.cpu()[:end]
-                # torch contracts complex products and addcmul on a GPU, and not, or otherwise, on a CPU.
+                # torch contracts complex products and addcmul on a GPU, but not, or differently, on a CPU.
                 if case.rounding in ("fp32", "dtype"):
                     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
                 else:
@@ -133,7 +133,7 @@ def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
 @pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
 @pytest.mark.parametrize("case", [*NORM_CASES, *(random_norm_case(seed) for seed in range(60))], ids=str)
 def test_norm_is_the_cpus(case: NormCase, launch: str) -> None:
-    """Out of place, a second time by the short way, and in place; to a unit of bf16, since sums have another order."""
+    """Out of place, again by the fast path, and in place; to a unit of bf16, because sums have another order."""
     want = norm_reference(make_norm(case))
     results = []
     for in_place in (False, False, True)[: 3 if case.first is None else 2]:
@@ -210,7 +210,7 @@ def test_both_launches_give_the_same_bits_over_the_sweep(sequences: int, dtype: 
 def test_ragged_packs_have_the_bits_of_the_whole(
     sequences: int, cp_size: int, index_dtype: torch.dtype, launch: str
 ) -> None:
-    """Packs whose lengths no number of chunks divides, every rank's shard: forward, gradient and in place."""
+    """Packed lengths that no number of chunks divides, every rank's shard: forward, gradient and in place."""
     generator = torch.Generator().manual_seed(sequences)
     tokens = 32_771
     cu_seqlens = packed_offsets(tokens, sequences, 1, generator)
@@ -253,7 +253,7 @@ def test_a_million_sequences(sequences: int) -> None:
 
 
 def on_gpu(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the GPU with the same strides over a storage of its own."""
+    """A copy on the GPU with the same strides and a new storage."""
     storage = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
     storage.untyped_storage().copy_(x.untyped_storage())
     return torch.as_strided(storage.to(DEVICE), x.shape, x.stride(), x.storage_offset())
@@ -283,7 +283,7 @@ def test_error_against_fp64(dtype: str, rounding: str, interleaved: bool) -> Non
 
 @pytest.mark.hardware
 def test_past_two_to_the_31_elements() -> None:
-    """32-bit offsets would wrap; compared in slices, since a reference of the whole does not fit."""
+    """32-bit offsets would wrap. Slices are compared, because a reference of the whole does not fit."""
     tokens, heads, dim = (1 << 31) // (64 * 128) + 1000, 64, 128
     q = torch.randn(tokens, heads, dim, device=DEVICE, dtype=torch.bfloat16)
     angles = torch.rand(tokens, dim // 2, device=DEVICE) * 6
@@ -481,7 +481,7 @@ def test_compile_fullgraph(in_place: bool) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fast path whose guard is never true is a defect: neither direction goes through the dispatcher."""
+    """Neither direction goes through the dispatcher. A guard that is never true would be a defect."""
     taken = []
 
     run = runtime.Known.run
@@ -489,7 +489,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
         runtime.Known, "run", lambda known, *a: (taken.append(known.options.inverse), run(known, *a))[1]
     )
     monkeypatch.setattr(library, "run_op", lambda *_: pytest.fail("through the dispatcher"))
-    new = replace(case_named("halves"), shape=(1, 7, 5, 3 + grad, 64))  # which no thread knows, autograd's neither
+    new = replace(case_named("halves"), shape=(1, 7, 5, 3 + grad, 64))  # a new call for every thread, also autograd's
     q, k, cos, sin, _ = make(new, DEVICE)
     outputs = jitrope.apply_rope(q.requires_grad_(grad), k.requires_grad_(grad), cos, sin)
     if grad:
@@ -500,7 +500,7 @@ def test_a_plain_call_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", ["packed", "packed-starts", "starts", "cos_sin_cache", "q-alone", "q-is-k"])
 def test_calls_of_every_form_are_known_again(name: str, in_place: bool, monkeypatch) -> None:
-    """Packed batches, starts, one table and one tensor: other positions of the same form are read again."""
+    """Packed batches, starts, one table and one tensor: new positions of the same form are used."""
     rotate = KINDS["rope_" if in_place else "rope"]
     runtime.local.recent = {}
     packed = name.startswith("packed")
@@ -538,7 +538,7 @@ def reference_of(case: tuple, words: dict) -> tuple:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", ["halves", "ids", "ids-decode", "mrope"])
 def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, monkeypatch) -> None:
-    """The way of the steady state is taken, with the same bits; and left by whatever is not the same."""
+    """A like call takes the fast path, with the same bits; any different call does not."""
     rotate = KINDS["rope_" if in_place else "rope"]
     runtime.local.recent = {}
     results = []
@@ -562,7 +562,7 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
         got, _ = rotate(other, k, cos, sin, **keywords)
         assert torch.equal(got, want)
     assert len(taken) == (2 if q.shape[1] == 1 else 3)  # an axis of size 1 may have any stride
-    if sin is not None:  # a table that is not aligned, which no guard sees
+    if sin is not None:  # an unaligned table, which no guard detects
         shifted = torch.empty(sin.numel() + 1, dtype=sin.dtype, device=DEVICE)[1:].view(sin.shape).copy_(sin)
         want, _ = rotate(q.clone(), k.clone(), cos, sin, **keywords)
         got, _ = rotate(q.clone(), k.clone(), cos, shifted, **keywords)
@@ -573,7 +573,7 @@ def test_a_call_like_the_last_is_not_looked_at_again(name: str, in_place: bool, 
 
 
 def test_words_without_a_hash() -> None:
-    """A list is a tuple; a numpy array has no hash, so its call is prepared each time."""
+    """A list counts as a tuple; a numpy array has no hash, so its call is prepared each time."""
     q, k, cos, sin, words = make(case_named("mrope"), DEVICE)
     want = jitrope.apply_rope(q, k, cos, sin, **said(**words))
     for sections in (list(words["mrope_section"]), np.array(words["mrope_section"])):
@@ -599,7 +599,7 @@ def test_modes_are_seen_by_a_known_call() -> None:
 
 
 def test_dtensors_reach_the_launch() -> None:
-    """On a mesh of one: what a rank does with its own shards; `test_sharding` has four ranks."""
+    """A mesh of one runs a rank's call on its own shards; `test_sharding` has four ranks."""
     dist = pytest.importorskip("torch.distributed", reason="this torch has no distributed")
     from torch.distributed.tensor import DTensor, Shard
 
@@ -652,7 +652,7 @@ def test_fp8_outputs_have_the_references_bits(name: str) -> None:
 
 @pytest.mark.hardware
 def test_a_known_cache_call_and_its_graph() -> None:
-    """Eager twice, the second by the short way, then in a CUDA graph with other positions and slots."""
+    """Eager twice, the second time by the fast path, then in a CUDA graph with other positions and slots."""
     case = CACHE_CASES[1]
     c = make_cache(case, DEVICE)
     words = {
@@ -684,9 +684,9 @@ def test_a_known_cache_call_and_its_graph() -> None:
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 def test_overlapping_launches_keep_their_order(tokens: int, captured: bool) -> None:
-    """Programmatic dependent launch: a kernel begins while the one before runs, and still sees all that it wrote.
+    """Programmatic dependent launch: a kernel begins while the previous one runs, and still sees its writes.
 
-    Chains of rotations in place, of torch's kernels in between, and of slow ones before and behind.
+    Chains of rotations in place, with torch's kernels in between, and with slow kernels before and after.
     """
     torch.manual_seed(0)
     q = torch.randn(tokens, 8, 128, device=DEVICE)
@@ -736,7 +736,7 @@ def test_overlapping_launches_keep_their_order(tokens: int, captured: bool) -> N
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 @pytest.mark.parametrize("across_heads", [False, True])
 def test_overlapping_norms_keep_their_order(across_heads: bool, tokens: int, captured: bool) -> None:
-    """The same chain with a pause behind each kernel has the same bits; joint tensors are read by the next call."""
+    """The same chain with a pause after each kernel has the same bits; the next call reads joint tensors."""
     torch.manual_seed(0)
     q, k = (torch.randn(1, tokens, heads, 128, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 8))
     angles = torch.rand(2 * tokens, 64, device=DEVICE)
@@ -789,7 +789,7 @@ def test_norm_in_a_cuda_graph(name: str) -> None:
 
 @pytest.mark.hardware
 def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
-    """The row that turns nothing is no part of the graph's memory: calls behind it do not read what it left."""
+    """The row that rotates nothing is not in the graph's memory, so later calls do not read it from there."""
     q, weight = torch.randn(1, 8, 2, 64, device=DEVICE), torch.randn(64, device=DEVICE)
     cos = torch.ones(1, 32, device=DEVICE).expand(8, 32)
     want, _ = norm_rope(q, None, weight, None, cos, torch.zeros_like(cos[:1]).expand(8, 32))
@@ -806,7 +806,7 @@ def test_a_norm_alone_first_met_in_a_cuda_graph() -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither direction goes through the dispatcher, and the second call of a kind is not looked at again."""
+    """Neither direction goes through the dispatcher, and the second call of a kind is not checked again."""
     call = make_norm(next(case for case in NORM_CASES if case.name == "once"), DEVICE)
     for x in (*call.streams, *call.weights):
         x.requires_grad_(grad)
@@ -823,7 +823,7 @@ def test_a_plain_norm_takes_the_short_cut(grad: bool, monkeypatch: pytest.Monkey
 
 
 def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's weights under torch.no_grad(); and with gradients on they get theirs."""
+    """A model's weights under torch.no_grad(); with gradients enabled they get theirs."""
     call = make_norm(next(case for case in NORM_CASES if case.name == "once"), DEVICE)
     for x in call.weights:
         x.requires_grad_()
@@ -930,7 +930,7 @@ def test_cold_capture_says_what_to_do() -> None:
 
 @pytest.mark.hardware
 def test_streams() -> None:
-    """The launch goes to the current stream: it waits for what that stream waits for."""
+    """The launch goes to the current stream, and waits for the same events."""
     q, _, cos, sin, _ = make(case_named("halves"), DEVICE)
     want, _ = jitrope.apply_rope(q, None, cos, sin)
     late = torch.zeros_like(q)
@@ -954,7 +954,7 @@ def test_threads_share_kernels_not_arguments() -> None:
         try:
             q, k, cos, sin, _ = cases[i]
             for _ in range(200):
-                got = jitrope.apply_rope(q, k, cos, sin)  # the first thing that this thread asks of CUDA
+                got = jitrope.apply_rope(q, k, cos, sin)  # this thread's first use of CUDA
                 if not all(torch.equal(a, b) for a, b in zip(got, want[i])):
                     wrong.append(i)
         except Exception as error:
@@ -1018,7 +1018,7 @@ def test_a_prewarmed_process_compiles_nothing(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "jitrope", "prewarm", *options]
         subprocess.run(command, check=True, env=environment, capture_output=True)
     assert fresh(tmp_path / "warm") == []
-    assert fresh(tmp_path / "cold") == []  # what a real run left behind serves as well
+    assert fresh(tmp_path / "cold") == []  # the cache of a real run works too
 
 
 @pytest.mark.hardware

@@ -1,4 +1,4 @@
-"""All-gather attention on a CUDA device: every backend, all ranks stood for by one process; and over NCCL."""
+"""All-gather attention on a CUDA device: every backend, with all ranks in one process, and over NCCL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.
 
 
 def routed(sent: list[Tensor], splits: list[list[int]]) -> list[Tensor]:
-    """What comes to each rank of what all have sent: splits[source][rank] rows each."""
+    """The rows that each rank receives from all: splits[source][rank] rows each."""
     parts = [rows.split(split) for rows, split in zip(sent, splits)]
     return [torch.cat(to_rank) for to_rank in zip(*parts)]
 
@@ -55,7 +55,7 @@ def ranks_of(case: Attention, made: Made, cp_size: int, device: str, lse: bool) 
 
 
 def simulate(case: Attention, made: Made, cp_size: int, device: str, lse: bool = True) -> list[Tensor]:
-    """out, dq, dk, dv of the whole batch, and lse if asked for, by the steps that `all_gather_attention` takes."""
+    """out, dq, dk, dv of the whole batch, and lse if requested, by the steps of `all_gather_attention`."""
     ranks = ranks_of(case, made, cp_size, device, lse)
     calls = [call for call, _ in ranks]
     sent = [pack(k, v, call) for call, (_, k, v, _) in ranks]
@@ -98,7 +98,7 @@ def together(x: tuple[Tensor, ...], case: Attention) -> Tensor:
 
 
 def check(case: Attention, cp_size: int, device: str, lse: bool = True) -> None:
-    """Against the fp64 oracle; padding exactly zero."""
+    """Compare with the fp64 oracle; padding is exactly zero."""
     made, atol = make(case), CLOSE[case.dtype]
     got = simulate(case, made, cp_size, device, lse)
     for name, x, want in zip(("out", "dq", "dk", "dv"), got, made.want):
@@ -108,7 +108,7 @@ def check(case: Attention, cp_size: int, device: str, lse: bool = True) -> None:
         torch.testing.assert_close(got[4].double(), made.want[4], rtol=0, atol=max(1e-5, atol / 4))
 
 
-# Each mask, rule and kind of padding once, at lengths that nothing divides.
+# Each mask, rule and kind of padding once, with lengths that no number of chunks divides.
 LONG = (137, 0, 641, 89, 1, 3)
 GQA = (4, 2, 64, 64)
 CASES_OF_SEGMENTS = [
@@ -143,7 +143,7 @@ def small(case: Attention, dtype: torch.dtype, backend: str) -> Attention:
 
 
 def taken_or_skipped(case: Attention, installed: bool) -> None:
-    """Implementations that torch has not by itself are skipped where they are not there; all others have to do it."""
+    """Skip FlashAttention implementations from missing packages; all others must accept the case."""
     hq, hk, d, dv = case.heads
     why = backends(Case(torch.device("cuda"), case.dtype, hq, hk, d, dv, case.mask))[case.backend]
     if why is not None and not installed:
@@ -152,7 +152,7 @@ def taken_or_skipped(case: Attention, installed: bool) -> None:
 
 
 class Poisoned(Math):
-    """NaN wherever a backend may leave anything, and lse of a sign of its own where there are no keys."""
+    """NaN in all unspecified rows, and lse of any sign in rows without keys."""
 
     name = "poisoned"
 
@@ -173,7 +173,7 @@ class Poisoned(Math):
 @pytest.mark.parametrize("cp_size", [3, 8])
 @pytest.mark.parametrize("case", CASES_OF_SEGMENTS[:19], ids=lambda case: case.name)
 def test_steps_on_cpu(case: Attention, cp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps without collectives, in fp64, around a backend that leaves rows of no segment as they come."""
+    """The steps without collectives, in fp64, with a backend that leaves rows of no segment undefined."""
     monkeypatch.setitem(BACKENDS, "poisoned", Poisoned())
     lengths = tuple(-(-n // 8) for n in case.lengths)
     check(case._replace(dtype=torch.float64, lengths=lengths, backend="poisoned"), cp_size, "cpu")
@@ -184,7 +184,7 @@ def test_steps_on_cpu(case: Attention, cp_size: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("case", CASES_OF_SEGMENTS, ids=lambda case: case.name)
 @pytest.mark.parametrize("backend", ["flash", "flash3", "flash4"])
 def test_flash(backend: str, case: Attention, cp_size: int) -> None:
-    """bf16 within 2e-2, with GQA, empty segments and rows of none."""
+    """bf16 within 2e-2, with GQA, empty segments and rows of no segment."""
     case = small(case, torch.bfloat16, backend)
     taken_or_skipped(case, installed=backend == "flash")
     check(case, cp_size, "cuda")
@@ -193,7 +193,7 @@ def test_flash(backend: str, case: Attention, cp_size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 96, 128, 192, 256])
 def test_flash_head_sizes_in_fp16(head_dim: int) -> None:
-    """... and fp16 within 5e-3, at every size it has a kernel for."""
+    """fp16 within 5e-3, at every head size with a kernel."""
     case = Attention("sizes", LONG, heads=(4, 2, head_dim, head_dim), dtype=torch.float16, backend="flash", pads=8)
     check(case, 2, "cuda")
 
@@ -227,9 +227,9 @@ FLEX = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FLEX, ids=lambda case: case.name)
 def test_flex(case: Attention) -> None:
-    """Compiled; head sizes of their own for v."""
+    """Compiled, with other head sizes for v."""
     taken_or_skipped(case, installed=hasattr(_module(), "AuxRequest"))
-    torch._dynamo.reset()  # a head size each: torch stops compiling a function after a few
+    torch._dynamo.reset()  # one head size each: torch stops recompiling a function after a few
     check(case, 2, "cuda")
 
 
@@ -238,7 +238,7 @@ def test_flex(case: Attention) -> None:
 @pytest.mark.parametrize("rule", ["dual_chunk", "contiguous"])
 @pytest.mark.parametrize("length", [256, 192, 90])
 def test_cudnn(length: int, dtype: torch.dtype, rule: str) -> None:
-    """What it takes: full masks over sequences of one length."""
+    """Full masks over sequences of one length, which it supports."""
     case = Attention(
         "fixed", (length, length, length), causal=False, rule=rule, heads=(4, 4, 64, 64), dtype=dtype, backend="cudnn",
         options={"fixed": True},
@@ -255,7 +255,7 @@ def local(case: Attention) -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.gpu
 def test_max_logit() -> None:
-    """ "auto" leaves a backend that has none, and equals the oracle."""
+    """ "auto" skips a backend without max_logit, and equals the oracle."""
     case = Attention("max", LONG, heads=GQA, dtype=torch.bfloat16)
     (q, k, v, dout), cu = local(case)
     out, max_logit = all_gather_attention(q, k, v, cu, return_max_logit=True)
@@ -268,7 +268,7 @@ def test_max_logit() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASES_OF_SEGMENTS[i] for i in (0, 1, 3, 6)], ids=lambda case: case.name)
 def test_no_wait_for_the_device(case: Attention) -> None:
-    """A whole step, tables and all: the host reads nothing."""
+    """In a whole step with its tables, the host reads nothing."""
     case = small(case, torch.bfloat16, "flash")
     (q, k, v, dout), cu = local(case)
 
@@ -287,7 +287,7 @@ def test_no_wait_for_the_device(case: Attention) -> None:
 
 @pytest.mark.gpu
 def test_graph_of_other_lengths() -> None:
-    """A captured step is right for lengths that come later, of the same number of sequences and rows."""
+    """A captured step is right for later lengths with the same number of sequences and rows."""
     first = Attention("captured", (100, 200, 50), heads=GQA, dtype=torch.bfloat16, spare=30)
     then = first._replace(name="replayed", lengths=(7, 0, 310), spare=63)
     (q, k, v, dout), cu = local(first)
@@ -347,7 +347,7 @@ def process(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.gpu
 def test_on_processes_over_nccl(tmp_path: Path) -> None:
-    """The cases of the gloo test, in bf16, a GPU each."""
+    """The cases of the gloo test, in bf16, one GPU for each rank."""
     size = min(4, torch.cuda.device_count())
     if size < 2:
         pytest.skip("this machine has one GPU; NCCL takes one for each process")
@@ -359,7 +359,7 @@ def test_on_processes_over_nccl(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("spare", [0, 5])
 def test_rope_on_the_way(spare: int) -> None:
-    """One launch rotates q and k and packs k and v: the bits of apply_rope, then attention."""
+    """One launch rotates q and k and packs k and v, with the bits of apply_rope followed by attention."""
     lengths = (137, 2041, 0, 89)
     tokens = sum(lengths) + spare
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")

@@ -123,7 +123,7 @@ def test_corrections(seed: int, step: tuple[str, str, str]) -> None:
 @pytest.mark.hardware
 @pytest.mark.parametrize("count", [1, 2401, 20_000, 300_000])
 def test_any_number_of_sequences(count: int) -> None:
-    """TransformerEngine has a limit of 12,287 sequences, as it keeps offsets in shared memory."""
+    """TransformerEngine has a limit of 12,287 sequences, because it keeps offsets in shared memory."""
     torch.manual_seed(0)
     lengths = torch.randint(0, 2 * 300_000 // count + 1, (count,)).tolist()
     cu_seqlens = offsets(lengths)

@@ -1,4 +1,4 @@
-"""The rendered CUDA runs on the CPU, under ASan and UBSan, and is held against the reference."""
+"""The rendered CUDA runs on the CPU, under ASan and UBSan, and is compared with the reference."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from .cases import (
 )
 from .host import harness
 
-SM_COUNT = 4  # few enough that small cases take token_linear by themselves
+SM_COUNT = 4  # so few that small cases choose token_linear
 LAUNCHES = ("token_linear", "grid_2d")
 
 
 def alternate(cases):
-    """Each case with one launch and the next with the other: a kernel takes g++ most of a second."""
+    """Cases alternate between the two launches, because g++ takes almost a second for a kernel."""
     return [pytest.param(case, LAUNCHES[n % 2], id=f"{case}-{LAUNCHES[n % 2]}") for n, case in enumerate(cases)]
 
 
@@ -82,7 +82,7 @@ def run_case(case: Case, launch: str = "auto", conjugate: bool | None = None, in
     changes = {} if conjugate is None else {"inverse": conjugate}
     (q, k, *tables), options = lower(make(case), launch=launch, inplace=in_place, **changes)
     expected = rope_reference(q, k, *tables, options)
-    if in_place and case.lengths is not None:  # spare rows stay as they are
+    if in_place and case.lengths is not None:  # spare rows do not change
         end = case.end
         for x, out in zip((q, k), expected):
             if x is not None:
@@ -162,7 +162,7 @@ def test_max_seqlen_bounds_the_grid_not_the_result() -> None:
 @pytest.mark.parametrize("offsets", [[0, 5, 3, 12], [0, 4, 40], [3, 12], [-7, 4, 12], [0, 90, -3, 12]], ids=str)
 @pytest.mark.parametrize("table", ["half", "angles"])
 def test_malformed_lengths_stay_in_bounds(offsets: list[int], launch: str, table: str) -> None:
-    """The host does not read cu_seqlens, so the kernel may not trust it: no access outside q or the table."""
+    """The host does not read cu_seqlens, so the kernel must not trust it: no access outside q or the table."""
     call = make(Case("", "", shape=(1, 12, 2, 0, 64), layout="thd", table=table))
     for changes in ({}, {"cp_size": 2, "cp_rank": 1}, {"packed_table": True}):
         (q, k, cos, sin, *_), options = lower(call, launch=launch, **changes)
@@ -181,7 +181,7 @@ def test_wild_starts_stay_in_bounds() -> None:
 @pytest.mark.parametrize("cp", [(1, 0), (3, 0), (3, 2)], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1000, 1025, 3000])
 def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) -> None:
-    """The search takes a 32nd at a step; empty sequences are skipped, whatever their number."""
+    """Each step of the search leaves a 32nd; any number of empty sequences is skipped."""
     generator = torch.Generator().manual_seed(count)
     lengths = torch.zeros(count, dtype=torch.long)
     for i in torch.randint(count, (8,), generator=generator):
@@ -194,7 +194,7 @@ def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) ->
 
 
 def test_sanitizer_sees_a_read_past_the_table() -> None:
-    """The harness can fail: a table with a row too few is caught, not read over."""
+    """The harness can fail: it detects a read past a table that lacks a row."""
     (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
     views = head_views(q, k, options._replace(inplace=True))[0]
     outputs = head_views(q.clone(), k, options._replace(inplace=True))[0]
@@ -220,7 +220,7 @@ def test_sanitizer_sees_a_misaligned_access() -> None:
 
 @pytest.mark.parametrize(("case", "launch"), alternate(QKV_CASES))
 def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
-    """Forward with v copied and in place by one launch; v not copied and the gradient by the other."""
+    """Forward with v copied, and in place, with one launch; v not copied, and the gradient, with the other."""
     other = LAUNCHES[launch == LAUNCHES[0]]
     (qkv, *tables), options = make_qkv(case, launch=launch)
     q, k, v = referenced(ROPE_QKV, (qkv,), tables, options).values()
@@ -256,7 +256,7 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
 
 @pytest.mark.parametrize("cp", [(1, 0), (2, 1)], ids=str)
 def test_k_and_v_go_side_by_side(cp: tuple[int, int]) -> None:
-    """What context parallelism sends: q rotated, k rotated and v copied into one tensor's columns, in one launch."""
+    """As context parallelism sends them: q and k rotated, and v copied, to the columns of one tensor in one launch."""
     cu_seqlens = torch.tensor([0, 7, 7, 30], dtype=torch.int32)
     rows = int(partition.local_rows(32, cp[1], cp[0], "dual_chunk"))
     q, k, v = (torch.randn(rows, heads, 16).bfloat16() for heads in (6, 2, 2))
@@ -280,9 +280,9 @@ def test_k_and_v_go_side_by_side(cp: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("case", "fresh"), alternate(CACHE_CASES))
 def test_kv_cache_matches_reference(case: CacheCase, fresh: str) -> None:
-    """q fresh by one launch and in place by the other, and every byte of the caches, those no slot names included.
+    """q fresh with one launch and in place with the other, and every byte of the caches, also in unused slots.
 
-    q in fp8 is always fresh: by both."""
+    q in fp8 is always fresh, with both."""
     for launch in LAUNCHES:
         in_place = launch != fresh and not case.q_fp8
         call = make_cache(case, launch=launch, in_place=in_place)
@@ -307,7 +307,7 @@ def test_kv_cache_matches_reference(case: CacheCase, fresh: str) -> None:
 
 
 def test_wild_slots_write_nothing() -> None:
-    """Slots that do not exist are not written, however far off: the caches have no bytes beyond theirs."""
+    """Slots that do not exist are not written, however far outside they are."""
     case = CACHE_CASES[0]
     for wild in ([-1] * 3 + [10**6] * 3, [2**31, 2**32, 2**40, -(2**40), 2**63 - 1, -(2**63)]):
         call = make_cache(case)
@@ -335,7 +335,7 @@ def test_fp8_outputs_match_reference(name: str) -> None:
 
 
 def seen(tensors, options):
-    """Views of heads of (q, k) or (q, k, v), whatever the call does with them."""
+    """Views of heads of (q, k) or (q, k, v)."""
     views = head_views(*tensors[:2], options._replace(inplace=True))[0][:2]
     return (*views, tensors[2].unsqueeze(3) if len(tensors) > 2 else None)
 
@@ -361,7 +361,7 @@ def run_norm_kernel(inputs, outputs, call, grads=(), sums=None) -> heuristics.Pl
 
 
 def of_one(call):
-    """The weights, factors of one beside others: a kernel has all of them or none."""
+    """The weights, with ones for missing weights if some are given: a kernel takes all or none."""
     given = [w for w in call.weights if w is not None]
     one = torch.full((1 << 14,), 1 - call.norm.zero_centered, dtype=given[0].dtype) if given else None
     return tuple(one if w is None else w for w in call.weights)
@@ -394,7 +394,7 @@ TILED = ("none", "twice", "d80-interleaved", "partial-offset", "ids", "joint-bat
 
 @pytest.mark.parametrize("case", NORM_CASES, ids=str)
 def test_norm_matches_reference(case: NormCase) -> None:
-    """By one launch each: they differ in which heads a block has."""
+    """Alternate launches, which differ in the heads of a block."""
     launch = "grid_2d" if case.name in TILED else "token_linear"
     outputs, expected, plan = run_norm(case, launch)
     assert plan.spec.launch == launch
@@ -427,7 +427,7 @@ TOKENS = 67
 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
 def test_norm_gradient_matches_reference(case: NormCase) -> None:
-    """More tokens than blocks times tokens of a block, so that blocks walk; the weights' from a block's sums."""
+    """More tokens than the blocks take at once, so blocks walk; the weights' gradients come from blocks' sums."""
     b, _, *rest = case.rope.shape
     rope = replace(case.rope, shape=(b, TOKENS, *rest), table_rows=TOKENS)
     case = replace(case, rope=rope)
@@ -470,7 +470,7 @@ extern "C" __global__ void probe(const Params p) {
 
 
 def test_fp8_conversion_is_torchs() -> None:
-    """The conversion of GPUs without an instruction for it: every fp16 value, ties and saturation included."""
+    """The conversion for GPUs without an instruction: every fp16 value, with ties and saturation."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     x = torch.cat(
         (bits, torch.nextafter(bits, torch.tensor(torch.inf)), torch.nextafter(bits, -torch.tensor(torch.inf)))

@@ -1,4 +1,4 @@
-"""What is written for a GPU runs on the CPU too, through the real launch path (`tests/host/backend.py`)."""
+"""GPU tests also run on the CPU, through the real launch path (`tests/host/backend.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way imports go, and what importing does."""
+"""The direction of imports, and the effects of importing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TORCH = {
     "plan/problem.py",
     "plan/views.py",
     "jit/kernels.py",
-}  # from base to jit, what may import torch
+}  # modules from base to jit that may import torch
 
 
 def layer(name: str) -> int:
@@ -39,7 +39,7 @@ def layer(name: str) -> int:
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, is it jitrope's own) of every import in a file, those inside functions too."""
+    """(module, whether it is jitrope's) of every import in a file, also inside functions."""
     found = []
     folder = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):

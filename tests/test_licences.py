@@ -1,4 +1,4 @@
-"""All shipped files are ours, and every dependency is in the table of licences in `jitrope/README.md`."""
+"""All shipped files are ours, and every dependency is in the table of licences of `jitrope/README.md`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "jitrope", "templates")
 
-# What setuptools writes, by its name behind the last slash. All else is a file of the repository.
+# Names of files that setuptools writes. All others are files of the repository.
 GENERATED = {
     "METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "PKG-INFO", "setup.cfg", "SOURCES.txt",
     "dependency_links.txt", "requires.txt",
@@ -52,7 +52,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, byt
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_every_shipped_file_is_ours(shipped: dict[str, dict[str, bytes]], kind: str) -> None:
-    """Each has the bytes of a file in the repository, which is text without anybody else's notice."""
+    """Each has the bytes of a file in the repository, which is text without notices of others."""
     files = {name: data for name, data in shipped[kind].items() if name.rsplit("/", 1)[-1] not in GENERATED}
     licences = [name for name in files if name.rsplit("/", 1)[-1] == "LICENSE"]
     assert len(licences) == 1
@@ -94,7 +94,7 @@ def test_every_dependency_is_in_the_table() -> None:
 
 
 def test_licences_are_those_that_packages_state() -> None:
-    """The first word of the table's licence, up to its version, is in the metadata of each that is installed."""
+    """The first word of the table's licence, up to its version, is in each installed package's metadata."""
     checked = set()
     for name, licence in table().items():
         try:

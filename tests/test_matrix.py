@@ -1,4 +1,4 @@
-"""Every function in every situation that torch has: right or refused, nothing else.
+"""Every function in every situation of torch is right or refused, nothing else.
 
 `python -m tests.test_matrix` prints the whole table.
 """
@@ -57,13 +57,13 @@ def test_cell_on_device(function: Function, situation: Situation, ends: str) -> 
 
 
 def test_counts() -> None:
-    """No cell is lost unseen: how many there are, by the end that each must have."""
+    """No cell is lost: the number of cells by expected outcome."""
     counts = Counter(ends for *_, ends in cells("cpu"))
     assert counts == COUNTS, counts
 
 
 def main(device: str = "cpu", part: str = "") -> Counter[str]:
-    """Every cell's end, a line a situation. part: "fast" or "slow" cells alone, or words of a situation's name."""
+    """Every cell's outcome, one line a situation. part: only "fast" or "slow" cells, or words of a situation's name."""
     counts: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
     found: dict[str, dict[str, str]] = {}

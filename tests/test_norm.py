@@ -106,7 +106,7 @@ def test_values_are_those_of_fp64(case: NormCase) -> None:
     "case", [*JOINT, *(c for c in map(random_norm_case, range(40)) if c.first is not None)], ids=str
 )
 def test_joint_is_both_streams_one_behind_the_other(case: NormCase) -> None:
-    """The result is that of each stream in a call of its own, with its rows of the tables; v is copied."""
+    """The result equals a separate call of each stream, with its rows of the tables; v is copied."""
     call = make_norm(case)
     q, k, v = norm_call(call)
     streams, first = call.streams, case.first
@@ -273,7 +273,7 @@ def test_once_across_heads_is_torchs(name, heads, dim, interleaved, dtype, devic
     assert_equal(norm_rope(q, k, *weights, *tables, across_heads=True, norm_rounding="once", **words), want)
 
 
-# ---- what tensors and tables may be ------------------------------------------------------------------
+# ---- kinds of tensors and tables ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -66,7 +66,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def python(code: str, **environment: str) -> str:
-    """The output of a new process."""
+    """Return the output of a new process."""
     given = {**os.environ, "PYTHONPATH": IMPORTS, **environment}
     done = fresh.python("-c", code, env=given)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -110,7 +110,7 @@ def test_no_disk_and_no_lock_after_the_first_call(cache: KernelCache, monkeypatc
     kernels.get_kernel(SPEC, 0)
 
     def work() -> None:
-        thread = threading.Thread(target=kernels._build_lock.acquire)  # from now on taking it would wait for ever
+        thread = threading.Thread(target=kernels._build_lock.acquire)  # taking it now would wait for ever
         thread.start()
         thread.join()
         assert not kernels._build_lock.acquire(timeout=0.01)
@@ -232,7 +232,7 @@ def test_a_child_forked_while_a_thread_builds_has_a_lock_of_its_own(cache: Kerne
         kernels.get_kernel(SPEC, 0)
         assert kernels.kernel_cache().counts.compiled == 1
 
-    compiler.import_cupy()  # as documented: an import of another thread at the fork would never end
+    compiler.import_cupy()  # as documented: at a fork, an import in another thread would never end
     thread = threading.Thread(target=build)
     thread.start()
     held.wait()
@@ -332,7 +332,7 @@ OBJECTS = {
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("what", OBJECTS)
 def test_objects_are_pickled_copied_and_printed(what: str, used: bool, copied) -> None:
-    """They may have been used before and hold tables."""
+    """They may hold tables from earlier use."""
     x, text = OBJECTS[what]
     if used and isinstance(x, Partition):
         assert x.position_ids.shape == (x.shape.rows,)
@@ -390,7 +390,7 @@ def test_an_error_of_a_worker_reaches_its_parent(cache: KernelCache, monkeypatch
 
 @pytest.mark.usefixtures("driver")
 def test_record_notes_what_was_asked_for(cache: KernelCache, tmp_path: Path) -> None:
-    kernels.get_kernel(SPECS[0], 0)  # before the block: a prepared launch does not ask for it again
+    kernels.get_kernel(SPECS[0], 0)  # before the block: a prepared launch does not look it up again
     with jitrope.record(tmp_path / "run.json") as seen:
         kernels.get_kernel(SPECS[1], 0)
         kernels.get_kernel(SPECS[1], 1)
@@ -409,7 +409,7 @@ def test_record_notes_what_was_missing_too(cache, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
     with pytest.raises(jitrope.MissingKernel), jitrope.record(tmp_path / "run.txt"):
         kernels.get_kernel(SPEC, 0)
-    assert read_calls(tmp_path / "run.txt") == [SPEC]  # JSON, whatever the file is called
+    assert read_calls(tmp_path / "run.txt") == [SPEC]  # JSON, for any file name
 
 
 @pytest.mark.usefixtures("driver")

@@ -1,4 +1,4 @@
-"""Spec -> source. The text is readable, and errors name the line of the template."""
+"""Spec -> source. The source is readable, and errors name the line of the template."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *THD_SPECS], ids=lambda sp
 TEMPLATES = Path(__file__).parent.parent / "templates"
 ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
 ENTRIES = ROPE_ENTRIES | {spec.template for spec in THD_SPECS}
-# Where constants are.
+# The template's constants.
 PARAMETERS = {"rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja"}
 PARAMETERS |= {"parameters.cuh.jinja", "norm_parameters.cuh.jinja"}
 HEADERS = {path.name for path in TEMPLATES.glob("*.cuh")}
@@ -270,7 +270,7 @@ def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatc
     spec = next(s for s in (*ROPE_SPECS, *THD_SPECS) if name in render._texts(s.template))
     texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
-    ends = ("}", "};", "static_assert")  # starts of lines that a declaration may follow
+    ends = ("}", "};", "static_assert")  # line starts before a declaration
     at = next((i for i, line in enumerate(lines) if i > len(lines) // 2 and line.startswith(ends)), len(lines) - 1)
     lines.insert(at + 1, "int broken = nope;")
     texts[name] = "\n".join(lines) + "\n"
@@ -303,10 +303,10 @@ NVRTC_12, NVRTC_13 = [f"sm_{n}" for n in (50, 60, 75, 80, 90, 120)], [f"sm_{n}" 
 
 
 UNKNOWN = {
-    ("sm_70", 13.0): "sm_70 is older than NVRTC 13.0 takes: this NVRTC compiles for sm_75 to sm_121; "
+    ("sm_70", 13.0): "sm_70 is too old for NVRTC 13.0: this NVRTC compiles for sm_75 to sm_121; "
     "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12",
-    ("sm_35", 13.0): "sm_35 is older than any NVRTC of jitrope's takes: .*; use another GPU",
-    ("sm_35", 12.9): "sm_35 is older than any NVRTC of jitrope's takes: .*; use another GPU",
+    ("sm_35", 13.0): "sm_35 is too old for every NVRTC that jitrope supports: .*; use another GPU",
+    ("sm_35", 12.9): "sm_35 is too old for every NVRTC that jitrope supports: .*; use another GPU",
     ("sm_130", 13.5): "sm_130 is newer than NVRTC 13.5: this NVRTC compiles for sm_75 to sm_121; "
     "pip install --upgrade nvidia-cuda-nvrtc",
     ("sm_121", 12.8): "sm_121 is newer than NVRTC 12.8: .*; "
@@ -337,7 +337,7 @@ def test_the_packages_that_a_message_installs_are_those_of_the_extra(major: int)
 def test_known_architectures_are_not() -> None:
     for arch in ("sm_75", "sm_90", "sm_90a", "sm_120f"):
         assert compiler.unsupported(arch, NVRTC_13, (13, 0)) is None
-    for arch, text in (("sm_20", "older"), ("sm_999", "newer"), ("sm_79", "no sm_79"), ("90", "'90' is not")):
+    for arch, text in (("sm_20", "too old"), ("sm_999", "newer"), ("sm_79", "no sm_79"), ("90", "'90' is not")):
         with pytest.raises(CompileError, match=f"{SPEC.name}: .*{text}"):
             compiler.compile_source(render.render(SPEC), arch)
 

@@ -216,7 +216,7 @@ def turned(x, cos, sin, o):
     return torch.stack(y, -1)
 
 
-# A plain rotation has no notion of a position past the table.
+# A plain rotation cannot handle a position past the table.
 PAST_THE_TABLE = ("packed-too-long", "starts-past", "angles-packed")
 
 
@@ -225,7 +225,7 @@ def test_values_are_those_of_a_token_by_token_rotation(case: Case) -> None:
     """The vectorised reference has the results of an independent one."""
     q, k, cos, sin, keywords = make(case)
     got = jitrope.apply_rope(q, k, cos, sin, **said(**keywords))
-    # Where products nearly cancel, what was rounded before the sum is seen.
+    # Where products nearly cancel, roundings before the sum are visible.
     atol = 2**-6 if case.rounding == "dtype" else 1e-6
     for out, want in zip(got, autograd_reference(case, q, k, cos, sin, keywords)):
         torch.testing.assert_close(out, want, rtol=2**-7, atol=atol, equal_nan=True)
@@ -258,7 +258,7 @@ def test_gradient_is_autograds(case: Case, in_place: bool) -> None:
         weights = [torch.randn(y.shape).to(y.dtype) for y in outputs]
         grads.append(torch.autograd.grad(outputs, leaves, weights))
     for got, want in zip(grads[1], grads[0]):
-        if in_place and case.end is not None:  # spare tokens stay, so their gradient passes as it is
+        if in_place and case.end is not None:  # spare tokens do not change, and neither does their gradient
             end = case.end
             weight = weights[0] if got is grads[1][0] else weights[1]
             assert torch.equal(got[end:], weight[end:])
@@ -456,7 +456,7 @@ def test_gradcheck_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", ["halves", "interleaved", "angles-packed-cp", "mla"])
 def test_there_and_back_is_one_rounding(name: str, dtype: str) -> None:
-    """Rotating and rotating back returns the input to within one rounding of the pair to the dtype."""
+    """Rotating and rotating back returns the input within one rounding of the pair to the dtype."""
     case = replace(by_name(name)[0], dtype=dtype, options={**by_name(name)[0].options})
     case.options.pop("mscale", None)
     q, _, cos, sin, keywords = make(case)
@@ -595,7 +595,7 @@ def test_dtype_is_llamas(dtype: torch.dtype, shape, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_fp32_is_qwens_vision_towers(dtype: torch.dtype, device: str) -> None:
-    """One model of the library rounds otherwise: its products are fp32."""
+    """One model of the library rounds differently: its products are fp32."""
     q, _, angles = inputs_of(device, dtype, (1, 9, 4, 80))
     cos, sin = (torch.cat((f(angles), f(angles)), -1).float() for f in (torch.cos, torch.sin))
     function = host("transformers", "qwen2_vl.modeling_qwen2_vl", "apply_rotary_pos_emb_vision")
@@ -862,7 +862,7 @@ CACHE_REFUSALS = {
     "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "has shape \\(5,\\) for 6 tokens"),
     "slots-dtype": ({"slot_mapping": torch.zeros(6)}, "slot_mapping is torch.float32"),
     "slots-past": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 11]), "check": True}, "goes up to 11, but"),
-    "scale-alone": ({"k_scale": 0.5}, "k_scale is given, but what it scales is not stored as fp8"),
+    "scale-alone": ({"k_scale": 0.5}, "k_scale is given, but it scales no fp8 output"),
     "scale-missing": (
         {name: torch.zeros(11, 2, 64).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}, "k_scale is missing",
     ),
@@ -1058,11 +1058,11 @@ REFUSALS = {
         "cu_seqlens has shape \\(2, 2\\); it must have one axis",
     ),
     "lengths-strided": (call(**packed, cu_seqlens=torch.zeros(4, dtype=torch.int32)[::2]), "must be contiguous"),
-    "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "7 positions are used"),
+    "lengths-too-long": (call(**packed, cu_seqlens=torch.tensor([0, 6]), max_seqlen=7), "it needs 7"),
     "cp-size": (call(cp_size=0), "cp_size is 0; it must be at least 1"),
     "cp-rank": (call(cp_size=2, cp_rank=2), "cp_rank is 2; it must be from 0 to cp_size - 1 = 1"),
     "cp-odd": (call(**{**packed, "q": torch.ones(5, 4, 8)}, cp_size=2), "S must be even, for two equal chunks"),
-    "cp-table": (call(cp_size=2), "cos has 6 rows; 12 positions are used"),
+    "cp-table": (call(cp_size=2), "cos has 6 rows; it needs 12"),
     "starts-count": (call(start_positions=torch.tensor([0])), "start_positions has 1 entries for 2 batch rows"),
     "starts-sequences": (
         call(**packed, cu_seqlens=torch.tensor([0, 6]), start_positions=torch.tensor([0, 1])),

@@ -38,7 +38,7 @@ def table(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def turn(x: Tensor, rows: Tensor, neox: bool, offset: int = 0, inverse: bool = False) -> Tensor:
-    """x (..., H, D) in fp32, its heads turned by rows (..., R) of a cache from element `offset` on."""
+    """x (..., H, D) in fp32, its heads rotated by rows (..., R) of a cache from element `offset` on."""
     cos, sin = (part.unsqueeze(-2) for part in rows.float().chunk(2, -1))
     sin = -sin if inverse else sin
     x, end = x.float(), offset + rows.shape[-1]
@@ -50,7 +50,7 @@ def turn(x: Tensor, rows: Tensor, neox: bool, offset: int = 0, inverse: bool = F
 
 
 def pick_rows(cache: Tensor, positions: Tensor, section: list[int], interleaved: bool) -> Tensor:
-    """Rows for positions (3, T), each pair's from the axis that `section` gives it, pair by pair."""
+    """Rows for positions (3, T), pair by pair from the axis of `section`."""
     axes = [0] * sum(section)
     for axis in (1, 2):
         if interleaved:
@@ -68,7 +68,7 @@ def rounded_once(x: Tensor, scale: float) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether all bits are equal. fp8 has no comparison of its own."""
+    """Whether all bits are equal. torch cannot compare fp8 directly."""
     a, b = (x.view(torch.uint8) if x.dtype == FP8 else x for x in (a, b))
     return torch.equal(a.cpu(), b.cpu())
 
@@ -78,7 +78,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rotary:
-    """A call. `layout` is the way q and k lie in one buffer; tests compare the whole buffer."""
+    """A call. `layout` is the arrangement of q and k in one buffer; tests compare the whole buffer."""
 
     layout: str = "packed"
     tokens: tuple[int, ...] = (7,)
@@ -125,11 +125,11 @@ CASES = {
     "inverse": Rotary(dim=128, rotary=64, offset=64, inverse=True, neox=False),
     "inverse-halves": Rotary(inverse=True),
     "no-tokens": Rotary(tokens=(0,)),
-    # FlashInfer's cache kernel turns halves of heads of 80 wrongly, and reads heads of 72 misaligned.
+    # FlashInfer's cache kernel rotates halves of heads of 80 wrongly, and reads heads of 72 misaligned.
     "halves-of-80": Rotary(dim=80, rotary=80, q_heads=16, k_heads=16, tokens=(40,)),
     "halves-of-72": Rotary(dim=72, rotary=72, q_heads=16, k_heads=16),
     "halves-of-96-in-place": Rotary(dim=96, rotary=96, q_heads=24, k_heads=8, tokens=(40,)),
-    # vLLM's fused kernel turns halves of a part of the head wrongly where a warp has several heads.
+    # vLLM's fused kernel rotates halves of a part of the head wrongly if a warp has several heads.
     "halves-of-64-in-128": Rotary(dim=128, rotary=64, q_heads=32, k_heads=8, tokens=(70,)),
 }
 
@@ -183,7 +183,7 @@ def test_mrope(interleaved: bool, neox: bool, dtype: torch.dtype, device: str) -
 
 
 def turn_in_dtype(x: Tensor, rows: Tensor, neox: bool) -> Tensor:
-    """x turned in 16-bit arithmetic: the rows, each product and each sum are rounded to x's dtype."""
+    """x rotated in 16-bit arithmetic: the rows, each product and each sum are rounded to x's dtype."""
     cos, sin = (part.to(x.dtype).unsqueeze(-2) for part in rows.chunk(2, -1))
     slice_, rest = x[..., : rows.shape[-1]], x[..., rows.shape[-1] :]
     a, b = slice_.chunk(2, -1) if neox else (slice_[..., ::2], slice_[..., 1::2])
@@ -445,7 +445,7 @@ def test_vllm_enable(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(lambda x: forward_cuda(*case.split(x)), backend="aot_eager", fullgraph=True)(got)
         assert same(got, want)
         assert "vllm._custom_ops.rotary_embedding" in report.table()
-        held = ops.rotary_embedding  # by a call that is still on its way when another thread disables
+        held = ops.rotary_embedding  # by a call that is still running when another thread disables
     assert ops.rotary_embedding is host
     held(ids, torch.zeros(7, 128, dtype=torch.float64), None, 64, cache, True)
     assert left == ["rotary_embedding"] * 2

@@ -68,7 +68,7 @@ def weight(size: int = D) -> Tensor:
 
 
 def place(x: Tensor, placements: Sequence[Any]) -> Any:
-    """A DTensor of x, which all ranks have; made without communication."""
+    """A DTensor of x, which all ranks have, made without communication."""
     mesh = MESHES["4" if len(placements) == 1 else "2x2"]
     return DTensor.from_local(x, mesh, [R] * mesh.ndim, run_check=False).redistribute(mesh, placements)
 
@@ -144,7 +144,7 @@ def refuses(match: str, function: Function, *arguments: Any, **keywords: Any) ->
         function(*arguments, **keywords)
 
 
-# ---- which shards ------------------------------------------------------------------------------------
+# ---- shards ------------------------------------------------------------------------------------------
 
 
 @case
@@ -249,7 +249,7 @@ def positions() -> None:
 
 @case
 def gradients_that_are_placed_otherwise() -> None:
-    """torch places them, and the numbers stay right. Decisions for one layout are not used for another."""
+    """torch places them, with right results. Decisions for one layout are not used for another."""
     cos, sin = table(S, D // 2)
     q, g = heads(S), heads(S + 1)[:, :, :S].contiguous()
     for layout in ("bhsd", "bshd", "bhsd"):
@@ -354,7 +354,7 @@ def refused_placements() -> None:
     refuses(too_few.format("seq", "q"), call, place(heads(8, s=3), [Shard(1)]), None, cos, sin)
     refuses(r"q is \(B=4, S=8, H=8, D=16\) but cos has 7 rows", call, seq, None, cos[:7], sin[:7])
     refuses("layout is 'bhds'", call, by_heads, None, cos, sin, layout="bhds")
-    # Parts that are not torch's: their positions would be wrong.
+    # Parts that torch would cut differently: positions would be wrong.
     size = [1, 2, 2, 3][dist.get_rank()]
     own = DTensor.from_local(q[:, :size], mesh, [Shard(1)], run_check=False, shape=q.shape, stride=q.stride())
     if size != 2:
@@ -526,7 +526,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for _ in range(500):  # seconds
             if context.join(timeout=1):
                 break
-    except mp.ProcessException:  # the file of each rank says why
+    except mp.ProcessException:  # the file of each rank has the reason
         pass
     finally:
         for process in context.processes:

@@ -1,4 +1,4 @@
-"""The soak on CPU tensors, what it must find, and the sanitizers' cases and verdicts."""
+"""The soak on CPU tensors, the faults that it must find, and the sanitizers' cases and verdicts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPS = {
 
 @pytest.fixture(autouse=True)
 def _launches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`soak.main` keeps fewer."""
+    """Restore the limits that `soak.main` lowers."""
     for module in (runtime, thd_runtime):
         monkeypatch.setattr(module, "MAX_LAUNCHES", module.MAX_LAUNCHES)
 
@@ -60,7 +60,7 @@ def test_the_pool_has_every_op_and_is_the_same_again() -> None:
 
 
 def test_a_seed_is_a_call_and_another_is_another() -> None:
-    """Sizes and contents are the seed's."""
+    """The seed determines sizes and contents."""
     sizes: dict[str, set[Any]] = {}
     for job in pool(60, 3):
         results = [job.make("cpu", seed)() for seed in (1, 1, 2)]
@@ -125,7 +125,7 @@ def test_a_planted_wrong_result_is_reported(
 
 
 def test_a_planted_exception_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And after fifty of them the run is over."""
+    """After fifty of them the run ends."""
 
     def planted(*_: Any, **__: Any) -> Any:
         raise RuntimeError("planted")
@@ -187,7 +187,7 @@ def test_every_template_has_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_entries_are_found_by_the_filter() -> None:
-    """compute-sanitizer looks at kernels whose names contain this."""
+    """compute-sanitizer checks kernels with this in their names."""
     entries = {spec.template: spec.entry for spec in SPECS}
     assert set(KINDS) == set(sanitizer.templates())
     for template, entry in entries.items():
@@ -250,7 +250,7 @@ echo "========= ERROR SUMMARY: ERRORS errors"
 def test_the_parents_verdict_is_its_childrens(
     errors: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    """The whole way, with a program in the tool's place, since there is no GPU that it could watch."""
+    """The whole run, with a program in place of the tool, because there is no GPU."""
     program = tmp_path / "tool"
     program.write_text(TOOL.replace("ERRORS", str(errors)))
     program.chmod(0o755)

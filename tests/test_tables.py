@@ -232,7 +232,7 @@ def test_tables_are_accurate_to_fp32_past_a_million_positions(device: str) -> No
         for got, want in zip(tables.cos_sin(positions, frequencies, angles=angles), exact(FAR, frequencies)):
             errors[angles] = max(errors[angles], float((got.cpu().double() - want).abs().max()))
     assert errors["fp64"] <= 2**-25 * (1 + 1e-6)
-    assert errors["fp32"] > 0.01  # which is why angles are not taken in fp32
+    assert errors["fp32"] > 0.01  # so angles are not computed in fp32
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -411,7 +411,7 @@ def test_refusals_name_the_argument(name: str) -> None:
 
 
 def test_nothing_but_torch_is_imported() -> None:
-    """Configurations are read by the names of transformers, without a dependency on it."""
+    """Configurations are read by transformers' names, without a dependency on it."""
     nodes = list(ast.walk(ast.parse(inspect.getsource(tables))))
     absolute = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     assert absolute <= {"functools", "inspect", "math", "numbers", "torch"}

@@ -24,14 +24,14 @@ from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSp
 from .host import harness
 from .test_compile import ARCHS, DIVISION, bounds, disassemble, opcode
 
-SCAN_THREADS = 32  # so few that a few dozen sequences are more than a block scans at a time
+SCAN_THREADS = 32  # so few that a block does not scan a few dozen sequences at a time
 MASKS = {
     "causal": Mask(-1, 0), "full": Mask(-1, -1), "causal-window": Mask(3, 0), "diagonal": Mask(0, 0),
     "two-sided": Mask(4, 1), "ahead": Mask(-1, 2), "behind": Mask(3, -1), "only-ahead": Mask(0, 5),
 }  # fmt: skip
 
 
-TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"))  # maps, and how many rows
+TABLES = (("to_ranks", "rows"), ("positions", "rows"), ("to_sequences", "tokens"))  # maps, and their numbers of rows
 
 
 def run(call) -> None:
@@ -46,14 +46,14 @@ def move(given: Move) -> None:
 
 
 def wanted_segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
-    """The tables by plain torch."""
+    """The tables from plain torch."""
     flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
     reference.fill_segments(flat, cu_seqlens, padded, shape, mask)
     return Segments.of(flat, shape, mask, padded is not None)
 
 
 def segments(cu_seqlens, padded, shape: Shape, mask: Mask) -> Segments:
-    """The tables by the kernels."""
+    """The tables from the kernels."""
     flat = reference.empty_segments(cu_seqlens, padded, shape, mask)
     for call in thd_runtime.segments_calls(flat, cu_seqlens, padded, shape, mask, SCAN_THREADS):
         run(call)
@@ -120,7 +120,7 @@ def test_exchanged_segments_match_reference() -> None:
 
 
 def rows(draw: random.Random, count: int, width: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Rows at any alignment, which may be apart from each other."""
+    """Rows at any alignment, possibly with gaps."""
     wide = torch.randint(-99, 99, (count, *width[:-1], width[-1] + (draw.choice((0, 8, 1)) if len(width) == 1 else 0)))
     return wide.to(dtype)[..., : width[-1]]
 
@@ -132,7 +132,7 @@ MOVES = ("to_ranks", "to_sequences", "stay", "table", "sum", "valid", "tail")
 @pytest.mark.parametrize("kind", MOVES)
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_match_reference(seed: int, kind: str) -> None:
-    """Rows of any size, dtype and alignment, in one tensor or two of different widths. Other rows stay as they are."""
+    """Rows of any size, dtype and alignment, in one tensor or two of different widths. Other rows do not change."""
     pack = Pack(1000 * MOVES.index(kind) + seed)
     draw, shape, everyone = pack.draw, pack.shape, pack.shape.cp_size * pack.shape.capacity
     dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32, *((torch.int8,) if kind != "sum" else ())))
@@ -230,7 +230,7 @@ def test_steps_of_halves_make_the_whole() -> None:
 
 
 def test_sanitizer_sees_a_row_past_the_input() -> None:
-    """The harness finds an input with a row less than the kernel was told."""
+    """The harness finds an input with fewer rows than the kernel's arguments say."""
     x, out, table = torch.zeros(5, 8), torch.zeros(3, 8), torch.tensor([0, 4, 1], dtype=torch.int32)
     (call,) = thd_runtime.rows_calls(Move([x], [out], "table", table=table))
     with pytest.raises(AssertionError, match=r"use-after-poison|heap-buffer-overflow"):
@@ -421,7 +421,7 @@ REFUSED = {
     ),
     "step": (
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(1, 1, 1), offsets((4,)), "add", "none"),
-        "grad_per_step is .* it must have 2 rows at least",
+        "grad_per_step is .* it must have at least 2 rows",
     ),
     "what": (
         lambda: thd.grad_correction(torch.ones(4, 1, 1), torch.ones(4, 1, 1), offsets((4,)), "plus", "none"),

@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Absent(types.ModuleType):
-    """A module that has every name, each without effect."""
+    """A module with every name, each without effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -35,7 +35,7 @@ class Absent(types.ModuleType):
 @pytest.fixture(scope="module")
 def host() -> Any:
     """torchtitan's rope.py. It imports Triton for other kernels; torch's CPU build has no Triton."""
-    importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
+    importlib.import_module("torch._inductor.compile_fx")  # otherwise it would mistake the stand-in for the real one
     if importlib.util.find_spec("torchtitan") is None:
         command = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro"
         missing(command)
@@ -125,8 +125,8 @@ def test_left_to_the_host(host: Any, counted: dict[str, int], caplog: pytest.Log
     assert counted == {"host": 4}
     said = {
         "apply_rope: q is torch.float64; allowed are fp32, fp16 and bf16": 2,
-        "heads are of another size than the table's": 1,
-        "apply_rope: q is (B=1, S=65, H=2, D=32) but cos has 64 rows; 65 positions are used": 1,
+        "the heads and the table have different sizes": 1,
+        "apply_rope: q is (B=1, S=65, H=2, D=32) but cos has 64 rows; it needs 65": 1,
     }
     assert torchtitan.reasons == said
     assert [record.getMessage() for record in caplog.records] == [f"torchtitan's own rope runs: {why}" for why in said]
@@ -216,7 +216,7 @@ def test_plain_functions(host: Any) -> None:
         for a, b in zip(function(q, q[:, :, :1], rope.cache, POSITIONS["rows"]), rope(q, q[:, :, :1])):
             assert a.shape == b.shape
         assert torch.equal(function(q, q, rope.cache)[0], rope(q, q)[0])
-        with pytest.raises(jitrope.InvalidInput, match="positions are used"):
+        with pytest.raises(jitrope.InvalidInput, match="it needs"):
             function(q, q, rope.cache[:3])
 
 
@@ -294,7 +294,7 @@ def test_model(host: Any, counted: dict[str, int], cos_sin: bool) -> None:
 
 
 def test_overrides_are_exact(host: Any) -> None:
-    """Subclasses stay: Qwen 3.5's multimodal rope is a CosSinRoPE that computes something else. Configs pickle."""
+    """Subclasses are kept: Qwen 3.5's multimodal rope is a CosSinRoPE that computes something else. Configs pickle."""
     from torchtitan.config.override import _REGISTRY
 
     assert [(_REGISTRY[name].target_cls, _REGISTRY[name].exact) for name in OURS] == [

@@ -87,7 +87,7 @@ def test_te_angles(te: Any, monkeypatch: pytest.MonkeyPatch, words: dict[str, An
     ours.load_state_dict(host.state_dict())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ours(40), host(40))
-    assert torch.equal(ours.to(torch.bfloat16)(40), host(40))  # where the host's angles would lose precision
+    assert torch.equal(ours.to(torch.bfloat16)(40), host(40))  # the host's angles would lose precision here
 
 
 TE_CASES = [  # tensor_format, dtype, interleaved, rotary part, starts, cp, transposed axes, overlapping gradient
@@ -246,7 +246,7 @@ def config(apply_rope_fusion: bool = True, multi_latent_attention: bool = False,
     words = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, **words}
     kind = MLATransformerConfig if multi_latent_attention else TransformerConfig
     made = kind(**words, apply_rope_fusion=False)
-    made.apply_rope_fusion = apply_rope_fusion  # set late: it asks for TransformerEngine's version, or for MLA's Triton
+    made.apply_rope_fusion = apply_rope_fusion  # set late: the constructor requires TransformerEngine or Triton
     return made
 
 
@@ -333,7 +333,7 @@ def test_megatron_hooks(rope_utils: Any) -> None:
         out = rope_utils.fused_apply_rotary_pos_emb(t[:, None], freqs, interleaved=False)
         torch.testing.assert_close(out, rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs))
         assert report.calls == {"jitrope": 2, "host": 0}
-        with pytest.raises(jitrope.InvalidInput, match="float64"):  # there is no hook of the host's
+        with pytest.raises(jitrope.InvalidInput, match="float64"):  # the host has no hook
             rope_utils.fused_apply_rotary_pos_emb(t[:, None].double(), freqs)
     assert [rope_utils.fused_apply_rotary_pos_emb, rope_utils.apply_rotary_pos_emb] == before
     assert attention.apply_rotary_pos_emb is before[1]
@@ -529,7 +529,7 @@ def test_deepspeed_attention_calls_it(layer: Any, monkeypatch: pytest.MonkeyPatc
     """In a group of one the Ulysses layer calls the replaced function, with the host's result."""
     import deepspeed as host
 
-    # Sums in shared memory are not for a group of one, and DeepSpeed would build them for a minute and a half.
+    # A group of one needs no sums in shared memory, which DeepSpeed would build for a minute and a half.
     monkeypatch.setitem(host.ops.__compatible_ops__, "deepspeed_shm_comm", False)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -26,7 +26,7 @@ from .devices import DEVICES
 from .hosts import missing
 
 HOST = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
-if os.environ.get("CI"):  # there every host is installed
+if os.environ.get("CI"):  # CI has every host
     import transformers
 else:
     transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOST}")
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Any, int]] = {
     "qwen3": (lambda: text("Qwen3", head_dim=16), 2),
     "gemma2": (lambda: text("Gemma2", head_dim=8), 2),
     "gemma3": (lambda: text("Gemma3", "ForText", head_dim=8), 2),
-    "gemma3n": (  # q and k apart
+    "gemma3n": (  # q and k separately
         lambda: text("Gemma3n", "ForText", **GEMMA, num_kv_shared_layers=0, laurel_rank=4, layer_types=LAYERS),
         4,
     ),
@@ -114,14 +114,14 @@ CASES: dict[str, tuple[Any, int]] = {
         4,
     ),
 }
-# Of partial rotary ours keeps the strides, where the hosts' concatenation is contiguous: the products of matrices after
-# it may sum in another order.
+# With partial rotary ours keeps the strides, while the hosts' concatenation is contiguous, so later matrix products may
+# sum in another order.
 CLOSE = {"glm", "glm4", "phi3", "gpt-neox"}
 
 
 @pytest.fixture(autouse=True)
 def _stock() -> Iterator[None]:
-    """No test leaves a replaced function behind."""
+    """After each test, no function is replaced."""
     assert not _host.placed
     yield
     integration.disable()
@@ -130,7 +130,7 @@ def _stock() -> Iterator[None]:
 def prepared(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, inputs = CASES[name][0]()
-    for parameter in model.parameters():  # some initialisations are zero, or so small that rope would not be seen
+    for parameter in model.parameters():  # some initialisations are zero, or too small to show rope
         parameter.data = torch.randn(parameter.shape) * 0.2
     return model.to(device, dtype).eval(), {key: value.to(device) for key, value in inputs.items()}
 
@@ -309,7 +309,7 @@ def test_not_recognised(function: Any, why: str) -> None:
         ("clvp", "its signature is not known"),
         ("llama4:apply_rotary_emb", "its signature is not known"),  # complex tables
         ("gptj", "its signature is not known"),  # the sine first
-        ("nanochat", "none of jitrope's variants"),  # turns back
+        ("nanochat", "none of jitrope's variants"),  # rotates back
         ("deepseek_v4", "is not the first"),
     ],
 )
@@ -389,7 +389,7 @@ def test_nothing_is_copied(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert q_out.stride() == q.stride()
 
 
-HOSTS_OWN = {  # q, k and tables that are left to the host, whether or not it takes them
+HOSTS_OWN = {  # q, k and tables left to the host, which may refuse them too
     "fp64": (heads(2, 4, 6, 16).double(), heads(2, 2, 6, 16).double(), heads(2, 6, 16)),
     "fp64-tables": (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 16).double()),
     "table-gradient": (heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 16).requires_grad_()),
@@ -412,7 +412,7 @@ def test_calls_left_to_the_host(llama: Any, name: str) -> None:
 
 
 def test_the_hosts_errors_stay() -> None:
-    """Llama's function refuses partial rotary, and so does its replacement."""
+    """Llama's function and its replacement refuse partial rotary."""
     model, _ = prepared("llama")
     with integration.enable(model), pytest.raises(RuntimeError, match="must match"):
         host_of("llama")(heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8))
@@ -490,7 +490,7 @@ def test_bf16_is_closer_to_exact(device: str) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_plain_function(interleaved: bool) -> None:
-    """It rotates a part of the head, halves or neighbours, and refuses fp64 and tables that require a gradient."""
+    """It rotates part of a head, halves or neighbours, and refuses fp64 and tables that require a gradient."""
     q, k, cos, sin = heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8)
     host = host_of("cohere" if interleaved else "gpt_neox")
     want = host(q[..., :8], k[..., :8], cos, sin) if interleaved else host(q, k, cos, sin)
@@ -668,7 +668,7 @@ def test_kernelized(kernels: Any, file: str, mode: str) -> None:
 
 
 def test_layer_alone(kernels: Any) -> None:
-    """If it replaces no function, it computes the plain one."""
+    """Without a replaced function, the layer computes the plain one."""
     q, k, cos, sin = heads(2, 4, 6, 16), heads(2, 2, 6, 16), heads(2, 6, 8), heads(2, 6, 8)
     layer = integration.kernel_mapping()["rotary_pos_emb"]["cuda"].load()()
     for a, b in zip(layer(q, k, cos, sin), integration.apply_rotary_pos_emb(q, k, cos, sin)):

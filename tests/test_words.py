@@ -173,12 +173,12 @@ def test_a_forced_launch_gives_the_same_bits() -> None:
         with pytest.raises(jitrope.InvalidInput, match="configure: launch is '3d'; it must be one of 'auto', "):
             jitrope.configure(launch="3d")
         jitrope.configure(compile=False)
-        assert config.launch() == "grid_2d"  # a setting that is not given stays
+        assert config.launch() == "grid_2d"  # a setting that is not given does not change
     finally:
         jitrope.configure(compile=None, launch="auto")
 
 
-# ---- mistakes of a first hour --------------------------------------------------------------------------
+# ---- common mistakes -----------------------------------------------------------------------------------
 
 _Q, _K = torch.ones(2, 6, 4, 8), torch.ones(2, 6, 2, 8)
 _ANGLES = torch.arange(6.0)[:, None] / torch.arange(1.0, 5.0)

@@ -1,8 +1,8 @@
-"""Checks of arguments of any type: a value with a plain meaning is taken, any other is refused in one line.
+"""Checks of arguments of any type. A value with a plain meaning is accepted; any other is refused in one line.
 
-The message names the function and the argument, shows the value and says what it must be. Values known only to a
-compiler (`torch.SymInt`, `torch.SymFloat`) pass unchanged. numpy is never imported: its scalars are recognised by the
-classes of `numbers` that they are registered as.
+The message names the function and the argument, and shows the value and the allowed ones. Values known only to a
+compiler (`torch.SymInt`, `torch.SymFloat`) pass unchanged. numpy is never imported: its scalars are recognised as
+registered classes of `numbers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def refuse(function: str, label: str, value: Any, must: str) -> NoReturn:
 
 
 def whole(function: str, label: str, value: Any, least: int | None = None) -> int:
-    """A whole number of at least `least`. Python's, numpy's and symbolic ones are taken, also 2.0 and True (1)."""
+    """Return a whole number of at least `least`. Python's, numpy's and symbolic ones pass, also 2.0 and True."""
     found: int | None = value
     if type(value) is not int and not isinstance(value, torch.SymInt):
         real = _real(value)
@@ -43,7 +43,7 @@ def whole(function: str, label: str, value: Any, least: int | None = None) -> in
 
 
 def flag(function: str, label: str, value: Any) -> bool:
-    """True or False. numpy's, 1 and 0 are taken too; None and "no" are refused."""
+    """Return True or False. numpy's, 1 and 0 are accepted too; None and "no" are refused."""
     if isinstance(value, bool):
         return value
     real = _real(value)
@@ -53,7 +53,7 @@ def flag(function: str, label: str, value: Any) -> bool:
 
 
 def number(function: str, label: str, value: Any, above: float | None = None, or_else: str = "") -> float:
-    """A finite number greater than `above`. Python's, numpy's and symbolic ones are taken, whole or not."""
+    """Return a finite number greater than `above`. Python's, numpy's and symbolic ones are accepted, whole or not."""
     found: float = value
     if type(value) is not float and not isinstance(value, (torch.SymInt, torch.SymFloat)):
         real = _real(value)
@@ -69,7 +69,7 @@ def number(function: str, label: str, value: Any, above: float | None = None, or
 
 
 def _real(value: Any) -> Any:
-    """The real number of a value, or None. Known calls are found by value, so equal values must mean the same."""
+    """Return a value's real number, or None. Known calls are found by value, so equal values must mean the same."""
     if isinstance(value, numbers.Real):
         return value
     if isinstance(value, Tensor):  # `torch.jit.trace` shows sizes as tensors without axes
@@ -82,7 +82,7 @@ def _real(value: Any) -> Any:
 
 
 def word(function: str, label: str, value: Any, allowed: Iterable[str]) -> str:
-    """One of a few words."""
+    """Return one of the allowed words."""
     words = tuple(allowed)
     if not isinstance(value, str) or value not in words:
         refuse(function, label, value, "one of " + ", ".join(map(repr, words)))
@@ -90,7 +90,7 @@ def word(function: str, label: str, value: Any, allowed: Iterable[str]) -> str:
 
 
 def wholes(function: str, label: str, value: Any, least: int | None = None) -> tuple[int, ...]:
-    """A tuple of whole numbers, from a list, a tuple, a `torch.Size` or a numpy array of one axis."""
+    """Return a tuple of whole numbers, from a list, a tuple, a `torch.Size` or a numpy array of one axis."""
     is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) == 1
     if not is_array and not isinstance(value, (list, tuple)):
         refuse(function, label, value, "a list or tuple of whole numbers")
@@ -98,14 +98,14 @@ def wholes(function: str, label: str, value: Any, least: int | None = None) -> t
 
 
 def path(function: str, label: str, value: Any) -> Path:
-    """A `pathlib.Path`, made from text or from any path."""
+    """Return a `pathlib.Path`, from text or from any path."""
     if not isinstance(value, (str, os.PathLike)) or isinstance(found := os.fspath(value), bytes) or "\0" in found:
         refuse(function, label, value, "a path, as text or a pathlib.Path")
     return Path(found)
 
 
 def device(function: str, label: str, value: Any) -> torch.device | None:
-    """A device of this machine, given by torch's name or number for it. None stays None: torch's default device."""
+    """Return a device of this machine from torch's name or number for it. None stays None: torch's default device."""
     if value is None:
         return None
     is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -120,7 +120,7 @@ def device(function: str, label: str, value: Any) -> torch.device | None:
 
 
 def items(function: str, label: str, value: Any, must: str) -> list[Any]:
-    """The items of a list or of any other iterable except text."""
+    """Return the items of a list or of any other iterable except text."""
     try:
         if not isinstance(value, (str, bytes)):
             return list(value)
@@ -132,7 +132,7 @@ def items(function: str, label: str, value: Any, must: str) -> list[Any]:
 def tensor(
     function: str, label: str, value: Any, dtypes: Sequence[torch.dtype] = (), rank: int | None = None
 ) -> Tensor:
-    """A tensor of one of `dtypes` with `rank` axes. A list or a numpy array is refused, because it has no device."""
+    """Return a tensor of one of `dtypes` with `rank` axes. Lists and numpy arrays are refused: they have no device."""
     if not isinstance(value, Tensor):
         refuse(function, label, value, "a tensor")
     if dtypes and value.dtype not in dtypes:
@@ -143,7 +143,7 @@ def tensor(
 
 
 def shown(value: Any) -> str:
-    """A value as text for a message: short, and on one line."""
+    """Return a value as short text on one line, for a message."""
     kind = type(value)
     if isinstance(value, Tensor):
         if value.is_nested:

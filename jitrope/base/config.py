@@ -19,7 +19,7 @@ log = logging.getLogger("jitrope")
 
 VARIABLES = {
     "JITROPE_CACHE_DIR": "the folder of the kernel cache",
-    "JITROPE_SYSTEM_CACHE": "read-only caches that are searched after it: folders or bundles, joined as in PATH",
+    "JITROPE_SYSTEM_CACHE": "read-only caches to search after that folder: folders or bundles, joined as in PATH",
     "JITROPE_NO_COMPILE": "1: a kernel that is in no cache is an error",
     "JITROPE_RECORD": "a JSON file to which every kernel of a run is added, for `jitrope prewarm --from`",
     "JITROPE_LOG": "debug, info, warning or error",
@@ -27,7 +27,7 @@ VARIABLES = {
 """Every variable that jitrope reads."""
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-_may_compile: bool | None = None  # None: as the environment says
+_may_compile: bool | None = None  # None: follow the environment
 _launch = "auto"
 _KEPT: Any = object()
 LAUNCHES = ("auto", "token_linear", "grid_2d")
@@ -45,7 +45,7 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
 
     Args:
         compile: with False, a kernel that is in no cache raises `MissingKernel`, which names the kernel and the
-            command that makes it. With True it is compiled, whatever `JITROPE_NO_COMPILE` says. None: follow
+            command that makes it. With True it is compiled, even if `JITROPE_NO_COMPILE` is set. None: follow
             `JITROPE_NO_COMPILE`.
         launch: "auto", or force "token_linear" or "grid_2d", to compare them; all give the same bits.
 
@@ -95,14 +95,14 @@ def cache_dir() -> Path:
     elif given:
         return _path(given)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if base.is_absolute():  # the standard says to ignore other paths
+    if base.is_absolute():  # the standard ignores other paths
         return base / "jitrope"
     home = Path(os.path.expanduser("~"))
     if home.is_absolute():
         return home / ".cache" / "jitrope"
     try:
         temporary = tempfile.gettempdir()
-    except OSError:  # no folder can be written, so nothing will be stored
+    except OSError:  # no folder is writable, so nothing will be stored
         temporary = os.sep
     return Path(temporary) / f"jitrope-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
@@ -134,7 +134,7 @@ def _warn_once(message: str) -> None:
 
 
 def set_up_logging() -> None:
-    """Show jitrope's messages from the level of `JITROPE_LOG` (debug, info, warning, ...) on."""
+    """Show jitrope's messages of the level `JITROPE_LOG` (debug, info, warning, ...) and above."""
     if name := os.environ.get("JITROPE_LOG"):
         try:
             log.setLevel(name.upper())
@@ -148,10 +148,10 @@ def set_up_logging() -> None:
 
 @contextlib.contextmanager
 def cupy_import_environment() -> Iterator[None]:
-    """Let CuPy be imported although the home folder cannot be written.
+    """Allow importing CuPy when the home folder is not writable.
 
-    CuPy makes its own kernel cache folder when it is imported, fails if it cannot, and never changes the folder.
-    jitrope caches kernels itself, so CuPy gets another existing folder, unless the user chose one.
+    At import CuPy makes its own kernel cache folder or fails; it never changes the folder later. jitrope caches kernels
+    itself, so CuPy gets another existing folder, unless the user chose one.
     """
     if "CUPY_CACHE_DIR" in os.environ or _home_takes_cupy():
         yield
@@ -170,7 +170,7 @@ def chosen_cupy_folder() -> Path | None:
 
 
 def _home_takes_cupy() -> bool:
-    """Whether CuPy can make its folder. It is made here, as CuPy would make it: no other test is reliable."""
+    """Whether CuPy can make its folder. This makes it as CuPy would: no other test is reliable."""
     folder = os.path.expanduser("~/.cupy/kernel_cache")
     if not os.path.isabs(folder):
         return False
@@ -180,7 +180,7 @@ def _home_takes_cupy() -> bool:
 
 
 def _folder_for_cupy() -> str:
-    """A temporary folder that lasts as long as this process; if none can be written, a folder that exists."""
+    """Return a temporary folder that lasts as long as this process; if none is writable, an existing folder."""
     try:
         folder = tempfile.mkdtemp(prefix="jitrope-cupy-")
     except OSError:

@@ -1,4 +1,4 @@
-"""The errors of jitrope. Every one can be pickled, so that a worker process can hand it to its parent."""
+"""The errors of jitrope. All can be pickled, so a worker process can pass them to its parent."""
 
 from __future__ import annotations
 

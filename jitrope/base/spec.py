@@ -32,10 +32,10 @@ ACCESSES = (1, 2, 4, 8, 16)  # elements or bytes of one load or store
 
 
 def check_fields(spec: Any, words: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise InvalidInput for a wrong field: source is made of words from `words`, flags and whole numbers only.
+    """Raise InvalidInput for a wrong field: only words from `words`, flags and whole numbers may enter the source.
 
-    words: the allowed texts of each field of text. The check runs where constants are made: before anything is
-    rendered, once for each kernel and not at each call.
+    words: the allowed texts of each text field. The check runs when constants are made: before rendering, once for each
+    kernel and not at each call.
     """
     for field in fields(spec):
         name, kind, value = field.name, field.type, getattr(spec, field.name)
@@ -110,5 +110,5 @@ class Spec:
         refuse_unless(cls.__name__, not missing and not unknown, f"missing {missing}, unknown {unknown}")
         spec = cls(**given)
         spec.check()
-        refuse_unless(cls.__name__, kind in (None, spec.kind), f"its fields are those of a {spec.kind}")
+        refuse_unless(cls.__name__, kind in (None, spec.kind), f"kind must be {spec.kind!r}")
         return spec

@@ -1,7 +1,7 @@
 """Context parallelism: packed batches cut between ranks, and attention over them, on torch.distributed.
 
-Every rank gathers the keys and values that its queries see. It has two chunks of each sequence, so that a causal mask
-gives all ranks equal work. Llama 3 was trained in this way (arXiv:2407.21783, section 3.3.2), and TransformerEngine's
+Every rank gathers the keys and values that its queries see. It has two chunks of each sequence, so a causal mask gives
+all ranks equal work. Llama 3 was trained this way (arXiv:2407.21783, section 3.3.2), and TransformerEngine's
 `all_gather` does the same, but here sequences may have any length.
 
 >>> from jitrope.context_parallel import Partition, Schedule, all_gather_attention

@@ -1,4 +1,4 @@
-"""Attention over a batch that is cut between ranks: every rank gathers the keys that its queries see."""
+"""Attention over a batch cut between ranks: every rank gathers the keys that its queries see."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def all_gather_attention(
     head_groups: int = 1,
     check: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """softmax(scale q k^T + mask) v of a batch whose rows are cut between ranks. Every rank of the group must call it.
+    """softmax(scale q k^T + mask) v of a batch cut between ranks. Every rank of the group must call it.
 
     Context parallelism by all-gather: Llama 3, arXiv:2407.21783, section 3.3.2.
 
-    One collective sends keys and values, and one sends their gradients back. All rows are gathered or, for windows that
-    are short compared with the sequences, only the rows that some query sees (`Schedule.saving`). Gradients are sent in
-    the dtype of the inputs, and added up in fp32. Does not wait for the device.
+    One collective sends keys and values, and one sends their gradients back. All rows are gathered or, for windows much
+    shorter than the sequences, only the rows that some query sees (`Schedule.saving`). Gradients are sent in the dtype
+    of the inputs, and added up in fp32. This does not wait for the device.
 
     >>> part = Partition(cu_seqlens, tokens, group=group)
     >>> q, k, v = (part.shard(x) for x in (q, k, v))  # or computed from part.shard(hidden_states)
@@ -67,24 +67,24 @@ def all_gather_attention(
         layout: "thd", or "bshd" and "sbhd" for sequences of one length: (B, S / cp_size, H, D). The rows of a sequence
             are this rank's chunks in order, as in `Partition`.
         softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
-        schedule: a `Schedule`, made once for all layers, in place of all arguments that it has.
-        rope: rotate q and k first, by their positions. The launch that packs keys and values does it if head_groups is
-            1, all rows are gathered, and k and v have the same shape; otherwise it is a launch of its own.
-        backend: "auto", or one of `backends`. A backend that you name is never replaced by another.
+        schedule: a `Schedule`, made once for all layers; it replaces the arguments that it has.
+        rope: rotate q and k first, by their positions. The launch that packs keys and values also rotates if
+            head_groups is 1, all rows are gathered, and k and v have the same shape; otherwise another launch does it.
+        backend: "auto", or one of `backends`. A named backend is never replaced by another.
         return_lse: also return the logarithm of each softmax's sum, fp32, (t, Hq), or as q without D; -inf for rows
             that see no key. It has no gradient.
         return_max_logit: also return the largest logit of each head over all ranks, (Hq), fp32. It has no gradient.
-        keep_gathered: keep the keys and values that this rank sees for the backward, which then gathers nothing.
-        head_groups: gather the heads of k in this many groups, each during the attention of the group before. This
+        keep_gathered: keep the gathered keys and values for the backward, which then gathers nothing.
+        head_groups: gather the heads of k in this many groups, each during the attention of the previous group. This
             divides the memory for gathered keys.
-        check: compare the arguments of all ranks, and check the lengths. Waits for the device.
+        check: compare the arguments of all ranks, and check the lengths. This waits for the device.
 
     Returns:
         out (t, Hq, Dv), in q's layout and dtype; with lse or max_logit a tuple of out, lse and max_logit in this order.
-        Padding and spare rows are neither read nor seen. They are zero in out and in all gradients.
+        Padding and spare rows are not used. They are zero in out and in all gradients.
 
     Raises:
-        InvalidInput: the arguments do not fit together, or no backend takes them. Without `check` nothing was sent.
+        InvalidInput: the arguments do not fit together, or no backend accepts them. Without `check` nothing was sent.
     """
     check_heads(q, k, v, layout)
     head_groups = checked_head_groups(head_groups, k.shape[-2])
@@ -101,7 +101,7 @@ def all_gather_attention(
     keep_gathered, check = flag("keep_gathered", keep_gathered), flag("check", check)
     chosen, rotation = choose(backend, case), rotation_of(rope, q, k, schedule)
     call = Call(schedule, chosen, case, scale, head_groups, keep_gathered, rotation)
-    if check:  # before any launch, which may fail on one rank alone
+    if check:  # before any launch, which may fail on one rank only
         check_ranks(call)
     if rotation is not None and not (head_groups == 1 and schedule.exchange is None and k.shape == v.shape):
         q, k = rotation.apart(q, k)
@@ -170,7 +170,7 @@ def _unpacked(x: Tensor, shape: torch.Size, layout: str) -> Tensor:
 
 
 def _next_gather(groups: Iterator[Tensor], call: Call) -> Pending | None:
-    """Start to gather the next head group, if there is one."""
+    """Start gathering the next head group, if there is one."""
     rows, schedule = next(groups, None), call.schedule
     if rows is None:
         return None
@@ -197,12 +197,12 @@ def _gathered(groups: Iterator[Tensor], call: Call) -> Iterator[tuple[Tensor, Te
 
 
 class _Given:
-    """The gradients that all ranks send for this rank's keys and values, added up group by group."""
+    """All ranks' gradients for this rank's keys and values, added up group by group."""
 
     def __init__(self, like: Tensor, call: Call) -> None:
         self.like, self.call = like, call
         self.pending: Pending | None = None
-        self.sums: list[Tensor] = []  # allocated when the first gradients are there
+        self.sums: list[Tensor] = []  # allocated when the first gradients arrive
         self.done = 0
 
     def send(self, rows: Tensor) -> None:
@@ -275,7 +275,7 @@ class _Attention(torch.autograd.Function):
             del keys, values
             parts.append(dq)
             rows = pack_gradients(dkeys, dvalues, call)
-            del dkeys, dvalues  # frees them before received rows take memory
+            del dkeys, dvalues  # free them before received rows take memory
             given.send(rows)
             del rows
         dq, (dk, dv) = _together(parts), given.gradients()

@@ -22,18 +22,18 @@ _ALL: tuple[Backend, ...] = (
     Math(),
 )
 BACKENDS = {backend.name: backend for backend in _ALL}
-# "auto" takes the first that does not refuse. FlashAttention 3 and 4 refuse unless the user has activated them.
+# "auto" takes the first that does not refuse. FlashAttention 3 and 4 refuse until the user activates them.
 AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math"), "cpu": ("math",)}
 
 
 def backends(case: Case) -> dict[str, str | None]:
-    """Every backend by name, with the reason why it refuses the case, or None if it takes it.
+    """Every backend by name, with the reason why it refuses the case, or None if it accepts it.
 
     >>> case = Case(torch.device("cuda"), torch.bfloat16, heads=32, kv_heads=8, head_dim=128, head_dim_v=128)
     >>> backends(case)["flash"]
 
     Raises:
-        InvalidInput: case is no `Case`, or a field of it has a wrong type or value.
+        InvalidInput: case is not a `Case`, or one of its fields has a wrong type or value.
     """
     if not isinstance(case, Case):
         arguments.refuse("backends", "case", case, "a jitrope.context_parallel.Case")
@@ -43,7 +43,7 @@ def backends(case: Case) -> dict[str, str | None]:
     }
     changes |= {name: arguments.flag("backends", name, getattr(case, name)) for name in case._fields[8:]}
     try:
-        changes["device"] = torch.device(case.device)  # it need not exist on this machine
+        changes["device"] = torch.device(case.device)  # it may be absent on this machine
     except (RuntimeError, TypeError, ValueError):
         arguments.refuse("backends", "device", case.device, "a device")
     if not isinstance(case.dtype, torch.dtype):
@@ -56,7 +56,7 @@ def backends(case: Case) -> dict[str, str | None]:
 
 
 def choose(name: str, case: Case) -> Backend:
-    """The backend of that name, or for "auto" the first that takes the case.
+    """The backend of that name, or for "auto" the first that accepts the case.
 
     Raises:
         InvalidInput: there is no such backend, or it refuses the case.

@@ -1,4 +1,4 @@
-"""Refusals of `all_gather_attention`. All but `check_ranks` come before any collective."""
+"""The checks of `all_gather_attention`. All except `check_ranks` run before any collective."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_heads(q: Any, k: Any, v: Any, layout: Any) -> None:
 
 
 def checked_head_groups(head_groups: Any, kv_heads: int) -> int:
-    """head_groups as a number that divides the heads of k."""
+    """Return head_groups, a number that divides the heads of k."""
     groups = arguments.whole(NAME, "head_groups", head_groups, 1)
     if kv_heads % groups != 0:
         fail(f"head_groups is {groups}, which does not divide k's H={kv_heads}")
@@ -52,7 +52,7 @@ def checked_head_groups(head_groups: Any, kv_heads: int) -> int:
 
 
 def check_rows(q: Tensor, given: torch.Size, layout: str, schedule: Schedule) -> None:
-    """Check that q (rows, H, D), of the shape `given` in a layout, has the rows of this rank."""
+    """Check that q (rows, H, D), given in a layout with shape `given`, has the rows of this rank."""
     shape, device = schedule.shape, schedule.cu_seqlens.device
     batch = given[layout.index("b")] if "b" in layout else None
     if batch is not None and (batch != shape.sequences or (not schedule.equal and shape.tokens != 0)):

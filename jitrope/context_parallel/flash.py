@@ -16,10 +16,10 @@ from .interface import Backend, Case, Gradients, Result, Varlen
 
 @dataclass(frozen=True)
 class Flash(Backend):
-    """torch.ops.aten._flash_attention_forward and _backward, by whichever implementation is active in torch.
+    """torch.ops.aten._flash_attention_forward and _backward, with the implementation that is active in torch.
 
-    impl: its name among torch.nn.attention's implementations; None: torch's own. module: the package that has it.
-    capabilities: the device's, major. max_segments: None if there is no limit.
+    impl: its name in torch.nn.attention; None: torch's own. module: its package. capabilities: major compute
+    capabilities of supported devices. max_segments: None: no limit.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Flash(Backend):
                 return None
             return f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
         if wanted is None:
-            return f"torch has {active} active in its place; ask for {'flash' + str(active)[2:]!r}"
+            return f"torch has {active} active in its place; pass {'flash' + str(active)[2:]!r}"
         if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
             return f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
         if not _installed(self.module):
@@ -56,7 +56,7 @@ class Flash(Backend):
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_lengths(varlen), False, **_words(varlen)
         )
-        # Rows without keys are +inf or -inf here, and the backward needs them as they are.
+        # Rows without keys are +inf or -inf here, and the backward needs them unchanged.
         reported = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
         return Result(out, reported, None, (lse, state, unused))
 
@@ -71,9 +71,9 @@ class Flash(Backend):
 class Cudnn(Backend):
     """torch.ops.aten._scaled_dot_product_cudnn_attention and its backward.
 
-    It takes full masks only, because its causal mask counts from the first key. It takes sequences of one length only,
-    because torch's backward for packed sequences uses the head size as the longest length (pytorch/pytorch#186142),
-    which gives a wrong dq in torch 2.11.
+    It needs full masks, because its causal mask counts from the first key. It needs sequences of one length, because
+    torch's backward for packed sequences uses the head size as the longest length (pytorch/pytorch#186142), which gives
+    a wrong dq in torch 2.11.
     """
 
     name = "cudnn"
@@ -111,13 +111,13 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def active_impl() -> str | None:
-    """The implementation that is active in place of torch's own FlashAttention, if any."""
+    """The active implementation in place of torch's own FlashAttention, or None."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return current() if current else None
 
 
 def _refuses(case: Case, most: int, own: Iterable[tuple[bool, str]]) -> str | None:
-    """The first reason that holds, of those of both backends and of one backend. most: the largest D."""
+    """The first reason to refuse: a common one, or one of a backend's own. most: the largest D."""
     d, d_v = case.head_dim, case.head_dim_v
     on_gpu = case.device.type == "cuda" and not torch.version.hip
     reasons = (
@@ -148,7 +148,7 @@ def _installed(module: str) -> bool:
 def _lengths(varlen: Varlen) -> tuple[Any, ...]:
     """The segments, no dropout, and whether the mask is causal.
 
-    FlashAttention 2 assumes for max_q = 1 that no segment is empty and no row spare, so max_q is at least 2.
+    For max_q = 1, FlashAttention 2 assumes that no segment is empty and no row is spare, so max_q is at least 2.
     """
     return varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k, 0.0, varlen.mask == Mask(-1, 0)
 

@@ -83,7 +83,7 @@ def _attend(inputs: Sequence[Tensor], low: Tensor, high: Tensor, scale: float, *
 
 
 def _block_mask(low: Tensor, high: Tensor, keys: int, visible: Any) -> Any:
-    """The blocks with some visible scores, and those with nothing else. Does not wait for the device."""
+    """The blocks with some visible scores, and those with only visible scores. Does not wait for the device."""
     pad = -len(low) % _BLOCK
     lows, highs = (torch.nn.functional.pad(x, (0, pad)).view(-1, _BLOCK) for x in (low, high))
     seen = lows < highs

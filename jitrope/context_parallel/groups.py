@@ -16,7 +16,7 @@ from ..thd.reference import Shape
 
 
 class Ranks(NamedTuple):
-    """The ranks that take part. group is None for a single process, and for ranks that were given as numbers."""
+    """The ranks of a call. group is None for a single process and for ranks given as numbers."""
 
     group: ProcessGroup | None
     cp_size: int
@@ -40,7 +40,7 @@ class Pending(NamedTuple):
     sent: Tensor  # must live until the collective ends
 
     def wait(self) -> Tensor:
-        """The rows. With CUDA only the current stream waits."""
+        """Return the rows. With CUDA only the current stream waits."""
         if self.work is not None:
             self.work.wait()
         return self.rows
@@ -49,13 +49,13 @@ class Pending(NamedTuple):
 def ranks_of(
     function: str, group: ProcessGroup | None, cp_size: int | None = None, cp_rank: int | None = None
 ) -> Ranks:
-    """The ranks by cp_size and cp_rank, or else by the group, or else by torch's default group, or else one process."""
+    """The ranks from cp_size and cp_rank, else from the group, else from torch's default group, else one process."""
     fail = failing(function)
     if not (group is None or isinstance(group, ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         arguments.refuse(function, "group", group, "a torch.distributed process group, or None")
     if cp_size is not None or cp_rank is not None:
         if group is not None:
-            fail("group is given besides cp_size and cp_rank; pass either the group or the numbers")
+            fail("group is given together with cp_size and cp_rank; pass either the group or the numbers")
         size = 1 if cp_size is None else arguments.whole(function, "cp_size", cp_size, 1)
         rank = 0 if cp_rank is None else arguments.whole(function, "cp_rank", cp_rank, 0)
         if rank >= size:
@@ -71,7 +71,7 @@ def ranks_of(
 
 
 def all_ranks_rows(shape: Shape, device: torch.device) -> Tensor:
-    """(cp_size, rows) int32: where each row of this rank is among rows that all ranks sent in an all-gather's order."""
+    """(cp_size, rows) int32: the place of each row of this rank among each rank's rows of an all-gather."""
     first = torch.arange(shape.cp_size, dtype=torch.int32, device=device) * shape.capacity
     return first[:, None] + torch.arange(shape.rows, dtype=torch.int32, device=device)
 
@@ -94,13 +94,13 @@ def all_to_all(rows: Tensor, sent: list[int], received: list[int], ranks: Ranks)
 
 
 def all_reduce_max(x: Tensor, ranks: Ranks) -> Tensor:
-    """The largest of all ranks' values, in place."""
+    """Reduce x to the largest of all ranks' values, in place."""
     if ranks.cp_size > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=ranks.group)
     return x
 
 
 def gather_values(x: Tensor, ranks: Ranks) -> list[list[int]]:
-    """All ranks' whole numbers. Waits for the device."""
+    """Return all ranks' whole numbers. Waits for the device."""
     values: list[list[int]] = all_gather(x[None], ranks).wait().tolist()
     return values

@@ -17,14 +17,14 @@ fail = failing(NAME)
 
 
 class Case(NamedTuple):
-    """The facts about a rank's attention that are known without the GPU. A backend may refuse a case.
+    """The parts of a rank's attention that are known without the GPU. A backend may refuse a case.
 
     Attributes:
         device, dtype: of q, k and v.
         heads, kv_heads: heads of q, and of k and v, in one head group.
         head_dim, head_dim_v: elements of a head of q and k, and of v.
-        mask: (left, right): how many keys before and after its own a query sees; -1: no bound.
-        segments: the largest possible number of segments, which are a chunk's queries and the keys that they see.
+        mask: (left, right): the number of keys that a query sees before and after its own; -1: no bound.
+        segments: the largest possible number of segments. A segment is a chunk's queries and the keys that they see.
         equal: all segments have the same number of queries, at least one, and the same number of keys.
         grad: gradients are wanted.
         lse, max_logit: these outputs are wanted.
@@ -48,7 +48,7 @@ class Varlen(NamedTuple):
     """Segments of packed queries and keys, with FlashAttention's rules for masks.
 
     cu_seqlens_q, cu_seqlens_k: int32 offsets (segments + 1). max_q, max_k: at least the longest segment. The last query
-    of a segment stands at its last key. Rows after the last offset belong to no segment.
+    of a segment is at the position of its last key. Rows after the last offset belong to no segment.
     """
 
     cu_seqlens_q: Tensor
@@ -63,7 +63,7 @@ class Result(NamedTuple):
     """The outputs of `Backend.forward`. Rows of no segment are unspecified, except in row_max, where they are -inf.
 
     out: (Tq, Hq, Dv), zero for rows without keys. lse and row_max, the largest logit: (Hq, Tq), fp32, -inf for rows
-    without keys. Both may be None if the case does not want them. saved: more tensors for `Backend.backward`.
+    without keys. Both may be None if the case does not need them. saved: more tensors for `Backend.backward`.
     """
 
     out: Tensor
@@ -79,19 +79,19 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Backend(Protocol):
     """Attention over segments: q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv). Each head of k has Hq / Hk heads of q.
 
-    Rows of q and dout without keys may hold anything. Rows of k and v of no segment are zero.
+    Rows of q and dout without keys may have any content. Rows of k and v of no segment are zero.
     """
 
     name: str
 
     def refuses(self, case: Case) -> str | None:
-        """The reason why the backend cannot do this case, in words; None if it can."""
+        """Return the reason why the backend cannot do this case, or None if it can."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
-        """See `Result`."""
+        """Compute the attention; see `Result`."""
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
-        """dq, dk, dv, of the shapes and dtypes of q, k, v. Rows of no segment are unspecified."""
+        """Return dq, dk and dv with the shapes and dtypes of q, k and v. Rows of no segment are unspecified."""
 
 
 def key_ranges(varlen: Varlen, rows: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def key_ranges(varlen: Varlen, rows: int) -> tuple[Tensor, Tensor]:
     row = torch.arange(rows, device=cu_q.device, dtype=cu_q.dtype)
     segment = torch.searchsorted(cu_q[1:].contiguous(), row, right=True).clamp(max=len(cu_q) - 2)
     low, high = cu_k[segment], cu_k[segment + 1]
-    key = high - (cu_q[segment + 1] - row)  # where the query stands
+    key = high - (cu_q[segment + 1] - row)  # at the position of the query
     if mask.right >= 0:
         high = torch.minimum(high, key + mask.right + 1)
     if mask.left >= 0:
@@ -110,5 +110,5 @@ def key_ranges(varlen: Varlen, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_with_keys(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """x with zeros in rows without keys, as 0 * NaN is NaN and such rows may hold NaN."""
+    """Return x with zeros in rows without keys, because such rows may be NaN, and 0 * NaN is NaN."""
     return torch.where((low < high)[:, None, None], x, 0)

@@ -1,4 +1,4 @@
-"""Rope in context parallelism: the launch that packs k and v for the other ranks can rotate q and k."""
+"""Rope in context parallelism: the launch that packs k and v for other ranks can also rotate q and k."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rope(HeadWords):
 
 @dataclass(frozen=True)
 class Rotation:
-    """A `Rope` that is checked for one call."""
+    """A `Rope`, checked for one call."""
 
     tables: Tensors
     options: Options
@@ -58,7 +58,7 @@ class Rotation:
         return out
 
     def apart(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k rotated by a launch of their own, with gradients."""
+        """Rotate q and k in a separate launch, with gradients."""
         out = call(ROPE, {"q": q, "k": k, **self.tables}, self.options)
         return out["q"], out["k"]
 
@@ -72,7 +72,7 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     """The checked rotation of this rank's rows, q (t, Hq, D) and k (t, Hk, D); None for None.
 
     Raises:
-        InvalidInput: rope is no `Rope`, its fields do not fit together, or they do not fit q and k.
+        InvalidInput: rope is not a `Rope`, or its fields do not fit together or do not fit q and k.
     """
     if rope is None:
         return None
@@ -82,7 +82,7 @@ def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation
     tables = {word: asked.pop(word) for word in ("cos", "sin", "cos_sin_cache", "freqs", "freqs_cis")}
     tables = {word: arguments.tensor(NAME, word, x) for word, x in tables.items() if x is not None}
     shape = schedule.shape
-    if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions by the offsets
+    if shape.rule == "dual_chunk" or shape.cp_size == 1:  # the kernel finds the positions from the offsets
         asked.update(cp_size=shape.cp_size, cp_rank=shape.cp_rank)
         positions = {"cu_seqlens": schedule.offsets}
     else:

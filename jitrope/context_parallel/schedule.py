@@ -1,4 +1,4 @@
-"""The tables of a batch's attention, which are made once and used by every layer."""
+"""The tables of a batch's attention, made once and used by every layer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Schedule(Partition):
     Args:
         cu_seqlens, tokens, group, cp_size, cp_rank, rule: see `Partition`. Attention needs a group.
         cu_seqlens_padded: see `Partition`; cu_seqlens are then the cumulated lengths without padding.
-        max_seqlen: the longest sequence, including its padding; default: tokens. A larger number costs time, a smaller
-            one gives wrong results.
+        max_seqlen: the longest sequence, including its padding; default: tokens. A larger number takes more time; a
+            smaller one gives wrong results.
         causal: a query sees no keys after its own. This sets the right side of the window to 0.
         window: (left, right): a query sees the keys from `left` before its own to `right` after it; -1: no bound.
 
@@ -110,28 +110,28 @@ class Schedule(Partition):
 
     @cached_property
     def exchange(self) -> Rows | None:
-        """rows[source][rank]: how many rows each rank sends to each; None: all ranks gather all rows."""
+        """rows[source][rank]: the number of rows that each rank sends to each; None: all ranks gather all rows."""
         return self.shape.exchange(self.mask)
 
     @property
     def _rows(self) -> Rows:
-        """The same, also where all ranks gather all rows."""
+        """`exchange`, also if all ranks gather all rows."""
         size = self.shape.cp_size
         return ((self.shape.capacity,) * size,) * size if self.exchange is None else self.exchange
 
     @property
     def sent(self) -> list[int]:
-        """How many rows of keys this rank sends to each."""
+        """The number of rows of keys that this rank sends to each."""
         return [*self._rows[self.shape.cp_rank]]
 
     @property
     def received(self) -> list[int]:
-        """How many rows of keys this rank receives from each."""
+        """The number of rows of keys that this rank receives from each."""
         return [rows[self.shape.cp_rank] for rows in self._rows]
 
     @cached_property
     def sum_rows(self) -> Tensor:
-        """(cp_size, rows) int32: the places of each row's gradients among those that this rank receives."""
+        """(cp_size, rows) int32: the places of each row's gradients among the gradients that this rank receives."""
         sent_rows = self.segments.sent_rows
         return all_ranks_rows(self.shape, self.cu_seqlens.device) if sent_rows is None else sent_rows
 
@@ -152,7 +152,7 @@ class Schedule(Partition):
         return self.shape.sequences * (each + padding)
 
     def varlen(self, scale: float) -> Varlen:
-        """The segments in the form that backends take. scale: of the softmax."""
+        """The segments in the form for backends. scale: the softmax's."""
         return Varlen(self.segments.cu_seqlens_q, self.segments.cu_seqlens_k, *self._longest(), self.mask, scale)
 
     def _longest(self) -> tuple[int, int]:
@@ -160,7 +160,7 @@ class Schedule(Partition):
         shape, mask = self.shape, self.mask
         longest = min(self.max_seqlen, shape.tokens)
         chunk = -(-longest // shape.of)
-        # Under a full mask a segment has all of the rank's queries of a sequence, and a segment of padding may have.
+        # Under a full mask, segments (of padding too) can have all of the rank's queries of a sequence.
         queries = chunk * len(shape.chunks) if mask.full or self.cu_seqlens_padded is not None else chunk
         keys = longest
         if mask.extends:

@@ -1,4 +1,4 @@
-"""A batch that is cut between ranks: the rows of each rank, cutting, and putting together again."""
+"""A batch cut between ranks: the rows of each rank, and functions that cut and join."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .groups import Ranks, all_gather, all_ranks_rows, all_to_all, ranks_of
 
 
 class Partition:
-    """A packed batch that is cut between context-parallel ranks. Sequences may have any length.
+    """A packed batch cut between context-parallel ranks. Sequences may have any length.
 
     "dual_chunk" cuts each sequence into 2 cp_size chunks. A rank has chunk cp_rank and chunk 2 cp_size - 1 - cp_rank,
-    so that under a causal mask all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2, and
+    so under a causal mask all ranks have equal work (Llama 3, arXiv:2407.21783, section 3.3.2, and
     TransformerEngine). "contiguous" cuts it into cp_size chunks. The chunks of a sequence differ by at most one token,
     and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then those of the second, and so
-    on. Spare tokens after the last sequence are cut like one more sequence. Does not wait for the device.
+    on. Spare tokens after the last sequence are cut like another sequence. Nothing here waits for the device.
 
     >>> part = Partition(cu_seqlens, tokens, group=group)
     >>> q = part.shard(q)  # (rows, H, D) of (T, H, D)
@@ -38,7 +38,7 @@ class Partition:
         tokens: T, rows of the whole batch, including spare ones after the last sequence.
         group: a process group; default: torch's default group, or one process.
         cp_size, cp_rank: in place of group. `unshard` then works only for cp_size 1.
-        cu_seqlens_padded: offsets that include padding after sequences. The rows are then cut by these.
+        cu_seqlens_padded: offsets that include padding after sequences. They then determine the cut.
         rule: "dual_chunk" or "contiguous".
 
     Raises:
@@ -98,7 +98,7 @@ class Partition:
 
     @cached_property
     def local_cu_seqlens(self) -> Tensor:
-        """The offsets (N + 1) of the sequences, with their padding, in this rank's rows. The dtype is as given."""
+        """The offsets (N + 1) of the sequences, with padding, in this rank's rows. They have the given dtype."""
         local: Tensor = self.shape.local(self.offsets)
         return local
 
@@ -119,9 +119,9 @@ class Partition:
         return rows
 
     def unshard(self, x: Tensor) -> Tensor:
-        """All rows (T, ...), in the order of the batch, of all ranks' x (rows, ...). Every rank must call it.
+        """All rows (T, ...) of all ranks' x (rows, ...), in the order of the batch. Every rank must call it.
 
-        The gradient is that of the sum of all ranks' losses: the sum in fp32 of all ranks' gradients of a row.
+        The gradient is for the sum of all ranks' losses: the fp32 sum of all ranks' gradients of a row.
 
         Raises:
             InvalidInput: x does not have this rank's rows, or the partition has no group; nothing was sent.

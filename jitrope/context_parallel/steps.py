@@ -51,7 +51,7 @@ def unpack(gathered: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Result:
-    """This rank's attention over those keys: out (rows, Hq, Dv), lse and row_max (rows, Hq); see `Result`."""
+    """This rank's attention over the keys of `unpack`: out (rows, Hq, Dv), lse and row_max (rows, Hq); see `Result`."""
     schedule, rows = call.schedule, len(q)
     if rows == 0:
         none = q.new_empty(0, q.shape[1], dtype=torch.float32)
@@ -74,7 +74,7 @@ def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Resul
 
 
 def pack_gradients(dk: Tensor, dv: Tensor, call: Call) -> Tensor:
-    """Gradients of keys and values in the order in which those were received. Those of two chunks are added up."""
+    """Gradients of keys and values, in the order of the received rows. Those of two chunks are added up."""
     index = call.schedule.segments.gathered_rows
     sent = dk.new_empty(index.shape[1], sum(call.widths))
     thd_ops.move_rows((dk.flatten(1), dv.flatten(1)), sent.split(call.widths, 1), index)
@@ -88,7 +88,7 @@ def unpack_gradients(received: Tensor, dk: Tensor, dv: Tensor, call: Call) -> No
 
 
 def _with_dummies(x: Tensor, call: Call) -> Tensor:
-    """Rows of queries in the order of the segments, with the dummies; see `Segments`."""
+    """Rows of queries in the order of the segments, with dummies; see `Segments`."""
     index = call.schedule.segments.query_rows
     return x if index is None else taken(x, index, len(index))
 

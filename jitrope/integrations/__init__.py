@@ -1,4 +1,4 @@
-"""In place of a host library's rope: a module a host.
+"""Replacements for the rope of host libraries, one module for each library.
 
 .. include:: README.md
 """

@@ -1,4 +1,4 @@
-"""Put jitrope's functions in place of a host library's, take them out again, and count the calls."""
+"""Replace functions of a host library by jitrope's, restore them, and count the calls."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ T = TypeVar("T")
 R = TypeVar("R", bound="Report")
 
 calls: defaultdict[str, Counter[str]] = defaultdict(Counter)
-"""For each host, the calls so far: taken by "jitrope", or left to the "host"."""
+"""For each host, the calls so far: by "jitrope", or left to the "host"."""
 
 reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
-"""For each host, why calls were left to it: jitrope's message, and how often."""
+"""For each host, the reasons why calls were left to it: jitrope's messages, with counts."""
 
 devices: defaultdict[str, Counter[str]] = defaultdict(Counter)
 """For each host, the types of the devices of jitrope's calls."""
 
-_MOST_REASONS = 100  # a message names shapes, so there may be any number of messages
+_MOST_REASONS = 100  # messages contain shapes, so there may be any number
 
 
 # ---- a call --------------------------------------------------------------------------------------------
@@ -38,10 +38,10 @@ _MOST_REASONS = 100  # a message names shapes, so there may be any number of mes
 
 @torch.compiler.assume_constant_result
 def note(host: str, who: str, reason: str = "", count: int = 1, device: str = "") -> None:
-    """Count a call and its device, and log a new reason why the host takes it.
+    """Count a call and its device, and log a new reason for leaving it to the host.
 
-    Dynamo runs this function while it traces, so a compiled call counts once. If Dynamo traced it, it would guard
-    on the number and compile every call again.
+    Dynamo runs this function during tracing, so a compiled call counts once. Traced itself, the function would add a
+    guard on the number, and every call would be compiled again.
     """
     calls[host][who] += count
     if device:
@@ -56,10 +56,10 @@ def note(host: str, who: str, reason: str = "", count: int = 1, device: str = ""
 
 
 def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *arguments: Any, **words: Any) -> T:
-    """Call `ours` or, if it raises InvalidInput, `theirs`; count either.
+    """Call `ours` or, if it raises InvalidInput, `theirs`, and count the call.
 
-    A refusal comes before anything is written, so the host gets its arguments as they were. If `theirs` is None, the
-    error is raised.
+    A refusal comes before anything is written, so the host gets unchanged arguments. If `theirs` is None, the error is
+    raised.
     """
     try:
         result = ours(*arguments, **words)
@@ -76,7 +76,7 @@ def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *ar
 
 
 def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Function:
-    """`ours`, which gives (result, how many calls of `who` to count), and `otherwise` for a call that it refuses.
+    """`ours`, which returns (result, number of calls to count for `who`), or `otherwise` for a call that it refuses.
 
     `otherwise` takes the reason, then the same arguments; it counts the call itself.
     """
@@ -89,7 +89,7 @@ def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Functio
         else:
             note(host, who, count=count, device=_device(*arguments, *words.values()))
             return result
-        return otherwise(reason, *arguments, **words)  # not in `except`, which would keep tensors of ours alive
+        return otherwise(reason, *arguments, **words)  # not in `except`, which would keep our tensors alive
 
     return function
 
@@ -99,11 +99,11 @@ def _device(*arguments: Any) -> str:
     return next((x.device.type for x in arguments if isinstance(x, Tensor)), "")
 
 
-# ---- replacing functions, and giving them back ----------------------------------------------------------
+# ---- replacing functions, and restoring them ------------------------------------------------------------
 
 
 class Placed(NamedTuple):
-    """The host, the name and the original of a function that is replaced, and a word on its replacement."""
+    """The host, the name and the original of a replaced function, and a description of its replacement."""
 
     host: str
     name: str
@@ -118,16 +118,16 @@ placed: dict[Any, Placed] = {}
 class Report:
     """The result of `enable`. As a context manager it undoes that `enable`, and no other.
 
-    Printed, it is a line in words, and one more for each reason why calls were left to the host. `table()` has a row
-    for each function.
+    Printed, it is a summary line, and one line for each reason why calls were left to the host. `table()` has a row for
+    each function.
 
-    A function is replaced in every loaded module that holds it, the host's or another's. A module that is loaded
-    later imports jitrope's.
+    A function is replaced in every loaded module that holds it, of the host or not. A module loaded later imports
+    jitrope's.
 
     Attributes:
         host: the name of the library.
-        replaced: by the name of a function, what computes it now.
-        left: by the name of a function, why it stays the host's.
+        replaced: by the name of a function, a description of its replacement.
+        left: by the name of a function, the reason why it was not replaced.
     """
 
     host: str
@@ -140,16 +140,16 @@ class Report:
 
     @property
     def calls(self) -> dict[str, int]:
-        """Calls since `enable`, taken by "jitrope" or left to the "host". A compiled call counts when it is traced."""
+        """Calls since `enable`, by "jitrope" or left to the "host". A compiled call counts when it is traced."""
         return {"jitrope": 0, "host": 0, **(calls[self.host] - self._before[0])}
 
     @property
     def reasons(self) -> Counter[str]:
-        """Why calls since `enable` were left to the host, and how many for each reason."""
+        """The reasons why calls since `enable` were left to the host, with counts."""
         return reasons[self.host] - self._before[1]
 
     def replace(self, module: ModuleType, name: str, ours: Function, what: Any) -> None:
-        """Replace a module's function wherever it is held. One that is already replaced stays as it is."""
+        """Replace a module's function wherever it is held. An already replaced one does not change."""
         self.replaced[f"{module.__name__}.{name}"] = what
         host, original = self.host, getattr(module, name)
         if original in placed:
@@ -189,7 +189,7 @@ class Report:
         return f"{len(self.replaced)} functions replaced{left}"
 
     def table(self) -> str:
-        """A line for each function: its name and what computes it, or why it is left alone."""
+        """A line for each function: its name and its replacement, or why it was left alone."""
         rows = [f"{name}: {what}" for name, what in self.replaced.items()]
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
 
@@ -198,17 +198,17 @@ _PLACES = {"cuda": "on the GPU", "cpu": "on the CPU in plain torch"}
 
 
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
-    """Replace a host's functions everywhere. Functions that are already replaced stay as they are.
+    """Replace a host's functions everywhere. Already replaced functions do not change.
 
     Args:
         host: its name.
-        functions: "module:name" of the host's functions, and ours of the same signature. Calls that ours refuses
-            with InvalidInput are the host's.
-        optional: those that a version of the host may not have.
+        functions: "module:name" of the host's functions, and ours with the same signature. Calls that ours refuse
+            with InvalidInput go to the host's.
+        optional: functions that some versions of the host lack.
 
     Raises:
         ImportError: the host cannot be imported.
-        JitropeError: this version of it lacks a function that is not optional; nothing was replaced.
+        JitropeError: this version of the host lacks a function that is not optional; nothing was replaced.
     """
     found = {}
     for where in functions:
@@ -232,12 +232,12 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
 
 
 def disable(host: str) -> None:
-    """Give a host all its functions back."""
+    """Restore all functions of a host."""
     restore([ours for ours, place in placed.items() if place.host == host])
 
 
 def restore(functions: Iterable[Function]) -> None:
-    """Take replacements out. Calls of them that still run reach the host's own function as before."""
+    """Undo replacements. Calls that still run reach the host's own function as before."""
     for function in functions:
         place = placed.pop(function, None)
         if place is not None:

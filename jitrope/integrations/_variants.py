@@ -21,7 +21,7 @@ from ._host import Function
 
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((4, 3, 1), (4, 3, 2), (4, 2, 0), (4, 2, 1), (3, 2, 0), (3, 2, 1))
-"""Axes of q, axes of the tables, and where the tables get an axis for the heads."""
+"""Axes of q, axes of the tables, and the place of the heads' axis that the tables get."""
 
 
 class Variant(NamedTuple):
@@ -30,9 +30,9 @@ class Variant(NamedTuple):
     interleaved: bool = False
     interleaved_out: bool = False
     table: str = "full"  # an angle for each element; "half": for each pair; "first": for each pair, in the first half
-    partial: bool = False  # narrower tables rotate the first part of the head
+    partial: bool = False  # narrower tables rotate the first part of a head
     widens: bool = False  # the result has the dtype that q and the tables promote to, not q's
-    axis: int = 1  # where the tables get an axis for the heads, if the call does not give it
+    axis: int = 1  # where the tables get the heads' axis, by default
     shapes: tuple[Shape, ...] = SHAPES  # the shapes for which this was tested
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, un
     Args:
         q, k: (B, H, S, D), (B, S, H, D), (H, S, D) or (S, H, D).
         cos, sin: (S, W) or (B, S, W).
-        unsqueeze_dim: where the tables get an axis for the heads, from the front or from the end; default: v.axis.
+        unsqueeze_dim: the place of the heads' axis in the tables, from the front or the end; default: v.axis.
 
     Raises:
         InvalidInput: v was not tested with these shapes, or jitrope refuses the call.
@@ -83,9 +83,9 @@ def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, un
 def rotate_pair(
     v: Variant, q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int | None = None
 ) -> Pair:
-    """`rotate`, but k is needed."""
+    """`rotate`, but k must be given."""
     if k is None:
-        raise InvalidInput("k is None; the hosts' functions differ in what they return then")
+        raise InvalidInput("k is None; the hosts' functions return different results for that")
     return rotate(v, q, k, cos, sin, unsqueeze_dim)
 
 
@@ -105,12 +105,12 @@ FORMS: dict[tuple[str, ...], Function] = {  # by the names of the parameters
     ("q", "k", "cos", "sin", "unsqueeze_dim"): rotate_pair,
     ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _rotate_pair_by_ids,
     ("x", "cos", "sin", "unsqueeze_dim"): _rotate_single,
-    ("q", "k", "cos", "sin"): rotate_pair,  # the function itself knows the axis
+    ("q", "k", "cos", "sin"): rotate_pair,  # the axis is fixed in the function
 }
 
 
 def _parameters(host: Function) -> list[inspect.Parameter]:
-    # `kernels` turns functions into modules; `forward` then has the function's signature.
+    # The `kernels` library turns functions into modules, whose `forward` has the function's signature.
     return list(inspect.signature(host.forward if isinstance(host, nn.Module) else host).parameters.values())
 
 
@@ -131,7 +131,7 @@ def replacement(host: Function, v: Variant) -> Function:
 
 
 def recognise(host: Function) -> Variant | str:
-    """The variant that a host's rope function computes, or why there is none."""
+    """The variant that a host's rope function computes, or the reason why there is none."""
     if names(host) not in FORMS:
         return "its signature is not known"
     last = _parameters(host)[-1]
@@ -149,7 +149,7 @@ def recognise(host: Function) -> Variant | str:
 def _candidates() -> Iterator[Variant]:
     pairings = ((False, False), (True, True), (True, False))
     for (interleaved, out), table in product(pairings, ("full", "half", "first")):
-        if interleaved == out or table != "full":  # jitrope changes the pairing with half tables only
+        if interleaved == out or table != "full":  # jitrope changes the pairing only with half tables
             yield Variant(interleaved, out, table)
 
 
@@ -159,7 +159,7 @@ def _completed(host: Function, v: Variant) -> Variant | str:
     part = _same(host, v._replace(partial=True), shape, part=2)
     if part is False:
         return "the part of a head that it rotates is not the first"
-    v = v._replace(partial=part is True)  # None: it does not take narrower tables
+    v = v._replace(partial=part is True)  # None: it refuses narrower tables
     bf16, fp32 = torch.bfloat16, torch.float32
     wide = [_same(host, v._replace(widens=widens), shape, dtypes=(bf16, fp32)) for widens in (False, True)]
     if True not in wide or not _same(host, v, shape, dtypes=(bf16, bf16)):
@@ -188,7 +188,7 @@ def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None
     arguments = probe(host, v, shape, **words)
     try:
         want = host(*arguments)
-    except Exception:  # any error means that the host does not compute this
+    except Exception:  # on any error the host does not compute this
         return None
     try:
         ours = replacement(host, v._replace(axis=shape[2]))(*arguments)

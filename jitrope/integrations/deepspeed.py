@@ -19,8 +19,8 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
     """Rotate the first W elements of each head, halves, by tables that broadcast to t, like DeepSpeed's own.
 
     Args:
-        t: (..., D), at most four axes: [S, B, H, D], [B, S, H, D] or any other order, any strides. It is copied only
-            where the tables promote its dtype.
+        t: (..., D), at most four axes, [S, B, H, D], [B, S, H, D] or any other order; any strides. It is copied only
+            if the tables promote its dtype.
         freqs_cos, freqs_sin: (..., W), W <= D even, broadcastable to t's other axes.
 
     Returns:
@@ -34,7 +34,7 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
 
 
 def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """The gradient of `apply_rotary_pos_emb` with regard to t, as FPDT's attention asks for it.
+    """The gradient of `apply_rotary_pos_emb` with respect to t, for FPDT's attention.
 
     grad_output and the result are (..., D), of t's shape; the tables and errors are those of `apply_rotary_pos_emb`.
     """
@@ -60,7 +60,7 @@ def _rotate(t: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tenso
 
 
 def enable() -> _host.Report:
-    """Replace DeepSpeed's rope in every module that holds it. ImportError is raised if DeepSpeed is not installed."""
+    """Replace DeepSpeed's rope in every module that holds it. Raises ImportError without DeepSpeed."""
     functions: dict[str, _host.Function] = {
         "deepspeed.sequence.layer:apply_rotary_pos_emb": apply_rotary_pos_emb,
         "deepspeed.sequence.fpdt_layer:apply_rotary_pos_emb_backward": apply_rotary_pos_emb_backward,

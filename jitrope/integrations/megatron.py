@@ -4,8 +4,8 @@
 >>> report = jitrope_megatron.enable()                   # before the model's configuration is made
 >>> config = TransformerConfig(..., apply_rope_fusion=True)
 
-With or without TransformerEngine, `apply_rope_fusion` then means jitrope. The hooks alone do not see the configuration;
-the patched `apply_rotary_pos_emb` also passes on the pairing of packed batches, multi-head latent attention's
+With or without TransformerEngine, `apply_rope_fusion` then means jitrope. The hooks do not receive the configuration,
+so the patched `apply_rotary_pos_emb` also passes on the pairing of packed batches, multi-head latent attention's
 (interleaved pairs into halves), mscale, and mRoPE with a batch. Without `apply_rope_fusion` the host's own code runs.
 """
 
@@ -40,8 +40,8 @@ def fused_apply_rotary_pos_emb_thd(
 ) -> Tensor:
     """Rotate packed t [tokens, h, d], this rank's share, by angles freqs [rows, 1, 1, r].
 
-    cu_seqlens are those of the whole batch. As in Megatron, a table with as many rows as the batch has
-    tokens has a row for each token (mRoPE), and any other a row for each position.
+    cu_seqlens are offsets of the whole batch. As in Megatron, a table with as many rows as the batch has
+    tokens has a row for each token (mRoPE), and any other table a row for each position.
 
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
@@ -61,14 +61,14 @@ def apply_rotary_pos_emb(
 
     Args:
         t: [s, b, h, d], or [tokens, h, d] with cu_seqlens.
-        freqs: angles in radians [s, 1 or b, 1, r], without cu_seqlens those of this rank's positions.
-        config: `apply_rope_fusion`, `rotary_interleaved` and `multi_latent_attention` are read.
+        freqs: angles in radians [s, 1 or b, 1, r]; without cu_seqlens, for this rank's positions.
+        config: an object with `apply_rope_fusion`, `rotary_interleaved` and `multi_latent_attention`.
         cu_seqlens: offsets of the whole packed batch, int32 or int64 [sequences + 1].
-        mscale: factor of sines and cosines.
-        cp_group: with cu_seqlens: the context parallel group; default: Megatron's own, if it is set up.
+        mscale: a factor of sines and cosines.
+        cp_group: the context parallel group, with cu_seqlens; default: Megatron's own, if it is set up.
 
     Returns:
-        t rotated, of its shape and dtype, contiguous.
+        t rotated, with the same shape and dtype, contiguous.
 
     Raises:
         InvalidInput: the arguments do not fit together, apply_rope_fusion is off, or both multi_latent_attention and
@@ -98,7 +98,7 @@ def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank:
 def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **words: Any) -> Tensor:
     words |= {"layout": "thd" if words.get("positions") else "sbhd", "rotary_dim": freqs.shape[-1]}
     words |= {"interleaved": interleaved or mla, "interleaved_out": interleaved}
-    if mla:  # the halves of the table are the same angles; input pairs are neighbours, output pairs are not
+    if mla:  # both halves of the table are equal; input pairs are neighbours, output pairs are not
         freqs = freqs[..., : freqs.shape[-1] // 2]
     return apply_rope(t, None, freqs=freqs.float(), **words)[0].contiguous()
 
@@ -114,7 +114,7 @@ _FUNCTIONS: dict[str, _host.Function] = {
 
 
 def enable() -> _host.Report:
-    """Replace Megatron's rope in every module that holds it. ImportError is raised if Megatron is not installed."""
+    """Replace Megatron's rope in every module that holds it. Raises ImportError without Megatron."""
     return _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV})
 
 

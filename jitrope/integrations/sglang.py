@@ -1,4 +1,4 @@
-"""SGLang: rope of its language models, with the write to the KV buffers in the same launch where it asks for that.
+"""SGLang: rope of its language models; the same launch also writes the KV buffers if SGLang requests it.
 
 >>> from jitrope.integrations import sglang as jitrope_sglang
 >>> report = jitrope_sglang.enable()          # before the model is made, until jitrope_sglang.disable()
@@ -33,7 +33,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     fused_set_kv_buffer_arg: Any = None,
     enable_pdl: bool | None = None,
 ) -> None:
-    """Rotate query and key in place, in one launch; with fused_set_kv_buffer_arg, the launch stores k and v as well.
+    """Rotate query and key in place, in one launch; with fused_set_kv_buffer_arg, the launch also stores k and v.
 
     Args:
         positions, query, key, head_size, cos_sin_cache, is_neox: as in `jitrope.integrations.vllm.rotary_embedding`;
@@ -83,7 +83,7 @@ def apply_rope_inplace_with_kvcache(
     is_neox: bool,
     rope_dim: int = 0,
 ) -> None:
-    """`apply_rope_inplace`, and in the same launch store the rotated k and v in their slots.
+    """`apply_rope_inplace` that also stores the rotated k and v in their slots, in the same launch.
 
     Args:
         q, k: (T, H, D), rotated in place.
@@ -110,7 +110,7 @@ def _cache(
 def rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate query and key in place and return them; key may be None. For torch.ops.sgl_kernel.rotary_embedding too.
+    """Rotate query and key in place and return them; key may be None. Also for torch.ops.sgl_kernel.rotary_embedding.
 
     Arguments and errors are those of `jitrope.integrations.vllm.rotary_embedding`.
     """
@@ -137,13 +137,13 @@ def triton_mrope_fused(
         q, k: (T, H * head_size) or (T, H, head_size), any strides.
         rotary_dim: the width of the cache.
         mrope_section, mrope_interleaved: as in `jitrope.integrations.vllm.triton_mrope`.
-        mrope_interleaved_glm: refused where the sections interleave. axis_map, which only that order needs, is ignored.
+        mrope_interleaved_glm: refused if the sections interleave. axis_map, which only that order needs, is ignored.
 
     Raises:
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     if mrope_interleaved and mrope_interleaved_glm:
-        raise InvalidInput("mrope_interleaved_glm orders the pairs in another way; use SGLang's function")
+        raise InvalidInput("mrope_interleaved_glm has another order of pairs; use SGLang's function")
     q, k = heads("q", q, 1, head_size), heads("k", k, 1, head_size)
     words: Any = {"positions": Mrope(positions, mrope_section, mrope_interleaved), "interleaved": not is_neox_style}
     apply_rope(q, k, cos_sin_cache=cos_sin_cache, rotary_dim=rotary_dim, layout="thd", inplace=True, **words)
@@ -151,7 +151,7 @@ def triton_mrope_fused(
 
 _KERNELS = (apply_rope_inplace, apply_rope_inplace_with_kvcache, rotary_embedding)
 _FUNCTIONS: dict[str, _host.Function] = {
-    # These two modules' apply_rope_with_cos_sin_cache_inplace, which the models call, calls the first two functions.
+    # The models call these two modules' apply_rope_with_cos_sin_cache_inplace, which calls the first two functions.
     **{f"sglang.kernels.ops.attention.rope:{function.__name__}": function for function in _KERNELS},
     **{f"sglang.jit_kernel.rope:{function.__name__}": function for function in _KERNELS},
     "sglang.kernels.ops.attention.rotary_triton:triton_mrope_fused": triton_mrope_fused,
@@ -162,9 +162,9 @@ _FUNCTIONS: dict[str, _host.Function] = {
 def enable() -> _host.Report:
     """Replace SGLang's rope in this process.
 
-    Call it before the model is made: layers of head sizes other than 64, 128, 256 and 512 keep the function that they
-    find then. SGLang's own functions take the calls that jitrope refuses. ImportError is raised if neither sglang nor
-    sgl_kernel has a function that jitrope knows.
+    Call it before the model is made: layers with head sizes other than 64, 128, 256 and 512 look the function up only
+    then. Calls that jitrope refuses go to SGLang's own functions. Raises ImportError if neither sglang nor sgl_kernel
+    has a function that jitrope knows.
     """
     return _host.enable("sglang", _FUNCTIONS, optional=_FUNCTIONS)  # no version has them all
 

@@ -2,12 +2,12 @@
 
     --override.imports jitrope.integrations.torchtitan.cos_sin_rope jitrope.integrations.torchtitan.complex_rope
 
-replaces each `CosSinRoPE.Config` and each `ComplexRoPE.Config` of the model. Subclasses stay, because they compute
-something else. One launch rotates q and k, and another one their gradients; the kernel picks rows by positions, so
-nothing is gathered. Outputs have the host's bits on the same device. Parameters and checkpoints are the host's.
+replaces each `CosSinRoPE.Config` and each `ComplexRoPE.Config` of the model. Subclasses are not replaced, because they
+compute something else. One launch rotates q and k, and one their gradients; the kernel selects rows by positions, so
+nothing is gathered. Outputs have the host's bits on the same device. Parameters and checkpoints do not change.
 
-q and k are (B, S, H, D), as in torchtitan 0.3, or packed (T, H, D), as in versions since 2026-08-20. The host's own
-check runs on the positions. Calls left to the host are logged once for each reason; `calls` and `reasons` count them.
+q and k are (B, S, H, D), as in torchtitan 0.3, or packed (T, H, D), as in versions since 2026-08-20. The host still
+checks the positions. Calls left to the host are logged once for each reason; `calls` and `reasons` count them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ calls = _host.calls["torchtitan"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
 
 reasons = _host.reasons["torchtitan"]
-"""Why calls were left to the host."""
+"""The reasons why calls were left to the host."""
 
 
 def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -37,8 +37,8 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     Args:
         query, key: (B, S, H, D) or (T, H, D), each with its number of heads, any strides.
         cache: (max_seq_len, 2 D): cosines of the D / 2 pairs twice, then sines.
-        positions: int32 or int64 (B, S) or (1, S), or (T), rows of the cache; default 0, 1, ... A token whose position
-            is outside of the cache becomes NaN here; the modules run the host's check before.
+        positions: int32 or int64 (B, S) or (1, S), or (T), rows of the cache; default 0, 1, ... A token with a position
+            outside of the cache becomes NaN here; the modules run the host's check before.
 
     Returns:
         query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.
@@ -70,10 +70,10 @@ def _rotate(rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any
     """query and key rotated by a module's table; each rank rotates its shards."""
     *heads, cache = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, rope.cache))
     ids = positions.to_local() if isinstance(positions, DTensor) else positions
-    if any(x.shape[-1] != rope.config.dim for x in heads):  # the host would broadcast a partial rotation, or refuse it
-        raise InvalidInput("heads are of another size than the table's")
+    if any(x.shape[-1] != rope.config.dim for x in heads):  # the host broadcasts a partial rotation or refuses it
+        raise InvalidInput("the heads and the table have different sizes")
     if not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
-        raise InvalidInput("the tensors are sharded in a way that a rank cannot rotate alone")
+        raise InvalidInput("the tensors are sharded so that a rank cannot rotate alone")
     given = () if ids is None else (ids,)
     check = getattr(sys.modules["torchtitan.models.common.rope"], "_maybe_check_max_pos", None)  # not in all versions
     if given and check is not None:
@@ -105,7 +105,7 @@ def _sharded(local: Tensor, like: Tensor) -> Tensor:
 
 
 def _typed(function: Any) -> Any:
-    """The function with the types of its inputs and outputs, for torchtitan's checker of shardings."""
+    """The function with the types of its inputs and outputs, for torchtitan's sharding checker."""
     import spmd_types as spmd
 
     table = {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R}
@@ -120,7 +120,7 @@ def _typed(function: Any) -> Any:
 
 @lru_cache
 def _subclass(name: str) -> Any:
-    """Our subclass of the host's class of this name. The host is imported here, when it is needed."""
+    """Our subclass of the host's class of this name. The host is imported here, at first use."""
     from torchtitan.models.common import rope as rope_module
 
     host = getattr(rope_module, name)
@@ -136,7 +136,7 @@ def _subclass(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`CosSinRoPE` and `ComplexRoPE`, for configurations written by hand, and for pickle."""
+    """Return `CosSinRoPE` or `ComplexRoPE`, for configurations written by hand, and for pickle."""
     if name in ("CosSinRoPE", "ComplexRoPE"):
         return _subclass(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -160,7 +160,7 @@ def complex_rope(config: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Register the two overrides with torchtitan. Importing this module after torchtitan does it, too.
+    """Register the two overrides with torchtitan. Importing this module after torchtitan does it too.
 
     Raises:
         ImportError: torchtitan is not installed.
@@ -172,5 +172,5 @@ def register() -> None:
         override(target=target.Config, exact=True, description=factory.__doc__)(factory)
 
 
-if "torchtitan.config.override" in sys.modules:  # so it is when torchtitan imports this module as an override
+if "torchtitan.config.override" in sys.modules:  # true when torchtitan imports this module as an override
     register()

@@ -5,8 +5,8 @@
 >>> q = apply_rotary_pos_emb(q, freqs, tensor_format="thd", cu_seqlens=cu_seqlens)
 
 The signatures and defaults are the same. `fused` is ignored: every call is one launch with fp32 arithmetic.
-Rows after the last packed sequence are zero, and rows at positions past the table are NaN; TransformerEngine leaves or
-reads whatever is in memory there.
+Rows after the last packed sequence are zero, and rows at positions past the table are NaN; in TransformerEngine these
+rows have undefined content.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class RotaryPositionEmbedding(torch.nn.Module):
     """Angles of rotary position embeddings (arXiv:2104.09864), in radians, fp32 [positions, 1, 1, dim].
 
     Args:
-        dim: elements of a head that are rotated.
+        dim: the number of rotated elements of a head.
         rotary_percent: if below 1, only this part of dim is rotated.
         seq_len_interpolation_factor, pretrained_max_position_embeddings: if both are given, positions are divided by
             the factor, or, past pretrained * factor, by max_seq_len / pretrained (linear interpolation,
             arXiv:2306.15595).
         rotary_base: the base of the inverse frequencies base ** (-2 i / dim).
-        interleaved: True: each angle stands twice in a row; False: the list of angles stands twice.
+        interleaved: True: each angle is repeated; False: the whole list of angles is repeated.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         return 1.0 / self.rotary_base**exponents
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles [max_seq_len, 1, 1, dim] of positions from offset up; fp32 even if the model was cast."""
+        """Angles [max_seq_len, 1, 1, dim] of the positions from offset on; fp32 even if the model was cast."""
         inverse: Any = self.inv_freq
         if inverse.dtype != torch.float32:  # a model's `.to(bf16)` rounded the buffer
             inverse = self._inverse_frequencies(inverse.device)
@@ -86,16 +86,16 @@ def apply_rotary_pos_emb(
 
     Args:
         t: [s, b, h, d], [b, s, h, d] or [t, h, d]; any strides. The output is contiguous.
-        freqs: angles in radians [s2, 1 or b, 1, d2], d2 <= d, of all positions also under context parallelism.
+        freqs: angles in radians [s2, 1 or b, 1, d2], d2 <= d, of all positions, also under context parallelism.
         tensor_format: "sbhd", "bshd" or "thd".
-        start_positions: (b,) position of the first token of each sequence, int32 or int64.
+        start_positions: (b,) int32 or int64, the position of the first token of each sequence.
         interleaved: True: pairs are neighbours; False: halves.
         fused: ignored.
-        cu_seqlens: (b + 1,) offsets of the whole packed batch; "thd" needs them.
-        cp_size, cp_rank: context parallelism, two chunks a rank, in every format.
+        cu_seqlens: (b + 1,) offsets of the whole packed batch; required for "thd".
+        cp_size, cp_rank: context parallelism with two chunks a rank, in every format.
 
     Returns:
-        t rotated, of its shape and dtype.
+        t rotated, with the same shape and dtype.
 
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`; and "thd" without cu_seqlens.
@@ -117,14 +117,14 @@ def apply_fused_qkv_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split packed QKV [.., groups, sum(split)] and rotate q and k; v is copied.
 
-    Unlike TransformerEngine's function it takes "thd", and start_positions also with context parallelism and in the
+    Unlike TransformerEngine's function it accepts "thd", and start_positions also with context parallelism and in the
     gradient. It is one launch if q and k share their angles and head size; otherwise q and k take one each.
 
     Args:
         qkv: [s, b, g, w], [b, s, g, w] or [t, g, w], w = sum(qkv_split_arg_list); any strides.
         q_freqs, k_freqs: angles [s2, 1, 1, d2].
         qkv_split_arg_list: elements of q, k and v in a group; the head size is the second.
-        The others are those of `apply_rotary_pos_emb`.
+        The other arguments are those of `apply_rotary_pos_emb`.
 
     Returns:
         q [.., g * split[0] / split[1], split[1]], k [.., g, split[1]], v [.., g, split[2]].
@@ -166,7 +166,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def enable() -> _host.Report:
-    """Replace TransformerEngine's rope in every module that holds it. ImportError is raised if it is not installed."""
+    """Replace TransformerEngine's rope in every module that holds it. Raises ImportError without TransformerEngine."""
     functions = (apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
     module = "transformer_engine.pytorch.attention.rope"
     return _host.enable("transformer_engine", {f"{module}:{ours.__name__}": ours for ours in functions})

@@ -1,13 +1,13 @@
-"""transformers: rope of its model files, whichever variant a file has.
+"""transformers: rope of its model files, for every variant.
 
 >>> from jitrope.integrations import transformers as jitrope_transformers
 >>> report = jitrope_transformers.enable(model)                          # until jitrope_transformers.disable()
 >>> q, k = jitrope_transformers.apply_rotary_pos_emb(q, k, cos, sin)     # or the plain function
 
-Every model file has rope functions of its own, under the same few names: for halves or interleaved pairs, with tables
-of full or half width or with a half that is not read, rotating the whole head or a part. The names do not tell which.
-So `enable` calls each function that it finds, on small CPU tensors, and replaces it if one of jitrope's variants gives
-the same bits. The other functions stay, and the report says why.
+Every model file has its own rope functions, under the same few names: for halves or interleaved pairs, with tables of
+full or half width or with an unused half, for the whole head or a part. The names do not show the variant. So `enable`
+calls each function that it finds, on small CPU tensors, and replaces it if one of jitrope's variants gives the same
+bits. The other functions are not replaced, and the report gives the reason.
 
 With the `kernels` library: `register_kernel_mapping(kernel_mapping())`, then `kernelize(model, mode=...)`.
 """
@@ -44,9 +44,9 @@ def apply_rotary_pos_emb(
 
     Args:
         q, k: (B, H, S, D), or (B, S, H, D) with unsqueeze_dim=2; any strides, nothing is copied. k may have its own
-            number of heads, or be None, which comes back in its place.
-        cos, sin: (B or 1, S, W), an angle for each element, W <= D even. If they are wider than q, q is converted.
-        interleaved: pairs are neighbours (Cohere, ERNIE 4.5 VL), not halves; the tables are laid out alike.
+            number of heads, or be None, which is then returned.
+        cos, sin: (B or 1, S, W), an angle for each element, W <= D even. If their dtype is wider, q is converted.
+        interleaved: pairs are neighbours (Cohere, ERNIE 4.5 VL), not halves; the tables have the same layout.
 
     Returns:
         q and k in fp32 arithmetic rounded once, in the dtype that q and the tables promote to.
@@ -59,27 +59,27 @@ def apply_rotary_pos_emb(
     return rotate(variant, q, k, cos, sin, unsqueeze_dim)
 
 
-# ---- in place of the hosts' ----------------------------------------------------------------------------
+# ---- replacing the hosts' functions --------------------------------------------------------------------
 
 _NAMES = re.compile(r"\w*apply_\w*rotary\w*")
 
 
 def enable(model: nn.Module | None = None) -> Report:
-    """Let jitrope rotate in a model, or in every model whose file is loaded.
+    """Use jitrope's rope in a model, or in every model with a loaded file.
 
-    A model file's functions are replaced for all models of that file, wherever they are held. Enabling twice changes
+    Functions of a model file are replaced for all models of that file, wherever they are held. Enabling twice changes
     nothing.
 
     Args:
         model: its files are searched; None: all loaded model files.
 
     Returns:
-        A report: `replaced` (each function's name and variant), `left` (functions that stay the host's, and why),
+        A report: `replaced` (each function's name and variant), `left` (functions that are not replaced, and why),
         `calls` since then, by jitrope or, for dtypes and shapes that jitrope refuses, by the host, and the `reasons`.
         It is a context manager.
 
     Raises:
-        JitropeError: there is nothing that jitrope can replace; the message lists the functions that were found.
+        JitropeError: there is nothing to replace; the message lists the functions that were found.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise JitropeError(f"enable takes a model, or None for all loaded models, not {type(model).__name__}")
@@ -106,7 +106,7 @@ def enable(model: nn.Module | None = None) -> Report:
 
 
 def disable(model: nn.Module | None = None) -> None:
-    """Give the functions of a model's files, or all, back."""
+    """Restore the functions of a model's files, or all."""
     if model is None:
         _host.disable("transformers")
     else:
@@ -131,17 +131,17 @@ def _files(model: nn.Module | None) -> Iterator[ModuleType]:
 
 
 class RotaryPosEmb(nn.Module):
-    """The layer for `kernels`, which puts this `forward` into its module for a host's function.
+    """The layer for `kernels`, which copies this `forward` to its module for a host's function.
 
     Models use the name "rotary_pos_emb" for functions that compute different things. So the replaced function, the
-    `forward` of the module's class, is recognised at its first call. It takes the calls that jitrope refuses.
+    `forward` of the module's class, is recognised at its first call. Calls that jitrope refuses go to it.
     """
 
     can_torch_compile = True
     has_backward = True
 
     def forward(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        """Compute the host's function or, in this class itself, `apply_rotary_pos_emb`, of q and k (B, H, S, D).
+        """Compute the host's function or, in this class itself, `apply_rotary_pos_emb` of q and k (B, H, S, D).
 
         The errors are those of that function.
         """
@@ -171,7 +171,7 @@ def _variant_of(cls: type[nn.Module]) -> Variant | str:
 
 @dataclass(frozen=True)
 class Repository:
-    """The source of the layer for `kernels`: this module, so nothing is downloaded."""
+    """The source of the layer for `kernels`. It is this module, so nothing is downloaded."""
 
     layer_name: str = "RotaryPosEmb"
 
@@ -186,6 +186,6 @@ def kernel_mapping(*devices: str) -> dict[str, dict[str, Any]]:
     >>> kernels.register_kernel_mapping(kernel_mapping())
     >>> kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE)
 
-    It is for devices of these types, "cuda" by default. `jitrope.integrations.transformers.calls` counts the calls.
+    devices: types of devices, by default "cuda". `jitrope.integrations.transformers.calls` counts the calls.
     """
     return {"rotary_pos_emb": {device: Repository() for device in devices or ("cuda",)}}

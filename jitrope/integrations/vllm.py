@@ -4,7 +4,7 @@
 >>> report = jitrope_vllm.enable()                               # until jitrope_vllm.disable()
 >>> jitrope_vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox=True)   # or directly
 
-`enable` takes the calls of `RotaryEmbedding.forward_cuda` and `MRotaryEmbedding.forward_cuda`. With its compiler on,
+`enable` replaces `RotaryEmbedding.forward_cuda` and `MRotaryEmbedding.forward_cuda`. With its compiler on,
 vLLM leaves rope to Inductor; set custom_ops=["+rotary_embedding"] in its compilation configuration to call these.
 """
 
@@ -40,19 +40,19 @@ def rotary_embedding(
     """Rotate query and key in place, in one launch, like vLLM's op of this name.
 
     Args:
-        positions: int32 or int64, (T) or (B, S), any strides: rows of the cache. A token whose position is outside of
+        positions: int32 or int64, (T) or (B, S), any strides: rows of the cache. A token with a position outside of
             the cache becomes NaN.
         query, key: (T, H * head_size) or (B, S, H * head_size), or with an axis of heads, (..., H, head_size); fp32,
-            fp16 or bf16; any strides: slices of a packed projection are rotated where they lie. key may have its own
-            number of heads, or be None.
+            fp16 or bf16; any strides: slices of a packed projection are rotated in place. key may have its own number
+            of heads, or be None.
         head_size: at most 512.
-        cos_sin_cache: (max_position, R): cosines of the R / 2 pairs, then their sines; fp32, fp16 or bf16, whatever
-            query is. R elements of each head are rotated.
+        cos_sin_cache: (max_position, R): cosines of the R / 2 pairs, then their sines; fp32, fp16 or bf16, for any
+            dtype of query. R elements of each head are rotated.
         is_neox: True: pairs are halves, (i, i + R / 2); False: neighbours.
-        rope_dim_offset: the first element of a head that is rotated.
+        rope_dim_offset: the first rotated element of a head.
         inverse: rotate back.
-        rounding: "fp32": each result is rounded once, which is closest to exact. "dtype": the cache, each product and
-            the sum are rounded to query's dtype. That gives the bits of a host that computes in 16 bits, like vLLM's
+        rounding: "fp32": each result is rounded once, which is most accurate. "dtype": the cache, each product and
+            the sum are rounded to query's dtype, which gives the bits of a host that computes in 16 bits, like vLLM's
             layers in plain torch. The two differ in the last place of some elements.
 
     Raises:
@@ -81,16 +81,16 @@ def triton_mrope(
 
     Args:
         q, k: (T, H * head_size) or (T, H, head_size), any strides.
-        cos, sin: (A, T, rotary_dim / 2), the table rows of each token along each of the A axes; A is at most 4.
+        cos, sin: (A, T, rotary_dim / 2), the table row of each token along each of the A axes; A is at most 4.
         mrope_section: pairs of each axis, rotary_dim / 2 in all.
         mrope_interleaved: True: axis a > 0 has the pairs a, a + A, a + 2A, ..., and axis 0 the others (Qwen3-VL);
             False: the pairs of a section are neighbours (Qwen2-VL).
-        head_size, is_neox_style, rounding: as in `rotary_embedding`, and so are the errors.
+        head_size, is_neox_style, rounding and the errors: as in `rotary_embedding`.
     """
     if cos.dim() != 3:
         raise InvalidInput(f"cos has shape {tuple(cos.shape)}; it must be (A, T, rotary_dim / 2)")
     axes, tokens = cos.shape[:2]
-    # The tables of all axes one after another, and their rows as ids: nothing is mixed or copied.
+    # The tables of all axes, concatenated as a view, and their rows as ids: nothing is copied.
     positions = Mrope(torch.arange(axes * tokens, device=q.device).view(axes, tokens), mrope_section, mrope_interleaved)
     words = {"cos": cos.flatten(0, 1), "sin": sin.flatten(0, 1), "rotary_dim": rotary_dim, "rounding": rounding}
     _rotate(q, k, 1, head_size, is_neox_style, positions=positions, **words)
@@ -120,7 +120,7 @@ def rotary_embedding_and_cache(
         key_cache, value_cache: (blocks, block_size, H, head_size), any strides: pass a cache with the heads before the
             rows as a transposed view. Of key's dtype; with fp8 also uint8, taken as torch.float8_e4m3fn.
         slot_mapping: int32 or int64, block * block_size + row of each token. A token with a negative slot is padding:
-            it is rotated but not stored. With positions (T) the mapping may be shorter than T, as under CUDA graphs;
+            it is rotated but not stored. With positions (T) the mapping may be shorter than T, as in CUDA graphs;
             tokens past its end are padding too, and are not rotated.
         kv_cache_dtype: "fp8" or "fp8_e4m3"; with any other name the caches must be of key's dtype.
         k_scale, v_scale: numbers, or fp32 tensors of one element on the device: fp8 caches hold k / k_scale and
@@ -156,9 +156,9 @@ def _rotate(query: Tensor, key: Tensor | None, axes: int, head_size: int, is_neo
 
 
 def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
-    """A view of x, (..., H * head_size) or (..., H, head_size) after its token axes, of the latter shape.
+    """View x, (..., H * head_size) or (..., H, head_size) after its token axes, as (..., H, head_size).
 
-    Splitting the last axis never copies, whatever the strides, so results written to the view are written to x.
+    Splitting the last axis never copies, so results written to the view are written to x.
 
     Raises:
         InvalidInput: x has neither shape.
@@ -181,8 +181,8 @@ _MROPE = "vllm.model_executor.layers.rotary_embedding.mrope:triton_mrope"
 def enable(*, rounding: str = "fp32") -> _host.Report:
     """Replace vLLM's rotary embedding in this process.
 
-    vLLM's own functions take the calls that jitrope refuses (fp64, heads of more than 512). Call `enable` in each
-    worker process. Enabling twice changes nothing; call `disable` before you change the rounding.
+    Calls that jitrope refuses (fp64, heads of more than 512) go to vLLM's own functions. Call `enable` in each worker
+    process. Enabling twice changes nothing; call `disable` before you change the rounding.
 
     Args:
         rounding: "dtype" for the bits of 16-bit arithmetic; see `rotary_embedding`.

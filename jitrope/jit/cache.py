@@ -2,9 +2,8 @@
 
 The folder's name has two hashes: one of all ingredients of a kernel (templates, constants, options, architecture,
 format) and one of the compiler. So a hit renders nothing, and an upgrade never finds an old kernel. An entry is written
-in a temporary folder and renamed: it is there whole or not at all, and no lock is taken. An entry that is damaged or
-cannot be read is a miss: the log says so once, and the kernel is made again. Read-only layers are searched after the
-folder.
+to a temporary folder, which is then renamed: it exists completely or not at all, and no lock is taken. A damaged or
+unreadable entry counts as a miss: it is logged once and rebuilt. Read-only layers are searched after the folder.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Counts:
 
 
 class KernelCache(Listing):
-    """The kernels in one folder and in read-only layers. A fault of the disk is a miss, never an error.
+    """The kernels in one folder and in read-only layers. A disk fault is a miss, never an error.
 
     Args:
         root: the folder; it is made when the first kernel is written.
@@ -113,11 +112,11 @@ class KernelCache(Listing):
         return any(layer.read(key) for layer in self.system)
 
     def _paths_of(self, key: Key) -> list[Path]:
-        """The entries that may serve a key, in order. The list is empty if the folder must not be used."""
+        """The entries that may match a key, in order. The list is empty if the folder must not be used."""
         if not self._usable():
             return []
         paths = [self.root / key.folder, self.root / key.portable_folder]
-        if not key.compiler:  # nothing can be compiled here, so the kernels of any compiler serve
+        if not key.compiler:  # nothing can be compiled here, so kernels of any compiler match
             with contextlib.suppress(CacheError):
                 paths += [path for path in self._named(NAME) if path.name.startswith(f"{key.stem}-")]
         return list(dict.fromkeys(paths))
@@ -162,7 +161,7 @@ class KernelCache(Listing):
         return self.install(key.folder, entry.pack(key, text, cubin, spec))
 
     def install(self, name: str, files: Mapping[str, bytes]) -> bool:
-        """Put an entry in its place in one step; an equal one is kept. False if the folder cannot be written."""
+        """Install an entry in one step; an equal one is kept. False if the folder cannot be written."""
         temporary, path = self._temporary(), self.root / name
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -188,7 +187,7 @@ class KernelCache(Listing):
         try:
             return self._read(path)[1] == files
         except OSError:
-            return True  # on a network the files of another process may appear late
+            return True  # on a network file system, files of another process may appear late
         except DAMAGE:
             return False
 
@@ -263,7 +262,7 @@ class KernelCache(Listing):
             setattr(self.counts, name, getattr(self.counts, name) + more)
 
     def _named(self, pattern: re.Pattern[str]) -> list[Path]:
-        """All paths in the folder with such a name, whole or damaged. Raises CacheError."""
+        """All paths in the folder whose names match, whole or damaged. Raises CacheError."""
         try:
             return [self.root / name for name in sorted(os.listdir(self.root)) if pattern.fullmatch(name)]
         except FileNotFoundError:
@@ -278,7 +277,7 @@ class KernelCache(Listing):
 
 
 def _older(paths: list[Path], seconds: float) -> list[Path]:
-    """The paths that are older than some seconds. A date more than an hour ahead is old too: a clock was wrong."""
+    """The paths older than `seconds`. A date more than an hour in the future counts as old: a clock was wrong."""
     found = []
     for path in paths:
         try:

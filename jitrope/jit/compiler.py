@@ -19,8 +19,8 @@ from ..base.errors import CompileError
 from .render import Source
 
 OPTIONS = ("-std=c++17",)
-"""NVRTC's options for every kernel. There is no fast-math and no flush to zero. A product and a sum are contracted only
-where a template does it with an intrinsic."""
+"""NVRTC's options for every kernel: no fast-math and no flush to zero. A product and a sum are contracted only where a
+template uses an intrinsic for it."""
 
 OLDEST_ARCH = {12: 50, 13: 75}
 """The oldest architecture that NVRTC supports, by CUDA's major version."""
@@ -31,7 +31,7 @@ class Refused(CompileError):
 
 
 PACKAGES = {12: ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"), 13: ("cupy-cuda13x", "nvidia-cuda-nvrtc")}
-"""The packages of CuPy and NVRTC by CUDA's major version: those of the extras `cuda12` and `cuda13`."""
+"""The packages of CuPy and NVRTC by CUDA's major version, as in the extras `cuda12` and `cuda13`."""
 
 _failed: Exception | None = None
 """The error of the first import of CuPy. A second import in the same process would raise other, misleading errors."""
@@ -39,7 +39,7 @@ _failed: Exception | None = None
 
 @lru_cache(maxsize=1)
 def import_cupy() -> Any:
-    """CuPy with the parts that are used here. It is imported at the first use of a kernel, not with jitrope.
+    """Import CuPy with the parts used here. This happens at the first use of a kernel, not with jitrope.
 
     Raises:
         CompileError: CuPy is missing or broken. The message ends with ": " and the remedy.
@@ -54,7 +54,7 @@ def import_cupy() -> Any:
             import cupy_backends.cuda.libs.nvrtc
 
             _ = cupy.__version__, cupy_backends.cuda.api.driver, cupy_backends.cuda.libs.nvrtc
-    except Exception as error:  # a library or an extension module that does not fit can raise any error
+    except Exception as error:  # an incompatible library or extension module can raise any error
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         _failed = None if is_missing else error
         fault = f"cannot be imported ({error}): {install()}" if is_missing else _cupy_fault(error)
@@ -64,7 +64,7 @@ def import_cupy() -> Any:
 
 def _cupy_fault(error: BaseException) -> str:
     """The fault of an installed CuPy that cannot be imported, and the remedy."""
-    while error.__cause__ is not None:  # CuPy wraps the original error in many lines of its own
+    while error.__cause__ is not None:  # CuPy wraps the original error in many lines
         error = error.__cause__
     folder = chosen_cupy_folder()
     if isinstance(error, OSError) and error.filename and folder and folder.is_relative_to(error.filename):
@@ -93,7 +93,7 @@ def install(major: int | None = None) -> str:
 
 
 def _packages(major: int) -> tuple[str, str]:
-    """The packages for the nearest major version of CUDA that has some."""
+    """The packages for the nearest major version of CUDA that has packages."""
     return PACKAGES[min(max(PACKAGES), max(min(PACKAGES), major))]
 
 
@@ -107,8 +107,8 @@ def torch_cuda_major() -> int:
 def compiler_version() -> str:
     """The versions of CuPy and NVRTC, for the cache key.
 
-    NVRTC's version is read from its package if there is one: loading the library takes longer than the rest of a
-    first call from a warm cache.
+    NVRTC's version is read from its package if there is one, because loading the library takes longer than the rest of
+    a first call from a warm cache.
     """
     import importlib.metadata  # CuPy has imported it by now
 
@@ -157,9 +157,9 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
         upgrade = f"pip install --upgrade {_packages(version[0])[1]}"
         age, advice = f"newer than {nvrtc}", f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
     elif number >= OLDEST_ARCH.get(version[0] - 1, numbers[0]):
-        age, advice = f"older than {nvrtc} takes", install(version[0] - 1)
+        age, advice = f"too old for {nvrtc}", install(version[0] - 1)
     else:
-        age, advice = "older than any NVRTC of jitrope's takes", "use another GPU"
+        age, advice = "too old for every NVRTC that jitrope supports", "use another GPU"
     return f"{arch}{_gpus(arch)} is {age}: {range_}", advice
 
 
@@ -168,7 +168,7 @@ def _gpus(arch: str) -> str:
     try:
         runtime = import_cupy().cuda.runtime
         found = [runtime.getDeviceProperties(i) for i in range(runtime.getDeviceCount())]
-    except Exception:  # no driver or no GPU: the message goes without the name
+    except Exception:  # no driver or no GPU: the message has no name
         return ""
     names = {p["name"].decode() for p in found if f"sm_{p['major']}{p['minor']}" == arch}
     return f" ({', '.join(sorted(names))})" if names else ""
@@ -232,14 +232,14 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 @lru_cache(maxsize=1)
 def _launch_function() -> Any:
-    """The driver's cuLaunchKernelEx, which CuPy does not have. Its arguments can be made once and used again."""
+    """The driver's cuLaunchKernelEx, which CuPy lacks. Its arguments can be made once and reused."""
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     return ctypes.CDLL(name).cuLaunchKernelEx
 
 
 _OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
-"""Errors (CUresult) that a bad image causes: it is damaged, not for this GPU or CUDA, or lacks the entry. Any other
-error, such as out of memory or the fault of an earlier kernel, would occur with a new image too."""
+"""Errors (CUresult) of a bad image: it is damaged, made for another GPU or CUDA, or lacks the entry. Any other error,
+such as out of memory or a fault of an earlier kernel, would occur with a new image too."""
 
 
 class Kernel:
@@ -252,7 +252,7 @@ class Kernel:
 
     Raises:
         Refused: the driver refuses the image.
-        CompileError: it cannot be loaded for another reason, such as memory or an error of an earlier kernel.
+        CompileError: loading fails for another reason, such as memory or an error of an earlier kernel.
     """
 
     def __init__(self, cubin: bytes, entry: str, device: int) -> None:
@@ -281,7 +281,7 @@ class Kernel:
             self._driver.ctxSetCurrent(self._context)
 
     def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
-        """A function that enqueues the kernel on a stream. arguments: the address of its one argument, a struct.
+        """Return a function that enqueues the kernel on a stream. arguments: the address of its one argument, a struct.
 
         From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
         """

@@ -24,10 +24,10 @@ TEXT, CUBIN, META = "kernel.cu", "kernel.cubin", "spec.json"
 FILES = (TEXT, CUBIN, META)
 
 DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""The errors of reading an entry that was damaged or changed."""
+"""Errors of reading a damaged or changed entry."""
 
 ANY = "any"
-"""Replaces the compiler's hash in the name of an entry from a bundle, which serves any compiler, or none."""
+"""Replaces the compiler's hash in the name of an entry from a bundle, which works with any compiler or none."""
 
 NAME = re.compile(r"(?P<stem>\w[\w.+-]*-\w+-(?P<source>[0-9a-f]{20}))-(?P<tag>[0-9a-f]{8}|any)", re.ASCII)
 """The name of an entry's folder: kernel, architecture, hash of the source, hash of the compiler."""
@@ -45,7 +45,7 @@ class OtherFormat(ValueError):
 
 @dataclass(frozen=True)
 class Key:
-    """The identity of a compiled kernel. `name` is only for readers. compiler: "" if there is none here."""
+    """The identity of a compiled kernel. `name` is only informative. compiler: "" without a compiler."""
 
     name: str
     ingredients: str
@@ -70,7 +70,7 @@ class Key:
 
     @property
     def portable_folder(self) -> str:
-        """The folder's name of an entry that serves any compiler."""
+        """The folder's name of an entry for any compiler."""
         return f"{self.stem}-{ANY}"
 
     def owns(self, meta: Mapping[str, Any], any_compiler: bool) -> bool:
@@ -111,7 +111,7 @@ def pack(key: Key, text: str, cubin: bytes, spec: dict[str, Any]) -> dict[str, b
 
 
 def check(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """An entry's `spec.json`. Raises one of `DAMAGE` if it or another file of the entry was changed."""
+    """Return an entry's `spec.json`. Raises one of `DAMAGE` if any file of the entry was changed."""
     meta: dict[str, Any] = json.loads(files[META])
     if meta.get("format") != FORMAT:
         raise OtherFormat(f"format {meta.get('format')}, not {FORMAT}")
@@ -150,7 +150,7 @@ def read(folder: Path) -> Read:
 
 def _read_file(path: Path) -> bytes:
     """Read a regular file that only its owner can write. The checks run on the open file, so it cannot be swapped."""
-    names = ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOFOLLOW")  # O_NONBLOCK: opening a pipe must not wait
+    names = ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOFOLLOW")  # O_NONBLOCK: opening a pipe must not block
     try:
         number = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
     except FileNotFoundError as error:
@@ -186,7 +186,7 @@ def writable_by_others(info: os.stat_result) -> bool:
 
 
 def untrusted(folder: Path) -> str | None:
-    """The reason why a folder may contain files of other users than root and this one, or None. Raises OSError.
+    """The reason why users other than root and this one may write to a folder, or None. Raises OSError.
 
     The owner of a symbolic link is checked too, because that user can point it elsewhere.
     """
@@ -200,7 +200,7 @@ def untrusted(folder: Path) -> str | None:
 
 
 def described(path: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Entry:
-    """The listing's row of an entry."""
+    """Return the listing's row for an entry."""
     sizes = {name: len(data) for name, data in files.items()}
     return Entry(path, meta["name"], meta["arch"], sum(sizes.values()), meta["spec"], meta, sizes)
 

@@ -36,7 +36,7 @@ def _cache_at(root: Path, system: tuple[Path, ...]) -> KernelCache:
 
 
 def kernel_cache() -> KernelCache:
-    """The cache that the environment names at this moment."""
+    """The cache of the current settings."""
     return _cache_at(config.cache_dir(), config.system_caches())
 
 
@@ -74,14 +74,14 @@ def arch_of(device: int) -> str:
 
 
 def local_archs() -> list[str]:
-    """The architecture of each GPU of this machine. The list is empty if torch can use none, or is for AMD's."""
+    """The architecture of each GPU of this machine. The list is empty if torch can use none, or was built for AMD."""
     if torch.version.hip or not torch.cuda.is_available():
         return []
     return [arch_of(device) for device in range(torch.cuda.device_count())]
 
 
 class Cubin(NamedTuple):
-    """A spec's cubin. compiled: this call compiled it; kept: it is on disk."""
+    """A spec's cubin. compiled: by this call; kept: it is on disk."""
 
     data: bytes
     compiled: bool
@@ -115,7 +115,7 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
 
 
 def key_of(spec: Spec, arch: str) -> Key:
-    """The identity of a spec's kernel on this machine. Without NVRTC its compiler is "": kernels of any compiler serve.
+    """The identity of a spec's kernel on this machine. Without NVRTC its compiler is "", which any compiler matches.
 
     Raises CompileError without CuPy, which is needed to load a kernel too.
     """

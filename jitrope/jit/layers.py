@@ -1,4 +1,4 @@
-"""Read-only caches that are searched after the user's own: folders of entries, and bundles, which are tars of them."""
+"""Read-only caches, searched after the user's own: folders of entries, and bundles, which are tars of entries."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MANIFEST = "manifest.json"
 
 
 class Layer(Listing):
-    """A read-only cache: a folder of entries, a bundle, or a folder into which a bundle was unpacked.
+    """A read-only cache: a folder of entries, a bundle, or an unpacked bundle.
 
     Entries are matched by source (templates, constants, options, architecture, format), not by compiler, so a machine
     needs neither NVRTC nor headers to use them. The owner of a layer is trusted, like the owner of a folder on PATH.
-    A layer or an entry that the group or other users can write is not used. A layer is opened at its first use.
+    Layers and entries that the group or other users can write are not used. A layer is opened at its first use.
     """
 
     def __init__(self, path: Path, warn: Callable[[str, str], None]) -> None:
@@ -68,8 +68,8 @@ class Layer(Listing):
 class Bundle:
     """A tar of entries with a manifest, which lists the entries. An entry is checked when it is read.
 
-    Files that the manifest does not name are never read. Raises CacheError if the file is no bundle, has another format
-    or lacks a listed file.
+    Files that the manifest does not list are never read. Raises CacheError if the file is not a bundle, has another
+    format or lacks a listed file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class Bundle:
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
-        """Open the file. Inside the block, an error of reading becomes a CacheError with the path."""
+        """Open the file. Inside the block, a read error becomes a CacheError with the path."""
         try:
             with open(self.path, "rb") as file:
                 yield file
@@ -134,7 +134,7 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
                 _add(tar, folder, None)
                 for name in FILES:
                     _add(tar, f"{folder}/{name}", entries[folder][name])
-        temporary.chmod(temporary.stat().st_mode & ~0o022)  # a layer that the group can write would not be used
+        temporary.chmod(temporary.stat().st_mode & ~0o022)  # a group-writable layer would not be used
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def write_bundle(path: Path, entries: Mapping[str, Mapping[str, bytes]]) -> None
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes | None) -> None:
-    """Add a file, or a folder if data is None. With these modes `tar xf` does not make it writable for a group."""
+    """Add a file, or a folder if data is None. With these modes `tar xf` does not make it group-writable."""
     info = tarfile.TarInfo(name)  # without time and owner
     if data is None:
         info.type, info.mode = tarfile.DIRTYPE, 0o755

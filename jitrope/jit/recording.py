@@ -1,4 +1,4 @@
-"""Record the kernels that a process asks for, as JSON for `jitrope prewarm --from`."""
+"""Record the kernels that a process needs, as JSON for `jitrope prewarm --from`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..base.errors import CacheError
 from ..base.spec import Spec
 
 LOCK_SECONDS = 10.0
-"""How long to wait for another process that writes the file. After that the file is written without the lock."""
+"""Seconds to wait for another process that writes the file. After that the file is written without the lock."""
 
 _asked: dict[Spec, None] = {}
 
 
 @contextlib.contextmanager
 def record(path: str | Path | None = None) -> Iterator[list[Spec]]:
-    """Note the kernels that a block of code asks for, and write them to a JSON file for `jitrope prewarm --from`.
+    """Note the kernels that a block of code needs, and write them to a JSON file for `jitrope prewarm --from`.
 
-    The result includes the kernels that the process asked for before the block, because a prepared call does not ask
-    again. For the same reason recording does not slow prepared calls down. An existing file keeps its content.
+    The result includes the kernels that the process needed before the block, because prepared calls do not look their
+    kernels up again. So recording does not slow down prepared calls. An existing file keeps its content.
 
     Args:
         path: the file. Without it, the kernels are only in the list.
@@ -52,7 +52,7 @@ def record(path: str | Path | None = None) -> Iterator[list[Spec]]:
 
 
 def note(spec: Spec) -> None:
-    """Note a kernel that is asked for. `JITROPE_RECORD` is written at once, in case the process is killed later.
+    """Note a needed kernel. `JITROPE_RECORD` is written at once, in case the process is killed later.
 
     Raises:
         InvalidInput: the spec is wrong; nothing is noted.
@@ -69,7 +69,7 @@ def note(spec: Spec) -> None:
 
 
 def add(path: Path, specs: Iterable[Spec]) -> None:
-    """Add specs to a file in one step. Processes that do so at the same time wait for each other."""
+    """Add specs to a file in one step. Concurrent processes wait for each other."""
     wanted = [spec.to_dict() for spec in specs]
     if not _missing(_read(path), wanted):
         return
@@ -107,7 +107,7 @@ def _missing(data: dict[str, Any], wanted: list[dict[str, Any]]) -> list[dict[st
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock, if the system has locks. The lock of a process that dies is released."""
+    """Hold a lock, if the system has locks. A process that dies releases its lock."""
     try:
         import fcntl
     except ImportError:  # Windows

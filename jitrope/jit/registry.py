@@ -1,4 +1,4 @@
-"""The kinds of kernels, by the name that a spec's `to_dict` gives as "kind"."""
+"""The kinds of kernels, by the "kind" in a spec's `to_dict`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..base.errors import InvalidInput
 from ..base.spec import Spec
 
 KINDS: dict[str, type[Spec]] = {}
-"""The spec class of each kind. A module with kernels adds its classes when it is imported."""
+"""The spec class of each kind. A module with kernels adds its classes at import."""
 
 
 def spec_from_dict(data: Any) -> Spec:

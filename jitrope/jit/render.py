@@ -51,22 +51,22 @@ def _texts(name: str) -> dict[str, str]:
 
 
 def mark_lines(text: str, name: str) -> str:
-    """Add `#line` marks, so that an error of the compiler names the template's own file and line."""
+    """Add `#line` marks, so that compiler errors name the template's file and line."""
     lines = [f'#line 1 "{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
         lines.append(line)
-        if "{%" in line or line.startswith("{{"):  # these may give several lines
+        if "{%" in line or line.startswith("{{"):  # these may expand to several lines
             lines.append(f'#line {number + 1} "{name}"')
     return "\n".join(lines) + "\n"
 
 
 def cpp_literal(value: Any) -> Any:
-    """A template value as C++: booleans in lower case, integers and names as they are."""
+    """A template value as C++: booleans in lower case, integers and names unchanged."""
     import jinja2
 
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (int, str, jinja2.Undefined)):  # Undefined raises by itself, with its name
+    if isinstance(value, (int, str, jinja2.Undefined)):  # Undefined raises an error with its name
         return value
     raise TypeError(f"a template constant is a bool, an int or a name, not {value!r}")
 
@@ -87,7 +87,7 @@ def environment() -> jinja2.Environment:
 
 
 def render(spec: Spec) -> Source:
-    """The whole CUDA text of a spec with its includes. It begins with a comment that describes it (`head`)."""
+    """The whole CUDA text of a spec with its includes. It begins with a descriptive comment (`head`)."""
     text = environment().get_template(spec.template).render(spec.constants())
     return Source(head(spec) + text, spec.entry, spec.name)
 
@@ -96,10 +96,10 @@ HEAD = """\
 // {name}
 //
 // Begin at the kernel, {entry}, at the end of this text.
-// Before it come its constants ("parameters") and the pieces that it uses. `#line` marks name the file of each piece.
+// Its constants ("parameters") and the pieces that it uses come first. `#line` marks name the file of each piece.
 // templates/README.md has a drawing of a head and defines the nouns.
 //
-// This text again: sed -n 's|^//: ||p' FILE | jitrope render --from /dev/stdin
+// To render this text again: sed -n 's|^//: ||p' FILE | jitrope render --from /dev/stdin
 """
 
 

@@ -1,6 +1,6 @@
-"""The checks of `check=True`: they read tables, positions and slots, and so wait for the device.
+"""The checks of `check=True`. They read tables, positions and slots, so they wait for the device.
 
-Nothing here is needed for a safe call: a position outside of the table gives NaN, and a wrong table wrong angles.
+Calls are safe without them: a position outside of the table gives NaN, and a wrong table gives wrong angles.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> No
     neighbours = torch.equal(cos[..., ::2], cos[..., 1::2])
     halves = torch.equal(*cos.chunk(2, -1))
     if neighbours != halves and neighbours != options.interleaved:
-        stands = "stands twice in a row" if neighbours else "stands again in the second half"
-        fail(f"each entry of cos {stands}, as for interleaved={neighbours}, but interleaved is {options.interleaved}")
+        stands = "is there twice in a row" if neighbours else "is there again in the second half"
+        fail(f"every entry of cos {stands}, as for interleaved={neighbours}, but interleaved is {options.interleaved}")
 
 
 def _check_layout(q: Tensor, cos: Tensor, options: Options, fail: Fail) -> None:

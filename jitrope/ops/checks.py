@@ -1,4 +1,4 @@
-"""The checks of each operation. A refusal names the argument, its value and what is allowed."""
+"""The checks of each operation. A refusal names the argument, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
     name = op.function
     if wants_grad and options.inplace and op.norm:
-        text = f"{name}: it has no gradient in place, which would need the old q and k; leave inplace=True out"
+        text = f"{name}: it has no gradient in place, because that needs the old q and k; leave inplace=True out"
         raise InvalidInput(text)
     if torch.compiler.is_compiling():
         return
@@ -59,9 +59,9 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
 
 
 def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
-    """Refuse to write leaves and some views under autograd, inference tensors and lazy negatives."""
+    """Refuse to write inference tensors, lazy negatives and, under autograd, leaves and some views."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
-        refuse(name, label, x, "a tensor that was not made in inference mode, because it is written outside of it")
+        refuse(name, label, x, "a tensor that was not made in inference mode; this call writes it outside of that mode")
     if x.is_neg():
         refuse(name, label, x, f"a tensor without torch's lazy negative bit; pass {label}.resolve_neg()")
     if wants_grad and x.requires_grad:
@@ -87,7 +87,7 @@ def _refuse_transforms(name: str, written: bool = False) -> None:
 def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> None:
     """Refuse tensors and options that do not fit together.
 
-    label: the name of q for messages, or of the tensor that it is a part of.
+    label: the name of q, or of the tensor that contains it, for messages.
     """
     q, k = tensors["q"], tensors.get("k")
     fail = failing(name)
@@ -125,7 +125,7 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     if options.inplace:
         require_no_overlap("qkv", qkv, fail)
     packed = qkv.unflatten(-1, (groups + 2, -1))
-    k = packed[..., -2, :]  # stands for q too: the rest of the check does not depend on the number of heads
+    k = packed[..., -2, :]  # also checked as q: the rest of the check does not depend on the number of heads
     check(name, {"q": k, "k": k, **_tables(tensors)}, changed(options, inplace=False), "qkv")
 
 
@@ -170,7 +170,7 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if slot_mapping.numel() != batch * seqlen:
         fail(f"slot_mapping has shape {tuple(slot_mapping.shape)} for {batch * seqlen} tokens")
     if options.inplace and "q_scale" in tensors:
-        fail("q comes out as fp8, which does not fit in place; leave inplace=True out")
+        fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     scaled = tensors["k_cache"].dtype == FP8
     for label, wanted in (("q_scale", "q_scale" in tensors), ("k_scale", scaled), ("v_scale", scaled)):
         _check_scale(label, tensors.get(label), q, wanted, fail)
@@ -279,11 +279,11 @@ def _tables(tensors: Tensors) -> Tensors:
 
 def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, fail: Fail) -> None:
     if scale is None and wanted:
-        fail(f"{label} is missing; fp8 is stored divided by it")
+        fail(f"{label} is missing; pass it, because fp8 is stored divided by it")
     if scale is None:
         return
     if not wanted:
-        fail(f"{label} is given, but what it scales is not stored as fp8")
+        fail(f"{label} is given, but it scales no fp8 output; leave it out")
     if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != q.device:
         had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}"
         fail(f"{had}; it must be one fp32 number on q's device")

@@ -1,7 +1,7 @@
-"""The way of a call: past torch's dispatcher, through an autograd function, or to the library's op.
+"""The path of a call: directly to the launch, through an autograd function, or to the library's op.
 
-A call that nothing watches skips torch's dispatcher, which costs as much host time as the launch. A call like a recent
-one is not checked again (`replay`).
+A call that nothing watches skips torch's dispatcher, which takes as much host time as the launch. A call like a
+recent one is not checked again (`replay`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ local = launch.local
 
 @config.on_change
 def _forget() -> None:
-    """Forget known calls: they were planned with the launch that was configured then."""
+    """Forget known calls, which were planned with the launch configured before."""
     global local
     launch.local = local = launch.Local()
 
 
 def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tensors:
-    """The results of an operation by name. A user's words are checked; `Options` were checked before.
+    """Return the results of an operation by name. A user's words are checked; `Options` are already checked.
 
     The recent calls of this thread are tried first (`replay`). They notice everything that may watch a call, except
     torch.compile, dispatch modes and forward-mode AD, which are tested here.
 
-    key: identifies recent calls: by default the operation, the tensors' names and the words.
+    key: identifies recent calls; by default the operation, the tensors' names and the words.
     """
     if not is_compiling() and not dispatch_modes() and forward_ad._current_level < 0:
         if key is None:
@@ -55,7 +55,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
 
 
 def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
-    """The same for a call that is new or watched."""
+    """Return the results of a call that is new or watched."""
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
@@ -90,12 +90,12 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         return record(known, tensors) if wants else known.run(tensors)
     if wants and options.inplace and not is_compiling():
         return (_write_views if _alone(op, tensors) else _write)(op, full, options)
-    if wants and options.inplace:  # traced under autograd: Inductor makes this copy in place
+    if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
         return op.put(full, library.run_op(op, full, changed(options, inplace=False)), options)
     return library.run_op(op, full, options)
 
 
-# ---- under autograd: a fraction of the host time of the library's own recording --------------------
+# ---- under autograd, in a fraction of the host time of torch.library's recording -------------------
 
 
 class _Known(torch.autograd.Function):
@@ -120,7 +120,7 @@ class _Known(torch.autograd.Function):
 
 
 class _Written(torch.autograd.Function):
-    """A call in place; or, if the call is over, one tensor that it wrote."""
+    """A call in place; or, after such a call, one tensor that it wrote."""
 
     @staticmethod
     def forward(ctx: Any, op: Operation, options: Options, over: bool, names: tuple[str, ...], *xs: Tensor) -> Any:
@@ -139,7 +139,7 @@ class _Written(torch.autograd.Function):
 
 
 def record(known: Known, tensors: Tensors) -> Tensors:
-    """The results of a known call, recorded for backward."""
+    """Return the results of a known call, recorded for backward."""
     return dict(zip(known.results, _apply(known, tensors, *[tensors[name] for name in known.heads])))
 
 

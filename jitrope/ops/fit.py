@@ -1,4 +1,4 @@
-"""The checks of heads, lengths, positions and tables. A refusal names the argument, its value and what is allowed."""
+"""The checks of heads, lengths, positions and tables. A refusal names the argument, its value and allowed values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Fail = Callable[[str], NoReturn]
 
 
 def failing(name: str) -> Fail:
-    """A function that raises InvalidInput for a call of `name`, with a text."""
+    """Return a function that raises InvalidInput(text) for a call of `name`."""
 
     def fail(text: str) -> NoReturn:
         raise InvalidInput(f"{name}: {text}")
@@ -30,7 +30,7 @@ def failing(name: str) -> Fail:
 
 
 def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first: str, second: str) -> None:
-    """first, second: the names of q and k for messages."""
+    """Check q and k. first, second: their names for messages."""
     layout = options.layout
     for label, x in ((first, q), (second, k)):
         if x is None:
@@ -66,20 +66,20 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
 
 
 def require_no_overlap(label: str, x: Tensor, fail: Fail) -> None:
-    """Refuse a tensor to write whose elements share memory. A compiler's symbolic strides show only expanded axes."""
+    """Refuse to write a tensor whose elements share memory. Symbolic strides of a compiler show only expanded axes."""
     if torch.compiler.is_compiling():
         overlaps = not all(stride or size < 2 for size, stride in zip(x.shape, x.stride()))
     else:
         overlaps = overlaps_itself(x)
     if overlaps:
         fail(
-            f"{label} has strides {tuple(x.stride())}, with which its elements overlap in memory; in place they must "
-            f"not: pass {label}.contiguous(), or leave inplace=True out"
+            f"{label} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written; "
+            f"pass {label}.contiguous(), or leave inplace=True out"
         )
 
 
 def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Refuse memory that a call would write as one tensor and read or write as another, where there is memory."""
+    """Refuse memory that a call would write as one tensor and read or write as another; skip tensors without memory."""
     tensors = {**written, **read}
     real = all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors.values())
     if real and not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
@@ -176,7 +176,7 @@ def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
     if mixed and width == rotary:
         fail(f"interleaved_out goes with half-width tables, {rotary // 2} wide")
     if mixed and options.inplace:
-        fail("interleaved_out does not go with inplace: other elements are written than read; leave inplace=True out")
+        fail("interleaved_out does not go with inplace, because it moves elements; leave inplace=True out")
     _check_rows(tensors, cos, options, fail)
 
 
@@ -186,7 +186,7 @@ def _check_table(label: str, table: Tensor, options: Options, fail: Fail) -> Non
         axes = "(P, 1 or B, 1, W)" if freqs else "(B, P, H, W)"
         fail(f"{label} has shape {tuple(table.shape)}; it must be (P, W), (B, P, W) or {axes}")
     if freqs and table.dtype != torch.float32:
-        fail(f"freqs is {table.dtype}; angles must be fp32, or positions are lost")
+        fail(f"freqs is {table.dtype}; angles must be fp32, or positions lose precision")
     if not is_float(table) and not in_fp64:
         instead = "; pass a complex table as freqs_cis=table" if table.is_complex() else ""
         fail(f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'{instead}")
@@ -205,7 +205,7 @@ def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> 
     if not options.packed_table and rows < needed:
         squeezed = cos.dim() == 4 and rows == 1 and cos.shape[2] >= needed
         hint = f"; it is (B, 1, S, W): pass {label}.squeeze(1)" if squeezed else ""
-        fail(f"q is {named(q, options.layout)} but {label} has {rows} rows; {needed} positions are used{hint}")
+        fail(f"q is {named(q, options.layout)} but {label} has {rows} rows; it needs {needed}{hint}")
     if rows <= 0 and seqlen != 0:
         fail(f"{label} has no rows")
     if cos.dim() > 2 and cos.shape[0] != 1 and cos.shape[0] != batch:
@@ -226,7 +226,7 @@ def label_of_table(options: Options) -> str:
 
 
 def rows_of(table: Tensor) -> int:
-    """The number of positions that a table has a row for."""
+    """The number of rows of a table, one for each position."""
     return table.shape[0] if table.dim() == 2 else table.shape[1]
 
 

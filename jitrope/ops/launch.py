@@ -33,14 +33,14 @@ from .stand_ins import weights_of_one
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
 
 MAX_LAUNCHES = 4096
-"""Prepared calls that a thread keeps. Beyond it all are forgotten; preparing one again takes a few microseconds."""
+"""The most prepared calls that a thread keeps. Beyond it all are dropped; preparing one again takes microseconds."""
 
 MAX_APART = 1024
-"""Distances between a call's tensors that are known to be far enough for memory that is not shared."""
+"""The most distances between a call's tensors that are kept as known not to share memory."""
 
 MAX_RECENT = 256
 MAX_RECENT_KINDS = 8
-"""Most sets of words, and most kinds of tensors for each, that the fast path of a thread remembers."""
+"""The most sets of words, and kinds of tensors for each, that the fast path of a thread remembers."""
 
 Asked = Any
 """A user's words as given (a dict), or `Options` that were checked."""
@@ -83,12 +83,12 @@ class Known:
         self.blocks = 0
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: tuple[str, ...] = ()  # tensors that must not share memory
-        self.apart: set[tuple[int, ...]] = set()  # distances between them at which they do not
+        self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
         self.unguarded: Callable[..., Tensors | None] | None = None
 
     @property
     def form(self) -> Form:
-        """The form of its calls, by which `replay` writes their text."""
+        """The form of its calls, from which `replay` writes their source."""
         like, finished = type(self.op).fresh is Operation.fresh, type(self.op).finish is not Operation.finish
         own = (self.names, self.pointers, self.results, self.options.inplace, like, finished, self.close, self.written)
         return Form(*own, aligned=not any(self.alignments))
@@ -106,7 +106,7 @@ class Known:
         return self.unguarded(tensors, *tensors.values())  # type: ignore[return-value]
 
     def elsewhere(self) -> None:
-        """Enqueue on torch's current stream of the kernel's device, when another device is current."""
+        """Enqueue on the current stream of the kernel's device, which is not torch's current device."""
         with torch.cuda.device(self.device):
             self.enqueue(watch.get_stream(self.device))  # type: ignore[misc]
 
@@ -121,7 +121,7 @@ class Known:
 
 
 def find(key: Any, tensors: Tensors) -> Known | None:
-    """The prepared call of a kind in this thread, if there is one. key: that of `dispatch.call`."""
+    """The prepared call of a kind in this thread, or None. key: as in `dispatch.call`."""
     try:
         return local.known.get((key, *map(_kind, tensors.values())))
     except (RuntimeError, TypeError):  # the check refuses them: sparse or nested tensors, and words without a hash
@@ -136,14 +136,14 @@ def _kind(x: Tensor) -> Any:
 def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: Options) -> Known:
     """Plan a kind of call, get its kernel, and keep both.
 
-    tensors: the given ones by the kernel's names, followed by those that stand for others that were not given.
+    tensors: the given ones by the kernel's names, followed by stand-ins for those that were not given.
     """
     known = Known(op, options, given)
     known.stand_ins = dict([*tensors.items()][len(given) :])
     statics = {**known.stand_ins, **(weights_of_one(tensors, options) if op.norm else {})}
     _plan(known, {**tensors, **statics}, statics)
     if statics and watch.capturing(next(iter(given.values()))):
-        return known  # tensors that were made during a capture belong to its graph
+        return known  # tensors made during a capture belong to its graph
     if len(local.known) >= MAX_LAUNCHES:
         local.known.clear()
     with contextlib.suppress(TypeError):  # a word without a hash
@@ -181,7 +181,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
     known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))
     fresh = [] if options.inplace else [*named][len(tensors) :]
-    own = dict(zip(named, known.names))  # a single table is called cos in the kernel, and by its word in a call
+    own = dict(zip(named, known.names))  # a single table is cos in the kernel, and has its word as name in a call
     at = {name: f"{own[name]}_at" for name in own} | {name: f"{name}_at" for name in fresh}
     at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}
     known.kept = tuple(statics.values())
@@ -192,7 +192,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
 def _offsets(
     op: Operation, named: Tensors, heads: Sequence[Tensor | None], options: Options
 ) -> dict[str, tuple[str, int]]:
-    """The tensor's name and the bytes from its first element, for the pointers that are no tensor's own."""
+    """(tensor's name, bytes from its first element) for the pointers into other tensors."""
     found = {}
     for pointer, name, head in zip(HEADS, op.places(options), heads):  # no head of a missing k or v is read
         found[pointer] = (op.reads[0], 0) if head is None else (name, head.data_ptr() - named[name].data_ptr())

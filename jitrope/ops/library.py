@@ -22,11 +22,11 @@ _NORM = ", ".join(
     for name, value in NormOptions._field_defaults.items()
 )
 _ROTATED = "rotated"
-"""The argument for k where it is rotated in place beside its copy in a cache; the argument "k" is never written."""
+"""The argument for a k that is rotated in place and stored in a cache; the argument "k" is never written."""
 
 _lib = torch.library.Library("jitrope", "DEF")
 _FORMS = [(op, inplace) for op in OPERATIONS for inplace in (False, True)[: 1 + op.inplace]]
-"""All ops: one for each operation, and one that works in place."""
+"""All ops: one for each operation, and one for its form in place."""
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def _names(op: Operation) -> list[str]:
 
 
 def _schema(op: Operation, inplace: bool) -> str:
-    """The declaration of an op, in which a missing result is an empty tensor."""
+    """The declaration of an op. A missing result is an empty tensor."""
     written = (*op.written(Options(inplace=inplace)), *((_ROTATED,) if "rotate_k" in op.options else ()))
     tensors: list[str] = []
     for name in _names(op):
@@ -66,7 +66,7 @@ def _fields(op: Operation) -> list[str]:
 def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, ...]:
     """The arguments of torch's op.
 
-    Complex tables go as real views, because Inductor has no complex numbers. AOTInductor cannot pass an empty list.
+    Complex tables are passed as real views, because Inductor has no complex numbers. AOTInductor has no empty lists.
     """
     tensors = dict(tensors)
     if options.table == "freqs_cis":
@@ -114,7 +114,7 @@ _known_options = lru_cache(maxsize=1024)(_options)
 
 
 def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """The results of an operation by torch's op."""
+    """Return the results of an operation from torch's op."""
     if op is ROPE_INTO:
         return op.on_cpu(tensors, options)
     function = getattr(torch.ops.jitrope, _name(op, options.inplace))
@@ -138,7 +138,7 @@ def _on_cpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 
 def on_gpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """The results of an operation by a launch."""
+    """Return the results of an operation from a launch."""
     key = (op.name, *tensors, options)
     known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
     return known.run(tensors)
@@ -192,7 +192,7 @@ def _fake(op: Operation, inplace: bool) -> Callable[..., Any]:
 
 
 def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, outputs: Any, options: Options) -> None:
-    """Save the tensors and the names that the backward of a call needs. outputs: names, "" for one that is missing."""
+    """Save the tensors and names for the backward of a call. outputs: names, "" for a missing one."""
     saved = op.saved(tensors)
     ctx.kept = op, tuple(saved), names, tuple(outputs), options
     ctx.set_materialize_grads(False)
@@ -200,7 +200,7 @@ def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, output
 
 
 def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of all tensors of a call; None where there is none."""
+    """The gradients of all tensors of a call, None for those without."""
     from .dispatch import call
 
     op, saved, names, results, options = ctx.kept

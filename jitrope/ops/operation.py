@@ -1,7 +1,7 @@
 """The contract of an operation. The operations themselves are in `operations`.
 
 A call is an operation, its tensors by name, and its options. `launch` plans and launches it, `dispatch` chooses its
-way, and `library` makes torch's op of it, with a fake and a backward.
+path, and `library` makes it an op of torch, with a fake and a backward.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ ROTATION = (*NORMED, "mscale", "inverse", "max_seqlen", "packed_table", "cp_size
 
 
 class Operation:
-    """An operation, described by its names and a few functions of (tensors by name, options).
+    """An operation: names, and a few functions of (tensors by name, options).
 
     Attributes:
-        name: the name of torch's op; the op in place has "_" at its end. function: the user's function.
+        name: the name of torch's op; "_" at the end marks the op in place. function: the user's function.
         tensors: names in the op's order, before those of the tables; one with "?" may be missing.
         options: the fields of `Options` that the op has, beside `table`.
         words, tables: the words and the tables that a user's call may have beside `tensors`.
-        stage: for messages, the reason why it lacks the other words.
-        labels: for messages, the names of tensors that users know by another one.
-        norm: it normalises.
-        results: names of the outputs. One that is named as an input is missing where the input is.
-        reads, writes: the tensors with the heads of q, k and v, in and out; "q_out" is the output "q".
-        mutated: inputs that are written, in place or not.
-        inplace: there is an op in place. differentiable: it has a gradient. shards: it takes DTensors.
-        check: refuses a call that does not fit; takes the user's function first.
+        stage: the reason why it lacks the other words, for messages.
+        labels: users' names of tensors, where they differ, for messages.
+        norm: whether it normalises.
+        results: names of the outputs. An output with an input's name is missing if the input is.
+        reads, writes: tensors with the heads of q, k and v, in and out; "q_out" is the output "q".
+        mutated: inputs that are always written.
+        inplace: it has an op in place. differentiable: it has a gradient. shards: it takes DTensors.
+        check: refuses a wrong call; its first argument is the user's function.
         reference: the results in plain torch, as fresh tensors.
     """
 
@@ -84,7 +84,7 @@ class Operation:
         return self.fresh(tensors, options, blocks)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        """Tensors for the results, and for sums by each of `blocks` blocks."""
+        """New tensors for the results, and for the sums of each of `blocks` blocks."""
         return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class Operation:
         return self.made(given, options)
 
     def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        """All results, from those that torch's op makes."""
+        """All results, given those of torch's op."""
         return results
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
@@ -104,7 +104,7 @@ class Operation:
         return self.outputs(tensors, options)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        """The results, from the outputs that a launch has written."""
+        """The results, given the outputs of a launch."""
         return outputs
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
@@ -139,12 +139,12 @@ class Operation:
         return {name: x for name, x in tensors.items() if name not in self.names}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        """The gradients of the inputs. grads: those of the results, at least one."""
+        """The gradients of the inputs. grads: gradients of the results, at least one."""
         raise JitropeError(f"{self.function or self.name} has no {'second derivative' if self.norm else 'gradient'}")
 
 
 def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) -> Tensor:
-    """`rotated`, with the tokens after the last sequence as they are in x."""
+    """`rotated`, but with x's tokens after the last sequence."""
     cu_seqlens = tensors.get("cu_seqlens")
     if cu_seqlens is None:
         return rotated
@@ -154,7 +154,7 @@ def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) 
 
 
 def turned_back(options: Options, inplace: bool = False) -> Options:
-    """The options of the gradient: a rotation's transpose is the rotation back, from output to input."""
+    """The options of the gradient: the transpose of a rotation rotates back, from output to input."""
     o = options
     return changed(
         o, inverse=not o.inverse, interleaved=o.interleaved_out, interleaved_out=o.interleaved, inplace=inplace

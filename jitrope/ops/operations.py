@@ -46,7 +46,7 @@ class _Rope(Operation):
             found = call(self, {**grads, **saved}, back)
         else:
             found = {"k": call(self, {"q": grads["k"], **saved}, back)["q"]}
-        if options.inplace:  # tokens that were not rotated pass their gradient on
+        if options.inplace:  # tokens that are not rotated keep their gradient
             found = {name: spare_stays(grads[name], x, saved, options) for name, x in found.items()}
         return found
 
@@ -168,7 +168,7 @@ class _RopeQKVBackward(Operation):
 
 
 class _RopeInto(Operation):
-    """One launch that rotates q and k and copies v into the caller's tensors, whose heads need not be contiguous."""
+    """Rotate q and k and copy v into the caller's tensors, in one launch. Their heads need not be contiguous."""
 
     name = "rope_into"
     tensors = ("q", "k", "v", "q_out", "k_out", "v_out")
@@ -197,7 +197,7 @@ class _QKNormRope(Operation):
         return {name: x for name, x in tensors.items() if not name.endswith("_v")}
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
-        """The tensors of a call without a table, with tables that turn nothing: one row, expanded."""
+        """The tensors of a call without a table, with tables that rotate nothing: one row, expanded."""
         q = next(iter(tensors.values()))
         if q.dim() not in (3, 4):
             refuse(name, "q", q, "a tensor with 3 or 4 axes")
@@ -206,14 +206,14 @@ class _QKNormRope(Operation):
         return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
 
     def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
-        """The number of rows that a table for its tokens has."""
+        """The number of rows of a table for its tokens."""
         return tensors["q"].shape[LAYOUT_AXES[options.layout][1]]
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        # Roundings pass gradients on unchanged, so one kernel serves all of them, with contracted products: the fewest.
+        # Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
         norm = norm_of(options)
         back = changed(turned_back(options), rounding="complex64", norm=norm._replace(rounding="none"))
-        names = dict(zip("qk", [name for name in "qk" if name in grads]))  # a gradient of k alone is called q's
+        names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
         tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
         for ending in ("", "_weight"):
             given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
@@ -250,7 +250,7 @@ class _QKNormRopeJoint(_QKNormRope):
         return dict(zip("qkv", joint_parts(*[tensors[name] for name in ("first_q", "first_k", "first_v", "second_q")])))
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        """Those of each stream, from its tokens and its rows of the tables."""
+        """The gradients of each stream, from its tokens and its rows of the tables."""
         found: Tensors = {}
         begin = 0
         for stream in ("first", "second"):
@@ -309,4 +309,4 @@ OPERATIONS = (
     *(ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD),
     *(QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
 )
-"""The operations that are ops of torch. `ROPE_INTO` is none: only context parallelism calls it."""
+"""The operations with ops of torch. `ROPE_INTO` has none: only context parallelism calls it."""

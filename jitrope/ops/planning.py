@@ -1,4 +1,4 @@
-"""The kernels that calls need, found on meta tensors."""
+"""Find the kernels that calls need, on meta tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
     ...     jitrope.apply_rope(q, k, cos, sin)
     >>> jitrope.tools.prewarm.prewarm(specs, ["sm_90"], jobs=4)
 
-    A kernel depends on shapes, strides, dtypes and alignment, and meta tensors have all of them; they are aligned like
-    fresh tensors. A backward in the block is listed too. Calls on other tensors run as usual and are not listed, and
-    neither are calls of `jitrope.thd`, of `jitrope.context_parallel` and of other threads.
+    A kernel depends on shapes, strides, dtypes and alignment, which meta tensors have too; they are aligned like fresh
+    tensors. A backward in the block is also listed. Calls on other tensors run as usual and are not listed. Calls of
+    `jitrope.thd`, of `jitrope.context_parallel` and of other threads are not listed either.
 
     Args:
-        launches: the launches to plan each call for; ("auto",): the one that a call of these sizes takes.
+        launches: the launches to plan each call for; ("auto",) is the one that a real call would use.
         sm_count: the number of multiprocessors of the GPU. The choice of "auto" depends on it.
 
     Yields:

@@ -1,4 +1,4 @@
-"""Every operation in plain torch: the oracle of the tests, and the path of CPU tensors.
+"""Every operation in plain torch: the oracle of the tests, and the implementation for CPU tensors.
 
 A function takes the tensors of a call by name, and its options. The results are fresh tensors by name.
 """
@@ -18,7 +18,7 @@ RULE = "dual_chunk"
 
 
 def rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
-    """q and k rotated."""
+    """Rotate q and k."""
     return {name: rotate(t[name], t, o, out_dtype) for name in ("q", "k") if name in t}
 
 
@@ -30,10 +30,10 @@ def rotate(
     storage: torch.dtype | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """x rotated: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, rounded as `o.rounding` says.
+    """Rotate x: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, rounded as in `o.rounding`.
 
-    Products and the sum round apart, as torch's real multiplies do; complex multiplies and the fused product of
-    "addcmul" are torch's own. storage: the dtype that "dtype" rounds to, if it is not x's.
+    Products and the sum are rounded separately, as in torch's real multiplies; complex multiplies and the fused product
+    of "addcmul" are torch's own. storage: the dtype that "dtype" rounds to; default: x's.
     """
     rounded_to = (storage or x.dtype) if o.rounding == "dtype" and compute_dtype == torch.float32 else None
     if o.rounding == "complex128":
@@ -86,7 +86,7 @@ def _counted_rows(index: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor
 
 
 def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Options) -> Tensor:
-    """Positions in their sequences of the tokens of a rank, which are the index-th it has of each.
+    """The position in its sequence of the index-th token that a rank has of it.
 
     A sequence owns the tokens [first, end) of the batch and is cut into 2 cp_size chunks (`partition`). A rank has
     the chunks cp_rank and 2 cp_size - 1 - cp_rank.
@@ -101,7 +101,7 @@ def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Op
 
 
 def _gather(table: Tensor, rows: Tensor, o: Options) -> Tensor:
-    """The table's rows, (batch, token, head, width). A pair takes the row of its axis; NaN where one is outside."""
+    """The table's rows, (batch, token, head, width). A pair takes the row of its axis; a row outside gives NaN."""
     outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
     found = [_rows_of(table, axis.masked_fill(outside, 0)) for axis in rows]
     gathered = found[0]
@@ -134,7 +134,7 @@ def axis_of_pairs(o: Options, device: torch.device) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, o: Options) -> Tensor:
-    """Rotate x (batch, seq, head, head_dim); up to the last axis the tables broadcast to it."""
+    """Rotate x (batch, seq, head, head_dim). The tables broadcast to it, except in the last axis."""
     first, end = rotated(o)
     x0, x1 = _members(x[..., first:end], o.interleaved)
     full = cos.shape[-1] == o.rotary_dim
@@ -142,7 +142,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, o: Options) -> Tensor:
     sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
     if o.inverse:  # the transpose: each sine is read at the partner
         sin0, sin1 = -sin1, -sin0
-    if o.rounding.startswith("complex") and not full:  # torch's own, which may round the last pairs of a row otherwise
+    if o.rounding.startswith("complex") and not full:  # torch's, which may round a row's last pairs otherwise
         turned = torch.complex(x0, x1) * torch.complex(cos0, sin0)
         y0, y1 = turned.real, turned.imag
     else:
@@ -153,7 +153,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, o: Options) -> Tensor:
 
 
 def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor, rounding: str) -> Tensor:
-    """a b + c d. With "dtype" all is rounded to the dtype of the tables b and d."""
+    """a b + c d. With "dtype" each step is rounded to the dtype of the tables b and d."""
     if rounding == "addcmul":
         return torch.addcmul(a * b, c, d)
     if rounding == "dtype":
@@ -197,7 +197,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, norm: NormOptions, layout: str) -
 
 
 def qk_norm_rope(t: Tensors, o: Options) -> Tensors:
-    """q and k normalised and rotated, or rotated and normalised."""
+    """Normalise and rotate q and k, in the order of the norm."""
     norm, out = norm_of(o), dict[str, Tensor]()
     for name in [name for name in ("q", "k") if name in t]:
         x, weight = t[name], t.get(f"{name}_weight")
@@ -211,7 +211,7 @@ def qk_norm_rope(t: Tensors, o: Options) -> Tensors:
 
 
 def qk_norm_rope_joint(t: Tensors, o: Options) -> Tensors:
-    """q, k and v of two streams, concatenated along the sequence; q and k are normalised and rotated."""
+    """Concatenate q, k and v of two streams along the sequence; q and k are normalised and rotated."""
     parts = []
     for stream in ("first", "second"):
         own = of_stream(t, stream)
@@ -220,14 +220,14 @@ def qk_norm_rope_joint(t: Tensors, o: Options) -> Tensors:
 
 
 def names_of_stream(stream: str) -> dict[str, str]:
-    """The names of one stream's tensors in a joint call, by their names in a call of its own."""
+    """The names of one stream's tensors in a joint call, by their names in a separate call."""
     weights = "second_" if stream == "second" else ""
     heads = {name: f"{stream}_{name}" for name in "qkv"}
     return {**heads, **{name: weights + name for name in ("q_weight", "k_weight")}}
 
 
 def of_stream(t: Tensors, stream: str, whole_tables: bool = False) -> Tensors:
-    """One stream of a joint call as a call of its own, with its rows of the tables."""
+    """One stream of a joint call as a separate call, with its rows of the tables."""
     own = {name: t[joint] for name, joint in names_of_stream(stream).items() if joint in t}
     prefix = "second_" if stream == "second" and "second_cos" in t else ""
     tables = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
@@ -239,7 +239,7 @@ def of_stream(t: Tensors, stream: str, whole_tables: bool = False) -> Tensors:
 
 
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
-    """The gradients of q, k and their weights, in fp32 up to the last rounding; `o` rotates back."""
+    """The gradients of q, k and their weights, in fp32, rounded once at the end; `o` rotates back."""
     norm, out = norm_of(o), dict[str, Tensor]()
     for name in [name for name in ("q", "k") if name in t]:
         x, weight, grad = t[name], t.get(f"{name}_weight"), t[f"d{name}"]
@@ -281,12 +281,12 @@ def to_fp8(y: Tensor, scale: Tensor) -> Tensor:
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
-    """q and k rotated and divided by their scales, as e4m3."""
+    """Rotate q and k and divide them by their scales, as e4m3."""
     return {name: to_fp8(y, t[f"{name}_scale"]) for name, y in rope(t, o, torch.float32).items()}
 
 
 def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
-    """q and k rotated, q as fp8 if it has a scale; k and v are stored at their slots of the caches.
+    """Rotate q and k, q as fp8 if it has a scale; store k and v at their slots of the caches.
 
     The caches are (slots, heads, dim) or (pages, rows, heads, dim).
     """
@@ -299,7 +299,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     for name, x, in_fp32 in (("k", out["k"], exact["k"]), ("v", t["v"], t["v"])):
         cache = t[f"{name}_cache"]
         stored = to_fp8(in_fp32, t[f"{name}_scale"]) if cache.dtype == FP8 else x
-        bits = torch.uint8 if cache.dtype == FP8 else cache.dtype  # there is no index_put for fp8
+        bits = torch.uint8 if cache.dtype == FP8 else cache.dtype  # index_put has no fp8
         cache.view(bits)[at] = canonical(stored.view(bits), o.layout).flatten(0, 1)[kept]
     return {**out, "q": to_fp8(exact["q"], t["q_scale"])} if "q_scale" in t else out
 

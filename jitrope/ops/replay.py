@@ -1,7 +1,7 @@
 """The Python source of a known call, which checks its guard, fills the argument block and launches.
 
-This is the hot path: every line is paid once for each layer of a decode step. A loop over the tensors would take twice
-the time, so the source has none. It depends only on names, and is compiled once for each form of call. The data of one
+This is the hot path: every line runs once for each layer of a decode step. A loop over the tensors would double the
+time, so the source has none. It depends only on names, and is compiled once for each form of call. The data of one
 kind of call are arguments of `make`.
 """
 
@@ -19,16 +19,16 @@ from . import watch
 
 
 class Form(NamedTuple):
-    """Everything that the text of a known call depends on.
+    """All inputs of the source of a known call.
 
     Attributes:
-        names: names of the tensors, in order. twice: pairs of names, the later first, that are the same tensor.
+        names: names of the tensors, in order. twice: pairs of names (later, earlier) of one tensor.
         pointers: the addresses of the argument block as expressions; () if nothing is launched.
         results: names of the results. inplace: the results are tensors of the call. like: a result is like the tensor
             of the same name. finished: results are made from the outputs.
         close: tensors that must not share memory. written: tensors whose versions are incremented.
-        guarded: it returns None for a call of another kind. aligned: all addresses are multiples of 16.
-        recorded: it is recorded if gradients are enabled.
+        guarded: the call returns None for another kind of call. aligned: all addresses are multiples of 16.
+        recorded: the call is recorded if gradients are enabled.
     """
 
     names: tuple[str, ...]
@@ -52,11 +52,11 @@ def text(form: Form) -> str:
     if form.guarded:
         given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
         lines += [f"if {name} is not {earlier}: return None" for name, earlier in form.twice]
-        # A guard aborts the process if it is given a nested tensor. It refuses a tensor that is there twice.
+        # A nested tensor makes a guard abort the process. A guard refuses a tensor that is given twice.
         lines.append(f"if {' or '.join(f'{name}.is_nested' for name in names)}: return None")
         lines.append(f"if not matches({', '.join(given[name] or name for name in names)}): return None")
     lines += [f"{name}_at = {name}.data_ptr()" for name in names]
-    if form.guarded:  # a guard does not see addresses
+    if form.guarded:  # a guard does not check addresses
         bits = [f"{name}_at" for name in names]
         other = f"({' | '.join(bits)}) & 15" if form.aligned else f"({' & 15, '.join(bits)} & 15,) != alignments"
         lines.append(f"if {other}: return None")
@@ -109,6 +109,6 @@ def maker(form: Form) -> Callable[..., Callable[..., Tensors | None]]:
 
 
 def twice(names: Sequence[str], tensors: Sequence[Tensor]) -> tuple[tuple[str, str], ...]:
-    """Pairs of names, the later first, of tensors that are there twice."""
+    """Pairs of names (later, earlier) of tensors that are given twice."""
     first: dict[int, str] = {}
     return tuple([(name, first[id(x)]) for name, x in zip(names, tensors) if first.setdefault(id(x), name) != name])

@@ -1,8 +1,8 @@
-"""DTensors: each rank calls with its own shards, without communication.
+"""DTensors: each rank runs the op on its own shards, without communication.
 
 The rotation or the norm of a head needs no other head and no other token. So each dimension of the mesh may shard the
-batch, the sequence or the heads, and `_rows` is the rule by which torch runs the ops of `OUTPUTS` on the shards. If no
-row fits, torch would silently gather; `prepared` refuses that, and places the tensors beside q and k.
+batch, the sequence or the heads, and `_rows` tells torch how to run the ops of `OUTPUTS` on the shards. If no row
+fits, torch would silently gather; `prepared` refuses that, and places the tensors beside q and k.
 
 `dispatch` imports this file with the first DTensor, because it imports torch.distributed.tensor.
 """
@@ -36,7 +36,7 @@ come after that one.
 
 Q, K = ("q", "dq"), ("k", "dk")
 Row = dict[str, Any]
-"""How one dimension of a mesh places a call's tensors."""
+"""The placements of a call's tensors on one dimension of a mesh."""
 
 
 def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
@@ -57,7 +57,7 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
-    """The axes that must not be sharded, and the reason."""
+    """The axes that must not be sharded, each with the reason."""
     counted = call.get("cp_size", 1) > 1 or call["cu_seqlens"] is not None or call["start_positions"] is not None
     seq = {"seq": "cu_seqlens, start_positions and cp_size count tokens of whole sequences; pass position_ids instead"}
     heads = {"heads": "across_heads needs all heads of a token"}
@@ -120,7 +120,7 @@ def prepared(name: str, tensors: Tensors, options: Options) -> Tensors:
         _check_parts(given, axes)
     except InvalidInput as error:
         raise InvalidInput(f"{name}: {error}") from None
-    if options.inplace and not torch.compiler.is_compiling():  # torch counts only the writes to the shards
+    if options.inplace and not torch.compiler.is_compiling():  # torch only counts writes to the shards
         torch._C._increment_version(list(heads.values()))
     return given
 
@@ -145,7 +145,7 @@ def _row(n: int, heads: Mapping[str, Any], call: Mapping[str, Any]) -> Row:
 
 
 def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[str, Any]) -> Any:
-    """A tensor beside q, placed as wanted. Each rank has all of a plain or replicated tensor, so nothing is sent."""
+    """A tensor beside q with the wanted placements. It must be plain or replicated, so nothing is sent."""
     q: Any = given["q"]
     x: Any = given[label]
     everywhere = [Replicate()] * q.device_mesh.ndim
@@ -163,7 +163,7 @@ def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[
 
 
 def _check_parts(given: Mapping[str, Any], axes: Mapping[str, Any]) -> None:
-    """Refuse axes that are too short to shard, which torch would gather, and shards that torch would cut otherwise."""
+    """Refuse axes too short to shard, which torch would gather, and shards that torch would cut differently."""
     parts: dict[str, dict[str, int]] = {"batch": {}, "seq": {}, "heads": {}}
     for label, x in given.items():
         for word, axis in axes[label].items():

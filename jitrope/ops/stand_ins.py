@@ -1,4 +1,4 @@
-"""Tensors that replace missing ones. Each is made once."""
+"""Tensors in place of missing ones. Each is made once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Values that a user makes once and passes to every layer: positions, and further stages of a launch.
+"""Values that a user makes once and passes to every layer: positions, and other stages of a launch.
 
-A value is checked when it is made. A call takes its tensors and words, so a value costs no more than keywords. Values
-can be pickled, printed and traced by torch.compile. Two values are equal only if they are the same object.
+A value is checked when it is made. A call uses its tensors and words directly, so a value costs no more than keywords.
+Values can be pickled, printed and traced by torch.compile. Two values are equal only if they are the same object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class Value:
-    """Tensors by name, and the words that are not defaults. A value does not change."""
+    """Tensors by name, and the words that are not defaults. A value is immutable."""
 
     tensors: Tensors
     words: dict[str, Any]
@@ -56,15 +56,15 @@ class Packed(Positions):
 
     Args:
         cu_seqlens: int32 or int64 offsets (N + 1) of N sequences, on q's device, ascending from 0. The host does not
-            read them. Tokens after the last sequence become zero, or in place do not change. Tokens past the table's
-            end become NaN.
-        max_seqlen: the length of the longest sequence, if the host knows it.
+            read them. Tokens after the last sequence become zero; in place they do not change. Tokens past the end of
+            the table become NaN.
+        max_seqlen: the length of the longest sequence, if known on the host.
         start_positions: int32 or int64, (N): the position of the first token of each sequence; default 0.
         packed_table: the table has a row for each token of the batch, so positions do not restart (as in tables of
             mRoPE).
         cp_size, cp_rank: context parallelism. Every sequence is cut into 2 cp_size chunks, and q and k hold this rank's
-            chunks cp_rank and 2 cp_size - 1 - cp_rank of each, concatenated. cu_seqlens, max_seqlen and the tables are
-            those of the whole batch. Sequences may have any length: token t of the batch adds a place to chunk
+            chunks cp_rank and 2 cp_size - 1 - cp_rank of each, concatenated. cu_seqlens, max_seqlen and the tables
+            describe the whole batch. Sequences may have any length: token t of the batch adds a place to chunk
             t % (2 cp_size) of its sequence, so the chunks of a sequence differ by at most one token
             (`jitrope.context_parallel.Partition`).
 
@@ -92,12 +92,12 @@ class Packed(Positions):
 
 
 class Starts(Positions):
-    """A first position for each batch row; or context parallelism of batch rows.
+    """A first position for each batch row, or context parallelism of batch rows.
 
     Args:
         start_positions: int32 or int64, (B), on q's device: the position of the first token of each row; default 0.
             Positions outside of the table give NaN.
-        cp_size, cp_rank: context parallelism as in `Packed`; all sequences have the same length, all chunks one size.
+        cp_size, cp_rank: context parallelism as in `Packed`, with sequences of one length and chunks of one size.
 
     Raises:
         InvalidInput: an argument has a wrong type.
@@ -115,8 +115,8 @@ class Mrope(Positions):
         position_ids: int32 or int64, (A, S) or (A, B, S), with "thd" (A, T), on q's device: a row of the table for each
             token and axis. A, the number of sections, is at most 4.
         mrope_section: the number of pairs of each axis, rotary_dim / 2 in all. A pair takes the id of its axis.
-        mrope_interleaved: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all others
-            belong to axis 0 (Qwen3-VL). Otherwise the pairs of a section are neighbours (Qwen2-VL).
+        mrope_interleaved: True: the pairs of axis a > 0 are a, a + A, a + 2A, ..., as many as its section has; all
+            others belong to axis 0 (Qwen3-VL). False: the pairs of a section are neighbours (Qwen2-VL).
 
     Raises:
         InvalidInput: an argument has a wrong type.
@@ -135,12 +135,12 @@ class Mrope(Positions):
 class Norm(Value):
     """RMSNorm of q and k: x / sqrt(mean(x^2) + eps) times the weight (arXiv:1910.07467, eq. 4).
 
-    Make it in each forward, because FSDP and `torch.func` replace a module's parameters.
+    Make one in each forward, because FSDP and `torch.func` replace a module's parameters.
 
     Args:
         q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight.
-        eps: added to the mean of the squares. The default is that of Qwen3, FLUX, Qwen-Image and Wan in transformers
-            and diffusers.
+        eps: added to the mean of the squares. Qwen3, FLUX, Qwen-Image and Wan have this default in transformers and
+            diffusers.
         across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
@@ -186,7 +186,7 @@ class KVCache(Value):
         slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
             row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
             tokens have one slot, either may be stored.
-        k_scale, v_scale: with fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`.
+        k_scale, v_scale: only for fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`.
         rotate_k: also rotate k itself, in place.
 
     Raises:
@@ -213,7 +213,7 @@ class KVCache(Value):
 
 
 class Quantize(Value):
-    """Return q, and without a cache k, as torch.float8_e4m3fn (arXiv:2209.05433).
+    """Return q, and without a cache also k, as torch.float8_e4m3fn (arXiv:2209.05433).
 
     Args:
         q_scale, k_scale: the value of one unit of the output: y / scale is stored, clamped to 448 in size, and rounded
@@ -262,5 +262,5 @@ def _number(name: str, label: str, scale: Any) -> float:
 
 @constant
 def _scale_of(device: torch.device, scale: float, label: str) -> Tensor:
-    """A tensor of its own for each argument, because guards refuse a tensor that is there twice."""
+    """A separate tensor for each argument, because guards refuse a tensor that is given twice."""
     return torch.full((), scale, device=device)

@@ -1,4 +1,4 @@
-"""Queries about torch's state around a call. They use torch's private names, some with a fallback."""
+"""Queries about torch's state around a call. They use private names of torch, some with a fallback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def watched() -> bool:
 
 
 def plain(tensors: Mapping[str, Any]) -> bool:
-    """Whether the tensors can be read from the GPU's memory as they are, and only autograd watches.
+    """Whether the tensors can be read from the GPU's memory directly, and only autograd watches.
 
     The library's ops handle tensor subclasses, torch.func's transforms, and lazy negative and conjugate bits.
     """
@@ -44,26 +44,26 @@ def wants_grad(*tensors: Any) -> bool:
 
 
 def sharded(tensors: Iterable[Any]) -> bool:
-    """Whether one of them is a DTensor, found without importing the class."""
+    """Whether one of the tensors is a DTensor, found without importing the class."""
     return any(type(x) is not Tensor and hasattr(x, "device_mesh") for x in tensors)
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the current stream, for a tensor on a GPU."""
+    """Whether x is on a GPU and a CUDA graph is being captured on the current stream."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The C++ `apply` of an autograd function. The Python one first looks for torch.func's transforms."""
+    """The C++ `apply` of an autograd function. The Python one first checks for torch.func's transforms."""
     found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return found
 
 
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A C++ function that tests whether other tensors are of the same kind; None if this torch has none.
+    """Return a C++ function that tests whether other tensors are of the same kind; None if this torch has none.
 
     It compares types, dispatch keys, dtypes, devices, sizes, strides and requires_grad, but not addresses. It refuses a
-    tensor that is there twice, and a nested tensor aborts the process.
+    tensor that is given twice, and a nested tensor aborts the process.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:

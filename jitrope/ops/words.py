@@ -1,4 +1,4 @@
-"""Turn a user's words into options: check the type of each, and fill in defaults."""
+"""Turn a user's words into options: check their types, and fill in defaults."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _OLD = {
 """Words of other libraries and of jitrope's old versions, and the argument that replaces them."""
 
 _HAVE = {"apply_rope": ("positions",), "prepare_packed_qkv": ("positions",), "prepare_joint_qkv": ("norm",)}
-"""The values that a function takes, if it does not take all of them."""
+"""The allowed values for functions that do not take all values."""
 
 
 def unexpected(name: str, label: str) -> TypeError:
-    """The error of a word that a function does not have, with the argument that replaces it."""
+    """The error for a word that a function does not have; it names the argument that replaces the word."""
     hint = ""
     if label in _OLD:
         new = _OLD[label].partition("=")[0]
@@ -49,7 +49,7 @@ def unexpected(name: str, label: str) -> TypeError:
 
 
 def canonical(tensors: Tensors) -> Tensors:
-    """A call's tensors by the kernel's names: a single table is called cos, and its axes are in cos's order."""
+    """A call's tensors by the kernel's names: a single table is called cos and has its axes in cos's order."""
     full = {"cos" if name in ONE_TABLE else name: x for name, x in tensors.items()}
     if "freqs" in tensors and full["cos"].dim() == 4:  # (P, B, 1, W)
         full["cos"] = full["cos"].transpose(0, 1)
@@ -80,7 +80,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
 
 
 def _check_tensors(op: Any, tensors: Mapping[str, Any], name: str) -> str:
-    """Refuse missing and wrong tensors; the kind of the tables."""
+    """Refuse missing and wrong tensors, and return the kind of the tables."""
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
     ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
     if ways > 1 or (ways == 0 and not op.norm) or ("cos" in tensors) != ("sin" in tensors):
@@ -98,7 +98,7 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], name: str) -> str:
 
 
 def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> str:
-    """Which tables a call has in place of one kind, and the call that was probably meant."""
+    """The message about a call's wrong tables, with the call that was probably meant."""
     wanted = "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis"
     q, k, cos, sin = (tensors.get(label) for label in ("q", "k", "cos", "sin"))
     if isinstance(cos, (list, tuple)):
@@ -138,7 +138,7 @@ _kept = lru_cache(maxsize=4096)(_resolved)
 
 
 def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int) -> int:
-    """The number of elements of a head that words rotate, where no table has a width that says it."""
+    """The number of elements of a head to rotate, for a call without a table that has this width."""
     typed = {label: _typed(name, label, words[label]) for label in HEAD_WORDS if label in words}
     rotary_dim = typed.pop("rotary_dim", None)
     return head_dim - rotated(Options(**typed))[0] if rotary_dim is None else int(rotary_dim)
@@ -157,5 +157,5 @@ def _typed(name: str, label: str, value: Any) -> Any:
 
 
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
-    """Whether a call has `check=True`, which reads the positions and so waits for the device."""
+    """Whether a call has `check=True`, which reads the positions and therefore waits for the device."""
     return flag(name, "check", asked.get("check", False))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Argument(NamedTuple):
-    """A field of the struct. names: those of its elements; a field with several names is an array."""
+    """A field of the struct. names: the names of its elements; a field with several names is an array."""
 
     c_type: str
     field: str
@@ -94,7 +94,7 @@ def _declaration(argument: Argument) -> str:
 
 
 def words(given: Mapping[str, Word], norm: bool) -> list[int]:
-    """The words after the addresses, in order. given: the values of exactly the fields of the struct."""
+    """The words after the addresses, in order. given: one value for each field of the struct."""
     flat = {field: _flat(value) for field, value in given.items()}
     fields = (*WORDS, *NORM_WORDS) if norm else WORDS
     sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in fields}

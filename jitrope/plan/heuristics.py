@@ -16,13 +16,13 @@ MAX_GRID_Y = 65_535
 """CUDA's limit on the second grid axis, in blocks."""
 
 BLOCK_THREADS = 256
-"""Threads aimed at for a block. It takes several tokens where the heads of one need fewer."""
+"""The target number of threads in a block. A block takes several tokens if the heads of one need fewer."""
 
 MAX_BLOCK_THREADS = 768
-"""Threads a block may have. Memory moves best when a block takes all heads of a token at once, with one access for each
-thread: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block of all 48 heads (384 threads) takes 1.036 x the copy,
-24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads full-width tables and packed input
-spill, as they need 80 registers a thread."""
+"""The most threads in a block. Memory traffic is fastest when a block takes all heads of a token at once, with one
+access for each thread: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block of all 48 heads (384 threads) takes
+1.036 x the copy, 24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads full-width tables
+and packed input spill, because they need 80 registers a thread."""
 
 FEW_THREADS_PER_SM = 1280
 """Heads are tiled too below this many threads an SM, counted with accesses of SMALL_ACCESS_BYTES. H100 (132 SMs), heads
@@ -32,28 +32,28 @@ of 128, bf16, position_ids, hot, in place, token_linear / grid_2d: 32 + 8 heads:
 
 SMALL_BLOCK_THREADS = 128
 SMALL_ACCESS_BYTES = 8
-"""Threads aimed at for a block, and bytes of an access, where heads are tiled. One warp's instructions take longest
-there, so each of more threads does less. The same calls with 16 bytes: 1 token 1.10 us, 64 1.64, 256 2.81; with 256
-threads 1.05, 1.42, 2.38."""
+"""The target number of threads in a block, and the bytes of an access, if heads are tiled. A warp's instructions take
+longest there, so more threads do less work each. The same calls with 16 bytes: 1 token 1.10 us, 64 1.64, 256 2.81;
+with 256 threads 1.05, 1.42, 2.38."""
 
 WARP_THREADS = 32
 
 ROW_BLOCK_THREADS = 128
-"""Threads aimed at for a block of a norm across heads. H100, (1, 32760, 12 + 12, 128) bf16: 1.050 x the copy, 64
-threads 1.053, 256 1.135."""
+"""The target number of threads in a block of a norm across heads. H100, (1, 32760, 12 + 12, 128) bf16: 1.050 x the
+copy, 64 threads 1.053, 256 1.135."""
 
 MAX_ROW_THREADS = 512
 MAX_ROW_ACCESSES = 24
 MAX_GRADIENT_ACCESSES = 4
-"""Accesses of a row of q or k that a thread may hold in a norm across heads. A wider row has more threads, as long as
-rows of q and of k fit in a block. 24 accesses of 16 bytes take 96 registers. The gradient kernel also holds as many of
-the output's gradient, and a sum for each element."""
+"""The most accesses of a row of q or k that a thread holds in a norm across heads. A wider row has more threads, as
+long as rows of q and of k fit in a block. 24 accesses of 16 bytes take 96 registers. The gradient kernel also holds as
+many accesses of the output's gradient, and a sum for each element."""
 
 NORM_HEADS_PER_THREAD = 2
 NORM_THREADS_PER_SM = 768
 MAX_NORM_THREADS_PER_SM = 1024
-"""With a norm a thread takes several neighbouring heads, with one set of weights and angles. The threads on an SM are
-limited so that each has enough registers; the limit is higher where some threads of a head idle. H100, x the copy,
+"""With a norm, a thread takes several neighbouring heads, with one set of weights and angles. The threads on an SM are
+limited so that each has enough registers; the limit is higher if some threads of a head idle. H100, x the copy,
 (1, 4608, 24 + 24, 128) interleaved / (1, 8192, 32 + 8, 128) halves, bf16, out of place: two heads with 768 threads
 1.015 / 1.038, 960 1.025 / 1.050, 1152 1.165 / 1.329; one head with 768 1.091 / 1.189, 1280 1.017 / 1.040; four with 640
 1.032 / 1.058. Heads of 80: two with 768 threads 1.12, 1024 1.04."""
@@ -68,13 +68,13 @@ head with 480 1.29 / 1.20. Loading the next token before the work on this one ga
 sums of several heads, and 384 threads spill."""
 
 FEW_PACKED_HEADS = 8192
-"""Up to this many tokens x heads of a packed batch, a second grid axis over the sequences beats the search, if they are
-known to be even. H100, angles, bf16, head size 128, 4 sequences, token_linear / grid_2d: 64 tokens of 8 heads 2.71 /
+"""Up to this many tokens x heads of a packed batch, a second grid axis over the sequences is faster than the search, if
+lengths are even. H100, angles, bf16, head size 128, 4 sequences, token_linear / grid_2d: 64 tokens of 8 heads 2.71 /
 2.50 us, 64 of 32 2.86 / 2.64, 256 of 32 3.95 / 3.56, 1024 of 8 3.88 / 3.61; above it 1024 of 32 7.37 / 7.85, 4096 of 8
 7.08 / 7.82."""
 
 MAX_UNEVEN = 2
-"""The bound on sequences x max_seqlen over tokens for that grid, as uneven lengths waste blocks."""
+"""The bound on sequences x max_seqlen over tokens for that grid, because uneven lengths waste blocks."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class RopeProblem(Compiled):
     """One call in integers and words.
 
     heads: of q and k, and of v where it is copied; q_heads: of q alone. vec_limit, table_vec_limit, weight_vec_limit:
-    the elements of an access that addresses and strides of q and k, of the tables, and of a norm's weights allow (1: no
-    alignment, or strided elements). table_step_limit: 2 where the tables' elements are every other one. num_sequences
-    is 0 without cu_seqlens. max_seqlen is that of the whole sequence, also under context parallelism; 0: not given.
+    the most elements of an access that addresses and strides of q and k, of the tables, and of a norm's weights allow
+    (1: no alignment, or strided elements). table_step_limit: 2 if the tables use every other element. num_sequences is
+    0 without cu_seqlens. max_seqlen is the whole sequence's, also under context parallelism; 0: not given.
     """
 
     batch: int
@@ -143,10 +143,10 @@ def plan(problem: RopeProblem) -> Plan:
     else:
         grid = (-(-p.tokens // tokens), 1)
     one_step = tiled or heads * spec.heads_per_thread >= p.heads
-    one_row = tiled and p.batch == 1  # elsewhere the division costs nothing, and another kernel would be compiled
+    one_row = tiled and p.batch == 1  # elsewhere the division is free, and this saves a kernel
     spec = replace(spec, launch=launch, one_step=one_step, one_row=one_row)
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
-    if p.norm and not tiled and not p.full_width and p.rounding != "complex128":  # those need the registers
+    if p.norm and not tiled and not p.full_width and p.rounding != "complex128":  # else registers are short
         threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
         spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads))
     return Plan(spec, grid, spec.threads, reason)
@@ -161,7 +161,7 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
         tokens, heads = tile(teams, spec.team, GRADIENT_BLOCK_THREADS)
         tiles = -(-teams // heads)
     else:
-        warp = max(1, WARP_THREADS // spec.team)  # heads that a warp has at a time
+        warp = max(1, WARP_THREADS // spec.team)  # heads of a warp
         accesses = spec.chunks * spec.chunk // spec.vec
         steps = (MAX_GRADIENT_ACCESSES if p.gradient else MAX_ROW_ACCESSES) // accesses
         heads = warp * -(-max(p.row_heads) // (warp * max(1, steps)))
@@ -178,7 +178,7 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
 
 
 def _heads_per_thread(p: RopeProblem, most: int) -> int:
-    """Neighbouring heads of a thread, all of q, all of k or all of v."""
+    """The number of neighbouring heads of a thread, all of q, all of k or all of v."""
     return math.gcd(p.q_heads, p.heads, most) if not p.per_head else 1
 
 
@@ -187,16 +187,16 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
 
     A packed batch is token-linear at any number of sequences: on an H100 65,536 tokens of 32 heads of 128, bf16 with
     angles, in 1, 8, 32, 128, 512, 1024 and 2401 sequences of one length took 371, 359, 359, 360, 362, 362 and 362 us
-    with token_linear, and 482, 405, 401, 404, 405, 406 and 420 with grid_2d, to which uneven lengths add. Small packs
-    are the exception (`FEW_PACKED_HEADS`).
+    with token_linear, and 482, 405, 401, 404, 405, 406 and 420 with grid_2d, which uneven lengths make slower. Small
+    packed batches are the exception (`FEW_PACKED_HEADS`).
     """
     packed = p.cu_seqlens_dtype is not None
     if p.across_heads or p.gradient:
-        return "token_linear", "a block has whole rows of tokens"
+        return "token_linear", "across_heads: a block has whole rows"
     if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:
-        return "token_linear", f"{p.num_sequences} sequences pass the grid's limit of {MAX_GRID_Y} rows"
+        return "token_linear", f"{p.num_sequences} sequences exceed the grid's limit of {MAX_GRID_Y} rows"
     if p.launch != "auto":
-        return p.launch, f"launch={p.launch!r} was asked for"
+        return p.launch, f"launch={p.launch!r} is configured"
     if packed:
         even = 0 < p.num_sequences * longest_share(p) <= MAX_UNEVEN * p.tokens
         if even and p.tokens * p.heads <= FEW_PACKED_HEADS and p.num_sequences < MAX_GRID_Y:
@@ -204,7 +204,7 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
         return "token_linear", "packed: cost follows the tokens, not sequences x max_seqlen"
     threads = p.tokens * p.heads * p.rotary_dim * ITEM_SIZES[p.dtype] // (2 * SMALL_ACCESS_BYTES)
     if threads < FEW_THREADS_PER_SM * p.sm_count and p.heads > 1:
-        return "grid_2d", f"{p.tokens} tokens leave {p.sm_count} SMs room: heads are tiled too"
+        return "grid_2d", f"{p.tokens} tokens leave room on {p.sm_count} SMs: heads are tiled too"
     return "token_linear", f"{p.tokens} tokens fill {p.sm_count} SMs"
 
 
@@ -233,7 +233,7 @@ def table_access(p: RopeProblem, spec: RopeSpec) -> int:
     run = spec.chunk // 2 if interleaved and not p.full_width else spec.chunk
     step = p.rotary_dim // (2 if p.full_width or not interleaved else 4)  # to the thread's second run
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
-    members = 2 if p.full_width and p.interleaved else 1  # of a pair, side by side
+    members = 2 if p.full_width and p.interleaved else 1  # of a pair, neighbours
     ends = [end * members for end in accumulate(p.mrope_section)]
     if p.mrope_interleaved:
         table_vec = min(table_vec, members)
@@ -244,7 +244,7 @@ def table_access(p: RopeProblem, spec: RopeSpec) -> int:
 
 @lru_cache(maxsize=1024)
 def tile(heads: int, lanes: int, block_threads: int = MAX_BLOCK_THREADS) -> tuple[int, int]:
-    """(tokens of a block, heads of each at a time): whole tokens, whose heads take the fewest even steps."""
+    """(tokens of a block, heads of each at a time): whole tokens, with the fewest even steps for their heads."""
     steps = -(-heads // max(1, block_threads // lanes))
     at_once = -(-heads // steps)
     return max(1, BLOCK_THREADS // (at_once * lanes)), at_once

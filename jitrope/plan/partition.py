@@ -1,14 +1,13 @@
-"""How a packed batch is cut between context-parallel ranks: the rule, as arithmetic on offsets.
+"""The rule that cuts a packed batch between context-parallel ranks, as arithmetic on offsets.
 
-Chunk `chunk` of `of` owns `count(offset, chunk, of)` of the first `offset` tokens of the batch, whatever sequences
-they belong to. So it owns count(end) - count(first) tokens of a sequence [first, end). These parts are equal if first
-and end are multiples of `of`; otherwise they differ by one. A rank's share of the whole batch depends only on the
-number of tokens. Nothing has to be padded, and no length has to be read.
+Chunk `chunk` of `of` owns `count(offset, chunk, of)` of the first `offset` tokens of the batch, independent of their
+sequences. So it owns count(end) - count(first) tokens of a sequence [first, end). These parts are equal if first and
+end are multiples of `of`; otherwise they differ by one. A rank's share of the whole batch depends only on the number
+of tokens. No padding is needed, and no length is read.
 
     sum(count(offset, chunk, of) for chunk in range(of)) == offset        (Hermite's identity)
 
-Every function takes Python integers or integer tensors as offsets. `templates/sequences.cuh` has the same rule for the
-device.
+Offsets are Python integers or integer tensors. `templates/sequences.cuh` has the same rule for the device.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Mask(NamedTuple):
 
     @property
     def extends(self) -> bool:
-        """Whether keys may come after the last query of a rank. They need queries of their own: see `Segments`."""
+        """Whether keys may come after the last query of a rank. Such keys need their own queries: see `Segments`."""
         return self.right != 0 and not self.full
 
 
 def number_of_chunks(cp_size: int, rule: str) -> int:
-    """Chunks of each sequence: two for a rank ("dual_chunk") or one ("contiguous")."""
+    """The number of chunks of each sequence: two for each rank ("dual_chunk") or one ("contiguous")."""
     return 2 * cp_size if rule == "dual_chunk" and cp_size > 1 else cp_size
 
 
@@ -104,7 +103,7 @@ def exchange_rows(tokens: int, cp_size: int, sequences: int, mask: Mask, rule: s
     """rows[source][rank]: the most keys of `source` that `rank` needs; None: an exchange saves nothing.
 
     A sequence needs at most ceil(window / d) keys of a chunk that is d chunks away, because the chunks between hold the
-    rest. None where this is more than three quarters of the rows of an all-gather, which needs no packing by rank.
+    rest. None if this exceeds three quarters of the rows of an all-gather, which needs no packing by rank.
     """
     if cp_size == 1 or mask.full or mask.left < 0 or mask.right < 0:
         return None

@@ -1,4 +1,4 @@
-"""Tensors -> problem: a call in integers, its plan, and the arguments of its kernel after the addresses.
+"""Tensors -> problem: a call in integers, its plan, and its kernel's arguments after the addresses.
 
 Only shapes, strides and alignment are read, so the tensors may be on any device.
 """
@@ -37,12 +37,12 @@ Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
 
 
 def head_view(x: Tensor, layout: str) -> Tensor:
-    """The heads of a tensor in `layout`; each is a group of its own."""
+    """The heads of a tensor in `layout`; each head is its own group."""
     return canonical(x, layout).unsqueeze(3)
 
 
 def cache_view(cache: Tensor) -> Tensor:
-    """The heads of a cache (slots, H, D) or (pages, rows, H, D), with pages as the batch axis if they are needed."""
+    """The heads of a cache (slots, H, D) or (pages, rows, H, D). Pages become the batch axis if needed."""
     if cache.dim() == 4 and cache.stride(0) == cache.shape[1] * cache.stride(1):
         cache = cache.flatten(0, 1)
     return (cache if cache.dim() == 4 else cache.unsqueeze(0)).unsqueeze(3)
@@ -55,7 +55,7 @@ def qkv_views(qkv: Tensor, q_per_group: int, layout: str) -> tuple[Tensor, Tenso
 
 
 def separate_views(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for q (..., groups x q_per_group, head_dim), k and v (..., groups, head_dim)."""
+    """Views of separate q (..., groups x q_per_group, head_dim), k and v (..., groups, head_dim)."""
     q, k, v = (canonical(x, options.layout) for x in (q, k, v))
     return q.unflatten(2, (-1, options.q_per_group)), k.unsqueeze(3), v.unsqueeze(3)
 
@@ -121,7 +121,7 @@ def meet(a: Tensor, b: Tensor) -> bool:
 
 
 def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = False) -> bool:
-    """Whether a sum of steps, each taken a number of times in its range, is the target; moved: not all zero times."""
+    """Whether steps, repeated within their ranges, can add up to the target; moved: not all zero times."""
     axes = sorted(((step, low, high) for step, (low, high) in ranges.items() if low < high and step), reverse=True)
     rest = [
         (sum(s * low for s, low, _ in axes[n:]), sum(s * high for s, _, high in axes[n:])) for n in range(len(axes) + 1)
@@ -140,7 +140,7 @@ def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = Fals
 
 
 def refuse_meeting(name: str, tensors: dict[str, Tensor], written: Sequence[str]) -> None:
-    """Refuse memory that is written as one tensor and read or written as another."""
+    """Refuse memory that one tensor writes and another reads or writes."""
     for n, label in enumerate(written):
         for other, x in tensors.items():
             if other not in written[: n + 1] and meet(tensors[label], x):
@@ -232,7 +232,7 @@ class _Call:
         return head_view(self.tensors[name], self.options.layout) if name in self.tensors else self.views[0]
 
     def _merge_batch(self) -> None:
-        """Make the batch axis one with the sequence's if the kernel then does the same, which saves it a division."""
+        """Merge the batch axis with the sequence axis if the results stay equal. The kernel then needs no division."""
         batch, seqlen = self.views[0].shape[:2]
         ids, shared = self.ids, len(self.tables[0]) == 1
         of_tokens = slice(0, 4 if "slot_mapping" in self.tensors else 6)  # the others are caches
@@ -344,7 +344,7 @@ def _name(x: Tensor | None) -> str | None:
 
 
 def _strides(view: Tensor) -> list[int]:
-    """Strides in elements. An axis of size 1 has stride 0, because a table is shared along it; the last axis has 1."""
+    """Strides in elements. An axis of size 1 is shared, so its stride is 0; the last axis has 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(view.shape, view.stride())]
     return [*strides[:-1], 1 if view.shape[-1] == 1 else strides[-1]]
 
@@ -363,7 +363,7 @@ def _elements_per_access(views: Sequence[Tensor], strides: Sequence[Sequence[int
 def _table_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> tuple[int, int]:
     """(element stride of the tables, entries that one aligned access may span).
 
-    In complex and in repeated tables every other element counts, and an access loads both neighbours.
+    Complex and repeated tables use every other element, and an access loads both neighbours.
     """
     if any(inner != 2 for *_, inner in strides):
         return 1, _elements_per_access(views, strides)
@@ -376,5 +376,5 @@ def _table_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> 
 
 
 def _address(x: Tensor) -> int:
-    """The address of the first element; of a meta tensor the offset in its storage, which will be aligned."""
+    """The address of the first element; for a meta tensor, the offset in its storage, which will be aligned."""
     return int(x.storage_offset()) * x.element_size() if x.is_meta else x.data_ptr()

@@ -19,7 +19,7 @@ NORM_ROUNDINGS = ("none", "once", "twice")
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 MAX_HEAD_DIM = 512
 
-# Where a layout keeps (batch, seq, head, dim); None: it has no batch axis.
+# The axes of (batch, seq, head, dim) in each layout; None: no batch axis.
 LAYOUT_AXES: dict[str, tuple[int | None, int, int, int]] = {
     "bshd": (0, 1, 2, 3),
     "sbhd": (1, 0, 2, 3),
@@ -42,7 +42,7 @@ HEAD_WORDS = tuple(field.name for field in fields(HeadWords))
 
 
 class NormOptions(NamedTuple):
-    """How q and k are normalised, in the words of `Norm`."""
+    """The norm of q and k, in the words of `Norm`."""
 
     rounding: str = "none"
     across_heads: bool = False
@@ -54,7 +54,7 @@ class NormOptions(NamedTuple):
 class Options(NamedTuple):
     """The words of a call, as `apply_rope` describes them."""
 
-    rotary_dim: int = 0  # first: torch keeps the sharding of an op by all arguments from its first int on
+    rotary_dim: int = 0  # first: torch caches an op's sharding by all arguments from its first int on
     layout: str = "bshd"
     interleaved: bool = False
     interleaved_out: bool = False
@@ -62,12 +62,12 @@ class Options(NamedTuple):
     max_seqlen: int = 0
     cp_size: int = 1
     cp_rank: int = 0
-    table: str = "cos_sin"  # every other kind is a single tensor, which takes the place of cos
+    table: str = "cos_sin"  # every other kind is a single tensor in the place of cos
     mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; () for one axis
     mrope_interleaved: bool = False
     mscale: float = 1.0
     packed_table: bool = False
-    q_per_group: int = 0  # heads of q in a group of packed QKV; 0: q and k are tensors of their own
+    q_per_group: int = 0  # heads of q in a group of packed QKV; 0: separate q and k
     copy_v: bool = True  # packed QKV: copy v, or return a view
     rotate_k: bool = False  # rotate k in place too, beside its copy in a cache
     rounding: str = "fp32"
@@ -107,7 +107,7 @@ class Compiled:
 
     Rows of the tables. The dtypes of cu_seqlens, start_positions, position_ids and slot_mapping are None without them.
     cp_size: ranks that share each sequence. mrope_section: pairs of each axis of position_ids, () for one axis.
-    mrope_interleaved: the pairs of the axes alternate. batch_inner: tokens of neighbouring batch rows are neighbours in
+    mrope_interleaved: the axes' pairs alternate. batch_inner: tokens of neighbouring batch rows are neighbours in
     memory, and are taken in that order.
 
     Outputs. q_out, kv_out: the stored type, dtype or "fp8". With a slot_mapping k and v go to a cache with pages of
@@ -239,7 +239,7 @@ class RopeSpec(Compiled, Spec):
 
     @property
     def team(self) -> int:
-        """Threads of a head: its lanes, with a norm rounded up to a power of two by threads that idle."""
+        """Threads of a head: its lanes; with a norm, also idle threads up to a power of two."""
         return 1 << (self.lanes - 1).bit_length() if self.norm else self.lanes
 
     @property
@@ -251,18 +251,18 @@ class RopeSpec(Compiled, Spec):
     def check(self) -> None:
         """Raise InvalidInput if a field has a wrong value, or if no kernel can have these fields together."""
         check_fields(self, _WORDS)
-        dims = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}: even, and at most {MAX_HEAD_DIM}"
+        dims = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}: both must be even and at most {MAX_HEAD_DIM}"
         refuse_unless("RopeSpec", 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
         refuse_unless("RopeSpec", self.rotary_dim % 2 == 0, dims)
-        refuse_unless("RopeSpec", {self.chunks, self.table_step} <= {1, 2}, "chunks and table_step are 1 or 2")
+        refuse_unless("RopeSpec", {self.chunks, self.table_step} <= {1, 2}, "chunks and table_step must be 1 or 2")
         for name in ("vec", "table_vec", "weight_vec"):
-            refuse_unless("RopeSpec", getattr(self, name) in ACCESSES, f"{name} is one of {ACCESSES}")
+            refuse_unless("RopeSpec", getattr(self, name) in ACCESSES, f"{name} must be one of {ACCESSES}")
         for name in _COUNTS:
-            refuse_unless("RopeSpec", getattr(self, name) > 0, f"{name} is at least 1")
-        refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
+            refuse_unless("RopeSpec", getattr(self, name) > 0, f"{name} must be at least 1")
+        refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block must have 1 to {MAX_THREADS} threads")
 
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block. A flag or a number is a constant by its own name."""
+        """The values of the template's parameter block. A flag or a number keeps its name."""
         self.check()
         unused = {"gradient", "wide", *(() if self.norm else (*_NORM_FLAGS, *_NORM_SIZES))}
         own = {name: x for name, x in vars(self).items() if isinstance(x, int) and name not in unused}

@@ -9,7 +9,7 @@ from .spec import LAYOUT_AXES, Options
 
 FP8 = torch.float8_e4m3fn
 Tensors = dict[str, Tensor]
-"""A call's tensors by the names of their arguments; one that is not given is not there."""
+"""A call's tensors by the names of their arguments, without those that were not given."""
 TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")
 """The tables, and the tokens' positions in them. Without sin, cos is a single table of the kind `Options.table`."""
 

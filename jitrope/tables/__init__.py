@@ -26,7 +26,7 @@ __all__ = ["ROPE_TYPES", "cos_sin", "cos_sin_cache", "freqs", "from_config", "in
 
 BLOCK_ANGLES = 2**20
 """Angles computed at a time: 8 MiB in fp64, and as much for their cosines and sines. 2^22 took half the time on an H100
-(9 of 18 ms for 2^22 positions of 64 pairs), but twice the time on a CPU, as it exceeds the caches."""
+(9 of 18 ms for 2^22 positions of 64 pairs), but twice the time on a CPU, because it exceeds the caches."""
 
 
 def cos_sin(
@@ -42,15 +42,15 @@ def cos_sin(
     """Cosines and sines of position x frequency for `apply_rope`, on inv_freq's device.
 
     Args:
-        positions: a number P, for 0 to P - 1, or an int32 or int64 tensor of any shape on that device.
+        positions: a number P for positions 0 to P - 1, or an int32 or int64 tensor of any shape on that device.
         inv_freq: (R / 2,) fp32, radians per position.
         attention_factor: a factor of both tables, as `inv_freq` returns it.
         width: "half": one angle for each pair, W = R / 2; "full": one for each element of a head, W = R.
-        interleaved: the order with full width. True: each angle twice in a row, for pairs (0, 1), (2, 3), ...; False:
-            all angles, and then all again, for halves.
+        interleaved: the order with full width. True: each angle twice in a row, for pairs (0, 1), (2, 3), ... False:
+            all angles, then all again, for halves.
         dtype: fp32, fp16 or bf16.
         angles: "fp64": exact products below 2^29 positions; fp32 tables are within 2^-25 (times attention_factor) of
-            the exact cosines and sines, the limit of fp32. "fp32": rounded products, with the bits of transformers'
+            the exact cosines and sines. "fp32": rounded products, with the bits of transformers'
             modules, off by up to 0.03 at 2^20 positions.
 
     Returns:

@@ -24,12 +24,12 @@ def from_config(
     >>> inv_freq, attention_factor = tables.from_config(model.config, device="cuda")
 
     Args:
-        config: these of its parameters are read: rope_parameters (or the older rope_scaling and rope_theta), head_dim
+        config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim
             (or hidden_size and num_attention_heads), partial_rotary_factor, max_position_embeddings,
             original_max_position_embeddings and, in a dict, qk_rope_head_dim for multi-head latent attention.
-        layer_type: the type of layer, if rope_parameters has an entry for each; else None.
+        layer_type: the type of layer, if rope_parameters has one entry for each type; else None.
         seq_len: for "dynamic" and "longrope"; the other types do not depend on it.
-        head_dim: replaces the configuration's, for a dict that has it by another name.
+        head_dim: replaces the configuration's value, for a dict that has it under another name.
 
     Returns:
         As in `inv_freq`, (R / 2,) fp32 and a number; R is the number of rotated elements.
@@ -45,14 +45,14 @@ def from_config(
         length("seq_len", seq_len, "from_config")
     parameters = _rope_parameters(config, layer_type)
     if layer_type is not None and not isinstance(config, Mapping):
-        with suppress(AttributeError, TypeError, ValueError):  # in transformers head sizes may vary over the layers
+        with suppress(AttributeError, TypeError, ValueError):  # in transformers, layers may have different head sizes
             config = config.per_layer_config[layer_type]
     found: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "seq_len": seq_len}
     longest = found["max_position_embeddings"] = _get(config, "max_position_embeddings")
     for source in ({name: _get(config, name) for name in ("rope_theta", "partial_rotary_factor")}, parameters):
         found.update((name, value) for name, value in source.items() if value is not None)
     trained = found.get("original_max_position_embeddings")
-    if layer_type is None:  # Phi-3 has it beside rope_parameters, where it has priority
+    if layer_type is None:  # in Phi-3 it is beside rope_parameters and has priority
         trained = _get(config, "original_max_position_embeddings") or trained
     found["original_max_position_embeddings"] = trained = trained or longest
     for name in ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor"):
@@ -84,7 +84,7 @@ def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     if layer_type is None and not layer_types:
         return dict(found)
     if layer_type not in layer_types:
-        allowed = " or ".join(map(repr, layer_types)) or "None, as the parameters are those of every layer"
+        allowed = " or ".join(map(repr, layer_types)) or "None, because all layers share the parameters"
         raise InvalidInput(f"from_config: layer_type is {layer_type!r}; allowed is {allowed}")
     # transformers reads truncate beside the layer types, not inside them.
     return {**found[layer_type], "truncate": found.get("truncate", True)}

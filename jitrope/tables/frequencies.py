@@ -23,27 +23,27 @@ Device = torch.device | str | int | None
 """The device of new tensors; None: torch's default."""
 
 Found = tuple[Tensor, float]
-"""Frequencies, and the factor of their cosines and sines."""
+"""Frequencies, and a factor for their cosines and sines."""
 
 Length = int | Tensor | None
-"""The number of tokens of the longest sequence, also as a tensor of one integer."""
+"""The number of tokens of the longest sequence, as a number or a tensor of one integer."""
 
 INTEGERS = (torch.int32, torch.int64)
 
 ABOVE_ONE = ("theta", "max_position_embeddings", "original_max_position_embeddings")
 ANY = ("mscale", "mscale_all_dim", "partial_rotary_factor")
-"""Parameters of `inv_freq` that must be above 1, because their logarithm is a divisor, and those that may be any
+"""Parameters of `inv_freq` that must be above 1, because their logarithm is a divisor, and parameters that may be any
 number. All others must be above 0."""
 
 
 def inv_freq(
     rope_type: str = "default", *, rotary_dim: int, theta: float = 10000.0, device: Device = None, **parameters: Any
 ) -> Found:
-    """The frequencies of rotary_dim / 2 pairs, and the factor of their cosines and sines.
+    """Return the frequencies of rotary_dim / 2 pairs, and a factor for their cosines and sines.
 
     Pair i of d = rotary_dim elements turns by theta^(-2 i / d) radians for each position (RoFormer, arXiv:2104.09864,
-    section 3.2.2). The other types change this, most of them for sequences that are longer than in training. Parameters
-    in brackets are optional; the defaults are those of the source.
+    section 3.2.2). The other types change this, usually for sequences longer than in training. Parameters in brackets
+    are optional; their defaults come from the source.
 
     | rope_type | parameters | source |
     | --- | --- | --- |
@@ -70,7 +70,7 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
         seq_len: beyond max_position_embeddings "dynamic" stretches theta; beyond original_max_position_embeddings
             "longrope" takes long_factor, else short_factor. With a tensor of one integer, as transformers passes it,
             "dynamic" computes theta in fp32.
-        attention_factor: replaces the one that follows from factor.
+        attention_factor: replaces the value that follows from factor.
         truncate: whether YaRN's ramp begins and ends at whole pairs.
         parameters: as in the table; None means not given.
 
@@ -103,15 +103,15 @@ LongRoPE, arXiv:2402.13753; Phi-3's configuration |
 
 
 class RopeType(NamedTuple):
-    """The function of a type, which takes a namespace with dim, theta, device and the type's parameters; and those."""
+    """The function of a type and its parameters. It takes a namespace with dim, theta, device and these parameters."""
 
     function: Callable[[Any], Found]
     needed: tuple[str, ...] = ()
-    optional: Mapping[str, Any] = MappingProxyType({})  # with their defaults
+    optional: Mapping[str, Any] = MappingProxyType({})  # name: default
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """All parameters with their defaults; None for needed ones."""
+        """All parameters with their defaults; None for required ones."""
         return {**dict.fromkeys(self.needed), **self.optional}
 
 
@@ -164,17 +164,17 @@ def _yarn(p: Any) -> Found:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, p.dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no length; transformers' number
-    # The ramp is made on the default device, as in transformers, and so has the same bits on a GPU.
+        high += 0.001  # avoids a ramp of length 0; transformers' number
+    # The ramp is made on the default device, as in transformers, so its bits are equal on a GPU.
     ramp = ((torch.arange(p.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp.to(device=p.device)
     powers = _powers(p)
-    # In the last bit 1 - kept differs from the ramp, and 1 / powers / factor from the first term.
+    # Do not simplify: 1 - kept differs from the ramp in the last bit, and 1 / powers / factor from the first term.
     return 1.0 / (p.factor * powers) * (1 - kept) + 1.0 / powers * kept, attention_factor
 
 
 def _llama3(p: Any) -> Found:
-    """Short wavelengths do not change, long ones are interpolated, those between are blended."""
+    """Short wavelengths do not change, long ones are interpolated, and those between are blended."""
     if p.low_freq_factor >= p.high_freq_factor:
         raise InvalidInput(
             f"inv_freq: low_freq_factor is {p.low_freq_factor}; it must be below high_freq_factor {p.high_freq_factor}"
@@ -249,7 +249,7 @@ def length(name: str, value: Any, function: str = "inv_freq") -> int | Tensor:
     if not isinstance(value, Tensor):
         return arguments.whole(function, name, value, 0)
     if value.numel() != 1 or value.dtype not in INTEGERS or value.is_meta:
-        arguments.refuse(function, name, value, "a whole number, or a tensor of one that has a value")
+        arguments.refuse(function, name, value, "a whole number, or a tensor of one with a value")
     return value
 
 

@@ -1,14 +1,14 @@
-"""Moving packed ("thd") tensors between the order of a batch and the order of context-parallel ranks.
+"""Move packed ("thd") tensors between the order of a batch and the order of context-parallel ranks.
 
 These are the functions of TransformerEngine's context parallelism, under its names without the prefix "thd_". Rows may
 have any size and alignment, sequences any number and length, and there may be rows after the last sequence. Each
 function is one launch, also for two tensors, and none waits for the GPU. `jitrope.context_parallel.Partition` explains
-which rank has which rows. The halves and corrections are for ring attention (arXiv:2310.01889), which joins softmaxes
+the rows of each rank. The halves and corrections are for ring attention (arXiv:2310.01889), which joins softmaxes
 over parts of the keys by their log-sum-exp (FlashAttention, arXiv:2205.14135 and 2307.08691).
 
-cu_seqlens are the offsets of the sequences in the whole batch, (B + 1) int32 or int64, ascending from 0. Where a
-function says "of a rank", they are the offsets in the rows of one rank. If there is padding between sequences, they
-include it. In shapes T counts tokens, of the batch or of the rank, and B sequences.
+cu_seqlens are the offsets of the sequences in the whole batch, (B + 1) int32 or int64, ascending from 0. "Of a rank"
+means offsets in the rows of one rank. They include any padding between sequences. In shapes, T is the number of tokens
+of the batch or of the rank, and B the number of sequences.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Rows = Tensor | tuple[Tensor, ...]
 """A tensor (T, ...), or a pair of tensors with equally many rows."""
 
 CORRECTIONS = {"none": "nothing", "add": "add", "copy": "copy"}
-"""The words of `grad_correction`, and the kernels' words for the same."""
+"""The words of `grad_correction`, and the kernels' words for them."""
 
 
 def _given(name: str, **tensors: Any) -> Fail:
@@ -61,7 +61,7 @@ def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, fail: Fail, rows: 
 
 
 def _shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str, fail: Fail) -> Shape:
-    """The shape of a batch. The offsets must be valid, and kernels count rows in int32."""
+    """Return the shape of a batch. Refuse wrong offsets, and more rows than int32 can count."""
     _check_offsets("cu_seqlens", cu_seqlens, x, fail)
     if tokens + cp_size > MAX_TOKENS:
         fail(f"{tokens} tokens are more than {MAX_TOKENS} rows")
@@ -75,7 +75,7 @@ def _require_written(label: str, x: Tensor, fail: Fail) -> None:
 
 
 def _rows_of(x: Tensor) -> Tensor:
-    """x, or a copy, with contiguous rows. The rows may be apart from each other."""
+    """Return x, or a copy, with contiguous rows. There may be gaps between rows."""
     return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
 
 
@@ -83,7 +83,7 @@ def _rows_of(x: Tensor) -> Tensor:
 
 
 class _Reordered(torch.autograd.Function):
-    """Tensors in the other order; gradients go back in the same way."""
+    """Tensors in the other order; the backward restores the order of gradients."""
 
     @staticmethod
     def forward(ctx: Any, map: str, cu_seqlens: Tensor, shape: Shape, *xs: Tensor) -> Any:
@@ -138,7 +138,7 @@ def sequence_order_to_cp_rank_order(
 
     Returns:
         (cp_size * ceil(T / cp_size), ...): rank r's shard begins at row r * ceil(T / cp_size). Where T is not a
-        multiple of cp_size, the shards of some ranks have one row less, and end in a row of zeros.
+        multiple of cp_size, some ranks have one row less, and their shards end in a row of zeros.
 
     Raises:
         InvalidInput: the arguments do not fit together.
@@ -151,7 +151,7 @@ def cp_rank_order_to_sequence_order(
 ) -> Rows:
     """The inverse of `sequence_order_to_cp_rank_order`: (cp_size * ceil(T / cp_size), ...) to (T, ...).
 
-    Arguments and errors are those of `sequence_order_to_cp_rank_order`, but pass total_tokens = T if x has more rows
+    Arguments and errors are those of `sequence_order_to_cp_rank_order`. Pass total_tokens = T if x has more rows
     than that. Differentiable.
     """
     return _reorder("cp_rank_order_to_sequence_order", "to_sequences", x, cu_seqlens, cp_size, total_tokens, rule)
@@ -193,11 +193,11 @@ def get_partitioned_indices(
 def copy_valid_tokens_from_per_split_to_rank_local(
     out: Tensor, x: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
 ) -> None:
-    """Copy the tokens of x that are not padding to the same rows of out. Other rows of out stay as they are.
+    """Copy the tokens of x that are not padding to the same rows of out. Other rows of out do not change.
 
     Args:
         out, x: (T, ...), of the same shape and dtype.
-        cu_seqlens_padded: (B + 1), at which the sequences of this rank (or step) begin. The first may be above 0.
+        cu_seqlens_padded: (B + 1), the rows where the sequences of this rank (or step) begin. The first may be above 0.
         cu_seqlens: (B + 1). Its differences are the numbers of valid tokens.
 
     Raises:
@@ -217,7 +217,7 @@ def copy_valid_tokens_from_per_split_to_rank_local(
 
 
 def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
-    """The first (0) or second (1) half of each sequence of a rank's rows, one after the other.
+    """The first (0) or second (1) half of each sequence of a rank's rows, concatenated.
 
     Args:
         x: (T, H, D), or (2, T, H, D) for k and v in one launch.
@@ -225,8 +225,8 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         half_idx: 0 or 1.
 
     Returns:
-        (T / 2, H, D) or (2, T / 2, H, D). If T is odd, the first half has one row more. The halves of a sequence are
-        its chunks by the rule "contiguous" of two ranks; if its length is odd, one of them has one row more.
+        (T / 2, H, D) or (2, T / 2, H, D). If T is odd, the first half has one more row. The halves of a sequence are
+        its chunks by the rule "contiguous" for two ranks; if its length is odd, one of them has one more row.
 
     Raises:
         InvalidInput: the arguments do not fit together.
@@ -250,7 +250,7 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
 
 
 def _check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> int:
-    """Refuse wrong log-sum-exps and offsets. Return the number of rows that the first log-sum-exp has room for."""
+    """Refuse wrong log-sum-exps and offsets. Return the number of rows that fit in the first log-sum-exp."""
     lse = next(iter(given.values()))
     _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
     for label, x in given.items():
@@ -288,7 +288,7 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
 
     Args:
         lse, cu_seqlens, lse_packed: see `second_half_lse_correction`.
-        second_half_lse_seqlen: n, columns of the result.
+        second_half_lse_seqlen: n, the number of columns of the result.
 
     Returns:
         fp32, (H, n) if packed, else (B, H, n); zero after the last row of the halves.
@@ -319,7 +319,7 @@ def out_correction(
 
     Args:
         out: (T, H, D).
-        out_per_step: (T, H, D), or (T / 2, H, D) with only_second_half; of out's dtype.
+        out_per_step: (T, H, D), or (T / 2, H, D) with only_second_half; out's dtype.
         lse, lse_per_step: see `second_half_lse_correction`; without only_second_half both have the same shape.
         cu_seqlens: (B + 1), of a rank.
         only_second_half: the step has only the queries of the second halves.
@@ -346,7 +346,7 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
 
     Args:
         grad: (T, H, D) or (2, T, H, D).
-        grad_per_step: of the same shape, or with the T / 2 rows of one half if the other half's word is "none".
+        grad_per_step: the same shape, or only the T / 2 rows of one half if the other half's word is "none".
         cu_seqlens: (B + 1), of a rank.
         first_half, second_half: "add", "copy" or "none".
 
@@ -377,7 +377,7 @@ def _check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first
     alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)
     if not alike or len(step) < rows:
         fail(
-            f"{label}_per_step is {arguments.shown(step)}; it must have {rows} rows at least, and match {label}, "
+            f"{label}_per_step is {arguments.shown(step)}; it must have at least {rows} rows, and match {label}, "
             f"{arguments.shown(out)}"
         )
     _require_written(label, out, fail)

@@ -1,4 +1,4 @@
-"""Ring attention's corrections in plain torch: the oracle of the tests and the path that CPU tensors take."""
+"""Ring attention's corrections in plain torch: the oracle of the tests and the implementation for CPU tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .spec import STEPS
 
 
 class Correction(NamedTuple):
-    """A step of ring attention that is joined with the steps before it.
+    """A step of ring attention, to be joined with the steps before it.
 
     quantity: "lse" joins lse_step into lse, "read_lse" copies lse into lse_step, "out" adds step to out, scaled by
-    exp(lse_step - lse), and "grad" adds step to out. first, second: for each half of a sequence "nothing", "add", or
-    "copy" in place of adding. If one of them is "nothing", step and lse_step have the rows of the other half alone.
+    exp(lse_step - lse), and "grad" adds step to out. first, second: for each half of a sequence "nothing", "add" or
+    "copy". If one of them is "nothing", step and lse_step have only the rows of the other half.
     out, step: (rows, H, D). lse, lse_step: (H, rows) if packed, else (B, H, rows).
     """
 
@@ -34,7 +34,7 @@ class Correction(NamedTuple):
 
 
 def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(sequence, position, is it in the second half, row among those of its half) of each row of a rank's shard.
+    """(sequence, position, whether in the second half, row among the rows of its half) for each row of a rank's shard.
 
     Rows before the first sequence or after the last have the sequence -1. Halves are the two chunks of each sequence.
     """
@@ -68,7 +68,7 @@ def correct(given: Correction) -> None:
     )
     of_halves = "nothing" in (given.first, given.second)
     step_row = inside if of_halves else row
-    begin = given.cu_seqlens.long()[sequence]  # row `begin` of a batch is row count(begin) among those of its half
+    begin = given.cu_seqlens.long()[sequence]  # row `begin` of a batch is row count(begin) of its half
     begin = torch.where(in_second, count(begin, 1, 2), count(begin, 0, 2))
     columns = (row, step_row) if packed else (position, inside - begin if of_halves else position)
     labels = ("lse", "second_half_lse_seqlen" if given.quantity == "read_lse" else "lse_per_step")

@@ -35,7 +35,7 @@ _local = threading.local()
 
 
 class Call(NamedTuple):
-    """A launch. Its argument block has the addresses of the tensors and then the words."""
+    """A launch. Its argument block has the addresses of the tensors, then the words."""
 
     spec: ThdSpec
     grid: tuple[int, int]
@@ -78,7 +78,7 @@ def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Sha
 
 
 def rows_calls(move: Move) -> list[Call] | None:
-    """Move rows; None if the kernel cannot: rows that are not contiguous, three tensors, sums of other dtypes."""
+    """Move rows. None if no kernel can: rows are not contiguous, there are three tensors, or sums of other dtypes."""
     inputs, outputs, map, cu_seqlens, lengths, table, shape = move
     sums, sources = (False, 1) if table is None or table.dim() == 1 else (True, len(table))
     whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))

@@ -1,8 +1,7 @@
 """Packed batches under context parallelism: tables of rows, and moves of rows, on any device.
 
-They are torch.library ops, so that torch.compile and fake tensors see them. CPU tensors, and dtypes that the kernels
-cannot add up, take `reference`; nothing here waits for a GPU. The ops have no gradients: `thd` and `context_parallel`
-define them.
+They are torch.library ops, for torch.compile and fake tensors. CPU tensors, and dtypes that the kernels cannot add up,
+use `reference`; nothing here waits for a GPU. The ops have no gradients: `thd` and `context_parallel` define them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from .reference import Move, Segments, Shape
 
 
 class Operation(NamedTuple):
-    """An op. If it returns a new tensor, `fresh` makes it, and the last two functions take it as first argument."""
+    """An op. If it returns a new tensor, `fresh` makes it, and it is the first argument of the last two functions."""
 
     schema: str
-    read: Callable[..., tuple[Any, ...]]  # the op's arguments as arguments of the functions below
+    read: Callable[..., tuple[Any, ...]]  # turns the op's arguments into those of the functions below
     fresh: Callable[..., Tensor] | None
     reference: Callable[..., None]  # plain torch
-    calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: plain torch does it there too
+    calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
 
 
 def _table(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> None:
@@ -116,7 +115,7 @@ register("CUDA", on_gpu)
 
 
 def table(map: str, cu_seqlens: Tensor, shape: Shape, rows: int | None = None) -> Tensor:
-    """The source of each row, (rows), int32; see `reference.table`. rows: by default as many as the map has."""
+    """The source of each row, (rows), int32; see `reference.table`. rows: default: all rows of the map."""
     rows = (shape.tokens if map == "to_sequences" else shape.rows) if rows is None else rows
     found: Tensor = torch.ops.jitrope.thd_table(cu_seqlens.contiguous(), map, rows, *shape)
     return found
@@ -140,7 +139,7 @@ def move(given: Move) -> None:
 def move_rows(inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: Tensor | None) -> None:
     """outputs[i][row] = inputs[i][index[row]], or the sum in fp32 of inputs[i][index[n, row]] over n; -1 adds nothing.
 
-    One launch for one or two tensors. Without an index rows stay where they are, and rows that an input does not have
+    One launch for one or two tensors. Without an index rows keep their places, and rows that an input lacks
     become zero.
     """
     move(Move(inputs, outputs, "stay" if index is None else "table", table=index))

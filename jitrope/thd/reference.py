@@ -1,4 +1,4 @@
-"""Packed batches under context parallelism in plain torch: the oracle of the tests and the path that CPU tensors take.
+"""Packed batches under context parallelism in plain torch: the oracle of the tests and the code for CPU tensors.
 
 Sizes are known without the GPU; only `fill_segments` reads lengths. In every table -1 marks a missing row.
 """
@@ -20,9 +20,9 @@ from ..plan.partition import Mask, Rows, before, count
 
 
 class Shape(NamedTuple):
-    """The facts about a sharded batch that are known without the GPU."""
+    """The parts of a sharded batch that are known without the GPU."""
 
-    tokens: int  # of the whole batch, spare ones included
+    tokens: int  # of the whole batch, including spare ones
     sequences: int
     cp_size: int
     cp_rank: int
@@ -45,12 +45,12 @@ class Shape(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Rows that every rank's shard has room for."""
+        """The rows that fit in every rank's shard."""
         return partition.rows_per_rank(self.tokens, self.cp_size)
 
     @property
     def all_rows(self) -> int:
-        """Rows of all ranks' shards together."""
+        """The total rows of all ranks' shards."""
         return self.cp_size * self.capacity
 
     def local(self, offsets: Any) -> Any:
@@ -62,26 +62,26 @@ class Shape(NamedTuple):
         return partition.capacity(self.tokens, self.cp_rank, self.cp_size, self.sequences, mask, self.rule)
 
     def exchange(self, mask: Mask) -> Rows | None:
-        """How many rows each rank sends to each; see `partition.exchange_rows`."""
+        """The number of rows that each rank sends to each; see `partition.exchange_rows`."""
         return partition.exchange_rows(self.tokens, self.cp_size, self.sequences, mask, self.rule)
 
 
 class Segments(NamedTuple):
     """Attention of a rank's queries as plain variable-length attention.
 
-    A segment is a run of queries that see one run of keys: a chunk of a sequence, or under a full mask all queries that
-    the rank has of a sequence. The last query of a segment stands at its last key, so masks that are counted from the
-    end (bottom right) are right for every segment. Where keys come after a chunk's queries (`Mask.extends`), dummy
-    queries are added to the chunk. Elsewhere queries stay where they are, and padding makes segments without keys.
-    Tables that a case does not need are None.
+    A segment is a run of queries that see one run of keys: a chunk of a sequence, or under a full mask all queries
+    that the rank has of a sequence. The last query of a segment is at its last key, so masks counted from the end
+    (bottom right) are correct for every segment. If keys come after a chunk's queries (`Mask.extends`), dummy queries
+    are added to the chunk. Otherwise queries keep their places, and padding forms segments without keys. Tables that a
+    case does not need are None.
 
     cu_seqlens_q, cu_seqlens_k: (segments + 1), offsets of the segments. int32, as are all tables.
     key_rows: (keys), the gathered row of each key.
     gathered_rows: (chunks, gathered), the inverse for each of the rank's chunks; one chunk under a full mask.
-    query_rows: (queries), the row that each query comes from.
-    output_rows: (rows), the query that each row's output comes from.
-    send_rows: (sent), the row that is sent, one rank after the other.
-    sent_rows: (cp_size, rows), the place of each row among the rows that are sent to each rank.
+    query_rows: (queries), the source row of each query.
+    output_rows: (rows), the query of each row's output.
+    send_rows: (sent), the rows to send, in rank order.
+    sent_rows: (cp_size, rows), the place of each row among the rows sent to each rank.
     """
 
     cu_seqlens_q: Tensor
@@ -141,14 +141,14 @@ def empty_segments(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, shape: 
 
 
 class Move(NamedTuple):
-    """A move of rows, of one or two tensors in one launch. The map gives the input row for each row of an output:
+    """A move of rows, of one or two tensors in one launch. The map gives the input row of each output row:
 
     - "stay": the row in the same place
     - "table": the row in `table` (rows), or the sum in fp32 of the rows in `table` (n, rows)
-    - "to_ranks" (from shape.cp_rank on), "to_sequences": the row that the function `table` gives
-    - "valid": the row in the same place, but padding of the output stays as it is. cu_seqlens are the offsets with
-      padding, and lengths those without
-    - "tail": zeros from row cu_seqlens[-1] on; the rows before stay as they are
+    - "to_ranks" (from shape.cp_rank on), "to_sequences": the row from the function `table`
+    - "valid": the row in the same place, but padding of the output does not change. cu_seqlens are the offsets with
+      padding, and lengths the offsets without
+    - "tail": zeros from row cu_seqlens[-1] on; the rows before do not change
 
     Rows without a source become zero.
     """
@@ -188,8 +188,8 @@ def _places(cu_seqlens: Tensor, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _to_ranks(cu_seqlens: Tensor, shape: Shape) -> Tensor:
-    """The token of each row of all ranks' shards, one shard after the other; (cp_size * capacity), int32."""
-    tokens = _places(cu_seqlens, shape)[2].argsort(stable=True)  # each rank has its tokens in their order
+    """The token of each row of all ranks' shards, concatenated; (cp_size * capacity), int32."""
+    tokens = _places(cu_seqlens, shape)[2].argsort(stable=True)  # each rank keeps the order of its tokens
     counts = [shape._replace(cp_rank=rank).rows for rank in range(shape.cp_size)]
     out = cu_seqlens.new_full((shape.cp_size, shape.capacity), -1, dtype=torch.int32)
     for row, own in zip(out, tokens.split(counts)):
@@ -206,11 +206,11 @@ def _to_sequences(cu_seqlens: Tensor, shape: Shape) -> Tensor:
 
 
 def table(cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> Tensor:
-    """The source of each of `rows` rows; (rows), int32. By the map:
+    """The source of each of `rows` rows; (rows), int32. The maps:
 
-    - "to_ranks": the token of the batch for each row of shape.cp_rank's shard, and of the shards after it
+    - "to_ranks": the token of the batch for each row of shape.cp_rank's shard and of the shards after it
     - "positions": the position of that token in its sequence, 0 for spare tokens
-    - "to_sequences": the row among all ranks' shards, one shard after the other, for each token of the batch
+    - "to_sequences": the row in all ranks' shards, concatenated, for each token of the batch
     """
     _check_values(cu_seqlens, shape.tokens)
     if map == "to_sequences":
@@ -219,7 +219,7 @@ def table(cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> Tensor:
     if map == "to_ranks":
         return token
     sequence, position, _ = _places(cu_seqlens, shape)
-    return torch.where(sequence < shape.sequences, position, 0)[token.long()].int()  # any table has a first row
+    return torch.where(sequence < shape.sequences, position, 0)[token.long()].int()  # every table has a row 0
 
 
 # ---- attention's segments --------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def _seen(lengths: Tensor, offsets: Tensor, shape: Shape, mask: Mask) -> tuple[T
 
 
 def _ranges(first: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(number, range, place in it) of the numbers of ranges, one range after the other."""
+    """(number, range, place in it) of all numbers in ranges, one range after the other."""
     first, size = first.flatten(), size.flatten()
     which = torch.arange(len(size), device=size.device).repeat_interleave(size)
     place = torch.arange(len(which), device=size.device) - (size.cumsum(0) - size)[which]
@@ -283,13 +283,13 @@ def fill_segments(flat: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | 
 def _exchange(
     tables: dict[str, Any], lengths: Tensor, offsets: Tensor, own: Tensor, shape: Shape, mask: Mask
 ) -> Tensor:
-    """Write which rows are sent, and return where each token is among the rows received. own: each token's row here."""
+    """Write the rows to send, and return each token's place among the rows received. own: each token's row here."""
     rows = shape.exchange(mask)
     assert rows is not None
     owner, place = _places(offsets, shape)[2], torch.full_like(own, -1)
 
     def needed(rank: int, source: int) -> tuple[Tensor, Tensor]:
-        """The tokens of `source` that `rank` needs, in their order, and numbers for them."""
+        """The tokens of `source` that `rank` needs, in order, and their numbers."""
         _, _, low, keys = _seen(lengths, offsets, shape._replace(cp_rank=rank), mask)
         some = torch.zeros_like(owner, dtype=torch.bool)
         some[_ranges(low, keys)[0]] = True

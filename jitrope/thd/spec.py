@@ -23,7 +23,7 @@ from ..plan.partition import RULES, number_of_chunks
 
 MAPS = ("table", "stay", "to_ranks", "to_sequences", "positions", "valid", "tail")
 PARTITIONED = ("to_ranks", "to_sequences", "positions")
-"""Maps that depend on how the batch is cut."""
+"""Maps that depend on the cut of the batch."""
 
 QUANTITIES = ("lse", "read_lse", "out", "grad")
 STEPS = ("nothing", "add", "copy")
@@ -36,7 +36,7 @@ ROWS_IN_FLIGHT = 4
 
 SCAN_THREADS = 1024
 MIN_LANE_USE = 0.9
-"""The share of a row's threads that should have work, on average over its passes."""
+"""The least share of a row's threads that must have work, on average over its passes."""
 
 
 class _Moves(Spec):
@@ -50,7 +50,7 @@ class _Moves(Spec):
         check_fields(self, _WORDS)
 
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block. Dtypes become C types, and words become enumerators."""
+        """The values of the template's parameter block, with dtypes as C types and words as enumerators."""
         self.check()
         found: dict[str, Any] = {"threads": self.threads}
         for name in [field.name for field in fields(self) if field.name not in self.unused]:
@@ -66,11 +66,11 @@ class _Moves(Spec):
 
 @dataclass(frozen=True)
 class RowsSpec(_Moves):
-    """A kernel that moves rows (`thd_rows.cu.jinja`), or writes where they come from (`thd_tables.cu.jinja`).
+    """A kernel that moves rows (`thd_rows.cu.jinja`), or writes their sources (`thd_tables.cu.jinja`).
 
-    map: how the source of a row is found, one of `MAPS`; see `reference.Move`. writes: the kernel writes the sources
+    map: the rule for the source of a row, one of `MAPS`; see `reference.Move`. writes: the kernel writes the sources
     themselves. index_dtype: of cu_seqlens. cp_size, rule: of the partition. sums: the table has several sources for
-    each row, and they are added up in fp32; dtype and out_dtype are those of the rows then, which are bytes otherwise.
+    each row, which are added up in fp32; dtype and out_dtype are then those of the rows. Otherwise rows are bytes.
     access_bytes: of one load or store. lanes: threads for each row. unroll: rows for each thread.
     """
 
@@ -117,7 +117,7 @@ class RowsSpec(_Moves):
 
 @dataclass(frozen=True)
 class SegmentsSpec(_Moves):
-    """A kernel that lays out a rank's attention: its segments, or with `rows` the rows of these.
+    """A kernel that lays out a rank's attention: its segments, or with `rows` their rows.
 
     The templates are `cp_segments.cu.jinja` and `cp_segment_rows.cu.jinja`. full, extends: see `partition.Mask`.
     padded: each sequence ends in queries without keys. exchange: ranks send each other only the rows that are needed.

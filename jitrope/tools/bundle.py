@@ -1,8 +1,8 @@
-"""Kernels in a file, for machines that compile nothing: `JITROPE_SYSTEM_CACHE=kernels.tar`, or `load`.
+"""Kernels in a file, for machines that do not compile: `JITROPE_SYSTEM_CACHE=kernels.tar`, or `load`.
 
 A bundle is a tar of entries with a manifest; each entry has SHA-256 checksums of its files. Kernels are matched by
-source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs neither
-NVRTC nor headers nor CuPy's compiler, but only the part of CuPy that loads a cubin. The checksums detect damage, not
+source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs only
+the part of CuPy that loads a cubin, and neither NVRTC, headers nor CuPy's compiler. The checksums detect damage, not
 tampering: a bundle is code, so only use one from a source you trust.
 """
 
@@ -24,22 +24,22 @@ __all__ = ["entries", "load", "write"]
 
 
 def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Built]:
-    """Write kernels to `path` and compile those that no cache has. No GPU is needed.
+    """Write kernels to `path`, and compile those that are not in a cache. No GPU is needed.
 
-    The same kernels give the same bytes. The file is written whole or not at all.
+    The same kernels give the same bytes. The file is written completely or not at all.
 
     Args:
         path: the file; its folder must exist.
-        kernels: (spec, architecture) of each, such as (spec, "sm_90"). The specs are results of
+        kernels: a list of (spec, architecture), such as (spec, "sm_90"). The specs come from
             `jitrope.tools.prewarm.specs_of`, `jitrope.tools.prewarm.read_calls` or `jitrope.record`. Repeated kernels
             are written once.
-        jobs: the number of kernels that are compiled at a time.
+        jobs: the number of kernels to compile at a time.
 
     Returns:
         The result for each kernel, in order.
 
     Raises:
-        InvalidInput: an argument is of another kind.
+        InvalidInput: an argument has a wrong type.
         CompileError: a kernel could not be made; nothing is written.
         CacheError: the file cannot be written, or there is nothing to write.
     """
@@ -67,10 +67,10 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
 
 
 def load(path: Path) -> list[Entry]:
-    """Copy a bundle's kernels into the user's cache. Returns them.
+    """Copy a bundle's kernels into the user's cache, and return them.
 
-    All kernels are checked before the first is copied. In the cache they serve any compiler and are not pruned. They
-    replace the same kernels of an earlier bundle.
+    All kernels are checked before the first is copied. In the cache they work with any compiler and are not pruned.
+    They replace the same kernels of an earlier bundle.
 
     Args:
         path: the bundle.

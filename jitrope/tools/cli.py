@@ -1,4 +1,4 @@
-"""The `jitrope` command. Results go to stdout and messages to stderr; the exit code tells success."""
+"""The `jitrope` command. Results go to stdout and messages to stderr; the exit code shows success."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _command(name: str, *options: Option) -> Callable[[Callable[[Options], Any]]
 
 
 def main() -> None:
-    """The console script. An error of jitrope's has no traceback; with --json it is {"error": ...} on stdout."""
+    """The console script. Errors of jitrope have no traceback; with --json they are {"error": ...} on stdout."""
     try:
         if sys.argv[1:2] == ["bench"]:
             return bench(sys.argv[2:])
@@ -79,7 +79,7 @@ def main() -> None:
         else:
             say(f"error: {error}")
         sys.exit(1)
-    except BrokenPipeError:  # as in `jitrope render | head`: keep Python from writing the rest at its end
+    except BrokenPipeError:  # as in `jitrope render | head`: Python must not write the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -151,7 +151,7 @@ def render(given: Options) -> None:
 
 
 def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
-    """The kernels that the options describe. Without a file, model and heads, these are those of popular models."""
+    """The kernels of the options. Without a file, model and heads: the kernels of popular models."""
     names = ("head_dim", "dtype", "interleaved", "rotary_dim", "width", "inplace", "backward")
     words = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     model = getattr(given, "model", None)
@@ -176,10 +176,10 @@ def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
 
 @_command("cache ls")
 def cache_ls(given: Options) -> None:
-    """List the kernels: key, architecture, size, and what each computes.
+    """List the kernels: key, architecture, size, and a description.
 
-    The list leaves out the usual, such as fp32 tables of half width. The
-    launches token_linear and grid_2d are for many tokens and for few. With
+    Descriptions omit defaults, such as fp32 tables of half width. The
+    launches token_linear and grid_2d are for many and for few tokens. With
     --json the list is a file for `jitrope prewarm --from`.
     """
     cache = kernel_cache()
@@ -201,8 +201,8 @@ def cache_verify(given: Options) -> bool:
     """Check every kernel of every cache; exit code 1 if one is damaged.
 
     With --cold it also loads the kernels of this machine's GPUs and looks up
-    the others, as a new process would that must not compile. The exit code
-    is also 1 if a kernel would be compiled, or if there is no kernel.
+    the others, like a new process that must not compile. The exit code is
+    also 1 if a kernel would be compiled, or if there is no kernel.
 
     Examples:
         jitrope cache verify --cold
@@ -233,9 +233,9 @@ def cache_clear(given: Options) -> None:
 
 @_command("cache prune", OLDER, DRY_RUN)
 def cache_prune(given: Options) -> None:
-    """Remove the kernels that are older than some time.
+    """Remove the kernels older than a given age.
 
-    Kernels that were loaded from a bundle are kept.
+    Kernels loaded from a bundle are kept.
 
     Examples:
         jitrope cache prune --older-than 30d --dry-run
@@ -255,9 +255,9 @@ def _report(removed: list[Path], given: Options) -> None:
 def bundle_write(given: Options) -> bool:
     """Write kernels to a file and compile those that are not cached.
 
-    The file is for JITROPE_SYSTEM_CACHE or `jitrope bundle load`. Without
-    --from it gets the kernels of your cache, for the architectures that
-    they were compiled for, or for those of --arch.
+    Use the file as JITROPE_SYSTEM_CACHE or with `jitrope bundle load`.
+    Without --from it contains the kernels of your cache, for the
+    architectures that they were compiled for, or for those of --arch.
 
     Examples:
         jitrope bundle write kernels.tar --from run.json --arch sm_90,sm_100
@@ -285,7 +285,7 @@ def _cached() -> list[tuple[Spec, str]]:
 
 @_command("bundle load", BUNDLE)
 def bundle_load(given: Options) -> None:
-    """Copy a bundle's kernels into your cache, after all are checked."""
+    """Check a bundle's kernels, and copy them into your cache."""
     loaded = bundle.load(given.path)
     answer(given.json, {"loaded": rows(loaded)}, f"{total(loaded)} copied to {kernel_cache().root}")
 
@@ -301,7 +301,7 @@ def bundle_ls(given: Options) -> None:
 
 @_command("doctor")
 def doctor(given: Options) -> bool:
-    """Check everything that jitrope needs, and run a kernel; exit code 1 for a fault."""
+    """Check all that jitrope needs, and run a kernel; exit code 1 for a fault."""
     results = checks.run()
     faults = [result.what for result in results if not result.ok]
     notes = [result.what for result in results if result.ok and result.advice]

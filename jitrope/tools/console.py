@@ -1,4 +1,4 @@
-"""Functions that several commands use: printing (results on stdout, messages on stderr) and building kernels."""
+"""Functions for several commands: printing (results on stdout, messages on stderr) and building kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Work = Sequence[tuple[Spec, str]]
 
 
 def printable(text: object) -> str:
-    """Text without control sequences of a terminal, which the name or the content of a file may hold."""
+    """Text without terminal control sequences, which the name or the content of a file may contain."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(text))
 
 
@@ -62,12 +62,12 @@ def architectures(given: list[str] | None) -> list[str]:
 
 
 def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list[Built]]) -> bool:
-    """Build kernels, or find out which would be built, and print the results. False if one failed or there are none.
+    """Build kernels, or with dry_run only list them, and print the results. False if one failed or there are none.
 
     Raises:
-        JitropeError: NVRTC does not know an architecture, and not all of its kernels are cached. Nothing is built then.
+        JitropeError: NVRTC does not know an architecture, and not all of its kernels are cached. Nothing is built.
     """
-    config.configure(compile=True)  # the command asks for it, so the environment does not matter
+    config.configure(compile=True)  # the user requests it, so ignore the environment
     _check_architectures(work)
     built = [_would_build(*kernel) for kernel in work] if dry_run else build()
     failed = [item for item in built if item.failed]
@@ -94,7 +94,7 @@ def _check_architectures(work: Work) -> None:
     try:
         known, (major, minor) = compiler.supported_archs(), compiler.nvrtc_version()
     except CompileError:
-        return  # without NVRTC, each kernel that is not cached fails for this reason
+        return  # without NVRTC, each uncached kernel fails with this reason
     for arch in dict.fromkeys(arch for _, arch in work):
         if compiler.unsupported(arch, known, (major, minor)) and not all(_cached(*k) for k in work if k[1] == arch):
             numbers = ", ".join(known).replace(", sm_", ", ")
@@ -106,7 +106,7 @@ def _cached(spec: Spec, arch: str) -> bool:
 
 
 def _would_build(spec: Spec, arch: str) -> Built:
-    """The result of building a kernel, found without building it."""
+    """The result that building a kernel would have, without building it."""
     try:
         if _cached(spec, arch):
             return Built(spec, arch, "cached")

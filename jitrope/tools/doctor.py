@@ -1,4 +1,4 @@
-"""The checks of `jitrope doctor`: versions, folders and one kernel. Each gives advice for its faults."""
+"""The checks of `jitrope doctor`: versions, folders and one kernel. Each fault comes with advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..plan.spec import Options
 from .prewarm import specs_of
 
 ROOM = 1 << 20
-"""Bytes that must be free in a kernel cache. A kernel with its text needs a tenth of that."""
+"""Bytes that must be free in a kernel cache. A kernel with its source needs a tenth of them."""
 
 ELSEWHERE = "set JITROPE_CACHE_DIR to a folder that you own and can write; until then each process compiles its kernels"
 IF_CACHED = "nothing, if the caches have every kernel you need: jitrope cache verify --cold"
@@ -32,7 +32,7 @@ IF_CACHED = "nothing, if the caches have every kernel you need: jitrope cache ve
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check. ok: False for a fault; advice: what to do, also for a result that deserves a look."""
+    """The result of one check. ok: False for a fault. advice: the remedy, also for a doubtful result."""
 
     what: str
     ok: bool
@@ -41,15 +41,15 @@ class Check:
 
 
 class Fault(Exception):
-    """A fault: what was found, and the advice."""
+    """A fault: the finding and the advice."""
 
 
 Found = tuple[str, str]
-"""(what was found, advice or "")."""
+"""(finding, advice or "")."""
 
 
 def run() -> list[Check]:
-    """All checks, the kernel last. No error is raised."""
+    """Run all checks, the kernel last. No error is raised."""
     return [
         Check("jitrope", True, f"{__version__}, Python {platform.python_version()}, {platform.system()}"),
         Check("torch", True, f"{torch.__version__}, {_platform()}"),
@@ -84,7 +84,7 @@ def _gpu() -> Found:
     if archs := kernels.local_archs():
         return ", ".join(f"{torch.cuda.get_device_name(i)} ({arch})" for i, arch in enumerate(archs)), ""
     found = "none that torch can use" + ("" if torch.version.cuda else ": torch is built without CUDA")
-    return found, "CPU tensors use plain torch; if there is a GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return found, "CPU tensors use plain torch; if there is a GPU, check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _cupy() -> Found:
@@ -130,15 +130,15 @@ def _cache() -> Found:
         if config.compile_allowed() and not good:
             raise Fault(found, ELSEWHERE)
         return found, IF_CACHED
-    return found, "nothing: the next call makes a damaged kernel again" if bad else ""
+    return found, "nothing: the next call rebuilds a damaged kernel" if bad else ""
 
 
 def _layer(layer: Listing) -> Found:
     advice = "JITROPE_SYSTEM_CACHE must name existing folders or bundles that only their owner can write"
     good, bad, found = _verified(layer, advice)
     if bad:
-        raise Fault(found, "make it again with jitrope bundle write")
-    return found, "" if good else "make it again: it has no kernels of this version"
+        raise Fault(found, "write it again with jitrope bundle write")
+    return found, "" if good else "write it again: it has no kernels of this version"
 
 
 def _verified(place: Listing, advice: str) -> tuple[int, int, str]:

@@ -1,4 +1,4 @@
-"""Kernels for readers: in words, as a table, and one with all its details."""
+"""Kernels as text: in words, as a table, and one in detail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {
 
 
 def in_words(spec: Spec) -> str:
-    """A kernel in words. The words leave out what is usual: fp32 tables of half width."""
+    """A kernel in words. The words omit the defaults: fp32 tables of half width."""
     if not isinstance(spec, RopeSpec):
         return spec.name.replace("_", " ")
     pairings = [("halves", "interleaved")[flag] for flag in (spec.interleaved, spec.interleaved_out)]
@@ -54,7 +54,7 @@ def in_words(spec: Spec) -> str:
 
 
 def each_in_words(specs: Sequence[Spec]) -> list[str]:
-    """Kernels in words. To those that have the same words, the fields are added in which they differ."""
+    """Kernels in words. If several have the same words, their different fields are added."""
     alike: dict[str, dict[Spec, None]] = {}
     for spec in specs:
         alike.setdefault(in_words(spec), {})[spec] = None
@@ -69,7 +69,7 @@ def _differences(spec: Spec, others: Iterable[Spec]) -> list[str]:
 
 
 def kernels_of(entries: Sequence[Entry]) -> list[str]:
-    """Cached kernels in words. A kernel of another version has its name only, because its fields are not known."""
+    """Cached kernels in words. For a kernel of another version only the name is known."""
     specs: list[Spec | None] = []
     for entry in entries:
         try:
@@ -81,7 +81,7 @@ def kernels_of(entries: Sequence[Entry]) -> list[str]:
 
 
 def keys(entries: Sequence[Entry]) -> list[str]:
-    """A short key of each kernel: the start of its hash, with the compiler's hash where several have this start."""
+    """A short key of each kernel: the start of its hash, with the compiler's hash if several have this start."""
     short = [_hashes(entry)[0][:8] for entry in entries]
     count = Counter(short)
     return [key if count[key] == 1 else f"{key}-{_hashes(entry)[1]}" for key, entry in zip(short, entries)]
@@ -93,7 +93,7 @@ def _hashes(entry: Entry) -> tuple[str, str]:
 
 
 def find(entries: Sequence[Entry], key: str) -> Entry:
-    """The kernel with a key, or with the start of one. Raises CacheError if there is none, or if there are several."""
+    """The kernel with a key, or with the start of one. Raises CacheError if there is none or several."""
     ids = [f"{short}\n{'-'.join(_hashes(entry))}\n{entry.path.name}" for short, entry in zip(keys(entries), entries)]
     found = [entry for entry, names in zip(entries, ids) if any(name.startswith(key) for name in names.split("\n"))]
     if len(found) != 1:
@@ -103,7 +103,7 @@ def find(entries: Sequence[Entry], key: str) -> Entry:
 
 
 def size(count: int) -> str:
-    """Bytes for readers."""
+    """A number of bytes as text."""
     return f"{count / 2**10:.0f} KiB"
 
 
@@ -119,7 +119,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def paragraph(start: str, text: str) -> list[str]:
-    """The lines of a text after a start. On a terminal they are wrapped at its width; elsewhere there is one line."""
+    """The lines of a text after a start. On a terminal they are wrapped to its width; elsewhere it is one line."""
     room = shutil.get_terminal_size().columns - len(start) if sys.stdout.isatty() else 0
     lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) if room >= 20 else [text]
     return [start + (lines or [""])[0], *(" " * len(start) + line for line in lines[1:])]
@@ -139,7 +139,7 @@ def listed(entries: Sequence[Entry]) -> str:
 
 
 def details(entries: Sequence[Entry], key: str) -> tuple[dict[str, Any], str]:
-    """All about one kernel, as JSON, which `jitrope render --from` reads, and as text."""
+    """All details of one kernel, as JSON for `jitrope render --from`, and as text."""
     entry = find(entries, key)
     at = entries.index(entry)
     key, words, row = keys(entries)[at], kernels_of(entries)[at], rows(entries)[at]

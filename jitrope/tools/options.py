@@ -1,4 +1,4 @@
-"""The command line's options: how their values are written, and the errors of wrong ones."""
+"""The command line's options: the syntax of their values, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "f
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help keeps its line breaks, and whose errors are JSON under --json. Options are written whole."""
+    """A parser that keeps line breaks in help, prints errors as JSON under --json, and refuses shortened options."""
 
     def __init__(self, **words: Any) -> None:
         kept = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**{**kept, **words})
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and end with exit code 2."""
+        """Print the error and exit with code 2."""
         if not wants_json():
             super().error(message)
         answer(True, {"error": message}, "")
@@ -47,7 +47,7 @@ def option(*names: str, **words: Any) -> Option:
 
 
 def _value(pattern: str, example: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The reader of an option's text, which must match a pattern."""
+    """Return the reader of an option's text, which must match a pattern."""
 
     def value(text: str) -> Any:
         if not re.fullmatch(pattern, text):
@@ -78,12 +78,12 @@ _age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) 
 _FLAG: dict[str, Any] = {"action": "store_true", "default": None}  # None: not given
 
 JSON = option("--json", action="store_true", help="print JSON on stdout, errors too")
-DRY_RUN = option("--dry-run", action="store_true", help="print what would be done, and change nothing")
+DRY_RUN = option("--dry-run", action="store_true", help="print the actions, and change nothing")
 ARCHS = option(
     "--arch",
     metavar="ARCH",
     type=_archs,
-    help="build for these, as sm_80,sm_90 (or sm90, 90, 9.0); default: this machine's GPUs",
+    help="architectures, such as sm_80,sm_90 (or sm90, 90, 9.0); default: this machine's GPUs",
 )
 JOBS = option(
     "--jobs", metavar="N", type=_count, default=os.cpu_count() or 1, help="compile N at a time; default: all cores"
@@ -101,9 +101,9 @@ MODEL = option(
     type=Path,
     help="config.json of a transformers or diffusers model, its folder, or a diffusers pipeline's; needs that library",
 )
-BUNDLE = option("path", metavar="FILE", type=Path, help="a file that `jitrope bundle write` wrote")
+BUNDLE = option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 WRITTEN = option("path", metavar="FILE", type=Path, help="the file to write, a tar")
-KEY = option("key", metavar="KEY", help="a key that `jitrope cache ls` prints, or the start of one")
+KEY = option("key", metavar="KEY", help="a key from `jitrope cache ls`, or the start of one")
 COLD = option("--cold", action="store_true", help="also look up every kernel without compiling")
 OLDER = option("--older-than", metavar="AGE", type=_age, required=True, help="30d, 12h or 45m")
 CALL = (
@@ -112,14 +112,16 @@ CALL = (
         metavar="N,N",
         type=_heads,
         action="append",
-        help="heads of q and k, as 32,8, or of q alone, as 24; give it again for another call",
+        help="heads of q and k, such as 32,8, or of q alone; repeat it for more calls",
     ),
     option("--head-dim", metavar="N", type=_count, help="elements of a head; default: 128"),
     option("--dtype", metavar="DTYPE", type=_dtype, help="bf16, fp16, fp32, or torch's name; default: bf16"),
     option("--interleaved", **_FLAG, help="pairs are (2i, 2i+1); default: (i, i + half)"),
-    option("--rotary-dim", metavar="N", type=_count, help="elements of a head that are rotated; default: all"),
-    option("--width", metavar="WIDTH", choices=("half", "full"), help="half or full: of cos and sin; default: half"),
+    option("--rotary-dim", metavar="N", type=_count, help="rotated elements of a head; default: all"),
+    option(
+        "--width", metavar="WIDTH", choices=("half", "full"), help="width of cos and sin, half or full; default: half"
+    ),
     option("--in-place", dest="inplace", **_FLAG, help="write the result into q and k"),
-    option("--backward", **_FLAG, help="the gradient's kernels too; `render` prints the first of these"),
+    option("--backward", **_FLAG, help="also the gradient's kernels; `render` prints the first of these"),
     FROM,
 )

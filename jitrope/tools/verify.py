@@ -19,12 +19,12 @@ def caches() -> list[Listing]:
 
 
 def cold_start() -> dict[str, Any]:
-    """Ask for every whole kernel of every cache, as a call would. From now on this process must not compile.
+    """Look up every whole kernel of every cache, as a call would. Afterwards this process must not compile.
 
     Returns:
-        loaded: the number of kernels that were loaded on a GPU of this machine. checked: the number that were found for
-        other architectures. bad: kernels that would have been compiled, or that the driver refuses. others: the number
-        of kernels of another version, which no call asks for.
+        loaded: the number of kernels loaded on a GPU of this machine. checked: the number found for other
+        architectures. bad: kernels that would have been compiled, or that the driver refuses. others: the number of
+        kernels of another version, which no call uses.
     """
     config.configure(compile=False)
     devices = {arch: device for device, arch in enumerate(kernels.local_archs())}
@@ -44,7 +44,7 @@ def cold_start() -> dict[str, Any]:
                 kernels.build(spec, entry.arch)
                 found["checked"] += 1
         except JitropeError as error:
-            missing = "would be compiled: it is made from other templates or by another compiler"
+            missing = "would be compiled: its templates or its compiler are different"
             reason = missing if isinstance(error, MissingKernel) else str(error)
             found["bad"].append({"name": entry.name, "arch": entry.arch, "reason": reason})
     return found

@@ -1,14 +1,14 @@
-"""The library's real launch path on CPU tensors: kernels that g++ built take the compiled ones' place.
+"""The library's real launch path on CPU tensors: kernels built by g++ replace the compiled ones.
 
-`install()` makes a process take CPU tensors as a GPU's. Dispatch, guards, the replay of known calls, checks, plans,
-argument blocks, autograd and the torch.library ops run as they are; the launch calls a shared library, built from the
-rendered CUDA and the shim under ASan and UBSan. ASan must be in the process from its start, and then every
+After `install()` a process treats CPU tensors as GPU tensors. Dispatch, guards, the replay of known calls, checks,
+plans, argument blocks, autograd and the torch.library ops are the real ones; the launch calls a shared library, built
+from the rendered CUDA and the shim under ASan and UBSan. ASan must be loaded at the start of the process; then every
 tensor that torch allocates has redzones:
 
     TEST_DEVICE=host LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \\
         ASAN_OPTIONS=detect_leaks=0 pytest tests/test_gpu.py
 
-runs the tests marked `gpu` so, but for those marked `hardware` (`tests/test_host_path.py` does it for each file).
+runs the tests marked `gpu` this way, except those marked `hardware` (`tests/test_host_path.py` runs each file).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from jitrope.thd import ops as thd_ops
 from . import harness
 
 SMS = 4
-"""Multiprocessors of the device: few enough that small cases take the token-linear launch by themselves."""
+"""Multiprocessors of the device: so few that small cases also choose the token-linear launch."""
 
 DEVICE = "cpu" if os.environ.get("TEST_DEVICE") == "host" else "cuda"
-"""Where the tests marked `gpu` have their tensors."""
+"""The device of the tensors in tests marked `gpu`."""
 
 launched: Counter[str] = Counter()
-"""How often each kernel was launched."""
+"""The number of launches of each kernel."""
 
 _lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class Kernel:
 
 @cache
 def install() -> None:
-    """Take CPU tensors as a GPU's, in this process, from now on."""
+    """From now on, treat CPU tensors as GPU tensors in this process."""
     kernels = cache(lambda spec, device: Kernel(spec))
     runtime.get_kernel = thd_runtime.get_kernel = kernels
     watch.get_device = thd_runtime.get_device = lambda: None  # the index of the device "cpu"

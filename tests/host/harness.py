@@ -22,7 +22,7 @@ FLAGS = (
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden",
 )  # fmt: skip
 
-# Whether the threads of a block meet, where that is not always so: a word of the template, or never.
+# Whether the threads of a block synchronise, if that varies: a word of the template, or never.
 COLLECTIVES = {
     "jitrope_rope": "SHARES_WORK",
     "jitrope_thd_rows": "SEARCHES",
@@ -33,13 +33,13 @@ COLLECTIVES = {
 
 @cache
 def folder() -> Path:
-    """Where the test processes of a run keep the kernels that they built (`tests/conftest.py` names it)."""
+    """The folder of built kernels that the processes of a test run share; set by `tests/conftest.py`."""
     given = os.environ.get("TEST_HOST_BUILDS")
     return Path(given) if given else Path(tempfile.mkdtemp(prefix="jitrope-host-"))
 
 
 def gcc(arguments: list[str], made: Path) -> Path:
-    """Run g++, and put its result in place at once, so that another process sees all of it or nothing."""
+    """Run g++, and install its result in one step, so that other processes see all of it or nothing."""
     compiler = shutil.which("g++")
     assert compiler, "the kernels' CPU tests need g++"
     part = made.with_name(f"{made.name}.{os.getpid()}.{threading.get_ident()}")
@@ -52,7 +52,7 @@ def gcc(arguments: list[str], made: Path) -> Path:
 
 @cache
 def built(name: str, *more: str) -> Path:
-    """What kernels need, made once: the object that launches them, and a program that runs a library."""
+    """Build once what kernels need: the object that launches them, and a program that runs a library."""
     text = "".join((HERE / file).read_text() for file in ("shim.h", name))
     made = folder() / hashlib.sha256(text.encode()).hexdigest()[:16]
     return made if made.exists() else gcc([*FLAGS, *more, str(HERE / name)], made)

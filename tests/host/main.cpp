@@ -2,7 +2,7 @@
 //
 // The file: int64 words: grid x, y; block; R regions; each region's bytes; W parameter words, each a pair (region or -1,
 // value): the region's address plus value bytes, or the value itself. Then the regions' contents. Each region is an
-// allocation of its own, poisoned from its end on: ASan sees the first byte read or written past it.
+// separate allocation, poisoned from its end on: ASan detects any byte read or written past it.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -1,8 +1,7 @@
-// Is linked into every kernel: `run` launches it once.
+// Linked into every kernel: `run` launches it once.
 //
-// Kernels without barriers or warp exchanges run thread after thread. Where the threads of a block meet, a block is as
-// many std::threads as it has CUDA threads. A thread that has left the kernel no longer counts at a barrier, as on the
-// device.
+// Kernels without barriers or warp exchanges run one thread after the other. If the threads of a block synchronise, each
+// CUDA thread is a std::thread. A thread that has left the kernel no longer counts at a barrier, as on the device.
 #include <atomic>
 #include <barrier>
 #include <memory>

@@ -1,6 +1,6 @@
 // Enough of CUDA to build a rendered kernel with g++ and run it on the CPU, under ASan and UBSan.
 //
-// This part every kernel is built with, so it is small; runtime.cpp, which launches them, is built once.
+// Every kernel includes this file, so it is small; runtime.cpp, which launches kernels, is built once.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -8,7 +8,7 @@
 #include <math.h>
 #undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
-// What runtime.cpp is linked with: one kernel, and whether the threads of a block meet.
+// Linked with runtime.cpp: one kernel, and whether the threads of a block synchronise.
 struct Built { std::size_t parameters; bool meets; void (*call)(const void* parameters); };
 extern const Built built;
 

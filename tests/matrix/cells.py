@@ -1,6 +1,6 @@
 """The ten functions with small arguments, and the judgement of a cell of the matrix.
 
-A cell is "right" (outputs, written tensors and gradients are those of the oracle; nothing else was written) or
+A cell is "right" (outputs, written tensors and gradients equal the oracle's, and nothing else was written) or
 "refused" (`InvalidInput`, no byte changed). Any other outcome raises.
 """
 
@@ -129,7 +129,7 @@ class Cell:
         return SIZES[name]
 
     def args(self, **changes: Any) -> Args:
-        """Fresh arguments of a plain right call; `changes` replace some, None removes a tensor."""
+        """Fresh arguments of a plain valid call; `changes` replace some, and None removes a tensor."""
         f = self.function
         names = (*f.heads, *f.weights, *(("k_cache", "v_cache") if "kv_cache" in f.name else ()))
         args: Args = {name: self.rand(*self.size(name), seed=n) for n, name in enumerate(names)}
@@ -240,7 +240,7 @@ class Cell:
             self.check_text(error)
             assert plain_bits.__wrapped__(self) == plain, "the right call has other bits now"
             return "refused"
-        # torch itself refuses some writes, and then there is nothing to compare: they are refused above.
+        # torch itself refuses some writes. They are refused above, so there is nothing to compare.
         want_built = build(exact)
         want_args = {**rest, **{name: x for name, x in want_built.items() if not name.startswith("base")}}
         want, want_written = self.function.expected(want_args)
@@ -288,7 +288,7 @@ def steps(x: Tensor) -> list[int]:
 
 
 def check_strides(y: Tensor, like: Tensor | None, what: str) -> None:
-    if type(y) is not Tensor or y._is_view():  # a view, as asked
+    if type(y) is not Tensor or y._is_view():  # a view, as requested
         return
     wanted = torch.empty(y.shape, device="meta") if like is None else torch.empty_like(like, device="meta")
     assert steps(y) == steps(wanted), f"{what} has strides {y.stride()}, not {wanted.stride()}"
@@ -296,7 +296,7 @@ def check_strides(y: Tensor, like: Tensor | None, what: str) -> None:
 
 @cache
 def plain_bits(cell: Cell) -> list[bytes]:
-    """The bytes that a plain right call returns, from its first run; `__wrapped__` runs it again."""
+    """The bytes of a plain valid call's results, from its first run; `__wrapped__` runs it again."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         args = cell.args()
         out = cell.call(args)

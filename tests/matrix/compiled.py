@@ -209,7 +209,7 @@ def _(cell: Cell) -> str:
         lambda *xs: tuple(call(*xs)), tuple(examples), check_trace=False))  # fmt: skip
 
 
-# On a GPU torch 2.11 ends the process when it loads a package, of torch.nn.functional.silu alone too.
+# On a GPU torch 2.11 crashes when it loads a package, even of torch.nn.functional.silu alone.
 @situation("AOTInductor", "exported, compiled, packaged, loaded: one package of all functions", slow=True, cuda=False)
 def _(cell: Cell) -> str:
     others = [Cell(f, cell.device) for f in FUNCTIONS]

@@ -1,4 +1,4 @@
-"""Situations around a tensor: a small function each, with a name, a description and the expected outcome."""
+"""Situations around a tensor. Each is a small function with a name, a description and the expected outcome."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Situation:
     slow: bool = False
     gpu: bool = False  # it needs a GPU
     cuda: bool = True  # torch itself can do it on a GPU
-    host: bool = True  # tests/host/backend.py can do it: not with what has no memory, which it takes as a GPU's
+    host: bool = True  # tests/host/backend.py can do it: not without memory, because it treats such tensors as a GPU's
 
 
 SITUATIONS: list[Situation] = []
@@ -101,7 +101,7 @@ def simple(f: Function) -> bool:
     return f.name != "norm_rope_joint"
 
 
-# ---- options: the oracle and the library agree on all of the docstring ------------------------------
+# ---- options: the oracle and the library agree on the whole docstring -------------------------------
 
 
 def option(name: str, text: str, ends: Ends = right) -> Callable[[Any], Any]:
@@ -450,7 +450,7 @@ _conjugate(lambda z: torch._neg_view(z), "negative bit")
 _conjugate(lambda z: torch._neg_view(z.conj()), "both bits")
 
 
-# ---- views in place, under autograd and not ----------------------------------------------------------
+# ---- views in place, with and without autograd -------------------------------------------------------
 
 
 def times_one(leaves: Args) -> Args:
@@ -1152,7 +1152,7 @@ for _label, _convert in (
         name = cell.function.turned[0]
         good = cell.args()
         odd = convert(good[name].cpu())
-        odd = odd if odd.is_mkldnn else odd.to(cell.device)  # that layout is the CPU's alone
+        odd = odd if odd.is_mkldnn else odd.to(cell.device)  # only CPUs have that layout
         return cell.settle({**good, name: odd}, wants=cell.args(), versions=False)
 
 
@@ -1207,7 +1207,7 @@ for _reentrant in (False, True):
 
             def again(*tensors: Tensor) -> tuple[Any, ...]:
                 given = dict(zip(names, tensors))
-                if f.in_place:  # the inputs of a checkpoint stay as they are
+                if f.in_place:  # the inputs of a checkpoint do not change
                     given |= {n: given[n] * 1 for n in f.turned}
                 return cell.call({**args, **given})
 
@@ -1380,7 +1380,7 @@ def _(cell: Cell) -> str:
     return cell.settle(cell.args(), run, same=False)
 
 
-# ---- what a user can hold ----------------------------------------------------------------------------
+# ---- copies, pickles and other holders ---------------------------------------------------------------
 
 
 @situation("deepcopy and pickle", "of what comes back, and of arguments afterwards")

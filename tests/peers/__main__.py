@@ -19,7 +19,7 @@ import jitrope
 from .table import PEERS
 
 _ROOT = Path(__file__).resolve().parents[2]
-_START = (  # what is installed comes before what lies in the checkout, unbuilt
+_START = (  # installed packages come before the checkout's unbuilt ones
     "import sys; sys.path[:1] = [sys.argv[1]]; sys.path.append(sys.argv[2]); "
     "import pytest; sys.exit(pytest.main(sys.argv[3:]))"
 )
@@ -73,7 +73,7 @@ def _run(name: str, checkout: Path, files: list[str], rest: list[str]) -> int:
 
 
 def _sum(reports: str, kind: str) -> Counter[str]:
-    """The processes' numbers; all have left out the same tests."""
+    """The sum of the processes' numbers; all have deselected the same tests."""
     total: Counter[str] = Counter()
     for file in Path(reports).glob(f"{kind}-*.json"):
         numbers = Counter(json.loads(file.read_text()))
@@ -82,7 +82,7 @@ def _sum(reports: str, kind: str) -> Counter[str]:
 
 
 def _version(checkout: Path) -> str:
-    """Its commit, or the version of a source archive, or what a file COMMIT says."""
+    """The commit of a checkout, or the version of a source archive, or the content of a file COMMIT."""
     if (checkout / ".git").exists():
         git = ["git", "-C", str(checkout), "describe", "--always", "--tags", "--dirty"]
         return subprocess.run(git, capture_output=True, text=True).stdout.strip()

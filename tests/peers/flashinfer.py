@@ -1,4 +1,4 @@
-"""FlashInfer: its functions of rope, by jitrope's public ones."""
+"""FlashInfer: its rope functions, replaced by jitrope's public ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rope_quantize_fp8(
     Tensor, is_neox: bool = True, *, q_rope_out: Tensor, k_rope_out: Tensor, q_nope_out: Tensor | None = None,
     k_nope_out: Tensor | None = None, quant_scale_q: float = 1.0, quant_scale_kv: float = 1.0, **ignored: Any,
 ) -> None:  # fmt: skip
-    """The rotated parts by jitrope; what is not rotated is only scaled and rounded, in plain torch."""
+    """jitrope rotates; the other parts are only scaled and rounded, in plain torch."""
     k_heads = k_rope if k_rope.dim() == 3 else k_rope.unsqueeze(1)
     q, k = fp8(
         q_rope,

@@ -1,4 +1,4 @@
-"""Liger: the functions that it puts into models, and the autograd functions below them, by jitrope."""
+"""Liger: the functions that it puts into models, and the autograd functions below them, replaced by jitrope's."""
 
 from __future__ import annotations
 

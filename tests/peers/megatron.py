@@ -15,7 +15,7 @@ def install(checkout: Path) -> None:
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29512}
     for name, value in alone.items():
         os.environ.setdefault(name, str(value))
-    import_module("megatron.core.transformer.attention")  # before TransformerEngine seems to be there
+    import_module("megatron.core.transformer.attention")  # before the stand-in of TransformerEngine
     megatron.enable()
     fused = transformer_engine.apply_fused_qkv_rotary_pos_emb
     module("transformer_engine.pytorch.attention.rope", apply_fused_qkv_rotary_pos_emb=fused)

@@ -40,7 +40,7 @@ def _counted(name: str, function: Any) -> Any:
 
 
 def _count_calls() -> None:
-    """Count calls of jitrope's public functions, whoever holds them; compiled ones count as they are traced."""
+    """Count calls of jitrope's public functions, wherever they are held. Compiled ones count when they are traced."""
     public = {n: getattr(jitrope, n) for n in jitrope.__all__ if n.startswith(("apply_rope", "prepare_"))}
     counted = {function: _counted(name, function) for name, function in public.items()}
     for name, module in list(sys.modules.items()):
@@ -55,7 +55,7 @@ def _cpu(x: Any) -> Any:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Tests that write "cuda" get the CPU."""
+    """Replace the device "cuda" of tests by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -65,7 +65,7 @@ class _OnCPU(TorchFunctionMode):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    tests.__path__.insert(0, str(Path(CHECKOUT, "tests")))  # `tests` is the peer's too
+    tests.__path__.insert(0, str(Path(CHECKOUT, "tests")))  # the peer may have a package `tests` too
     if not torch.cuda.is_available():
         _OnCPU().__enter__()
         torch.set_default_device = lambda device: None
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_teardown() -> None:
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # as hosts' own conftest.py files do: a function is compiled in many tests
+        torch._dynamo.reset()  # as in hosts' own conftest.py files: a function is compiled in many tests
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,4 +1,4 @@
-"""SGLang: its rope functions by jitrope. Its tests compare with FlashInfer's, or, without that, with plain torch."""
+"""SGLang: its rope functions, replaced by jitrope's. Its tests compare with FlashInfer's, or else with plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer that is not installed: modules made for the names that its tests import, and rope in plain torch."""
+"""A stand-in for a missing peer: modules for the names that its tests import, and rope in plain torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 
 def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
-    """The module of this name with these names in it; one is made, with its parents, if none can be imported.
+    """Return the module of this name with these names in it. It is made, with its parents, if it cannot be imported.
 
-    Modules below a made one are looked for in `folder`.
+    Modules below a made one are searched for in `folder`.
     """
     parent, _, child = name.rpartition(".")
     above = module(parent) if parent else None
     try:
         found = import_module(name)
-    except Exception:  # a peer that is there but not built can raise anything
+    except Exception:  # an unbuilt peer can raise any error
         for part in [part for part in sys.modules if part == name or part.startswith(f"{name}.")]:
             del sys.modules[part]
         found = sys.modules[name] = ModuleType(name)
@@ -33,12 +33,12 @@ def module(name: str, folder: Path | None = None, **names: Any) -> ModuleType:
 
 
 def made(found: ModuleType) -> bool:
-    """Whether `module` made it, so that the peer is not the real one."""
+    """Whether `module` made this one, so the peer is not the real one."""
     return found.__spec__ is None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x (..., D) in fp32 by tables of half width (..., R / 2) that broadcast; the dtype stays."""
+    """Rotate x (..., D) in fp32 by tables of half width (..., R / 2) that broadcast; x's dtype is kept."""
     turned, rest = x[..., : 2 * cos.shape[-1]].float(), x[..., 2 * cos.shape[-1] :]
     cos, sin = cos.float(), sin.float()
     x0, x1 = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
@@ -48,7 +48,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def by_cache(positions: Tensor, x: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool) -> Tensor:
-    """x (tokens, H * head_size), or with axes for both, by rows of vLLM's kind of table."""
+    """Rotate x (tokens, H * head_size) or (tokens, H, head_size) by rows of vLLM's kind of table."""
     cos, sin = cos_sin_cache[positions].float().unsqueeze(-2).chunk(2, -1)
     by_heads = x.reshape(*positions.shape, -1, head_size)
     return rotated(by_heads, cos, sin, not is_neox).reshape(x.shape)

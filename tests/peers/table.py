@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Peer:
-    """Tests of a peer, and how they are run.
+    """Tests of a peer, and the way to run them.
 
     Attributes:
         tests: its test files, as globs relative to the checkout.
-        stands_for: what jitrope replaces.
-        cpu: what of it runs without a GPU.
-        deselect: parts of test ids that are left out, each with the reason.
+        stands_for: the code that jitrope replaces.
+        cpu: the part that runs without a GPU.
+        deselect: parts of ids of deselected tests, each with the reason.
         conftest: the peer's conftest.py is loaded; most need the peer itself, built.
-        needs: what must be importable, besides torch and pytest.
+        needs: the modules that must be importable, besides torch and pytest.
     """
 
     tests: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""transformers: `enable` for the file of every model, as soon as one is made."""
+"""transformers: `enable` for the file of every model, when the model is made."""
 
 from __future__ import annotations
 

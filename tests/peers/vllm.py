@@ -1,4 +1,4 @@
-"""vLLM: `enable` where it is installed; else layers with its names, whose native way is plain torch in fp32."""
+"""vLLM: `enable` if it is installed; else layers with its names, whose native path is plain torch in fp32."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Rope(nn.Module):
 
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
         table = self.cos_sin_cache
-        if self.sections and positions.dim() == 2:  # the rows as one table, which has a row a token
+        if self.sections and positions.dim() == 2:  # the rows as one table with a row for each token
             table = _mixed(table[positions], self.sections, self.mixed)
             positions = torch.arange(positions.shape[1], device=positions.device)
         return tuple(
@@ -94,7 +94,7 @@ class Rope(nn.Module):
 
 
 def _mixed(rows: Tensor, sections: Sequence[int], interleaved: bool) -> Tensor:
-    """(axes, T, R) into (T, R): each pair from the axis of its section."""
+    """(axes, T, R) to (T, R): each pair from the axis of its section."""
     if interleaved:
         axis = [0] * sum(sections)
         for a in range(1, len(sections)):

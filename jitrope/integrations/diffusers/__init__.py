@@ -3,7 +3,7 @@
 >>> from jitrope.integrations import diffusers as jitrope_diffusers
 >>> report = jitrope_diffusers.enable(pipeline)        # until jitrope_diffusers.disable(pipeline)
 >>> with jitrope_diffusers.enable(pipeline.transformer) as report: ...
->>> print(report)                                      # the replaced classes, the calls since, and the host's calls
+>>> print(report)                                      # replaced classes, calls since then, and calls of the host
 
 .. include:: README.md
 """
@@ -31,17 +31,17 @@ __all__ = ["Report", "disable", "enable"]
 
 @dataclass(repr=False)
 class Report(_host.Report):
-    """The result of `enable`. As a context manager it undoes that `enable`, and nothing that was done before it.
+    """The result of `enable`. As a context manager it undoes that `enable`, and nothing done before it.
 
-    `calls` counts, of all enabled models, the tensors rotated by "jitrope", the calls left to the "host" and the
-    "fused" calls of processors. `reasons` says why calls were the host's, or were not fused.
+    `calls` counts for all enabled models the tensors rotated by "jitrope", the calls left to the "host" and the
+    "fused" calls of processors. `reasons` gives the reasons why calls were left to the host or not fused.
 
     Attributes:
         host: "diffusers".
-        replaced: by class, how many of the host's processors and modules are replaced.
-        left: by class, how many attention processors stay the host's.
-        fused: by class, in how many of the replaced ones norm and rope are one launch.
-        notes: by class, why it is left, or not fused.
+        replaced: by class, the number of the host's processors and modules that are replaced.
+        left: by class, the number of attention processors that are not replaced.
+        fused: by class, the number of replaced ones with norm and rope in one launch.
+        notes: by class, the reason why it is left or not fused.
     """
 
     host: str = "diffusers"
@@ -56,25 +56,25 @@ class Report(_host.Report):
         return ", ".join(f"{part} {count}" for part, count in parts.items() if count) + " attention layers"
 
     def table(self) -> str:
-        """A line for each class: in how many layers norm and rope are fused, or rope alone is replaced, and notes."""
+        """A line for each class: the number of layers with norm and rope fused or only rope replaced, and notes."""
         kinds = {"norm and rope": self.fused, "rope alone": self.replaced - self.fused, "left alone": self.left}
         rows = [f"{name}: {count} x {kind}" for kind, counts in kinds.items() for name, count in counts.items()]
         return "\n".join([*rows, *(f"{name}: {note}" for name, note in self.notes.items())])
 
 
 def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
-    """Let jitrope rotate in a transformer, or in every transformer and ControlNet of a pipeline.
+    """Use jitrope's rope in a transformer, or in every transformer and ControlNet of a pipeline.
 
-    Only the processors of these models change. Enabling twice changes nothing. Call it again after other processors
-    were set, or methods of the host's classes were replaced.
+    Only the processors of these models change. Enabling twice changes nothing. Call it again after you set other
+    processors or replace methods of the host's classes.
 
     Args:
-        model_or_pipeline: an `nn.Module`, compiled or wrapped ones too, or a pipeline with `components`.
-        fuse_norm: True: RMSNorm of q and k and rope are one launch where that is known to give the host's bits;
-            False: rope alone.
+        model_or_pipeline: an `nn.Module`, also compiled or wrapped, or a pipeline with `components`.
+        fuse_norm: True: RMSNorm of q and k and rope are one launch where that is known to give the host's bits.
+            False: only rope is replaced.
 
     Returns:
-        A report of what was replaced and left. It counts the calls, and is a context manager.
+        A report of the replaced and the other classes. It counts the calls, and is a context manager.
 
     Raises:
         JitropeError: no class in the model is supported, or this diffusers version is too different.
@@ -93,7 +93,7 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
 
 
 def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
-    """Why nothing was replaced."""
+    """The reason why nothing was replaced."""
     if isinstance(given, type) or not (_models(given) or isinstance(given, nn.Module)):
         shown = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}"
         return f"enable takes a model or a pipeline, not {shown}"
@@ -104,24 +104,24 @@ def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
         return f"{name} has no attention processors of diffusers {version()}"
     processors = ", ".join(f"{count} {cls}" for cls, count in seen.items())
     return (
-        f"{name} has {processors}, which are not among the processors of diffusers {version()} that apply rope. In a "
-        f"processor of your own, call jitrope.apply_rope in place of its rope function"
+        f"{name} has {processors}, which are not among the processors of diffusers {version()} that apply rope. In "
+        f"your own processor, call jitrope.apply_rope in place of its rope function"
     )
 
 
 def disable(model_or_pipeline: Any) -> None:
-    """Give a transformer, or a pipeline's transformers, their own processors back."""
+    """Restore the processors of a transformer, or of a pipeline's transformers."""
     for model in _models(model_or_pipeline):
-        set_aside = getattr(model, "original_attn_processors", None) or {}  # by `fuse_qkv_projections`, for later
+        set_aside = getattr(model, "original_attn_processors", None) or {}  # kept by `fuse_qkv_projections`
         for part in (*_parts(model), *set_aside.values()):
             if is_twin(type(part)):
                 part.__class__ = host_of(type(part))
 
 
 def reloaded(make: Callable[..., Any], host: type, fused: bool, *arguments: Any) -> Any:
-    """Make a copied or unpickled processor or module, and replace it as its original was, if that is possible here."""
+    """Make a copied or unpickled processor or module, and replace it like its original, if possible."""
     part = make(host, *arguments)
-    with contextlib.suppress(JitropeError):  # in another version of diffusers it stays the host's
+    with contextlib.suppress(JitropeError):  # another version of diffusers may not allow it
         _replace(part, fused, Report())
     return part
 
@@ -133,7 +133,7 @@ def _models(model_or_pipeline: Any) -> list[nn.Module]:
 
 
 def _parts(model: nn.Module) -> list[Any]:
-    """The attention processors in a model, and the modules that rotate by themselves; each once."""
+    """The attention processors in a model, and the modules with their own rope; each once."""
     found: dict[int, Any] = {}
     for module in model.modules():
         processor = getattr(module, "processor", None)
@@ -149,7 +149,7 @@ def _known(host: type) -> bool:
 
 
 def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
-    """Turn one object into its twin and report it; False if it has no twin."""
+    """Change one object to its twin and report it; False if it has no twin."""
     host = host_of(type(part))
     if not _known(host):
         return False
@@ -174,7 +174,7 @@ def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
 
 
 def _twin(host: Any, attribute: str, fuse_norm: bool) -> tuple[type | None, bool, str]:
-    """The twin class, or None; whether norm and rope are one launch in it; and a note."""
+    """(twin class or None, whether norm and rope are one launch in it, note)."""
     name, original, other = host.__name__, getattr(host, attribute), replaced_by(host, attribute)
     ours, call, note = INLINE.get(name) or (FUSED.get(name) if fuse_norm else None), None, ""
     if ours is not None and other:

@@ -1,10 +1,10 @@
 """The forms of rope in diffusers: the tables of a model, and the call of jitrope with them.
 
-`rope_of` makes our function for a rope function of the host, with the same arguments and the same bits. A call that
-jitrope refuses goes to the host, and is counted with the reason.
+`rope_of` makes our function for a rope function of the host, with the same arguments and the same bits. Calls that
+jitrope refuses go to the host, and are counted with the reason.
 
 Tables are used as views wherever possible. Tables that must be converted are converted in each call, and nothing is
-kept. A program may write to a table between two calls, and there is no reliable sign of that: inference tensors have no
+kept, because a program may write to a table between two calls without a reliable sign: inference tensors have no
 version, and a write through `.data` does not change it.
 """
 
@@ -35,13 +35,13 @@ class Form(NamedTuple):
 
     Attributes:
         says: a description of the host's tables, for the README.
-        read: takes the arguments of the host's function and returns (q, k or None, tables), and as a fourth value
-            another form, if the call is of that form. Tables are (cos, sin), or one complex table.
+        read: takes the arguments of the host's function and returns (q, k or None, tables), and another form as a
+            fourth value if the call has that form. Tables are (cos, sin), or one complex table.
         axes: the number of axes of these tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W).
-        width: the width of a row as a part of a head; 0: only the first part of a head is rotated, and the rows are as
-            wide as that part.
+        width: the width of a row as a part of a head. 0: only the first part of a head is rotated, and rows have its
+            width.
         layout, interleaved: as in `apply_rope`.
-        rounding: as in `apply_rope`; "promoted": in the wider dtype of q and tables; "complex": that of the table.
+        rounding: as in `apply_rope`. "promoted": in the wider dtype of q and tables. "complex": in the table's dtype.
         back: takes jitrope's result and the host's first argument; returns the host's result.
         by: takes the form, the host's function and its arguments; returns the result and the number of rotated tensors.
             None: `_rotate`.
@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
 
 def rope_of(form: Form, host: Callable[..., Any]) -> Callable[..., Any]:
-    """Our function for a host's. It has the same arguments."""
+    """Return our function for a host's, with the same arguments."""
     return functools.partial(_host.or_else("diffusers", "jitrope", form.by or _rotate, _left), form, host)
 
 
@@ -76,7 +76,7 @@ def _rotate(form: Form, host: Callable[..., Any], *arguments: Any, **words: Any)
 
 
 def options(form: Form, q: Tensor, tables: Tables, tokens: int | None = None) -> dict[str, Any]:
-    """The words with which jitrope rotates q by these tables. Pass `tokens`, their number, if q is a part of them.
+    """jitrope's words to rotate q by these tables. tokens: their whole number, if q has only a part of them.
 
     Raises:
         InvalidInput: the tables do not have exactly one row of the form's width for each token. (jitrope alone would
@@ -150,7 +150,7 @@ def _camera(form: Form, host: Any, feats: Tensor, matrix: Tensor, rotary_emb: An
     return out, 1
 
 
-# ---- how the arguments are read ------------------------------------------------------------------------
+# ---- reading the arguments -----------------------------------------------------------------------------
 
 
 def _shared(
@@ -191,13 +191,13 @@ def _ltx2_split(x: Tensor, freqs: Any) -> Read:
 
 def _ernie(x: Tensor, freqs_cis: Tensor) -> Read:
     if freqs_cis.dtype != torch.float32:
-        raise InvalidInput("the tables' dtype")  # the host takes cosines in that dtype
+        raise InvalidInput("the tables' dtype")  # the host computes cosines in that dtype
     return x, None, _waves(freqs_cis)
 
 
 def _grid(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 1) -> Read:
     """The table (S, D / 2) of a grid: each of its axes has a part of the angles."""
-    grids = grid_sizes.tolist()  # the host waits for the device in every call too
+    grids = grid_sizes.tolist()  # the host also waits for the device in every call
     if len(grids) != x.shape[0] or any(grid != grids[0] for grid in grids) or math.prod(grids[0]) != x.shape[1]:
         raise InvalidInput("samples of different or padded grids")
     frames, height, width = grids[0]
@@ -249,7 +249,7 @@ KANDINSKY6 = Form(
 )
 KANDINSKY5 = KANDINSKY6._replace(
     says="fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2); the result is rounded to bf16 first",
-    # The host rounds the fp32 sum to bf16, whatever x is.
+    # The host rounds the fp32 sum to bf16 for every dtype of x.
     read=lambda x, rope: _kandinsky(x if x.dtype == torch.bfloat16 else x.float(), rope),
     back=lambda out, x: out.view(x.shape).to(torch.bfloat16),
 )

@@ -1,10 +1,11 @@
-"""Attention processors of diffusers that are replaced as a whole.
+"""Attention processors of diffusers that are replaced completely.
 
-In those of `FUSED`, RMSNorm of q and k, rope and the joining of two streams are one launch. In those of `INLINE`, the
-rotation is a part of the host's code and not a function. Each replaces a host processor's `__call__`: same arguments,
-same projections, same attention call, bit for bit the same result. It must be a method of a subclass (a twin) of that
-processor, and the `fingerprint` of the host's code must be known. A call that it refuses (autocast, other norms or
-tables) goes to the twin's `_jitrope_rope`, the host's code with its rope replaced, or to the host's own `__call__`.
+In the processors of `FUSED`, RMSNorm of q and k, rope and the joining of two streams are one launch. In those of
+`INLINE`, the rotation is a part of the host's code and not a function. Each replaces a host processor's `__call__`:
+same arguments, same projections, same attention call, and the same result bit for bit. It is a method of a subclass
+(a twin) of that processor, and the `fingerprint` of the host's code must be known. A call that it refuses (autocast,
+other norms or tables) goes to the twin's `_jitrope_rope`, the host's code with its rope replaced, or to the host's own
+`__call__`.
 
 In all other processors only rope is replaced, which works for any version of the host.
 """
@@ -30,15 +31,15 @@ from .forms import WORDS, options, pair
 from .norms import Norms, Parts, Words, beside, joint, no_turn, norm_rope, norm_rope_front, norms_of
 from .twins import host_of
 
-# ---- what processors share -------------------------------------------------------------------------------
+# ---- shared by processors --------------------------------------------------------------------------------
 
 
 class Ours(NamedTuple):
     """Our `__call__` for a host's processor.
 
     Attributes:
-        names: the host's parameters after `attn`. Those that are not given are None, as in the host.
-        fingerprints: of the host's code in diffusers 0.42, and in versions since 0.36 that compute the same.
+        names: the host's parameters after `attn`. Missing ones are None, as in the host.
+        fingerprints: of the host's code in diffusers 0.42, and in older versions since 0.36 that compute the same.
         says: a description of the host's tables, for the README.
     """
 
@@ -52,7 +53,7 @@ class Ours(NamedTuple):
 
 
 def _ours(function: Callable[..., Any], names: str, fingerprints: str, who: str = "fused", count: int = 1) -> Ours:
-    """`Ours` from a function that takes the values of these parameters; each call counts as `count` of `who`."""
+    """`Ours` from a function of the values of these parameters; each call counts as `count` of `who`."""
     known = names.split()
 
     def call(self: Any, attn: Any, *arguments: Any, **words: Any) -> tuple[Any, int]:
@@ -66,15 +67,15 @@ def _ours(function: Callable[..., Any], names: str, fingerprints: str, who: str 
 
 
 def _left(reason: str, processor: Any, *arguments: Any, **words: Any) -> Any:
-    """The host's own code, with its rope replaced if that is possible."""
+    """Run the host's own code, with its rope replaced if possible."""
     cls = type(processor)
-    with_our_rope = getattr(cls, "_jitrope_rope", None)  # which counts the tensors that it rotates
+    with_our_rope = getattr(cls, "_jitrope_rope", None)  # counts its rotated tensors
     _host.note("diffusers", "host", reason, 0 if with_our_rope else 1)
     return (with_our_rope or host_of(cls).__call__)(processor, *arguments, **words)
 
 
 def _names(processor: Any) -> Any:
-    """The functions of the host's module by name, as they are now: another library may have replaced some."""
+    """The current functions of the host's module by name: another library may have replaced some."""
     return host_of(type(processor)).__call__.__globals__
 
 
@@ -91,7 +92,7 @@ def _attended(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **word
 
 
 def _heads(tensors: Sequence[Tensor], attn: Any) -> Any:
-    """(B, S, H, D) of each; H is what this rank has under tensor parallelism."""
+    """Each as (B, S, H, D); under tensor parallelism H is this rank's number of heads."""
     dim = getattr(attn, "head_dim", 0) or attn.inner_dim // attn.heads
     return tuple(x.unflatten(-1, (-1, dim)) for x in tensors)
 
@@ -101,7 +102,7 @@ def _split(tensors: Sequence[Tensor], attn: Any) -> Any:
 
 
 def _qkv(attn: Any, x: Tensor, source: Tensor | None = None) -> Parts:
-    """The projections of x; keys and values are those of `source`, if given."""
+    """The projections of x; keys and values come from `source`, if given."""
     source = x if source is None else source
     return attn.to_q(x), attn.to_k(source), attn.to_v(source)
 
@@ -115,7 +116,7 @@ def _norms(attn: Any, x: Tensor, *names: str) -> Norms:
 
 
 def _fresh(attn: Any) -> bool:
-    """Whether no other code holds the projections q and k: they are no views of a packed one, and no hook saw them."""
+    """Whether no other code holds the projections q and k: they are not views of a packed one, and no hook ran."""
     packed = getattr(attn, "fused_projections", False)
     return not (packed or attn.to_q._forward_hooks or attn.to_k._forward_hooks)
 
@@ -131,7 +132,7 @@ def _out(attn: Any, x: Tensor) -> Tensor:
 
 
 def _flux_qkv(processor: Any, attn: Any, image: Tensor, text: Tensor | None, tables: Any) -> Any:
-    """Projections, norms and rope, of one stream or of two."""
+    """Projections, norms and rope of one or two streams."""
     two = attn.added_kv_proj_dim is not None
     norms = _norms(attn, image, *(("added_q", "added_k") if two else ()), "q", "k")
     q, k, v, *texts = _names(processor)["_get_qkv_projections"](attn, image, text)
@@ -144,7 +145,7 @@ def _flux_qkv(processor: Any, attn: Any, image: Tensor, text: Tensor | None, tab
 
 
 def _flux(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: Any, second: bool = False) -> Any:
-    """FLUX, which copies the streams before their output projections, or FLUX.2."""
+    """FLUX or FLUX.2. FLUX copies the streams before their output projections."""
     q, k, v = _flux_qkv(self, attn, image, text, tables)
     out = _attended(self, q, k, v, mask)
     if text is None:
@@ -197,7 +198,7 @@ _WAN_TEXT = 512  # text tokens after those of an image, a constant of the host t
 
 
 def _wan(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> Any:
-    """With an image, its keys and values take part in another attention, whose result is added."""
+    """With an image, a second attention uses its keys and values, and the results are added."""
     norms, norms_of_image, image = _norms(attn, x, "q", "k"), None, None
     if attn.add_k_proj is not None:
         norms_of_image, length = _norms(attn, x, "added_k"), text.shape[1] - _WAN_TEXT
@@ -231,7 +232,7 @@ def _ltx(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
 
 
 def _hunyuan_qkv(attn: Any, image: Tensor, text: Tensor | None, tables: Any) -> Any:
-    """The text is projected by its own weights, or together with the image."""
+    """Project the text by its own weights, or together with the image."""
     two = text is not None and attn.add_q_proj is not None
     norms = _norms(attn, image, "q", "k", *(("added_q", "added_k") if two else ()))
     tables = pair(tables)
@@ -269,7 +270,7 @@ def _z_image(self: Any, attn: Any, x: Tensor, _: Any, mask: Any, table: Any) -> 
     return _out(attn, _attended(self, q, k, v, mask))
 
 
-# ---- rope within a `__call__`, with no function for it; the docstrings describe the host's tables -------------
+# ---- rope inside a `__call__`, without a function; the docstrings describe the host's tables ------------------
 
 
 def _ideogram4(self: Any, attn: Any, x: Tensor, mask: Any, tables: Any) -> Any:
@@ -300,7 +301,7 @@ def _cosmos3(self: Any, attn: Any, und_seq: Tensor, gen_seq: Tensor, tables: Any
     k_seen, _ = _packed(k_seen, None, *tables[:2])
     q_gen, k_gen = _packed(q_gen, k_gen, *tables[2:])
 
-    # The text attends to itself, causally; the picture attends to both.
+    # The text attends to itself, causally; the image attends to both.
     text = _attend(self, q_und[None], k_und[None], v_und[None], is_causal=True, enable_gqa=True)
     keys, values = torch.cat((k_seen, k_gen)), torch.cat((v_und, v_gen))
     picture = _attend(self, q_gen[None], keys[None], values[None], is_causal=False, enable_gqa=True)
@@ -336,7 +337,7 @@ FUSED: dict[str, Ours] = {
 }
 """With the norm in the same launch."""
 
-INLINE: dict[str, Ours] = {  # the counts are those of the rotated tensors
+INLINE: dict[str, Ours] = {  # the counts are of rotated tensors
     "Cosmos3AttnProcessor": _ours(_cosmos3, "und_seq gen_seq rotary_emb", "f9428f5954e77c03", "jitrope", 5),
     "Ideogram4AttnProcessor": _ours(_ideogram4, _PARALLEL, "7b11287e1c65732f", "jitrope", 2),
 }
@@ -347,8 +348,8 @@ INLINE: dict[str, Ours] = {  # the counts are those of the rotated tensors
 def fingerprint(function: Callable[..., Any]) -> str:
     """A digest of the syntax of a function's source, without comments, docstrings and annotations.
 
-    It is the same for every Python version that parses the source. It is "" if there is no source, or if another
-    library has wrapped the function.
+    It is equal in all Python versions that can parse the source. It is "" if there is no source, or if another library
+    has wrapped the function.
     """
     if hasattr(function, "__wrapped__"):
         return ""
@@ -373,5 +374,5 @@ def _plain(node: Any) -> Any:
 
 
 def _is_docstring(node: Any) -> bool:
-    """Whether it is a string on a line of its own, which has no effect."""
+    """Whether it is a string as a statement, which has no effect."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

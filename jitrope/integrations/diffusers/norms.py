@@ -1,7 +1,7 @@
-"""RMSNorm of q and k, rope, and the joining of two streams, in one launch where the host's modules allow it.
+"""RMSNorm of q and k, rope, and the joining of two streams, in one launch if the host's modules allow it.
 
-Otherwise (a norm with hooks, offloaded, of another class or dtype, or autocast), `InvalidInput` says why, and the
-host's code runs with its rope replaced.
+Otherwise (a norm with hooks, offloaded, of another class or dtype, or autocast), `InvalidInput` gives the reason, and
+the host's code runs with its rope replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NORM_ROUNDING = {  # by a norm's class; see `jitrope.Norm`
     ("torch.nn.modules.normalization", "RMSNorm"): "once",
     ("diffusers.models.normalization", "RMSNorm"): "twice",
 }
-# A torch.nn.RMSNorm without an eps uses that of the type it computes in, which is fp32 for fp32, fp16 and bf16
+# A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 _DEFAULT_EPS = torch.finfo(torch.float32).eps
 
@@ -33,7 +33,7 @@ _DEFAULT_EPS = torch.finfo(torch.float32).eps
 class Norms(NamedTuple):
     """The weights of norms and their common words.
 
-    The weight of q comes before that of k, and those of a joint call's first stream before those of its second.
+    q's weight comes before k's, and the weights of a joint call's first stream before those of its second.
     """
 
     weights: Sequence[Tensor | None]
@@ -49,14 +49,13 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     """A norm's (weight, eps, rounding).
 
     Raises:
-        InvalidInput: the module must be called: it is of another class (wrapped and parametrized norms are), it has a
-            bias or a weight that is no plain tensor, or it has hooks or a `forward` of its own. (accelerate and
-            diffusers offload by those.)
+        InvalidInput: the module must be called, because it has another class (as wrapped and parametrized norms), a
+            bias, a weight that is not a plain tensor, hooks or its own `forward`. (The last two serve to offload.)
     """
     rounding = _NORM_ROUNDING.get((type(module).__module__, type(module).__name__))
     if rounding is None:
         raise InvalidInput("there is no norm" if module is None else f"a norm is {type(module).__name__}")
-    # The module's own look-up takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
+    # The module's own attribute access takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
     parameters = module._parameters
     weight = module.__dict__.get("weight", parameters.get("weight"))
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -85,7 +84,7 @@ def norms_of(x: Tensor, *modules: Any) -> Norms:
 
 
 def _refuse_mixed(norms: Norms, *tensors: Tensor) -> None:
-    """Raise InvalidInput for a weight of another dtype: the hosts' norms return that dtype then, jitrope does not."""
+    """Raise InvalidInput for a weight of another dtype: the hosts' norms then return that dtype, jitrope does not."""
     if any(weight is not None and weight.dtype != x.dtype for weight in norms.weights for x in tensors):
         raise InvalidInput("a norm's weight has another dtype")
 
@@ -93,7 +92,7 @@ def _refuse_mixed(norms: Norms, *tensors: Tensor) -> None:
 def norm_rope(
     norms: Norms, q: Tensor, k: Tensor | None, rope: Words, *, across_heads: bool = False, fresh: bool = False
 ) -> Any:
-    """q (B, Sq, H, D) and k (B, Sk, H, D) normalised, then rotated, if rope's words are given.
+    """Normalise q (B, Sq, H, D) and k (B, Sk, H, D), then rotate them if rope's words are given.
 
     fresh: no other code holds q and k, so they may be overwritten.
     """
@@ -108,7 +107,7 @@ def norm_rope(
 
 
 def norm_rope_front(norms: Norms, q: Tensor, k: Tensor, rope: Words, *, fresh: bool = False) -> Any:
-    """`norm_rope` where the tokens after the last row of the tables (S, W) are only normalised."""
+    """`norm_rope`, but tokens after the last row of the tables (S, W) are only normalised."""
     rows = rope["cos"].shape[0]
     if fresh and _overwritable(q, k):
         _refuse_mixed(norms, q, k)
@@ -121,12 +120,12 @@ def norm_rope_front(norms: Norms, q: Tensor, k: Tensor, rope: Words, *, fresh: b
 
 
 def _overwritable(*tensors: Tensor) -> bool:
-    """Whether q and k may be overwritten. Strided ones may not: the host passes contiguous ones to attention."""
+    """Whether q and k may be overwritten. Strided tensors may not: the host passes contiguous ones to attention."""
     return not torch.is_grad_enabled() and all(x.is_contiguous() for x in tensors)
 
 
 def joint(norms: Norms, first: Parts, second: Parts, rope: Words) -> Parts:
-    """q, k, v of two streams, each (B, S, H, D), joined to one sequence."""
+    """Normalise, rotate and join q, k, v of two streams, each (B, S, H, D), to one sequence."""
     _refuse_mixed(norms, *first[:2], *second[:2])
     return prepare_joint_qkv(first, second, norm=(norms.of(0), norms.of(1)), **rope)
 
@@ -137,6 +136,6 @@ def beside(first: Words, second: Words) -> Words:
 
 
 def no_turn(rope: Words, rows: int) -> Words:
-    """Words like `rope` that rotate nothing: all cosines are 1, all sines 0, in one row that is repeated."""
+    """Words like `rope` that rotate nothing: cosines of 1 and sines of 0, in one repeated row."""
     row: Tensor = rope["cos"][:1]
     return {**rope, "cos": torch.ones_like(row).expand(rows, -1), "sin": torch.zeros_like(row).expand(rows, -1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import forms
 from .twins import Site
 
-# Form, the name of the rope function and, if another function of the module calls it, that one's name: the classes.
+# Form, name of the rope function and, if another function of the module calls it, that function's name: classes.
 _SITES = """
 SHARED apply_rotary_emb: FluxAttnProcessor FluxIPAdapterAttnProcessor Flux2AttnProcessor Flux2KVAttnProcessor
   Flux2ParallelSelfAttnProcessor Flux2KVParallelSelfAttnProcessor Flux3AttnProcessor LongCatImageAttnProcessor
@@ -49,7 +49,7 @@ SANA_WM_CAMERA _apply_ucpe_transform: SanaWMBidirectionalGDNCamAttention SanaWMS
 
 def _sites() -> dict[str, tuple[Site, ...]]:
     found: dict[str, tuple[Site, ...]] = {}
-    for line in _SITES.strip().replace("\n  ", " ").splitlines():  # an indented line continues the one before
+    for line in _SITES.strip().replace("\n  ", " ").splitlines():  # indented lines continue the previous one
         site, classes = line.split(":")
         form, *names = site.split()
         for cls in classes.split():
@@ -58,4 +58,4 @@ def _sites() -> dict[str, tuple[Site, ...]]:
 
 
 SITES = _sites()
-"""By the name of a class (an attention processor, or a module that rotates in `forward`): the ropes that it calls."""
+"""The ropes of each class (an attention processor, or a module that rotates in `forward`), by its name."""

@@ -1,7 +1,7 @@
-"""Twins of the host's classes: subclasses with the host's own code, in which the rope's name is another one.
+"""Twins of the host's classes: subclasses with the host's own code, in which another function replaces the rope.
 
-An object becomes its twin, and itself again, by its `__class__`: its state, identity, hooks and all other code stay the
-host's, whatever its version.
+Setting an object's `__class__` changes it to its twin and back. Its state, identity, hooks and all other code stay the
+host's, in every version.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Site(NamedTuple):
 
 
 def host_of(cls: type) -> Any:
-    """The host's class of a twin; any other class itself. (A call finds one if `disable` ran in another thread.)"""
+    """The host's class of a twin; any other class itself, which occurs if `disable` ran in another thread."""
     return getattr(cls, "_jitrope_host", cls)
 
 
 def is_twin(cls: type) -> bool:
-    """Whether a class is a twin itself. Sharding and parametrizing derive classes from a module's, which stay."""
+    """Whether a class itself is a twin. Sharding and parametrizing derive classes from a module's; these are kept."""
     return "_jitrope_host" in vars(cls)
 
 
@@ -53,9 +53,9 @@ def version() -> str:
 
 @functools.cache
 def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call: Any = None) -> type:
-    """A subclass of `host` whose method `attribute`, now `original`, calls our ropes, or is `call`.
+    """Make a subclass of `host` whose method `attribute`, now `original`, calls our ropes, or is `call`.
 
-    With a `call` the ropes may be missed: then there is no `_jitrope_rope`, and `_jitrope_missed` says why.
+    With a `call` the ropes may be missing: then there is no `_jitrope_rope`, and `_jitrope_missed` is the reason.
 
     Raises:
         JitropeError: the rope function's name is not in the method's code, and there is no `call`.
@@ -78,13 +78,13 @@ def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call
 
 
 def _current(host: Any, attribute: str, original: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours, until another library puts its own method into the host's class; then that one is called."""
+    """Call ours, until another library puts its own method into the host's class; then call that one."""
 
-    @functools.wraps(original)  # the host looks at the signature
+    @functools.wraps(original)  # the host inspects the signature
     def method(self: Any, *arguments: Any, **words: Any) -> Any:
         if type(self) is not host and getattr(host, attribute) is original:
             return ours(self, *arguments, **words)
-        if type(self) is not host:  # else it was given back; hooks may still hold this method
+        if type(self) is not host:  # otherwise it was restored; hooks may still hold this method
             _host.note("diffusers", "host", f"{host.__name__}.{attribute} was replaced after enable; enable again")
         return getattr(host, attribute)(self, *arguments, **words)
 
@@ -92,7 +92,7 @@ def _current(host: Any, attribute: str, original: Any, ours: Callable[..., Any])
 
 
 def _reduced(host: Any, fused: bool) -> Callable[..., Any]:
-    """`__reduce_ex__` of a twin: it is pickled as an object of the host's class, which `reloaded` replaces again."""
+    """`__reduce_ex__` of a twin: pickle it as an object of the host's class, which `reloaded` replaces again."""
 
     def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
         from . import reloaded  # that module imports this one
@@ -104,7 +104,7 @@ def _reduced(host: Any, fused: bool) -> Callable[..., Any]:
 
 
 def _register(host: Any, cls: Any) -> None:
-    """Enter the twin into the table in which diffusers' layer skipping looks processors up."""
+    """Add the twin to the processors of diffusers' layer skipping."""
     try:
         registry = importlib.import_module("diffusers.hooks._helpers").AttentionProcessorRegistry
         registry.register(cls, registry.get(host))
@@ -113,7 +113,7 @@ def _register(host: Any, cls: Any) -> None:
 
 
 def _redirected(function: Any, site: Site, host: Any) -> Any:
-    """The function, with the name of the site referring to our rope."""
+    """The function, with the site's name referring to our rope."""
     code, names = function.__code__, function.__globals__
     name = site.through or site.name
     alias = f"_jitrope_{host.__name__}_{name}"
@@ -125,7 +125,7 @@ def _redirected(function: Any, site: Site, host: Any) -> Any:
         names[alias] = rope_of(site.form, FunctionType(nested, names, name))
         stub = _stub(nested, alias)
         return _copy(function, code.replace(co_consts=tuple(stub if c is nested else c for c in code.co_consts)))
-    # If the name is imported inside the function, its alias must be in the module that has the name.
+    # If the function imports the name, its alias must be in the module that has the name.
     holder = names if name in names else vars(sys.modules["diffusers.models.embeddings"])
     if name not in code.co_names or name not in holder:
         raise missed
