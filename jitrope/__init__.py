@@ -1,5 +1,7 @@
 """Rotary position embeddings (RoPE), and what else lies between the QKV projection and attention, in one launch.
 
+>>> q, k = torch.randn(2, 1, 16, 8, 64)  # (B, S, H, D) each
+>>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
 
 - `apply_rope` rotates q and k.
