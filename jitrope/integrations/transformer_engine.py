@@ -87,8 +87,9 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """Rotate t by angles; the gradient flows to t.
 
-    >>> t, freqs = torch.randn(10, 8, 64), RotaryPositionEmbedding(64)(16)
-    >>> t = apply_rotary_pos_emb(t, freqs, tensor_format="thd", cu_seqlens=torch.tensor([0, 7, 10]))
+    >>> freqs = RotaryPositionEmbedding(64)(16)  # on the GPU, if there is one
+    >>> t, cu_seqlens = torch.randn(10, 8, 64).to(freqs), torch.tensor([0, 7, 10], device=freqs.device)
+    >>> t = apply_rotary_pos_emb(t, freqs, tensor_format="thd", cu_seqlens=cu_seqlens)
 
     Args:
         t: [s, b, h, d], [b, s, h, d] or [t, h, d]; any strides. The output is contiguous.
@@ -126,8 +127,8 @@ def apply_fused_qkv_rotary_pos_emb(
     Unlike TransformerEngine's function it takes "thd", and start_positions also with context parallelism and in the
     gradient. It is one launch if q and k share their angles and head size; otherwise q and k take one each.
 
-    >>> qkv, freqs = torch.randn(16, 1, 2, 384), RotaryPositionEmbedding(64)(16)
-    >>> q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [256, 64, 64])
+    >>> freqs = RotaryPositionEmbedding(64)(16)
+    >>> q, k, v = apply_fused_qkv_rotary_pos_emb(torch.randn(16, 1, 2, 384).to(freqs), freqs, freqs, [256, 64, 64])
     >>> q.shape
     torch.Size([16, 1, 8, 64])
 

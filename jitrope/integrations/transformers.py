@@ -146,7 +146,7 @@ class RotaryPosEmb(nn.Module):
     Models use the name "rotary_pos_emb" for functions that compute different things. So the replaced function, the
     `forward` of the module's class, is recognised at its first call. It takes the calls that jitrope refuses.
 
-    >>> q, k = RotaryPosEmb()(*torch.randn(2, 1, 8, 16, 64), *torch.ones(2, 1, 16, 64))
+    >>> q, k = RotaryPosEmb()(*torch.randn(2, 1, 8, 16, 64), *torch.rand(2, 1, 16, 64))
     """
 
     can_torch_compile = True

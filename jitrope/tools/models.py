@@ -16,7 +16,6 @@ from torch import Tensor
 from ..base.arguments import word
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
-from ..integrations import transformers as drop_in
 from ..ops.planning import planning
 from ..plan.problem import DTYPE_NAMES
 
@@ -38,6 +37,8 @@ def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
         InvalidInput: the file is not a configuration of transformers, or it names no dtype.
         JitropeError: transformers is missing, or jitrope does not replace the model's rope.
     """
+    from ..integrations import transformers as drop_in  # it imports Dynamo, which takes seconds
+
     whole = _config(path)
     config = whole.get_text_config()
     kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")

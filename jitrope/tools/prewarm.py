@@ -245,7 +245,7 @@ def read_calls(path: Path) -> list[Spec]:
     `jitrope.record` writes them and `jitrope cache ls --json` prints them. The latter has `entries` too; then specs of
     another version are left out, and the log gives their number.
 
-    >>> characters = Path("calls.json").write_text('{"call": [{"heads": [32, 8]}]}')
+    >>> _ = Path("calls.json").write_text('{"call": [{"heads": [32, 8]}]}')
     >>> specs = prewarm.read_calls(Path("calls.json"))
 
     Raises:
