@@ -25,6 +25,9 @@ More modules:
 In shapes, B is the batch, S the tokens of a sequence, T the tokens of a packed batch of N sequences, H the heads (Hq of
 q, Hk of k and v), D the elements of a head, P the rows of a table, W its width, R the elements of a head that are
 rotated. Angles are in radians, positions and offsets in tokens, sizes in bytes.
+
+The examples run after `import torch, jitrope` and the import of their module by its last name, as in
+`from jitrope import tables`. A drop-in is imported with `jitrope_` before its host's name.
 """
 
 from typing import Any as _Any
