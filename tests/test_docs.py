@@ -28,13 +28,12 @@ SCRIPT = ROOT / ".ci" / "build_api.py"
 MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
 
 # What a machine that builds the reference need not have.
-ABSENT = (
-    "cupy cupy_backends deepspeed diffusers kernels megatron sgl_kernel sglang torchtitan transformer_engine "
-    "transformers vllm"
-).split()
+ABSENT = """
+cupy cupy_backends deepspeed diffusers kernels megatron sgl_kernel sglang torchtitan transformer_engine transformers vllm
+"""
 BUILD = f"""
 import runpy, sys
-sys.modules.update(dict.fromkeys({ABSENT}))   # importing one of them fails
+sys.modules.update(dict.fromkeys({ABSENT.split()}))   # importing one of them fails
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
