@@ -29,7 +29,8 @@ MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
 
 # What a machine that builds the reference need not have.
 ABSENT = """
-cupy cupy_backends deepspeed diffusers kernels megatron sgl_kernel sglang torchtitan transformer_engine transformers vllm
+cupy cupy_backends deepspeed diffusers kernels
+megatron sgl_kernel sglang torchtitan transformer_engine transformers vllm
 """
 BUILD = f"""
 import runpy, sys
