@@ -1,11 +1,11 @@
 """A layer on packed documents of any lengths, the batch cut between ranks: trained, and compared with one process.
 
-torchrun --nproc-per-node 2 examples/context_parallel.py [--tokens 4096] [--steps 10] [--window 64] [--tiny]
-python examples/context_parallel.py     # the same on all GPUs, or without one on two processes
+python examples/context_parallel.py     # on all GPUs, or without one on two processes
+torchrun --nproc-per-node 2 examples/context_parallel.py [--tokens 4096] [--steps 10] [--window 64]
 
-Each rank embeds, projects and rotates its own rows only; attention gathers the keys that they see. Afterwards every
-rank's rows are put together again: output and gradients are those of the whole batch on one process, up to rounding.
-GPUs talk through NCCL, CPUs through gloo.
+Each rank embeds, projects and rotates its own rows only. Attention gathers the keys that they see. After the training
+steps, the rows of all ranks are put together again, and output and gradients are compared with those of the whole batch
+on one process. GPUs talk through NCCL, CPUs through gloo; a CPU has 200 tokens and 3 steps.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 8, 2, 64, 256
 HIDDEN = HEADS * HEAD_DIM
 
 
-def document_lengths(tokens: int, tiny: bool) -> list[int]:
-    """Nothing is a multiple of anything: 137, 2041 and 89 tokens, and random lengths up to `tokens`."""
-    lengths = [9, 128, 5, 0, 1] if tiny else [137, 2041, 89, 0, 1]
+def document_lengths(tokens: int) -> list[int]:
+    """One long document, short, empty and random ones; no length is a multiple of another."""
+    lengths = [9, tokens // 2 + 28, 5, 0, 1]
     while (rest := tokens - sum(lengths)) > 0:
         lengths.append(min(rest, int(torch.randint(1, tokens // 4, ()))))
     return lengths
@@ -86,14 +86,17 @@ def report(schedule: Schedule, errors: dict, limit: float) -> None:
     """Rank 0 prints, from numbers that all ranks have told."""
     shape, counts = schedule.shape, [None] * schedule.shape.cp_size
     dist.all_gather_object(counts, (shape.rows, rows_from_others(schedule)))
+    right = all(error < limit for error in errors.values())
     if shape.cp_rank == 0:
         window = "causal" if schedule.mask.left < 0 else f"causal, window {schedule.mask.left}"
         print(f"{window}: {schedule.saving:.0%} of an all-gather's rows need not be sent")
         for rank, (rows, keys) in enumerate(counts):
-            print(f"  rank {rank}: {rows:6d} rows, {keys:6d} keys from others")
-        for name, error in errors.items():
-            print(f"  {name:20s} differs by {error:.1e} of its largest value")
-    assert max(errors.values()) < limit, errors
+            print(f"  rank {rank}: {rows} rows, {keys} keys from others")
+        worst = max(errors, key=errors.get)
+        print(f"  output and {len(errors) - 1} gradients are one process's up to rounding: {'yes' if right else 'NO'}")
+        print(f"  (the largest difference is that of {worst}, {errors[worst]:.1e} of its largest value)")
+    if not right:
+        raise SystemExit(f"the ranks' results differ from one process's: {errors}")
 
 
 def run(rank: int, arguments: argparse.Namespace) -> None:
@@ -101,7 +104,7 @@ def run(rank: int, arguments: argparse.Namespace) -> None:
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)  # the same batch and weights on every rank
-    lengths = document_lengths(arguments.tokens, arguments.tiny)
+    lengths = document_lengths(arguments.tokens)
     total = sum(lengths)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
@@ -123,8 +126,9 @@ def run(rank: int, arguments: argparse.Namespace) -> None:
         optimizer.step()
     if rank == 0:
         print(f"{total} tokens of {len(lengths)} documents on {dist.get_world_size()} ranks ({device.type}, {dtype})")
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    assert losses[-1] < losses[0]
+        print(f"loss falls: {'yes' if losses[-1] < losses[0] else 'NO'} ({losses[0]:.3f} to {losses[-1]:.3f})")
+    if not losses[-1] < losses[0]:
+        raise SystemExit("the loss does not fall")
 
     limit = 0.03 if dtype == torch.bfloat16 else 1e-4
     windowed = Schedule(cu_seqlens, total, max_seqlen=max(lengths), window=(arguments.window, 0))
@@ -156,13 +160,11 @@ def free_port() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096 if torch.cuda.is_available() else 512)
-    parser.add_argument("--steps", type=int, default=10 if torch.cuda.is_available() else 3)
-    parser.add_argument("--window", type=int, default=64)
-    parser.add_argument("--tiny", action="store_true", help="200 tokens, 3 steps, a window of 4")
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--tokens", type=int, default=4096 if gpu else 200)
+    parser.add_argument("--steps", type=int, default=10 if gpu else 3)
+    parser.add_argument("--window", type=int, default=64 if gpu else 4)
     arguments = parser.parse_args()
-    if arguments.tiny:
-        arguments.tokens, arguments.steps, arguments.window = 200, 3, 4
     if dist.is_torchelastic_launched():
         join(dist.get_node_local_rank(), int(os.environ["LOCAL_WORLD_SIZE"]), 0, arguments)
     else:

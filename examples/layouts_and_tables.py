@@ -1,8 +1,8 @@
-"""Every layout and every table of cosines is a view, not a conversion: the same rotation, said in different ways.
+"""One rotation in every layout, with every format of table and every kind of position. Nothing is copied or converted.
 
 python examples/layouts_and_tables.py
 
-Runs on a GPU, or on the CPU through the torch reference.
+Runs on a GPU, or on a CPU in plain torch. Each line compares a call with the first one.
 """
 
 import torch
@@ -16,15 +16,23 @@ torch.manual_seed(0)
 
 
 def report(what: str, same: bool) -> None:
-    print(f"  {what:<58} {'the same bits' if same else 'DIFFERS'}")
-    assert same
+    print(f"  {what + ', the same bits':<58} {'yes' if same else 'NO'}")
+    if not same:
+        raise SystemExit(f"{what}: the result differs")
+
+
+def near(what: str, out: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    error = float((out.float() - want.float()).abs().max())
+    print(f"  {what + f', within {limit}':<58} {'yes' if error <= limit else 'NO'} ({error:.1e})")
+    if not error <= limit:
+        raise SystemExit(f"{what}: the result differs by {error}")
 
 
 # Frequencies of YaRN, as transformers computes them, for a context four times as long as the model was trained on.
 # `factor` scales the cosines and sines; the angles behind them are fp64.
 inv_freq, factor = tables.inv_freq("yarn", rotary_dim=D, factor=4.0, original_max_position_embeddings=32)
 inv_freq = inv_freq.to(device)
-cos, sin = tables.cos_sin(4 * S, inv_freq, attention_factor=factor)  # (P, D / 2): an angle a pair
+cos, sin = tables.cos_sin(4 * S, inv_freq, attention_factor=factor)  # (P, D / 2): one angle for each pair
 q, k = (torch.randn(B, S, heads, D, device=device, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS))
 q_out, k_out = jitrope.apply_rope(q, k, cos, sin)  # layout "bshd", pairs (i, i + D / 2)
 
@@ -34,9 +42,9 @@ for layout, axes in (("sbhd", (1, 0, 2, 3)), ("bhsd", (0, 2, 1, 3))):
     out, _ = jitrope.apply_rope(x, y, cos, sin, layout=layout)
     report(f"{layout}, a view of bshd", torch.equal(out, q_out.permute(axes)))
 
-# Packed: the sequences one behind the other, as many tokens as there are, no padding.
+# Packed: the sequences stand one after another, without padding.
 cu_seqlens = torch.arange(B + 1, device=device, dtype=torch.int32) * S
-packed = jitrope.Packed(cu_seqlens)  # made once a batch, for all layers
+packed = jitrope.Packed(cu_seqlens)  # made once per batch, for all layers
 out, _ = jitrope.apply_rope(q.flatten(0, 1), k.flatten(0, 1), cos, sin, positions=packed)
 report("thd, positions=Packed(cu_seqlens)", torch.equal(out, q_out.flatten(0, 1)))
 
@@ -54,11 +62,11 @@ report("one tensor, as vLLM has it", torch.equal(jitrope.apply_rope(q, k, cos_si
 cis = torch.complex(cos, sin)
 report("complex64, as torchtitan has it", torch.equal(jitrope.apply_rope(q, k, freqs_cis=cis)[0], q_out))
 
-# Angles, as Megatron and TransformerEngine have them: the kernel takes their cosines and sines itself. fp32 angles
-# are not fp64 ones rounded late, so this is close, not the same.
+# Angles, as Megatron and TransformerEngine have them: the kernel computes their cosines and sines. These angles are
+# fp32, those behind the table fp64, so the results are close but not equal.
 angles = torch.outer(torch.arange(4 * S, device=device), inv_freq)
 out, _ = jitrope.apply_rope(q, k, freqs=angles, mscale=factor)
-print(f"  angles instead of cosines: within {(out.float() - q_out.float()).abs().max():.1e} of them")
+near("angles, as Megatron has them", out, q_out, 0.02)
 
 print("Positions are the table's rows.")
 ids = torch.arange(S, device=device).flip(0)
@@ -69,10 +77,11 @@ later, _ = jitrope.apply_rope(q[1:], k[1:], cos[17:], sin[17:])
 out, _ = jitrope.apply_rope(q, k, cos, sin, positions=starts)
 report("Starts, a sequence that goes on at 17", torch.equal(out[1:], later))
 
-# Pairs (2i, 2i + 1) in place of (i, i + D / 2): the same rotation of heads whose elements are in another order.
+# Pairs (2i, 2i + 1) in place of (i, i + D / 2): the same rotation, if the elements of a head are reordered.
 order = torch.arange(D, device=device).view(2, -1).t().flatten()
 out, _ = jitrope.apply_rope(q[..., order], k[..., order], cos, sin, interleaved=True)
 report("interleaved pairs", torch.equal(out, q_out[..., order]))
 
 back, _ = jitrope.apply_rope(q_out, k_out, cos / factor**2, sin / factor**2, inverse=True)
-print(f"Rotated back: within {(back.float() - q.float()).abs().max():.1e} of where it was.")
+print("inverse=True rotates back.")
+near("rotated there and back, in bf16", back, q, 0.05)

@@ -1,4 +1,4 @@
-"""Writing a kernel: from a problem to a launch, with the parts that every kernel of jitrope has.
+"""How to write a kernel: from a problem to a launch, with the parts that every kernel of jitrope has.
 
 python examples/new_kernel.py
 
@@ -8,12 +8,12 @@ be inside of the library, and uses the library as it is:
 
     problem     what is asked: integers and words, no tensors           (jitrope/plan/problem.py)
     plan        spec, grid, and why                                     (jitrope/plan/heuristics.py)
-    spec        all that is compiled in                                 (jitrope/plan/spec.py, thd_spec.py)
+    spec        all that is compiled in                                 (jitrope/plan/spec.py, jitrope/thd/spec.py)
     source      the template with the spec's constants                  (templates/, jitrope/jit/render.py)
     kernel      compiled, cached, loaded                                (jitrope/jit/compiler.py, cache.py, kernels.py)
 
-It needs CuPy and NVRTC to compile, g++ and a checkout to run on the CPU, and a GPU to run on one. The last comment says
-what is left to do for a kernel that stays.
+Compiling needs CuPy and NVRTC. On a CPU the kernel runs under g++, from a checkout. Each run is compared with plain
+torch, bit by bit. The last comment lists what is left to do for a kernel that stays.
 """
 
 from __future__ import annotations  # also, `check_fields` reads the types of a spec's fields as text
@@ -244,9 +244,7 @@ def main(folder: Path) -> None:
     block = source.text.split("only templated lines")[1].split("// ----")[0]
     print("".join(f"    {line}\n" for line in block.splitlines()[1:]), end="")
 
-    print(
-        "2. The source is compiled and cached, for any architecture. The key has the template's text: edit, and rerun."
-    )
+    print("2. The source is compiled and cached, for any architecture. The template's text is in the key.")
     for arch in ("sm_80", "sm_90", "sm_100"):
         for _ in range(2):
             found = kernels.build(spec, arch)
@@ -255,9 +253,7 @@ def main(folder: Path) -> None:
     # An error in the template is a `CompileError` with the template's own file and line. What NVRTC takes may still be
     # slow: tests/test_compile.py looks at the machine code for spills, narrow accesses and 64-bit divisions.
 
-    print(
-        "3. On the CPU the same text is built by g++ over a shim, under the address and undefined behaviour sanitizers."
-    )
+    print("3. On the CPU g++ builds the same text, under the address and undefined behaviour sanitizers.")
     checkout = Path(__file__).resolve().parent.parent
     needs = {
         "g++": shutil.which("g++"),
@@ -276,13 +272,13 @@ def main(folder: Path) -> None:
             spec, grid, addresses, words = prepared(*tensors, out)
             harness.run(render.render(spec), grid, spec.threads, addresses, words)
             assert torch.equal(out, reference(*tensors))
-            print(f"    {spec.name}: {tuple(out.shape)}, the same bits as plain torch")
+            print(f"    {spec.name}: {tuple(out.shape)}, the same bits as plain torch: yes")
 
     print("4. On a GPU it is launched.")
     for batch, tokens, channels, dtype in CASES if torch.cuda.is_available() else ():
         tensors = inputs(batch, tokens, channels, dtype, "cuda")
         assert torch.equal(gated_add(*tensors), reference(*tensors))
-        print(f"    {tuple(tensors[0].shape)} {dtype}: the same bits as plain torch")
+        print(f"    {tuple(tensors[0].shape)} {dtype}, the same bits as plain torch: yes")
     if not torch.cuda.is_available():
         print("    not here: CPU tensors take plain torch")
     residual, gate, x = inputs(*CASES[0], "cpu")

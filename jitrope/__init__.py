@@ -1,5 +1,7 @@
 """Rotary position embeddings (RoPE) and the other steps between QKV projection and attention, in one launch.
 
+>>> q, k = torch.randn(2, 1, 16, 8, 64)  # (B, S, H, D) each
+>>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
 
 - `apply_rope` rotates q and k.
@@ -23,6 +25,9 @@ More modules:
 In shapes, B is the batch, S the tokens of a sequence, T the tokens of a packed batch of N sequences, H the heads (Hq of
 q, Hk of k and v), D the elements of a head, P the rows of a table, W its width, and R the rotated elements of a head.
 Angles are in radians, positions and offsets in tokens, sizes in bytes.
+
+The examples run after `import torch, jitrope` and the import of their module by its last name, as in
+`from jitrope import tables`. A drop-in is imported with `jitrope_` before its host's name.
 """
 
 from typing import Any as _Any

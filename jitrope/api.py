@@ -73,10 +73,9 @@ def apply_rope(
     Pair i of a head, (x0, x1), becomes (x0 cos_i - x1 sin_i, x1 cos_i + x0 sin_i); see RoFormer, arXiv:2104.09864,
     equation 34. The backward rotates the gradient back. cos, sin and freqs get no gradient.
 
-    >>> q, k = jitrope.apply_rope(q, k, cos, sin)                            # (B, S, H, D), halves
-    >>> q, _ = jitrope.apply_rope(q, None, cos, sin, interleaved=True)       # one tensor
-    >>> q, k = jitrope.apply_rope(q, k, cos, sin, positions=position_ids, inplace=True)
-    >>> q, k = jitrope.apply_rope(q, k, freqs=freqs, positions=jitrope.Packed(cu_seqlens))      # (T, H, D)
+    >>> q, k = torch.randn(1, 16, 8, 64), torch.randn(1, 16, 2, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k = jitrope.apply_rope(q, k, cos, sin, positions=torch.arange(16).flip(0))
 
     Args:
         q: (B, S, Hq, D) in the default layout; fp32, fp16 or bf16; any strides, nothing is copied. D is at most 512.
@@ -153,9 +152,9 @@ def prepare_qkv(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Prepare q, k and v for attention in one launch: norm, rope, conversion to fp8, write to a KV cache.
 
-    >>> q, k, v = jitrope.prepare_qkv(q, k, v, cos, sin, norm=jitrope.Norm(norm_q.weight, norm_k.weight))
-    >>> q, _, v = jitrope.prepare_qkv(q, k, v, cos, sin, positions=position_ids, layout="thd",
-    ...                               cache=jitrope.KVCache(k_cache, v_cache, slot_mapping))
+    >>> q, k, v = torch.randn(3, 1, 16, 8, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_qkv(q, k, v, cos, sin, norm=jitrope.Norm(torch.ones(64), torch.ones(64)))
 
     With a norm the gradient of q, k and the weights is one launch too, and deterministic. In place there is none, as it
     would need the old q and k. With a cache or fp8 there is no gradient.
@@ -245,7 +244,8 @@ def prepare_packed_qkv(
 ) -> tuple[Tensor, Tensor, Tensor] | Tensor:
     """Split packed QKV and rotate q and k, in one launch. The gradient is one launch too.
 
-    >>> q, k, v = jitrope.prepare_packed_qkv(qkv, cos, sin, q_per_group=4)     # 4 heads of q to one of k and v
+    >>> qkv, freqs = torch.randn(1, 16, 2, 6 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, q_per_group=4)  # heads: 8 of q, 2 of k, 2 of v
 
     Args:
         qkv: (B, S, G, (q_per_group + 2) D) in the default layout; "sbhd" and "thd" are allowed too. Each of the G
@@ -253,8 +253,7 @@ def prepare_packed_qkv(
             grouped-query projection.
         q_per_group: heads of q in a group.
         copy_v: False: return v as a view of qkv, without a copy.
-        inplace: rotate q and k inside qkv and return qkv, for attention that takes packed input or views. v does not
-            change.
+        inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays.
         The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
 
     Returns:
@@ -291,7 +290,9 @@ def prepare_joint_qkv(
     of both streams are normalised and rotated, v is copied, and the streams are concatenated along the sequence. The
     gradient is one launch for each stream.
 
-    >>> q, k, v = jitrope.prepare_joint_qkv(text_qkv, image_qkv, cos, sin, norm=(text_norm, image_norm))
+    >>> text_qkv, image_qkv = (torch.randn(3, 1, tokens, 8, 64).unbind() for tokens in (4, 12))
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_joint_qkv(text_qkv, image_qkv, cos, sin, norm=jitrope.Norm(eps=1e-5))
 
     Args:
         first, second: (q, k, v) of each stream in the order of the result, (B, S1, H, D) and (B, S2, H, D), with the

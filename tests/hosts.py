@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import types
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -35,6 +37,26 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> types.ModuleType:
         if n > 1:
             monkeypatch.setattr(sys.modules[".".join(parts[: n - 1])], parts[n - 1], sys.modules[part], raising=False)
     return sys.modules[name]
+
+
+class Absent(types.ModuleType):
+    """A module that has every name, each without effect."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock()
+
+
+@contextmanager
+def triton() -> Iterator[None]:
+    """Triton, or a stand-in: torchtitan imports it for other kernels, and torch's CPU build has none."""
+    importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("triton") is None:
+            for name in ("triton", "triton.language"):
+                patch.setitem(sys.modules, name, Absent(name))
+        yield
 
 
 @contextmanager

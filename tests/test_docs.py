@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+import jitrope
+
+from .hosts import triton
 
 pytest.importorskip("pdoc", reason="the API reference is built with pdoc: pip install -e '.[test]'")
 
@@ -21,13 +28,13 @@ SCRIPT = ROOT / ".ci" / "build_api.py"
 MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
 
 # Modules that the machine that builds the reference may lack.
-ABSENT = (
-    "cupy", "cupy_backends", "deepspeed", "diffusers", "kernels", "megatron", "sgl_kernel", "sglang", "torchtitan",
-    "transformer_engine", "transformers", "vllm",
-)  # fmt: skip
+ABSENT = """
+cupy cupy_backends deepspeed diffusers kernels
+megatron sgl_kernel sglang torchtitan transformer_engine transformers vllm
+"""
 BUILD = f"""
 import runpy, sys
-sys.modules.update(dict.fromkeys({ABSENT}))   # importing one of them fails
+sys.modules.update(dict.fromkeys({ABSENT.split()}))   # importing one of them fails
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -162,3 +169,58 @@ def test_docstrings_say_shapes_and_errors() -> None:
                     said.add(name)
         records = {name for name in docs if pattern is ERRORS and name.split(".")[-1][0].isupper()}
         assert {name for name, (_, takes) in docs.items() if takes} - said - records == set(), pattern.pattern
+
+
+# ---- the examples in them ------------------------------------------------------------------------------
+
+HOSTED = ("", "register", "cos_sin_rope", "complex_rope")
+"""The examples of an integration that need its host: the module's own, with `enable`, and torchtitan's."""
+COMPILED = ("jitrope.tools.prewarm:", "jitrope.tools.prewarm:Built", "jitrope.tools.bundle:")
+"""The examples that need CuPy and NVRTC, but no GPU."""
+
+
+def examples() -> dict[str, tuple[ModuleType, str]]:
+    """(module, docstring) of everything public but errors, and of the modules themselves, under an empty name."""
+    found = {}
+    for module_name in MODULES:
+        module = import_module(module_name)
+        found[f"{module_name}:"] = module, module.__doc__ or ""
+        for name in public(module):
+            value = inspect.unwrap(getattr(module, name))
+            if callable(value) and not (inspect.isclass(value) and issubclass(value, Exception)):
+                found[f"{module_name}:{name}"] = module, value.__doc__ or ""
+    return found
+
+
+def calls(text: str) -> list[str]:
+    """The names that the examples of a docstring call."""
+    lines = [example.source for example in doctest.DocTestParser().get_examples(text)]
+    return re.findall(r"(\w+)\(", "".join(lines))
+
+
+def test_every_public_name_has_an_example() -> None:
+    """In its own docstring or, as the pairs of `enable` and `disable`, in its module's."""
+    named = {at: given for at, given in examples().items() if not at.endswith(":")}
+    assert len(named) > 75
+    with_own = {at for at, (_, text) in named.items() if ">>>" in text}
+    assert [at for at in named.keys() - with_own if at.split(":")[1] not in calls(named[at][0].__doc__ or "")] == []
+
+
+@pytest.mark.parametrize("at", [at for at, (_, text) in examples().items() if ">>>" in text])
+def test_examples_give_what_they_show(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in one process on a CPU, from an empty folder and an empty kernel cache."""
+    module, text = examples()[at]
+    last = module.__name__.split(".")[-1]
+    if "integrations." in at and at.split(":")[1] in HOSTED:
+        pytest.importorskip(last, reason=f"the example needs {last}")
+    if at in COMPILED:
+        pytest.importorskip("cupy", reason="the example compiles a kernel")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "cache"))
+    names = {**vars(module), "torch": torch, "jitrope": jitrope, last: module, f"jitrope_{last}": module}
+    test = doctest.DocTestParser().get_doctest(text, names, at, module.__file__, 0)
+    wrong: list[str] = []
+    with triton() if last == "torchtitan" else nullcontext():
+        ran = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=wrong.append)
+    assert ran.attempted > 0
+    assert not wrong, "".join(wrong)

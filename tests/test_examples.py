@@ -1,8 +1,9 @@
-"""The examples run, on tiny shapes."""
+"""The examples run as a reader runs them, and say what they checked; on a CPU they print no times."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,19 @@ import torch
 ROOT = Path(__file__).parent.parent
 
 
+YES = re.compile(r"\byes\b")
+"""An example says what it checked."""
+NO = re.compile(r"\bNO\b|\d ms\b|\d x\b|\d tokens/s")
+"""No check fails, and on a CPU there are neither times nor factors."""
+
+
 @pytest.mark.parametrize(
     "command",
     [
         ["quickstart.py"],
         ["layouts_and_tables.py"],
-        ["packed_training.py", "--documents", "5", "--tokens", "128", "--steps", "4"],
-        ["serving.py", "--layers", "2", "--batch", "3", "--steps", "10"],
+        ["packed_training.py"],
+        ["serving.py"],
         ["serving.py", "--fp8", "--layers", "1", "--batch", "2", "--steps", "10"],
         ["diffusion_pipeline.py", "--model", "flux", "--steps", "2", "--blocks", "1"],
         ["diffusion_pipeline.py", "--model", "qwen", "--steps", "2", "--blocks", "1"],
@@ -36,21 +43,21 @@ def test_example(command: list[str], tmp_path: Path) -> None:
         command = [*command, "--out", str(tmp_path)]
     done = subprocess.run([sys.executable, str(path), *command[1:]], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+    assert YES.search(done.stdout)
+    assert not NO.search(done.stdout)
     if "diffusion" in command[0]:
-        assert "the same bits" in done.stdout
-        for group in ("attention", "matmul", "norm", "rope, elementwise"):
-            assert any(line.startswith(f"  {group} ") and " 0.000 ms" not in line for line in done.stdout.split("\n"))
+        assert done.stdout.count("of the same bits: yes") == 2  # latents and pixels
         assert [path.read_bytes()[:4] for path in tmp_path.iterdir()] == [b"\x89PNG"]
     if "serving" in command[0]:
-        assert "hidden states within" in done.stdout
+        assert "of the plain model's: yes" in done.stdout
     if "caching" in command[0]:
-        assert done.stdout.count(" 0 compiled in 0 ms") == 2  # by the second process, and by the image
+        assert done.stdout.count(" 0 compiled,") == 2  # by the second process, and by the image
         assert ("NVRTC: none" in done.stdout) == (torch.version.cuda is None)
         for said in ("MissingKernel", "8 good, 1 damaged", "kernels stay in memory", "9 kernels removed"):
             assert said in done.stdout
     if "new_kernel" in command[0]:
         assert done.stdout.count(": compiled, ") == done.stdout.count(": cached, ") == 3
-        assert done.stdout.count("the same bits as plain torch") == 4  # by g++; the GPU's are not shown here
+        assert done.stdout.count("the same bits as plain torch: yes") == 4  # by g++; the GPU's are not shown here
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -60,19 +67,20 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def test_context_parallel(launcher: list[str]) -> None:
     """On two processes, started by itself and by torchrun; it compares with one process under both masks."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(ROOT / "examples" / "context_parallel.py"), "--tiny"]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "context_parallel.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks (cpu" in done.stdout
-    lines = [line.split() for line in done.stdout.split("\n")]
-    differ = [float(line[3]) for line in lines if line[1:3] == ["differs", "by"]]
-    assert len(differ) == 2 * 8  # of the output and of each weight's gradient
+    assert done.stdout.count(": yes") == 3  # the loss falls, and both masks give one process's output and gradients
+    differ = [float(number) for number in re.findall(r"output and 7 gradients .*: yes\n.*, (\S+) of", done.stdout)]
+    assert len(differ) == 2
     assert 0 < max(differ) < 1e-5
-    assert [line[2:4] for line in lines if line[:1] == ["rank"]] == [["100", "rows,"]] * 4
+    assert done.stdout.count("100 rows, ") == 2 * 2
+    assert not NO.search(done.stdout)
 
 
 def test_every_example_is_run() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {
-        "quickstart.py", "layouts_and_tables.py", "packed_training.py", "serving.py", "diffusion_pipeline.py",
-        "context_parallel.py", "caching.py", "new_kernel.py",
-    }  # fmt: skip
+    names = (
+        "quickstart layouts_and_tables packed_training serving diffusion_pipeline context_parallel caching new_kernel"
+    )
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(names.split())

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
-import sys
-import types
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,32 +14,19 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import torchtitan
 
-from .hosts import group, missing
+from .hosts import group, missing, triton
 
 OURS = [f"jitrope.integrations.torchtitan.{name}" for name in ("cos_sin_rope", "complex_rope")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Absent(types.ModuleType):
-    """A module with every name, each without effect."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return MagicMock()
-
-
 @pytest.fixture(scope="module")
 def host() -> Any:
-    """torchtitan's rope.py. It imports Triton for other kernels; torch's CPU build has no Triton."""
-    importlib.import_module("torch._inductor.compile_fx")  # otherwise it would mistake the stand-in for the real one
+    """torchtitan's rope.py."""
     if importlib.util.find_spec("torchtitan") is None:
         command = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro"
         missing(command)
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("triton") is None:
-            for name in ("triton", "triton.language"):
-                patch.setitem(sys.modules, name, Absent(name))
+    with triton():
         importlib.import_module("torchtitan.models.llama3")
         torchtitan.register()
         return importlib.import_module("torchtitan.models.common.rope")

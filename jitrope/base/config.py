@@ -43,6 +43,9 @@ def unknown_variables() -> list[str]:
 def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
     """Change settings of this process. They take precedence over the environment; a missing argument changes nothing.
 
+    >>> jitrope.configure(launch="token_linear", compile=False)
+    >>> jitrope.configure(launch="auto", compile=None)  # the defaults
+
     Args:
         compile: with False, a kernel that is in no cache raises `MissingKernel`, which names the kernel and the
             command that makes it. With True it is compiled, even if `JITROPE_NO_COMPILE` is set. None: follow

@@ -5,9 +5,10 @@ all ranks equal work. Llama 3 was trained this way (arXiv:2407.21783, section 3.
 `all_gather` does the same, but here sequences may have any length.
 
 >>> from jitrope.context_parallel import Partition, Schedule, all_gather_attention
->>> part = Partition(cu_seqlens, tokens, group=group)
->>> q, k, v = (part.shard(x) for x in (q, k, v))                                       # (T, H, D) to (t, H, D)
->>> out = all_gather_attention(q, k, v, cu_seqlens, tokens=tokens, group=group)        # (t, Hq, D)
+>>> cu_seqlens, qkv = torch.tensor([0, 7, 10]), torch.randn(10, 12, 64)  # the whole batch, the same on all ranks
+>>> part, schedule = Partition(cu_seqlens, 10), Schedule(cu_seqlens, 10)
+>>> q, k, v = part.shard(qkv).split((8, 2, 2), dim=1)  # this rank's rows
+>>> out = part.unshard(all_gather_attention(q, k, v, schedule=schedule))  # (10, 8, 64)
 
 .. include:: README.md
 """

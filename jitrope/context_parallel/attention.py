@@ -54,9 +54,10 @@ def all_gather_attention(
     shorter than the sequences, only the rows that some query sees (`Schedule.saving`). Gradients are sent in the dtype
     of the inputs, and added up in fp32. This does not wait for the device.
 
-    >>> part = Partition(cu_seqlens, tokens, group=group)
+    >>> cu_seqlens, q, (k, v) = torch.tensor([0, 7, 10]), torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64)
+    >>> part = Partition(cu_seqlens, 10)  # of torch's default group; here of one process
     >>> q, k, v = (part.shard(x) for x in (q, k, v))  # or computed from part.shard(hidden_states)
-    >>> out = all_gather_attention(q, k, v, cu_seqlens, tokens=tokens, group=group)
+    >>> out = all_gather_attention(q, k, v, cu_seqlens, tokens=10)
 
     Args:
         q: (t, Hq, D), this rank's rows in the order of `Partition`; fp16, bf16, fp32 or fp64.

@@ -29,8 +29,9 @@ AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math"), "cpu": ("math",)}
 def backends(case: Case) -> dict[str, str | None]:
     """Every backend by name, with the reason why it refuses the case, or None if it accepts it.
 
-    >>> case = Case(torch.device("cuda"), torch.bfloat16, heads=32, kv_heads=8, head_dim=128, head_dim_v=128)
-    >>> backends(case)["flash"]
+    >>> case = Case(torch.device("cuda"), torch.bfloat16, heads=8, kv_heads=2, head_dim=60, head_dim_v=60)
+    >>> backends(case)["cudnn"]
+    'D is 60; it must be a multiple of 8 up to 128'
 
     Raises:
         InvalidInput: case is not a `Case`, or one of its fields has a wrong type or value.

@@ -24,6 +24,10 @@ from .schedule import Schedule
 class Rope(HeadWords):
     """The rotation of q and k in `all_gather_attention`, by each row's position in its sequence.
 
+    >>> rope = Rope(freqs=jitrope.tables.freqs(7, jitrope.tables.inv_freq(rotary_dim=64)[0]))
+    >>> q, k, v = torch.randn(3, 10, 8, 64)
+    >>> out = all_gather_attention(q, k, v, torch.tensor([0, 7, 10]), rope=rope)
+
     Attributes:
         cos, sin: tables over positions, (P, W), with a row for each position of the longest sequence, including its
             padding. They get no gradient.

@@ -22,8 +22,9 @@ from .shards import Partition
 class Schedule(Partition):
     """A partition with a mask: the rows that a rank sends, the keys that it sees, and the rows of gradients.
 
-    >>> schedule = Schedule(cu_seqlens, tokens, group=group)
-    >>> for layer in layers: out = all_gather_attention(q, k, v, schedule=schedule)
+    >>> schedule = Schedule(torch.tensor([0, 7, 10]), 10, max_seqlen=7, window=(4, 0))
+    >>> q, k, v = torch.randn(3, 10, 8, 64)
+    >>> for layer in range(2): q = all_gather_attention(q, k, v, schedule=schedule)
 
     Args:
         cu_seqlens, tokens, group, cp_size, cp_rank, rule: see `Partition`. Attention needs a group.

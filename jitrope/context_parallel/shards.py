@@ -29,9 +29,9 @@ class Partition:
     and so do the rows of ranks. A rank's rows are its chunks of the first sequence, then those of the second, and so
     on. Spare tokens after the last sequence are cut like another sequence. Nothing here waits for the device.
 
-    >>> part = Partition(cu_seqlens, tokens, group=group)
-    >>> q = part.shard(q)  # (rows, H, D) of (T, H, D)
-    >>> out = part.unshard(all_gather_attention(q, k, v, cu_seqlens, tokens=tokens, group=group))
+    >>> part = Partition(torch.tensor([0, 7, 10]), 10, cp_size=2, cp_rank=0)
+    >>> part.shard(torch.arange(10))
+    tensor([0, 1, 6, 7, 9])
 
     Args:
         cu_seqlens: int32 or int64 offsets (N + 1) of the whole batch, from 0 and ascending.

@@ -1,8 +1,8 @@
 """DeepSpeed: rope of `deepspeed.sequence` (Ulysses and FPDT attention).
 
 >>> from jitrope.integrations import deepspeed as jitrope_deepspeed
->>> report = jitrope_deepspeed.enable()                        # until jitrope_deepspeed.disable()
->>> y = jitrope_deepspeed.apply_rotary_pos_emb(t, cos, sin)    # or the plain function
+>>> report = jitrope_deepspeed.enable()
+>>> jitrope_deepspeed.disable()
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from . import _host
 
 def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
     """Rotate the first W elements of each head, halves, by tables that broadcast to t, like DeepSpeed's own.
+
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0], width="full")
+    >>> t = jitrope_deepspeed.apply_rotary_pos_emb(torch.randn(16, 1, 8, 64), cos[:, None, None], sin[:, None, None])
 
     Args:
         t: (..., D), at most four axes, [S, B, H, D], [B, S, H, D] or any other order; any strides. It is copied only
@@ -37,6 +40,10 @@ def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_
     """The gradient of `apply_rotary_pos_emb` with respect to t, for FPDT's attention.
 
     grad_output and the result are (..., D), of t's shape; the tables and errors are those of `apply_rotary_pos_emb`.
+
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0], width="full")
+    >>> grad, cos, sin = torch.randn(16, 1, 8, 64), cos[:, None, None], sin[:, None, None]
+    >>> grad = jitrope_deepspeed.apply_rotary_pos_emb_backward(grad, cos, sin)
     """
     return _rotate(grad_output, freqs_cos, freqs_sin, inverse=True)
 

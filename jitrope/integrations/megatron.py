@@ -1,8 +1,8 @@
 """Megatron-core: the fused-rope hooks of `megatron.core.models.common.embeddings.rope_utils`.
 
 >>> from jitrope.integrations import megatron as jitrope_megatron
->>> report = jitrope_megatron.enable()                   # before the model's configuration is made
->>> config = TransformerConfig(..., apply_rope_fusion=True)
+>>> report = jitrope_megatron.enable()  # before the model's configuration is made, with apply_rope_fusion=True
+>>> jitrope_megatron.disable()
 
 With or without TransformerEngine, `apply_rope_fusion` then means jitrope. The hooks do not receive the configuration,
 so the patched `apply_rotary_pos_emb` also passes on the pairing of packed batches, multi-head latent attention's
@@ -29,6 +29,8 @@ def fused_apply_rotary_pos_emb(
 
     transpose_output_memory is ignored, as in Megatron's own hook; the output is contiguous.
 
+    >>> t = jitrope_megatron.fused_apply_rotary_pos_emb(torch.randn(16, 1, 8, 64), torch.randn(16, 1, 1, 64))
+
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
@@ -42,6 +44,9 @@ def fused_apply_rotary_pos_emb_thd(
 
     cu_seqlens are offsets of the whole batch. As in Megatron, a table with as many rows as the batch has
     tokens has a row for each token (mRoPE), and any other table a row for each position.
+
+    >>> t, cu_seqlens = torch.randn(10, 8, 64), torch.tensor([0, 7, 10])
+    >>> t = jitrope_megatron.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, torch.randn(16, 1, 1, 64))
 
     Raises:
         InvalidInput, CompileError: as `jitrope.apply_rope`.
@@ -58,6 +63,10 @@ def apply_rotary_pos_emb(
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
     """`rope_utils.apply_rotary_pos_emb` with `apply_rope_fusion`.
+
+    >>> from types import SimpleNamespace  # in place of a TransformerConfig
+    >>> config = SimpleNamespace(apply_rope_fusion=True, rotary_interleaved=False, multi_latent_attention=False)
+    >>> t = jitrope_megatron.apply_rotary_pos_emb(torch.randn(16, 1, 8, 64), torch.randn(16, 1, 1, 64), config)
 
     Args:
         t: [s, b, h, d], or [tokens, h, d] with cu_seqlens.

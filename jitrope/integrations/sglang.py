@@ -1,7 +1,8 @@
 """SGLang: rope of its language models; the same launch also writes the KV buffers if SGLang requests it.
 
 >>> from jitrope.integrations import sglang as jitrope_sglang
->>> report = jitrope_sglang.enable()          # before the model is made, until jitrope_sglang.disable()
+>>> report = jitrope_sglang.enable()  # before the model is made
+>>> jitrope_sglang.disable()
 
 The signatures are those of sglang.kernels.ops.attention.rope (0.5.23; sglang.jit_kernel.rope in older versions), and
 for `apply_rope_with_cos_sin_cache_inplace` those of the sgl_kernel package. All functions work in place, with any even
@@ -35,6 +36,10 @@ def apply_rope_with_cos_sin_cache_inplace(
 ) -> None:
     """Rotate query and key in place, in one launch; with fused_set_kv_buffer_arg, the launch also stores k and v.
 
+    >>> query, key = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> jitrope_sglang.apply_rope_with_cos_sin_cache_inplace(torch.arange(10), query, key, 64, cache)
+
     Args:
         positions, query, key, head_size, cos_sin_cache, is_neox: as in `jitrope.integrations.vllm.rotary_embedding`;
             positions are (T), query and key (T, H * head_size) or (T, H, head_size).
@@ -65,6 +70,10 @@ def apply_rope_inplace(
 
     The other arguments and the errors are those of `apply_rope_with_cos_sin_cache_inplace`. R, the width of the cache,
     may be less than D; rope_dim is R, or 0.
+
+    >>> q, k = torch.randn(10, 8, 64), torch.randn(10, 2, 64)
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> jitrope_sglang.apply_rope_inplace(q, k, cache, torch.arange(10), is_neox=True)
     """
     words: Any = {"positions": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
     apply_rope(q, k, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
@@ -84,6 +93,10 @@ def apply_rope_inplace_with_kvcache(
     rope_dim: int = 0,
 ) -> None:
     """`apply_rope_inplace` that also stores the rotated k and v in their slots, in the same launch.
+
+    >>> q, (k, v), buffers = torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64), torch.zeros(2, 32, 2, 64)
+    >>> table, ids = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0]), torch.arange(10)
+    >>> jitrope_sglang.apply_rope_inplace_with_kvcache(q, k, v, *buffers, table, ids, ids, is_neox=True)
 
     Args:
         q, k: (T, H, D), rotated in place.
@@ -113,6 +126,9 @@ def rotary_embedding(
     """Rotate query and key in place and return them; key may be None. Also for torch.ops.sgl_kernel.rotary_embedding.
 
     Arguments and errors are those of `jitrope.integrations.vllm.rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> query, _ = jitrope_sglang.rotary_embedding(torch.arange(10), torch.randn(10, 8 * 64), None, 64, cache)
     """
     vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key
@@ -132,6 +148,10 @@ def triton_mrope_fused(
     axis_map: Tensor | None,
 ) -> None:
     """Rotate q and k in place by positions (3, T), along time, height and width, like `MRotaryEmbedding`.
+
+    >>> q, k, ids = torch.randn(10, 8, 64), torch.randn(10, 2, 64), torch.randint(16, (3, 10))
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> jitrope_sglang.triton_mrope_fused(q, k, cache, ids, [16, 8, 8], 64, 64, False, False, True, None)
 
     Args:
         q, k: (T, H * head_size) or (T, H, head_size), any strides.

@@ -34,6 +34,10 @@ reasons = _host.reasons["torchtitan"]
 def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Rotate halves by a table of `CosSinRoPE`.
 
+    >>> q, k = torch.randn(2, 1, 16, 8, 64)
+    >>> cache = torch.cat(jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0], width="full"), -1)
+    >>> q, k = jitrope_torchtitan.rotate_cos_sin(q, k, cache)
+
     Args:
         query, key: (B, S, H, D) or (T, H, D), each with its number of heads, any strides.
         cache: (max_seq_len, 2 D): cosines of the D / 2 pairs twice, then sines.
@@ -55,6 +59,10 @@ def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     """Rotate neighbours by a table of `ComplexRoPE`: complex64 cos + i sin, (max_seq_len, D / 2).
 
     The other arguments, the result and the errors are those of `rotate_cos_sin`.
+
+    >>> q, k = torch.randn(2, 1, 16, 8, 64)
+    >>> cache = torch.complex(*jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0]))
+    >>> q, k = jitrope_torchtitan.rotate_complex(q, k, cache)
     """
     words = {"freqs_cis": cache, "interleaved": True, "rounding": "complex64"}
     return _both(query, key, positions=positions, **words)
@@ -66,7 +74,7 @@ def _both(query: Tensor, key: Tensor, **words: Any) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _rotate(rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
+def _rotate(rope: Any, function: Any, check: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
     """query and key rotated by a module's table; each rank rotates its shards."""
     *heads, cache = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, rope.cache))
     ids = positions.to_local() if isinstance(positions, DTensor) else positions
@@ -75,7 +83,6 @@ def _rotate(rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any
     if not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
         raise InvalidInput("the tensors are sharded so that a rank cannot rotate alone")
     given = () if ids is None else (ids,)
-    check = getattr(sys.modules["torchtitan.models.common.rope"], "_maybe_check_max_pos", None)  # not in all versions
     if given and check is not None:
         check(ids, max_valid_pos=cache.shape[0] - 1)
     rotated = function(*heads, cache, *given)
@@ -125,9 +132,10 @@ def _subclass(name: str) -> Any:
 
     host = getattr(rope_module, name)
     function = _typed(rotate_cos_sin if name == "CosSinRoPE" else rotate_complex)
+    check = getattr(rope_module, "_maybe_check_max_pos", None)  # not in all versions
 
     def forward(self: Any, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
-        ours, theirs = partial(_rotate, self, function), partial(host.forward, self)
+        ours, theirs = partial(_rotate, self, function, check), partial(host.forward, self)
         return _host.take("torchtitan", ours, theirs, query, key, positions)
 
     words = {"__module__": __name__, "__qualname__": f"{name}.Config"}
@@ -149,18 +157,28 @@ def _derived(config: Any, name: str) -> Any:
 
 
 def cos_sin_rope(config: Any) -> Any:
-    """The override of `CosSinRoPE.Config`: name it in `override.imports`."""
+    """The override of `CosSinRoPE.Config`: name it in `override.imports`.
+
+    >>> from torchtitan.models.common.rope import CosSinRoPE
+    >>> rope = jitrope_torchtitan.cos_sin_rope(CosSinRoPE.Config(dim=64, max_seq_len=16)).build()
+    """
     return _derived(config, "CosSinRoPE")
 
 
 def complex_rope(config: Any) -> Any:
-    """The override of `ComplexRoPE.Config`: name it in `override.imports`."""
+    """The override of `ComplexRoPE.Config`: name it in `override.imports`.
+
+    >>> from torchtitan.models.common.rope import ComplexRoPE
+    >>> rope = jitrope_torchtitan.complex_rope(ComplexRoPE.Config(dim=64, max_seq_len=16)).build()
+    """
     return _derived(config, "ComplexRoPE")
 
 
 @lru_cache(maxsize=1)
 def register() -> None:
     """Register the two overrides with torchtitan. Importing this module after torchtitan does it too.
+
+    >>> jitrope_torchtitan.register()
 
     Raises:
         ImportError: torchtitan is not installed.

@@ -1,8 +1,8 @@
 """TransformerEngine: the public functions of `transformer_engine.pytorch.attention.rope`.
 
->>> from jitrope.integrations.transformer_engine import apply_rotary_pos_emb, RotaryPositionEmbedding
->>> freqs = RotaryPositionEmbedding(128)(max_seq_len)                    # angles [s, 1, 1, d]
->>> q = apply_rotary_pos_emb(q, freqs, tensor_format="thd", cu_seqlens=cu_seqlens)
+>>> from jitrope.integrations import transformer_engine as jitrope_transformer_engine
+>>> report = jitrope_transformer_engine.enable()
+>>> jitrope_transformer_engine.disable()
 
 The signatures and defaults are the same. `fused` is ignored: every call is one launch with fp32 arithmetic.
 Rows after the last packed sequence are zero, and rows at positions past the table are NaN; in TransformerEngine these
@@ -24,6 +24,9 @@ from . import _host
 
 class RotaryPositionEmbedding(torch.nn.Module):
     """Angles of rotary position embeddings (arXiv:2104.09864), in radians, fp32 [positions, 1, 1, dim].
+
+    >>> RotaryPositionEmbedding(64)(max_seq_len=16).shape
+    torch.Size([16, 1, 1, 64])
 
     Args:
         dim: the number of rotated elements of a head.
@@ -84,6 +87,10 @@ def apply_rotary_pos_emb(
 ) -> Tensor:
     """Rotate t by angles; the gradient flows to t.
 
+    >>> freqs = RotaryPositionEmbedding(64)(16)  # on the GPU, if there is one
+    >>> t, cu_seqlens = torch.randn(10, 8, 64).to(freqs), torch.tensor([0, 7, 10], device=freqs.device)
+    >>> t = apply_rotary_pos_emb(t, freqs, tensor_format="thd", cu_seqlens=cu_seqlens)
+
     Args:
         t: [s, b, h, d], [b, s, h, d] or [t, h, d]; any strides. The output is contiguous.
         freqs: angles in radians [s2, 1 or b, 1, d2], d2 <= d, of all positions, also under context parallelism.
@@ -119,6 +126,11 @@ def apply_fused_qkv_rotary_pos_emb(
 
     Unlike TransformerEngine's function it accepts "thd", and start_positions also with context parallelism and in the
     gradient. It is one launch if q and k share their angles and head size; otherwise q and k take one each.
+
+    >>> freqs = RotaryPositionEmbedding(64)(16)
+    >>> q, k, v = apply_fused_qkv_rotary_pos_emb(torch.randn(16, 1, 2, 384).to(freqs), freqs, freqs, [256, 64, 64])
+    >>> q.shape
+    torch.Size([16, 1, 8, 64])
 
     Args:
         qkv: [s, b, g, w], [b, s, g, w] or [t, g, w], w = sum(qkv_split_arg_list); any strides.

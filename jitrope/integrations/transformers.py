@@ -1,8 +1,14 @@
 """transformers: rope of its model files, for every variant.
 
 >>> from jitrope.integrations import transformers as jitrope_transformers
->>> report = jitrope_transformers.enable(model)                          # until jitrope_transformers.disable()
->>> q, k = jitrope_transformers.apply_rotary_pos_emb(q, k, cos, sin)     # or the plain function
+>>> import transformers
+>>> small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 9}
+>>> model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=1, **small))
+>>> report = jitrope_transformers.enable(model)
+>>> out = model(torch.tensor([[1, 2, 3]]))
+>>> report.calls["jitrope"]
+1
+>>> jitrope_transformers.disable()
 
 Every model file has its own rope functions, under the same few names: for halves or interleaved pairs, with tables of
 full or half width or with an unused half, for the whole head or a part. The names do not show the variant. So `enable`
@@ -41,6 +47,10 @@ def apply_rotary_pos_emb(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The function of Llama's file and most others; W < D rotates the first W elements, as in GPT-NeoX.
+
+    >>> q, k = torch.randn(2, 1, 8, 16, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0], width="full")
+    >>> q, k = jitrope_transformers.apply_rotary_pos_emb(q, k, cos[None], sin[None])
 
     Args:
         q, k: (B, H, S, D), or (B, S, H, D) with unsqueeze_dim=2; any strides, nothing is copied. k may have its own
@@ -135,6 +145,8 @@ class RotaryPosEmb(nn.Module):
 
     Models use the name "rotary_pos_emb" for functions that compute different things. So the replaced function, the
     `forward` of the module's class, is recognised at its first call. Calls that jitrope refuses go to it.
+
+    >>> q, k = RotaryPosEmb()(*torch.randn(2, 1, 8, 16, 64), *torch.rand(2, 1, 16, 64))
     """
 
     can_torch_compile = True
@@ -171,7 +183,11 @@ def _variant_of(cls: type[nn.Module]) -> Variant | str:
 
 @dataclass(frozen=True)
 class Repository:
-    """The source of the layer for `kernels`. It is this module, so nothing is downloaded."""
+    """The source of the layer for `kernels`. It is this module, so nothing is downloaded.
+
+    >>> Repository().load().__name__
+    'RotaryPosEmb'
+    """
 
     layer_name: str = "RotaryPosEmb"
 
@@ -183,8 +199,9 @@ class Repository:
 def kernel_mapping(*devices: str) -> dict[str, dict[str, Any]]:
     """A mapping for `kernels.register_kernel_mapping` or `use_kernel_mapping`: jitrope in every mode.
 
-    >>> kernels.register_kernel_mapping(kernel_mapping())
-    >>> kernels.kernelize(model, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE)
+    >>> mapping = jitrope_transformers.kernel_mapping()  # for kernels.register_kernel_mapping
+    >>> list(mapping)
+    ['rotary_pos_emb']
 
     devices: types of devices, by default "cuda". `jitrope.integrations.transformers.calls` counts the calls.
     """

@@ -1,8 +1,8 @@
 """vLLM: its rotary embedding op, multimodal rope, and rope with the write to the paged KV cache in one launch.
 
 >>> from jitrope.integrations import vllm as jitrope_vllm
->>> report = jitrope_vllm.enable()                               # until jitrope_vllm.disable()
->>> jitrope_vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox=True)   # or directly
+>>> report = jitrope_vllm.enable()
+>>> jitrope_vllm.disable()
 
 `enable` replaces `RotaryEmbedding.forward_cuda` and `MRotaryEmbedding.forward_cuda`. With its compiler on,
 vLLM leaves rope to Inductor; set custom_ops=["+rotary_embedding"] in its compilation configuration to call these.
@@ -38,6 +38,10 @@ def rotary_embedding(
     rounding: str = "fp32",
 ) -> None:
     """Rotate query and key in place, in one launch, like vLLM's op of this name.
+
+    >>> query, key = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> jitrope_vllm.rotary_embedding(torch.arange(10), query, key, 64, cache, is_neox=True)
 
     Args:
         positions: int32 or int64, (T) or (B, S), any strides: rows of the cache. A token with a position outside of
@@ -79,6 +83,10 @@ def triton_mrope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k in place by gathered tables of several axes (time, height, width), and return them.
 
+    >>> q, k = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
+    >>> cos, sin = jitrope.tables.cos_sin(torch.randint(16, (3, 10)), jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k = jitrope_vllm.triton_mrope(q, k, cos, sin, [16, 8, 8], 64, 64, mrope_interleaved=False)
+
     Args:
         q, k: (T, H * head_size) or (T, H, head_size), any strides.
         cos, sin: (A, T, rotary_dim / 2), the table row of each token along each of the A axes; A is at most 4.
@@ -113,6 +121,11 @@ def rotary_embedding_and_cache(
     v_scale: float | Tensor,
 ) -> None:
     """`rotary_embedding`, then `reshape_and_cache_flash` of key and value, in one launch: k is read once.
+
+    >>> ids, query, (key, value) = torch.arange(10), torch.randn(10, 8 * 64), torch.randn(2, 10, 2 * 64)
+    >>> table = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> given = ids, query, key, value, 64, table, True, *torch.zeros(2, 4, 16, 2, 64), ids, "auto", 1.0, 1.0
+    >>> jitrope_vllm.rotary_embedding_and_cache(*given)
 
     Args:
         positions, query, key, head_size, cos_sin_cache, is_neox: as in `rotary_embedding`; key is rotated in place too.
@@ -159,6 +172,9 @@ def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
     """View x, (..., H * head_size) or (..., H, head_size) after its token axes, as (..., H, head_size).
 
     Splitting the last axis never copies, so results written to the view are written to x.
+
+    >>> jitrope_vllm.heads("query", torch.randn(10, 8 * 64), token_axes=1, head_size=64).shape
+    torch.Size([10, 8, 64])
 
     Raises:
         InvalidInput: x has neither shape.

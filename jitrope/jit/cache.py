@@ -40,6 +40,9 @@ _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
 class Counts:
     """Counters of one process.
 
+    >>> KernelCache(Path("kernels")).counts
+    Counts(hits=0, misses=0, compiled=0, repaired=0, compile_ms=0.0)
+
     Attributes:
         hits, misses: kernels that were found in the folder or a layer, and kernels that were not.
         compiled: kernels compiled by this process.
@@ -56,6 +59,10 @@ class Counts:
 
 class KernelCache(Listing):
     """The kernels in one folder and in read-only layers. A disk fault is a miss, never an error.
+
+    >>> cache = KernelCache(Path("kernels"))  # the folder need not exist
+    >>> cache.entries()
+    []
 
     Args:
         root: the folder; it is made when the first kernel is written.

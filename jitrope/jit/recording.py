@@ -29,6 +29,9 @@ def record(path: str | Path | None = None) -> Iterator[list[Spec]]:
     The result includes the kernels that the process needed before the block, because prepared calls do not look their
     kernels up again. So recording does not slow down prepared calls. An existing file keeps its content.
 
+    >>> with jitrope.record() as specs:  # record("run.json") also writes the file
+    ...     q, _ = jitrope.apply_rope(torch.randn(1, 16, 8, 64), None, *torch.rand(2, 16, 32))
+
     Args:
         path: the file. Without it, the kernels are only in the list.
 

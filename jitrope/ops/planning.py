@@ -25,9 +25,10 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
 
     >>> q, k = (torch.empty(1, 4096, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     >>> cos, sin = torch.empty(2, 4096, 64, device="meta")
-    >>> with jitrope.planning() as specs:
-    ...     jitrope.apply_rope(q, k, cos, sin)
-    >>> jitrope.tools.prewarm.prewarm(specs, ["sm_90"], jobs=4)
+    >>> with jitrope.planning(["auto"]) as specs:
+    ...     q, k = jitrope.apply_rope(q, k, cos, sin)
+    >>> [spec.name for spec in specs]
+    ['rope_bf16_d128_halves_fp32_half_table_forward_token_linear']
 
     A kernel depends on shapes, strides, dtypes and alignment, which meta tensors have too; they are aligned like fresh
     tensors. A backward in the block is also listed. Calls on other tensors run as usual and are not listed. Calls of

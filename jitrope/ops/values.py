@@ -52,7 +52,9 @@ class Positions(Value):
 class Packed(Positions):
     """Concatenated sequences, (T, H, D). Positions start at 0 in each. The layout is "thd".
 
-    >>> q, k = jitrope.apply_rope(q, k, cos, sin, positions=jitrope.Packed(cu_seqlens))
+    >>> q, freqs = torch.randn(10, 8, 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> packed = jitrope.Packed(torch.tensor([0, 7, 10]))  # sequences of 7 and 3 tokens
+    >>> q, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=packed)
 
     Args:
         cu_seqlens: int32 or int64 offsets (N + 1) of N sequences, on q's device, ascending from 0. The host does not
@@ -94,6 +96,10 @@ class Packed(Positions):
 class Starts(Positions):
     """A first position for each batch row, or context parallelism of batch rows.
 
+    >>> q, freqs = torch.randn(2, 1, 8, 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> starts = jitrope.Starts(torch.tensor([5, 9]))  # the two tokens are at positions 5 and 9
+    >>> q, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=starts)
+
     Args:
         start_positions: int32 or int64, (B), on q's device: the position of the first token of each row; default 0.
             Positions outside of the table give NaN.
@@ -110,6 +116,10 @@ class Starts(Positions):
 
 class Mrope(Positions):
     """A position along each of several axes (multimodal rope, arXiv:2409.12191; the axial rope of images and video).
+
+    >>> q, freqs = torch.randn(1, 10, 8, 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> mrope = jitrope.Mrope(torch.randint(16, (3, 10)), (16, 8, 8))  # time, height and width of 10 tokens
+    >>> q, _ = jitrope.apply_rope(q, None, freqs=freqs, positions=mrope)
 
     Args:
         position_ids: int32 or int64, (A, S) or (A, B, S), with "thd" (A, T), on q's device: a row of the table for each
@@ -136,6 +146,9 @@ class Norm(Value):
     """RMSNorm of q and k: x / sqrt(mean(x^2) + eps) times the weight (arXiv:1910.07467, eq. 4).
 
     Make one in each forward, because FSDP and `torch.func` replace a module's parameters.
+
+    >>> q, k = torch.randn(2, 1, 16, 8, 64)
+    >>> q, k, _ = jitrope.prepare_qkv(q, k, None, norm=jitrope.Norm(torch.ones(64), torch.ones(64)))
 
     Args:
         q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight.
@@ -180,6 +193,14 @@ class Norm(Value):
 class KVCache(Value):
     """A cache for the rotated k, and v, paged like vLLM's (arXiv:2309.06180).
 
+    >>> q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 2, 1, 64)
+    >>> k_cache, v_cache = torch.zeros(2, 4, 16, 1, 64)  # 4 pages of 16 rows
+    >>> cache = jitrope.KVCache(k_cache, v_cache, torch.tensor([20, 21]))
+    >>> table = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, _, v = jitrope.prepare_qkv(q, k, v, cos_sin_cache=table, cache=cache, layout="thd")
+    >>> torch.equal(v_cache[1, 4:6], v)
+    True
+
     Args:
         k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype or torch.float8_e4m3fn. Pass a
             cache with heads before rows as a transposed view.
@@ -214,6 +235,12 @@ class KVCache(Value):
 
 class Quantize(Value):
     """Return q, and without a cache also k, as torch.float8_e4m3fn (arXiv:2209.05433).
+
+    >>> q, k = torch.randn(2, 1, 16, 8, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=jitrope.Quantize(0.05, 0.05))
+    >>> q.dtype
+    torch.float8_e4m3fn
 
     Args:
         q_scale, k_scale: the value of one unit of the output: y / scale is stored, clamped to 448 in size, and rounded

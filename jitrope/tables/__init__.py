@@ -1,8 +1,8 @@
 """Tables of cosines, sines or angles for every common kind of rope, computed on the device.
 
->>> frequencies, factor = tables.inv_freq("yarn", rotary_dim=128, factor=4.0, original_max_position_embeddings=32768)
->>> cos, sin = tables.cos_sin(131072, frequencies, attention_factor=factor)
->>> q, k = jitrope.apply_rope(q, k, cos, sin)
+>>> frequencies, factor = tables.inv_freq("yarn", rotary_dim=64, factor=4.0, original_max_position_embeddings=4096)
+>>> cos, sin = tables.cos_sin(16384, frequencies, attention_factor=factor)
+>>> q, k = jitrope.apply_rope(torch.randn(1, 16, 8, 64), torch.randn(1, 16, 2, 64), cos, sin)
 
 Frequencies have the bits of transformers' `ROPE_INIT_FUNCTIONS` (5.23) on the same device. Angles are computed from
 them in fp64, where position x frequency is exact below 2^29 positions. An fp32 product is off by 0.03 radians at a
@@ -41,6 +41,12 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of position x frequency for `apply_rope`, on inv_freq's device.
 
+    >>> cos, sin = tables.cos_sin(3, tables.inv_freq(rotary_dim=4)[0])
+    >>> cos
+    tensor([[ 1.0000,  1.0000],
+            [ 0.5403,  0.9999],
+            [-0.4161,  0.9998]])
+
     Args:
         positions: a number P for positions 0 to P - 1, or an int32 or int64 tensor of any shape on that device.
         inv_freq: (R / 2,) fp32, radians per position.
@@ -75,6 +81,11 @@ def cos_sin_cache(
     """The `cos_sin_cache` of vLLM and SGLang, (P, R) or (*positions.shape, R): a row has R / 2 cosines and R / 2 sines.
 
     Arguments and errors are those of `cos_sin`. The table serves both pairings (is_neox_style).
+
+    >>> tables.cos_sin_cache(3, tables.inv_freq(rotary_dim=4)[0])
+    tensor([[ 1.0000,  1.0000,  0.0000,  0.0000],
+            [ 0.5403,  0.9999,  0.8415,  0.0100],
+            [-0.4161,  0.9998,  0.9093,  0.0200]])
     """
     functions = _cos_and_sin("cos_sin_cache", attention_factor)
     tables = _tables("cos_sin_cache", positions, inv_freq, functions, dtype=dtype, angles=angles)
@@ -89,6 +100,11 @@ def freqs(positions: int | Tensor, inv_freq: Tensor, *, width: str = "half", int
     product. Pass the attention_factor as `apply_rope`'s mscale.
 
     Arguments and errors are those of `cos_sin`; the table is (P, W) or (*positions.shape, W).
+
+    >>> tables.freqs(torch.tensor([0, 3, 4]), tables.inv_freq(rotary_dim=4)[0])
+    tensor([[ 0.0000,  0.0000],
+            [ 3.0000,  0.0300],
+            [-2.2832,  0.0400]])
     """
 
     def turned(angle: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ def from_config(
 ) -> Found:
     """`inv_freq` for a model's configuration: transformers' object, or a dict with the same names (config.json).
 
-    >>> inv_freq, attention_factor = tables.from_config(model.config, device="cuda")
+    >>> tables.from_config({"head_dim": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    (tensor([0.5000, 0.0050]), 1.0)
 
     Args:
         config: the function reads rope_parameters (or the older rope_scaling and rope_theta), head_dim

@@ -58,6 +58,9 @@ mscale_all_dim, truncate=True] | YaRN, arXiv:2309.00071, 3.2 to 3.4; mscale: Dee
 LongRoPE, arXiv:2402.13753; Phi-3's configuration |
     | proportional | partial_rotary_factor, [factor=1] | Gemma 4's configuration |
 
+    >>> tables.inv_freq("linear", rotary_dim=4, factor=2.0)
+    (tensor([0.5000, 0.0050]), 1.0)
+
     Args:
         rope_type: one of the above. Types and parameters have the names of transformers, which lacks "ntk": it
             multiplies theta by factor^(d / (d - 2)).

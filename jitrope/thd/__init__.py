@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from ..base import arguments
-from ..ops.fit import MAX_TOKENS, Fail, failing, is_float
+from ..ops.fit import failing
 from ..plan.partition import RULES
 from . import ops as thd_ops
+from .checks import check_lse, check_offsets, check_step, fail_of, require_written, rows_of, shape_of
 from .corrections import Correction
 from .reference import Move, Shape
 
@@ -44,41 +45,6 @@ CORRECTIONS = {"none": "nothing", "add": "add", "copy": "copy"}
 """The words of `grad_correction`, and the kernels' words for them."""
 
 
-def _given(name: str, **tensors: Any) -> Fail:
-    """Check that these arguments of `name` are tensors, and return its `Fail`."""
-    for label, x in tensors.items():
-        arguments.tensor(name, label, x)
-    return failing(name)
-
-
-def _check_offsets(label: str, cu_seqlens: Tensor, x: Tensor, fail: Fail, rows: str = "x") -> None:
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        fail(f"{label} is {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}; it must be (sequences + 1) int32 or int64")
-    if cu_seqlens.device != x.device:
-        fail(f"{label} is on {cu_seqlens.device}, {rows} on {x.device}; they must be on one device")
-    if not cu_seqlens.is_contiguous():
-        fail(f"{label} must be contiguous")
-
-
-def _shape_of(x: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int, rule: str, fail: Fail) -> Shape:
-    """Return the shape of a batch. Refuse wrong offsets, and more rows than int32 can count."""
-    _check_offsets("cu_seqlens", cu_seqlens, x, fail)
-    if tokens + cp_size > MAX_TOKENS:
-        fail(f"{tokens} tokens are more than {MAX_TOKENS} rows")
-    return Shape(tokens, len(cu_seqlens) - 1, cp_size, cp_rank, rule)
-
-
-def _require_written(label: str, x: Tensor, fail: Fail) -> None:
-    """Refuse to write rows that are not contiguous, or that overlap."""
-    if len(x) != 0 and (not x[0].is_contiguous() or (len(x) != 1 and abs(x.stride(0)) < x[0].numel())):
-        fail(f"{label} has strides {x.stride()}; its rows must be contiguous, and must not overlap")
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    """Return x, or a copy, with contiguous rows. There may be gaps between rows."""
-    return x if len(x) == 0 or x[0].is_contiguous() else x.contiguous()
-
-
 # ---- between a batch and its ranks -----------------------------------------------------------------
 
 
@@ -91,7 +57,7 @@ class _Reordered(torch.autograd.Function):
         ctx.save_for_backward(cu_seqlens)
         rows = shape.all_rows if map == "to_ranks" else shape.tokens
         out = tuple(x.new_empty((rows, *x.shape[1:])) for x in xs)
-        thd_ops.move(Move([_rows_of(x) for x in xs], out, map, cu_seqlens, shape=shape))
+        thd_ops.move(Move([rows_of(x) for x in xs], out, map, cu_seqlens, shape=shape))
         return out
 
     @staticmethod
@@ -106,14 +72,14 @@ def _reorder(name: str, map: str, x: Rows, cu_seqlens: Tensor, cp_size: int, tok
     if not (1 <= len(xs) <= 2):
         failing(name)(f"x is {len(xs)} tensors; one launch moves one or two")
     labels = ("x",) if len(xs) == 1 else ("x[0]", "x[1]")
-    fail = _given(name, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
+    fail = fail_of(name, **dict(zip(labels, xs)), cu_seqlens=cu_seqlens)
     cp_size = arguments.whole(name, "cp_size", cp_size, 1)
     tokens = None if tokens is None else arguments.whole(name, "total_tokens", tokens, 0)
     rule = arguments.word(name, "rule", rule, RULES)
     if not all(y.dim() >= 1 and len(y) == len(xs[0]) and y.device == xs[0].device for y in xs):
         each = ", ".join(arguments.shown(y) for y in xs)
         fail(f"x is {each}; it must be (T, ...), or a pair with as many rows on one device")
-    shape = _shape_of(xs[0], cu_seqlens, len(xs[0]) if tokens is None else tokens, cp_size, 0, rule, fail)
+    shape = shape_of(xs[0], cu_seqlens, len(xs[0]) if tokens is None else tokens, cp_size, 0, rule, fail)
     rows = shape.tokens if map == "to_ranks" else shape.all_rows
     if len(xs[0]) != rows:
         fail(
@@ -128,6 +94,9 @@ def sequence_order_to_cp_rank_order(
     x: Rows, cu_seqlens: Tensor, cp_size: int, total_tokens: int | None = None, *, rule: str = "dual_chunk"
 ) -> Rows:
     """Reorder a batch into the shards of all ranks, one shard after the other. Differentiable.
+
+    >>> thd.sequence_order_to_cp_rank_order(torch.arange(8), torch.tensor([0, 8]), cp_size=2)
+    tensor([0, 1, 6, 7, 2, 3, 4, 5])
 
     Args:
         x: (T, ...), or a pair of such tensors (k and v), which one launch moves.
@@ -153,6 +122,10 @@ def cp_rank_order_to_sequence_order(
 
     Arguments and errors are those of `sequence_order_to_cp_rank_order`. Pass total_tokens = T if x has more rows
     than that. Differentiable.
+
+    >>> by_rank = torch.tensor([0, 1, 6, 7, 2, 3, 4, 5])
+    >>> thd.cp_rank_order_to_sequence_order(by_rank, torch.tensor([0, 8]), cp_size=2)
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     return _reorder("cp_rank_order_to_sequence_order", "to_sequences", x, cu_seqlens, cp_size, total_tokens, rule)
 
@@ -161,6 +134,9 @@ def get_partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int, *, rule: str = "dual_chunk"
 ) -> Tensor:
     """The tokens of a rank, in the order of its rows, as indices into the batch.
+
+    >>> thd.get_partitioned_indices(torch.tensor([0, 8]), 8, world_size=2, rank=0)
+    tensor([0, 1, 6, 7], dtype=torch.int32)
 
     Args:
         cu_seqlens: (B + 1), of the batch.
@@ -176,14 +152,14 @@ def get_partitioned_indices(
         InvalidInput: the arguments do not fit together.
     """
     name = "get_partitioned_indices"
-    fail = _given(name, cu_seqlens=cu_seqlens)
+    fail = fail_of(name, cu_seqlens=cu_seqlens)
     total_tokens = arguments.whole(name, "total_tokens", total_tokens, 0)
     world_size = arguments.whole(name, "world_size", world_size, 1)
     rank = arguments.whole(name, "rank", rank, 0)
     if rank >= world_size:
         fail(f"rank is {rank}; it must be from 0 to world_size - 1 = {world_size - 1}")
     rule = arguments.word(name, "rule", rule, RULES)
-    shape = _shape_of(cu_seqlens, cu_seqlens, total_tokens, world_size, rank, rule, fail)
+    shape = shape_of(cu_seqlens, cu_seqlens, total_tokens, world_size, rank, rule, fail)
     return thd_ops.table("to_ranks", cu_seqlens, shape)
 
 
@@ -195,6 +171,11 @@ def copy_valid_tokens_from_per_split_to_rank_local(
 ) -> None:
     """Copy the tokens of x that are not padding to the same rows of out. Other rows of out do not change.
 
+    >>> out, x = torch.zeros(6), torch.tensor([1.0, 2.0, 3.0, 9.0, 4.0, 9.0])
+    >>> thd.copy_valid_tokens_from_per_split_to_rank_local(out, x, torch.tensor([0, 4, 6]), torch.tensor([0, 3, 4]))
+    >>> out
+    tensor([1., 2., 3., 0., 4., 0.])
+
     Args:
         out, x: (T, ...), of the same shape and dtype.
         cu_seqlens_padded: (B + 1), the rows where the sequences of this rank (or step) begin. The first may be above 0.
@@ -204,20 +185,23 @@ def copy_valid_tokens_from_per_split_to_rank_local(
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "copy_valid_tokens_from_per_split_to_rank_local"
-    fail = _given(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
+    fail = fail_of(name, out=out, x=x, cu_seqlens_padded=cu_seqlens_padded, cu_seqlens=cu_seqlens)
     if out.dim() <= 0 or out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
         fail(f"out is {arguments.shown(out)}, x {arguments.shown(x)}; they must be (T, ...) and alike")
     for label, offsets in (("cu_seqlens_padded", cu_seqlens_padded), ("cu_seqlens", cu_seqlens)):
-        _check_offsets(label, offsets, x, fail)
+        check_offsets(label, offsets, x, fail)
     if cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.dtype != cu_seqlens_padded.dtype:
         fail("cu_seqlens and cu_seqlens_padded differ in shape or dtype")
-    _require_written("out", out, fail)
+    require_written("out", out, fail)
     if len(cu_seqlens) > 1:
-        thd_ops.move(Move([_rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens))
+        thd_ops.move(Move([rows_of(x)], [out], "valid", cu_seqlens_padded, cu_seqlens))
 
 
 def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     """The first (0) or second (1) half of each sequence of a rank's rows, concatenated.
+
+    >>> thd.read_half_tensor(torch.arange(8).view(8, 1, 1), torch.tensor([0, 6, 8]), half_idx=1).flatten()
+    tensor([3, 4, 5, 7])
 
     Args:
         x: (T, H, D), or (2, T, H, D) for k and v in one launch.
@@ -232,7 +216,7 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
         InvalidInput: the arguments do not fit together.
     """
     name = "read_half_tensor"
-    fail = _given(name, x=x, cu_seqlens=cu_seqlens)
+    fail = fail_of(name, x=x, cu_seqlens=cu_seqlens)
     half_idx = arguments.whole(name, "half_idx", half_idx)
     if half_idx not in (0, 1):
         fail(f"half_idx is {half_idx!r}; it must be 0 or 1")
@@ -240,32 +224,22 @@ def read_half_tensor(x: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
     if x.dim() != 3 and (not both or len(x) != 2):
         fail(f"x is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D)")
     xs = tuple(x) if both else (x,)
-    shape = _shape_of(x, cu_seqlens, len(xs[0]), 2, half_idx, "contiguous", fail)
+    shape = shape_of(x, cu_seqlens, len(xs[0]), 2, half_idx, "contiguous", fail)
     out = x.new_empty((len(xs), shape.rows, *xs[0].shape[1:]))
-    thd_ops.move(Move([_rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape=shape))
+    thd_ops.move(Move([rows_of(y) for y in xs], list(out), "to_ranks", cu_seqlens, shape=shape))
     return out if both else out[0]
 
 
 # ---- ring attention's corrections --------------------------------------------------------------------
 
 
-def _check_lse(packed: bool, cu_seqlens: Tensor, fail: Fail, **given: Tensor) -> int:
-    """Refuse wrong log-sum-exps and offsets. Return the number of rows that fit in the first log-sum-exp."""
-    lse = next(iter(given.values()))
-    _check_offsets("cu_seqlens", cu_seqlens, lse, fail, "lse")
-    for label, x in given.items():
-        if x.dim() != (2 if packed else 3) or x.dtype != torch.float32 or not x.is_contiguous():
-            words = "(H, rows)" if packed else "(B, H, rows)"
-            fail(f"{label} is {tuple(x.shape)} {x.dtype}, strides {x.stride()}; it must be contiguous {words} fp32")
-        if not packed and len(x) != len(cu_seqlens) - 1:
-            fail(f"{label} has B={len(x)}, but cu_seqlens has {len(cu_seqlens) - 1} sequences; they must match")
-        if x is not lse and (x.shape[:-1] != lse.shape[:-1] or x.device != lse.device):
-            fail(f"{label} is {arguments.shown(x)}, lse {arguments.shown(lse)}; only rows may differ")
-    return lse.shape[-1] if packed else (len(cu_seqlens) - 1) * lse.shape[-1]
-
-
 def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:
     """Join a step's log-sum-exp with that of the second half of each sequence, in place: log(exp(lse) + exp(step)).
+
+    >>> lse = torch.zeros(1, 4)
+    >>> thd.second_half_lse_correction(lse, torch.zeros(1, 2), torch.tensor([0, 4]), lse_packed=True)
+    >>> lse
+    tensor([[0.0000, 0.0000, 0.6931, 0.6931]])
 
     Args:
         lse: natural logarithms, contiguous, fp32: (H, rows >= T) if packed, else (B, H, longest).
@@ -277,14 +251,17 @@ def second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Te
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "second_half_lse_correction"
-    fail = _given(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
+    fail = fail_of(name, lse=lse, lse_per_step=lse_per_step, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
-    rows = _check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
+    rows = check_lse(packed, cu_seqlens, fail, lse=lse, lse_per_step=lse_per_step)
     _correct(Correction("lse", "nothing", "add", packed, cu_seqlens, rows, lse=lse, lse_step=lse_per_step))
 
 
 def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
     """The log-sum-exp of the second half of each sequence.
+
+    >>> thd.read_second_half_lse(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([0, 4]), True, 2)
+    tensor([[3., 4.]])
 
     Args:
         lse, cu_seqlens, lse_packed: see `second_half_lse_correction`.
@@ -297,10 +274,10 @@ def read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, seco
         InvalidInput: the arguments do not fit together.
     """
     name = "read_second_half_lse"
-    fail = _given(name, lse=lse, cu_seqlens=cu_seqlens)
+    fail = fail_of(name, lse=lse, cu_seqlens=cu_seqlens)
     packed = arguments.flag(name, "lse_packed", lse_packed)
     columns = arguments.whole(name, "second_half_lse_seqlen", second_half_lse_seqlen, 0)
-    rows = _check_lse(packed, cu_seqlens, fail, lse=lse)
+    rows = check_lse(packed, cu_seqlens, fail, lse=lse)
     out = lse.new_zeros((*lse.shape[:-1], columns))
     _correct(Correction("read_lse", "nothing", "copy", packed, cu_seqlens, rows, lse=lse, lse_step=out))
     return out
@@ -317,6 +294,11 @@ def out_correction(
 ) -> None:
     """Add a step's output to out, in place: out += dtype(step * exp(lse_per_step - lse)), in fp32; zero stays zero.
 
+    >>> out, step, lse = torch.zeros(2, 1, 1), torch.ones(2, 1, 1), torch.zeros(1, 2)
+    >>> thd.out_correction(out, step, lse, lse, torch.tensor([0, 2]), only_second_half=False, lse_packed=True)
+    >>> out.flatten()
+    tensor([1., 1.])
+
     Args:
         out: (T, H, D).
         out_per_step: (T, H, D), or (T / 2, H, D) with only_second_half; out's dtype.
@@ -330,19 +312,24 @@ def out_correction(
     """
     name = "out_correction"
     both = {"lse": lse, "lse_per_step": lse_per_step}
-    fail = _given(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
+    fail = fail_of(name, out=out, out_per_step=out_per_step, **both, cu_seqlens=cu_seqlens)
     first = "nothing" if arguments.flag(name, "only_second_half", only_second_half) else "add"
     packed = arguments.flag(name, "lse_packed", lse_packed)
-    _check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
-    _check_lse(packed, cu_seqlens, fail, **both)
+    check_step("out", out, out_per_step, cu_seqlens, first, "add", fail)
+    check_lse(packed, cu_seqlens, fail, **both)
     if lse.shape[-2] != out.shape[1]:
         fail(f"lse has {lse.shape[-2]} heads, out {out.shape[1]}; they must match")
-    step = _rows_of(out_per_step)
+    step = rows_of(out_per_step)
     _correct(Correction("out", first, "add", packed, cu_seqlens, len(out), out, step, lse, lse_per_step))
 
 
 def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str) -> None:
     """Add a step's gradient to that of each sequence, or copy it there, in place and for each half separately.
+
+    >>> grad = torch.ones(4, 1, 1)
+    >>> thd.grad_correction(grad, grad.clone(), torch.tensor([0, 4]), first_half="copy", second_half="add")
+    >>> grad.flatten()
+    tensor([1., 1., 2., 2.])
 
     Args:
         grad: (T, H, D) or (2, T, H, D).
@@ -354,31 +341,17 @@ def grad_correction(grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, fir
         InvalidInput: the arguments do not fit together; nothing was written.
     """
     name = "grad_correction"
-    fail = _given(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
+    fail = fail_of(name, grad=grad, grad_per_step=grad_per_step, cu_seqlens=cu_seqlens)
     first = CORRECTIONS[arguments.word(name, "first_half", first_half, CORRECTIONS)]
     second = CORRECTIONS[arguments.word(name, "second_half", second_half, CORRECTIONS)]
     for label, x in (("grad", grad), ("grad_per_step", grad_per_step)):
         if x.dim() != grad.dim() or (x.dim() != 3 and (x.dim() != 4 or len(x) != 2)):
             fail(f"{label} is {tuple(x.shape)}; it must be (T, H, D) or (2, T, H, D), and so must grad_per_step")
     pairs = [*zip(grad, grad_per_step)] if grad.dim() == 4 else [(grad, grad_per_step)]
-    _check_step("grad", pairs[0][0], pairs[0][1], cu_seqlens, first, second, fail)  # the other has the same strides
+    check_step("grad", pairs[0][0], pairs[0][1], cu_seqlens, first, second, fail)  # the other has the same strides
     for one, step in pairs:
-        _correct(Correction("grad", first, second, True, cu_seqlens, len(one), one, _rows_of(step)))
+        _correct(Correction("grad", first, second, True, cu_seqlens, len(one), one, rows_of(step)))
 
 
 def _correct(given: Correction) -> None:
     torch.ops.jitrope.thd_correct(*given)
-
-
-def _check_step(label: str, out: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str, fail: Fail) -> None:
-    if out.dim() != 3 or not is_float(out):
-        fail(f"{label} is {tuple(out.shape)} {out.dtype}; it must be (T, H, D) fp32, fp16 or bf16")
-    rows = (len(out) + 1) // 2 if second == "nothing" else len(out) // 2 if first == "nothing" else len(out)
-    alike = (step.shape[1:], step.dtype, step.device) == (out.shape[1:], out.dtype, out.device)
-    if not alike or len(step) < rows:
-        fail(
-            f"{label}_per_step is {arguments.shown(step)}; it must have at least {rows} rows, and match {label}, "
-            f"{arguments.shown(out)}"
-        )
-    _require_written(label, out, fail)
-    _check_offsets("cu_seqlens", cu_seqlens, out, fail, label)

@@ -1,5 +1,11 @@
 """Kernels in a file, for machines that do not compile: `JITROPE_SYSTEM_CACHE=kernels.tar`, or `load`.
 
+>>> from jitrope.tools import bundle, prewarm
+>>> kernels = [(spec, "sm_90") for spec in prewarm.specs_of(heads=[32, 8])]
+>>> results = bundle.write(Path("kernels.tar"), kernels, jobs=2)
+>>> len(bundle.entries(Path("kernels.tar"))), len(bundle.load(Path("kernels.tar")))
+(2, 2)
+
 A bundle is a tar of entries with a manifest; each entry has SHA-256 checksums of its files. Kernels are matched by
 source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs only
 the part of CuPy that loads a cubin, and neither NVRTC, headers nor CuPy's compiler. The checksums detect damage, not

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..base.spec import Spec
-from ..integrations import diffusers as drop_in
 from ..ops.planning import planning
 
 MODELS = (
@@ -35,6 +34,8 @@ def specs_of_transformer(cls: Any, config: dict[str, Any], dtype: torch.dtype) -
 
     cls: a class of `MODELS`. dtype: as passed to `from_pretrained`.
     """
+    from ..integrations import diffusers as drop_in  # it imports Dynamo, which takes seconds
+
     with torch.no_grad(), torch.device("meta"):
         model = cls.from_config(config).eval()
         _cast(model, dtype)

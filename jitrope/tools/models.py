@@ -17,14 +17,13 @@ from ..base.arguments import word
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
-from ..integrations import transformers as drop_in
 from ..ops.planning import planning
 from ..plan.problem import DTYPE_NAMES
 from . import diffusion
 
 RECORD = "record a run instead: JITROPE_RECORD=run.json, then jitrope prewarm --from run.json"
 _TEXT_ALONE = "only the part of %s for text is planned; for a vision tower, record a run: JITROPE_RECORD=run.json"
-_NONE = (None, [None, None])  # a pipeline's part that it may have, but has not
+_NONE = (None, [None, None])  # a part that this pipeline lacks
 _BATCHES, _TOKENS = (1, 2), 8  # a kernel depends on whether there is one batch row, but on no other size
 
 
@@ -95,6 +94,8 @@ def _of_transformer(path: Path, data: dict[str, Any], dtype: torch.dtype | None)
 def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
     if "model_type" not in data:
         raise InvalidInput(f"{path} is no configuration of transformers or diffusers: it has no model_type")
+    from ..integrations import transformers as drop_in  # it imports Dynamo, which takes seconds
+
     library = _library("transformers")
     try:
         whole = library.AutoConfig.from_pretrained(path, trust_remote_code=False)

@@ -1,7 +1,7 @@
 """Find the kernels that a program will need and build them ahead of time. No GPU is needed.
 
->>> specs = prewarm.specs_of(heads=[32, 8], positions="int64")     # 32 heads of q, 8 of k, bf16, by position_ids
->>> prewarm.prewarm(specs, ["sm_80", "sm_90"], jobs=4)
+>>> specs = prewarm.specs_of(heads=[32, 8], positions="int64")  # 32 heads of q, 8 of k, bf16, by position_ids
+>>> results = prewarm.prewarm(specs, ["sm_80", "sm_90"], jobs=2)
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ def specs_of(**call: Any) -> list[RopeSpec]:
     Both launches are planned, and with backward those of the gradient too. All other words are passed to the function
     as keywords, and the function refuses wrong ones.
 
+    >>> [spec.launch for spec in prewarm.specs_of(heads=[32, 8])]
+    ['token_linear', 'grid_2d']
+
     Args:
         function: "apply_rope", the default, "prepare_qkv", "prepare_packed_qkv" or "prepare_joint_qkv".
         heads: those of q and k, as [32, 8], or of q alone, as 24. v has as many as k.
@@ -110,7 +113,11 @@ def architecture(text: Any) -> str | None:
 
 
 def default_specs() -> list[RopeSpec]:
-    """The kernels of `DEFAULT_CALLS`, each once."""
+    """The kernels of `DEFAULT_CALLS`, each once.
+
+    >>> len(prewarm.default_specs()) > 50
+    True
+    """
     return list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in _specs_of(call)))
 
 
@@ -238,6 +245,9 @@ def read_calls(path: Path) -> list[Spec]:
     `jitrope.record` writes them and `jitrope cache ls --json` prints them. The latter has `entries` too; then specs of
     another version are left out, and the log gives their number.
 
+    >>> _ = Path("calls.json").write_text('{"call": [{"heads": [32, 8]}]}')
+    >>> specs = prewarm.read_calls(Path("calls.json"))
+
     Raises:
         InvalidInput: the file cannot be read, or a call or a spec in it is wrong.
     """
@@ -307,6 +317,9 @@ def _toml(text: str) -> Any:
 @dataclass(frozen=True)
 class Built:
     """The result for one kernel.
+
+    >>> prewarm.prewarm(prewarm.specs_of(heads=8)[:1], ["sm_90"], jobs=1)[0].outcome
+    'compiled'
 
     Attributes:
         spec, arch: the kernel.

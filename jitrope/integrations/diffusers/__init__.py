@@ -1,9 +1,12 @@
 """diffusers: rope of its transformers by jitrope, in their attention processors, with the host's bits.
 
 >>> from jitrope.integrations import diffusers as jitrope_diffusers
->>> report = jitrope_diffusers.enable(pipeline)        # until jitrope_diffusers.disable(pipeline)
->>> with jitrope_diffusers.enable(pipeline.transformer) as report: ...
->>> print(report)                                      # replaced classes, calls since then, and calls of the host
+>>> import diffusers
+>>> model = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, num_attention_heads=1)
+>>> report = jitrope_diffusers.enable(model)  # or a pipeline
+>>> print(report)
+norm and rope fused in 2 attention layers; 0 calls since; 0 left to diffusers
+>>> jitrope_diffusers.disable(model)
 
 .. include:: README.md
 """
@@ -35,6 +38,9 @@ class Report(_host.Report):
 
     `calls` counts for all enabled models the tensors rotated by "jitrope", the calls left to the "host" and the
     "fused" calls of processors. `reasons` gives the reasons why calls were left to the host or not fused.
+
+    >>> jitrope_diffusers.Report().calls
+    {'jitrope': 0, 'host': 0}
 
     Attributes:
         host: "diffusers".
