@@ -14,7 +14,7 @@ from .ops.dispatch import call
 from .ops.operation import Operation
 from .ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV
 from .ops.values import KVCache, Norm, Positions, Quantize
-from .ops.words import ONE_TABLE, unexpected
+from .ops.words import ONE_TABLE, refuse_table_as_v, unexpected
 from .plan.spec import Options
 from .plan.views import Tensors
 
@@ -184,6 +184,7 @@ def prepare_qkv(
     else:
         op, tensors["v"] = ROPE_KV_CACHE, v
     tensors.update(cos=cos, sin=sin)
+    refuse_table_as_v(v, cos, sin)
     asked = _gather(op, tensors, words, _ROPE_WORDS, positions, inplace)
     if norm is not None:
         if op is not QK_NORM_ROPE:
@@ -380,8 +381,7 @@ def _add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: 
 
 def _second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:
     """Take the tables of the second stream out of pairs, and leave those of the first."""
-    second: dict[str, Tensor] = {}
-    given = [label for label, table in tables.items() if table is not None]
+    second, given = dict[str, Tensor](), [label for label, table in tables.items() if table is not None]
     for label in given:
         if not isinstance(pair := tables[label], Tensor):
             tables[label], second[label] = both = _parts(name, label, pair, 2)

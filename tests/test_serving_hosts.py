@@ -233,8 +233,8 @@ def test_mrope_refusals() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"positions": torch.zeros(4)}, "position_ids is torch.float32"),
-        ({"positions": torch.zeros(5, dtype=torch.int64)}, r"position_ids has shape \(5,\)"),
+        ({"positions": torch.zeros(4)}, "positions is torch.float32"),
+        ({"positions": torch.zeros(5, dtype=torch.int64)}, r"positions has shape \(5,\)"),
         (
             {"positions": torch.zeros(1, 1, 4, dtype=torch.int64)},
             r"positions have shape \(1, 1, 4\); they must be \(T\)",

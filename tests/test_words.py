@@ -185,6 +185,7 @@ _ANGLES = torch.arange(6.0)[:, None] / torch.arange(1.0, 5.0)
 _COS, _SIN = _ANGLES.cos(), _ANGLES.sin()
 _REPEATED = [x.repeat_interleave(2, -1) for x in (_COS, _SIN)]
 _HALVES = [torch.cat((x, x), -1) for x in (_COS, _SIN)]
+_PARTIAL = [torch.cat((x, x), -1) for x in (_COS[:, :2], _SIN[:, :2])]
 
 MISTAKES = {
     "no k": ((_Q, _COS, _SIN), {}, r"k has shape \(6, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?"),
@@ -195,8 +196,22 @@ MISTAKES = {
     "nothing": ((_Q, _K), {}, "pass cos and sin, .*, not none"),
     "an axis of heads": ((_Q, _K, _COS[None, None], _SIN[None, None]), {}, r"pass cos.squeeze\(1\)"),
     "exchanged": ((_Q, _K, _SIN, _COS), {"check": True}, "as if they were exchanged; pass cos first, then sin"),
-    "neighbours": ((_Q, _K, *_REPEATED), {"check": True}, "twice in a row, as for interleaved=True, but"),
-    "halves": ((_Q, _K, *_HALVES), {"check": True, "interleaved": True}, "as for interleaved=False, but"),
+    "neighbours": ((_Q, _K, *_REPEATED), {"check": True}, "twice in a row, but .* pass interleaved=True"),
+    "halves": ((_Q, _K, *_HALVES), {"check": True, "interleaved": True}, "second half, but .* pass interleaved=False"),
+    "partial halves": ((_Q, _K, *_PARTIAL), {"check": True}, "as in a full-width table, .* pass rotary_dim=4"),
+    "exchanged in a cache": (
+        (_Q, _K),
+        {"check": True, "cos_sin_cache": torch.cat((_SIN, _COS), 1)},
+        "in cos_sin_cache row 0 .* exchanged",
+    ),
+    "offsets past the end": (
+        (_Q[0], _K[0], _COS, _SIN),
+        {"check": True, "positions": jitrope.Packed(torch.tensor([0, 9]))},
+        "ends at 9, but q",
+    ),
+    "another dtype": ((_Q, _K.half(), _COS, _SIN), {}, r"pass k.to\(q\)"),
+    "layout of both": ((_Q.transpose(1, 2), _Q[:, :, :1].transpose(1, 2), _COS, _SIN), {}, "pass layout='bhsd'"),
+    "a list": ((_Q.tolist(), _K, _COS, _SIN), {}, "q is a list of"),
     "layout": ((_Q.transpose(1, 2),) * 2 + (_COS, _SIN), {"check": True}, "pass layout='bhsd'"),
 }
 
@@ -206,6 +221,21 @@ def test_a_mistake_of_the_first_hour_is_named(name: str) -> None:
     arguments, words, text = MISTAKES[name]
     with pytest.raises(jitrope.InvalidInput, match=text):
         jitrope.apply_rope(*arguments, **words)
+
+
+def test_a_forgotten_v_is_named() -> None:
+    with pytest.raises(jitrope.InvalidInput, match=r"v has shape \(6, 4\), .* prepare_qkv\(q, k, None, cos, sin\)\?"):
+        jitrope.prepare_qkv(_Q, _K, _COS, _SIN)
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [("norm", "prepare_qkv has it"), ("is_neox_style", "pass interleaved=not is_neox_style"),
+     ("unsqueeze_dim", "pass layout="), ("slot_mapping", r"cache=jitrope.KVCache\(...\) to prepare_qkv")],
+)  # fmt: skip
+def test_a_word_of_another_function_or_library_is_named(word: str, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        jitrope.apply_rope(_Q, _K, _COS, _SIN, **{word: None})  # type: ignore[call-overload]
 
 
 def test_check_takes_right_calls() -> None:

@@ -151,7 +151,7 @@ def shown(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}, {_short(value.dtype)}, on {value.device}"
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return f"a numpy array of shape {tuple(value.shape)}"
-    if isinstance(value, (list, tuple)) and any(isinstance(x, Tensor) for x in value):
+    if isinstance(value, (list, tuple)) and any(isinstance(x, (Tensor, list, tuple)) for x in value):
         return f"a {kind.__name__} of {len(value)}"
     if isinstance(value, torch.nn.Module):
         return f"a module, {kind.__name__}"  # its repr has a line for each layer

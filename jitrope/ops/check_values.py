@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..plan.spec import LAYOUT_AXES, Options
-from ..plan.views import TABLE_NAMES, Tensors
+from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from .checks import slots_of
-from .fit import Fail, failing, rows_of, sizes_of
+from .fit import Fail, failing, label_of_table, rows_of, sizes_of
 from .reference import table_rows
 
 
@@ -20,14 +20,25 @@ def check_values(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     whole = {label: getattr(x, "full_tensor", lambda x=x: x)() for label, x in tensors.items() if label in TABLE_NAMES}
     q = next(iter(tensors.values()))
+    if "cu_seqlens" in whole:
+        _check_offsets(q, whole["cu_seqlens"], options, fail)
     _check_positions(q, whole, options, fail)
     slots = tensors.get("slot_mapping")
     if slots is not None and slots.numel() and int(slots.max()) >= (count := slots_of(tensors["k_cache"])):
         fail(f"slot_mapping goes up to {int(slots.max())}, but the caches have slots 0 to {count - 1}")
-    if options.table == "cos_sin":
-        _check_pairing(whole["cos"], whole["sin"], options, fail)
+    if options.table != "freqs":
+        _check_pairing(*table_pair(whole["cos"], whole.get("sin"), options.table), options, fail)
     if not whole.keys() - {"cos", "sin"}:
         _check_layout(q, whole["cos"], options, fail)
+
+
+def _check_offsets(q: Tensor, cu_seqlens: Tensor, options: Options, fail: Fail) -> None:
+    """Refuse offsets that do not ascend from 0, or that pass the last token."""
+    first, last, tokens = int(cu_seqlens[0]), int(cu_seqlens[-1]), sizes_of(q, options.layout)[1]
+    if first != 0 or bool((cu_seqlens.diff() < 0).any()):
+        fail("cu_seqlens must ascend from 0")
+    if options.cp_size == 1 and last > tokens:
+        fail(f"cu_seqlens ends at {last}, but q has {tokens} tokens")
 
 
 def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -> None:
@@ -48,14 +59,21 @@ def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> No
         return
     first_cos, first_sin = (x[(0,) * (x.dim() - 1)] for x in (cos, sin))
     if not first_cos.any() and bool((first_sin == first_sin[0]).all()) and bool(first_sin[0] > 0):
-        fail("row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
-    if cos.shape[-1] != options.rotary_dim:
+        table = "" if options.table == "cos_sin" else f"in {label_of_table(options)} "
+        fail(f"{table}row 0 of cos is 0 and row 0 of sin is not, as if they were exchanged; pass cos first, then sin")
+    width = cos.shape[-1]
+    if options.table != "cos_sin" or width % 2 != 0:
         return
     neighbours = torch.equal(cos[..., ::2], cos[..., 1::2])
     halves = torch.equal(*cos.chunk(2, -1))
-    if neighbours != halves and neighbours != options.interleaved:
-        stands = "is there twice in a row" if neighbours else "is there again in the second half"
-        fail(f"every entry of cos {stands}, as for interleaved={neighbours}, but interleaved is {options.interleaved}")
+    stands = "is there twice in a row" if neighbours else "is there again in the second half"
+    if neighbours == halves:
+        return
+    if width != options.rotary_dim:
+        fail(f"every entry of cos {stands}, as in a full-width table, not a half-width one; pass rotary_dim={width}")
+    if neighbours != options.interleaved:
+        instead = f"pass interleaved={neighbours}, or half-width tables"
+        fail(f"every entry of cos {stands}, but interleaved is {options.interleaved}; {instead}")
 
 
 def _check_layout(q: Tensor, cos: Tensor, options: Options, fail: Fail) -> None:

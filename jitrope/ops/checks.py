@@ -22,6 +22,7 @@ from .fit import (
     check_tables,
     failing,
     is_float,
+    label_of_ids,
     label_of_table,
     named,
     require_apart,
@@ -69,7 +70,8 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
         views = getattr(torch._C._autograd, "_get_creation_meta", None)
         if leaf or (views and x._is_view() and views(x) != torch._C._autograd.CreationMeta.DEFAULT):
             kind = "a leaf" if leaf else "a view by unbind, split or chunk, or made under no_grad"
-            raise InvalidInput(f"{name}: {label} requires a gradient and is {kind}, which torch cannot write in place")
+            text = f"{label} requires a gradient and is {kind}, which torch cannot write in place"
+            raise InvalidInput(f"{name}: {text}; leave inplace=True out")
 
 
 def _refuse_transforms(name: str, written: bool = False) -> None:
@@ -97,6 +99,7 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
     for table, x in _tables(tensors).items():
         if x.device != q.device:
             table = label_of_table(options) if table == "cos" and "sin" not in tensors else table
+            table = label_of_ids(options) if table == "position_ids" else table
             fail(f"{table} is on {x.device} but {label} is on {q.device}")
     check_heads(q, k, options, fail, label, "k" if label == "q" else label)
     if options.inplace and k is not None:

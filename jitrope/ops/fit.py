@@ -42,7 +42,7 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
             fail(f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
         same = x.device == q.device and x.dtype == q.dtype
         if not same:
-            fail(f"{label} is {x.dtype} on {x.device} but {first} is {q.dtype} on {q.device}")
+            fail(f"{label} is {x.dtype} on {x.device} but {first} is {q.dtype} on {q.device}; pass {label}.to({first})")
         if options.inplace:
             require_no_overlap(label, x, fail)
     known = q.device.type in ("cuda", "cpu", "meta")
@@ -52,7 +52,10 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
     if k is not None:
         k_batch, k_seqlen, _, k_head_dim = sizes_of(k, layout)
         if (k_batch, k_seqlen, k_head_dim) != (batch, seqlen, head_dim):
-            fail(f"{first} is {named(q, layout)} but {second} is {named(k, layout)}; only H may differ")
+            other = {"bshd": "bhsd", "bhsd": "bshd"}.get(layout)
+            same_heads = other and q.shape[LAYOUT_AXES[layout][2]] == k.shape[LAYOUT_AXES[layout][2]]  # type: ignore[index]
+            hint = f"; if their layout is {other!r}, pass layout={other!r}" if same_heads else ""
+            fail(f"{first} is {named(q, layout)} but {second} is {named(k, layout)}; only H may differ{hint}")
     if batch * seqlen > MAX_TOKENS:
         fail(f"{first} has {batch * seqlen} tokens; at most {MAX_TOKENS} are possible")
     if head_dim > MAX_HEAD_DIM:
@@ -125,11 +128,17 @@ def check_integers(label: str, x: Tensor, q: Tensor, fail: Fail) -> None:
         fail(f"{label} is on {x.device} but q is on {q.device}")
 
 
+def label_of_ids(options: Options) -> str:
+    """The user's name for position_ids."""
+    return "position_ids" if options.mrope_section else "positions"
+
+
 def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:
     q, ids, sections = tensors["q"], tensors.get("position_ids"), options.mrope_section
     if ids is None:
         return
-    check_integers("position_ids", ids, q, fail)
+    label = label_of_ids(options)
+    check_integers(label, ids, q, fail)
     pairs = options.rotary_dim // 2
     if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
         fail(f"mrope_section is {tuple(sections)}; it must be at most {MAX_AXES} numbers of pairs, {pairs} in all")
@@ -140,7 +149,7 @@ def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:
         allowed += [(*axes, 1, seqlen), (*axes, batch, seqlen)]
     if not any(len(ids.shape) == len(shape) and all(a == b for a, b in zip(ids.shape, shape)) for shape in allowed):
         fail(
-            f"q is {named(q, options.layout)} but position_ids has shape {tuple(ids.shape)}; allowed are "
+            f"q is {named(q, options.layout)} but {label} has shape {tuple(ids.shape)}; allowed are "
             + ", ".join(dict.fromkeys(map(str, allowed)))
         )
 
@@ -186,7 +195,7 @@ def _check_table(label: str, table: Tensor, options: Options, fail: Fail) -> Non
         axes = "(P, 1 or B, 1, W)" if freqs else "(B, P, H, W)"
         fail(f"{label} has shape {tuple(table.shape)}; it must be (P, W), (B, P, W) or {axes}")
     if freqs and table.dtype != torch.float32:
-        fail(f"freqs is {table.dtype}; angles must be fp32, or positions lose precision")
+        fail(f"freqs is {table.dtype}; the angles must be computed and passed in fp32")
     if not is_float(table) and not in_fp64:
         instead = "; pass a complex table as freqs_cis=table" if table.is_complex() else ""
         fail(f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'{instead}")

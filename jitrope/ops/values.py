@@ -189,6 +189,11 @@ class Norm(Value):
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
         self.words = {"norm": NormOptions(rounding, across, centred, after, number("Norm", "eps", eps))}
 
+    def __repr__(self) -> str:
+        default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
+        parts = [f"{name}={shown(x)}" for name, x in (*self.tensors.items(), *norm.items()) if x != default.get(name)]
+        return f"Norm({', '.join(parts)})"
+
 
 class KVCache(Value):
     """A cache for the rotated k, and v, paged like vLLM's (arXiv:2309.06180).

@@ -31,19 +31,23 @@ _OLD = {
     **dict.fromkeys(("k_cache", "v_cache", "slot_mapping", "v_scale", "rotate_k"), "cache=jitrope.KVCache(...)"),
     **dict.fromkeys(("q_scale", "k_scale"), "quantize=jitrope.Quantize(...)"),
     "launch": "jitrope.configure(launch=...)",
+    **dict.fromkeys(("is_neox_style", "is_neox"), "interleaved=not is_neox_style"),
+    "unsqueeze_dim": "layout='bhsd' or 'bshd'",
 }
 """Words of other libraries and of jitrope's old versions, and the argument that replaces them."""
 
+_STAGES = ("norm", "cache", "quantize")
 _HAVE = {"apply_rope": ("positions",), "prepare_packed_qkv": ("positions",), "prepare_joint_qkv": ("norm",)}
 """The allowed values for functions that do not take all values."""
 
 
 def unexpected(name: str, label: str) -> TypeError:
     """The error for a word that a function does not have; it names the argument that replaces the word."""
-    hint = ""
+    hint = "; prepare_qkv has it" if label in _STAGES else ""
     if label in _OLD:
         new = _OLD[label].partition("=")[0]
-        elsewhere = "" if "." in new or new in _HAVE.get(name, (new,)) else " to prepare_qkv"
+        common = "." in new or new not in ("positions", "norm", "cache", "quantize")
+        elsewhere = "" if common or new in _HAVE.get(name, (new,)) else " to prepare_qkv"
         hint = f"; pass {_OLD[label]}{elsewhere}"
     return TypeError(f"{name}() got an unexpected keyword argument {label!r}{hint}")
 
@@ -115,6 +119,13 @@ def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> s
     return f"{wanted}, not {', '.join(had) or 'none'}"
 
 
+def refuse_table_as_v(v: Any, cos: Any, sin: Any) -> None:
+    """Refuse `prepare_qkv(q, k, cos, sin)`, which lacks v."""
+    if sin is None and isinstance(v, Tensor) and isinstance(cos, Tensor) and v.shape == cos.shape:
+        shown = f"v has shape {tuple(v.shape)}, like a table, and sin is missing"
+        raise InvalidInput(f"prepare_qkv: {shown}; did you mean prepare_qkv(q, k, None, cos, sin)?")
+
+
 def _resolved(
     op: Any, name: str, kind: str, words: tuple[tuple[str, Any], ...], width: int, table_width: int
 ) -> Options:
@@ -158,4 +169,7 @@ def _typed(name: str, label: str, value: Any) -> Any:
 
 def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
     """Whether a call has `check=True`, which reads the positions and therefore waits for the device."""
-    return flag(name, "check", asked.get("check", False))
+    check = flag(name, "check", asked.get("check", False))
+    if check and torch.compiler.is_compiling():
+        raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
+    return check
