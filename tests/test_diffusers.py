@@ -416,6 +416,24 @@ def test_a_report_keeps_no_model_and_shows_none(flux) -> None:
         pass
 
 
+def test_a_report_names_custom_processors_and_says_when_it_is_disabled() -> None:
+    class Custom:
+        def __call__(self, *_: object) -> None: ...
+
+    model = prepared(MODELS["FluxTransformer2DModel"])[0]
+    layers = len(model.attn_processors)
+    model.transformer_blocks[0].attn.processor = Custom()
+    report = integration.enable(model)
+    assert report.left == {"Custom": 1}
+    assert report.notes == {"Custom": "not a processor of diffusers; call jitrope.apply_rope in it"}
+    said = f"norm and rope fused in {layers - 1} of {layers} attention layers, 1 left alone"
+    assert str(report).startswith(f"{said}; 0 calls since")
+    integration.disable(model)
+    assert str(report).startswith(f"{said} (disabled); 0 calls since")
+    integration.enable(model)
+    assert str(report).startswith(f"{said}; 0 calls since")
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_enable_and_disable_in_the_midst_of_a_forward(name) -> None:
     """They run before every module's call, like another thread. Nothing raises; the result is the stock model's."""

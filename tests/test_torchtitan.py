@@ -113,7 +113,7 @@ def test_left_to_the_host(host: Any, counted: dict[str, int], caplog: pytest.Log
         "apply_rope: q is (B=1, S=65, H=2, D=32) but cos has 64 rows; it needs 65": 1,
     }
     assert torchtitan.reasons == said
-    assert [record.getMessage() for record in caplog.records] == [f"torchtitan's own rope runs: {why}" for why in said]
+    assert [record.getMessage() for record in caplog.records] == [f"jitrope: left to torchtitan: {why}" for why in said]
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (1, 6), (6,)], ids=["rows", "one-row", "packed"])

@@ -591,6 +591,22 @@ def test_what_is_left_alone_is_reported() -> None:
         label = f"{modeling_gpt_oss.__name__}._apply_rotary_emb"
         assert report.left == {label: "its signature is not known"}
         assert f"{label}: left alone: its signature is not known" in report.table()
+        assert str(report) == "1 function replaced, 1 left alone; 0 calls since; 0 left to transformers"
+    assert repr(report) == "<jitrope in transformers: 1 function replaced, 1 left alone (disabled)>"
+
+
+def test_a_report_begins_with_the_most_frequent_reason() -> None:
+    from transformers.models.llama import modeling_llama
+
+    with integration.enable(prepared("llama")[0]) as report:
+        for width, dtype in ((16, torch.float64), (1024, torch.float32), (1024, torch.float32)):
+            x, table = torch.rand(1, 2, 4, width, dtype=dtype), torch.rand(1, 4, width, dtype=dtype)
+            modeling_llama.apply_rotary_pos_emb(x, x, table, table)
+    summary, first, second = str(report).splitlines()
+    assert summary == "1 function replaced (disabled); 0 calls since; 3 left to transformers"
+    assert first.startswith("  2 x ")
+    assert "1024" in first
+    assert second.startswith("  1 x apply_rope: q is torch.float64")
 
 
 def test_nothing_to_replace() -> None:

@@ -51,7 +51,7 @@ def note(host: str, who: str, reason: str = "", count: int = 1, device: str = ""
         if reason not in known and len(known) >= _MOST_REASONS:
             reason = "other reasons"
         if reason not in known and who == "host":
-            log.warning("%s's own rope runs: %s", host, reason)
+            log.warning("jitrope: left to %s: %s", host, reason)
         known[reason] += 1
 
 
@@ -118,8 +118,8 @@ placed: dict[Any, Placed] = {}
 class Report:
     """The result of `enable`. As a context manager it undoes that `enable`, and no other.
 
-    Printed, it is a summary line, and one line for each reason why calls were left to the host. `table()` has a row for
-    each function.
+    Printed, it is a summary line, and a line for each reason why calls were left to the host, the most frequent first.
+    `table()` has a row for each function.
 
     A function is replaced in every loaded module that holds it, of the host or not. A module loaded later imports
     jitrope's.
@@ -178,20 +178,32 @@ class Report:
         on = devices[self.host] - self._before[2]
         places = [("all" if n == ours else str(n), _PLACES.get(device, f"on {device}")) for device, n in on.items()]
         where = "".join(f", {count} {place}" for count, place in places)
-        line = f"{self._replaced()}; {ours} calls since{where}; {self.calls['host']} left to {self.host}"
-        return line + "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.items())
+        line = f"{self._state()}; {counted(ours, 'call')} since{where}; {self.calls['host']} left to {self.host}"
+        return line + "".join(f"\n  {n} x {reason}" for reason, n in self.reasons.most_common())
 
     def __repr__(self) -> str:
-        return f"<jitrope in {self.host}: {self._replaced()}>"
+        return f"<jitrope in {self.host}: {self._state()}>"
+
+    def _state(self) -> str:
+        return self._replaced() + ("" if self._active() else " (disabled)")
+
+    def _active(self) -> bool:
+        """Whether one of the functions is replaced now."""
+        return any(f"{ours.__module__}.{place.name}" in self.replaced for ours, place in list(placed.items()))
 
     def _replaced(self) -> str:
         left = f", {len(self.left)} left alone" if self.left else ""
-        return f"{len(self.replaced)} functions replaced{left}"
+        return f"{counted(len(self.replaced), 'function')} replaced{left}"
 
     def table(self) -> str:
         """A line for each function: its name and its replacement, or why it was left alone."""
         rows = [f"{name}: {what}" for name, what in self.replaced.items()]
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 _PLACES = {"cuda": "on the GPU", "cpu": "on the CPU in plain torch"}

@@ -13,7 +13,8 @@
 Every model file has its own rope functions, under the same few names: for halves or interleaved pairs, with tables of
 full or half width or with an unused half, for the whole head or a part. The names do not show the variant. So `enable`
 calls each function that it finds, on small CPU tensors, and replaces it if one of jitrope's variants gives the same
-bits. The other functions are not replaced, and the report gives the reason.
+bits in fp32. In bf16 and fp16 jitrope rounds once, so results may differ in the last bits. The other functions are not
+replaced, and the report gives the reason.
 
 With the `kernels` library: `register_kernel_mapping(kernel_mapping())`, then `kernelize(model, mode=...)`.
 """

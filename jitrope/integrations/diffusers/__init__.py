@@ -55,11 +55,22 @@ class Report(_host.Report):
     left: Counter[str] = field(default_factory=Counter)
     fused: Counter[str] = field(default_factory=Counter)
     notes: dict[str, str] = field(default_factory=dict)
+    _parts: list[weakref.ref[Any]] = field(default_factory=list, repr=False)
+
+    def _active(self) -> bool:
+        """Whether one of the processors is replaced now, or none exists any more."""
+        parts = [part for ref in self._parts if (part := ref()) is not None]
+        return not parts or any(host_of(type(part)) is not type(part) for part in parts)
 
     def _replaced(self) -> str:
         fused, alone, left = self.fused.total(), (self.replaced - self.fused).total(), self.left.total()
-        parts = {"norm and rope fused in": fused, "rope alone in": alone, "left alone:": left}
-        return ", ".join(f"{part} {count}" for part, count in parts.items() if count) + " attention layers"
+        total = fused + alone + left
+        of = "" if total in (fused, alone) else f" of {total}"
+        layers = "attention layer" if total == 1 else "attention layers"
+        kinds = {"norm and rope fused in": fused, "rope alone in": alone}
+        parts = [f"{kind} {count}" for kind, count in kinds.items() if count]
+        parts[:1] = [f"{part}{of} {layers}" for part in parts[:1]]
+        return ", ".join([*parts, f"{left} left alone"] if left else parts)
 
     def table(self) -> str:
         """A line for each class: the number of layers with norm and rope fused or only rope replaced, and notes."""
@@ -88,14 +99,24 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
     report = Report()
     seen: Counter[str] = Counter()
     for model in _models(model_or_pipeline):
-        parts = [(host_of(type(part)).__name__, _replace(part, fuse_norm, report)) for part in _parts(model)]
-        left = Counter(name for name, replaced in parts if not replaced)
-        seen += left
-        if any(replaced for _, replaced in parts):
-            report.left += left
+        parts = [(host_of(type(part)), _replace(part, fuse_norm, report)) for part in _parts(model)]
+        left = [host for host, replaced in parts if not replaced]
+        names = Counter(host.__name__ for host in left)
+        seen += names
+        if len(left) < len(parts):
+            report.left += names
+            for host in left:
+                report.notes.setdefault(host.__name__, _why_left(host))
     if not report.replaced:
         raise JitropeError(_nothing(model_or_pipeline, seen, report.notes))
     return report
+
+
+def _why_left(host: type) -> str:
+    """The reason why a processor without another note is left."""
+    if host.__module__.split(".")[0] == "diffusers":
+        return "jitrope knows no rope in it"
+    return "not a processor of diffusers; call jitrope.apply_rope in it"
 
 
 def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
@@ -173,6 +194,7 @@ def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
     if type(part) is not cls and (type(part) is host or is_twin(type(part))):
         report._undo.append(partial(_give_back, weakref.ref(part), type(part)))
         part.__class__ = cls
+    report._parts.append(weakref.ref(part))
     report.replaced[name] += 1
     if fused:
         report.fused[name] += 1
