@@ -257,6 +257,9 @@ def test_ways_to_run_them(command: list[str]) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs a CUDA device" in done.stderr
     assert "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, *command, "-h"], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: jitrope bench" in done.stdout
 
 
 def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> None:
@@ -269,6 +272,21 @@ def test_outside_a_checkout_the_command_says_where_they_are(tmp_path: Path) -> N
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
     assert "examples/bench" in done.stderr
+    for word in ("-h", "--help"):
+        done = fresh.python("-m", "jitrope", "bench", word, env=environment, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "in a checkout of jitrope's repository" in done.stdout
+        assert 'pip install -e ".[bench]"' in done.stdout
+
+
+def test_help_without_typer_says_how_to_install_it() -> None:
+    code = "import sys; sys.modules['typer'] = None; from jitrope.tools.cli import main; main()"  # as if not installed
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = fresh.python("-c", code, "bench", "-h", env=environment, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert 'pip install -e ".[bench]"' in done.stdout
+    done = fresh.python("-c", code, "bench", "host", env=environment, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (1, "error: the benchmarks need typer: pip install 'jitrope[bench]'\n")
 
 
 # ---- examples/results: the page and its plots ----------------------------------------------------------

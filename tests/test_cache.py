@@ -691,9 +691,12 @@ def test_missing_cupy_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> Non
     compiler.import_cupy.cache_clear()
     for cuda, packages in (("12.8", "cupy-cuda12x nvidia-cuda-nvrtc-cu12"), ("13.0", "cupy-cuda13x nvidia-cuda-nvrtc")):
         monkeypatch.setattr(kernels.torch.version, "cuda", cuda)
+        extra = f"cuda{cuda[:2]}"
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "cupy", None)
-            with pytest.raises(CompileError, match=f"pip install {packages}$"):
+            with pytest.raises(
+                CompileError, match=rf"pip install {packages}, or the extra {extra}, pip install \"jitrope\[{extra}\]\""
+            ):
                 kernels.build(SPEC, "sm_90")
     assert compiler.import_cupy()  # it has been installed in the meantime
 

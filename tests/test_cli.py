@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -851,35 +852,96 @@ def test_doctor_of_a_torch_for_another_cuda(jitrope, monkeypatch: pytest.MonkeyP
     assert found[2] == f"pip uninstall -y cupy-cuda{major}x && {compiler.install(25 - major)}"
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch for CUDA needs these libraries itself")
-@pytest.mark.parametrize(
-    ("missing", "check", "text"),
-    [("nvidia*", "NVRTC", "cannot be loaded"), ("cupy*", "CuPy", "cannot be imported (No module named 'cupy'")],
-)
-def test_doctor_without(tmp_path: Path, missing: str, check: str, text: str) -> None:
-    """Run Python with all packages of this one except some."""
+Run = Callable[..., subprocess.CompletedProcess[str]]
+needs_a_cpu_torch = pytest.mark.skipif(torch.version.cuda is not None, reason="a torch for CUDA needs these libraries")
+
+
+@pytest.fixture
+def without(tmp_path: Path) -> Callable[[str], Run]:
+    """Run the command with all packages of this Python except some."""
     packages, site = Path(sysconfig.get_paths()["purelib"]), tmp_path / "site"
-    site.mkdir()
-    for path in packages.iterdir():
-        if not path.match(missing):
-            (site / path.name).symlink_to(path)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "JITROPE_CACHE_DIR": str(tmp_path / "k")}
 
-    def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-S", "-m", "jitrope", *arguments]  # without the folder of packages
-        return subprocess.run(command, capture_output=True, text=True, env={**environment, **changes}, cwd=tmp_path)
+    def without(missing: str) -> Run:
+        site.mkdir()
+        for path in packages.iterdir():
+            if not path.match(missing):
+                (site / path.name).symlink_to(path)
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", "COLUMNS": "150"}
+        environment["JITROPE_CACHE_DIR"] = str(tmp_path / "k")
 
-    found = status(run("doctor", "--json"), check)
-    assert not found[0]
-    assert text in found[1]
-    assert found[2] in (compiler.install(12), compiler.install(13))
-    done = run("prewarm", "--heads", "8", "--arch", "sm_90", COLUMNS="200")
+        def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-S", "-m", "jitrope", *arguments]  # without the folder of packages
+            return subprocess.run(command, capture_output=True, text=True, env={**environment, **changes}, cwd=tmp_path)
+
+        return run
+
+    return without
+
+
+def fails_with(done: subprocess.CompletedProcess[str], remedy: str) -> None:
     assert done.returncode == 1
-    assert found[2] in done.stderr
+    assert remedy in done.stderr
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
-    if check == "NVRTC":  # an image that only loads kernels needs no NVRTC
-        assert status(run("doctor", "--json", JITROPE_NO_COMPILE="1"), "NVRTC")[0]
+
+
+@needs_a_cpu_torch
+def test_without_nvrtc(without: Callable[[str], Run]) -> None:
+    run = without("nvidia*")
+    ok, found, advice = status(run("doctor", "--json"), "NVRTC")
+    assert not ok
+    assert "cannot be loaded" in found
+    assert advice == compiler.remedy(compiler.cuda_major())
+    fails_with(run("prewarm", "--heads", "8", "--arch", "sm_90"), advice)
+    # An image that only loads kernels needs no NVRTC.
+    assert status(run("doctor", "--json", JITROPE_NO_COMPILE="1"), "NVRTC")[0]
+
+
+@needs_a_cpu_torch
+def test_without_cupy_and_without_a_gpu(without: Callable[[str], Run]) -> None:
+    """CPU tensors need no CuPy: it is a note. A dry run still lists the kernels."""
+    run = without("cupy*")
+    done = run("doctor", "--json")
+    assert done.returncode == 0
+    assert "needed only to compile kernels" in status(done, "CuPy")[1]
+    assert status(done, "CuPy")[2] == compiler.remedy()
+    assert status(done, "NVRTC")[:2] == (True, "not checked: CuPy is missing")
+    want = "a CPU call gives the reference's bits; no kernel was compiled: CuPy is missing"
+    assert status(done, "kernel") == (True, want, "")
+    assert run("doctor").stdout.endswith("\njitrope works here. 3 notes: GPU, CuPy, NVRTC.\n")
+    prewarm = ("prewarm", "--heads", "8", "--arch", "sm_90")
+    fails_with(run(*prewarm), compiler.remedy())
+    done = run(*prewarm, "--dry-run")
+    assert done.returncode == 0
+    assert "would compile  sm_90  rope bf16 d128 halves, grid_2d\n" in done.stdout
+    assert done.stdout.endswith("\n2 would compile, 0 cached, 0 failed\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("note: the cache was not read: jitrope compiles through CuPy, which cannot be imported")
+    assert line.endswith(compiler.remedy())
+    as_json = json.loads(run(*prewarm, "--dry-run", "--json").stdout)
+    assert (as_json["would compile"], f"note: {as_json['note']}") == (2, line)
+
+
+def test_a_cupy_that_cannot_be_imported_is_one_fault(process, tmp_path: Path) -> None:
+    (tmp_path / "broken" / "cupy").mkdir(parents=True)
+    (tmp_path / "broken" / "cupy" / "__init__.py").write_text("raise RuntimeError('for another Python')")
+    done = process("doctor", "--json", PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path / 'broken'}")
+    assert "for another Python" in status(done, "CuPy")[1]
+    assert [x["what"] for x in json.loads(done.stdout)["checks"] if not x["ok"]] == ["CuPy"]
+    assert status(done, "NVRTC")[1] == "not checked: CuPy cannot be imported"
+
+
+@pytest.mark.gpu
+def test_without_cupy_a_gpu_has_one_fault() -> None:
+    code = "import sys; sys.modules['cupy'] = None; from jitrope.tools.cli import main; main()"  # as if not installed
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--json"], env=environment, capture_output=True, text=True
+    )
+    assert status(done, "CuPy")[2] == compiler.remedy()
+    assert [x["what"] for x in json.loads(done.stdout)["checks"] if not x["ok"]] == ["CuPy"]
+    for what in ("NVRTC", "kernel"):
+        assert status(done, what)[1] == "not checked: CuPy is missing"
 
 
 def test_bench_says_that_it_needs_a_gpu(process) -> None:

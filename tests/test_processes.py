@@ -485,6 +485,21 @@ def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(caplog.records) == 1
 
 
+CPU_RUN = "import torch, jitrope; jitrope.apply_rope(torch.ones(1, 2, 1, 8), None, *torch.ones(2, 2, 4))"
+
+
+def test_a_run_on_the_cpu_says_that_nothing_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for record in ("", str(path)):
+        environment = {**os.environ, "PYTHONPATH": IMPORTS, "JITROPE_RECORD": record}
+        done = subprocess.run([sys.executable, "-c", CPU_RUN], capture_output=True, text=True, env=environment)
+        text = f"JITROPE_RECORD: no kernel was launched, so nothing was recorded and {path} was not written\n"
+        assert (done.returncode, done.stderr) == (0, text if record else "")
+    recording.add(path, [SPEC])  # another process of the run records
+    done = subprocess.run([sys.executable, "-c", CPU_RUN], capture_output=True, text=True, env=environment)
+    assert (done.stderr, read_calls(path)) == ("", [SPEC])
+
+
 @pytest.mark.parametrize("number", ["ENOLCK", "ENOSYS"])
 def test_a_record_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str) -> None:
     import fcntl

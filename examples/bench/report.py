@@ -18,7 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jitrope import JitropeError, __version__
 
-app = typer.Typer(no_args_is_help=True, help="Time jitrope on this machine's GPU, beside torch and others.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Time jitrope on this machine's GPU, beside torch and others.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 Rows = list[dict[str, Any]]
 Steps = Mapping[str, Callable[[], Rows]]

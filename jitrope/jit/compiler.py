@@ -33,6 +33,8 @@ class Refused(CompileError):
 PACKAGES = {12: ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"), 13: ("cupy-cuda13x", "nvidia-cuda-nvrtc")}
 """The packages of CuPy and NVRTC by CUDA's major version, as in the extras `cuda12` and `cuda13`."""
 
+MISSING = "CuPy is missing"
+
 _failed: Exception | None = None
 """The error of the first import of CuPy. A second import in the same process would raise other, misleading errors."""
 
@@ -57,9 +59,18 @@ def import_cupy() -> Any:
     except Exception as error:  # an incompatible library or extension module can raise any error
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         _failed = None if is_missing else error
-        fault = f"cannot be imported ({error}): {install()}" if is_missing else _cupy_fault(error)
+        fault = f"cannot be imported ({error}): {remedy()}" if is_missing else _cupy_fault(error)
         raise CompileError(f"jitrope compiles through CuPy, which {fault}") from error
     return cupy
+
+
+def without_cupy() -> str:
+    """The reason why nothing can be compiled or loaded, in a few words; "" if CuPy can be imported."""
+    try:
+        import_cupy()
+    except CompileError:
+        return MISSING if _failed is None else "CuPy cannot be imported"
+    return ""
 
 
 def _cupy_fault(error: BaseException) -> str:
@@ -83,7 +94,7 @@ def _nvrtc() -> Any:
         nvrtc.getVersion()
     except Exception as error:  # the error of CuPy's loader, of any type
         reason = " ".join(str(error).split())
-        raise CompileError(f"NVRTC cannot be loaded ({reason}); install it: {install(cuda_major())}") from error
+        raise CompileError(f"NVRTC cannot be loaded ({reason}); install it: {remedy(cuda_major())}") from error
     return nvrtc
 
 
@@ -92,9 +103,19 @@ def install(major: int | None = None) -> str:
     return "pip install " + " ".join(_packages(torch_cuda_major() if major is None else major))
 
 
+def remedy(major: int | None = None) -> str:
+    """The text of `install`, and the extra of jitrope that installs the same."""
+    extra = f"cuda{_nearest(torch_cuda_major() if major is None else major)}"
+    return f'{install(major)}, or the extra {extra}, pip install "jitrope[{extra}]" (in a checkout -e ".[{extra}]")'
+
+
 def _packages(major: int) -> tuple[str, str]:
     """The packages for the nearest major version of CUDA that has packages."""
-    return PACKAGES[min(max(PACKAGES), max(min(PACKAGES), major))]
+    return PACKAGES[_nearest(major)]
+
+
+def _nearest(major: int) -> int:
+    return min(max(PACKAGES), max(min(PACKAGES), major))
 
 
 def torch_cuda_major() -> int:

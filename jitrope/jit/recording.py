@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -69,6 +70,14 @@ def note(spec: Spec) -> None:
             add(path, [spec])
         except CacheError as error:
             log.warning("%s", error)
+
+
+@atexit.register
+def _say_if_empty() -> None:
+    """Say that `JITROPE_RECORD` is not written, as after a run on a CPU. Another process may have written it."""
+    path = record_file()
+    if path and not _asked and not os.path.exists(path):
+        log.warning("JITROPE_RECORD: no kernel was launched, so nothing was recorded and %s was not written", path)
 
 
 def add(path: Path, specs: Iterable[Spec]) -> None:

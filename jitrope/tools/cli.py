@@ -117,7 +117,7 @@ def prewarm(given: Options) -> bool:
 
     Without --heads, --model and --from it compiles the kernels of popular
     models. A file can describe every kind of call; the options describe common
-    ones. --dry-run lists the kernels.
+    ones. --dry-run lists the kernels; without CuPy it does not read the cache.
 
     Examples:
         jitrope prewarm --arch sm_80,sm_90 --jobs 8
@@ -319,13 +319,24 @@ def doctor(given: Options) -> bool:
 
 
 def bench(arguments: list[str]) -> None:
-    """Time jitrope on this machine's GPU (in a checkout, with jitrope[bench])."""
+    """Time jitrope on this machine's GPU (in a checkout, with the extra bench).
+
+    The benchmarks are in a checkout of jitrope's repository, and not in the
+    package. In the checkout's folder, these commands install and list them:
+
+        pip install -e ".[bench]"
+        jitrope bench --help
+    """
     folder = Path(__file__).parents[2] / "examples" / "bench"
-    if not folder.is_dir():
-        text = "the benchmarks are not in the package: run examples/bench in a checkout of jitrope's repository"
-        raise JitropeError(text)
-    sys.argv = ["jitrope bench", *("--help" if word == "-h" else word for word in arguments)]
     try:
+        if not folder.is_dir():
+            text = "the benchmarks are not in the package: run examples/bench in a checkout of jitrope's repository"
+            raise JitropeError(text)
+        sys.argv = ["jitrope bench", *arguments]
         runpy.run_path(str(folder), run_name="__main__")
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, JitropeError) as error:
+        if {"-h", "--help"} & {*arguments}:
+            _parser().parse_args(["bench", "--help"])
+        if isinstance(error, JitropeError):
+            raise
         raise JitropeError(f"the benchmarks need {error.name}: pip install 'jitrope[bench]'") from error

@@ -27,6 +27,7 @@ ROOM = 1 << 20
 """Bytes that must be free in a kernel cache. A kernel with its source needs a tenth of them."""
 
 ELSEWHERE = "set JITROPE_CACHE_DIR to a folder that you own and can write; until then each process compiles its kernels"
+AFTER_CUPY = "first do what the line of CuPy says"
 IF_CACHED = "nothing, if the caches have every kernel you need: jitrope cache verify --cold"
 
 
@@ -96,7 +97,10 @@ def _cupy() -> Found:
     try:
         version, major = compiler.import_cupy().__version__, compiler.cuda_major()
     except CompileError as error:
-        raise _with_remedy(error) from error
+        fault = _with_remedy(error)
+        if compiler.without_cupy() == compiler.MISSING and not kernels.local_archs():
+            return "not installed; needed only to compile kernels (prewarm, bundle write)", fault.args[1]
+        raise fault from error
     if torch.version.cuda and compiler.torch_cuda_major() != major:
         text = f"{version}, for CUDA {major}, but torch is for CUDA {torch.version.cuda}: the driver must support both"
         return text, again
@@ -104,6 +108,8 @@ def _cupy() -> Found:
 
 
 def _nvrtc() -> Found:
+    if reason := compiler.without_cupy():
+        return f"not checked: {reason}", AFTER_CUPY
     try:
         version, supported = compiler.nvrtc_version(), compiler.supported_archs()
     except CompileError as error:
@@ -172,6 +178,9 @@ def _variables() -> Found:
 
 def _kernel() -> Found:
     device = "cuda" if kernels.local_archs() else "cpu"
+    without_cupy = compiler.without_cupy()
+    if without_cupy and device == "cuda":
+        return f"not checked: {without_cupy}", AFTER_CUPY
     q, k = (torch.randn(1, 9, heads, 64).to(device, torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(9, 32, device=device) * 9
     try:
@@ -182,8 +191,9 @@ def _kernel() -> Found:
             raise Fault("wrong numbers", "report it, with the output of `jitrope doctor --json`")
         if device == "cuda":
             return "a call on the GPU gives the reference's bits", ""
-        if not config.compile_allowed():
-            return "a CPU call gives the reference's bits; no kernel was compiled", ""
+        if without_cupy or not config.compile_allowed():
+            reason = f": {without_cupy}" if without_cupy else ""
+            return f"a CPU call gives the reference's bits; no kernel was compiled{reason}", ""
         compiler.compile_source(render.render(specs_of(heads=[4, 2], head_dim=64)[0]), "sm_90")
         return "a CPU call gives the reference's bits, and a kernel compiles for sm_90", ""
     except MissingKernel:
