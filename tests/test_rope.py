@@ -1071,7 +1071,7 @@ REFUSALS = {
     "starts-dtype": (call(start_positions=torch.zeros(2)), "start_positions is torch.float32"),
     "no-table": (call(cos=None), "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not sin"),
     "freqs-and-cos": (call(freqs=torch.zeros(6, 4)), "not cos and sin, freqs"),
-    "freqs-dtype": (call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()), "freqs is torch.bfloat16; the angles"),
+    "freqs-dtype": (call(cos=None, sin=None, freqs=torch.zeros(6, 4).bfloat16()), "freqs is torch.bfloat16; the"),
     "freqs-rows": (call(cos=None, sin=None, freqs=torch.zeros(5, 1, 1, 4)), "freqs has 5 rows"),
     "freqs-heads": (call(cos=None, sin=None, freqs=torch.zeros(6, 1, 4, 4), k=None), "freqs has angles for 4 heads"),
     "mscale-alone": (call(mscale=2.0), "mscale goes with freqs"),
