@@ -317,8 +317,7 @@ def prepare_joint_qkv(
         if not isinstance(q := tensors[f"{label}_q"], Tensor) or q.is_nested or q.dim() != 4:
             refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
-    tensors.update(_second_tables(name, tables))
-    tensors.update(tables)
+    tensors.update({**_second_tables(name, tables), **tables})
     asked = _gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS)
     _forget_positions(tensors, asked)
     norms = (norm, norm) if isinstance(norm, Norm) else _parts(name, "norm", norm, 2)
@@ -381,7 +380,8 @@ def _add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: 
 
 def _second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:
     """Take the tables of the second stream out of pairs, and leave those of the first."""
-    second, given = dict[str, Tensor](), [label for label, table in tables.items() if table is not None]
+    second: dict[str, Tensor] = {}
+    given = [label for label, table in tables.items() if table is not None]
     for label in given:
         if not isinstance(pair := tables[label], Tensor):
             tables[label], second[label] = both = _parts(name, label, pair, 2)
