@@ -177,14 +177,13 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    op: Operation
-    tensors: Any = {"q": q, "k": k}
+    op: Operation = ROPE_KV_CACHE
+    tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     if cache is None:
         op = ROPE_FP8 if quantize is not None else ROPE if norm is None else QK_NORM_ROPE
-    else:
-        op, tensors["v"] = ROPE_KV_CACHE, v
     tensors.update(cos=cos, sin=sin)
-    refuse_table_as_v(v, cos, sin)
+    if sin is None and cos is not None:
+        refuse_table_as_v(v, cos)
     asked = _gather(op, tensors, words, _ROPE_WORDS, positions, inplace)
     if norm is not None:
         if op is not QK_NORM_ROPE:

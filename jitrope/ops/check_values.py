@@ -11,7 +11,7 @@ from torch import Tensor
 from ..plan.spec import LAYOUT_AXES, Options
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from .checks import slots_of
-from .fit import Fail, failing, label_of_table, rows_of, sizes_of
+from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
 from .reference import table_rows
 
 
@@ -54,7 +54,7 @@ def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -
 
 
 def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> None:
-    """Refuse exchanged tables, and full-width tables of the other pairing."""
+    """Refuse exchanged tables, and full-width tables of the other pairing or taken as half width."""
     if cos.numel() == 0:
         return
     first_cos, first_sin = (x[(0,) * (x.dim() - 1)] for x in (cos, sin))
@@ -78,7 +78,7 @@ def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> No
 
 def _check_layout(q: Tensor, cos: Tensor, options: Options, fail: Fail) -> None:
     """Refuse (B, H, S, D) as (B, S, H, D), and the reverse, where the table's rows show it."""
-    other = {"bshd": "bhsd", "bhsd": "bshd"}.get(options.layout)
+    other = SWAPPED.get(options.layout)
     if other is None or q.dim() != 4 or options.cp_size > 1:
         return
     rows, seqlen = rows_of(cos), sizes_of(q, options.layout)[1]

@@ -19,6 +19,9 @@ MAX_TOKENS = 2**31 - 1
 
 Fail = Callable[[str], NoReturn]
 
+SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}
+"""Layouts that are easily mistaken for each other."""
+
 
 def failing(name: str) -> Fail:
     """Return a function that raises InvalidInput(text) for a call of `name`."""
@@ -48,13 +51,12 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
     known = q.device.type in ("cuda", "cpu", "meta")
     if not known:
         fail(f"{first} is on {q.device}; it must be on a CUDA device, the CPU or meta")
-    batch, seqlen, _, head_dim = sizes_of(q, layout)
+    batch, seqlen, heads, head_dim = sizes_of(q, layout)
     if k is not None:
-        k_batch, k_seqlen, _, k_head_dim = sizes_of(k, layout)
+        k_batch, k_seqlen, k_heads, k_head_dim = sizes_of(k, layout)
         if (k_batch, k_seqlen, k_head_dim) != (batch, seqlen, head_dim):
-            other = {"bshd": "bhsd", "bhsd": "bshd"}.get(layout)
-            same_heads = other and q.shape[LAYOUT_AXES[layout][2]] == k.shape[LAYOUT_AXES[layout][2]]  # type: ignore[index]
-            hint = f"; if their layout is {other!r}, pass layout={other!r}" if same_heads else ""
+            other = SWAPPED.get(layout) if k_heads == heads else None
+            hint = f"; if their layout is {other!r}, pass layout={other!r}" if other else ""
             fail(f"{first} is {named(q, layout)} but {second} is {named(k, layout)}; only H may differ{hint}")
     if batch * seqlen > MAX_TOKENS:
         fail(f"{first} has {batch * seqlen} tokens; at most {MAX_TOKENS} are possible")

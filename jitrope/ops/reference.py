@@ -198,7 +198,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, norm: NormOptions, layout: str) -
 
 def qk_norm_rope(t: Tensors, o: Options) -> Tensors:
     """Normalise and rotate q and k, in the order of the norm."""
-    norm, out = norm_of(o), dict[str, Tensor]()
+    norm = norm_of(o)
+    out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
         x, weight = t[name], t.get(f"{name}_weight")
         if norm.after_rope:
@@ -240,7 +241,8 @@ def of_stream(t: Tensors, stream: str, whole_tables: bool = False) -> Tensors:
 
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
     """The gradients of q, k and their weights, in fp32, rounded once at the end; `o` rotates back."""
-    norm, out = norm_of(o), dict[str, Tensor]()
+    norm = norm_of(o)
+    out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
         x, weight, grad = t[name], t.get(f"{name}_weight"), t[f"d{name}"]
         back = changed(o, rounding="fp32")

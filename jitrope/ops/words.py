@@ -46,7 +46,7 @@ def unexpected(name: str, label: str) -> TypeError:
     hint = "; prepare_qkv has it" if label in _STAGES else ""
     if label in _OLD:
         new = _OLD[label].partition("=")[0]
-        common = "." in new or new not in ("positions", "norm", "cache", "quantize")
+        common = "." in new or new not in ("positions", *_STAGES)
         elsewhere = "" if common or new in _HAVE.get(name, (new,)) else " to prepare_qkv"
         hint = f"; pass {_OLD[label]}{elsewhere}"
     return TypeError(f"{name}() got an unexpected keyword argument {label!r}{hint}")
@@ -119,9 +119,9 @@ def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> s
     return f"{wanted}, not {', '.join(had) or 'none'}"
 
 
-def refuse_table_as_v(v: Any, cos: Any, sin: Any) -> None:
+def refuse_table_as_v(v: Any, cos: Any) -> None:
     """Refuse `prepare_qkv(q, k, cos, sin)`, which lacks v."""
-    if sin is None and isinstance(v, Tensor) and isinstance(cos, Tensor) and v.shape == cos.shape:
+    if isinstance(v, Tensor) and isinstance(cos, Tensor) and v.shape == cos.shape:
         shown = f"v has shape {tuple(v.shape)}, like a table, and sin is missing"
         raise InvalidInput(f"prepare_qkv: {shown}; did you mean prepare_qkv(q, k, None, cos, sin)?")
 

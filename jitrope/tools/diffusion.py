@@ -83,12 +83,11 @@ def _inputs(model: Any, batch: int, dtype: torch.dtype) -> dict[str, Any]:
     made = {
         **{name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items() if 0 not in shape},
         **{name: [torch.empty(shape, dtype=dtype)] * batch for name, shape in lists.items()},
-        **{
-            "num_frames": frames,
-            "height": rows,
-            "width": columns,
-            "img_shapes": [[(1, frames * rows, columns)]] * batch,
-        },
-        **{"additional_t_cond": torch.empty(batch, dtype=torch.int64), "fps": [0] * batch},
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "img_shapes": [[(1, frames * rows, columns)]] * batch,
+        "additional_t_cond": torch.empty(batch, dtype=torch.int64),
+        "fps": [0] * batch,
     }
     return {name: value for name, value in made.items() if name in names}
