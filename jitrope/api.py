@@ -12,10 +12,10 @@ from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
 from .ops.operation import Operation
-from .ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV
+from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_QKV
 from .ops.values import KVCache, Norm, Positions, Quantize
-from .ops.words import ONE_TABLE, refuse_table_as_v, unexpected
-from .plan.spec import Options
+from .ops.words import ONE_TABLE, parts, refuse_table_as_v, second_tables, unexpected
+from .plan.spec import NormOptions, Options
 from .plan.views import Tensors
 
 if TYPE_CHECKING:
@@ -161,35 +161,35 @@ def prepare_qkv(
 
     Args:
         q, k: as in `apply_rope`; without a cache k may be None.
-        v: with a cache (B, S, Hk, D) in the default layout, stored unchanged; otherwise returned as given.
+        v: with a cache (B, S, Hk, D) in the default layout, stored unchanged; otherwise returned as given. With
+            `Norm(v_norm=True)` it is normalised.
         cos, sin: as in `apply_rope`. With a norm they may be omitted: then q and k are normalised and not rotated.
-        norm: RMSNorm of q and k, before the rotation or after it. It cannot be combined with cache or quantize.
+        norm: RMSNorm of q and k, before the rotation or after it. across_heads cannot be combined with a cache.
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, as fp8.
-        The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale, inverse,
-        interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed` and freqs, a cache with
-        `Packed` and rounding, quantize with rounding and inplace.
+        The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
+        interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed`, freqs and inverse, a cache
+        with `Packed`, rounding and inverse, quantize with rounding and inplace.
 
     Returns:
-        (q, k, v) with the shapes, dtype and (if dense) strides of the inputs; v is the input. With a cache k is None,
-        or with rotate_k the rotated input.
+        (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a
+        cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    op: Operation = ROPE_KV_CACHE
+    plain, normed = PREPARED["cache" if cache is not None else "quantize" if quantize is not None else ""]
+    op = plain if norm is None else normed
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
-    if cache is None:
-        op = ROPE_FP8 if quantize is not None else ROPE if norm is None else QK_NORM_ROPE
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
     asked = _gather(op, tensors, words, _ROPE_WORDS, positions, inplace)
     if norm is not None:
-        if op is not QK_NORM_ROPE:
-            raise InvalidInput("prepare_qkv: norm does not go with cache or quantize; normalise in a call before")
         _add("prepare_qkv", "norm", norm, Norm, tensors, asked)
         _forget_positions(tensors, asked)
+        if asked["norm"].v_norm and cache is None:
+            v = _normed(v, asked)
     if cache is not None:
         _add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
     if quantize is not None:
@@ -312,14 +312,14 @@ def prepare_joint_qkv(
     name = "prepare_joint_qkv"
     tensors: dict[str, Any] = {}
     for label, stream in (("first", first), ("second", second)):
-        tensors.update(zip((f"{label}_q", f"{label}_k", f"{label}_v"), _parts(name, label, stream, 3)))
+        tensors.update(zip((f"{label}_q", f"{label}_k", f"{label}_v"), parts(name, label, stream, 3)))
         if not isinstance(q := tensors[f"{label}_q"], Tensor) or q.is_nested or q.dim() != 4:
             refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
-    tensors.update({**_second_tables(name, tables), **tables})
+    tensors.update({**second_tables(name, tables), **tables})
     asked = _gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS)
     _forget_positions(tensors, asked)
-    norms = (norm, norm) if isinstance(norm, Norm) else _parts(name, "norm", norm, 2)
+    norms = (norm, norm) if isinstance(norm, Norm) else parts(name, "norm", norm, 2)
     of_second: dict[str, Any] = {}
     for value, given in zip(norms, (tensors, of_second)):
         _add(name, "norm", value, Norm, given, asked)
@@ -369,31 +369,22 @@ def _forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
             words.pop(word, None)
 
 
+def _normed(v: Tensor | None, words: dict[str, Any]) -> Tensor:
+    """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
+    norm = words["norm"]
+    if not isinstance(v, Tensor):
+        refuse("prepare_qkv", "v", v, "a tensor, because the norm has v_norm")
+    # Dynamo of torch 2.6 cannot trace `_replace`.
+    words["norm"] = NormOptions(norm.rounding, norm.across_heads, norm.zero_centered, norm.after_rope, eps=norm.eps)
+    own = {"layout": words["layout"]} if "layout" in words else {}
+    return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": NormOptions(norm.rounding, norm.across_heads, eps=norm.eps)})[
+        "q"
+    ]
+
+
 def _add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:
     """Add the tensors and words of a value to those of a call."""
     if not isinstance(value, kind):
         refuse(name, label, value, f"a jitrope.{kind.__name__}")
     tensors.update(value.tensors)
     words.update(value.words)
-
-
-def _second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:
-    """Take the tables of the second stream out of pairs, and leave those of the first."""
-    second: dict[str, Tensor] = {}
-    given = [label for label, table in tables.items() if table is not None]
-    for label in given:
-        if not isinstance(pair := tables[label], Tensor):
-            tables[label], second[label] = both = _parts(name, label, pair, 2)
-            if not all(isinstance(x, Tensor) for x in both):
-                refuse(name, label, pair, "a tensor, or a tuple of 2 tensors")
-    if second and set(given) != second.keys():
-        had, other = (" and ".join(sorted(labels)) for labels in (given, second))
-        raise InvalidInput(f"{name}: the first table is {had}, the second {other}; pass two of one kind")
-    return dict(zip(("second_cos", "second_sin"), second.values()))
-
-
-def _parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
-    """The `count` items of an argument that is a list or a tuple."""
-    if not isinstance(value, (list, tuple)) or len(value) != count:
-        refuse(name, label, value, f"a tuple of {count} {'norms' if label == 'norm' else 'tensors'}")
-    return tuple(value)

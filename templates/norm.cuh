@@ -14,7 +14,8 @@ constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread h
 constexpr int WEIGHT_SETS = ACROSS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
-static_assert(!PACKED && !FREQS && !CACHE && !CONVERTS && CP_SIZE == 1 && !MIXED, "refused by the host");
+static_assert(!PACKED && !FREQS && CP_SIZE == 1 && !MIXED, "refused by the host");
+static_assert(!V_NORM || CACHE, "the host normalises v in a launch of its own");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V), "refused by the host");
 static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
 

@@ -161,7 +161,7 @@ def as_fp8(y: Tensor, scale: Any) -> Tensor:
     return (y / exact(scale).reshape(())).clamp(-FP8_MAX, FP8_MAX)
 
 
-# ---- the ten functions -----------------------------------------------------------------------------
+# ---- the functions ---------------------------------------------------------------------------------
 
 
 def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
@@ -197,7 +197,7 @@ def packed_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int 
 
 def fp8(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None,
                    **o: Any) -> Result:  # fmt: skip
-    q, k = rope(q, k, cos, sin, **o)[0]
+    q, k = o.pop("turned", None) or rope(q, k, cos, sin, **o)[0]
     return (as_fp8(q, q_scale), None if k is None else as_fp8(k, k_scale)), {}
 
 
@@ -205,7 +205,7 @@ def kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, k_cach
                         slot_mapping: Any, k_scale: Any = None, v_scale: Any = None, q_scale: Any = None,
                         rotate_k: bool = False, **o: Any) -> Result:  # fmt: skip
     layout = o.get("layout", "bshd")
-    q, turned = rope(q, k, cos, sin, **o)[0]
+    q, turned = o.pop("turned", None) or rope(q, k, cos, sin, **o)[0]
     written = {"k": turned} if rotate_k else {}
     for name, cache, x, scale in (("k_cache", k_cache, turned, k_scale), ("v_cache", v_cache, v, v_scale)):
         x = exact(x) if scale is None else as_fp8(exact(x), scale)
@@ -236,6 +236,23 @@ def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: A
 def norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:
     out = norm_rope(q, k, *rest, **o)[0]
     return out, {name: y for name, y in zip("qk", out) if y is not None}
+
+
+def norm_fp8(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
+             **o: Any) -> Result:  # fmt: skip
+    return fp8(q, k, turned=norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], **o)
+
+
+def norm_kv_cache(q: Any, k: Any, v: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
+                  **o: Any) -> Result:  # fmt: skip
+    if o.get("v_norm"):
+        v = unheads(normed(heads(exact(v), o.get("layout", "bshd")), None, o), o.get("layout", "bshd"))
+    return kv_cache(q, k, v, turned=norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], **o)
+
+
+def norm_kv_cache_(q: Any, *rest: Any, **o: Any) -> Result:
+    out, written = norm_kv_cache(q, *rest, **o)
+    return out, {"q": out[0], **written}  # type: ignore[dict-item]
 
 
 def norm_rope_joint(first: Any, second: Any, first_weights: Any, second_weights: Any, cos: Any = None,

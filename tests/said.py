@@ -13,7 +13,7 @@ import jitrope
 _OF = {
     "packed": ("cu_seqlens", "max_seqlen", "start_positions", "packed_table", "cp_size", "cp_rank"),
     "mrope": ("mrope_section", "mrope_interleaved"),
-    "norm": ("q_weight", "k_weight", "eps", "across_heads", "zero_centered", "after_rope", "norm_rounding"),
+    "norm": ("q_weight", "k_weight", "eps", "across_heads", "zero_centered", "after_rope", "v_norm", "norm_rounding"),
     "cache": ("k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "rotate_k"),
 }
 
@@ -70,6 +70,22 @@ def fp8(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_sca
     return jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize, **said(**flat))[:2]
 
 
+def norm_kv_cache(
+    q: Any, k: Any, v: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, **flat: Any
+) -> Any:
+    """`prepare_qkv` with a norm and a cache: q."""
+    norm, flat = _norm(flat, q_weight, k_weight)
+    return kv_cache(q, k, v, cos, sin, norm=norm, **flat)
+
+
+def norm_fp8(
+    q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, **flat: Any
+) -> Any:
+    """`prepare_qkv` with a norm and fp8 outputs: (q, k)."""
+    norm, flat = _norm(flat, q_weight, k_weight)
+    return fp8(q, k, cos, sin, norm=norm, **flat)
+
+
 def _norm(flat: dict[str, Any], q_weight: Any, k_weight: Any) -> tuple[jitrope.Norm, dict[str, Any]]:
     words = {k.removeprefix("norm_"): v for k, v in flat.items() if k in _OF["norm"]}
     return jitrope.Norm(q_weight, k_weight, **words), {k: v for k, v in flat.items() if k not in _OF["norm"]}
@@ -92,6 +108,9 @@ KINDS: dict[str, Callable[..., Any]] = {
     "kv_cache": kv_cache,
     "norm_rope": norm_rope,
     "norm_rope_joint": norm_rope_joint,
+    "norm_fp8": norm_fp8,
+    "norm_kv_cache": norm_kv_cache,
 }
 """The kinds of calls; a name with "_" at the end is the call in place."""
-KINDS |= {f"{name}_": partial(KINDS[name], inplace=True) for name in ("rope", "packed_qkv", "kv_cache", "norm_rope")}
+IN_PLACE = ("rope", "packed_qkv", "kv_cache", "norm_rope", "norm_kv_cache")
+KINDS |= {f"{name}_": partial(KINDS[name], inplace=True) for name in IN_PLACE}

@@ -35,6 +35,7 @@ from .soak_pool import (
     FP8,
     MASKS,
     MOVES,
+    NORMED,
     STEPS,
     Job,
     cache_job,
@@ -88,6 +89,7 @@ def _serving() -> Iterator[Job]:
         yield from (qkv_job(case, mode) for mode in ("backward", "in place"))
     for case in CACHE_CASES:
         yield cache_job(case, not case.q_fp8)
+    yield from (cache_job(case, not case.q_fp8, norm=True) for case in NORMED)
     yield from (fp8_job(case) for case in CASES if case.name in FP8)
 
 

@@ -20,7 +20,7 @@ from jitrope import thd
 from jitrope.context_parallel import Partition, Schedule, all_gather_attention
 from jitrope.plan.partition import RULES, Mask
 from jitrope.thd.reference import Shape
-from tests.said import fp8, kv_cache, said
+from tests.said import fp8, kv_cache, norm_kv_cache, said
 
 from .cases import (
     CACHE_CASES,
@@ -186,7 +186,7 @@ def fp8_job(case: Case) -> Job:
     return Job("fp8", case.name, made, rope_slack(case))
 
 
-def cache_job(case: CacheCase, in_place: bool = False) -> Job:
+def cache_job(case: CacheCase, in_place: bool = False, norm: bool = False) -> Job:
     """Store k and v in a cache full of noise; slots do not repeat, and some are padding or past the end."""
 
     def made(device: str, seed: int) -> Call:
@@ -207,10 +207,13 @@ def cache_job(case: CacheCase, in_place: bool = False) -> Job:
         }  # fmt: skip
         if not in_place:
             words["q_scale"] = c.scales[0]
-        return lambda: [kv_cache(c.q, c.k, c.v, inplace=in_place, **words), c.k, c.k_cache, c.v_cache]
+        weights = [noise(generator, case.shape[-1:], c.q.dtype, device) for _ in range(2 * norm)]
+        call = norm_kv_cache if norm else kv_cache
+        words |= {"v_norm": draw.random() < 0.5} if norm else {}
+        return lambda: [call(c.q, c.k, c.v, *weights, inplace=in_place, **words), c.k, c.k_cache, c.v_cache]
 
-    op = "kv_cache_" if in_place else "kv_cache"
-    return Job(op, case.name, made, 1.0 if case.table == "freqs" else 0.0)
+    op = ("norm_" if norm else "") + ("kv_cache_" if in_place else "kv_cache")
+    return Job(op, case.name, made, NORM_SLACK if norm else 1.0 if case.table == "freqs" else 0.0)
 
 
 # ---- QK-norm -----------------------------------------------------------------------------------------
@@ -471,7 +474,9 @@ def _norms(draw: random.Random) -> Iterator[Job]:
 def _serving(draw: random.Random) -> Iterator[Job]:
     while True:
         case = draw.choice(CACHE_CASES)
-        yield cache_job(case, not case.q_fp8 and draw.random() < 0.5)
+        in_place = not case.q_fp8 and draw.random() < 0.5
+        yield cache_job(case, in_place)
+        yield cache_job(draw.choice(NORMED), in_place, norm=True)
         yield fp8_job(draw.choice([c for c in CASES if c.name in FP8]))
 
 
@@ -494,6 +499,8 @@ def _attentions(draw: random.Random) -> Iterator[Job]:
         yield attention_job(draw)
 
 
+NORMED = [case for case in CACHE_CASES if case.table != "freqs" and not (case.fp8 or case.q_fp8)]
+"""Calls with a cache that a norm goes with. fp8 would show another order of a sum as a whole step."""
 SHARES = ((_ropes, 12), (_norms, 7), (_packed, 6), (_serving, 3), (_qkvs, 2), (_attentions, 1))
 """Jobs of each kind in turn."""
 

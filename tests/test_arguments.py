@@ -24,7 +24,16 @@ from torch import Tensor
 
 import jitrope
 from jitrope import InvalidInput
-from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV
+from jitrope.ops.operations import (
+    QK_NORM_ROPE,
+    QK_NORM_ROPE_FP8,
+    QK_NORM_ROPE_JOINT,
+    QK_NORM_ROPE_KV_CACHE,
+    ROPE,
+    ROPE_FP8,
+    ROPE_KV_CACHE,
+    ROPE_QKV,
+)
 
 from .matrix.cells import FP8, FUNCTIONS, SIZES, Args, B, Cell, D, Function, P, S
 from .matrix.situations import DROP, NO_TABLES, packed
@@ -35,7 +44,7 @@ TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
-         "across_heads", "zero_centered", "after_rope", "copy_v", "inplace")  # fmt: skip
+         "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace")  # fmt: skip
 NUMBERS = ("mscale", "eps")
 WORDS = ("layout", "rounding", "norm_rounding")
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -44,7 +53,7 @@ KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIO
 
 OPERATIONS: dict[str, Any] = {
     "rope": ROPE, "packed_qkv": ROPE_QKV, "fp8": ROPE_FP8, "kv_cache": ROPE_KV_CACHE, "norm_rope": QK_NORM_ROPE,
-    "norm_rope_joint": QK_NORM_ROPE_JOINT,
+    "norm_rope_joint": QK_NORM_ROPE_JOINT, "norm_fp8": QK_NORM_ROPE_FP8, "norm_kv_cache": QK_NORM_ROPE_KV_CACHE,
 }  # fmt: skip
 VALUES = ("Packed", "Starts", "Mrope", "Norm", "KVCache", "Quantize")
 
@@ -365,8 +374,9 @@ def parameters() -> list[tuple[Function, str]]:
             "zero_centered",
             "after_rope",
             "norm_rounding",
-            *(("across_heads",) if f.name != "norm_rope_joint" else ()),
+            *(("across_heads",) if "joint" not in f.name and "kv_cache" not in f.name else ()),
         )
+        norm += ("v_norm",) if "kv_cache" in f.name else ()
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
         without = {"launch", "norm", *(("interleaved_out", "q_scale") if f.in_place else ())}
         found += [(f, word) for word in dict.fromkeys(words) if word not in without]

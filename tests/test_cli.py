@@ -320,8 +320,9 @@ PACKED, NORM, PREPARED = {"cu_seqlens": "int32"}, {"rounding": "once"}, {"functi
 NO_FUNCTION_TAKES = [
     ({**PREPARED, "cache": SLOTS, "backward": True}, "q requires a gradient"),
     ({**PREPARED, "cache": SLOTS, "positions": PACKED}, "cu_seqlens does not go with cache"),
-    ({**PREPARED, "norm": NORM, "cache": SLOTS}, "norm does not go with cache"),
-    ({**PREPARED, "norm": NORM, "quantize": {"q_scale": 1.0}}, "norm does not go with cache or quantize"),
+    ({**PREPARED, "norm": {"across_heads": True}, "cache": SLOTS}, "across_heads does not go with a cache"),
+    ({**PREPARED, "norm": NORM, "cache": SLOTS, "rounding": "dtype"}, "rounding does not go with norm with cache"),
+    ({**PREPARED, "norm": NORM, "quantize": {"q_scale": 1.0}, "inplace": True}, "inplace does not go with norm with"),
     ({**PREPARED, "norm": NORM, "interleaved_out": True}, "interleaved_out does not go with norm"),
     ({**PREPARED, "norm": NORM, "positions": PACKED}, "cu_seqlens does not go with"),
     ({**PREPARED, "norm": NORM, "table": "freqs"}, "freqs does not go with norm"),
@@ -449,9 +450,9 @@ def test_prewarm_of_a_diffusers_model(jitrope, tmp_path: Path) -> None:
 
 NO_MODELS = {
     "no transformer": ({"_class_name": "UNet2DConditionModel"}, "--model does not know UNet2DConditionModel; of diff"),
-    "nothing": ({}, "it has no model_type"),
+    "nothing": ({}, "it has neither model_type nor _class_name"),
     "unknown": ({"model_type": "nonesuch"}, "cannot read"),
-    "a list": ([], "it has no model_type"),
+    "a list": ([], "it has neither model_type nor _class_name"),
     "no dtype": ({"model_type": "llama"}, "names no dtype: pass one, as --dtype bf16"),
     "no rope": ({"model_type": "bert", "dtype": "float16"}, "JITROPE_RECORD=run.json"),
     "two functions": (
@@ -541,7 +542,7 @@ def test_a_key_is_of_one_kernel(jitrope, tmp_path: Path) -> None:
     done = jitrope("cache", "info", "rope")  # the start of both folders' names
     assert (done.returncode, done.stderr) == (
         1,
-        "error: rope is the start of 2 keys; `jitrope cache ls` lists the keys\n",
+        "error: 'rope' is the start of 2 keys; `jitrope cache ls` lists the keys\n",
     )
     folder = next((tmp_path / "kernels").glob("*"))
     meta = json.loads((folder / "spec.json").read_text())

@@ -136,7 +136,7 @@ def problems(draw: Any) -> RopeProblem:
         return draw(strategy) if chosen else otherwise
 
     kind = pick("plain", "plain", "packed", "ids", "cache", "qkv", "norm", "streams", "across", "gradient")
-    normed = kind in ("norm", "streams", "across", "gradient")
+    normed = kind in ("norm", "streams", "across", "gradient") or (kind == "cache" and draw(FLAG))
     head_dim = 2 * draw(st.one_of(st.sampled_from([32, 40, 64, 128]), st.integers(1, 256)))
     rotary = some(st.integers(1, head_dim // 2).map(lambda n: 2 * n), pick(True, False), head_dim)
     offset = draw(st.integers(0, head_dim - rotary))
@@ -160,7 +160,7 @@ def problems(draw: Any) -> RopeProblem:
     if kind == "ids" and pairs >= 3 and draw(FLAG):
         first, second = draw(st.integers(1, pairs - 2)), 1
         sections = (first, second, pairs - first - second)
-    fp8 = pick(True, False, False) and not normed and not in_place and kind in ("plain", "cache")
+    fp8 = pick(True, False, False) and not in_place and kind in ("plain", "cache", "norm")
     gradient = kind == "gradient"
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
@@ -181,6 +181,7 @@ def problems(draw: Any) -> RopeProblem:
         q_out="fp8" if fp8 else dtype, kv_out="fp8" if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, zero_centered=normed and draw(FLAG), after_rope=normed and draw(FLAG),
+        v_norm=normed and kind == "cache" and draw(FLAG),
         weight_dtype=weight, two_streams=kind == "streams",
         two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, copy_v=values,
         batch_inner=kind != "packed" and draw(FLAG), wide=draw(FLAG), batch=draw(st.integers(1, 4)), tokens=tokens,

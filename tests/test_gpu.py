@@ -30,7 +30,7 @@ from jitrope.ops.operations import (
     ROPE_QKV_BACKWARD,
 )
 from jitrope.plan.spec import Options
-from tests.said import KINDS, kv_cache, norm_rope, norm_rope_joint, said
+from tests.said import KINDS, kv_cache, norm_fp8, norm_kv_cache, norm_rope, norm_rope_joint, said
 
 from .cases import (
     CACHE_CASES,
@@ -639,15 +639,70 @@ def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None
             assert torch.equal(got.float().cpu(), expected.float().cpu())
 
 
+@pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("name", ["halves", "ids", "partial-odd", "d72", "packed"])
-def test_fp8_outputs_have_the_references_bits(name: str) -> None:
-    (q, k, *tables), options = lower(make(case_named(name)))
+def test_fp8_outputs_have_the_references_bits(name: str, inverse: bool) -> None:
+    (q, k, *tables), options = lower(make(case_named(name)), inverse=inverse)
     scales = (torch.tensor(0.02), torch.tensor(0.3))
     want = referenced(ROPE_FP8, (q, k, *scales), tables, options).values()
     tables = tuple(None if x is None else x.to(DEVICE) for x in tables)
     got = launched(ROPE_FP8, (on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales)), tables, options)
     for a, b in zip(got, want):
         assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+
+
+NORMS = [
+    {"norm_rounding": "twice"},
+    {"norm_rounding": "once", "zero_centered": True},
+    {},
+    {"norm_rounding": "twice", "after_rope": True},
+    {"norm_rounding": "once", "v_norm": True},
+]
+NORMED_CASES = [case for case in CACHE_CASES if case.table != "freqs"]
+
+
+@pytest.mark.parametrize("number", range(len(NORMED_CASES)), ids=[case.name for case in NORMED_CASES])
+def test_a_norm_with_a_cache_has_the_bits_of_two_calls(number: int) -> None:
+    """fp8 in fp32, where the first call loses nothing."""
+    case, norm = NORMED_CASES[number], NORMS[number % len(NORMS)]
+    if case.fp8 or case.q_fp8:
+        case = replace(case, dtype="fp32")
+    in_place = number % 2 == 1 and not case.q_fp8
+    words = {**case.options, "layout": case.layout, "launch": ("token_linear", "grid_2d", "auto")[number % 3]}
+    c = make_cache(case, DEVICE)
+    weights = [torch.linspace(0.5, 1.5, case.shape[-1], device=DEVICE, dtype=c.q.dtype).roll(n) for n in (0, 5)]
+    tables = {case.table: c.tables[0], "position_ids": c.tables[4]}
+    q, k = norm_rope(c.q, c.k, *weights, **tables, **words, **{**norm, "v_norm": False})
+    want = [x.clone() for x in (c.k_cache, c.v_cache)]
+    page_size = want[0].shape[1] if want[0].dim() == 4 else 1
+    v = norm_rope(c.v, None, layout=case.layout, **{**norm, "v_norm": False})[0] if "v_norm" in norm else c.v
+    for cache, x, scale in zip(want, (k, v), c.scales[1:]):
+        stored = x if scale is None else reference.to_fp8(x, scale)
+        for slot, token in zip(c.slots.tolist(), stored.flatten(0, -3)):
+            if slot >= 0:
+                cache[(slot // page_size, slot % page_size) if cache.dim() == 4 else slot] = token
+    q_want = q if c.scales[0] is None else reference.to_fp8(q, c.scales[0])
+    named = {"k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots, "rotate_k": case.rotate_k}
+    scales = dict(zip(("q_scale", "k_scale", "v_scale"), c.scales))
+    k_want = k if case.rotate_k else c.k.clone()
+    got = norm_kv_cache(
+        c.q, c.k, c.v, *weights, **tables, **words, **norm, **named, **scales, inplace=in_place
+    )  # fmt: skip
+    assert (got is c.q) == in_place
+    for a, b in zip((got, c.k, c.k_cache, c.v_cache), (q_want, k_want, *want)):
+        assert torch.equal(a.float(), b.float())
+
+
+@pytest.mark.parametrize("norm", [*NORMS[:4], {"across_heads": True}], ids=range(5))
+def test_a_norm_with_fp8_outputs_has_the_bits_of_two_calls(norm: dict) -> None:
+    q, k, cos, sin, _ = make(replace(case_named("halves"), dtype="fp32"), DEVICE)
+    heads = [x.shape[2] if norm.get("across_heads") else 1 for x in (q, k)]
+    weights = [torch.linspace(0.5, 1.5, q.shape[-1] * n, device=DEVICE) for n in heads]
+    scales = [torch.tensor(x, device=DEVICE) for x in (0.02, 0.3)]  # the first saturates
+    want = norm_rope(q, k, *weights, cos, sin, **norm)
+    got = norm_fp8(q, k, *weights, cos, sin, q_scale=scales[0], k_scale=scales[1], **norm)
+    for a, b, scale in zip(got, want, scales):
+        assert torch.equal(a.view(torch.uint8), reference.to_fp8(b, scale).view(torch.uint8))
 
 
 @pytest.mark.hardware

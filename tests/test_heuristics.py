@@ -41,6 +41,7 @@ BASE = RopeProblem(
     row_heads=(),
     zero_centered=False,
     after_rope=False,
+    v_norm=False,
     weight_dtype=None,
     two_streams=False,
     two_tables=False,

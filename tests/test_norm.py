@@ -257,6 +257,31 @@ ACROSS = [("wan", 12, 128, True), ("wan-14b", 40, 128, True), ("ltx", 32, 64, Fa
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rounding", ["none", "twice"])
+def test_v_norm_is_gemma_4s_norm(rounding: str, device: str) -> None:
+    """Close, as Gemma 4 takes a power in place of a reciprocal root; with its gradient."""
+    gemma4 = pytest.importorskip(
+        "transformers.models.gemma4.modeling_gemma4", reason="this transformers has no Gemma 4"
+    )
+    q, k, v = tensors(device, torch.float32, (2, 5, 4, 64), (2, 5, 2, 64), (2, 5, 2, 64))
+    norm = jitrope.Norm(v_norm=True, rounding=rounding)
+    results = []
+    for function in (
+        lambda v: jitrope.prepare_qkv(q, k, v, norm=norm)[2],
+        gemma4.Gemma4RMSNorm(64, with_scale=False),
+    ):
+        leaf = v.clone().requires_grad_()
+        y = function(leaf)
+        results.append((y, *torch.autograd.grad(y.sin().sum(), leaf)))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want)
+    compiled = torch.compile(lambda v: jitrope.prepare_qkv(q, k, v, norm=norm)[2], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(v), results[0][0])
+    with pytest.raises(jitrope.InvalidInput, match="v is None; it must be a tensor, because the norm has v_norm"):
+        jitrope.prepare_qkv(q, k, None, norm=norm)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize(("name", "heads", "dim", "interleaved"), ACROSS)
 def test_once_across_heads_is_torchs(name, heads, dim, interleaved, dtype, device) -> None:
@@ -626,14 +651,16 @@ def test_opcheck_of_the_gradient(case: NormCase) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "across", "alone", "joint"])
+@pytest.mark.parametrize("kind", ["plain", "across", "alone", "joint", "joint, two tables"])
 def test_compile_fullgraph_once_for_all_lengths(kind: str, grad: bool, device: str) -> None:
     heads, dim = 3, 16
     size = dim * (heads if kind == "across" else 1)
     weights = [w.requires_grad_(grad) for w in tensors(device, torch.float32, (size,), (size,), seed=1)]
 
     def model(q, k, v, cos, sin):
-        if kind == "joint":
+        if kind.startswith("joint"):
+            if kind == "joint, two tables":
+                cos, sin = (cos, cos), (sin, sin)
             streams = [tuple(part * 2 for part in (q, k, v)), tuple(x[:, 1:] for x in (q, k, v))]
             return norm_rope_joint(*streams, weights, weights, cos, sin)
         if kind == "alone":

@@ -178,7 +178,14 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "zero_centered": True,
         "after_rope": True,
     }
-    norms_own |= {"weight_dtype": "fp32", "two_streams": True, "two_tables": True, "gradient": True, "weight_vec": 2}
+    norms_own |= {
+        "weight_dtype": "fp32",
+        "two_streams": True,
+        "two_tables": True,
+        "gradient": True,
+        "weight_vec": 2,
+        "v_norm": True,
+    }
     norms_own |= {"heads_per_thread": 4, "blocks_per_sm": 7}
     assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys() - {"kind"}
     for spec, fields in ((SPEC, changes), (NORM_SPEC, norms_own)):
@@ -193,6 +200,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         for name in ("norm_parameters.cuh.jinja", "norm.cuh"):
             assert (name in texts) == (entry != "rope.cu.jinja")
         assert ("torch_sum.cuh" in texts) == (entry == "qk_norm_rope.cu.jinja")
+        assert ("sink.cuh" in texts) == (entry != "qk_norm_rope_backward.cu.jinja")
         for name, text in texts.items():
             assert (TEMPLATES / name).read_text() == text
 

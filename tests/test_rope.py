@@ -1013,7 +1013,7 @@ REFUSALS = {
     ),
     "check-past": (
         call(position_ids=torch.tensor([0, 1, 2, 3, 4, 6]), check=True),
-        "positions go from 0 to 6, but the table has rows 0 to 5",
+        "positions go from 0 to 6, but the table has rows 0 to 5; make it longer",
     ),
     "check-negative": (call(position_ids=torch.tensor([0, 1, -2, 3, 4, 5]), check=True), "positions go from -2 to 5"),
     "check-starts": (call(start_positions=torch.tensor([0, 1]), check=True), "positions go from 0 to 6"),

@@ -109,7 +109,10 @@ def test_an_unknown_word_is_refused_as_python_does() -> None:
 
 
 WITHOUT_MEANING = {
-    "norm and cache": ({"norm": VALUES["norm"], "cache": VALUES["cache"]}, "norm does not go with cache or quantize"),
+    "norm across heads and cache": (
+        {"norm": Norm(across_heads=True), "cache": VALUES["cache"]},
+        "across_heads does not go with a cache",
+    ),
     "two scales of k": ({"cache": VALUES["cache"], "quantize": VALUES["quantize"]}, "give it to KVCache"),
     "lengths of a cache": (
         {"cache": VALUES["cache"], "positions": VALUES["packed"]},
@@ -189,7 +192,24 @@ _PARTIAL = [torch.cat((x, x), -1) for x in (_COS[:, :2], _SIN[:, :2])]
 
 MISTAKES = {
     "no k": ((_Q, _COS, _SIN), {}, r"k has shape \(6, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?"),
-    "no sin": ((_Q, _K, _COS), {}, "pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis, not cos$"),
+    "no sin": ((_Q, _K, _COS), {}, "sin is missing; pass cos and sin, or one of cos_sin_cache, freqs and freqs_cis$"),
+    "tables for q and k": (
+        (_Q, *[x[None, :, None] for x in (_COS, _SIN)]),
+        {},
+        r"k has shape \(1, 6, 1, 4\), like a table, .*apply_rope\(q, None, cos, sin\)\?",
+    ),
+    "numpy": ((_Q, _K, _COS.numpy(), _SIN), {}, r"pass torch.from_numpy\(cos\)"),
+    "no batch": ((_Q[0], _K[0], _COS, _SIN), {}, r'for \(T, H, D\) pass layout="thd"'),
+    "packed with a batch": (
+        (_Q, _K, _COS, _SIN),
+        {"positions": jitrope.Packed(torch.tensor([0, 6]))},
+        "layout 'thd' needs 3 axes .* Packed implies it",
+    ),
+    "real and imaginary parts": (
+        (_Q, _K),
+        {"freqs_cis": torch.stack((_COS, _SIN), -1)},
+        r"pass torch.view_as_complex\(table\)",
+    ),
     "a tuple": ((_Q, _K, (_COS, _SIN)), {}, r"cos is a tuple of 2; unpack it: pass \*table"),
     "complex": ((_Q, _K, torch.polar(_COS, _SIN)), {}, "pass a complex table as freqs_cis=table"),
     "complex twice": ((_Q, _K, *[torch.polar(_COS, _SIN)] * 2), {}, "pass a complex table as freqs_cis=table"),
@@ -246,3 +266,11 @@ def test_check_takes_right_calls() -> None:
     jitrope.apply_rope(_Q[:, :0], None, ones[:0], zeros[:0], check=True)
     jitrope.apply_rope(_Q[:0], None, torch.ones(0, 6, 4), torch.ones(0, 6, 4), check=True)
     jitrope.apply_rope(_Q.transpose(1, 2), None, _COS, _SIN, layout="bhsd", check=True)
+
+
+def test_prepare_qkv_names_itself() -> None:
+    """Without a norm, a cache and fp8 it is the operation of `apply_rope`."""
+    with pytest.raises(jitrope.InvalidInput, match=r"^prepare_qkv: pass cos and sin"):
+        jitrope.prepare_qkv(Q, K, V)
+    with pytest.raises(TypeError, match=r"^prepare_qkv\(\) got an unexpected keyword argument 'q_weight'; pass norm="):
+        jitrope.prepare_qkv(Q, K, V, COS, SIN, q_weight=1)

@@ -9,7 +9,7 @@ import torch
 import typer
 from torch import Tensor
 
-from jitrope import KVCache, apply_rope, prepare_qkv, tables
+from jitrope import KVCache, Norm, apply_rope, prepare_qkv, tables
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, bf16, host_times, measure
@@ -31,9 +31,11 @@ class Inputs(NamedTuple):
     sin: Tensor
     table: Tensor  # (POSITIONS, D) fp32: cosines, then sines
     positions: Tensor  # (T,) int64
+    norm: Norm  # of q and k, with bf16 weights (D,), rounded as in Qwen3
     kv: KVCache  # slots and caches (pages, PAGE, Hk, D) in bf16
     kv_fp8: KVCache  # the same with caches in e4m3, and their scales
     caches: tuple[Tensor, ...]  # the tensors of both
+    rows: tuple[Tensor, ...]  # the same memory as (slots, Hk, D), fp8 as bytes: torch.compile copies what it must view
 
 
 def inputs(
@@ -50,13 +52,16 @@ def inputs(
     else:
         positions, slots = torch.randint(pool, (tokens,), device=DEVICE), order(pool)[:tokens]
     cos, sin = (part.contiguous() for part in table[positions].chunk(2, -1))
-    empty = torch.zeros(pool // PAGE, PAGE, kv_heads, head_dim, device=DEVICE)  # torch.compile copies views of one
+    empty = torch.zeros(pool // PAGE, PAGE, kv_heads, head_dim, device=DEVICE)
     k_cache, v_cache = empty.bfloat16(), empty.bfloat16()
     k_fp8, v_fp8 = empty.to(torch.float8_e4m3fn), empty.to(torch.float8_e4m3fn)
     k_scale, v_scale = (torch.full((1,), scale, device=DEVICE) for scale in (0.02, 0.03))
     kv = KVCache(k_cache, v_cache, slots)
     kv_fp8 = KVCache(k_fp8, v_fp8, slots, k_scale=k_scale, v_scale=v_scale)
-    return Inputs(q, k, v, cos, sin, table, positions, kv, kv_fp8, (k_cache, v_cache, k_fp8, v_fp8))
+    caches = (k_cache, v_cache, k_fp8, v_fp8)
+    rows = tuple(x.flatten(0, 1) if x.dtype == torch.bfloat16 else x.flatten(0, 1).view(torch.uint8) for x in caches)
+    norm = Norm(*(1 + bf16(head_dim) / 8 for _ in range(2)), rounding="twice")
+    return Inputs(q, k, v, cos, sin, table, positions, norm, kv, kv_fp8, caches, rows)
 
 
 def by_rows(x: Inputs) -> Any:
@@ -79,14 +84,33 @@ def to_fp8_cache(x: Inputs) -> Tensor:
     return prepare_qkv(x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, cache=x.kv_fp8, inplace=True)[0]
 
 
+def norm_to_cache(x: Inputs) -> Tensor:
+    """q and k normalised first, in the same launch."""
+    made = prepare_qkv(
+        x.q, x.k, x.v, cos_sin_cache=x.table, positions=x.positions, norm=x.norm, cache=x.kv, inplace=True
+    )
+    return made[0]
+
+
+def norm_then_cache(x: Inputs) -> Tensor:
+    """The same in two launches."""
+    prepare_qkv(x.q, x.k, None, norm=x.norm, inplace=True)
+    return to_cache(x)
+
+
 OURS: dict[str, tuple[str, Call, Call]] = {
     "jitrope, cos and sin rows": (COPY, by_rows, others.plain_pair(False)),
     "jitrope, cos_sin_cache and ids": (COPY, by_ids, others.plain_pair(False)),
     "jitrope, KV cache": (COPY_KV, to_cache, others.plain_kv_cache(False)),
     "jitrope, fp8 KV cache": (COPY_FP8, to_fp8_cache, others.plain_kv_cache(True)),
+    "jitrope, norm and KV cache": (COPY_KV, norm_to_cache, others.plain_kv_cache(False, True)),
+    "jitrope, norm, then KV cache": (COPY_KV, norm_then_cache, others.plain_kv_cache(False, True)),
 }
 """label: (the copy that moves the same bytes, the call, the same in plain torch)"""
-KV = {COPY_KV: "jitrope, KV cache", COPY_FP8: "jitrope, fp8 KV cache"}
+COMPILED_KV = {
+    f"torch.compile, {what}": f"jitrope, {what}" for what in ("KV cache", "fp8 KV cache", "norm and KV cache")
+}
+"""label: the row of `OURS` whose plain torch is compiled"""
 
 
 def bytes_moved(tokens: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -104,15 +128,13 @@ def case(tokens: int, heads: tuple[int, int], head_dim: int, prefill: bool, with
     Cosine and sine rows are gathered beforehand for all that take no positions.
     """
     moved = bytes_moved(tokens, *heads, head_dim)
-    peers = {
-        **others.pairs(False),
-        **{f"torch.compile{copy[4:]}": others.compiled(OURS[by][2]) for copy, by in KV.items()},
-    }
-    beside = {**{by: copy for by, (copy, *_) in OURS.items()}, **{f"torch.compile{copy[4:]}": copy for copy in KV}}
+    peers = {**others.pairs(False), **{label: others.compiled(OURS[by][2]) for label, by in COMPILED_KV.items()}}
+    beside = {by: copy for by, (copy, *_) in OURS.items()}
+    beside |= {label: beside[by] for label, by in COMPILED_KV.items()}
     ours = {by: call for by, (_, call, _) in OURS.items()}
     if prefill:
-        moved = {copy: moved[copy] for copy in KV}
-        ours, peers = ({by: calls[by] for by in calls if beside.get(by) in KV} for calls in (ours, peers))
+        moved = {copy: moved[copy] for copy in (COPY_KV, COPY_FP8)}
+        ours, peers = ({by: calls[by] for by in calls if beside.get(by) in moved} for calls in (ours, peers))
     make = partial(inputs, tokens, *heads, head_dim, prefill, pool)
     plain = {by: OURS[by][2] for by in ours}
     return Case(make, ours, moved, peers if with_peers else {}, beside, not prefill, plain, ("caches",))
@@ -165,6 +187,8 @@ SHOWN = {
     "`cos_sin_cache` and ids": "jitrope, cos_sin_cache and ids",
     "`KVCache`": "jitrope, KV cache",
     "fp8 `KVCache`": "jitrope, fp8 KV cache",
+    "norm and `KVCache`": "jitrope, norm and KV cache",
+    "norm, then `KVCache`": "jitrope, norm, then KV cache",
 }
 
 
@@ -194,9 +218,10 @@ SECTION = Section(
     "Serving",
     """
     GPU time of a decode step's q and k, in place, hot, as a CUDA graph replays it, beside COPY of the bytes of q and
-    k. With a `KVCache` the same launch writes k and v to a paged cache. "Rows of cos and sin", Liger and torch.compile
-    without a cache take no positions: their rows of the table are gathered beforehand. A prefill is cold, its caches
-    too, with shuffled pages, and is shown over COPY of the bytes of q, k, v and the caches. Host time is the time to
+    k. With a `KVCache` the same launch writes k and v to a paged cache. "Norm and `KVCache`" is RMSNorm of q and k in
+    that launch too, "norm, then `KVCache`" two launches. "Rows of cos and sin", Liger and torch.compile without a cache
+    take no positions: their rows of the table are gathered beforehand. A prefill is cold, its caches too, with shuffled
+    pages, and is shown over COPY of the bytes of q, k, v and the caches. Host time is the time to
     enqueue a call; a CUDA graph has none of it.
     """,
     "jitrope bench decode",
@@ -210,6 +235,7 @@ SECTION = Section(
                 "Liger": of("us", by="Liger (in place)", **HOT),
                 "torch.compile": of("us", by="torch.compile", **HOT),
                 "torch.compile, KV cache": of("us", by="torch.compile, KV cache", **HOT),
+                "torch.compile, norm and KV cache": of("us", by="torch.compile, norm and KV cache", **HOT),
                 "eager torch": of("us", by="torch eager", **HOT),
             },
         ),
@@ -218,8 +244,7 @@ SECTION = Section(
             step_of,
             {
                 **{head: of("x COPY", by=by, **COLD) for head, by in SHOWN.items()},
-                "torch.compile, KV cache": of("x COPY", by="torch.compile, KV cache", **COLD),
-                "torch.compile, fp8 KV cache": of("x COPY", by="torch.compile, fp8 KV cache", **COLD),
+                **{label: of("x COPY", by=label, **COLD) for label in COMPILED_KV},
             },
         ),
         Table(

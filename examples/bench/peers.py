@@ -78,22 +78,27 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def plain_kv_cache(fp8: bool) -> Call:
+def plain_kv_cache(fp8: bool, norm: bool = False) -> Call:
     """q and k rotated by position, k and v written to a cache; see `decode.Inputs`. fp8 is rounded once from fp32."""
 
     def write(x: Any) -> Tensor:
         paged = (x.kv_fp8 if fp8 else x.kv).tensors
         cos, sin = (part[:, None] for part in x.table[x.positions].chunk(2, -1))
-        k, v = (x.k.float(), x.v.float()) if fp8 else (x.k, x.v)
-        for name, y in (("k", rotate(k, cos, sin)), ("v", v)):
-            cache = paged[f"{name}_cache"].flatten(0, 1)
+        q, k = (_rms_norm(y, x.norm.tensors[f"{name}_weight"]) if norm else y for name, y in (("q", x.q), ("k", x.k)))
+        k, v = (k.float(), x.v.float()) if fp8 else (k, x.v)
+        for name, rows, y in zip("kv", x.rows[2 * fp8 :], (rotate(k, cos, sin), v)):
             if fp8:  # as bytes, which index_put takes
                 y = (y * (1 / paged[f"{name}_scale"])).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-                cache = cache.view(torch.uint8)
-            cache[paged["slot_mapping"]] = y.flatten(0, 1)
-        return rotate(x.q, cos, sin)
+            rows[paged["slot_mapping"]] = y.flatten(0, 1)
+        return rotate(q, cos, sin)
 
     return write
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As in Qwen3's code in transformers."""
+    y = x.float()
+    return weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 # ---- one tensor x of a call's inputs ---------------------------------------------------------------------

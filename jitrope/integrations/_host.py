@@ -66,8 +66,7 @@ def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *ar
     except InvalidInput as error:
         if theirs is None:
             raise
-        # Dynamo cannot always turn an error into text.
-        reason = "jitrope refused a traced call" if torch.compiler.is_compiling() else str(error)
+        reason = error.args[0]
     else:
         note(host, "jitrope", device=_device(*arguments, *words.values()))
         return result
@@ -85,7 +84,7 @@ def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Functio
         try:
             result, count = ours(*arguments, **words)
         except InvalidInput as error:
-            reason = str(error)
+            reason = error.args[0]
         else:
             note(host, who, count=count, device=_device(*arguments, *words.values()))
             return result

@@ -21,6 +21,7 @@ With the `kernels` library: `register_kernel_mapping(kernel_mapping())`, then `k
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -90,8 +91,11 @@ def enable(model: nn.Module | None = None) -> Report:
         It is a context manager.
 
     Raises:
+        ImportError: transformers is not installed.
         JitropeError: there is nothing to replace; the message lists the functions that were found.
     """
+    if model is None and importlib.util.find_spec("transformers") is None:
+        raise ImportError("transformers is not installed in this Python: pip install transformers")
     if model is not None and not isinstance(model, nn.Module):
         raise JitropeError(f"enable takes a model, or None for all loaded models, not {type(model).__name__}")
     found = [

@@ -50,7 +50,7 @@ def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -
         return
     lowest, highest = (int(x) for x in rows.aminmax())
     if lowest < 0 or highest >= count:
-        fail(f"positions go from {lowest} to {highest}, but the table has rows 0 to {count - 1}")
+        fail(f"positions go from {lowest} to {highest}, but the table has rows 0 to {count - 1}; make it longer")
 
 
 def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> None:

@@ -119,7 +119,8 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     if options.layout not in ("bshd", "sbhd", "thd"):
         fail(f"layout is {options.layout!r}; allowed are bshd, sbhd, thd")
     if qkv.dim() != len(options.layout):
-        fail(f"qkv has shape {tuple(qkv.shape)}, layout {options.layout!r} needs {len(options.layout)} axes")
+        axes = {"bshd": "(B, S, G, W)", "sbhd": "(S, B, G, W)", "thd": "(T, G, W)"}[options.layout]
+        fail(f"qkv has shape {tuple(qkv.shape)}; it must be {axes}, in G groups: pass qkv.unflatten(-1, (G, -1))")
     if width <= 0 or width % (groups + 2) != 0:
         fail(f"qkv is {width} wide, which q_per_group + 2 = {groups + 2} does not divide")
     if cos.dim() == 4 and cos.shape[2] != 1:
@@ -207,8 +208,30 @@ def slots_of(cache: Tensor) -> int:
 
 def check_norm(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with a norm."""
-    fail = failing(name)
     check(name, tensors, options)
+    _check_norm(failing(name), tensors, options)
+
+
+def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
+    """The check of a call with a norm and fp8 outputs."""
+    fail = failing(name)
+    check_fp8(name, tensors, options)
+    _check_norm(fail, tensors, options)
+    _refuse_gradients(fail, tensors, "q_weight", "k_weight")
+
+
+def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
+    """The check of a call with a norm that stores k and v in caches."""
+    fail = failing(name)
+    if norm_of(options).across_heads:
+        fail("across_heads does not go with a cache; normalise in a call before")
+    check_kv_cache(name, tensors, options)
+    _check_norm(fail, tensors, options)
+    _refuse_gradients(fail, tensors, "q_weight", "k_weight")
+
+
+def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
+    """Refuse weights that do not fit q and k."""
     norm = norm_of(options)
     if "cu_seqlens" in tensors:
         fail("cu_seqlens does not go with a norm; pass positions as a tensor of ids")
@@ -251,8 +274,9 @@ def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
     tokens = tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
     if "second_cos" not in tensors and rows_of(cos) < tokens:
         fail(f"the streams have {tokens} tokens but the table has {rows_of(cos)} rows")
-    if norm_of(options).across_heads:
-        fail("across_heads does not go with two streams")
+    for word in ("across_heads", "v_norm"):
+        if getattr(norm_of(options), word):
+            fail(f"{word} does not go with two streams")
     for table in (cos, other):
         if table.dim() == 4 and table.shape[2] != 1:
             fail("tables for each head do not go with two streams")

@@ -43,7 +43,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
     """
     if not is_compiling() and not dispatch_modes() and forward_ad._current_level < 0:
         if key is None:
-            key = (op.name, *tensors, *asked.items()) if type(asked) is dict else (op.name, *tensors, asked)
+            key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
         try:
             for known in local.recent[key]:
                 out = known(tensors, *tensors.values())

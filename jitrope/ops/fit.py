@@ -40,7 +40,9 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
             continue
         if x.dim() != len(layout):
             axes = ", ".join(layout.upper())
-            fail(f"{label} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes})")
+            hint = '; for (T, H, D) pass layout="thd"' if x.dim() == 3 else ""
+            hint = "; Packed implies it" if layout == "thd" else hint
+            fail(f"{label} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes}){hint}")
         if not is_float(x):
             fail(f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
         same = x.device == q.device and x.dtype == q.dtype
@@ -161,7 +163,8 @@ def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
     if kind == "freqs_cis":
         in_fp64 = cos.dtype == torch.complex128 and options.rounding == "complex128"
         if cos.dtype != (torch.complex128 if in_fp64 else torch.complex64):
-            fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'")
+            hint = "; pass torch.view_as_complex(table)" if cos.dim() == 3 and cos.shape[-1] == 2 else ""
+            fail(f"freqs_cis is {cos.dtype}; it must be complex64, or complex128 with rounding='complex128'{hint}")
     if kind == "cos_sin_cache":
         if cos.dim() != 2:
             fail(f"cos_sin_cache has shape {tuple(cos.shape)}; it must be (P, rotary_dim)")

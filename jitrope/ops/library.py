@@ -139,7 +139,7 @@ def _on_cpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 def on_gpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """Return the results of an operation from a launch."""
-    key = (op.name, *tensors, options)
+    key = (op, *tensors, options)
     known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
     return known.run(tensors)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 
@@ -33,6 +33,8 @@ from .operation import (
 )
 from .stand_ins import one_row
 
+WEIGHTS = ("q_weight?", "k_weight?")
+
 
 class _Rope(Operation):
     name, function = "rope", "apply_rope"
@@ -51,11 +53,17 @@ class _Rope(Operation):
         return found
 
 
+class _RopePrepared(_Rope):
+    """The same, by its other function, which messages name."""
+
+    function = "prepare_qkv"
+
+
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
-    tensors = ("q", "k?", "q_scale", "k_scale?")
-    options = (*SERVING, "max_seqlen")
-    words = (*options, "check")
+    tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?")
+    options: tuple[str, ...] = (*SERVING, "max_seqlen", "inverse")
+    words: tuple[str, ...] = (*options, "check")
     inplace = differentiable = False
     check = staticmethod(checks.check_fp8)
     reference = staticmethod(reference.rope_fp8)
@@ -66,9 +74,12 @@ class _RopeFp8(Operation):
 
 class _RopeKVCache(Operation):
     name, function, stage = "rope_kv_cache", "prepare_qkv", "cache"
-    tensors = ("q", "k", "v", "k_cache", "v_cache", "slot_mapping", "q_scale?", "k_scale?", "v_scale?")
-    options = (*SERVING, "rotate_k")
-    words = (*options, "check", "inplace")
+    tensors: tuple[str, ...] = (
+        *("q", "k", "v", "k_cache", "v_cache", "slot_mapping"),
+        *("q_scale?", "k_scale?", "v_scale?"),
+    )
+    options: tuple[str, ...] = (*SERVING, "rotate_k")
+    words: tuple[str, ...] = (*options, "check", "inplace")
     tables = frozenset(TABLE_WORDS)
     results = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
@@ -182,19 +193,11 @@ class _RopeInto(Operation):
         return {}
 
 
-class _QKNormRope(Operation):
-    name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
-    tensors: tuple[str, ...] = ("q", "k?", "q_weight?", "k_weight?")
-    options: tuple[str, ...] = (*NORMED, "inverse")
-    words: tuple[str, ...] = (*NORMED, "norm", "check", "inplace")
-    tables: frozenset[str] = frozenset(TABLE_WORDS[:-1])
-    shards = True
-    norm = True
-    check = staticmethod(checks.check_norm)
-    reference = staticmethod(reference.qk_norm_rope)
+class _Normed(Operation):
+    """An operation that normalises q and k. Without a table it does not rotate them."""
 
-    def saved(self, tensors: Tensors) -> Tensors:
-        return {name: x for name, x in tensors.items() if not name.endswith("_v")}
+    norm = True
+    tables: frozenset[str] = frozenset(TABLE_WORDS[:-1])
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
         """The tensors of a call without a table, with tables that rotate nothing: one row, expanded."""
@@ -208,6 +211,35 @@ class _QKNormRope(Operation):
     def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
         """The number of rows of a table for its tokens."""
         return tensors["q"].shape[LAYOUT_AXES[options.layout][1]]
+
+
+class _QKNormRopeFp8(_Normed, _RopeFp8):
+    name, stage = "qk_norm_rope_fp8", "norm with quantize"
+    tensors = (*_RopeFp8.tensors, *WEIGHTS)
+    options = SERVING
+    words = (*SERVING, "norm", "check")
+    check = staticmethod(checks.check_norm_fp8)
+
+
+class _QKNormRopeKVCache(_Normed, _RopeKVCache):
+    name, stage = "qk_norm_rope_kv_cache", "norm with cache"
+    tensors = (*_RopeKVCache.tensors, *WEIGHTS)
+    words = (*_RopeKVCache.words, "norm")
+    tables = _Normed.tables
+    check = staticmethod(checks.check_norm_kv_cache)
+
+
+class _QKNormRope(_Normed):
+    name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
+    tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS)
+    options: tuple[str, ...] = (*NORMED, "inverse")
+    words: tuple[str, ...] = (*NORMED, "norm", "check", "inplace")
+    shards = True
+    check = staticmethod(checks.check_norm)
+    reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
+
+    def saved(self, tensors: Tensors) -> Tensors:
+        return {name: x for name, x in tensors.items() if not name.endswith("_v")}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         # Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
@@ -227,7 +259,8 @@ class _QKNormRopeJoint(_QKNormRope):
     name, function = "qk_norm_rope_joint", "prepare_joint_qkv"
     tensors = (
         *("first_q", "first_k", "first_v", "second_q", "second_k", "second_v"),
-        *("q_weight?", "k_weight?", "second_q_weight?", "second_k_weight?", "second_cos?", "second_sin?"),
+        *WEIGHTS,
+        *("second_q_weight?", "second_k_weight?", "second_cos?", "second_sin?"),
     )
     options = NORMED
     words = (*HEAD_WORDS, "norm", "launch")
@@ -268,7 +301,7 @@ class _QKNormRopeJoint(_QKNormRope):
 
 class _QKNormRopeBackward(Operation):
     name = "qk_norm_rope_backward"
-    tensors = ("dq", "dk?", "q", "k?", "q_weight?", "k_weight?")
+    tensors = ("dq", "dk?", "q", "k?", *WEIGHTS)
     options = _QKNormRope.options
     results = ("q", "k", "q_weight", "k_weight")
     norm = True
@@ -305,8 +338,15 @@ class _QKNormRopeBackward(Operation):
 ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_INTO = _Rope(), _RopeFp8(), _RopeKVCache(), _RopeInto()
 ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()
 QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
+QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 OPERATIONS = (
     *(ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD),
-    *(QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+    *(QK_NORM_ROPE, QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
 )
 """The operations with ops of torch. `ROPE_INTO` has none: only context parallelism calls it."""
+PREPARED: dict[str, tuple[Operation, Operation]] = {
+    "cache": (ROPE_KV_CACHE, QK_NORM_ROPE_KV_CACHE),
+    "quantize": (ROPE_FP8, QK_NORM_ROPE_FP8),
+    "": (_RopePrepared(), QK_NORM_ROPE),
+}
+"""The operations of `prepare_qkv`, without a norm and with one."""

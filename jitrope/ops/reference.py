@@ -196,18 +196,20 @@ def rms_norm(x: Tensor, weight: Tensor | None, norm: NormOptions, layout: str) -
     return torch.empty_like(x, dtype=y.dtype).copy_(y)
 
 
-def qk_norm_rope(t: Tensors, o: Options) -> Tensors:
+def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
     """Normalise and rotate q and k, in the order of the norm."""
     norm = norm_of(o)
     out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
-        x, weight = t[name], t.get(f"{name}_weight")
+        x, weight, to = t[name], t.get(f"{name}_weight"), out_dtype or t[name].dtype
         if norm.after_rope:
             exact = norm.rounding == "none" and o.rounding != "dtype"
             rotated_x = rotate(x, t, o, out_dtype=torch.float32 if exact else x.dtype)
-            out[name] = rms_norm(rotated_x, weight, norm, o.layout).to(x.dtype)
+            out[name] = rms_norm(rotated_x, weight, norm, o.layout).to(to)
         else:
-            out[name] = rotate(rms_norm(x, weight, norm, o.layout), t, o, out_dtype=x.dtype, storage=x.dtype)
+            out[name] = rotate(rms_norm(x, weight, norm, o.layout), t, o, out_dtype=to, storage=x.dtype)
+    if norm.v_norm:
+        out["v"] = rms_norm(t["v"], None, norm, o.layout).to(out_dtype or t["v"].dtype)
     return out
 
 
@@ -282,23 +284,28 @@ def to_fp8(y: Tensor, scale: Tensor) -> Tensor:
     return (y.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
+def _turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
+    """q and k rotated, and normalised if there is a norm."""
+    return rope(t, o, out_dtype) if o.norm is None else qk_norm_rope(t, o, out_dtype)
+
+
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
-    """Rotate q and k and divide them by their scales, as e4m3."""
-    return {name: to_fp8(y, t[f"{name}_scale"]) for name, y in rope(t, o, torch.float32).items()}
+    """Normalise q and k if asked, rotate them and divide them by their scales, as e4m3."""
+    return {name: to_fp8(y, t[f"{name}_scale"]) for name, y in _turned(t, o, torch.float32).items()}
 
 
 def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
-    """Rotate q and k, q as fp8 if it has a scale; store k and v at their slots of the caches.
+    """Normalise q and k if asked, rotate them, q to fp8 if it has a scale, and store k and v at their slots.
 
     The caches are (slots, heads, dim) or (pages, rows, heads, dim).
     """
-    out, exact = rope(t, o), rope(t, o, torch.float32)
+    out, exact = _turned(t, o), _turned(t, o, torch.float32)
     slots, k_cache = t["slot_mapping"].flatten().long(), t["k_cache"]
     page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
     kept = (slots >= 0) & (slots < k_cache.shape[0] * page_size)
     page, row = slots[kept] // page_size, slots[kept] % page_size
     at = (page, row) if k_cache.dim() == 4 else (page,)
-    for name, x, in_fp32 in (("k", out["k"], exact["k"]), ("v", t["v"], t["v"])):
+    for name, x, in_fp32 in (("k", out["k"], exact["k"]), ("v", out.pop("v", t["v"]), exact.get("v", t["v"]))):
         cache = t[f"{name}_cache"]
         stored = to_fp8(in_fp32, t[f"{name}_scale"]) if cache.dtype == FP8 else x
         bits = torch.uint8 if cache.dtype == FP8 else cache.dtype  # index_put has no fp8

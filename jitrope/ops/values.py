@@ -158,6 +158,7 @@ class Norm(Value):
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
             before.
+        v_norm: normalise v too, without a weight (Gemma 3n and 4). Without a cache that is a launch of its own.
         rounding: to q's dtype between norm and rope, and with after_rope of the rotated elements too. "none": none.
             "once": after the weight, as in torch.nn.RMSNorm. "twice": before and after the weight, as in the RMSNorm of
             transformers and diffusers. Both give the bits of those modules followed by a rotation, or after one: on a
@@ -178,16 +179,22 @@ class Norm(Value):
         across_heads: bool = False,
         zero_centered: bool = False,
         after_rope: bool = False,
+        v_norm: bool = False,
         rounding: str = "none",
     ) -> None:
         self.tensors = {}
         for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
             if weight is not None:
                 self.tensors[name] = tensor("Norm", name, weight)
-        flags = {"across_heads": across_heads, "zero_centered": zero_centered, "after_rope": after_rope}
-        across, centred, after = (flag("Norm", name, value) for name, value in flags.items())
+        given = {
+            "across_heads": across_heads,
+            "zero_centered": zero_centered,
+            "after_rope": after_rope,
+            "v_norm": v_norm,
+        }
+        flags = {name: flag("Norm", name, value) for name, value in given.items()}
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
-        self.words = {"norm": NormOptions(rounding, across, centred, after, number("Norm", "eps", eps))}
+        self.words = {"norm": NormOptions(rounding, **flags, eps=number("Norm", "eps", eps))}
 
     def __repr__(self) -> str:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()

@@ -69,7 +69,8 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     name = name or op.function
     for label in (*asked, *[label for label in tensors if label not in op.names]):
         if label not in op.words and label not in op.tables:
-            raise InvalidInput(f"{name}: {label} does not go with {op.stage or 'this function'}")
+            hint = "; pass positions as a tensor of ids" if label in ("cu_seqlens", "max_seqlen") else ""
+            raise InvalidInput(f"{name}: {label} does not go with {op.stage or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, name)
     full = canonical(dict(tensors))
     first, cos = next(iter(full.values())), full.get("cos")
@@ -97,7 +98,8 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], name: str) -> str:
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
             shown = (kinds or ["cos"])[0] if label == "second_cos" else op.labels.get(label, label)
-            refuse(name, shown, x, tensor if label in needed else f"{tensor} or None")
+            hint = f"; pass torch.from_numpy({shown})" if type(x).__name__ == "ndarray" else ""
+            refuse(name, shown, x, (tensor if label in needed else f"{tensor} or None") + hint)
     return kinds[0] if kinds else "cos_sin"
 
 
@@ -111,9 +113,10 @@ def _missing_table(name: str, tensors: Mapping[str, Any], kinds: list[str]) -> s
     if isinstance(cos, Tensor) and sin is None and not kinds and not nested:
         if cos.is_complex():
             return "cos is complex; pass a complex table as freqs_cis=table"
-        if isinstance(q, Tensor) and isinstance(k, Tensor) and k.shape == cos.shape and k.dim() != q.dim():
+        if isinstance(q, Tensor) and isinstance(k, Tensor) and k.shape == cos.shape:
             shown = f"k has shape {tuple(k.shape)}, like a table, and sin is missing"
             return f"{shown}; did you mean {name}(q, None, cos, sin)?"
+        return f"sin is missing; {wanted}"
     both = "cos and sin" if {"cos", "sin"} <= tensors.keys() else "cos" if cos is not None else "sin"
     had = [*([both] if cos is not None or sin is not None else []), *kinds]
     return f"{wanted}, not {', '.join(had) or 'none'}"
@@ -173,3 +176,25 @@ def check_asked(name: str, asked: Mapping[str, Any]) -> bool:
     if check and torch.compiler.is_compiling():
         raise InvalidInput(f"{name}: check=True waits for the device and cannot be compiled; leave it out")
     return check
+
+
+def second_tables(name: str, tables: dict[str, Any]) -> dict[str, Tensor]:
+    """Take the tables of the second stream out of pairs, and leave those of the first."""
+    second: dict[str, Tensor] = {}
+    given = [label for label, table in tables.items() if table is not None]
+    for label in given:
+        if not isinstance(pair := tables[label], Tensor):
+            tables[label], second[label] = both = parts(name, label, pair, 2)
+            if not all(isinstance(x, Tensor) for x in both):
+                refuse(name, label, pair, "a tensor, or a tuple of 2 tensors")
+    if second and len(second) < len(given):
+        had, other = (" and ".join(sorted(labels)) for labels in (given, second))
+        raise InvalidInput(f"{name}: the first table is {had}, the second {other}; pass two of one kind")
+    return dict(zip(("second_cos", "second_sin"), second.values()))
+
+
+def parts(name: str, label: str, value: Any, count: int) -> tuple[Any, ...]:
+    """The `count` items of an argument that is a list or a tuple."""
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        refuse(name, label, value, f"a tuple of {count} {'norms' if label == 'norm' else 'tensors'}")
+    return tuple(value)

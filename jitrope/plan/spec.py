@@ -48,6 +48,7 @@ class NormOptions(NamedTuple):
     across_heads: bool = False
     zero_centered: bool = False
     after_rope: bool = False
+    v_norm: bool = False
     eps: float = 1e-6
 
 
@@ -116,9 +117,9 @@ class Compiled:
 
     A norm. norm_rounding: one of `NORM_ROUNDINGS`, or "" without a norm. across_heads: the mean is over all heads of a
     token; row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is 1 + weight. after_rope: the
-    norm follows the rotation. weight_dtype:
-    None without weights. two_streams, two_tables: q, k and v (and cos and sin) come from two tensors each. gradient:
-    the kernel computes the gradients of q, k and the weights.
+    norm follows the rotation. v_norm: v is normalised too, on its way to a cache. weight_dtype: None without weights.
+    two_streams, two_tables: q, k and v (and cos and sin) come from two tensors each. gradient: the kernel computes the
+    gradients of q, k and the weights.
     """
 
     dtype: str
@@ -151,6 +152,7 @@ class Compiled:
     row_heads: tuple[int, ...]
     zero_centered: bool
     after_rope: bool
+    v_norm: bool
     weight_dtype: str | None
     two_streams: bool
     two_tables: bool
@@ -221,6 +223,7 @@ class RopeSpec(Compiled, Spec):
             self.rounding if self.rounding != "fp32" else "",
             f"round_{self.norm_rounding}" if self.norm else "",
             "after_rope" if self.after_rope else "",
+            "v_norm" if self.v_norm else "",
             "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
             "two_streams" if self.two_streams else "",
             self.launch,
@@ -303,7 +306,7 @@ class RopeSpec(Compiled, Spec):
 
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping")
-_NORM_FLAGS = ("across_heads", "zero_centered", "after_rope", "two_streams", "two_tables")
+_NORM_FLAGS = ("across_heads", "zero_centered", "after_rope", "v_norm", "two_streams", "two_tables")
 _NORM_SIZES = ("weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,

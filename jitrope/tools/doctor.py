@@ -52,7 +52,7 @@ Found = tuple[str, str]
 def run() -> list[Check]:
     """Run all checks, the kernel last. No error is raised."""
     return [
-        Check("jitrope", True, f"{__version__}, Python {platform.python_version()}, {platform.system()}"),
+        _check("jitrope", _jitrope),
         Check("torch", True, f"{torch.__version__}, {_platform()}"),
         _check("GPU", _gpu),
         _check("CuPy", _cupy),
@@ -73,6 +73,13 @@ def _check(what: str, look: Callable[[], Found]) -> Check:
         return Check(what, False, f"{type(error).__name__}: {error}")
 
 
+def _jitrope() -> Found:
+    found, other = f"{__version__}, Python {platform.python_version()}, {platform.system()}", Path("jitrope")
+    if other.is_dir() and not other.samefile(Path(__file__).parents[1]):
+        return f"{found}; this folder has another folder jitrope", "run Python elsewhere: it would import that folder"
+    return found, ""
+
+
 def _platform() -> str:
     """The platform that torch is built for: CUDA, ROCm or none."""
     return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
@@ -84,8 +91,10 @@ def _gpu() -> Found:
         raise Fault(text, "AMD GPUs are not supported; calls need an NVIDIA GPU and a torch built for CUDA")
     if archs := kernels.local_archs():
         return ", ".join(f"{torch.cuda.get_device_name(i)} ({arch})" for i, arch in enumerate(archs)), ""
-    found = "none that torch can use" + ("" if torch.version.cuda else ": torch is built without CUDA")
-    return found, "CPU tensors use plain torch; if there is a GPU, check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    if not torch.version.cuda:
+        return "torch is built without CUDA", "CPU tensors use plain torch; if there is a GPU, install a torch for CUDA"
+    advice = "CPU tensors use plain torch; if there is a GPU, check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return "none that torch can use", advice
 
 
 def _cupy() -> Found:

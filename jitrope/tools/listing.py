@@ -46,6 +46,7 @@ def in_words(spec: Spec) -> str:
         f"to {spec.q_out}" if spec.q_out != spec.dtype else "",
         f"{spec.rounding} rounding" if spec.rounding != "fp32" else "",
         f"norm rounded {spec.norm_rounding}" if spec.norm_rounding not in ("", "none") else "",
+        "norm of v" if spec.v_norm else "",
         f"norm across {' and '.join(map(str, spec.row_heads))} heads" if spec.across_heads else "",
         "two streams" if spec.two_streams else "",
         spec.launch,
@@ -97,7 +98,7 @@ def find(entries: Sequence[Entry], key: str) -> Entry:
     ids = [f"{short}\n{'-'.join(_hashes(entry))}\n{entry.path.name}" for short, entry in zip(keys(entries), entries)]
     found = [entry for entry, names in zip(entries, ids) if any(name.startswith(key) for name in names.split("\n"))]
     if len(found) != 1:
-        fault = f"{key} is the start of {len(found)} keys" if found else f"no kernel here has the key {key}"
+        fault = f"{key!r} is the start of {len(found)} keys" if found else f"no kernel here has the key {key!r}"
         raise CacheError(f"{fault}; `jitrope cache ls` lists the keys")
     return found[0]
 

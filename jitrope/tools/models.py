@@ -68,7 +68,8 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"cannot read {file}: {_short(error)}") from error
+        hint = "" if file.exists() else "; nothing is downloaded: pass a config.json or its folder"
+        raise InvalidInput(f"cannot read {file}: {_short(error)}{hint}") from error
     return data if isinstance(data, dict) else {}
 
 
@@ -93,7 +94,8 @@ def _of_transformer(path: Path, data: dict[str, Any], dtype: torch.dtype | None)
 
 def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
     if "model_type" not in data:
-        raise InvalidInput(f"{path} is no configuration of transformers or diffusers: it has no model_type")
+        had = "it has neither model_type nor _class_name"
+        raise InvalidInput(f"{path} is no configuration of transformers or diffusers: {had}")
     from ..integrations import transformers as drop_in  # it imports Dynamo, which takes seconds
 
     library = _library("transformers")
@@ -103,7 +105,7 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
         raise InvalidInput(f"cannot read {path}: {_short(error)}") from error
     config = whole.get_text_config()
     kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")
-    given = [getattr(c, name, None) for c in (config, whole) for name in ("dtype", "torch_dtype")]
+    given = (getattr(c, name, None) for name in ("dtype", "torch_dtype") for c in (config, whole))
     named = dtype or next(filter(None, given), None)
     if named is None:
         raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
@@ -114,8 +116,10 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
             for tables in [] if others else _tables(file, config, named):
                 for batch in _BATCHES:
                     _call(file, config, batch, tables)
-    except (ImportError, AttributeError, KeyError, TypeError, RuntimeError, JitropeError) as error:
+    except (ImportError, AttributeError, KeyError, TypeError, RuntimeError, InvalidInput) as error:
         raise JitropeError(f"the rope of {kind} models is not known ({_short(error)}); {RECORD}") from error
+    except JitropeError as error:
+        raise JitropeError(f"{kind} models have no rope function that jitrope replaces; {RECORD}") from error
     if others:
         raise JitropeError(f"the file of {kind} models has {', '.join(others)} too; {RECORD}")
     if not specs:

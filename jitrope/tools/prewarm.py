@@ -58,6 +58,7 @@ DEFAULT_CALLS: list[dict[str, Any]] = [
     {"heads": [[32, 8], [32, 32], [64, 8]], "inplace": [False, True]},  # Llama, Qwen, Mistral
     {"heads": [[32, 8], [64, 8]], **_SERVING},  # vLLM, SGLang
     {"function": "prepare_qkv", "heads": [32, 8], **_SERVING, "cache": [_SLOTS, _FP8_SLOTS]},
+    {"function": "prepare_qkv", "heads": [32, 8], **_SERVING, "cache": [_SLOTS, _FP8_SLOTS], "norm": _TWICE},  # Qwen3
     {"heads": [32, 8], "positions": [None, _PACKED], "backward": True},  # training
     {"heads": 24, "interleaved": True, "width": ["full", "half"]},  # FLUX, HunyuanVideo
     {"heads": [24, 24], "interleaved": True, "backward": True},

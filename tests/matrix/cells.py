@@ -1,4 +1,4 @@
-"""The ten functions with small arguments, and the judgement of a cell of the matrix.
+"""The functions with small arguments, and the judgement of a cell of the matrix.
 
 A cell is "right" (outputs, written tensors and gradients equal the oracle's, and nothing else was written) or
 "refused" (`InvalidInput`, no byte changed). Any other outcome raises.
@@ -103,6 +103,12 @@ FUNCTIONS = [
     Function("norm_rope", ("q", "k"), ("q", "k"), (), ("q_weight", "k_weight"), (), True,
              {"across_heads": True, "zero_centered": True}, "[across]"),
     Function("norm_rope_", ("q", "k"), (), (), ("q_weight", "k_weight"), ("q", "k"), False),
+    Function("norm_fp8", ("q", "k"), ("q", "k"), (), ("q_weight", "k_weight"), derived=False,
+             options={"q_scale": 0.25, "k_scale": 0.01}),
+    Function("norm_kv_cache", ("q", "k"), ("q",), ("v",), ("q_weight", "k_weight"), ("k_cache", "v_cache"), False),
+    Function("norm_kv_cache", ("q", "k"), ("q",), ("v",), ("q_weight", "k_weight"), ("k_cache", "v_cache"), False,
+             {"v_norm": True}, "[v_norm]"),
+    Function("norm_kv_cache_", ("q", "k"), (), ("v",), ("q_weight", "k_weight"), ("q", "k_cache", "v_cache"), False),
     Function("norm_rope_joint", JOINT, (None, None, None), ("v", "v2"),
              ("q_weight", "k_weight", "q_weight2", "k_weight2")),
 ]  # fmt: skip

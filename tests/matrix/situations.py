@@ -165,7 +165,11 @@ def _(cell: Cell) -> Args:
     return {**NO_TABLES, "freqs_cis": torch.polar(torch.ones(P, D // 2), cell.rand(P, D // 2).cpu()).to(cell.device)}
 
 
-@option("inverse", "the rotation back, with tables of an angle an element", only(right, lambda f: f.name in MSCALED))
+@option(
+    "inverse",
+    "the rotation back, with tables of an angle an element",
+    only(right, lambda f: f.name in (*MSCALED, "fp8")),
+)
 def _(cell: Cell) -> Args:
     return {"cos": cell.rand(P, D, seed=1), "sin": cell.rand(P, D, seed=2), "inverse": True, "interleaved": True}
 

@@ -1,0 +1,58 @@
+// Storing a head: where it was read, to a fresh output or to a slot of a cache; as it is, or scaled as fp8.
+
+// The scale of a head that is stored as fp8: the value of one unit.
+__device__ __forceinline__ float scale_of(const Params& p, const Head& head) {
+    if constexpr (!CONVERTS) return 1.0f;
+    const float* scale = head.of(p.scale);
+    return scale ? *scale : 1.0f;
+}
+
+// Stores an access of a head: x unchanged, or y scaled where the output has another type.
+template <typename Out>
+__device__ __forceinline__ void put(Out* address, const Vec<T, VEC>& x, const float* y, float factor) {
+    if constexpr (sizeof(Out) == sizeof(T)) {
+        store_whole(address, x);
+    } else {
+        float scaled[VEC];
+        #pragma unroll
+        for (int i = 0; i < VEC; ++i) scaled[i] = __fmul_rn(y[i], factor);
+        Vec<Out, VEC> v;
+        pack(scaled, v);
+        store_whole(address, v);
+    }
+}
+
+// Where and how the heads of a token are stored. Nothing else decides it.
+struct Sink {
+    const Place& place;                                  // of the token
+    const Destination& slot;                             // CACHE: of its k and v
+    int lane;
+
+    // Stores access n of the lane's part of a head that was read from `source`: x unchanged, or y times factor.
+    __device__ __forceinline__ void store_access(
+        const Params& p, const Head& head, const Lane<const T>& source, int n, const Vec<T, VEC>& x, const float* y,
+        float factor
+    ) const {
+        const int dim = first_dim(lane, INTERLEAVED_OUT), dims = dims_to(n, INTERLEAVED_OUT);
+        if (IN_PLACE && (!CACHE || head.is_q)) {
+            store_x(const_cast<T*>(source[dims]), x, true);
+        } else if constexpr (!CONVERTS && !CACHE) {
+            store_x(head.output<T>(p, place, dim)[dims], x, false);
+        } else if (head.is_q) {
+            put(head.output<QOut>(p, place, dim)[dims], x, y, factor);
+        } else {
+            if (ROTATE_K && !head.is_v) store_x(const_cast<T*>(source[dims]), x, true);
+            if (CACHE && !slot.valid) return;
+            put(head.output<KvOut>(p, CACHE ? slot.place : place, dim)[dims], x, y, factor);
+        }
+    }
+
+    // Stores the first `count` accesses.
+    __device__ __forceinline__ void store(
+        const Params& p, const Head& head, const Lane<const T>& source, const Vec<T, VEC>* x, const float* y,
+        float factor, int count
+    ) const {
+        #pragma unroll
+        for (int n = 0; n < count; ++n) store_access(p, head, source, n, x[n], y + n * VEC, factor);
+    }
+};
