@@ -164,7 +164,8 @@ def prepare_qkv(
         v: with a cache (B, S, Hk, D) in the default layout, stored unchanged; otherwise returned as given. With
             `Norm(v_norm=True)` it is normalised.
         cos, sin: as in `apply_rope`. With a norm they may be omitted: then q and k are normalised and not rotated.
-        norm: RMSNorm of q and k, before the rotation or after it. across_heads cannot be combined with a cache.
+        norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a
+            cache.
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, as fp8.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
@@ -375,11 +376,11 @@ def _normed(v: Tensor | None, words: dict[str, Any]) -> Tensor:
     if not isinstance(v, Tensor):
         refuse("prepare_qkv", "v", v, "a tensor, because the norm has v_norm")
     # Dynamo of torch 2.6 cannot trace `_replace`.
-    words["norm"] = NormOptions(norm.rounding, norm.across_heads, norm.zero_centered, norm.after_rope, eps=norm.eps)
+    rounding, across_heads, zero_centered, after_rope, _, kind, eps = norm
+    words["norm"] = NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)
     own = {"layout": words["layout"]} if "layout" in words else {}
-    return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": NormOptions(norm.rounding, norm.across_heads, eps=norm.eps)})[
-        "q"
-    ]
+    plain = NormOptions(rounding, across_heads, kind=kind, eps=eps)
+    return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]
 
 
 def _add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ constexpr int ROW_HEADS = Q_HEADS > K_HEADS ? Q_HEADS : K_HEADS;
 constexpr int STEPS = ACROSS_HEADS ? (ROW_HEADS + HEADS_PER_BLOCK - 1) / HEADS_PER_BLOCK : HEADS_PER_THREAD;
 constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
 constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
+constexpr bool LAYER = NORM_KIND == LAYER_NORM;
 constexpr int WEIGHT_SETS = ACROSS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
@@ -50,18 +51,27 @@ __device__ __forceinline__ Angles angles_of(const Params& p, const Place& place,
 
 // ---- the weights -------------------------------------------------------------------------------
 
-// The weights of a lane's part of a head, in their stored type.
+// The weights and biases of a lane's part of a head, in their stored type.
 struct Factors {
     Vec<Weight, WEIGHT_VEC> x[WEIGHTED ? ELEMENTS / WEIGHT_VEC : 1] = {};
+    Vec<Weight, WEIGHT_VEC> bias[BIASED ? ELEMENTS / WEIGHT_VEC : 1] = {};
 
     __device__ __forceinline__ void load(const Params& p, const Head& head, bool second, int dim, int accesses) {
         if (!WEIGHTED || head.is_v) return;
-        const Weight* weight = p.weight[head.tensor + (second ? 2 : 0)];
-        weight += dim + (ACROSS_HEADS ? head.index * HEAD_DIM : 0);
+        const int number = head.tensor + (second ? 2 : 0);
+        dim += ACROSS_HEADS ? head.index * HEAD_DIM : 0;
+        load_from(p.weight[number] + dim, x, accesses);
+        if constexpr (BIASED) load_from(p.bias[number] + dim, bias, accesses);
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ void load_from(
+        const Weight* from, Vec<Weight, WEIGHT_VEC> (&to)[COUNT], int accesses
+    ) {
         #pragma unroll
         for (int i = 0; i < ELEMENTS; i += WEIGHT_VEC)
             if (i / VEC < accesses)
-                x[i / WEIGHT_VEC] = load_kept<Weight, WEIGHT_VEC>(weight + dims_to(i / VEC, INTERLEAVED) + i % VEC);
+                to[i / WEIGHT_VEC] = load_kept<Weight, WEIGHT_VEC>(from + dims_to(i / VEC, INTERLEAVED) + i % VEC);
     }
 
     __device__ __forceinline__ void values(float* out) const {
@@ -71,6 +81,20 @@ struct Factors {
             #pragma unroll
             for (int i = 0; i < ELEMENTS; ++i) out[i] = __fadd_rn(out[i], 1.0f);
         }
+    }
+
+    // Multiplies x by the weights, and adds the biases.
+    __device__ __forceinline__ void apply(float* x) const {
+        if constexpr (!WEIGHTED) return;
+        float factor[ELEMENTS], shift[ELEMENTS];
+        values(factor);
+        if constexpr (BIASED) {
+            #pragma unroll
+            for (int i = 0; i < ELEMENTS; i += WEIGHT_VEC) unpack(bias[i / WEIGHT_VEC], shift + i);
+        }
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i)
+            x[i] = BIASED ? __fmaf_rn(x[i], factor[i], shift[i]) : __fmul_rn(x[i], factor[i]);
     }
 };
 
@@ -99,6 +123,18 @@ __device__ __forceinline__ void row_sum(float (&sum)[COUNT]) {
 
 __device__ __forceinline__ float elements_of_row(const Head& head) {
     return ACROSS_HEADS ? HEAD_DIM * static_cast<float>(head.tensor ? K_HEADS : Q_HEADS) : HEAD_DIM;
+}
+
+// Adds a lane's part of a head to a row's sum.
+__device__ __forceinline__ void add_up(const float* x, float& sum) {
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) sum = __fadd_rn(sum, x[i]);
+}
+
+// Subtracts the mean of a row from a lane's part of a head, which has `count` elements. The others are zeros.
+__device__ __forceinline__ void subtract(float mean, int count, float* x) {
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) x[i] = i < count ? __fadd_rn(x[i], -mean) : 0.0f;
 }
 
 // 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm or its mean computes it. For a power of two

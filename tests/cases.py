@@ -266,23 +266,26 @@ class NormCase:
     first: int | None = None  # a joint call: the first stream's part of S
     two_tables: bool = False  # each stream has its own tables
     after_rope: bool = False
+    kind: str = "rms_norm"  # norm_kind
+    biases: bool = False  # beside each weight
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def norm(self) -> NormOptions:
-        return NormOptions(self.rounding, self.across_heads, self.zero_centered, self.after_rope)
+        return NormOptions(self.rounding, self.across_heads, self.zero_centered, self.after_rope, kind=self.kind)
 
 
 def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
     """Make a NormCase; words of a `Case` go to its case."""
-    own = ("across_heads", "zero_centered", "after_rope", "weights", "weight_dtype", "first", "two_tables")
+    own = ("across_heads", "zero_centered", "after_rope", "weights", "weight_dtype", "first", "two_tables", "kind", "biases")
     norm = {n: words.pop(n) for n in own if n in words}
     norm["rounding"] = words.pop("norm", "none")
     return NormCase(name, why, Case("", "", shape=shape, **words), **norm)  # type: ignore[arg-type]
 
 
+LAYER = {"kind": "layer_norm"}
 NORM_CASES = [
     _normed("none", "fp32 all the way"),
     _normed("once", "FLUX: neighbours, the bits of torch's rms_norm", (1, 3, 4, 4, 128), norm="once", interleaved=True),
@@ -339,6 +342,19 @@ NORM_CASES = [
     _normed("after-full", "members of a pair differ, so the rotation changes the sum", table="full", after_rope=True,
             norm="once", dtype="fp16", weight_dtype="fp32"),
     _normed("after-joint", "two streams", (1, 7, 4, 4, 64), first=3, after_rope=True, norm="twice", interleaved=True),
+    _normed("layer", "StableLM: the mean is subtracted, no biases", (1, 4, 4, 2, 128), **LAYER, norm="once"),
+    _normed("layer-biased", "HunyuanDiT: biases, idle lanes, a rest, batch", (2, 3, 9, 3, 80), **LAYER, biases=True,
+            rotary_dim=32, norm="twice", weight_dtype="fp32"),
+    _normed("layer-unweighted", "k alone has a weight and a bias, neighbours", (1, 3, 4, 2, 64), **LAYER, weights="k",
+            biases=True, interleaved=True),
+    _normed("layer-across", "a row is a token", (1, 3, 6, 2, 64), **LAYER, biases=True, across_heads=True, norm="once"),
+    _normed("layer-after", "TransformerEngine: after the rotation, 1 + weight", (1, 4, 3, 3, 72), **LAYER, biases=True,
+            after_rope=True, zero_centered=True, rotary_dim=48),
+    _normed("layer-per-head", "tables of each head, fp32", (2, 3, 2, 2, 64), **LAYER, table="per_head", dtype="fp32",
+            weight_dtype="fp32", after_rope=True),
+    _normed("layer-scalar", "rows wider than a warp", (1, 2, 3, 2, 128), **LAYER, strides="reversed", norm="once",
+            biases=True),
+    _normed("layer-joint", "two streams", (1, 7, 4, 4, 64), **LAYER, first=3, biases=True, norm="once"),
     _normed("joint", "two streams, the split inside a block", (1, 7, 4, 4, 64), first=3, norm="once", interleaved=True),
     _normed("joint-batch", "two batch rows, GQA, strided", (2, 5, 4, 2, 64), first=2, norm="twice", strides="qkv"),
     _normed("joint-first", "the second is empty", (1, 3, 2, 2, 64), first=3),
@@ -357,6 +373,7 @@ class NormTensors:
 
     streams: list[Tensor | None]
     weights: tuple[Tensor | None, ...]
+    biases: tuple[Tensor | None, ...]
     arguments: dict[str, Any]  # the others: tables, the norm's, the options
     tables: Any  # the ops' arguments
     second_tables: tuple[Tensor | None, Tensor | None]
@@ -375,16 +392,20 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
         v = torch.randn(k.shape, generator=generator).to(k.dtype).to(device)
         parts = [x.split((case.first, x.shape[1] - case.first), 1) for x in (q, k, v)]
         streams, number = [part[n] for n in range(2) for part in parts], 2
-    weights = []
+    weights: list[Tensor | None] = []
+    biases: list[Tensor | None] = []
     for _ in range(number):
         for name, x in (("q", q), ("k", k)):
             if x is None or name not in case.weights:
                 weights.append(None)
+                biases.append(None)
                 continue
             _, _, heads, dim = canonical(x, case.rope.layout).shape
-            weight = torch.randn(dim * (heads if case.across_heads else 1), generator=generator)
-            weights.append(weight.to(DTYPES[case.weight_dtype]).to(device))
-    words = {"norm_rounding": case.rounding, "zero_centered": case.zero_centered, "after_rope": case.after_rope}
+            for made, given in ((weights, True), (biases, case.biases)):
+                x = torch.randn(dim * (heads if case.across_heads else 1), generator=generator) if given else None
+                made.append(None if x is None else x.to(DTYPES[case.weight_dtype]).to(device))
+    words = {"norm_rounding": case.rounding, "zero_centered": case.zero_centered, "after_rope": case.after_rope,
+             "norm_kind": case.kind}  # fmt: skip
     if number == 1:
         words["across_heads"] = case.across_heads
     else:
@@ -394,7 +415,7 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
     given = dict(zip(names, tables[:2] if second[0] is None else zip(tables[:2], second)))
     options = options._replace(norm=case.norm)
     return NormTensors(
-        streams, tuple(weights), {**keywords, **words, **given}, tuple(tables), second, options, case.norm
+        streams, tuple(weights), tuple(biases), {**keywords, **words, **given}, tuple(tables), second, options, case.norm
     )  # fmt: skip
 
 
@@ -431,19 +452,24 @@ def random_norm_case(seed: int) -> NormCase:
         table_rows=tokens + draw.randint(0, 3), strides=draw.choice(("plain", "plain", "offset", "reversed")),
         rounding=draw.choice(("fp32", "dtype", "complex128")),
     )  # fmt: skip
+    layer = draw.random() < 0.3
+    kind = {"kind": "layer_norm", "biases": draw.random() < 0.5} if layer else {}
     return NormCase(
         f"norm-seed-{seed}", "the unforeseen", case, draw.choice(("none", "once", "twice")), across,
         draw.random() < 0.3, draw.choice(("", "qk", "qk", "qk")), draw.choice((dtype, "fp32")),
         draw.randint(0, tokens) if joint else None, joint and draw.random() < 0.5, after_rope=draw.random() < 0.25,
+        **kind,
     )  # fmt: skip
 
 
 def norm_call(call: NormTensors, in_place: bool = False) -> tuple[Tensor | None, ...]:
     """The results of the user's function."""
     if len(call.streams) == 6:
-        pairs = (call.streams[:3], call.streams[3:], call.weights[:2], call.weights[2:])
+        weights = (*call.weights[:2], *call.biases[:2]), (*call.weights[2:], *call.biases[2:])
+        pairs = (call.streams[:3], call.streams[3:], *weights)
         return norm_rope_joint(*pairs, **call.arguments)  # type: ignore[arg-type]
-    return norm_rope(*call.streams, *call.weights, inplace=in_place, **call.arguments)  # type: ignore[arg-type,no-any-return]
+    biases = {name: x for name, x in zip(("q_bias", "k_bias"), call.biases) if x is not None}
+    return norm_rope(*call.streams, *call.weights, inplace=in_place, **biases, **call.arguments)  # type: ignore[arg-type,no-any-return]
 
 
 def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
@@ -456,7 +482,7 @@ def norm_reference(call: NormTensors) -> tuple[Tensor | None, ...]:
 def norm_operation(call: NormTensors) -> tuple[Operation, dict[str, Tensor]]:
     """The operation of a call, and its tensors by name."""
     joint = len(call.streams) == 6
-    tensors = (*call.streams, *call.weights, *(call.second_tables if joint else ()))
+    tensors = (*call.streams, *call.weights, *(call.second_tables if joint else ()), *call.biases)
     op = QK_NORM_ROPE_JOINT if joint else QK_NORM_ROPE
     return op, named(op, tensors, call.tables)
 

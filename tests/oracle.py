@@ -147,12 +147,16 @@ def kept(x: Tensor, y: Tensor, o: dict[str, Any]) -> Tensor:
     return torch.cat((y[:, :owned], x[:, owned:]), 1)
 
 
-def normed(x: Tensor, weight: Any, o: dict[str, Any]) -> Tensor:
-    """RMSNorm of (B, S, H, D), of each head or across all of a token."""
+def normed(x: Tensor, weight: Any, bias: Any, o: dict[str, Any]) -> Tensor:
+    """The norm of (B, S, H, D), of each head or across all of a token."""
     rows = x.flatten(-2) if o.get("across_heads") else x
+    if o.get("norm_kind") == "layer_norm":
+        rows = rows - rows.mean(-1, keepdim=True)
     y = rows / (rows.square().mean(-1, keepdim=True) + float(o.get("eps", 1e-6))).sqrt()
     if weight is not None:
         y = y * (exact(weight) + (1 if o.get("zero_centered") else 0))
+    if bias is not None:
+        y = y + exact(bias)
     return y.reshape(x.shape)
 
 
@@ -225,12 +229,12 @@ def kv_cache_(q: Any, *rest: Any, **o: Any) -> Result:
 def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
                  **o: Any) -> Result:  # fmt: skip
     o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
-    pairs = ((q, q_weight), (k, k_weight))
+    parts = ((q, q_weight, o.get("q_bias")), (k, k_weight, o.get("k_bias")))
 
-    def both(x: Tensor, weight: Any) -> Tensor:
-        return normed(rotated(x, o), weight, o) if o.get("after_rope") else rotated(normed(x, weight, o), o)
+    def both(x: Tensor, *own: Any) -> Tensor:
+        return normed(rotated(x, o), *own, o) if o.get("after_rope") else rotated(normed(x, *own, o), o)
 
-    return tuple(None if x is None else unheads(both(heads(exact(x), layout), w), layout) for x, w in pairs), {}
+    return tuple(None if x is None else unheads(both(heads(exact(x), layout), *own), layout) for x, *own in parts), {}
 
 
 def norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:
@@ -246,7 +250,7 @@ def norm_fp8(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: An
 def norm_kv_cache(q: Any, k: Any, v: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
                   **o: Any) -> Result:  # fmt: skip
     if o.get("v_norm"):
-        v = unheads(normed(heads(exact(v), o.get("layout", "bshd")), None, o), o.get("layout", "bshd"))
+        v = unheads(normed(heads(exact(v), o.get("layout", "bshd")), None, None, o), o.get("layout", "bshd"))
     return kv_cache(q, k, v, turned=norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], **o)
 
 

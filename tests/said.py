@@ -13,7 +13,8 @@ import jitrope
 _OF = {
     "packed": ("cu_seqlens", "max_seqlen", "start_positions", "packed_table", "cp_size", "cp_rank"),
     "mrope": ("mrope_section", "mrope_interleaved"),
-    "norm": ("q_weight", "k_weight", "eps", "across_heads", "zero_centered", "after_rope", "v_norm", "norm_rounding"),
+    "norm": ("q_weight", "k_weight", "q_bias", "k_bias", "norm_kind", "eps", "across_heads", "zero_centered",
+             "after_rope", "v_norm", "norm_rounding"),
     "cache": ("k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "rotate_k"),
 }
 
@@ -86,8 +87,11 @@ def norm_fp8(
     return fp8(q, k, cos, sin, norm=norm, **flat)
 
 
-def _norm(flat: dict[str, Any], q_weight: Any, k_weight: Any) -> tuple[jitrope.Norm, dict[str, Any]]:
-    words = {k.removeprefix("norm_"): v for k, v in flat.items() if k in _OF["norm"]}
+def _norm(
+    flat: dict[str, Any], q_weight: Any, k_weight: Any, q_bias: Any = None, k_bias: Any = None
+) -> tuple[jitrope.Norm, dict[str, Any]]:
+    biases = {name: x for name, x in (("q_bias", q_bias), ("k_bias", k_bias)) if x is not None}
+    words = {**{k.removeprefix("norm_"): v for k, v in flat.items() if k in _OF["norm"]}, **biases}
     return jitrope.Norm(q_weight, k_weight, **words), {k: v for k, v in flat.items() if k not in _OF["norm"]}
 
 

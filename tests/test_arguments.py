@@ -40,13 +40,13 @@ from .matrix.situations import DROP, NO_TABLES, packed
 from .said import KINDS
 
 TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
-           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight")  # fmt: skip
+           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias", "k_bias")  # fmt: skip
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
          "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace")  # fmt: skip
 NUMBERS = ("mscale", "eps")
-WORDS = ("layout", "rounding", "norm_rounding")
+WORDS = ("layout", "rounding", "norm_rounding", "norm_kind")
 SCALES = ("q_scale", "k_scale", "v_scale")
 SECTIONS = ("mrope_section",)
 KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
@@ -67,6 +67,7 @@ class Word(str, enum.Enum):
     fp32 = "fp32"
     auto = "auto"
     none = "none"
+    rms_norm = "rms_norm"
 
 
 # Names that a refusal may have in place of the parameter's.
@@ -74,6 +75,7 @@ OTHER_NAMES = {
     "k": ("k_scale",),
     "position_ids": ("positions",),
     "norm_rounding": ("rounding",),
+    "norm_kind": ("kind",),
     **dict.fromkeys(("first_weights", "second_weights"), ("q_weight", "the weights")),
 }
 MODULE = torch.nn.Identity()
@@ -230,6 +232,8 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         plain = {"cu_seqlens": offsets, "max_seqlen": 3, "packed_table": True}[parameter]
     elif parameter == "start_positions":
         plain = torch.tensor([2, 0], device=cell.device)
+    elif parameter in ("q_bias", "k_bias"):
+        changes, plain = {"norm_kind": "layer_norm"}, cell.rand(D, seed=3)
     elif parameter in ("cp_size", "cp_rank"):
         changes = {n: cell.rand(B, 4, *SIZES[n][2:], seed=5) for n in f.turned}
         changes |= {"cos": cell.rand(12, 4), "sin": cell.rand(12, 4), "cp_size": 2, "cp_rank": 1}
@@ -257,7 +261,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     elif parameter in NUMBERS:
         plain = 0.25
     elif parameter in WORDS:
-        plain = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none"}[parameter]
+        plain = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none", "norm_kind": "rms_norm"}[parameter]
     args = {n: x for n, x in cell.args(**changes).items() if x is not DROP}
     args = f.packed(args)
     if plain is None:
@@ -374,6 +378,7 @@ def parameters() -> list[tuple[Function, str]]:
             "zero_centered",
             "after_rope",
             "norm_rounding",
+            "norm_kind",
             *(("across_heads",) if "joint" not in f.name and "kv_cache" not in f.name else ()),
         )
         norm += ("v_norm",) if "kv_cache" in f.name else ()

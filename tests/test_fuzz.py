@@ -21,7 +21,7 @@ from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import partition
 from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
-from jitrope.plan.spec import NORM_ROUNDINGS, ROUNDINGS, RopeSpec
+from jitrope.plan.spec import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, RopeSpec
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
 from jitrope.tools.prewarm import specs_of
 
@@ -179,6 +179,7 @@ def problems(draw: Any) -> RopeProblem:
         slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" else None,
         page_size=pick(0, 16, 784) if kind == "cache" else 0, rotate_k=kind == "cache" and draw(FLAG),
         q_out="fp8" if fp8 else dtype, kv_out="fp8" if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
+        norm_kind=pick(*NORM_KINDS) if normed else "", biased=weight is not None and draw(FLAG),
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, zero_centered=normed and draw(FLAG), after_rope=normed and draw(FLAG),
         v_norm=normed and kind == "cache" and draw(FLAG),

@@ -657,6 +657,7 @@ NORMS = [
     {},
     {"norm_rounding": "twice", "after_rope": True},
     {"norm_rounding": "once", "v_norm": True},
+    {"norm_rounding": "once", "norm_kind": "layer_norm"},
 ]
 NORMED_CASES = [case for case in CACHE_CASES if case.table != "freqs"]
 

@@ -37,12 +37,14 @@ BASE = RopeProblem(
     q_out="bf16",
     kv_out="bf16",
     norm_rounding="",
+    norm_kind="",
     across_heads=False,
     row_heads=(),
     zero_centered=False,
     after_rope=False,
     v_norm=False,
     weight_dtype=None,
+    biased=False,
     two_streams=False,
     two_tables=False,
     gradient=False,
@@ -153,7 +155,7 @@ def test_every_plan_fits_cudas_limits() -> None:
                         assert covered >= tokens
 
 
-NORM = {"norm_rounding": "once", "weight_dtype": "bf16", "weight_vec_limit": 8}
+NORM = {"norm_rounding": "once", "norm_kind": "rms_norm", "weight_dtype": "bf16", "weight_vec_limit": 8}
 GRADIENT = {**NORM, "gradient": True, "inverse": True}
 
 

@@ -346,12 +346,12 @@ def run_norm_kernel(inputs, outputs, call, grads=(), sums=None) -> heuristics.Pl
     second = [x.unsqueeze(3) for x in call.streams[3:]]
     _, given = norm_operation(call)
     if grads:
-        given = named(QK_NORM_ROPE_BACKWARD, (*grads, *call.streams, *call.weights), call.tables)
+        given = named(QK_NORM_ROPE_BACKWARD, (*grads, *call.streams, *call.weights, *call.biases), call.tables)
         grads = seen(grads, call.options)[:2]
     plan, words = plan_call(inputs, outputs, given, call.options, 1 if grads else SM_COUNT)  # few blocks, which walk
     sources = (*inputs, *second) if second else (None,) * 6
     grads = [grads[0] if x is None else x for x in grads] if grads else [None] * 2
-    weights = (*of_one(call), None, None)[:4]
+    weights = (*of_one(call, call.weights), None, None)[:4] + (*of_one(call, call.biases), None, None)[:4]
     tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
     pairs = [table_pair(*pair, call.options.table) for pair in (call.tables[:2], second_tables) if pair]
     tables = [*(pairs[1] if second_tables else [None] * 2), *tensors, *pairs[0], *call.tables[2:], *[None] * 4]
@@ -360,11 +360,12 @@ def run_norm_kernel(inputs, outputs, call, grads=(), sums=None) -> heuristics.Pl
     return plan
 
 
-def of_one(call):
-    """The weights, with ones for missing weights if some are given: a kernel takes all or none."""
-    given = [w for w in call.weights if w is not None]
-    one = torch.full((1 << 14,), 1 - call.norm.zero_centered, dtype=given[0].dtype) if given else None
-    return tuple(one if w is None else w for w in call.weights)
+def of_one(call, given):
+    """The weights, with ones for missing weights if some are given (or zeros for biases): a kernel takes all or none."""
+    value = 0 if given is call.biases else 1 - call.norm.zero_centered
+    found = [w for w in given if w is not None]
+    one = torch.full((1 << 14,), value, dtype=found[0].dtype) if found else None
+    return tuple(one if w is None else w for w in given)
 
 
 def run_norm(case: NormCase, launch: str = "auto", in_place: bool = False):
@@ -418,7 +419,8 @@ def test_norm_seeded_sweep(seed: int) -> None:
 
 GRADIENT_CASES = [c for c in NORM_CASES if c.name in (
     "once", "twice-d64", "d72", "partial-offset", "zero-centered", "only-q-weight", "across-d128", "across-per-head",
-    "across-alone", "d6", "full", "mrope", "across-scalar",
+    "across-alone", "d6", "full", "mrope", "across-scalar", "layer", "layer-biased", "layer-unweighted",
+    "layer-across", "layer-after", "layer-per-head", "layer-scalar",
 )]  # fmt: skip
 
 
@@ -436,21 +438,22 @@ def test_norm_gradient_matches_reference(case: NormCase) -> None:
     call.options = turned_back(call.options)._replace(rounding="complex64", norm=norm)
     q, k = call.streams
     grads = [None if x is None else torch.randn_like(x) for x in (q, k)]
-    results = referenced(QK_NORM_ROPE_BACKWARD, (*grads, q, k, *call.weights), call.tables, call.options)
+    results = referenced(QK_NORM_ROPE_BACKWARD, (*grads, q, k, *call.weights, *call.biases), call.tables, call.options)
     expected = [results.get(name) for name in QK_NORM_ROPE_BACKWARD.results]
     outputs = [None if x is None else torch.full_like(x, 777) for x in (q, k)]
     sizes = [0 if x is None else x.shape[-1] * (heads_of(x, case) if case.across_heads else 1) for x in (q, k)]
     sums = []
 
     def room(plan):
-        sums.append(torch.full((plan.grid[0] * plan.grid[1], sum(sizes)), float("nan")))
+        rows = plan.grid[0] * plan.grid[1]
+        sums.append(torch.full((rows, sum(sizes) * (2 if case.biases else 1)), float("nan")))
         return sums[0] if case.weights else None
 
     plan = run_norm_kernel(seen((q, k), call.options), seen(outputs, call.options), call, grads, room)
     assert plan.grid[0] * plan.spec.tokens_per_block < b * TOKENS
     assert_close(outputs, expected[:2])
     total = sums[0].sum(0)
-    for got, want in zip(total.split(sizes), expected[2:]):
+    for got, want in zip(total.split(sizes * (2 if case.biases else 1)), expected[2:]):
         if want is not None:
             want = want.float()
             torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())

@@ -46,17 +46,19 @@ def assert_equal(got, want) -> None:
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-NORM_WORDS = ("norm_rounding", "zero_centered", "after_rope", "across_heads")
+NORM_WORDS = ("norm_rounding", "norm_kind", "zero_centered", "after_rope", "across_heads")
 
 # ---- values against fp64 -----------------------------------------------------------------------------
 
 
-def normed64(x: torch.Tensor, weight: torch.Tensor | None, case: NormCase) -> torch.Tensor:
-    """RMSNorm in fp64, one row after the other."""
+def normed64(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, case: NormCase) -> torch.Tensor:
+    """The norm in fp64, one row after the other."""
     view = views.canonical(x, case.rope.layout).double()
     rows = view.flatten(-2) if case.across_heads else view
     factor = 1 if weight is None else weight.double() + (1 if case.zero_centered else 0)
-    rows = rows / (rows.square().sum(-1, keepdim=True) / rows.shape[-1] + case.norm.eps).sqrt() * factor
+    if case.kind == "layer_norm":
+        rows = rows - rows.sum(-1, keepdim=True) / rows.shape[-1]
+    rows = rows / (rows.square().sum(-1, keepdim=True) / rows.shape[-1] + case.norm.eps).sqrt() * factor + (0 if bias is None else bias.double())
     rows = rows.reshape(view.shape)
     order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
     return rows[0] if case.rope.layout == "thd" else rows.permute(order[case.rope.layout])
@@ -68,11 +70,11 @@ def values64(case: NormCase, call) -> list[torch.Tensor | None]:
                if name not in (*NORM_WORDS, "cos", "sin")}  # fmt: skip
     words = {"layout": "bshd", "interleaved": False, **options}
     tables = call.arguments.get("cos"), call.arguments.get("sin")
-    (q, k), (q_weight, k_weight) = call.streams, call.weights
+    q, k = call.streams
     given = [x for x in (q, k) if x is not None]
 
     def normed(xs):
-        return [normed64(x, w, case).float() for x, w in zip(xs, (q_weight, k_weight))]
+        return [normed64(x, *own, case).float() for x, *own in zip(xs, call.weights, call.biases)]
 
     def rotated(xs):
         return autograd_reference(case.rope, *xs, *(xs if len(xs) == 1 else ()), *tables, words)[: len(xs)]
@@ -118,6 +120,8 @@ def test_joint_is_both_streams_one_behind_the_other(case: NormCase) -> None:
                 table = own[name]
                 own[name] = table[n] if case.two_tables else table[first:] if n else table[:first]
         if streams[3 * n].shape[1]:
+            biases = zip(("q_bias", "k_bias"), call.biases[2 * n : 2 * n + 2])
+            own |= {name: x for name, x in biases if x is not None}
             parts.append(norm_rope(*streams[3 * n : 3 * n + 2], *call.weights[2 * n : 2 * n + 2], **own))
     assert_equal((q, k), [torch.cat(pair, 1) for pair in zip(*parts)])
     assert torch.equal(v, torch.cat((streams[2], streams[5]), 1))
@@ -251,6 +255,35 @@ def test_zero_centered_is_gemmas(dtype: torch.dtype) -> None:
         norm_rope(q, k, *weights, *tables, zero_centered=True),
         norm_rope(q, k, *shifted, *tables),
     )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_is_torchs(dtype: torch.dtype, device: str) -> None:
+    """`torch.nn.LayerNorm` with weights and biases (CogVideoX, HunyuanDiT), before and after the rotation."""
+    q, k, *weights = tensors(device, dtype, (2, 33, 6, 64), (2, 33, 2, 64), *[(64,)] * 4)
+    biases, tables = dict(zip(("q_bias", "k_bias"), weights[2:])), tables_of(device, 33, 32)
+    words = {"norm_kind": "layer_norm", "norm_rounding": "once", "eps": 1e-5}
+
+    def plain(*xs):
+        return [F.layer_norm(x, (64,), *own, eps=1e-5) for x, *own in zip(xs, weights, weights[2:])]
+
+    before = norm_rope(q, k, *weights[:2], *tables, **words, **biases), jitrope.apply_rope(*plain(q, k), *tables)
+    rotated = jitrope.apply_rope(q, k, *tables)
+    after = norm_rope(q, k, *weights[:2], *tables, **words, **biases, after_rope=True), plain(*rotated)
+    for got, want in (before, after):
+        if device == "cpu":
+            assert_equal(got, want)
+        else:
+            assert_near(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_layer_norm_keeps_the_variance_of_large_elements(device: str) -> None:
+    """Elements far from zero: squares less the squared mean would lose all digits."""
+    x = 1e4 + tensors("cpu", torch.float32, (1, 5, 3, 64))[0]
+    got = norm_rope(x.to(device), None, norm_kind="layer_norm")[0].cpu()
+    torch.testing.assert_close(got, F.layer_norm(x.double(), (64,), eps=1e-6).float(), rtol=1e-3, atol=1e-3)
 
 
 ACROSS = [("wan", 12, 128, True), ("wan-14b", 40, 128, True), ("ltx", 32, 64, False)]
@@ -429,13 +462,16 @@ def test_in_place_has_no_gradient(which: str, device: str) -> None:
 
 
 def oracle(q, k, q_weight, k_weight, cos, sin, *, across_heads=False, zero_centered=False, after_rope=False,
-           interleaved=False, rotary_dim=None, rotary_offset=0, eps=1e-6):  # fmt: skip
+           interleaved=False, rotary_dim=None, rotary_offset=0, eps=1e-6, norm_kind="rms_norm", q_bias=None,
+           k_bias=None):  # fmt: skip
     """Norm and rope in differentiable fp64, for (B, S, H, D) and tables that broadcast to (B, S, H, rotary_dim / 2)."""
 
-    def normed(x, weight):
+    def normed(x, weight, bias):
         rows = x.flatten(-2) if across_heads else x
+        rows = rows - rows.mean(-1, keepdim=True) if norm_kind == "layer_norm" else rows
         rows = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()
         rows = rows if weight is None else rows * (weight + (1 if zero_centered else 0))
+        rows = rows if bias is None else rows + bias
         return rows.reshape(x.shape)
 
     def rotated(y):
@@ -448,10 +484,10 @@ def oracle(q, k, q_weight, k_weight, cos, sin, *, across_heads=False, zero_cente
             out[b] = y[..., b] * c[..., pair] + y[..., a] * s[..., pair]
         return torch.stack(out, -1)
 
-    pairs = ((q, q_weight), (k, k_weight))
+    parts = ((q, q_weight, q_bias), (k, k_weight, k_bias))
     if after_rope:
-        return [None if x is None else normed(rotated(x), weight) for x, weight in pairs]
-    return [None if x is None else rotated(normed(x, weight)) for x, weight in pairs]
+        return [None if x is None else normed(rotated(x), *own) for x, *own in parts]
+    return [None if x is None else rotated(normed(x, *own)) for x, *own in parts]
 
 
 GRADIENTS = {
@@ -464,6 +500,10 @@ GRADIENTS = {
     "after-partial": {"after_rope": True, "rotary_dim": 8, "interleaved": True},
     "after-across": {"after_rope": True, "across_heads": True},
     "across-interleaved": {"across_heads": True, "interleaved": True, "zero_centered": True},
+    "layer": {"norm_kind": "layer_norm"},
+    "layer-partial": {"norm_kind": "layer_norm", "rotary_dim": 8, "interleaved": True, "zero_centered": True},
+    "layer-after": {"norm_kind": "layer_norm", "after_rope": True},
+    "layer-across": {"norm_kind": "layer_norm", "across_heads": True},
 }
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 
@@ -479,20 +519,26 @@ def assert_gradients(got, want, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("words", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradient_against_fp64(words, per_head: bool, dtype: torch.dtype, device: str) -> None:
-    """The gradients of q, k and the weights, also for bf16 q and fp32 weights; two runs give the same bits."""
+    """The gradients of q, k, weights and biases, also for bf16 q and fp32 weights; two runs give the same bits."""
     heads, dim = (3, 3) if per_head else (4, 2), 16
     q, k = tensors("cpu", dtype, *((2, 11, h, dim) for h in heads))
-    weights = tensors("cpu", torch.float32, *((dim * (h if "across_heads" in words else 1),) for h in heads), seed=1)
+    sizes = [(dim * (h if "across_heads" in words else 1),) for h in heads]
+    biases = ["q_bias", "k_bias"] if "norm_kind" in words else []
+    weights = tensors("cpu", torch.float32, *sizes, *(sizes if biases else []), seed=1)
+
+    def call(function, leaves, tables):
+        return function(*leaves[:4], *tables, **words, **dict(zip(biases, leaves[4:])))
+
     tables = tables_of("cpu", 11, words.get("rotary_dim", dim) // 2)
     if per_head:
         tables = [t.transpose(1, 2) for t in tables_of("cpu", 11, words.get("rotary_dim", dim) // 2, 2, 3)]
     grads = tensors("cpu", dtype, q.shape, k.shape, seed=2)
     leaves = [x.double().requires_grad_() for x in (q, k, *weights)]
-    want = torch.autograd.grad(oracle(*leaves, *tables, **words), leaves, [g.double() for g in grads])
+    want = torch.autograd.grad(call(oracle, leaves, tables), leaves, [g.double() for g in grads])
     leaves = [x.to(device).requires_grad_() for x in (q, k, *weights)]
     results = []
     for _ in range(2):
-        outputs = norm_rope(*leaves, *(t.to(device) for t in tables), **words)
+        outputs = call(norm_rope, leaves, [t.to(device) for t in tables])
         results.append(torch.autograd.grad(outputs, leaves, [g.to(device) for g in grads]))
     assert [g.dtype for g in results[0]] == [x.dtype for x in leaves]
     assert_gradients([g.cpu() for g in results[0]], want, dtype)
@@ -588,7 +634,7 @@ def test_gradient_is_there_for_every_kind_of_table(name: str) -> None:
         if ours:
             outputs = norm_call(call)
         else:
-            normed = [reference.rms_norm(x, w.float(), call.norm, case.rope.layout) for x, w in zip(leaves, leaves[2:])]
+            normed = [reference.normed(x, w.float(), None, call.norm, case.rope.layout) for x, w in zip(leaves, leaves[2:])]
             outputs = autograd_rope(case, call, normed)
         torch.manual_seed(3)
         grads.append(torch.autograd.grad(outputs, leaves, [torch.randn(y.shape) for y in outputs]))
@@ -617,7 +663,7 @@ def test_a_second_derivative_is_refused(device: str) -> None:
 
 @pytest.mark.parametrize("case", named(
     "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "mrope", "packed-qkv", "joint",
-    "joint-batch", "joint-two-tables", "cis-starts",
+    "joint-batch", "joint-two-tables", "cis-starts", "layer-biased", "layer-joint",
 ), ids=str)  # fmt: skip
 @pytest.mark.parametrize("in_place", [False, True])
 def test_opcheck(case: NormCase, in_place: bool) -> None:
@@ -625,25 +671,25 @@ def test_opcheck(case: NormCase, in_place: bool) -> None:
         case = replace(case, first=None, two_tables=False)
     call = make_norm(case)
     if not in_place:
-        for x in (*call.streams, *call.weights):
+        for x in (*call.streams, *call.weights, *call.biases):
             if x is not None:
                 x.requires_grad_()
     name = "qk_norm_rope_" if in_place else "qk_norm_rope" if case.first is None else "qk_norm_rope_joint"
     second = call.second_tables if len(call.streams) == 6 else ()
     operation = QK_NORM_ROPE_JOINT if second else QK_NORM_ROPE
-    arguments = op_arguments(operation, (*call.streams, *call.weights, *second), call.tables, call.options)
+    arguments = op_arguments(operation, (*call.streams, *call.weights, *second, *call.biases), call.tables, call.options)
     torch.library.opcheck(getattr(torch.ops.jitrope, name).default, arguments)
 
 
 @pytest.mark.parametrize("case", named(
-    "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "unweighted",
+    "once", "twice", "d192", "partial", "only-q-weight", "across-per-head", "unweighted", "layer-biased",
 ), ids=str)  # fmt: skip
 def test_opcheck_of_the_gradient(case: NormCase) -> None:
     """opcheck without its test of the gradient, because the op has none."""
     call = make_norm(case)
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     options = call.options._replace(inverse=True, rounding="fp32")
-    tensors = (*grads, *call.streams, *call.weights)
+    tensors = (*grads, *call.streams, *call.weights, *call.biases)
     arguments = op_arguments(QK_NORM_ROPE_BACKWARD, tensors, call.tables, options)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_backward.default, arguments, test_utils=tests)
@@ -745,6 +791,9 @@ def test_forward_mode_is_refused() -> None:
 # ---- refusals ----------------------------------------------------------------------------------------
 
 
+ONES = torch.ones(8)
+
+
 def arguments(**changes):
     words = {
         "q": torch.ones(2, 6, 4, 8), "k": torch.ones(2, 6, 2, 8), "q_weight": torch.ones(8), "k_weight": torch.ones(8),
@@ -770,6 +819,13 @@ REFUSALS = {
     "weight-strided": (arguments(q_weight=torch.ones(16)[::2]), r"q_weight has stride \(2,\); it must be contiguous"),
     "weight-expanded": (arguments(k_weight=torch.ones(1).expand(8)), "k_weight has stride .*; it must be contiguous"),
     "weight-without-k": (arguments(k=None), "k_weight is given, but k is not"),
+    "bias": (arguments(q_bias=ONES), "q_bias goes with kind='layer_norm'"),
+    "bias-shape": (arguments(k_bias=torch.ones(9), norm_kind="layer_norm"), r"k_bias has shape \(9,\); it must be"),
+    "bias-dtype": (
+        arguments(q_bias=ONES.half(), norm_kind="layer_norm"),
+        "k_weight is torch.float32 but q_bias is torch.float16; they must match",
+    ),
+    "kind": (arguments(norm_kind="batch_norm"), "kind is 'batch_norm'; it must be one of 'rms_norm', 'layer_norm'"),
     "norm-rounding": (
         arguments(norm_rounding="thrice"),
         "rounding is 'thrice'; it must be one of 'none', 'once', 'twice'",
@@ -813,7 +869,6 @@ def stream(tokens: int = 3, **changes):
     return q, *(torch.ones(*shape, words["k_heads"], words["dim"], dtype=words["dtype"]) for _ in range(2))
 
 
-ONES = torch.ones(8)
 JOINT_REFUSALS = {
     "heads": ((stream(), stream(5, heads=6)), {}, "first's q is .*H=4.* second's .*H=6.*; only S may differ"),
     "k-heads": ((stream(), stream(5, k_heads=1)), {}, "first's k is"),

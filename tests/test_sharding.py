@@ -136,7 +136,10 @@ def rope(**arguments: Any) -> Function:
 
 
 def normed(cos: Tensor, sin: Tensor, **options: Any) -> Function:
-    return lambda q, k, q_weight, k_weight: norm_rope(q, k, q_weight, k_weight, cos, sin, **options)
+    def call(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *biases: Tensor) -> Any:
+        return norm_rope(q, k, q_weight, k_weight, cos, sin, **options, **dict(zip(("q_bias", "k_bias"), biases)))
+
+    return call
 
 
 def refuses(match: str, function: Function, *arguments: Any, **keywords: Any) -> None:
@@ -307,6 +310,9 @@ def norms() -> None:
         inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
         against_plain(normed(cos, sin, norm_rounding=rounding, zero_centered=axis == 0), inputs, partial)
         against_plain(norm_rope, inputs)
+    for axis in range(3):
+        inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
+        against_plain(normed(cos, sin, norm_kind="layer_norm"), inputs, partial * 2)
     for axis in range(2):
         inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
         wide = [(weight(8 * D), [Partial()]), (weight(4 * D), [Partial()])]

@@ -32,6 +32,8 @@ from .fit import (
 )
 from .reference import of_stream
 
+WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
+
 
 def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
@@ -217,7 +219,7 @@ def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     check_fp8(name, tensors, options)
     _check_norm(fail, tensors, options)
-    _refuse_gradients(fail, tensors, "q_weight", "k_weight")
+    _refuse_gradients(fail, tensors, *WEIGHTS)
 
 
 def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
@@ -227,7 +229,7 @@ def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail("across_heads does not go with a cache; normalise in a call before")
     check_kv_cache(name, tensors, options)
     _check_norm(fail, tensors, options)
-    _refuse_gradients(fail, tensors, "q_weight", "k_weight")
+    _refuse_gradients(fail, tensors, *WEIGHTS)
 
 
 def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
@@ -235,25 +237,28 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     norm = norm_of(options)
     if "cu_seqlens" in tensors:
         fail("cu_seqlens does not go with a norm; pass positions as a tensor of ids")
-    if "k" not in tensors and "k_weight" in tensors:
-        fail("k_weight is given, but k is not")
-    weights = {label: tensors[f"{label}_weight"] for label in ("q", "k") if f"{label}_weight" in tensors}
+    weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
-        x = tensors[label]
+        owner, _, kind = label.partition("_")
+        if owner not in tensors:
+            fail(f"{label} is given, but {owner} is not")
+        if kind == "bias" and norm.kind != "layer_norm":
+            fail(f"{label} goes with kind='layer_norm'")
+        x = tensors[owner]
         _, _, heads, size = sizes_of(x, options.layout)
         size, letters = (heads * size, "H D") if norm.across_heads else (size, "D")
         if weight.dim() != 1 or weight.shape[0] != size:
-            had = f"{label} is {named(x, options.layout)} but {label}_weight has shape {tuple(weight.shape)}"
+            had = f"{owner} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
             or_else = "" if norm.across_heads else ", or H D with across_heads"
             fail(f"{had}; it must be ({letters}), {size} numbers{or_else}")
         if not is_float(weight):
-            fail(f"{label}_weight is {weight.dtype}; allowed are fp32, fp16 and bf16")
+            fail(f"{label} is {weight.dtype}; allowed are fp32, fp16 and bf16")
         if not weight.is_contiguous():
-            fail(f"{label}_weight has stride {weight.stride()}; it must be contiguous")
+            fail(f"{label} has stride {weight.stride()}; it must be contiguous")
         if weight.device != x.device:
-            fail(f"{label}_weight is on {weight.device} but q is on {x.device}")
+            fail(f"{label} is on {weight.device} but q is on {x.device}")
     if len({weight.dtype for weight in weights.values()}) > 1:
-        had = " but ".join([f"{label}_weight is {weight.dtype}" for label, weight in weights.items()])
+        had = " but ".join([f"{label} is {weight.dtype}" for label, weight in weights.items()])
         fail(f"{had}; they must match")
 
 
@@ -261,7 +266,7 @@ def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with two streams."""
     fail = failing(name)
     _check_streams(tensors, fail)
-    given = {x.dtype for label, x in tensors.items() if label.endswith("_weight")}
+    given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
     if len(given) >= 2:
         fail(f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
     for stream in ("first", "second"):

@@ -28,7 +28,7 @@ from ..plan.views import Tensors, table_pair
 from . import watch
 from .operation import Operation
 from .replay import Form, maker, twice
-from .stand_ins import weights_of_one
+from .stand_ins import missing_weights
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
 
@@ -140,7 +140,7 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
     """
     known = Known(op, options, given)
     known.stand_ins = dict([*tensors.items()][len(given) :])
-    statics = {**known.stand_ins, **(weights_of_one(tensors, options) if op.norm else {})}
+    statics = {**known.stand_ins, **(missing_weights(tensors, options) if op.norm else {})}
     _plan(known, {**tensors, **statics}, statics)
     if statics and watch.capturing(next(iter(given.values()))):
         return known  # tensors made during a capture belong to its graph

@@ -34,6 +34,7 @@ from .operation import (
 from .stand_ins import one_row
 
 WEIGHTS = ("q_weight?", "k_weight?")
+BIASES = ("q_bias?", "k_bias?")
 
 
 class _Rope(Operation):
@@ -215,7 +216,7 @@ class _Normed(Operation):
 
 class _QKNormRopeFp8(_Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "norm with quantize"
-    tensors = (*_RopeFp8.tensors, *WEIGHTS)
+    tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES)
     options = SERVING
     words = (*SERVING, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
@@ -223,7 +224,7 @@ class _QKNormRopeFp8(_Normed, _RopeFp8):
 
 class _QKNormRopeKVCache(_Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
-    tensors = (*_RopeKVCache.tensors, *WEIGHTS)
+    tensors = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES)
     words = (*_RopeKVCache.words, "norm")
     tables = _Normed.tables
     check = staticmethod(checks.check_norm_kv_cache)
@@ -231,7 +232,7 @@ class _QKNormRopeKVCache(_Normed, _RopeKVCache):
 
 class _QKNormRope(_Normed):
     name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
-    tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS)
+    tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS, *BIASES)
     options: tuple[str, ...] = (*NORMED, "inverse")
     words: tuple[str, ...] = (*NORMED, "norm", "check", "inplace")
     shards = True
@@ -247,7 +248,7 @@ class _QKNormRope(_Normed):
         back = changed(turned_back(options), rounding="complex64", norm=norm._replace(rounding="none"))
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
         tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
-        for ending in ("", "_weight"):
+        for ending in ("", "_weight", "_bias"):
             given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
             tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
         tables = {name: x for name, x in saved.items() if name not in self.names}
@@ -261,14 +262,16 @@ class _QKNormRopeJoint(_QKNormRope):
         *("first_q", "first_k", "first_v", "second_q", "second_k", "second_v"),
         *WEIGHTS,
         *("second_q_weight?", "second_k_weight?", "second_cos?", "second_sin?"),
+        *BIASES,
+        *("second_q_bias?", "second_k_bias?"),
     )
     options = NORMED
     words = (*HEAD_WORDS, "norm", "launch")
     tables = frozenset(TABLE_WORDS[:4])
     labels = {  # noqa: RUF012
         **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"},
-        **{f"{letter}_weight": f"first's {letter}_weight" for letter in "qk"},
-        **{f"second_{letter}_weight": f"second's {letter}_weight" for letter in "qk"},
+        **{name: f"first's {name}" for name in checks.WEIGHTS},
+        **{f"second_{name}": f"second's {name}" for name in checks.WEIGHTS},
     }
     results = ("q", "k", "v")
     reads = ("first_q", "first_k", "first_v")
@@ -301,16 +304,16 @@ class _QKNormRopeJoint(_QKNormRope):
 
 class _QKNormRopeBackward(Operation):
     name = "qk_norm_rope_backward"
-    tensors = ("dq", "dk?", "q", "k?", *WEIGHTS)
+    tensors = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES)
     options = _QKNormRope.options
-    results = ("q", "k", "q_weight", "k_weight")
+    results = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
     norm = True
     inplace = False
     reference = staticmethod(reference.qk_norm_rope_backward)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         out = {name: empty_like(tensors[name]) for name in "qk" if name in tensors}
-        width = sum(self._sizes(tensors, options)) if "q_weight" in tensors or "k_weight" in tensors else 0
+        width = sum(self._sizes(tensors, options).values())
         if width:
             out["weight_grads"] = torch.empty(blocks, width, dtype=torch.float32, device=tensors["q"].device)
         return out
@@ -321,18 +324,21 @@ class _QKNormRopeBackward(Operation):
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         sums = outputs.pop("weight_grads", None)
         if sums is not None:
-            weights = [name for name in ("q_weight", "k_weight") if name in tensors]
-            total = sums.sum(0).to(tensors[weights[0]].dtype)  # they have one dtype: see `checks.check_norm`
-            for name, part in zip(("q_weight", "k_weight"), total.split(self._sizes(tensors, options))):
-                if name in weights:
-                    outputs[name] = part
+            sizes = self._sizes(tensors, options)
+            some = next(tensors[name] for name in sizes if name in tensors)
+            total = sums.sum(0).to(some.dtype)  # they have one dtype: see `checks.check_norm`
+            parts = dict(zip(sizes, total.split([*sizes.values()])))
+            outputs.update({name: parts[name] for name in self.results if name in parts and name in tensors})
         return outputs
 
-    def _sizes(self, tensors: Tensors, options: Options) -> list[int]:
-        """The lengths of the weights of q and k."""
+    def _sizes(self, tensors: Tensors, options: Options) -> dict[str, int]:
+        """The weights and biases whose gradients the kernel sums, in its order, and their lengths."""
         across, axis = norm_of(options).across_heads, LAYOUT_AXES[options.layout][2]
-        given = [tensors[name] for name in "qk" if name in tensors]
-        return [x.shape[-1] * (x.shape[axis] if across else 1) for x in given]
+        given_kinds = {name.rpartition("_")[2] for name in tensors}
+        kinds = ("weight", "bias") if "bias" in given_kinds else ("weight",) if "weight" in given_kinds else ()
+        given = {name: tensors[name] for name in "qk" if name in tensors}
+        sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
+        return {f"{name}_{kind}": size for kind in kinds for name, size in sizes.items()}
 
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_INTO = _Rope(), _RopeFp8(), _RopeKVCache(), _RopeInto()

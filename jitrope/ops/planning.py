@@ -12,7 +12,7 @@ from ..plan.spec import LAUNCHES, Options, RopeSpec, changed
 from ..plan.views import Tensors
 from . import launch
 from .operation import Operation
-from .stand_ins import weights_of_one
+from .stand_ins import missing_weights
 
 _planning: ContextVar[tuple[list[RopeSpec], list[str], int] | None] = ContextVar("planning", default=None)
 
@@ -60,7 +60,7 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     if planner is None or next(iter(tensors.values())).device.type != "meta":
         return
     specs, launches, sm_count = planner
-    named = launch.with_outputs(op, {**tensors, **(weights_of_one(tensors, options) if op.norm else {})}, options)
+    named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if op.norm else {})}, options)
     for asked in launches:
         found = plan_call(*op.heads(named, options), named, changed(options, launch=asked), sm_count)
         if found is not None and found[0].spec not in specs:

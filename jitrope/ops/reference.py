@@ -169,27 +169,34 @@ def _members(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-# ---- RMSNorm before the rotation -----------------------------------------------------------------
+# ---- the norm -----------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, norm: NormOptions, layout: str) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) times weight, over each head or over all heads of a token; the mean in fp32.
+def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: NormOptions, layout: str) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) times weight plus bias, over each head or all heads of a token; the mean in fp32.
 
-    The result is in fp32 with norm.rounding "none", else in x's dtype: "once" has the bits of torch.nn.RMSNorm, "twice"
-    those of the RMSNorm of transformers and diffusers.
+    With "layer_norm" the mean of x is subtracted first. The result is in fp32 with norm.rounding "none", else in x's
+    dtype: "once" has the bits of torch.nn.RMSNorm and LayerNorm, "twice" those of the RMSNorm of transformers and
+    diffusers.
     """
     view = canonical(x, layout)
     rows = view.flatten(-2) if norm.across_heads else view
-    plain = not norm.zero_centered and (weight is None or weight.dtype == x.dtype)
-    if norm.rounding == "once" and plain:
+    layer = norm.kind == "layer_norm"
+    plain = not norm.zero_centered and all(p is None or p.dtype == x.dtype for p in (weight, bias))
+    if norm.rounding == "once" and plain and layer:
+        y = torch.nn.functional.layer_norm(rows, rows.shape[-1:], weight, bias, norm.eps)
+    elif norm.rounding == "once" and plain:
         y = torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, norm.eps)
     else:
         y = rows.float()
+        y = y - y.mean(-1, keepdim=True) if layer else y
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + norm.eps)
         if norm.rounding == "twice":
             y = y.to(x.dtype)
         if weight is not None:
             y = y * (weight.float() + norm.zero_centered)
+        if bias is not None:
+            y = y + bias.float()
         if norm.rounding != "none":
             y = y.to(x.dtype)
     y = _as_laid_out(y.view(view.shape), layout)
@@ -201,15 +208,16 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
     norm = norm_of(o)
     out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
-        x, weight, to = t[name], t.get(f"{name}_weight"), out_dtype or t[name].dtype
+        x, to = t[name], out_dtype or t[name].dtype
+        own = t.get(f"{name}_weight"), t.get(f"{name}_bias"), norm, o.layout
         if norm.after_rope:
             exact = norm.rounding == "none" and o.rounding != "dtype"
             rotated_x = rotate(x, t, o, out_dtype=torch.float32 if exact else x.dtype)
-            out[name] = rms_norm(rotated_x, weight, norm, o.layout).to(to)
+            out[name] = normed(rotated_x, *own).to(to)
         else:
-            out[name] = rotate(rms_norm(x, weight, norm, o.layout), t, o, out_dtype=to, storage=x.dtype)
+            out[name] = rotate(normed(x, *own), t, o, out_dtype=to, storage=x.dtype)
     if norm.v_norm:
-        out["v"] = rms_norm(t["v"], None, norm, o.layout).to(out_dtype or t["v"].dtype)
+        out["v"] = normed(t["v"], None, None, norm, o.layout).to(out_dtype or t["v"].dtype)
     return out
 
 
@@ -226,7 +234,7 @@ def names_of_stream(stream: str) -> dict[str, str]:
     """The names of one stream's tensors in a joint call, by their names in a separate call."""
     weights = "second_" if stream == "second" else ""
     heads = {name: f"{stream}_{name}" for name in "qkv"}
-    return {**heads, **{name: weights + name for name in ("q_weight", "k_weight")}}
+    return {**heads, **{name: weights + name for name in ("q_weight", "k_weight", "q_bias", "k_bias")}}
 
 
 def of_stream(t: Tensors, stream: str, whole_tables: bool = False) -> Tensors:
@@ -242,11 +250,11 @@ def of_stream(t: Tensors, stream: str, whole_tables: bool = False) -> Tensors:
 
 
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
-    """The gradients of q, k and their weights, in fp32, rounded once at the end; `o` rotates back."""
+    """The gradients of q, k, their weights and biases, in fp32, rounded once at the end; `o` rotates back."""
     norm = norm_of(o)
     out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
-        x, weight, grad = t[name], t.get(f"{name}_weight"), t[f"d{name}"]
+        x, weight, bias, grad = t[name], t.get(f"{name}_weight"), t.get(f"{name}_bias"), t[f"d{name}"]
         back = changed(o, rounding="fp32")
         if norm.after_rope:
             x = rotate(x, t, changed(back, inverse=not o.inverse), out_dtype=torch.float32)
@@ -255,12 +263,16 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
         rows, g = canonical(x, o.layout).float(), canonical(grad, o.layout).float()
         if norm.across_heads:
             rows, g = rows.flatten(-2), g.flatten(-2)
+        layer = norm.kind == "layer_norm"
+        rows = rows - rows.mean(-1, keepdim=True) if layer else rows
         scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps)
-        normed = rows * scale
+        y = rows * scale
+        if bias is not None:
+            out[f"{name}_bias"] = g.sum(tuple(range(g.dim() - 1))).to(bias.dtype)
         if weight is not None:
-            out[f"{name}_weight"] = (g * normed).sum(tuple(range(g.dim() - 1))).to(weight.dtype)
+            out[f"{name}_weight"] = (g * y).sum(tuple(range(g.dim() - 1))).to(weight.dtype)
             g = g * (weight.float() + norm.zero_centered)
-        dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
+        dx = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
         dx = _as_laid_out(dx.view(canonical(x, o.layout).shape), o.layout)
         dx = rotate(dx, t, back, out_dtype=torch.float32) if norm.after_rope else dx
         out[name] = torch.empty_like(t[name]).copy_(dx)

@@ -26,9 +26,10 @@ OUTPUTS = {
     "rope_": (),
     "qk_norm_rope": ("q", "k"),
     "qk_norm_rope_": (),
-    "qk_norm_rope_backward": ("q", "k", "q_weight", "k_weight"),
+    "qk_norm_rope_backward": ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias"),
 }
-"""The ops that take DTensors. An output is placed like an argument, except that a weight's gradient is a partial sum.
+"""The ops that take DTensors. An output is placed like an argument, except that the gradients of weights and biases are
+partial sums.
 
 torch caches its decisions by the placements and by all arguments from the first int on, so the words that `_rows` reads
 come after that one.
@@ -81,7 +82,7 @@ def _rule(op: Any, outputs: Sequence[str]) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
 
     def output(label: str, row: Row) -> Any:
-        summed = label.endswith("_weight") and label in row and row[label[0]].is_shard()
+        summed = label.endswith(("_weight", "_bias")) and label in row and row[label[0]].is_shard()
         return Partial() if summed else row.get(label, Replicate())
 
     def rule(*arguments: Any) -> Any:

@@ -10,18 +10,19 @@ from ..plan.spec import LAYOUT_AXES, Options, norm_of
 from ..plan.views import Tensors
 
 
-def weights_of_one(tensors: Tensors, options: Options) -> Tensors:
-    """Ones for missing weights if some are given, because a kernel takes all weights or none."""
-    norm, ones = norm_of(options), {}
-    given = [x for name, x in tensors.items() if name.endswith("_weight")]
-    names = {"q": "q_weight", "k": "k_weight", "first_q": "q_weight", "first_k": "k_weight"}
-    names |= {"second_q": "second_q_weight", "second_k": "second_k_weight"}
-    for head, name in names.items() if given else ():
+def missing_weights(tensors: Tensors, options: Options) -> Tensors:
+    """Factors of one and biases of zero for missing ones if some are given, because a kernel takes all or none."""
+    norm, made = norm_of(options), {}
+    given = [name for name in tensors if name.endswith(("_weight", "_bias"))]
+    biased = any(name.endswith("_bias") for name in given)
+    heads = {"q": "q", "k": "k", "first_q": "q", "first_k": "k", "second_q": "second_q", "second_k": "second_k"}
+    for head, owner in heads.items() if given else ():
         x = tensors.get(head)
-        if x is not None and name not in tensors:
-            heads = x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1
-            ones[name] = _ones(x.device, x.shape[-1] * heads, given[0].dtype, norm.zero_centered)
-    return ones
+        for ending, value in (("_weight", 0 if norm.zero_centered else 1), *([("_bias", 0)] if biased else [])):
+            if x is not None and owner + ending not in tensors:
+                count = x.shape[-1] * (x.shape[LAYOUT_AXES[options.layout][2]] if norm.across_heads else 1)
+                made[owner + ending] = _filled(x.device, count, tensors[given[0]].dtype, value)
+    return made
 
 
 @constant
@@ -31,5 +32,5 @@ def one_row(device: torch.device, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 @constant
-def _ones(device: torch.device, count: int, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    return torch.full((count,), 0 if zero_centered else 1, dtype=dtype, device=device)
+def _filled(device: torch.device, count: int, dtype: torch.dtype, value: int) -> Tensor:
+    return torch.full((count,), value, dtype=dtype, device=device)

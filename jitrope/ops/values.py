@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base.arguments import flag, number, refuse, shown, tensor, whole, wholes, word
 from ..plan.problem import constant
-from ..plan.spec import NORM_ROUNDINGS, NormOptions
+from ..plan.spec import NORM_KINDS, NORM_ROUNDINGS, NormOptions
 from ..plan.views import Tensors
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Mrope(Positions):
 
 
 class Norm(Value):
-    """RMSNorm of q and k: x / sqrt(mean(x^2) + eps) times the weight (arXiv:1910.07467, eq. 4).
+    """A norm of q and k: x / sqrt(mean(x^2) + eps) times the weight (RMSNorm, arXiv:1910.07467, eq. 4).
 
     Make one in each forward, because FSDP and `torch.func` replace a module's parameters.
 
@@ -151,7 +151,11 @@ class Norm(Value):
     >>> q, k, _ = jitrope.prepare_qkv(q, k, None, norm=jitrope.Norm(torch.ones(64), torch.ones(64)))
 
     Args:
-        q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight.
+        q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight. Without weights it is
+            the L2 norm of Llama 4 and of TransformerEngine's `L2Normalization`.
+        q_bias, k_bias: like the weights, added at the end; only with "layer_norm".
+        kind: "rms_norm", or "layer_norm": the mean of x is subtracted first (arXiv:1607.06450; Phi, Persimmon,
+            CogVideoX, HunyuanDiT).
         eps: added to the mean of the squares. Qwen3, FLUX, Qwen-Image and Wan have this default in transformers and
             diffusers.
         across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
@@ -160,11 +164,11 @@ class Norm(Value):
             before.
         v_norm: normalise v too, without a weight (Gemma 3n and 4). Without a cache that is a launch of its own.
         rounding: to q's dtype between norm and rope, and with after_rope of the rotated elements too. "none": none.
-            "once": after the weight, as in torch.nn.RMSNorm. "twice": before and after the weight, as in the RMSNorm of
-            transformers and diffusers. Both give the bits of those modules followed by a rotation, or after one: on a
-            CPU always; on a GPU for aligned heads of 64, 128 and 256 that are rotated whole, across heads only "once",
-            in fp16 and bf16. In other cases squares are summed in another order, and a few elements differ in the last
-            bit.
+            "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice": before and after the weight, as in
+            the RMSNorm of transformers and diffusers. Both give the bits of those modules followed by a rotation, or
+            after one: on a CPU always; on a GPU with "rms_norm" for aligned heads of 64, 128 and 256 that are rotated
+            whole, across heads only "once", in fp16 and bf16. In other cases elements are summed in another order, and
+            a few results differ in the last bit.
 
     Raises:
         InvalidInput: an argument has a wrong type.
@@ -175,6 +179,9 @@ class Norm(Value):
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         *,
+        q_bias: Tensor | None = None,
+        k_bias: Tensor | None = None,
+        kind: str = "rms_norm",
         eps: float = 1e-6,
         across_heads: bool = False,
         zero_centered: bool = False,
@@ -183,9 +190,11 @@ class Norm(Value):
         rounding: str = "none",
     ) -> None:
         self.tensors = {}
-        for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias}
+        for name, weight in weights.items():
             if weight is not None:
                 self.tensors[name] = tensor("Norm", name, weight)
+        kind = word("Norm", "kind", kind, NORM_KINDS)
         given = {
             "across_heads": across_heads,
             "zero_centered": zero_centered,
@@ -194,7 +203,7 @@ class Norm(Value):
         }
         flags = {name: flag("Norm", name, value) for name, value in given.items()}
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
-        self.words = {"norm": NormOptions(rounding, **flags, eps=number("Norm", "eps", eps))}
+        self.words = {"norm": NormOptions(rounding, **flags, kind=kind, eps=number("Norm", "eps", eps))}
 
     def __repr__(self) -> str:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()

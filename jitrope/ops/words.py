@@ -26,7 +26,8 @@ _OLD = {
     "start_positions": "positions=jitrope.Starts(start_positions)",
     **dict.fromkeys(("cu_seqlens", "max_seqlen", "packed_table", "cp_size", "cp_rank"), _PACKED),
     **dict.fromkeys(
-        ("eps", "across_heads", "zero_centered", "after_rope", "q_weight", "k_weight"), "norm=jitrope.Norm(...)"
+        ("eps", "across_heads", "zero_centered", "after_rope", "q_weight", "k_weight", "q_bias", "k_bias"),
+        "norm=jitrope.Norm(...)",
     ),
     **dict.fromkeys(("k_cache", "v_cache", "slot_mapping", "v_scale", "rotate_k"), "cache=jitrope.KVCache(...)"),
     **dict.fromkeys(("q_scale", "k_scale"), "quantize=jitrope.Quantize(...)"),

@@ -57,6 +57,7 @@ WORDS = (
 NORM_ADDRESSES = (
     _argument("const T*", "source", "first_q first_k first_v second_q second_k second_v"),
     _argument("const Weight*", "weight", "q_weight k_weight second_q_weight second_k_weight"),
+    _argument("const Weight*", "bias", "q_bias k_bias second_q_bias second_k_bias"),
     _argument("float*", "weight_grads"),
     _argument("const T*", "grad", "dq dk"),
     _argument("const Table*", "second_table", "second_cos second_sin"),

@@ -285,15 +285,17 @@ class _Call:
         return heuristics.RopeProblem(**found)
 
     def _norm_fields(self) -> dict[str, Any]:
-        norm = self.options.norm or NormOptions("")
-        weights = [x for name, x in self.tensors.items() if name.endswith("_weight")]
+        norm = self.options.norm or NormOptions("", kind="")
+        weights = [x for name, x in self.tensors.items() if name.endswith(("_weight", "_bias"))]
         rows = [x.shape[2] for x in self.inputs[:2] if x is not None] if norm.across_heads else []
         limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
         return {
             **{name: getattr(norm, name) for name in _OF_NORM},
             "norm_rounding": norm.rounding,
+            "norm_kind": norm.kind,
             "row_heads": tuple(rows),
             "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
+            "biased": any(name.endswith("_bias") for name in self.tensors),
             "two_streams": bool(self.second),
             "two_tables": len(self.tables) == 4,
             "gradient": bool(self.grads),

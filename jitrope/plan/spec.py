@@ -16,6 +16,7 @@ LAUNCHES = ("token_linear", "grid_2d")
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")
+NORM_KINDS = ("rms_norm", "layer_norm")
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 MAX_HEAD_DIM = 512
 
@@ -49,6 +50,7 @@ class NormOptions(NamedTuple):
     zero_centered: bool = False
     after_rope: bool = False
     v_norm: bool = False
+    kind: str = "rms_norm"
     eps: float = 1e-6
 
 
@@ -115,11 +117,12 @@ class Compiled:
     page_size slots (0: no pages), and rotate_k also rotates k in place. q_per_group: heads of q in a group of packed
     QKV, else 1. copy_v: v is copied.
 
-    A norm. norm_rounding: one of `NORM_ROUNDINGS`, or "" without a norm. across_heads: the mean is over all heads of a
-    token; row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is 1 + weight. after_rope: the
-    norm follows the rotation. v_norm: v is normalised too, on its way to a cache. weight_dtype: None without weights.
-    two_streams, two_tables: q, k and v (and cos and sin) come from two tensors each. gradient: the kernel computes the
-    gradients of q, k and the weights.
+    A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "" without a norm. across_heads: the mean
+    is over all heads of a token; row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is
+    1 + weight. after_rope: the norm follows the rotation. v_norm: v is normalised too, on its way to a cache.
+    weight_dtype: of weights and biases, None without them. biased: there are biases. two_streams, two_tables: q, k and
+    v (and cos and sin) come from two tensors each. gradient: the kernel computes the gradients of q, k, the weights and
+    the biases.
     """
 
     dtype: str
@@ -148,12 +151,14 @@ class Compiled:
     q_out: str
     kv_out: str
     norm_rounding: str
+    norm_kind: str
     across_heads: bool
     row_heads: tuple[int, ...]
     zero_centered: bool
     after_rope: bool
     v_norm: bool
     weight_dtype: str | None
+    biased: bool
     two_streams: bool
     two_tables: bool
     gradient: bool
@@ -222,6 +227,7 @@ class RopeSpec(Compiled, Spec):
             f"to_{self.q_out}" if self.q_out != self.dtype else "",
             self.rounding if self.rounding != "fp32" else "",
             f"round_{self.norm_rounding}" if self.norm else "",
+            self.norm_kind if self.norm_kind == "layer_norm" else "",
             "after_rope" if self.after_rope else "",
             "v_norm" if self.v_norm else "",
             "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
@@ -300,13 +306,14 @@ class RopeSpec(Compiled, Spec):
             "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
             "weighted": self.weight_dtype is not None,
             "norm_rounding": self.norm_rounding.upper(),
+            "norm_kind": self.norm_kind.upper(),
             "row_q_heads": q_heads,
             "row_k_heads": k_heads,
         }
 
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping")
-_NORM_FLAGS = ("across_heads", "zero_centered", "after_rope", "v_norm", "two_streams", "two_tables")
+_NORM_FLAGS = ("biased", "across_heads", "zero_centered", "after_rope", "v_norm", "two_streams", "two_tables")
 _NORM_SIZES = ("weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,
@@ -317,6 +324,7 @@ _WORDS = {
     **{f"{name}_dtype": INDEX_DTYPES for name in INDICES},
     "rounding": ROUNDINGS,
     "norm_rounding": ("", *NORM_ROUNDINGS),
+    "norm_kind": ("", *NORM_KINDS),
     "launch": LAUNCHES,
 }
 _COUNTS = ("cp_size", "q_per_group", "heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block")

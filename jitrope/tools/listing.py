@@ -46,6 +46,7 @@ def in_words(spec: Spec) -> str:
         f"to {spec.q_out}" if spec.q_out != spec.dtype else "",
         f"{spec.rounding} rounding" if spec.rounding != "fp32" else "",
         f"norm rounded {spec.norm_rounding}" if spec.norm_rounding not in ("", "none") else "",
+        "LayerNorm" if spec.norm_kind == "layer_norm" else "",
         "norm of v" if spec.v_norm else "",
         f"norm across {' and '.join(map(str, spec.row_heads))} heads" if spec.across_heads else "",
         "two streams" if spec.two_streams else "",

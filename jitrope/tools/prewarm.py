@@ -204,8 +204,8 @@ class _Described:
             "slot_mapping": (self.batch * _TOKENS,),
             "k_cache": cache,
             "v_cache": cache,
-            "q_weight": (self.head_dim * (self.heads[0] if across else 1),),
-            "k_weight": (self.head_dim * (k_heads if across else 1),),
+            **dict.fromkeys(("q_weight", "q_bias"), (self.head_dim * (self.heads[0] if across else 1),)),
+            **dict.fromkeys(("k_weight", "k_bias"), (self.head_dim * (k_heads if across else 1),)),
         }
         for word, dtype in words.items():
             if word in shapes:

@@ -30,7 +30,7 @@ SMALLEST = {FP8: 2**-10}  # half of the smallest step
 SIZES = {
     "q": (B, S, H, D), "k": (B, S, 1, D), "v": (B, S, 1, D), "qkv": (B, S, 2, 4 * D),
     "q2": (B, 2, H, D), "k2": (B, 2, 1, D), "v2": (B, 2, 1, D),
-    "q_weight": (D,), "k_weight": (D,), "q_weight2": (D,), "k_weight2": (D,),
+    "q_weight": (D,), "k_weight": (D,), "q_weight2": (D,), "k_weight2": (D,), "q_bias": (D,), "k_bias": (D,),
     "k_cache": (10, 1, D), "v_cache": (10, 1, D),
 }  # fmt: skip
 
@@ -130,7 +130,7 @@ class Cell:
         return x.to(dtype=dtype, device=self.device)
 
     def size(self, name: str) -> tuple[int, ...]:
-        if name.endswith(("weight", "weight2")) and self.function.options.get("across_heads"):
+        if name.endswith(("weight", "weight2", "bias")) and self.function.options.get("across_heads"):
             return (D * (H if name.startswith("q") else 1),)
         return SIZES[name]
 

@@ -313,6 +313,13 @@ def _(cell: Cell) -> Args:
     return {"zero_centered": True, "k_weight": None, "eps": 0.25}
 
 
+@option("layer_norm", "the mean is subtracted; with biases", only(right, named(NORMS)))
+def _(cell: Cell) -> Args:
+    names = () if "joint" in cell.function.name else ("q_bias", "k_bias")
+    biases = {name: cell.rand(*cell.size(name), seed=n) for n, name in enumerate(names)}
+    return {"norm_kind": "layer_norm", **biases}
+
+
 @option("after_rope", "the norm follows the rotation", only(right, named(NORMS)))
 def _(cell: Cell) -> Args:
     return {"after_rope": True}
