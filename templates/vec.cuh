@@ -6,6 +6,7 @@
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
 struct fp8 { unsigned char bits; };                                 // e4m3: no infinity, at most 448
+struct int8 { signed char value; };                                 // at most 127 in size
 
 #if defined(__CUDA_ARCH__)
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
@@ -73,6 +74,14 @@ __device__ __forceinline__ unsigned int pack(float first, float second, fp8) {
 #endif
 }
 
+// NaN becomes 127.
+__device__ __forceinline__ unsigned int float_to_int8(float value) {
+    return static_cast<unsigned char>(static_cast<signed char>(rintf(fmaxf(fminf(value, 127.0f), -127.0f))));
+}
+__device__ __forceinline__ unsigned int pack(float first, float second, int8) {
+    return float_to_int8(first) | float_to_int8(second) << 8;
+}
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ double to_float(double x) { return x; }              // for fp64 tables
 __device__ __forceinline__ float to_float(fp16 x) { return half_to_float(x.bits); }
@@ -84,6 +93,7 @@ __device__ __forceinline__ void from_float(float value, float& x) { x = value; }
 __device__ __forceinline__ void from_float(float value, fp16& x) { x.bits = float_to_half(value); }
 __device__ __forceinline__ void from_float(float value, bf16& x) { x.bits = float_to_bfloat(value); }
 __device__ __forceinline__ void from_float(float value, fp8& x) { x.bits = float_to_fp8(value); }
+__device__ __forceinline__ void from_float(float value, int8& x) { x.value = float_to_int8(value); }
 
 template <int BYTES> struct Word;                                   // one access of BYTES bytes
 template <> struct Word<1> { using type = unsigned char; };

@@ -279,7 +279,17 @@ class NormCase:
 
 def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
     """Make a NormCase; words of a `Case` go to its case."""
-    own = ("across_heads", "zero_centered", "after_rope", "weights", "weight_dtype", "first", "two_tables", "kind", "biases")
+    own = (
+        "across_heads",
+        "zero_centered",
+        "after_rope",
+        "weights",
+        "weight_dtype",
+        "first",
+        "two_tables",
+        "kind",
+        "biases",
+    )
     norm = {n: words.pop(n) for n in own if n in words}
     norm["rounding"] = words.pop("norm", "none")
     return NormCase(name, why, Case("", "", shape=shape, **words), **norm)  # type: ignore[arg-type]
@@ -414,8 +424,9 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
     names = ("cos", "sin") if options.table == "cos_sin" else (options.table,)
     given = dict(zip(names, tables[:2] if second[0] is None else zip(tables[:2], second)))
     options = options._replace(norm=case.norm)
+    found = {**keywords, **words, **given}
     return NormTensors(
-        streams, tuple(weights), tuple(biases), {**keywords, **words, **given}, tuple(tables), second, options, case.norm
+        streams, tuple(weights), tuple(biases), found, tuple(tables), second, options, case.norm
     )  # fmt: skip
 
 

@@ -13,8 +13,19 @@ import jitrope
 _OF = {
     "packed": ("cu_seqlens", "max_seqlen", "start_positions", "packed_table", "cp_size", "cp_rank"),
     "mrope": ("mrope_section", "mrope_interleaved"),
-    "norm": ("q_weight", "k_weight", "q_bias", "k_bias", "norm_kind", "eps", "across_heads", "zero_centered",
-             "after_rope", "v_norm", "norm_rounding"),
+    "norm": (
+        "q_weight",
+        "k_weight",
+        "q_bias",
+        "k_bias",
+        "norm_kind",
+        "eps",
+        "across_heads",
+        "zero_centered",
+        "after_rope",
+        "v_norm",
+        "norm_rounding",
+    ),
     "cache": ("k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "rotate_k"),
 }
 

@@ -40,7 +40,8 @@ from .matrix.situations import DROP, NO_TABLES, packed
 from .said import KINDS
 
 TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
-           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias", "k_bias")  # fmt: skip
+           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias",
+           "k_bias")  # fmt: skip
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",

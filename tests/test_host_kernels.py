@@ -12,6 +12,7 @@ from jitrope.ops import reference
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (
     QK_NORM_ROPE_BACKWARD,
+    QK_NORM_ROPE_SCALED,
     ROPE_FP8,
     ROPE_INTO,
     ROPE_KV_CACHE,
@@ -20,7 +21,7 @@ from jitrope.ops.operations import (
 )
 from jitrope.plan import heuristics, partition
 from jitrope.plan.problem import cache_view, plan_call, qkv_views, separate_views
-from jitrope.plan.spec import Options
+from jitrope.plan.spec import NO_NORM, Options
 from jitrope.plan.views import FP8, canonical, table_pair
 
 from .cases import (
@@ -340,11 +341,12 @@ def seen(tensors, options):
     return (*views, tensors[2].unsqueeze(3) if len(tensors) > 2 else None)
 
 
-def run_norm_kernel(inputs, outputs, call, grads=(), sums=None) -> heuristics.Plan:
+def run_norm_kernel(inputs, outputs, call, grads=(), sums=None, scales=()) -> heuristics.Plan:
     """Run the kernel of a call on views of heads; `sums` is a function of the plan."""
     second_tables = call.second_tables if call.second_tables[0] is not None else ()
     second = [x.unsqueeze(3) for x in call.streams[3:]]
     _, given = norm_operation(call)
+    given |= dict(zip(("q_scale_out", "k_scale_out"), scales))
     if grads:
         given = named(QK_NORM_ROPE_BACKWARD, (*grads, *call.streams, *call.weights, *call.biases), call.tables)
         grads = seen(grads, call.options)[:2]
@@ -355,13 +357,13 @@ def run_norm_kernel(inputs, outputs, call, grads=(), sums=None) -> heuristics.Pl
     tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
     pairs = [table_pair(*pair, call.options.table) for pair in (call.tables[:2], second_tables) if pair]
     tables = [*(pairs[1] if second_tables else [None] * 2), *tensors, *pairs[0], *call.tables[2:], *[None] * 4]
-    tensors = [*sources, *weights, sums and sums(plan), *grads, *tables]
+    tensors = [*sources, *weights, sums and sums(plan), *(*scales, None, None)[:2], *grads, *tables]
     harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
     return plan
 
 
 def of_one(call, given):
-    """The weights, with ones for missing weights if some are given (or zeros for biases): a kernel takes all or none."""
+    """The weights, with ones for missing ones if some are given, or biases with zeros: a kernel takes all or none."""
     value = 0 if given is call.biases else 1 - call.norm.zero_centered
     found = [w for w in given if w is not None]
     one = torch.full((1 << 14,), value, dtype=found[0].dtype) if found else None
@@ -415,6 +417,42 @@ def test_norm_in_place_matches_reference(case: NormCase) -> None:
 def test_norm_seeded_sweep(seed: int) -> None:
     outputs, expected, _ = run_norm(random_norm_case(seed), ("auto", "token_linear", "grid_2d")[seed % 3])
     assert_close(outputs, expected)
+
+
+SCALED_CASES = [c for c in NORM_CASES if c.name in (
+    "none", "twice-d64", "d80-interleaved", "d192", "d6", "partial", "partial-offset", "packed-qkv", "per-head", "ids",
+    "across-d128", "across-scalar", "layer-biased", "after-partial", "unaligned", "twice-d256", "mrope",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["alone", "normed"])
+@pytest.mark.parametrize("case", SCALED_CASES, ids=str)
+def test_dynamic_scales_match_reference(case: NormCase, normed: bool) -> None:
+    """Without a norm bit for bit. Heads of a power of two are transformed too, with teams of any size."""
+    number = SCALED_CASES.index(case)
+    call = make_norm(replace(case, across_heads=False, weights="qk" if normed else ""),
+                     launch=("token_linear", "grid_2d")[number % 2])  # fmt: skip
+    dim = call.streams[0].shape[-1]
+    norm = call.norm if normed else NO_NORM
+    call.options = call.options._replace(norm=norm, rounding="fp32", hadamard=dim & (dim - 1) == 0,
+                                         out_dtype=("fp8", "int8")[number // 2 % 2])  # fmt: skip
+    _, tensors = norm_operation(call)
+    want = QK_NORM_ROPE_SCALED.reference(tensors, call.options)
+    got = {name: torch.full_like(x, 77) for name, x in QK_NORM_ROPE_SCALED.fresh(tensors, call.options, 0).items()}
+    streams, scales = [got["q"], got.get("k")], [got[name] for name in ("q_scale", "k_scale") if name in got]
+    plan = run_norm_kernel(seen(call.streams, call.options), seen(streams, call.options), call, scales=scales)
+    assert plan.spec.hadamard == call.options.hadamard
+    for name, x in got.items():
+        expected = want[name]
+        assert (expected.dtype, expected.shape) == (x.dtype, x.shape)
+        if not normed:
+            torch.testing.assert_close(x.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+        elif name.endswith("scale"):
+            torch.testing.assert_close(x, expected, rtol=2**-7, atol=0, equal_nan=True)
+        else:
+            a, b = (y.float() * s[..., None] for y, s in ((x, got[name + "_scale"]), (expected, want[name + "_scale"])))
+            torch.testing.assert_close(a, b, rtol=2**-3, atol=2 * float(want[name + "_scale"].nan_to_num().max()),
+                                       equal_nan=True)  # fmt: skip
 
 
 GRADIENT_CASES = [c for c in NORM_CASES if c.name in (

@@ -58,7 +58,9 @@ def normed64(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | 
     factor = 1 if weight is None else weight.double() + (1 if case.zero_centered else 0)
     if case.kind == "layer_norm":
         rows = rows - rows.sum(-1, keepdim=True) / rows.shape[-1]
-    rows = rows / (rows.square().sum(-1, keepdim=True) / rows.shape[-1] + case.norm.eps).sqrt() * factor + (0 if bias is None else bias.double())
+    rows = rows / (rows.square().sum(-1, keepdim=True) / rows.shape[-1] + case.norm.eps).sqrt() * factor + (
+        0 if bias is None else bias.double()
+    )
     rows = rows.reshape(view.shape)
     order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
     return rows[0] if case.rope.layout == "thd" else rows.permute(order[case.rope.layout])
@@ -634,7 +636,9 @@ def test_gradient_is_there_for_every_kind_of_table(name: str) -> None:
         if ours:
             outputs = norm_call(call)
         else:
-            normed = [reference.normed(x, w.float(), None, call.norm, case.rope.layout) for x, w in zip(leaves, leaves[2:])]
+            normed = [
+                reference.normed(x, w.float(), None, call.norm, case.rope.layout) for x, w in zip(leaves, leaves[2:])
+            ]
             outputs = autograd_rope(case, call, normed)
         torch.manual_seed(3)
         grads.append(torch.autograd.grad(outputs, leaves, [torch.randn(y.shape) for y in outputs]))
@@ -677,7 +681,9 @@ def test_opcheck(case: NormCase, in_place: bool) -> None:
     name = "qk_norm_rope_" if in_place else "qk_norm_rope" if case.first is None else "qk_norm_rope_joint"
     second = call.second_tables if len(call.streams) == 6 else ()
     operation = QK_NORM_ROPE_JOINT if second else QK_NORM_ROPE
-    arguments = op_arguments(operation, (*call.streams, *call.weights, *second, *call.biases), call.tables, call.options)
+    arguments = op_arguments(
+        operation, (*call.streams, *call.weights, *second, *call.biases), call.tables, call.options
+    )
     torch.library.opcheck(getattr(torch.ops.jitrope, name).default, arguments)
 
 

@@ -33,6 +33,7 @@ from .fit import (
 from .reference import of_stream
 
 WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
+MAX_HADAMARD = 256
 
 
 def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
@@ -219,7 +220,29 @@ def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     check_fp8(name, tensors, options)
     _check_norm(fail, tensors, options)
+    _check_hadamard(fail, tensors, options)
     _refuse_gradients(fail, tensors, *WEIGHTS)
+
+
+def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
+    """The check of a call with dynamic scales."""
+    fail = failing(name)
+    check_norm(name, tensors, options)
+    norm = norm_of(options)
+    if norm.across_heads:
+        fail("across_heads does not go with dynamic scales; normalise in a call before")
+    if options.inverse and norm.kind != "no_norm":
+        fail("inverse does not go with norm")
+    _check_hadamard(fail, tensors, options)
+    _refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
+
+
+def _check_hadamard(fail: Fail, tensors: Tensors, options: Options) -> None:
+    dim = tensors["q"].shape[-1]
+    if options.hadamard and (dim & (dim - 1) or dim > MAX_HADAMARD):
+        fail(f"hadamard goes with heads of a power of two up to {MAX_HADAMARD}; q has D={dim}")
+    if options.hadamard and norm_of(options).across_heads:
+        fail("hadamard does not go with across_heads; normalise in a call before")
 
 
 def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:

@@ -217,9 +217,31 @@ class _Normed(Operation):
 class _QKNormRopeFp8(_Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "norm with quantize"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES)
-    options = SERVING
-    words = (*SERVING, "norm", "check")
+    options = (*SERVING, "hadamard")
+    words = (*options, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
+
+
+class _QKNormRopeScaled(_Normed):
+    """Each head of q and k is divided by a scale, which is returned too."""
+
+    name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
+    tensors = ("q", "k?", *WEIGHTS, *BIASES)
+    options = (*SERVING, "inverse", "hadamard", "out_dtype")
+    words = (*options, "norm", "check")
+    results = ("q", "k", "q_scale", "k_scale")
+    inplace = differentiable = False
+    check = staticmethod(checks.check_scaled)
+    reference = staticmethod(reference.scaled)
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        given = [(name, tensors[name]) for name in ("q", "k") if name in tensors]
+        out: Tensors = {name: empty_like(x, dtype=reference.SCALED[options.out_dtype][0]) for name, x in given}
+        out.update({f"{name}_scale": x.new_empty(x.shape[:-1], dtype=torch.float32) for name, x in given})
+        return out
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return self.results if "k" in given else self.results[::2]
 
 
 class _QKNormRopeKVCache(_Normed, _RopeKVCache):
@@ -345,9 +367,11 @@ ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_INTO = _Rope(), _RopeFp8(), _RopeKVCache(), 
 ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()
 QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
+QK_NORM_ROPE_SCALED = _QKNormRopeScaled()
 OPERATIONS = (
     *(ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD),
-    *(QK_NORM_ROPE, QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+    *(QK_NORM_ROPE, QK_NORM_ROPE_FP8, QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE),
+    *(QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
 )
 """The operations with ops of torch. `ROPE_INTO` has none: only context parallelism calls it."""
 PREPARED: dict[str, tuple[Operation, Operation]] = {

@@ -13,6 +13,8 @@ from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rot
 from ..plan.views import FP8, Tensors, canonical, ids_view, table_pair, table_view
 
 FP8_MAX = 448.0
+SCALED = {"fp8": (FP8, FP8_MAX), "int8": (torch.int8, 127.0)}
+"""The dtypes of elements with dynamic scales, and their largest numbers."""
 RULE = "dual_chunk"
 """The rule of `partition` by which rope's context parallelism cuts sequences."""
 
@@ -210,7 +212,9 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
     for name in [name for name in ("q", "k") if name in t]:
         x, to = t[name], out_dtype or t[name].dtype
         own = t.get(f"{name}_weight"), t.get(f"{name}_bias"), norm, o.layout
-        if norm.after_rope:
+        if norm.kind == "no_norm":
+            out[name] = rotate(x, t, o, out_dtype=to)
+        elif norm.after_rope:
             exact = norm.rounding == "none" and o.rounding != "dtype"
             rotated_x = rotate(x, t, o, out_dtype=torch.float32 if exact else x.dtype)
             out[name] = normed(rotated_x, *own).to(to)
@@ -297,8 +301,31 @@ def to_fp8(y: Tensor, scale: Tensor) -> Tensor:
 
 
 def _turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
-    """q and k rotated, and normalised if there is a norm."""
-    return rope(t, o, out_dtype) if o.norm is None else qk_norm_rope(t, o, out_dtype)
+    """q and k rotated, and normalised and transformed if asked."""
+    out = rope(t, o, out_dtype) if o.norm is None else qk_norm_rope(t, o, out_dtype)
+    return {name: transformed(x) for name, x in out.items()} if o.hadamard else out
+
+
+def transformed(x: Tensor) -> Tensor:
+    """Heads times the orthogonal Hadamard matrix (Sylvester's order), in the kernel's order of sums."""
+    y, bits = x.float(), x.shape[-1].bit_length() - 1
+    for bit in range(bits):
+        pairs = y.unflatten(-1, (-1, 2, 1 << bit))
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack((a + b, a - b), -2).flatten(-3)
+    return (y * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))).to(x.dtype)
+
+
+def scaled(t: Tensors, o: Options) -> Tensors:
+    """q and k divided by the scale of each head, whose largest element becomes the dtype's largest number."""
+    dtype, largest = SCALED[o.out_dtype]
+    out: Tensors = {}
+    for name, y in _turned(t, o, torch.float32).items():
+        scale = y.abs().amax(-1).clamp(min=1e-12) / largest
+        units = (y * (1 / scale)[..., None]).clamp(-largest, largest)
+        units = units.nan_to_num(largest).round() if dtype == torch.int8 else units
+        out[name], out[f"{name}_scale"] = torch.empty_like(t[name], dtype=dtype).copy_(units), scale.contiguous()
+    return out
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:

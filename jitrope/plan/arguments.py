@@ -59,12 +59,14 @@ NORM_ADDRESSES = (
     _argument("const Weight*", "weight", "q_weight k_weight second_q_weight second_k_weight"),
     _argument("const Weight*", "bias", "q_bias k_bias second_q_bias second_k_bias"),
     _argument("float*", "weight_grads"),
+    _argument("float*", "scale_out", "q_scale_out k_scale_out"),
     _argument("const T*", "grad", "dq dk"),
     _argument("const Table*", "second_table", "second_cos second_sin"),
 )
 NORM_WORDS = (
     _argument("Strides", "source_stride", "first_q first_k first_v second_q second_k second_v"),
     _argument("Strides", "grad_stride", "dq dk"),
+    _argument("Strides", "scale_stride", "q_scale_out k_scale_out"),
     _argument("TableStrides", "second_table_stride", "second_cos second_sin"),
     _argument("long long", "split"),
 )

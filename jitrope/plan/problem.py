@@ -28,6 +28,7 @@ DTYPE_NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
     FP8: "fp8",
+    torch.int8: "int8",
 }
 
 
@@ -212,13 +213,15 @@ class _Call:
             [self._view(name) for name in names] if names[0] in tensors and options.norm else []
             for names in (("second_q", "second_k", "second_v"), ("dq", "dk"))
         )
+        given = [tensors[name] for name in ("q_scale_out", "k_scale_out") if name in tensors]
+        self.scales = [head_view(x.unsqueeze(-1), options.layout) for x in given]
         if not self.second and not self.grads:
             self._merge_batch()
         self.sources = [*self.views[:3], *self.second] if self.second else []
         if "second_cos" in tensors:
             self.tables += _table_views(tensors, options, "second_")
-        self.strides, self.source_strides, self.grad_strides, self.table_strides = (
-            [_strides(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.tables)
+        self.strides, self.source_strides, self.grad_strides, self.scale_strides, self.table_strides = (
+            [_strides(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.scales, self.tables)
         )
         self.ids_strides = [0, 0, 0] if self.ids is None else [*_strides(self.ids)[:2], self.ids.stride(2)]
         self.batch, self.seqlen, groups, self.q_per_group, self.head_dim = self.views[3].shape  # of both streams
@@ -235,24 +238,26 @@ class _Call:
         """Merge the batch axis with the sequence axis if the results stay equal. The kernel then needs no division."""
         batch, seqlen = self.views[0].shape[:2]
         ids, shared = self.ids, len(self.tables[0]) == 1
-        of_tokens = slice(0, 4 if "slot_mapping" in self.tensors else 6)  # the others are caches
+        count = 4 if "slot_mapping" in self.tensors else 6  # the others are caches
+        of_tokens = [*self.views[:count], *self.scales]
         if batch == 1 or (ids is not None and not shared) or "start_positions" in self.tensors:
             return
         if ids is not None:
             ids = ids.expand(-1, batch, -1)
         if seqlen == 1:  # a decode step: the batch rows are the tokens
-            self.views[of_tokens] = [x.transpose(0, 1) for x in self.views[of_tokens]]
+            of_tokens = [x.transpose(0, 1) for x in of_tokens]
             if ids is None:
                 self.tables = [table[:, :1].transpose(0, 1).expand(-1, batch, -1, -1) for table in self.tables]
             self.ids = None if ids is None else ids.transpose(1, 2)
-        elif ids is not None and all(_merges(x) for x in (*self.views[of_tokens], ids[0])):
-            self.views[of_tokens] = [x.flatten(0, 1).unsqueeze(0) for x in self.views[of_tokens]]
+        elif ids is not None and all(_merges(x) for x in (*of_tokens, ids[0])):
+            of_tokens = [x.flatten(0, 1).unsqueeze(0) for x in of_tokens]
             self.ids = ids.flatten(1).unsqueeze(1)
+        self.views[:count], self.scales = of_tokens[:count], of_tokens[count:]
 
     def problem(self, sm_count: int) -> heuristics.RopeProblem:
         o, views, table = self.options, self.views, self.tables[0]
         strides = [*self.strides, *self.source_strides, *self.grad_strides]
-        steps = (*strides, *self.table_strides, self.ids_strides)
+        steps = (*strides, *self.scale_strides, *self.table_strides, self.ids_strides)
         table_step, table_vec_limit = _table_access(self.tables, self.table_strides)
         found = {
             **{name: getattr(o, name) for name in _OF_OPTIONS},
@@ -263,6 +268,7 @@ class _Call:
             "q_out": DTYPE_NAMES[views[3].dtype],
             "kv_out": DTYPE_NAMES[views[4].dtype],
             "head_dim": self.head_dim,
+            "dynamic": bool(self.scales),
             "freqs": o.table == "freqs",
             "full_width": table.shape[-1] == o.rotary_dim,
             "per_head": any(step[2] for step in self.table_strides),
@@ -326,6 +332,7 @@ class _Call:
         if norm:
             given["source_stride"] = self.source_strides or [0] * 30
             given["grad_stride"] = self.grad_strides or [0] * 10
+            given["scale_stride"] = [*self.scale_strides, *[[0] * 5] * 2][:2]
             given["second_table_stride"] = self.table_strides[2:] or [0] * 8
             given["split"] = self.views[0].shape[1]
         return arguments.words(given, norm=norm is not None)

@@ -17,6 +17,7 @@ TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")
 NORM_KINDS = ("rms_norm", "layer_norm")
+SCALED_DTYPES = ("fp8", "int8")
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 MAX_HEAD_DIM = 512
 
@@ -76,8 +77,14 @@ class Options(NamedTuple):
     rounding: str = "fp32"
     launch: str = "auto"
     inverse: bool = False
+    hadamard: bool = False
+    out_dtype: str = "fp8"  # of elements with dynamic scales
     norm: NormOptions | None = None
     inplace: bool = False
+
+
+NO_NORM = NormOptions(kind="no_norm")
+"""The norm of a call whose other stages need whole heads."""
 
 
 def norm_of(options: Options) -> NormOptions:
@@ -113,11 +120,13 @@ class Compiled:
     mrope_interleaved: the axes' pairs alternate. batch_inner: tokens of neighbouring batch rows are neighbours in
     memory, and are taken in that order.
 
-    Outputs. q_out, kv_out: the stored type, dtype or "fp8". With a slot_mapping k and v go to a cache with pages of
-    page_size slots (0: no pages), and rotate_k also rotates k in place. q_per_group: heads of q in a group of packed
+    Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: q and k are transformed before they
+    are stored. dynamic: the kernel computes a scale for each head. With a slot_mapping k and v go to a cache with pages
+    of page_size slots (0: no pages), and rotate_k also rotates k in place. q_per_group: heads of q in a group of packed
     QKV, else 1. copy_v: v is copied.
 
-    A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "" without a norm. across_heads: the mean
+    A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both "" in
+    a kernel of rope alone. across_heads: the mean
     is over all heads of a token; row_heads are the numbers of q's (and k's) heads. zero_centered: the factor is
     1 + weight. after_rope: the norm follows the rotation. v_norm: v is normalised too, on its way to a cache.
     weight_dtype: of weights and biases, None without them. biased: there are biases. two_streams, two_tables: q, k and
@@ -150,6 +159,8 @@ class Compiled:
     rotate_k: bool
     q_out: str
     kv_out: str
+    hadamard: bool
+    dynamic: bool
     norm_rounding: str
     norm_kind: str
     across_heads: bool
@@ -227,7 +238,9 @@ class RopeSpec(Compiled, Spec):
             f"to_{self.q_out}" if self.q_out != self.dtype else "",
             self.rounding if self.rounding != "fp32" else "",
             f"round_{self.norm_rounding}" if self.norm else "",
-            self.norm_kind if self.norm_kind == "layer_norm" else "",
+            self.norm_kind if self.norm_kind != "rms_norm" else "",
+            "hadamard" if self.hadamard else "",
+            "dynamic" if self.dynamic else "",
             "after_rope" if self.after_rope else "",
             "v_norm" if self.v_norm else "",
             "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
@@ -313,18 +326,28 @@ class RopeSpec(Compiled, Spec):
 
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping")
-_NORM_FLAGS = ("biased", "across_heads", "zero_centered", "after_rope", "v_norm", "two_streams", "two_tables")
+_NORM_FLAGS = (
+    "hadamard",
+    "dynamic",
+    "biased",
+    "across_heads",
+    "zero_centered",
+    "after_rope",
+    "v_norm",
+    "two_streams",
+    "two_tables",
+)
 _NORM_SIZES = ("weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,
     "table_dtype": (*DTYPES, "fp64"),
-    "q_out": (*DTYPES, "fp8"),
-    "kv_out": (*DTYPES, "fp8"),
+    "q_out": (*DTYPES, *SCALED_DTYPES),
+    "kv_out": (*DTYPES, *SCALED_DTYPES),
     "weight_dtype": DTYPES,
     **{f"{name}_dtype": INDEX_DTYPES for name in INDICES},
     "rounding": ROUNDINGS,
     "norm_rounding": ("", *NORM_ROUNDINGS),
-    "norm_kind": ("", *NORM_KINDS),
+    "norm_kind": ("", "no_norm", *NORM_KINDS),
     "launch": LAUNCHES,
 }
 _COUNTS = ("cp_size", "q_per_group", "heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block")

@@ -47,6 +47,8 @@ def in_words(spec: Spec) -> str:
         f"{spec.rounding} rounding" if spec.rounding != "fp32" else "",
         f"norm rounded {spec.norm_rounding}" if spec.norm_rounding not in ("", "none") else "",
         "LayerNorm" if spec.norm_kind == "layer_norm" else "",
+        "Hadamard transform" if spec.hadamard else "",
+        "a scale for each head" if spec.dynamic else "",
         "norm of v" if spec.v_norm else "",
         f"norm across {' and '.join(map(str, spec.row_heads))} heads" if spec.across_heads else "",
         "two streams" if spec.two_streams else "",

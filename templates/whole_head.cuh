@@ -1,0 +1,111 @@
+// Stages before the store that need all elements of a head: its Hadamard transform, and its scale, by which its largest
+// element becomes the largest number of the output. All threads of a warp call them, because they exchange elements.
+
+constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC;
+constexpr int WIDTH = TEAM < 32 ? TEAM : 32;             // threads that transform a head
+constexpr int SPAN = HEAD_DIM / WIDTH;                   // neighbouring elements of each of them
+// The lanes' chunks are the head in order: element i of a chunk, then the lane, then the chunk.
+constexpr bool IN_ORDER = COPY_LANES == 0 && TEAM == LANES && TEAM <= 32;
+
+__device__ __forceinline__ void sync_team() {
+    if constexpr (TEAM <= 32) __syncwarp();
+    else __syncthreads();
+}
+
+// Sums and differences of elements 1, 2, 4, ... apart.
+template <int COUNT>
+__device__ __forceinline__ void add_neighbours(float* x) {
+    #pragma unroll
+    for (int step = 1; step < COUNT; step *= 2)
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            if (!(i & step)) {
+                const float a = x[i], b = x[i + step];
+                x[i] = __fadd_rn(a, b), x[i + step] = __fadd_rn(a, -b);
+            }
+}
+
+// The same for the elements of threads 1, 2, 4, ... apart.
+template <int COUNT>
+__device__ __forceinline__ void add_threads(float* x) {
+    #pragma unroll
+    for (int step = 1; step < WIDTH; step *= 2)
+        #pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const float other = __shfl_xor_sync(~0u, x[i], step);
+            x[i] = threadIdx.x & step ? __fadd_rn(other, -x[i]) : __fadd_rn(x[i], other);
+        }
+}
+
+// 1 / sqrt(n) for a power of two.
+__device__ constexpr float inverse_root(int n) { return n == 1 ? 1.0f : n == 2 ? 0.70710678f : 0.5f * inverse_root(n / 4); }
+
+// Multiplies a head by the orthogonal Hadamard matrix in Sylvester's order, from the lowest bit of an element's number
+// to the highest. x: the lane's part, `count` elements from `dim` on; has: the thread has a part.
+__device__ __forceinline__ void transform(float (&x)[ELEMENTS], int dim, int count, bool has) {
+    if constexpr (IN_ORDER) {
+        #pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(x + c * CHUNK);
+        add_threads<ELEMENTS>(x);
+        #pragma unroll
+        for (int i = 0; i < CHUNK && CHUNKS == 2; ++i) {
+            const float a = x[i], b = x[(i + CHUNK) % ELEMENTS];
+            x[i] = __fadd_rn(a, b), x[(i + CHUNK) % ELEMENTS] = __fadd_rn(a, -b);
+        }
+    } else {
+        __shared__ float heads[THREADS / TEAM][HEAD_DIM];
+        const int thread = threadIdx.x % TEAM;
+        float* head = heads[threadIdx.x / TEAM];
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i)
+            if (has && i < count) head[dim + dims_to(i / VEC, INTERLEAVED_OUT) + i % VEC] = x[i];
+        sync_team();
+        if (thread < WIDTH) {
+            float own[SPAN];
+            #pragma unroll
+            for (int i = 0; i < SPAN; ++i) own[i] = head[thread * SPAN + i];
+            add_neighbours<SPAN>(own);
+            add_threads<SPAN>(own);
+            #pragma unroll
+            for (int i = 0; i < SPAN; ++i) head[thread * SPAN + i] = own[i];
+        }
+        sync_team();
+        #pragma unroll
+        for (int i = 0; i < ELEMENTS; ++i)
+            if (has && i < count) x[i] = head[dim + dims_to(i / VEC, INTERLEAVED_OUT) + i % VEC];
+        sync_team();                                     // the next head may be written
+    }
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) x[i] = __fmul_rn(x[i], inverse_root(HEAD_DIM));
+}
+
+__device__ constexpr float largest_of(fp8) { return 448.0f; }
+__device__ constexpr float largest_of(int8) { return 127.0f; }
+template <typename Other>
+__device__ constexpr float largest_of(Other) { return 1.0f; }       // not converted
+
+// The scale of a head, in every thread of its team. Sizes are compared as bits, so that NaN is the largest.
+__device__ __forceinline__ float scale_of_elements(const float (&x)[ELEMENTS], int count, bool has) {
+    unsigned int largest = __float_as_uint(1e-12f);      // a head of zeros
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i)
+        if (has && i < count) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+    #pragma unroll
+    for (int step = WIDTH / 2; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+    if constexpr (TEAM > 32) {
+        __shared__ unsigned int of_warps[THREADS / 32];
+        const int first = threadIdx.x / TEAM * (TEAM / 32);
+        of_warps[threadIdx.x / 32] = largest;
+        __syncthreads();
+        for (int w = 0; w < TEAM / 32; ++w) largest = max(largest, of_warps[first + w]);
+        __syncthreads();                                 // the next head may be written
+    }
+    return __fdiv_rn(__uint_as_float(largest), largest_of(QOut{}));
+}
+
+__device__ __forceinline__ void store_scale(const Params& p, const Head& head, const Place& place, float scale) {
+    const Strides& stride = p.scale_stride[head.is_q ? 0 : 1];
+    float* out = p.scale_out[head.is_q ? 0 : 1] + stride.token.step(place.token) + stride.group.step(head.index);
+    if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
+    *out = scale;
+}
