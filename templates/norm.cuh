@@ -57,12 +57,14 @@ struct Factors {
     Vec<Weight, WEIGHT_VEC> x[WEIGHTED ? ELEMENTS / WEIGHT_VEC : 1] = {};
     Vec<Weight, WEIGHT_VEC> bias[BIASED ? ELEMENTS / WEIGHT_VEC : 1] = {};
 
-    __device__ __forceinline__ void load(const Params& p, const Head& head, bool second, int dim, int accesses) {
+    __device__ __forceinline__ void load(
+        const Params& p, const Head& head, bool second, int dim, int accesses, bool with_bias = BIASED
+    ) {
         if (!WEIGHTED || head.is_v) return;
         const int number = head.tensor + (second ? 2 : 0);
         dim += ACROSS_HEADS ? head.index * HEAD_DIM : 0;
         load_from(p.weight[number] + dim, x, accesses);
-        if constexpr (BIASED) load_from(p.bias[number] + dim, bias, accesses);
+        if (with_bias) load_from(p.bias[number] + dim, bias, accesses);
     }
 
     template <int COUNT>

@@ -243,7 +243,7 @@ def norm_job(case: NormCase, mode: str) -> Job:
             return lambda: [*norm_call(call, True)]
         if mode == "":
             return lambda: [*norm_call(call)]
-        leaves = [*call.streams, *call.weights]
+        leaves = [*call.streams, *call.weights, *call.biases]
         return gradients(lambda: norm_call(call), leaves, torch.Generator().manual_seed(seed), device)
 
     name = "norm_rope" if case.first is None else "norm_rope_joint"

@@ -81,6 +81,7 @@ LARGEST = [
 BF16, FP32 = ({"q_weight": dtype, "k_weight": dtype} for dtype in ("bf16", "fp32"))
 NONE, ONCE, TWICE = ({**BF16, "rounding": rounding} for rounding in ("none", "once", "twice"))
 ACROSS = {**ONCE, "across_heads": True}
+LAYER = {**ONCE, "kind": "layer_norm", "q_bias": "bf16", "k_bias": "bf16"}
 prepared = partial(specs_of, function="prepare_qkv")
 LARGEST += [
     prepared(heads=[24, 24], interleaved=True, norm=ONCE, backward=True),
@@ -102,6 +103,8 @@ LARGEST += [
     prepared(heads=[24, 8], head_dim=96, norm=ONCE, rounding="complex128", table_dtype="fp64", interleaved=True),
     prepared(heads=[24, 8], dtype="fp32", norm={**FP32, "rounding": "once"}, backward=True),
     prepared(heads=[8, 8], head_dim=512, norm=NONE),
+    prepared(heads=[48, 48], head_dim=64, norm=LAYER, backward=True),
+    prepared(heads=[32, 8], norm={**LAYER, "after_rope": True}),
     prepared(heads=[16, 8], norm={"rounding": "once"}, interleaved=True),
 ]  # fmt: skip
 DEFAULT = default_specs()

@@ -155,7 +155,7 @@ def test_norm_gradient_is_the_cpus(case: NormCase) -> None:
     grads = []
     for device in ("cpu", DEVICE, DEVICE):
         call = make_norm(case, device)
-        leaves = [x for x in (*call.streams, *call.weights) if x is not None]
+        leaves = [x for x in (*call.streams, *call.weights, *call.biases) if x is not None]
         for x in leaves:
             x.requires_grad_()
         outputs = [y for y in norm_call(call) if y is not None]
@@ -894,17 +894,19 @@ def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypa
     assert all(g.any() for g in torch.autograd.grad(watched, call.weights, [torch.ones_like(y) for y in watched]))
 
 
-@pytest.mark.parametrize("name", ["once", "only-q-weight", "d192", "across-d64"])
+@pytest.mark.parametrize("name", ["once", "only-q-weight", "d192", "across-d64", "layer-biased"])
 def test_opcheck_of_norms(name: str) -> None:
     call = make_norm(next(case for case in NORM_CASES if case.name == name), DEVICE)
     grads = [None if x is None else torch.randn_like(x) for x in call.streams]
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
         torch.ops.jitrope.qk_norm_rope_backward.default,
-        op_arguments(QK_NORM_ROPE_BACKWARD, (*grads, *call.streams, *call.weights), call.tables, call.options),
+        op_arguments(
+            QK_NORM_ROPE_BACKWARD, (*grads, *call.streams, *call.weights, *call.biases), call.tables, call.options
+        ),
         test_utils=tests,
     )
-    arguments = op_arguments(QK_NORM_ROPE, (*call.streams, *call.weights), call.tables, call.options)
+    arguments = op_arguments(QK_NORM_ROPE, (*call.streams, *call.weights, *call.biases), call.tables, call.options)
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_.default, arguments)
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope.default, (arguments[0].requires_grad_(), *arguments[1:]))
 
