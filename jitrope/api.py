@@ -11,6 +11,7 @@ from .base.arguments import refuse
 from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
+from .ops.into import given_out
 from .ops.operation import Operation
 from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_QKV
 from .ops.values import KVCache, Norm, Positions, Quantize
@@ -49,6 +50,7 @@ class RopeWords(PackedWords, total=False):
     """All keywords: those of `apply_rope` and `prepare_qkv`."""
 
     interleaved_out: bool | None
+    out: Sequence[Tensor | None] | None
 
 
 _JOINT_WORDS = frozenset(JointWords.__annotations__)
@@ -110,6 +112,9 @@ def apply_rope(
             with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end.
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
             must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
+        out: (q_out, k_out), tensors to write and return, for a preallocated buffer or another layout in the same launch
+            (`buffer.transpose(1, 2)`). Each has its input's shape in the call's layout and any strides, and shares no
+            memory with other tensors. None: a fresh tensor. With out there is no gradient, and no inplace.
         check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
             a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
             so the call cannot be captured in a CUDA graph or compiled.
@@ -125,7 +130,9 @@ def apply_rope(
     asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
     form: Any = None
     if words or cos is None or sin is None or type(inplace) is not bool:
-        out = call(ROPE, tensors, _gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace))
+        asked = _gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace)
+        into = given_out(ROPE, asked.pop("out"), {"q": q, "k": k}, tensors) if "out" in asked else {}
+        out = {**call(ROPE.into if into else ROPE, tensors, asked), **into}
     else:  # common calls have a cheaper key than their names and words
         if type(positions) is Tensor:
             tensors["position_ids"], form = positions, "ids"
@@ -167,19 +174,22 @@ def prepare_qkv(
         norm: RMSNorm of q and k, before the rotation or after it. across_heads cannot be combined with a cache.
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, as fp8.
+        out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; float8_e4m3fn with quantize,
+            except v_out. v is copied to v_out, in the same launch if the results of k and v have one shape and dtype,
+            outside of across_heads, interleaved_out and tables for each head. With a cache only q_out can be given.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
         interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed`, freqs and inverse, a cache
         with `Packed`, rounding and inverse, quantize with rounding and inplace.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a
-        cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input.
+        cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input. Tensors of out are returned.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
     plain, normed = PREPARED["cache" if cache is not None else "quantize" if quantize is not None else ""]
-    op = plain if norm is None else normed
+    op, source = plain if norm is None else normed, v
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
@@ -189,18 +199,19 @@ def prepare_qkv(
         _add("prepare_qkv", "norm", norm, Norm, tensors, asked)
         _forget_positions(tensors, asked)
         if asked["norm"].v_norm and cache is None:
-            v = _normed(v, asked)
+            source, v = v, _normed(v, asked)
     if cache is not None:
         _add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
     if quantize is not None:
         if not isinstance(quantize, Quantize):
             refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize")
-        given = quantize.on(q)
-        if cache is not None and "k_scale" in given:
+        scales = quantize.on(q)
+        if cache is not None and "k_scale" in scales:
             raise InvalidInput("prepare_qkv: quantize has a k_scale, but k goes to the cache; give it to KVCache")
-        tensors.update(given)
-    out = call(op, tensors, asked)
-    return out["q"], out.get("k") if cache is None else k if "rotate_k" in asked else None, v
+        tensors.update(scales)
+    into = given_out(op, asked.pop("out"), {"q": q, "k": k, "v": v}, tensors, source) if "out" in asked else {}
+    out = {**call(op.into if into else op, tensors, asked), **into}
+    return out["q"], out.get("k") if cache is None else k if "rotate_k" in asked else None, into.get("v", v)
 
 
 @overload

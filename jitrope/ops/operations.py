@@ -20,6 +20,7 @@ from ..plan.problem import (
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.views import FP8, Tensors
 from . import checks, reference
+from .into import Into
 from .operation import (
     NORMED,
     ROTATION,
@@ -178,21 +179,6 @@ class _RopeQKVBackward(Operation):
         return {"d" + name: x for name, x in found.items()}
 
 
-class _RopeInto(Operation):
-    """Rotate q and k and copy v into the caller's tensors, in one launch. Their heads need not be contiguous."""
-
-    name = "rope_into"
-    tensors = ("q", "k", "v", "q_out", "k_out", "v_out")
-    results = ()
-    mutated = ("q_out", "k_out", "v_out")
-    inplace = differentiable = False
-
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        for name, x in {**reference.rope(tensors, options), "v": tensors["v"]}.items():
-            tensors[name + "_out"].copy_(x)
-        return {}
-
-
 class _Normed(Operation):
     """An operation that normalises q and k. Without a table it does not rotate them."""
 
@@ -335,18 +321,22 @@ class _QKNormRopeBackward(Operation):
         return [x.shape[-1] * (x.shape[axis] if across else 1) for x in given]
 
 
-ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_INTO = _Rope(), _RopeFp8(), _RopeKVCache(), _RopeInto()
+ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
 ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()
 QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
-OPERATIONS = (
-    *(ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD),
-    *(QK_NORM_ROPE, QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
-)
-"""The operations with ops of torch. `ROPE_INTO` has none: only context parallelism calls it."""
 PREPARED: dict[str, tuple[Operation, Operation]] = {
     "cache": (ROPE_KV_CACHE, QK_NORM_ROPE_KV_CACHE),
     "quantize": (ROPE_FP8, QK_NORM_ROPE_FP8),
     "": (_RopePrepared(), QK_NORM_ROPE),
 }
 """The operations of `prepare_qkv`, without a norm and with one."""
+_PREPARED: tuple[Operation, ...] = (ROPE, *PREPARED["cache"], *PREPARED["quantize"], QK_NORM_ROPE)
+for _op in (*_PREPARED, *PREPARED[""][:1]):
+    _op.into = Into(_op)
+ROPE_INTO = ROPE.into
+OPERATIONS: tuple[Operation, ...] = (
+    *(*_PREPARED, *[op.into for op in _PREPARED]),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+)
+"""The operations with ops of torch."""

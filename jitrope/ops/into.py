@@ -1,0 +1,108 @@
+"""The form of an operation that writes tensors of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import refuse
+from ..plan.problem import Views
+from ..plan.spec import Options, norm_of
+from ..plan.views import Tensors
+from . import checks
+from .operation import Operation
+from .words import parts
+
+
+class Into(Operation):
+    """An operation whose results go to given tensors, with any strides: q_out, k_out and v_out.
+
+    v is copied to v_out in the same launch where the kernel can do it, and after it elsewhere. With a cache k and v go
+    to the cache.
+    """
+
+    results = ()
+    inplace = differentiable = False
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        outs = [f"{letter}_out" for letter in ("q" if "k_cache" in base.names else "qkv")]
+        self.name, self.function = base.name + "_into", base.function
+        self.stage = " with ".join([stage for stage in (base.stage, "out") if stage])
+        self.tensors = (*base.tensors, *["v?"][: len(outs) // 3], *[f"{name}?" for name in outs])
+        self.options, self.tables, self.norm = base.options, base.tables, base.norm
+        self.words = tuple([word for word in base.words if word != "inplace"])
+        self.writes, self.mutated = base.writes, (*base.mutated, *outs)
+        self.labels = {name: f"out's {name[0]}" for name in outs}
+
+    def written(self, options: Options) -> tuple[str, ...]:
+        return (*self.base.written(options), *self.labels)
+
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
+        """The tensors of a call without a table, as those of the operation with a norm."""
+        return self.base.unrotated(name, tensors, options)  # type: ignore[no-any-return]
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        self.base.check(name, tensors, options)
+        checks.check_into(name, tensors, options, self.labels)
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        inputs, outputs = self.base.heads(tensors, options)
+        if self.finishes(tensors, options):
+            return (*inputs[:2], None), (*outputs[:2], None)
+        return inputs, outputs
+
+    def finishes(self, tensors: Tensors, options: Options) -> bool:
+        """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
+        if "v_out" not in tensors:
+            return False
+        k, v, cos, norm = tensors.get("k"), tensors["v"], tensors["cos"], norm_of(options)
+        like_k = k is not None and v.shape == k.shape and v.dtype == tensors["k_out"].dtype
+        shared = cos.dim() < 4 or cos.shape[2] == 1
+        return not (like_k and shared and options.interleaved == options.interleaved_out and not norm.across_heads)
+
+    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        tensors["v_out"].copy_(tensors["v"])
+        return outputs
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        results = {**tensors, **self.base.on_cpu(tensors, options)}
+        for name in self.labels:
+            if name in tensors:
+                tensors[name].copy_(results[name[0]])
+        return {}
+
+
+def given_out(op: Operation, out: Any, heads: Mapping[str, Any], tensors: Tensors, source: Any = None) -> Tensors:
+    """Add the output tensors of a call with `out` to its tensors, and return them by name; {} if all items are None.
+
+    heads: q, k and perhaps v, in the order of `out`. For q and k an item that is None is replaced by a fresh tensor.
+    source: the user's v, if v is a normalised copy of it.
+    """
+    if out is None:
+        return {}
+    name = op.function
+    items = dict(zip(heads, parts(name, "out", out, len(heads))))
+    results = {letter: x for letter, x in items.items() if x is not None}
+    for letter, x in results.items():
+        if heads[letter] is None:
+            refuse(name, f"out's {letter}", x, f"None, because {letter} is None")
+        if letter != "q" and "k_cache" in op.names:
+            refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
+    if not results:
+        return {}
+    if "v" in results:
+        tensors["v"] = heads["v"]
+    like = {letter: x for letter in op.results if isinstance(x := heads[letter], Tensor) and letter not in results}
+    results.update(op.fresh({letter: x for letter, x in like.items() if _is_dense(x)}, Options(), 0))
+    tensors.update({f"{letter}_out": x for letter, x in results.items()})
+    if source is not heads.get("v"):
+        checks.require_apart(name, {f"out's {letter}": x for letter, x in results.items()}, {"v": source})
+    return results
+
+
+def _is_dense(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
