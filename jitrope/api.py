@@ -112,9 +112,9 @@ def apply_rope(
             with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end.
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
             must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
-        out: (q_out, k_out), tensors to write and return, for a preallocated buffer or another layout in the same launch
-            (`buffer.transpose(1, 2)`). Each has its input's shape in the call's layout and any strides, and shares no
-            memory with other tensors. None: a fresh tensor. With out there is no gradient, and no inplace.
+        out: (q_out, k_out), tensors to write and return: a buffer, or another layout (`buffer.transpose(1, 2)`). Each
+            has its input's shape and any strides, and shares no memory with another tensor. None: a fresh tensor. With
+            out there is no gradient. It cannot be combined with inplace.
         check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
             a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
             so the call cannot be captured in a CUDA graph or compiled.
@@ -183,7 +183,7 @@ def prepare_qkv(
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a
-        cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input. Tensors of out are returned.
+        cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
@@ -388,9 +388,8 @@ def _normed(v: Tensor | None, words: dict[str, Any]) -> Tensor:
     # Dynamo of torch 2.6 cannot trace `_replace`.
     words["norm"] = NormOptions(norm.rounding, norm.across_heads, norm.zero_centered, norm.after_rope, eps=norm.eps)
     own = {"layout": words["layout"]} if "layout" in words else {}
-    return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": NormOptions(norm.rounding, norm.across_heads, eps=norm.eps)})[
-        "q"
-    ]
+    out = call(QK_NORM_ROPE, {"q": v}, {**own, "norm": NormOptions(norm.rounding, norm.across_heads, eps=norm.eps)})
+    return out["q"]
 
 
 def _add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:

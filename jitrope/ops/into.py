@@ -13,6 +13,7 @@ from ..plan.problem import Views
 from ..plan.spec import Options, norm_of
 from ..plan.views import Tensors
 from . import checks
+from .fit import require_apart
 from .operation import Operation
 from .words import parts
 
@@ -100,7 +101,7 @@ def given_out(op: Operation, out: Any, heads: Mapping[str, Any], tensors: Tensor
     results.update(op.fresh({letter: x for letter, x in like.items() if _is_dense(x)}, Options(), 0))
     tensors.update({f"{letter}_out": x for letter, x in results.items()})
     if source is not heads.get("v"):
-        checks.require_apart(name, {f"out's {letter}": x for letter, x in results.items()}, {"v": source})
+        require_apart(name, {f"out's {letter}": x for letter, x in results.items()}, {"v": source})
     return results
 
 
