@@ -238,6 +238,21 @@ def norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:
     return out, {name: y for name, y in zip("qk", out) if y is not None}
 
 
+def into(results: Any, outs: dict[str, Any]) -> Result:
+    """The same results, in tensors of the caller."""
+    given = {name: y for (name, x), y in zip(outs.items(), results) if x is not None}
+    return tuple(results), given
+
+
+def rope_into(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_out: Any, k_out: Any, **o: Any) -> Result:
+    return into(rope(q, k, cos, sin, **o)[0], {"q_out": q_out, "k_out": k_out})
+
+
+def norm_into(q: Any, k: Any, v: Any, *rest: Any, q_out: Any, k_out: Any, v_out: Any, **o: Any) -> Result:
+    v = normed(exact(v), None, o) if o.pop("v_norm", False) else exact(v)
+    return into((*norm_rope(q, k, *rest, **o)[0], v), {"q_out": q_out, "k_out": k_out, "v_out": v_out})
+
+
 def norm_fp8(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
              **o: Any) -> Result:  # fmt: skip
     return fp8(q, k, turned=norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], **o)

@@ -96,6 +96,20 @@ def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
     return jitrope.apply_rope(q, k, cos, sin, **said(**flat))
 
 
+def rope_into(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_out: Any, k_out: Any, **flat: Any) -> Any:
+    """`apply_rope` into tensors of the caller."""
+    return jitrope.apply_rope(q, k, cos, sin, out=(q_out, k_out), **said(**flat))
+
+
+def norm_into(
+    q: Any, k: Any, v: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
+    q_out: Any, k_out: Any, v_out: Any, **flat: Any,
+) -> Any:  # fmt: skip
+    """`prepare_qkv` with a norm into tensors of the caller: (q, k, v)."""
+    norm, flat = _norm(flat, q_weight, k_weight)
+    return jitrope.prepare_qkv(q, k, v, cos, sin, norm=norm, out=(q_out, k_out, v_out), **said(**flat))
+
+
 def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
     """`prepare_packed_qkv`."""
     return jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**flat))
@@ -103,6 +117,8 @@ def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
 
 KINDS: dict[str, Callable[..., Any]] = {
     "rope": rope,
+    "rope_into": rope_into,
+    "norm_into": norm_into,
     "packed_qkv": packed_qkv,
     "fp8": fp8,
     "kv_cache": kv_cache,

@@ -307,8 +307,8 @@ def check_into(name: str, tensors: Tensors, options: Options, labels: dict[str, 
     for label, out in outs.items():
         letter = label[-1]
         x, dtype = tensors[letter], FP8 if f"{letter}_scale" in tensors else tensors[letter].dtype
-        if x.device != q.device:
-            fail(f"{letter} is on {x.device} but q is on {q.device}")
+        if x.device != q.device or x.dim() != q.dim():
+            fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
         if out.shape != x.shape or out.dtype != dtype or out.device != q.device:
             swapped = out.dim() == 4 and out.transpose(1, 2).shape == x.shape
             hint = "; pass its transpose(1, 2)" if swapped else ""

@@ -97,13 +97,14 @@ def given_out(op: Operation, out: Any, heads: Mapping[str, Any], tensors: Tensor
         return {}
     if "v" in results:
         tensors["v"] = heads["v"]
-    like = {letter: x for letter in op.results if isinstance(x := heads[letter], Tensor) and letter not in results}
-    results.update(op.fresh({letter: x for letter, x in like.items() if _is_dense(x)}, Options(), 0))
+    like = {letter: heads[letter] for letter in op.results if letter not in results}
+    if like := {letter: x for letter, x in like.items() if _is_dense(x)}:
+        results.update(op.fresh(like, Options(), 0))
     tensors.update({f"{letter}_out": x for letter, x in results.items()})
     if source is not heads.get("v"):
         require_apart(name, {f"out's {letter}": x for letter, x in results.items()}, {"v": source})
     return results
 
 
-def _is_dense(x: Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_nested
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
