@@ -1,4 +1,4 @@
-"""The ten functions in fp64 and plain torch, written from their docstrings. Nothing of jitrope is imported.
+"""The functions in fp64 and plain torch, written from their docstrings. Nothing of jitrope is imported.
 
 A function has the name and the arguments of jitrope's and returns (outputs, written): a tuple of fp64 tensors, and the
 values of each written argument after the call. Nothing is written here. Lazy bits are resolved first, comparisons have
