@@ -132,7 +132,7 @@ def apply_rope(
     if words or cos is None or sin is None or type(inplace) is not bool:
         asked = _gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace)
         into = given_out(ROPE, asked.pop("out"), {"q": q, "k": k}, tensors) if "out" in asked else {}
-        out = {**call(ROPE.into if into else ROPE, tensors, asked), **into}
+        out = call(ROPE.into if into else ROPE, tensors, asked) or into
     else:  # common calls have a cheaper key than their names and words
         if type(positions) is Tensor:
             tensors["position_ids"], form = positions, "ids"
@@ -210,8 +210,8 @@ def prepare_qkv(
             raise InvalidInput("prepare_qkv: quantize has a k_scale, but k goes to the cache; give it to KVCache")
         tensors.update(scales)
     into = given_out(op, asked.pop("out"), {"q": q, "k": k, "v": v}, tensors, source) if "out" in asked else {}
-    out = {**call(op.into if into else op, tensors, asked), **into}
-    return out["q"], out.get("k") if cache is None else k if "rotate_k" in asked else None, into.get("v", v)
+    out = call(op.into if into else op, tensors, asked) or into
+    return out["q"], out.get("k") if cache is None else k if "rotate_k" in asked else None, out.get("v", v)
 
 
 @overload

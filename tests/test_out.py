@@ -229,14 +229,17 @@ def test_opcheck(op: Operation, missing: bool) -> None:
     torch.library.opcheck(getattr(torch.ops.jitrope, op.into.name).default, arguments)
 
 
-def test_written_tensors_count_as_written() -> None:
-    """Autograd then refuses a backward that needs their old values."""
-    q, k = tensors("cpu", 4, 2)
-    out = torch.ones_like(q)
-    product = torch.ones_like(q, requires_grad=True) * out
-    jitrope.apply_rope(q, k, *tables("cpu"), out=(out, None))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
+@pytest.mark.parametrize("device", DEVICES)
+def test_autograd_sees_that_given_tensors_are_written(device: str) -> None:
+    """A backward that needs their old values is refused, also after a call like an earlier one."""
+    q, k, v = tensors(device, 4, 2, 2)
+    for _ in range(2):
+        outs = [torch.ones_like(x) for x in (q, k, v)]
+        products = [torch.ones_like(x, requires_grad=True) * x for x in outs]
+        jitrope.prepare_qkv(q, k, v, *tables(device), out=outs)
+        for product in products:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
 
 
 @pytest.mark.gpu
