@@ -30,10 +30,10 @@ class Into(Operation):
 
     def __init__(self, base: Any) -> None:
         self.base = base
-        outs = [f"{letter}_out" for letter in ("q" if "k_cache" in base.names else "qkv")]
+        v, outs = (("v?",), ("q_out", "k_out", "v_out")) if "k" in base.results else ((), ("q_out",))
         self.name, self.function = base.name + "_into", base.function
         self.stage = " with ".join([stage for stage in (base.stage, "out") if stage])
-        self.tensors = (*base.tensors, *["v?"][: len(outs) // 3], *[f"{name}?" for name in outs])
+        self.tensors = (*base.tensors, *v, *[f"{name}?" for name in outs])
         self.options, self.tables, self.norm = base.options, base.tables, base.norm
         self.words = tuple([word for word in base.words if word != "inplace"])
         self.writes, self.mutated = base.writes, (*base.mutated, *outs)
@@ -44,7 +44,8 @@ class Into(Operation):
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
         """The tensors of a call without a table, as those of the operation with a norm."""
-        return self.base.unrotated(name, tensors, options)  # type: ignore[no-any-return]
+        found: Tensors = self.base.unrotated(name, tensors, options)
+        return found
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         self.base.check(name, tensors, options)
@@ -91,14 +92,14 @@ def given_out(op: Operation, out: Any, heads: Mapping[str, Any], tensors: Tensor
     for letter, x in results.items():
         if heads[letter] is None:
             refuse(name, f"out's {letter}", x, f"None, because {letter} is None")
-        if letter != "q" and "k_cache" in op.names:
+        if letter != "q" and "k" not in op.results:
             refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
     if not results:
         return {}
     if "v" in results:
         tensors["v"] = heads["v"]
-    like = {letter: heads[letter] for letter in op.results if letter not in results}
-    if like := {letter: x for letter, x in like.items() if _is_dense(x)}:
+    like = {letter: heads[letter] for letter in op.results if letter not in results and _is_dense(heads[letter])}
+    if like:
         results.update(op.fresh(like, Options(), 0))
     tensors.update({f"{letter}_out": x for letter, x in results.items()})
     if source is not heads.get("v"):
