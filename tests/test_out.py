@@ -401,6 +401,15 @@ def test_a_tensor_that_requires_a_gradient_is_refused(label: str) -> None:
     assert given["out's q"].any()
 
 
+def test_check_reads_the_positions_before_anything_is_written() -> None:
+    out = torch.full_like(Q, 7)
+    with pytest.raises(InvalidInput, match="positions go from 0 to 99, but the table has rows 0 to 8"):
+        jitrope.apply_rope(Q, K, COS, SIN, positions=torch.tensor([0, 1, 2, 3, 4, 99]), check=True, out=(out, None))
+    assert bool((out == 7).all())
+    assert jitrope.apply_rope(Q, K, COS, SIN, check=True, out=(out, None))[0] is out
+    assert bits(out) == bits(jitrope.apply_rope(Q, K, COS, SIN)[0])
+
+
 def test_transforms_of_functions_are_refused() -> None:
     out = torch.empty_like(Q[0])
     for transform in (lambda f: torch.vmap(f)(Q), lambda f: torch.func.jacrev(f)(Q[0])):
