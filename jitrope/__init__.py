@@ -5,7 +5,8 @@
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
 
 - `apply_rope` rotates q and k.
-- `prepare_qkv` rotates, and also normalises (`Norm`), stores in a KV cache (`KVCache`) or converts to fp8 (`Quantize`).
+- `prepare_qkv` rotates, and also normalises (`Norm`), stores in a KV cache (`KVCache`) or converts to fp8 (`Quantize`,
+  `DynamicQuantize`).
 - `prepare_packed_qkv` splits the output of a fused projection, and rotates.
 - `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
 - `Packed`, `Starts` and `Mrope` are kinds of `positions=`.
@@ -38,7 +39,7 @@ from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import record
 from .ops.planning import planning
-from .ops.values import KVCache, Mrope, Norm, Packed, Quantize, Starts
+from .ops.values import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Scaled, Starts
 
 __all__ = [  # noqa: RUF022  in the order of the documentation
     "apply_rope",
@@ -51,6 +52,8 @@ __all__ = [  # noqa: RUF022  in the order of the documentation
     "Norm",
     "KVCache",
     "Quantize",
+    "DynamicQuantize",
+    "Scaled",
     "configure",
     "record",
     "planning",

@@ -11,12 +11,12 @@ from .base.arguments import refuse
 from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
-from .ops.operation import Operation
+from .ops.gather import add, forget_positions, gather, placed
+from .ops.into import given_out
 from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_QKV
-from .ops.values import KVCache, Norm, Positions, Quantize
-from .ops.words import ONE_TABLE, parts, refuse_table_as_v, second_tables, unexpected
-from .plan.spec import NormOptions, Options
-from .plan.views import Tensors
+from .ops.values import DynamicQuantize, KVCache, Norm, Positions, Quantize, Scaled
+from .ops.words import parts, refuse_table_as_v, second_tables
+from .plan.spec import NO_NORM, NormOptions, Options
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -49,6 +49,7 @@ class RopeWords(PackedWords, total=False):
     """All keywords: those of `apply_rope` and `prepare_qkv`."""
 
     interleaved_out: bool | None
+    out: Sequence[Tensor | None] | None
 
 
 _JOINT_WORDS = frozenset(JointWords.__annotations__)
@@ -110,6 +111,9 @@ def apply_rope(
             with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end.
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
             must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
+        out: (q_out, k_out), tensors to write and return: a buffer, or another layout (`buffer.transpose(1, 2)`). Each
+            has its input's shape and any strides, and shares no memory with another tensor. None: a fresh tensor. With
+            out there is no gradient. It cannot be combined with inplace.
         check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
             a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
             so the call cannot be captured in a CUDA graph or compiled.
@@ -125,17 +129,34 @@ def apply_rope(
     asked: dict[str, Any] = {"inplace": True} if inplace is True else {}
     form: Any = None
     if words or cos is None or sin is None or type(inplace) is not bool:
-        out = call(ROPE, tensors, _gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace))
+        asked = gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace)
+        into = given_out(ROPE, asked, {"q": q, "k": k}, tensors)
+        out = call(ROPE.into if into else ROPE, tensors, asked) or into
     else:  # common calls have a cheaper key than their names and words
         if type(positions) is Tensor:
             tensors["position_ids"], form = positions, "ids"
         elif positions is not None:
-            asked, form = {**_placed(ROPE, tensors, positions), **asked}, getattr(positions, "form", "ids")
+            asked, form = {**placed(ROPE, tensors, positions), **asked}, getattr(positions, "form", "ids")
         out = call(ROPE, tensors, asked, ("apply_rope", k is None, form, inplace))
     return out["q"], out.get("k")
 
 
-@with_words(RopeWords, _DEFAULTS)
+@overload
+def prepare_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    norm: Norm | None = None,
+    quantize: DynamicQuantize,
+    **words: Unpack[RopeWords],
+) -> tuple[Scaled, Scaled, Tensor | None]: ...
+
+
+@overload
 def prepare_qkv(
     q: Tensor,
     k: Tensor | None,
@@ -149,7 +170,24 @@ def prepare_qkv(
     quantize: Quantize | None = None,
     inplace: bool = False,
     **words: Unpack[RopeWords],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+
+
+@with_words(RopeWords, _DEFAULTS)
+def prepare_qkv(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    norm: Norm | None = None,
+    cache: KVCache | None = None,
+    quantize: Quantize | DynamicQuantize | None = None,
+    inplace: bool = False,
+    **words: Unpack[RopeWords],
+) -> tuple[Tensor | Scaled, Tensor | Scaled | None, Tensor | None]:
     """Prepare q, k and v for attention in one launch: norm, rope, conversion to fp8, write to a KV cache.
 
     >>> q, k, v = torch.randn(3, 1, 16, 8, 64)
@@ -167,10 +205,14 @@ def prepare_qkv(
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a
             cache.
         cache: store the rotated k, and v, in a KV cache.
-        quantize: return q, and k if there is no cache, as fp8.
+        quantize: return q, and k if there is no cache, as fp8; with `DynamicQuantize` q and k are `Scaled`.
+        out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
+            except v_out. v is copied to v_out, in the same launch if the results of k and v have one shape and dtype,
+            outside of across_heads, interleaved_out and tables for each head. With a cache only q_out can be given.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
         interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed`, freqs and inverse, a cache
-        with `Packed`, rounding and inverse, quantize with rounding and inplace.
+        with `Packed`, rounding and inverse, quantize with rounding and inplace; `DynamicQuantize` and hadamard also not
+        with a cache, `Packed` and freqs.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a
@@ -179,29 +221,37 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    plain, normed = PREPARED["cache" if cache is not None else "quantize" if quantize is not None else ""]
-    op = plain if norm is None else normed
+    if quantize is not None and not isinstance(quantize, (Quantize, DynamicQuantize)):
+        refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
+    plain, normed = PREPARED["cache" if cache is not None else "" if quantize is None else quantize.stage]
+    op, source = plain if norm is None and (quantize is None or not quantize.words) else normed, v
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
-    asked = _gather(op, tensors, words, _ROPE_WORDS, positions, inplace)
+    asked = gather(op, tensors, words, _ROPE_WORDS, positions, inplace)
     if norm is not None:
-        _add("prepare_qkv", "norm", norm, Norm, tensors, asked)
-        _forget_positions(tensors, asked)
+        add("prepare_qkv", "norm", norm, Norm, tensors, asked)
+        forget_positions(tensors, asked)
         if asked["norm"].v_norm and cache is None:
-            v = _normed(v, asked)
+            source, v = v, _normed(v, asked)
+    elif op.norm:
+        asked["norm"] = NO_NORM
+        forget_positions(tensors, asked)
     if cache is not None:
-        _add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
+        add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
     if quantize is not None:
-        if not isinstance(quantize, Quantize):
-            refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize")
-        given = quantize.on(q)
-        if cache is not None and "k_scale" in given:
+        if cache is not None and quantize.words:
+            refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize without hadamard, because there is a cache")
+        asked.update(quantize.words)
+        scales = quantize.on(q)
+        if cache is not None and "k_scale" in scales:
             raise InvalidInput("prepare_qkv: quantize has a k_scale, but k goes to the cache; give it to KVCache")
-        tensors.update(given)
-    out = call(op, tensors, asked)
-    return out["q"], out.get("k") if cache is None else k if "rotate_k" in asked else None, v
+        tensors.update(scales)
+    into = given_out(op, asked, {"q": q, "k": k, "v": v}, tensors, source)
+    out = {**into, **call(op.into if into else op, tensors, asked)}
+    first, second = (_scaled(out, name) for name in "qk")
+    return first, second if cache is None else k if "rotate_k" in asked else None, out.get("v", v)
 
 
 @overload
@@ -265,7 +315,7 @@ def prepare_packed_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
-    asked = _gather(ROPE_QKV, tensors, words, _PACKED_WORDS, positions, inplace)
+    asked = gather(ROPE_QKV, tensors, words, _PACKED_WORDS, positions, inplace)
     asked["q_per_group"] = q_per_group
     if copy_v is not True:
         asked["copy_v"] = copy_v
@@ -318,56 +368,17 @@ def prepare_joint_qkv(
             refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
     tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
     tensors.update({**second_tables(name, tables), **tables})
-    asked = _gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS)
-    _forget_positions(tensors, asked)
+    asked = gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS)
+    forget_positions(tensors, asked)
     norms = (norm, norm) if isinstance(norm, Norm) else parts(name, "norm", norm, 2)
     of_second: dict[str, Any] = {}
     for value, given in zip(norms, (tensors, of_second)):
-        _add(name, "norm", value, Norm, given, asked)
+        add(name, "norm", value, Norm, given, asked)
     if norms[0].words["norm"] != norms[1].words["norm"]:
         raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
     tensors.update({"second_" + label: weight for label, weight in of_second.items()})
     out = call(QK_NORM_ROPE_JOINT, tensors, asked)
     return out["q"], out["k"], out["v"]
-
-
-def _gather(
-    op: Operation, tensors: Tensors, words: Any, allowed: frozenset[str], positions: Any = None, inplace: bool = False
-) -> dict[str, Any]:
-    """Move tables and positions that are not None from the words to the tensors; return the remaining words."""
-    for word in [*words]:
-        if word not in allowed:
-            raise unexpected(op.function, word)
-        if word in ONE_TABLE:
-            tensors[word] = words.pop(word)
-    if inplace is not False:
-        words["inplace"] = inplace
-    if positions is not None:
-        words = {**_placed(op, tensors, positions), **words}
-    for name in [*tensors]:
-        if tensors[name] is None:
-            del tensors[name]
-    return words  # type: ignore[no-any-return]
-
-
-def _placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
-    """Add the tensors of `positions` to the others; return its words."""
-    if isinstance(positions, Positions):
-        tensors.update(positions.tensors)
-        return positions.words
-    if not isinstance(positions, Tensor):
-        refuse(op.function, "positions", positions, "a tensor of ids, or a jitrope.Packed, Mrope or Starts")
-    tensors["position_ids"] = positions
-    return {}
-
-
-def _forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
-    """Drop the positions of a call without a table, which rotates nothing."""
-    if not any(name in tensors for name in ("cos", "sin", *ONE_TABLE)):
-        for name in ("position_ids", "start_positions"):
-            tensors.pop(name, None)
-        for word in ("mrope_section", "mrope_interleaved", "rotary_dim", "rotary_offset"):
-            words.pop(word, None)
 
 
 def _normed(v: Tensor | None, words: dict[str, Any]) -> Tensor:
@@ -383,9 +394,6 @@ def _normed(v: Tensor | None, words: dict[str, Any]) -> Tensor:
     return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]
 
 
-def _add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:
-    """Add the tensors and words of a value to those of a call."""
-    if not isinstance(value, kind):
-        refuse(name, label, value, f"a jitrope.{kind.__name__}")
-    tensors.update(value.tensors)
-    words.update(value.words)
+def _scaled(out: dict[str, Tensor], name: str) -> Any:
+    """A result, with its scales if there are some."""
+    return Scaled(out[name], out[f"{name}_scale"]) if f"{name}_scale" in out else out.get(name)

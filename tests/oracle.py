@@ -1,4 +1,4 @@
-"""The ten functions in fp64 and plain torch, written from their docstrings. Nothing of jitrope is imported.
+"""The functions in fp64 and plain torch, written from their docstrings. Nothing of jitrope is imported.
 
 A function has the name and the arguments of jitrope's and returns (outputs, written): a tuple of fp64 tensors, and the
 values of each written argument after the call. Nothing is written here. Lazy bits are resolved first, comparisons have
@@ -242,9 +242,41 @@ def norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:
     return out, {name: y for name, y in zip("qk", out) if y is not None}
 
 
+def into(results: Any, outs: dict[str, Any]) -> Result:
+    """The same results, in tensors of the caller."""
+    given = {name: y for (name, x), y in zip(outs.items(), results) if x is not None}
+    return tuple(results), given
+
+
+def rope_into(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_out: Any, k_out: Any, **o: Any) -> Result:
+    return into(rope(q, k, cos, sin, **o)[0], {"q_out": q_out, "k_out": k_out})
+
+
+def norm_into(q: Any, k: Any, v: Any, *rest: Any, q_out: Any, k_out: Any, v_out: Any, **o: Any) -> Result:
+    v = normed(exact(v), None, o) if o.pop("v_norm", False) else exact(v)
+    return into((*norm_rope(q, k, *rest, **o)[0], v), {"q_out": q_out, "k_out": k_out, "v_out": v_out})
+
+
 def norm_fp8(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,
              **o: Any) -> Result:  # fmt: skip
     return fp8(q, k, turned=norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], **o)
+
+
+def norm_scaled(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
+                hadamard: bool = False, **o: Any) -> Result:  # fmt: skip
+    turned = norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0]
+    if hadamard:
+        turned = tuple(None if x is None else x @ hadamard_matrix(x.shape[-1]).to(x) for x in turned)
+    scales = [None if x is None else x.abs().amax(-1).clamp(min=1e-12) / FP8_MAX for x in turned]
+    return (*[None if x is None else x / s[..., None] for x, s in zip(turned, scales)], *scales), {}
+
+
+def hadamard_matrix(size: int) -> Tensor:
+    """Orthogonal, in Sylvester's order."""
+    found, two = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64) / 2**0.5
+    while len(found) < size:
+        found = torch.kron(two, found)
+    return found
 
 
 def norm_kv_cache(q: Any, k: Any, v: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None,

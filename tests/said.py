@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import jitrope
@@ -98,6 +99,17 @@ def norm_fp8(
     return fp8(q, k, cos, sin, norm=norm, **flat)
 
 
+def norm_scaled(
+    q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
+    hadamard: Any = False, dtype: Any = torch.float8_e4m3fn, **flat: Any,
+) -> Any:  # fmt: skip
+    """`prepare_qkv` with a norm and dynamic scales: (q, k, q's scale, k's scale)."""
+    norm, flat = _norm(flat, q_weight, k_weight)
+    quantize = jitrope.DynamicQuantize(dtype, hadamard=hadamard)
+    found = jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=quantize, **said(**flat))[:2]
+    return tuple([None if x is None else x[n] for n in range(2) for x in found])
+
+
 def _norm(
     flat: dict[str, Any], q_weight: Any, k_weight: Any, q_bias: Any = None, k_bias: Any = None
 ) -> tuple[jitrope.Norm, dict[str, Any]]:
@@ -111,6 +123,20 @@ def rope(q: Any, k: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
     return jitrope.apply_rope(q, k, cos, sin, **said(**flat))
 
 
+def rope_into(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_out: Any, k_out: Any, **flat: Any) -> Any:
+    """`apply_rope` into tensors of the caller."""
+    return jitrope.apply_rope(q, k, cos, sin, out=(q_out, k_out), **said(**flat))
+
+
+def norm_into(
+    q: Any, k: Any, v: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
+    q_out: Any, k_out: Any, v_out: Any, **flat: Any,
+) -> Any:  # fmt: skip
+    """`prepare_qkv` with a norm into tensors of the caller: (q, k, v)."""
+    norm, flat = _norm(flat, q_weight, k_weight)
+    return jitrope.prepare_qkv(q, k, v, cos, sin, norm=norm, out=(q_out, k_out, v_out), **said(**flat))
+
+
 def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
     """`prepare_packed_qkv`."""
     return jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**flat))
@@ -118,10 +144,13 @@ def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, **flat: Any) -> Any:
 
 KINDS: dict[str, Callable[..., Any]] = {
     "rope": rope,
+    "rope_into": rope_into,
+    "norm_into": norm_into,
     "packed_qkv": packed_qkv,
     "fp8": fp8,
     "kv_cache": kv_cache,
     "norm_rope": norm_rope,
+    "norm_scaled": norm_scaled,
     "norm_rope_joint": norm_rope_joint,
     "norm_fp8": norm_fp8,
     "norm_kv_cache": norm_kv_cache,

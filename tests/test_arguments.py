@@ -1,4 +1,4 @@
-"""Every parameter of the ten functions, with values of every type. A value with a plain meaning is accepted. Any other
+"""Every parameter of the functions, with values of every type. A value with a plain meaning is accepted. Any other
 is refused in one line that names the parameter. No call changes the result of a later one.
 
 `python -m tests.test_arguments` prints every refusal, so that a person can read them.
@@ -40,8 +40,8 @@ from .matrix.situations import DROP, NO_TABLES, packed
 from .said import KINDS
 
 TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
-           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias",
-           "k_bias")  # fmt: skip
+           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias", "k_bias",
+           "q_out", "k_out", "v_out")  # fmt: skip
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
@@ -55,12 +55,13 @@ KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIO
 OPERATIONS: dict[str, Any] = {
     "rope": ROPE, "packed_qkv": ROPE_QKV, "fp8": ROPE_FP8, "kv_cache": ROPE_KV_CACHE, "norm_rope": QK_NORM_ROPE,
     "norm_rope_joint": QK_NORM_ROPE_JOINT, "norm_fp8": QK_NORM_ROPE_FP8, "norm_kv_cache": QK_NORM_ROPE_KV_CACHE,
+    "rope_into": ROPE.into, "norm_into": QK_NORM_ROPE.into,
 }  # fmt: skip
 VALUES = ("Packed", "Starts", "Mrope", "Norm", "KVCache", "Quantize")
 
 REFUSED = "refused"
 EITHER = "either"  # valid, or refused
-TEN = [f for f in FUNCTIONS if not f.label]
+PLAIN = [f for f in FUNCTIONS if not f.label]
 
 
 class Word(str, enum.Enum):
@@ -77,6 +78,7 @@ OTHER_NAMES = {
     "position_ids": ("positions",),
     "norm_rounding": ("rounding",),
     "norm_kind": ("kind",),
+    **{f"{letter}_out": (f"out's {letter}",) for letter in "qkv"},
     **dict.fromkeys(("first_weights", "second_weights"), ("q_weight", "the weights")),
 }
 MODULE = torch.nn.Identity()
@@ -264,7 +266,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     elif parameter in WORDS:
         plain = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none", "norm_kind": "rms_norm"}[parameter]
     args = {n: x for n, x in cell.args(**changes).items() if x is not DROP}
-    args = f.packed(args)
+    args = f.packed(cell.fitted(args))
     if plain is None:
         plain = args[parameter]
     return args, plain
@@ -369,9 +371,11 @@ def table(function: Function, parameter: str, device: str) -> list[tuple[str, st
 def parameters() -> list[tuple[Function, str]]:
     """Each kind of call with each of its words; words of values count as the call's."""
     found = []
-    for f in TEN:
+    for f in PLAIN:
         op = OPERATIONS[f.name.rstrip("_")]
         names = [name.rstrip("?") for name in op.tensors]
+        if f.name == "rope_into":
+            names = [*f.turned, *f.outs]
         if f.name == "norm_rope_joint":
             names = [*SEQUENCES]
         norm = (
@@ -389,10 +393,10 @@ def parameters() -> list[tuple[Function, str]]:
     return found
 
 
-@pytest.mark.parametrize("function", TEN, ids=lambda f: f.name)
+@pytest.mark.parametrize("function", PLAIN, ids=lambda f: f.name)
 def test_every_parameter_is_known(function: Function) -> None:
     signature = set(inspect.signature(getattr(jitrope, function.public)).parameters)
-    assert signature - {"positions", "norm", "cache", "quantize", *VALUES} <= KNOWN
+    assert signature - {"positions", "norm", "cache", "quantize", "out", *VALUES} <= KNOWN
     assert {word for f, word in parameters() if f is function} <= KNOWN
 
 

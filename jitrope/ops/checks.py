@@ -48,7 +48,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if written:
         _refuse_transforms(name, written=True)
     for label, x in written.items():
-        _check_written(name, label, x, wants_grad)
+        _check_written(name, op.labels.get(label, label), x, wants_grad and op.differentiable)
     if not wants_grad or not op.differentiable:
         return
     _refuse_transforms(name)
@@ -328,6 +328,26 @@ def _check_streams(tensors: Tensors, fail: Fail) -> None:
         fail("v must have as many heads as k")
 
 
+def check_into(name: str, tensors: Tensors, labels: dict[str, str], dtypes: dict[str, torch.dtype]) -> None:
+    """The check of the caller's output tensors, given labels for messages, and dtypes that differ from the inputs'."""
+    fail, q = failing(name), tensors["q"]
+    outs = {label: tensors[x] for x, label in labels.items() if x in tensors}
+    for label, out in outs.items():
+        letter = label[-1]
+        x, dtype = tensors[letter], dtypes.get(letter, tensors[letter].dtype)
+        if x.device != q.device or x.dim() != q.dim():
+            fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+        if out.shape != x.shape or out.dtype != dtype or out.device != q.device:
+            swapped = out.dim() == 4 and out.transpose(1, 2).shape == x.shape
+            hint = "; pass its transpose(1, 2)" if swapped else ""
+            had = f"{label} is {tuple(out.shape)} {out.dtype} on {out.device}"
+            fail(f"{had}; it must be {tuple(x.shape)} {dtype} on {q.device}{hint}")
+        require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
+    read = {label: x for label, x in tensors.items() if label not in labels}
+    _refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")
+    require_apart(name, outs, read)
+
+
 def _tables(tensors: Tensors) -> Tensors:
     return {label: tensors[label] for label in TABLE_NAMES if label in tensors}
 
@@ -344,8 +364,8 @@ def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, fail
         fail(f"{had}; it must be one fp32 number on q's device")
 
 
-def _refuse_gradients(fail: Fail, tensors: Tensors, *labels: str) -> None:
+def _refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use apply_rope") -> None:
     for label in labels:
         x = tensors.get(label)
         if x is not None and (x.requires_grad and torch.is_grad_enabled()):
-            fail(f"{label} requires a gradient, but this call has none; use apply_rope, or torch.no_grad()")
+            fail(f"{label} requires a gradient, but this call has none; {use}, or torch.no_grad()")

@@ -72,7 +72,7 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
         fail(f"rotary_dim is {options.rotary_dim}; it must be even and from 2 to {most}")
 
 
-def require_no_overlap(label: str, x: Tensor, fail: Fail) -> None:
+def require_no_overlap(label: str, x: Tensor, fail: Fail, instead: str = "") -> None:
     """Refuse to write a tensor whose elements share memory. Symbolic strides of a compiler show only expanded axes."""
     if torch.compiler.is_compiling():
         overlaps = not all(stride or size < 2 for size, stride in zip(x.shape, x.stride()))
@@ -81,7 +81,7 @@ def require_no_overlap(label: str, x: Tensor, fail: Fail) -> None:
     if overlaps:
         fail(
             f"{label} has strides {tuple(x.stride())}; its elements overlap in memory, so it cannot be written; "
-            f"pass {label}.contiguous(), or leave inplace=True out"
+            + (instead or f"pass {label}.contiguous(), or leave inplace=True out")
         )
 
 

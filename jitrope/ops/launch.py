@@ -80,7 +80,7 @@ class Known:
         self.results = op.produced(given, options)
         self.saved = tuple(op.saved(given))  # tensors for the backward
         self.heads = tuple([name for name in given if name in op.names])  # tensors with gradients
-        self.blocks = 0
+        self.blocks, self.finished = 0, False
         self.pointers, self.fixed, self.kept = (), [], ()
         self.close: tuple[str, ...] = ()  # tensors that must not share memory
         self.apart: set[tuple[int, ...]] = set()  # distances between them without shared memory
@@ -89,9 +89,9 @@ class Known:
     @property
     def form(self) -> Form:
         """The form of its calls, from which `replay` writes their source."""
-        like, finished = type(self.op).fresh is Operation.fresh, type(self.op).finish is not Operation.finish
-        own = (self.names, self.pointers, self.results, self.options.inplace, like, finished, self.close, self.written)
-        return Form(*own, aligned=not any(self.alignments))
+        like = type(self.op).fresh is Operation.fresh
+        own = (self.names, self.pointers, self.results, self.options.inplace, like)
+        return Form(*own, self.finished, self.close, self.written, aligned=not any(self.alignments))
 
     def written_out(self, form: Form, matches: Any = None, record: Any = None) -> Callable[..., Tensors | None]:
         """A function that enqueues a call; its arguments are a dict of the tensors, and then each tensor."""
@@ -113,8 +113,9 @@ class Known:
     def keep_apart(self, tensors: Tensors, distances: tuple[int, ...]) -> None:
         """Refuse memory that a call would write as one of its tensors and read or write as another."""
         if any(b - a < self.reach for a, b in itertools.pairwise(sorted((0, *distances)))):
-            heads = {name: tensors[name] for name in self.close}
-            refuse_meeting(self.op.function, heads, [n for n in self.op.written(self.options) if n in heads])
+            label = {name: self.op.labels.get(name, name) for name in self.close}
+            heads = {label[name]: tensors[name] for name in self.close}
+            refuse_meeting(self.op.function, heads, [label[n] for n in self.written if n in label])
         if len(self.apart) >= MAX_APART:
             self.apart.clear()
         self.apart.add(distances)
@@ -161,9 +162,10 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     named = with_outputs(op, tensors, options)
     inputs, results = op.heads(named, options)
     device, places = next(iter(tensors.values())).device, op.places(options)
-    sources = [(name, x) for name, x in zip(places, (*inputs, *results)) if x is not None]
-    known.reach = max(extent(x) for _, x in sources)
-    close = tuple(dict.fromkeys([name for name, _ in sources if name in known.names]))
+    known.finished = op.finishes(named, options)
+    near = {name: extent(named[name]) for name in places if name in named}
+    known.reach = max(near.values())
+    close = tuple([name for name in near if name in known.names])
     if len(close) > 1 and any(name in close for name in op.written(options)):
         known.close = close
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count

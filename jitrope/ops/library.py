@@ -13,7 +13,7 @@ from ..plan.spec import NormOptions, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
 from .operation import Operation
-from .operations import OPERATIONS, ROPE_INTO
+from .operations import OPERATIONS
 
 _TABLES = "Tensor cos, Tensor? sin, Tensor? cu_seqlens, Tensor? start_positions, Tensor? position_ids"
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
@@ -97,7 +97,7 @@ def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tupl
         return tensors, _options(op, inplace, *words)
 
 
-_GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *TABLE_NAMES) for op in (*OPERATIONS, ROPE_INTO)}
+_GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *TABLE_NAMES) for op in OPERATIONS}
 
 
 def _options(op: Operation, inplace: bool, *words: Any) -> Options:
@@ -115,11 +115,9 @@ _known_options = lru_cache(maxsize=1024)(_options)
 
 def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """Return the results of an operation from torch's op."""
-    if op is ROPE_INTO:
-        return op.on_cpu(tensors, options)
     function = getattr(torch.ops.jitrope, _name(op, options.inplace))
     out = function(*arguments(op, tensors, options))
-    if options.inplace:
+    if out is None:
         return op.outputs(tensors, options)
     results = (out,) if isinstance(out, Tensor) else out
     made = dict(zip(op.results, results))
@@ -168,7 +166,12 @@ def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Opti
         if x.numel() and x.untyped_storage().data_ptr() in seen:
             out[n] = x.clone()
         seen.add(x.untyped_storage().data_ptr())
-    return out[0] if len(out) == 1 else tuple(out)
+    return _returned(out)
+
+
+def _returned(out: list[Tensor]) -> Any:
+    """The results as torch's op returns them."""
+    return out[0] if len(out) == 1 else tuple(out) or None
 
 
 def _in_order(op: Operation, results: Tensors, tensors: Tensors) -> list[Tensor]:
@@ -182,8 +185,7 @@ def _fake(op: Operation, inplace: bool) -> Callable[..., Any]:
         planning.note(op, tensors, options)
         if inplace:
             return None
-        out = _in_order(op, op.fakes(tensors, options), tensors)
-        return out[0] if len(out) == 1 else tuple(out)
+        return _returned(_in_order(op, op.fakes(tensors, options), tensors))
 
     return call
 

@@ -15,7 +15,7 @@ from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.problem import Views, head_view
 from ..plan.spec import HEAD_WORDS, Options, changed
-from ..plan.views import Tensors
+from ..plan.views import FP8, Tensors
 from . import checks
 from .reference import RULE
 
@@ -44,6 +44,7 @@ class Operation:
         reads, writes: tensors with the heads of q, k and v, in and out; "q_out" is the output "q".
         mutated: inputs that are always written.
         inplace: it has an op in place. differentiable: it has a gradient. shards: it takes DTensors.
+        into: its form that writes tensors of the caller, if there is one.
         check: refuses a wrong call; its first argument is the user's function.
         reference: the results in plain torch, as fresh tensors.
     """
@@ -63,6 +64,7 @@ class Operation:
     norm = False
     inplace = differentiable = True
     shards = False
+    into: Operation
     check: Callable[[str, Tensors, Options], None] = staticmethod(checks.check)
     reference: Callable[[Tensors, Options], Tensors]
 
@@ -99,9 +101,17 @@ class Operation:
         """All results, given those of torch's op."""
         return results
 
+    def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
+        """The dtypes of the results that differ from the inputs'."""
+        return {name: FP8 for name in ("q", "k") if name in self.results and f"{name}_scale" in tensors}
+
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors like the results."""
         return self.outputs(tensors, options)
+
+    def finishes(self, tensors: Tensors, options: Options) -> bool:
+        """Whether a call has something to `finish`."""
+        return type(self).finish is not Operation.finish
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         """The results, given the outputs of a launch."""

@@ -20,6 +20,7 @@ from ..plan.problem import (
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.views import FP8, Tensors
 from . import checks, reference
+from .into import Into, ScaledInto
 from .operation import (
     NORMED,
     ROTATION,
@@ -179,21 +180,6 @@ class _RopeQKVBackward(Operation):
         return {"d" + name: x for name, x in found.items()}
 
 
-class _RopeInto(Operation):
-    """Rotate q and k and copy v into the caller's tensors, in one launch. Their heads need not be contiguous."""
-
-    name = "rope_into"
-    tensors = ("q", "k", "v", "q_out", "k_out", "v_out")
-    results = ()
-    mutated = ("q_out", "k_out", "v_out")
-    inplace = differentiable = False
-
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        for name, x in {**reference.rope(tensors, options), "v": tensors["v"]}.items():
-            tensors[name + "_out"].copy_(x)
-        return {}
-
-
 class _Normed(Operation):
     """An operation that normalises q and k. Without a table it does not rotate them."""
 
@@ -236,9 +222,13 @@ class _QKNormRopeScaled(_Normed):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         given = [(name, tensors[name]) for name in ("q", "k") if name in tensors]
-        out: Tensors = {name: empty_like(x, dtype=reference.SCALED[options.out_dtype][0]) for name, x in given}
+        dtypes = self.converted(tensors, options)
+        out: Tensors = {name: empty_like(x, dtype=dtypes[name]) for name, x in given}
         out.update({f"{name}_scale": x.new_empty(x.shape[:-1], dtype=torch.float32) for name, x in given})
         return out
+
+    def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
+        return dict.fromkeys(("q", "k"), reference.SCALED[options.out_dtype][0])
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.results if "k" in given else self.results[::2]
@@ -363,20 +353,24 @@ class _QKNormRopeBackward(Operation):
         return {f"{name}_{kind}": size for kind in kinds for name, size in sizes.items()}
 
 
-ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_INTO = _Rope(), _RopeFp8(), _RopeKVCache(), _RopeInto()
+ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
 ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()
 QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED = _QKNormRopeScaled()
-OPERATIONS = (
-    *(ROPE, ROPE_FP8, ROPE_KV_CACHE, ROPE_QKV, ROPE_QKV_BACKWARD),
-    *(QK_NORM_ROPE, QK_NORM_ROPE_FP8, QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE),
-    *(QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
-)
-"""The operations with ops of torch. `ROPE_INTO` has none: only context parallelism calls it."""
 PREPARED: dict[str, tuple[Operation, Operation]] = {
     "cache": (ROPE_KV_CACHE, QK_NORM_ROPE_KV_CACHE),
     "quantize": (ROPE_FP8, QK_NORM_ROPE_FP8),
+    "dynamic": (QK_NORM_ROPE_SCALED, QK_NORM_ROPE_SCALED),
     "": (_RopePrepared(), QK_NORM_ROPE),
 }
 """The operations of `prepare_qkv`, without a norm and with one."""
+_PREPARED: tuple[Operation, ...] = (ROPE, *PREPARED["cache"], *PREPARED["quantize"], QK_NORM_ROPE_SCALED, QK_NORM_ROPE)
+for _op in (*_PREPARED, *PREPARED[""][:1]):
+    _op.into = (ScaledInto if _op is QK_NORM_ROPE_SCALED else Into)(_op)
+ROPE_INTO = ROPE.into
+OPERATIONS: tuple[Operation, ...] = (
+    *(*_PREPARED, *[op.into for op in _PREPARED]),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+)
+"""The operations with ops of torch."""

@@ -7,7 +7,7 @@ Values can be pickled, printed and traced by torch.compile. Two values are equal
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base.arguments import flag, number, refuse, shown, tensor, whole, wholes, word
 from ..plan.problem import constant
 from ..plan.spec import NORM_KINDS, NORM_ROUNDINGS, NormOptions
-from ..plan.views import Tensors
+from ..plan.views import FP8, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -267,24 +267,75 @@ class Quantize(Value):
         q_scale, k_scale: the value of one unit of the output: y / scale is stored, clamped to 448 in size, and rounded
             once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors of one element, () or (1), on
             q's device, which the host does not read. A cache has its own k_scale.
+        hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order, D a power of two up to
+            256), which spreads large elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay.
 
     Raises:
         InvalidInput: an argument has a wrong type.
     """
 
-    def __init__(self, q_scale: float | Tensor, k_scale: float | Tensor | None = None) -> None:
-        self.given = {"q_scale": q_scale, "k_scale": k_scale}
+    stage = "quantize"
+
+    def __init__(
+        self, q_scale: float | Tensor, k_scale: float | Tensor | None = None, *, hadamard: bool = False
+    ) -> None:
+        self.given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale}
         for label, scale in self.given.items():
             if not isinstance(scale, Tensor) and (scale is not None or label == "q_scale"):
                 _number("Quantize", label, scale)
-        self.tensors, self.words = {}, {}
+        self.tensors, self.words = {}, {"hadamard": True} if flag("Quantize", "hadamard", hadamard) else {}
 
     def on(self, q: Tensor) -> Tensors:
         """The scales as tensors on q's device. Shapes and errors are those of `Quantize`."""
         return scales("Quantize", q, **self.given)
 
     def __repr__(self) -> str:
-        return f"Quantize({', '.join(f'{name}={shown(x)}' for name, x in self.given.items() if x is not None)})"
+        given = {name: x for name, x in {**self.given, **self.words}.items() if x is not None}
+        return f"{type(self).__name__}({', '.join(f'{name}={shown(x)}' for name, x in given.items())})"
+
+
+class Scaled(NamedTuple):
+    """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H) in fp32: y is values times scale."""
+
+    values: Tensor
+    scale: Tensor
+
+
+class DynamicQuantize(Value):
+    """Return q and k as `Scaled`, with a scale for each token and head, which the same launch computes.
+
+    >>> q, k = torch.randn(2, 1, 16, 8, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=jitrope.DynamicQuantize())
+    >>> q.values.dtype, q.scale.shape
+    (torch.float8_e4m3fn, torch.Size([1, 16, 8]))
+
+    Args:
+        dtype: torch.float8_e4m3fn or torch.int8. The scale is a head's largest element in size, at least 1e-12, over
+            448 or 127.
+        hadamard: as in `Quantize`.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+
+    stage = "dynamic"
+
+    def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, *, hadamard: bool = False) -> None:
+        words = {FP8: "fp8", torch.int8: "int8"}
+        if dtype not in words:
+            refuse("DynamicQuantize", "dtype", dtype, "torch.float8_e4m3fn or torch.int8")
+        self.tensors, self.words = {}, {"out_dtype": words[dtype]}
+        if flag("DynamicQuantize", "hadamard", hadamard):
+            self.words["hadamard"] = True
+
+    def on(self, q: Tensor) -> Tensors:
+        """No scales are given."""
+        return {}
+
+    def __repr__(self) -> str:
+        hadamard = ", hadamard=True" if "hadamard" in self.words else ""
+        return f"DynamicQuantize({'torch.int8' if self.words['out_dtype'] == 'int8' else FP8}{hadamard})"
 
 
 def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:

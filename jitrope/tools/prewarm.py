@@ -26,10 +26,10 @@ from ..base.spec import DTYPES, Spec
 from ..jit import kernels
 from ..jit.registry import spec_from_dict
 from ..ops.planning import planning
-from ..ops.values import KVCache, Mrope, Norm, Packed, Quantize, Starts
+from ..ops.values import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Starts
 from ..ops.words import rotary_dim_of
 from ..plan.problem import DTYPE_NAMES
-from ..plan.spec import LAYOUT_AXES, TABLES, RopeSpec
+from ..plan.spec import LAYOUT_AXES, SCALED_DTYPES, TABLES, RopeSpec
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
 
 __all__ = ["DEFAULT_CALLS", "Built", "default_specs", "prewarm", "read_calls", "specs_of"]
@@ -93,9 +93,9 @@ def specs_of(**call: Any) -> list[RopeSpec]:
             freqs_cis, the dtype of the real part. width: "half" or "full". two_tables: prepare_joint_qkv gets a table
             for each stream.
         positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope` or `Starts`. norm, cache,
-            quantize: dicts of words of `Norm`, `KVCache` and `Quantize`. Write a tensor as its dtype, as in
-            {"cu_seqlens": "int32", "cp_size": 2}. page_size, in cache: the rows of a page, if the pages are not
-            neighbours in memory.
+            quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without a q_scale of `DynamicQuantize`.
+            Write a tensor as its dtype, as in {"cu_seqlens": "int32", "cp_size": 2}, and the dtype "fp8" or "int8".
+            page_size, in cache: the rows of a page, if the pages are not neighbours in memory.
         backward: plan the gradient too.
 
     Returns:
@@ -212,7 +212,10 @@ class _Described:
                 x = self.empty(word, dtype, shapes[word])
                 words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
         places = Packed if self.packed else Mrope if "position_ids" in words else Starts
-        kind = {"norm": Norm, "cache": KVCache, "quantize": Quantize, "positions": places}[label]
+        scaled = Quantize if "q_scale" in words else DynamicQuantize
+        if label == "quantize" and "dtype" in words:
+            words["dtype"] = _TORCH[arguments.word(label, "dtype", words["dtype"], SCALED_DTYPES)]
+        kind = {"norm": Norm, "cache": KVCache, "quantize": scaled, "positions": places}[label]
         return kind(**words)
 
     def make(self) -> None:
@@ -233,7 +236,7 @@ class _Described:
             if self.name != "prepare_joint_qkv":
                 given = [*given[0], None, None][: 2 if self.name == "apply_rope" else 3]
         out = getattr(api, self.name)(*given, **tables, **words)
-        results = [x for x in ([out] if isinstance(out, Tensor) else out) if x is not None and x.requires_grad]
+        results = [x for x in ([out] if isinstance(out, Tensor) else out) if isinstance(x, Tensor) and x.requires_grad]
         if results:
             torch.autograd.grad(results, self.leaves, [torch.empty_like(x) for x in results], allow_unused=True)
 

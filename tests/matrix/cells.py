@@ -32,6 +32,7 @@ SIZES = {
     "q2": (B, 2, H, D), "k2": (B, 2, 1, D), "v2": (B, 2, 1, D),
     "q_weight": (D,), "k_weight": (D,), "q_weight2": (D,), "k_weight2": (D,), "q_bias": (D,), "k_bias": (D,),
     "k_cache": (10, 1, D), "v_cache": (10, 1, D),
+    "q_out": (B, S, H, D), "k_out": (B, S, 1, D), "v_out": (B, S, 1, D),
 }  # fmt: skip
 
 
@@ -56,12 +57,22 @@ class Function:
     @property
     def public(self) -> str:
         """The public function."""
-        kinds = {"rope": "apply_rope", "packed_qkv": "prepare_packed_qkv", "norm_rope_joint": "prepare_joint_qkv"}
+        kinds = {
+            "rope": "apply_rope",
+            "rope_into": "apply_rope",
+            "packed_qkv": "prepare_packed_qkv",
+            "norm_rope_joint": "prepare_joint_qkv",
+        }
         return kinds.get(self.name.rstrip("_"), "prepare_qkv")
 
     @property
     def in_place(self) -> bool:
         return self.name.endswith("_")
+
+    @property
+    def outs(self) -> tuple[str, ...]:
+        """Arguments that the results are written to."""
+        return tuple(name for name in self.written if name.endswith("_out"))
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -105,10 +116,14 @@ FUNCTIONS = [
     Function("norm_rope_", ("q", "k"), (), (), ("q_weight", "k_weight"), ("q", "k"), False),
     Function("norm_fp8", ("q", "k"), ("q", "k"), (), ("q_weight", "k_weight"), derived=False,
              options={"q_scale": 0.25, "k_scale": 0.01}),
+    Function("norm_scaled", ("q", "k"), ("q", "k", None, None), (), ("q_weight", "k_weight"), derived=False,
+             options={"hadamard": True}, label="[hadamard]"),
     Function("norm_kv_cache", ("q", "k"), ("q",), ("v",), ("q_weight", "k_weight"), ("k_cache", "v_cache"), False),
     Function("norm_kv_cache", ("q", "k"), ("q",), ("v",), ("q_weight", "k_weight"), ("k_cache", "v_cache"), False,
              {"v_norm": True}, "[v_norm]"),
     Function("norm_kv_cache_", ("q", "k"), (), ("v",), ("q_weight", "k_weight"), ("q", "k_cache", "v_cache"), False),
+    Function("rope_into", ("q", "k"), (), written=("q_out", "k_out"), derived=False),
+    Function("norm_into", ("q", "k"), (), ("v",), ("q_weight", "k_weight"), ("q_out", "k_out", "v_out"), False),
     Function("norm_rope_joint", JOINT, (None, None, None), ("v", "v2"),
              ("q_weight", "k_weight", "q_weight2", "k_weight2")),
 ]  # fmt: skip
@@ -137,7 +152,7 @@ class Cell:
     def args(self, **changes: Any) -> Args:
         """Fresh arguments of a plain valid call; `changes` replace some, and None removes a tensor."""
         f = self.function
-        names = (*f.heads, *f.weights, *(("k_cache", "v_cache") if "kv_cache" in f.name else ()))
+        names = (*f.heads, *f.outs, *f.weights, *(("k_cache", "v_cache") if "kv_cache" in f.name else ()))
         args: Args = {name: self.rand(*self.size(name), seed=n) for n, name in enumerate(names)}
         angles = self.rand(P, D // 2, seed=50)
         args |= {"cos": angles.cos(), "sin": angles.sin()} | f.options
@@ -145,6 +160,12 @@ class Cell:
             args["slot_mapping"] = torch.tensor([[1, 2, -1], [9, 0, 7]], device=self.device)
         args |= changes
         return args
+
+    def fitted(self, args: Args) -> Args:
+        """The arguments, with output tensors of the shapes of q, k and v."""
+        like = {name: args[name[0]] for name in self.function.outs}
+        other = {n: x for n, x in like.items() if x is None or (isinstance(x, Tensor) and x.shape != args[n].shape)}
+        return {**args, **{n: None if x is None else torch.full(x.shape, 7.0).to(x) for n, x in other.items()}}
 
     def call(self, args: Args) -> tuple[Any, ...]:
         return self.function(args)
@@ -160,6 +181,7 @@ class Cell:
         fake: also make the call with fake tensors, which must have the same strides. same: written tensors are
         returned themselves. versions: their versions are incremented.
         """
+        args = self.fitted(args) if isinstance(args.get("q"), Tensor) and not args["q"].is_nested else args
         plain = plain_bits(self)
         want, want_written = self.function.expected(args if wants is None else wants)
         snapshot = Snapshot(args)
@@ -190,6 +212,8 @@ class Cell:
         if f.in_place and same:
             for y, name in zip(out, f.turned):
                 assert y is args[name], f"{name} itself does not come back"
+        for y, name in zip(out, f.outs if same else ()):
+            assert y is args[name], f"{name} itself does not come back"
         for n, (y, wanted) in enumerate(zip(out, want)):
             close(y, wanted, f"output {n}")
         for name, wanted in want_written.items():
@@ -216,7 +240,7 @@ class Cell:
 
     def check_text(self, error: BaseException) -> None:
         text = str(error)
-        names = (self.function.public, "Packed", "Starts", "Mrope", "Norm", "KVCache", "Quantize")
+        names = (self.function.public, "Packed", "Starts", "Mrope", "Norm", "KVCache", "Quantize", "DynamicQuantize")
         assert text.split(": ")[0] in names, f"the refusal does not name the function: {text}"
         assert "\n" not in text, text
 

@@ -1,0 +1,129 @@
+"""The form of an operation that writes tensors of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import refuse
+from ..plan.problem import Views
+from ..plan.spec import Options, norm_of
+from ..plan.views import Tensors
+from . import checks
+from .fit import require_apart
+from .operation import Operation
+from .words import parts
+
+
+class Into(Operation):
+    """An operation whose results go to given tensors, with any strides: q_out, k_out and v_out.
+
+    v is copied to v_out in the same launch where the kernel can do it, and after it elsewhere. With a cache k and v go
+    to the cache.
+    """
+
+    results: tuple[str, ...] = ()
+    inplace = differentiable = False
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+        v, outs = (("v?",), ("q_out", "k_out", "v_out")) if "k" in base.results else ((), ("q_out",))
+        self.name, self.function = base.name + "_into", base.function
+        self.stage = " with ".join([stage for stage in (base.stage, "out") if stage])
+        self.tensors = (*base.tensors, *v, *[f"{name}?" for name in outs])
+        self.options, self.tables, self.norm = base.options, base.tables, base.norm
+        self.words = tuple([word for word in base.words if word != "inplace"])
+        self.writes, self.mutated = base.writes, (*base.mutated, *outs)
+        self.labels = {name: f"out's {name[0]}" for name in outs}
+
+    def written(self, options: Options) -> tuple[str, ...]:
+        return (*self.base.written(options), *self.labels)
+
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
+        """The tensors of a call without a table, as those of the operation with a norm."""
+        found: Tensors = self.base.unrotated(name, tensors, options)
+        return found
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        self.base.check(name, tensors, options)
+        checks.check_into(name, tensors, self.labels, self.base.converted(tensors, options))
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        inputs, outputs = self.base.heads(tensors, options)
+        if self.finishes(tensors, options):
+            return (*inputs[:2], None), (*outputs[:2], None)
+        return inputs, outputs
+
+    def finishes(self, tensors: Tensors, options: Options) -> bool:
+        """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
+        if "v_out" not in tensors:
+            return False
+        k, v, cos, norm = tensors.get("k"), tensors["v"], tensors["cos"], norm_of(options)
+        like_k = k is not None and v.shape == k.shape and v.dtype == tensors["k_out"].dtype
+        shared = cos.dim() < 4 or cos.shape[2] == 1
+        return not (like_k and shared and options.interleaved == options.interleaved_out and not norm.across_heads)
+
+    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        tensors["v_out"].copy_(tensors["v"])
+        return outputs
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        results = {**tensors, **self.base.on_cpu(tensors, options)}
+        for name in self.labels:
+            if name in tensors:
+                tensors[name].copy_(results[name[0]])
+        return {name: results[name] for name in self.made(tensors, options)}
+
+
+class ScaledInto(Into):
+    """The same for an operation that also returns scales."""
+
+    results = ("q_scale", "k_scale")
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        made = self.base.fresh(tensors, options, blocks)
+        return {name: made[name] for name in self.made(tensors, options)}
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return self.results if "k" in given else self.results[:1]
+
+
+def given_out(
+    op: Operation, asked: dict[str, Any], heads: Mapping[str, Any], tensors: Tensors, source: Any = None
+) -> Tensors:
+    """Move the output tensors of a call with `out` from its words to its tensors, and return them by name.
+
+    heads: q, k and perhaps v, in the order of `out`. For q and k an item that is None is replaced by a fresh tensor.
+    source: the user's v, if v is a normalised copy of it.
+    """
+    out = asked.pop("out", None)
+    if out is None:
+        return {}
+    name = op.function
+    items = dict(zip(heads, parts(name, "out", out, len(heads))))
+    results = {letter: x for letter, x in items.items() if x is not None}
+    for letter, x in results.items():
+        if heads[letter] is None:
+            refuse(name, f"out's {letter}", x, f"None, because {letter} is None")
+        if letter != "q" and "k" not in op.results:
+            refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
+    if not results:
+        return {}
+    if "v" in results:
+        tensors["v"] = heads["v"]
+    like = {letter: heads[letter] for letter in heads if letter in op.results and letter not in results}
+    like = {letter: x for letter, x in like.items() if _is_dense(x)}
+    if like:
+        made = op.fresh(like, Options(out_dtype=asked.get("out_dtype", "fp8")), 0)
+        results.update({letter: made[letter] for letter in like})
+    tensors.update({f"{letter}_out": x for letter, x in results.items()})
+    if source is not heads.get("v"):
+        require_apart(name, {f"out's {letter}": x for letter, x in results.items()}, {"v": source})
+    return results
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested

@@ -1,0 +1,417 @@
+"""Results in tensors that the caller gives: `out=` of `apply_rope` and `prepare_qkv`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import InvalidInput, KVCache, Norm, Quantize
+from jitrope.ops import dispatch
+from jitrope.ops import launch as runtime
+from jitrope.ops.operation import Operation
+from jitrope.ops.operations import QK_NORM_ROPE, ROPE
+from jitrope.plan.spec import NormOptions, Options
+from tests.said import said
+
+from .cases import CASES, Case, make, op_arguments
+from .devices import DEVICE, DEVICES
+
+NAMES = (
+    *(
+        "halves",
+        "interleaved",
+        "q-alone",
+        "one-token",
+        "d80",
+        "partial-odd",
+        "sbhd",
+        "bhsd",
+        "thd",
+        "packed",
+        "per-head",
+    ),
+    *("unaligned", "strided-dim", "starts", "cp", "inverse", "mla", "angles", "ids", "cos_sin_cache", "dtype"),
+)
+FP8 = torch.float8_e4m3fn
+
+
+def elsewhere(x: Tensor, value: float = 7) -> Tensor:
+    """A tensor of x's shape in the middle of another buffer, with the last but one axis first in memory."""
+    order = [x.dim() - 2, *[axis for axis in range(x.dim()) if axis != x.dim() - 2]]
+    sizes = [x.shape[axis] for axis in order]
+    buffer = torch.full((sizes[0] + 2, *sizes[1:]), value, device=x.device).to(x.dtype)
+    return buffer[1:-1].permute([order.index(axis) for axis in range(x.dim())])
+
+
+def untouched(out: Tensor, value: float = 7) -> bool:
+    """Whether the buffer around a tensor from `elsewhere` is as it was."""
+    buffer = out._base.float()
+    return bool((buffer[0] == value).all() and (buffer[-1] == value).all())
+
+
+def bits(x: Tensor | None) -> Any:
+    return None if x is None else (x.dtype, x.shape, x.cpu().contiguous().view(torch.uint8).tolist())
+
+
+def tensors(device: str, *heads: int, size: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(heads))
+    return [torch.randn(2, 6, count, size, generator=generator).to(device, dtype) for count in heads]
+
+
+def tables(device: str, *lead: int, rows: int = 9, pairs: int = 32) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(*lead[:1], rows, *lead[1:], pairs, generator=torch.Generator().manual_seed(3)).to(device) * 9
+    return angles.cos(), angles.sin()
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=str)
+def test_a_rotation_into_another_layout_has_the_bits_of_a_fresh_one(case: Case, device: str) -> None:
+    q, k, cos, sin, words = make(case, device)
+    words = said(**words)
+    want = jitrope.apply_rope(q, k, cos, sin, **words)
+    given = tuple(None if x is None else elsewhere(x) for x in want)
+    for _ in range(2):
+        got = jitrope.apply_rope(q, k, cos, sin, out=given, **words)
+        for y, out, wanted in zip(got, given, want):
+            assert y is out
+            assert bits(y) == bits(wanted)
+            assert y is None or untouched(y)
+            if y is not None:
+                y.fill_(3)
+
+
+def heads_of(kind: str, device: str) -> tuple[list[Any], dict[str, Any]]:
+    """(q, k, v, cos and sin; words) of a call of `prepare_qkv`."""
+    q, k, v = tensors(device, 4, 2, 2)
+    weights = [torch.linspace(0.5, 1.5, 64, device=device).roll(n) for n in (0, 7)]
+    cos, sin = tables(device)
+    words: dict[str, Any] = {}
+    if "norm" in kind:
+        words["norm"] = Norm(*weights, rounding="once")
+    if "v_norm" in kind:
+        words["norm"] = Norm(*weights, v_norm=True)
+    if "after" in kind:
+        words["norm"] = Norm(*weights, after_rope=True)
+    if "across" in kind:
+        words["norm"] = Norm(across_heads=True, v_norm="v_norm" in kind)
+    if "quantize" in kind:
+        words["quantize"] = Quantize(0.5, 0.25)
+    if "other pairs" in kind:
+        words["interleaved_out"] = True
+    if "each head" in kind:
+        (k, v), (cos, sin) = tensors(device, 4, 4), tables(device, 1, 4)
+    if "wider v" in kind:
+        (v,) = tensors(device, 2, size=80)
+    if "no k" in kind:
+        k, words["norm"] = None, Norm(weights[0])
+    if "thd" in kind:
+        q, k, v = q[0], k[0], v[0]
+        words["positions"] = jitrope.Packed(torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
+    if "no table" in kind:
+        cos = sin = None
+    return [q, k, v, cos, sin], words
+
+
+KINDS = {
+    **dict.fromkeys(("rope", "norm", "norm, no table", "after", "thd", "v_norm"), True),
+    **dict.fromkeys(("quantize", "norm and quantize", "across", "across and v_norm", "other pairs"), False),
+    **dict.fromkeys(("each head", "wider v", "no k"), False),
+}  # fmt: skip
+"""Kinds of calls, and whether v is copied in the launch of q and k."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_q_k_and_v_go_to_the_given_tensors(kind: str, device: str) -> None:
+    args, words = heads_of(kind, device)
+    before = [None if x is None else x.clone() for x in args]
+    want = jitrope.prepare_qkv(*args, **words)
+    given = [None if x is None else elsewhere(x) for x in want]
+    for _ in range(2):
+        got = jitrope.prepare_qkv(*args, out=given, **words)
+        for y, out, wanted in zip(got, given, want):
+            assert y is out
+            assert bits(y) == bits(wanted)
+            assert y is None or untouched(y)
+            if y is not None:
+                y.fill_(3)
+    for x, was in zip(args, before):
+        assert x is None or torch.equal(x, was)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("missing", ["q", "k", "v", "qk", "qkv"])
+@pytest.mark.parametrize("kind", ["rope", "quantize", "v_norm"])
+def test_a_missing_item_is_a_fresh_tensor(kind: str, missing: str, device: str) -> None:
+    args, words = heads_of(kind, device)
+    want = jitrope.prepare_qkv(*args, **words)
+    given = [None if letter in missing else elsewhere(x) for letter, x in zip("qkv", want)]
+    got = jitrope.prepare_qkv(*args, out=given, **words)
+    for y, out, wanted in zip(got, given, want):
+        assert y is out or out is None
+        assert bits(y) == bits(wanted)
+    if kind == "rope" and "v" in missing:
+        assert got[2] is args[2]
+    if "k" in missing:
+        assert got[1].stride() == args[1].stride()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("words", [{}, {"quantize": Quantize(0.5)}, {"norm": Norm(v_norm=True)}], ids=str)
+def test_a_call_with_a_cache_writes_q_to_the_given_tensor(words: dict[str, Any], device: str) -> None:
+    q, k, v = tensors(device, 4, 2, 2)
+    results = []
+    for given in (False, True):
+        caches = [torch.zeros(12, 2, 64, dtype=q.dtype, device=device) for _ in range(2)]
+        kept, cache = k.clone(), KVCache(*caches, torch.arange(12, device=device).flip(0), rotate_k=True)
+        out = elsewhere(results[0][0]) if given else None
+        got = jitrope.prepare_qkv(q, kept, v, *tables(device), cache=cache, out=(out, None, None), **words)
+        assert got[1] is kept
+        assert got[2] is v
+        assert not given or (got[0] is out and untouched(out))
+        results.append((got[0], kept, *caches))
+    assert [bits(x) for x in results[0]] == [bits(x) for x in results[1]]
+
+
+def test_no_elements() -> None:
+    q, k, v = (x[:, :0] for x in tensors("cpu", 4, 2, 2))
+    out = [torch.empty_like(x) for x in (q, k, v)]
+    assert all(x is y for x, y in zip(jitrope.prepare_qkv(q, k, v, *tables("cpu"), out=out), out))
+
+
+# ---- torch's machinery ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["rope", "v_norm", "norm and quantize", "across", "cache"])
+def test_compiled_calls_write_the_given_tensors(kind: str, device: str) -> None:
+    args, words = heads_of(kind, device)
+    q, k, v, *rest = args
+    if kind == "cache":
+        words["cache"] = KVCache(*torch.zeros(2, 12, 2, 64).to(q), torch.arange(12, device=device))
+    want = jitrope.prepare_qkv(q * 2, k, v, *rest, **words)
+    buffers = [None if x is None else torch.zeros_like(x.transpose(1, 2)) for x in (*want[:2], want[2])]
+    if kind == "cache":
+        buffers[1:] = [None, None]
+
+    def model(q: Tensor, *buffers: Tensor | None) -> list[Tensor]:
+        out = [None if x is None else x.transpose(1, 2) for x in buffers]
+        got = jitrope.prepare_qkv(q * 2, k, v, *rest, out=out, **words)
+        return [x.float() + 1 for x in got if x is not None]
+
+    torch._dynamo.reset()
+    got = torch.compile(model, fullgraph=True, backend="inductor" if kind == "rope" else "aot_eager")(q, *buffers)
+    for y, wanted in zip(got, [x for x in want if x is not None]):
+        assert torch.equal(y, wanted.float() + 1)
+    for buffer, wanted in zip(buffers, want):
+        assert buffer is None or bits(buffer.transpose(1, 2)) == bits(wanted)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("op", [ROPE, QK_NORM_ROPE], ids=["rope", "norm"])
+def test_opcheck(op: Operation, missing: bool) -> None:
+    """The mutations that the op declares, its fake and its compiled form."""
+    q, k, v, cos, sin = heads_of("rope", "cpu")[0]
+    weights = (None, torch.ones(64)) if op.norm else ()
+    heads = (q, None, *weights[:1], None, None) if missing else (q, k, *weights, v)
+    outs = [None if x is None else torch.empty_like(x) for x in ((q, None, None) if missing else (q, k, v))]
+    options = Options(rotary_dim=64, norm=NormOptions() if op.norm else None)
+    arguments = op_arguments(op.into, (*heads[: 3 + len(weights)], *outs), (cos, sin), options)
+    torch.library.opcheck(getattr(torch.ops.jitrope, op.into.name).default, arguments)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autograd_sees_that_given_tensors_are_written(device: str) -> None:
+    """A backward that needs their old values is refused, also after a call like an earlier one."""
+    q, k, v = tensors(device, 4, 2, 2)
+    for _ in range(2):
+        outs = [torch.ones_like(x) for x in (q, k, v)]
+        products = [torch.ones_like(x, requires_grad=True) * x for x in outs]
+        jitrope.prepare_qkv(q, k, v, *tables(device), out=outs)
+        for product in products:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["rope", "norm", "v_norm", "quantize", "across"])
+def test_a_like_call_with_other_tensors_is_not_looked_at_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay writes the new tensors, and refuses those that share memory."""
+    runtime.local.recent = {}
+    (q, *args), words = heads_of(kind, DEVICE)
+    for turn in range(3):
+        x = q.roll(turn, 1)
+        want = jitrope.prepare_qkv(x, *args, **words)
+        given = [elsewhere(y) for y in want]
+        got = jitrope.prepare_qkv(x, *args, out=given, **words)
+        for y, out, wanted in zip(got, given, want):
+            assert y is out
+            assert bits(y) == bits(wanted)
+            assert untouched(y)
+        if turn == 0:
+            monkeypatch.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
+    if kind in ("rope", "norm"):
+        k, v, *rest = args
+        over = torch.empty(3, *given[2].permute(2, 0, 1, 3).shape, dtype=v.dtype, device=DEVICE)  # (H, B, S, D) thrice
+        own, both = (over[:2].unbind() if n else (over[0], over[0]) for n in (1, 0))
+        assert jitrope.prepare_qkv(q, k, v, *rest, out=[given[0], *(x.permute(1, 2, 0, 3) for x in own)], **words)
+        with pytest.raises(InvalidInput, match="out's k and out's v share memory"):
+            jitrope.prepare_qkv(q, k, v, *rest, out=[given[0], *(x.permute(1, 2, 0, 3) for x in both)], **words)
+
+
+@pytest.mark.gpu
+def test_a_copied_v_that_shares_memory_is_refused_in_a_replay_too() -> None:
+    """v is copied after the launch here, because k is stored as fp8."""
+    args, words = heads_of("quantize", DEVICE)
+    q, k, v, *_ = args
+    fresh = [torch.empty_like(x, dtype=FP8) for x in (q, k)]
+    for _ in range(2):
+        jitrope.prepare_qkv(*args, out=(*fresh, torch.empty_like(v)), **words)
+    with pytest.raises(InvalidInput, match="out's v and v share memory"):
+        jitrope.prepare_qkv(*args, out=(*fresh, v), **words)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_and_addresses_of_outputs_may_change_from_call_to_call(device: str) -> None:
+    """An output may also have elements apart from each other, and begin at any address."""
+    q, k, cos, sin, _ = make(CASES[0], device)
+    want = bits(jitrope.apply_rope(q, k, cos, sin)[0])
+    for _ in range(2):
+        unaligned = torch.empty(q.numel() + 1, dtype=q.dtype, device=device)[1:].view(q.shape)
+        apart = torch.empty(q.mT.shape, dtype=q.dtype, device=device).mT
+        for out in (torch.empty_like(q), elsewhere(q), unaligned, apart):
+            got, _ = jitrope.apply_rope(q, k, cos, sin, out=[out, None])
+            assert got is out
+            assert bits(got) == want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planning_lists_the_kernel_of_the_same_call(kind: str) -> None:
+    """Tensors of the caller change nothing of the kernel, and v only joins it where the kernel can copy it."""
+    args, words = heads_of(kind, "meta")
+    lists = []
+    for letters in ("", "qk", "qkv"):
+        want = jitrope.prepare_qkv(*args, **words)
+        given = [x if x is None or letter not in letters else torch.empty_like(x) for letter, x in zip("qkv", want)]
+        with jitrope.planning(["auto"]) as specs:
+            got = jitrope.prepare_qkv(*args, out=[x if n in letters else None for n, x in zip("qkv", given)], **words)
+        assert all(y is x for n, x, y in zip("qkv", given, got) if n in letters)
+        lists.append(specs)
+    assert len(lists[0]) == (2 if "v_norm" in kind else 1)  # v's norm has a launch of its own
+    assert lists[1] == lists[0]
+    assert lists[2][-1].copy_v == KINDS[kind]
+    assert KINDS[kind] or lists[2] == lists[0]
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+Change = Callable[[Any], Any]
+Q, K, V = tensors("cpu", 4, 2, 2)
+COS, SIN = tables("cpu")
+WIDE = torch.randn(2, 6, 6, 64).bfloat16()
+
+
+def of(letter: str, make: Change) -> Change:
+    """A change of one item of fresh outputs."""
+    return lambda outs: [make(x) if name == letter else x for name, x in zip("qkv", outs)]
+
+
+CACHE = KVCache(*torch.zeros(2, 12, 2, 64).bfloat16(), torch.arange(12))
+REFUSALS: dict[str, tuple[str, Change, dict[str, Any]]] = {
+    "out is 3; it must be a tuple of 2 tensors": ("apply_rope", lambda outs: 3, {}),
+    "out is (None, None, None); it must be a tuple of 2 tensors": ("apply_rope", lambda outs: (None, None, None), {}),
+    "out is a tensor of shape (3,), float32, on cpu; it must be a tuple of 3 tensors": (
+        "prepare_qkv", lambda outs: torch.zeros(3), {}),
+    "out's q is 3; it must be a tensor or None": ("apply_rope", of("q", lambda x: 3), {}),
+    "out's k is (2, 6, 4, 64) torch.bfloat16 on cpu; it must be (2, 6, 2, 64) torch.bfloat16 on cpu": (
+        "apply_rope", of("k", lambda x: x.repeat(1, 1, 2, 1)), {}),
+    "out's v is (2, 6, 2, 64) torch.float32 on cpu; it must be (2, 6, 2, 64) torch.bfloat16 on cpu": (
+        "prepare_qkv", of("v", lambda x: x.float()), {}),
+    "out's q is (2, 6, 4, 64) torch.bfloat16 on cpu; it must be (2, 6, 4, 64) torch.float8_e4m3fn on cpu": (
+        "prepare_qkv", lambda outs: outs, {"quantize": Quantize(0.5, 0.5)}),
+    "out's q is (2, 6, 4, 64) torch.float8_e4m3fn on cpu; it must be (2, 6, 4, 64) torch.bfloat16 on cpu": (
+        "apply_rope", of("q", lambda x: x.to(FP8)), {}),
+    "out's q is (2, 6, 4, 64) torch.bfloat16 on meta; it must be (2, 6, 4, 64) torch.bfloat16 on cpu": (
+        "apply_rope", of("q", lambda x: x.to("meta")), {}),
+    "out's q is (2, 4, 6, 64) torch.bfloat16 on cpu; it must be (2, 6, 4, 64) torch.bfloat16 on cpu; pass its "
+    "transpose(1, 2)": ("apply_rope", of("q", lambda x: x.transpose(1, 2)), {}),
+    "out's k has strides (768, 0, 64, 1); its elements overlap in memory": (
+        "apply_rope", of("k", lambda x: x[:, :1].expand(-1, 6, -1, -1)), {}),
+    "out's q and q share memory": ("apply_rope", of("q", lambda x: Q), {}),
+    "out's q and k share memory": ("apply_rope", of("q", lambda x: WIDE[:, :, :4]), {"k": WIDE[:, :, 3:5]}),
+    "out's q and cos share memory": ("apply_rope", of("q", lambda x: WIDE[:, :, :4]), {"cos": WIDE[0, :, 0, :32]}),
+    "out's k and out's v share memory": ("prepare_qkv", lambda outs: (None, outs[1], outs[1]), {}),
+    "out's v and v share memory": ("prepare_qkv", of("v", lambda x: V), {"norm": Norm(v_norm=True)}),
+    "out's k requires a gradient, but this call has none; use a call without out": (
+        "apply_rope", of("k", lambda x: x.requires_grad_()), {}),
+    "inplace does not go with out": ("apply_rope", lambda outs: outs, {"inplace": True}),
+    "inplace does not go with norm with out": ("prepare_qkv", lambda outs: outs, {"inplace": True, "norm": Norm()}),
+    "out's k is a tensor of shape (2, 6, 2, 64), bfloat16, on cpu; it must be None, because k is None": (
+        "apply_rope", lambda outs: outs, {"k": None}),
+    "out's v is a tensor of shape (2, 6, 2, 64), bfloat16, on cpu; it must be None, because v is None": (
+        "prepare_qkv", lambda outs: outs, {"v": None}),
+    "out's v is a tensor of shape (2, 6, 2, 64), bfloat16, on cpu; it must be None, because v goes to the cache": (
+        "prepare_qkv", of("k", lambda x: None), {"cache": CACHE}),
+    "inplace does not go with cache with out": (
+        "prepare_qkv", lambda outs: (outs[0], None, None), {"cache": CACHE, "inplace": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_a_wrong_output_is_refused_before_anything_is_written(message: str) -> None:
+    name, change, words = REFUSALS[message]
+    heads = {"q": Q, "k": K, "v": V, "cos": COS, "sin": SIN if "cos" not in words else SIN[:6].bfloat16(), **words}
+    if name == "apply_rope":
+        del heads["v"]
+    fresh = [torch.full_like(x, 7) for x in (Q, K, V)][: len(heads) - 2 if name == "apply_rope" else 3]
+    out = change(fresh[: 2 if name == "apply_rope" else 3])
+    before = {n: x.clone() for n, x in heads.items() if isinstance(x, Tensor)}
+    for _ in range(2):
+        with pytest.raises(InvalidInput) as error:
+            getattr(jitrope, name)(**heads, out=out)
+        assert str(error.value).startswith(f"{name}: {message}")
+    assert all(bool((x == 7).all()) for x in fresh)
+    assert all(torch.equal(heads[n], x) for n, x in before.items())
+
+
+@pytest.mark.parametrize("label", ["q", "k", "v", "q_weight", "out's q"])
+def test_a_tensor_that_requires_a_gradient_is_refused(label: str) -> None:
+    """As by torch's own functions with out=; under no_grad the call is made."""
+    given = {"q": Q, "k": K, "v": V, "q_weight": torch.ones(64), "out's q": torch.zeros_like(Q)}
+    given[label] = given[label].clone().requires_grad_()
+
+    def call() -> Any:
+        norm = Norm(given["q_weight"])
+        out = (given["out's q"], None, torch.empty_like(V))
+        return jitrope.prepare_qkv(given["q"], given["k"], given["v"], COS, SIN, norm=norm, out=out)
+
+    with pytest.raises(InvalidInput, match=f"{label} requires a gradient, but this call has none; use a call without"):
+        call()
+    with torch.no_grad():
+        assert call()[0] is given["out's q"]
+    assert given["out's q"].any()
+
+
+def test_check_reads_the_positions_before_anything_is_written() -> None:
+    out = torch.full_like(Q, 7)
+    with pytest.raises(InvalidInput, match="positions go from 0 to 99, but the table has rows 0 to 8"):
+        jitrope.apply_rope(Q, K, COS, SIN, positions=torch.tensor([0, 1, 2, 3, 4, 99]), check=True, out=(out, None))
+    assert bool((out == 7).all())
+    assert jitrope.apply_rope(Q, K, COS, SIN, check=True, out=(out, None))[0] is out
+    assert bits(out) == bits(jitrope.apply_rope(Q, K, COS, SIN)[0])
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    out = torch.empty_like(Q[0])
+    for transform in (lambda f: torch.vmap(f)(Q), lambda f: torch.func.jacrev(f)(Q[0])):
+        with pytest.raises(InvalidInput, match=r"torch.func's (vmap|grad) is not supported here"):
+            transform(lambda q: jitrope.apply_rope(q, None, COS, SIN, layout="thd", out=(out, None))[0])
