@@ -36,6 +36,7 @@ from .soak_pool import (
     MASKS,
     MOVES,
     NORMED,
+    SCALED,
     STEPS,
     Job,
     cache_job,
@@ -47,6 +48,7 @@ from .soak_pool import (
     qkv_job,
     rope_job,
     rows_job,
+    scaled_job,
     segments_job,
     tables_job,
 )
@@ -91,6 +93,7 @@ def _serving() -> Iterator[Job]:
         yield cache_job(case, not case.q_fp8)
     yield from (cache_job(case, not case.q_fp8, norm=True) for case in NORMED)
     yield from (fp8_job(case) for case in CASES if case.name in FP8)
+    yield from (scaled_job(case) for case in CASES if case.name in SCALED)
 
 
 def _norm(launch: str, modes: tuple[str, ...]) -> Iterator[Job]:

@@ -186,6 +186,20 @@ def fp8_job(case: Case) -> Job:
     return Job("fp8", case.name, made, rope_slack(case))
 
 
+def scaled_job(case: Case) -> Job:
+    """Dynamic scales; heads of a power of two are transformed too."""
+    dtype = torch.int8 if case.name == "ids" else torch.float8_e4m3fn
+
+    def made(device: str, seed: int) -> Call:
+        q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
+        del words["rounding"]
+        quantize = jitrope.DynamicQuantize(dtype, hadamard=q.shape[-1] in (64, 128))
+        tables = {**said(**words), "cos": cos, "sin": sin, "quantize": quantize}
+        return lambda: [x for y in jitrope.prepare_qkv(q, k, None, **tables)[:2] if y is not None for x in y]
+
+    return Job("scaled", case.name, made, rope_slack(case))
+
+
 def cache_job(case: CacheCase, in_place: bool = False, norm: bool = False) -> Job:
     """Store k and v in a cache full of noise; slots do not repeat, and some are padding or past the end."""
 
@@ -452,6 +466,7 @@ def attention_job(draw: random.Random) -> Job:
 # ---- the pool ----------------------------------------------------------------------------------------
 
 FP8 = ("halves", "ids", "partial-odd", "d72", "packed")
+SCALED = ("halves", "ids", "partial-odd", "d72")
 
 
 def _ropes(draw: random.Random) -> Iterator[Job]:
@@ -478,6 +493,7 @@ def _serving(draw: random.Random) -> Iterator[Job]:
         yield cache_job(case, in_place)
         yield cache_job(draw.choice(NORMED), in_place, norm=True)
         yield fp8_job(draw.choice([c for c in CASES if c.name in FP8]))
+        yield scaled_job(draw.choice([c for c in CASES if c.name in SCALED]))
 
 
 def _packed(draw: random.Random) -> Iterator[Job]:

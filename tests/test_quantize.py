@@ -1,0 +1,277 @@
+"""Dynamic scales and the Hadamard transform: values, layouts, torch's machinery, refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import jitrope
+from jitrope import DynamicQuantize, Norm, Quantize
+from jitrope.ops.operations import QK_NORM_ROPE_SCALED
+from jitrope.plan.spec import NO_NORM, Options
+
+from .cases import op_arguments
+from .devices import DEVICES
+from .oracle import hadamard_matrix
+
+FP8 = torch.float8_e4m3fn
+LARGEST = {FP8: 448.0, torch.int8: 127.0}
+
+
+def inputs(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, k_heads: int = 2) -> tuple[Tensor, ...]:
+    """q, k, cos and sin; shape: (B, S, H, D)."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    b, s, h, d = shape
+    q, k = (torch.randn(b, s, n, d, generator=generator).to(device, dtype) for n in (h, k_heads))
+    angles = torch.rand(s, d // 2, generator=generator).to(device) * 50
+    return q, k, angles.cos(), angles.sin()
+
+
+def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Elements and scales of x (..., D) in plain torch."""
+    scale = x.float().abs().amax(-1).clamp(min=1e-12) / LARGEST[dtype]
+    units = (x.float() * (1 / scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (units.round() if dtype == torch.int8 else units).to(dtype), scale
+
+
+def assert_scaled(got: Any, want: tuple[Tensor, Tensor], steps: int = 0) -> None:
+    """steps: of an element's rounding, by which sums in another order may differ."""
+    values, scale = got
+    assert (values.dtype, values.shape) == (want[0].dtype, want[0].shape)
+    assert (scale.dtype, scale.shape) == (torch.float32, want[0].shape[:-1])
+    if not steps:
+        assert torch.equal(values.view(torch.uint8), want[0].view(torch.uint8))
+        assert torch.equal(scale, want[1])
+        return
+    torch.testing.assert_close(scale, want[1], rtol=1e-5, atol=0)
+    a, b = (values.float() * scale[..., None], want[0].float() * want[1][..., None])
+    step = want[1][..., None] * (1 if values.dtype == torch.int8 else b.abs() / want[1][..., None] / 8 + 2**-9)
+    assert ((a - b).abs() <= steps * step + 1e-6).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("words", [{}, {"interleaved": True}, {"rotary_dim": 32, "rotary_offset": 16}], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_each_head_has_its_own_scale(dtype: torch.dtype, dim: int, words: dict[str, Any], device: str) -> None:
+    """The bits of a rotation in fp32 followed by the scale of each head's largest element."""
+    q, k, cos, sin = inputs(device, 2, 7, 6, dim)
+    width = words.get("rotary_dim", dim) // 2
+    tables = cos[:, :width], sin[:, :width]
+    rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
+    got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(dtype), **words)
+    assert got[2] is None
+    for x, want in zip(got, rotated):
+        assert_scaled(x, scaled(want, dtype))
+    alone, none, _ = jitrope.prepare_qkv(q, None, None, *tables, quantize=DynamicQuantize(dtype), **words)
+    assert none is None
+    assert torch.equal(alone.scale, got[0].scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bhsd", "sbhd", "thd"])
+def test_scales_have_the_layout_of_the_heads(layout: str, device: str) -> None:
+    q, k, cos, sin = inputs(device, 1, 7, 6, 64)
+    order = {"bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3), "thd": (1, 2, 3)}[layout]
+    turned = [(x[0] if layout == "thd" else x.permute(order).contiguous()) for x in (q, k)]
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize())[:2]
+    got = jitrope.prepare_qkv(*turned, None, cos, sin, quantize=DynamicQuantize(), layout=layout)[:2]
+    for x, y in zip(got, want):
+        scale = y.scale[0] if layout == "thd" else y.scale.permute(order[:-1])
+        assert torch.equal(x.scale, scale)
+        assert x.scale.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_of_single_tokens(device: str) -> None:
+    """A decode step: each batch row has its own position; a position outside of the table gives NaN."""
+    q, k, cos, sin = inputs(device, 5, 1, 4, 64)
+    q, k, cos, sin = *(torch.cat((x, x + 1), 1) for x in (q, k)), *(torch.cat((t, -t, t)) for t in (cos, sin))
+    ids = torch.tensor([[0, 2], [1, 1], [2, 0], [0, 3], [-1, 2]], device=device)
+    want = jitrope.apply_rope(q.float(), k.float(), cos, sin, positions=ids)
+    got = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(), positions=ids)
+    for x, y in zip(got, want):
+        outside = y.isnan().any(-1)
+        assert outside.sum() == 2 * y.shape[2]
+        assert torch.equal(x.scale.isnan(), outside)
+        assert x.values.float()[outside].isnan().all()
+        values, scale = scaled(y, FP8)
+        assert torch.equal(x.scale[~outside], scale[~outside])
+        assert torch.equal(x.values.float()[~outside], values.float()[~outside])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_head_of_zeros_and_the_largest_numbers(device: str) -> None:
+    q = torch.zeros(1, 3, 2, 64, device=device)
+    q[0, 1, 0, 5], q[0, 2, 1, 7] = -3e38, 1e-30
+    got, _, _ = jitrope.prepare_qkv(q, None, None, quantize=DynamicQuantize(torch.int8))
+    assert_scaled(got, scaled(q, torch.int8))
+    assert int(got.values[0, 1, 0, 5]) == -127
+    assert float(got.scale[0, 0, 0]) == pytest.approx(1e-12 / 127)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("words", [{}, {"interleaved": True}, {"rotary_dim": 32, "rotary_offset": 32}], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hadamard_keeps_the_scores(dim: int, words: dict[str, Any], device: str) -> None:
+    """Against the matrix in fp64; q k^T does not change. The rest of a head is transformed with its rotated part."""
+    q, k, cos, sin = inputs(device, 2, 5, 4, dim, dtype=torch.float32)
+    width = words.get("rotary_dim", dim) // 2
+    tables = cos[:, :width], sin[:, :width]
+    rotated = jitrope.apply_rope(q, k, *tables, **words)
+    want = [(x.double() @ hadamard_matrix(dim).to(device)).float() for x in rotated]
+    got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(hadamard=True), **words)[:2]
+    for x, y in zip(got, want):
+        assert_scaled(x, scaled(y, FP8), steps=1)
+    fixed = jitrope.prepare_qkv(q, k, None, *tables, quantize=Quantize(0.02, 0.03, hadamard=True), **words)[:2]
+    for x, y, scale in zip(fixed, want, (0.02, 0.03)):
+        assert x.dtype == FP8
+        torch.testing.assert_close(x.float(), (y / scale).clamp(-448, 448), rtol=2**-3, atol=2**-9)
+    a, b = (x.values.float() * x.scale[..., None] for x in got)
+    scores, plain = (x[:, :, :2].flatten(2) @ y.flatten(2).mT for x, y in ((a, b), rotated))
+    assert (scores - plain).abs().max() < 0.08 * plain.abs().max()
+
+
+NORMS = {
+    "rms": {"rounding": "once"},
+    "layer": {"kind": "layer_norm", "rounding": "once"},
+    "after": {"rounding": "twice", "after_rope": True},
+    "zero-centered": {"zero_centered": True, "eps": 1e-5},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("words", NORMS.values(), ids=NORMS)
+def test_a_norm_first(words: dict[str, Any], dim: int, device: str) -> None:
+    """The result of a call with the norm alone, in fp32, and its scales."""
+    q, k, cos, sin = inputs(device, 2, 9, 6, dim, dtype=torch.float32)
+    norm = Norm(torch.rand(dim, device=device), torch.rand(dim, device=device), **words)
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm)[:2]
+    got = jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=DynamicQuantize())[:2]
+    for x, y in zip(got, want):
+        assert_scaled(x, scaled(y, FP8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_indexer_of_deepseek(device: str) -> None:
+    """LayerNorm with weight and bias of k, rope on a part, Hadamard, a scale for each head (DeepSeek V3.2)."""
+    _, k, cos, sin = inputs(device, 1, 33, 4, 128, k_heads=1)
+    weight, bias = torch.rand(128, device=device).bfloat16(), torch.randn(128, device=device).bfloat16()
+    norm = Norm(weight, q_bias=bias, kind="layer_norm", rounding="once", eps=1e-6)
+    words = {"rotary_dim": 64, "interleaved": True}
+    got, _, _ = jitrope.prepare_qkv(
+        k, None, None, cos[:, :32], sin[:, :32], norm=norm, quantize=DynamicQuantize(hadamard=True), **words
+    )
+    normed = F.layer_norm(k, (128,), weight, bias, 1e-6).float()
+    rotated, _ = jitrope.apply_rope(normed, None, cos[:, :32], sin[:, :32], **words)
+    want = (rotated.double() @ hadamard_matrix(128).to(device)).float()
+    back = got.values.float() * got.scale[..., None]
+    assert (back - want).abs().max() < 0.04 * want.abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_rotation_back_with_scales(device: str) -> None:
+    """DeepSeek V4 rotates the output of attention back and converts it."""
+    q, _, cos, sin = inputs(device, 2, 9, 6, 64)
+    want, _ = jitrope.apply_rope(q.float(), None, cos, sin, inverse=True)
+    got, _, _ = jitrope.prepare_qkv(q, None, None, cos, sin, inverse=True, quantize=DynamicQuantize())
+    assert_scaled(got, scaled(want, FP8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("times", [1, 3])
+def test_operands_of_attention_in_another_layout(times: int, device: str) -> None:
+    """bshd to bhsd with fp8 in one launch; v is copied. Again with other buffers."""
+    q, k, cos, sin = inputs(device, 2, 9, 4, 64, k_heads=4)
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize())
+    for _ in range(times):
+        buffers = [torch.empty(2, 4, 9, 64, dtype=FP8, device=device) for _ in range(2)]
+        v_out = torch.empty(2, 4, 9, 64, dtype=q.dtype, device=device)
+        out = [*[x.transpose(1, 2) for x in buffers], v_out.transpose(1, 2)]
+        got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=DynamicQuantize(), out=out)
+        for x, y, buffer in zip(got, want, buffers):
+            assert x.values.data_ptr() == buffer.data_ptr()
+            assert_scaled(x, tuple(y))
+        assert torch.equal(v_out.transpose(1, 2), k)
+    q_alone = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(), out=(out[0], None, None))
+    assert_scaled(q_alone[1], tuple(want[1]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_and_again(device: str) -> None:
+    q, k, cos, sin = inputs(device, 2, 9, 4, 64)
+    norm = Norm(torch.rand(64, device=device).bfloat16(), rounding="once")
+
+    def call(q: Tensor, k: Tensor) -> Any:
+        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=DynamicQuantize(hadamard=True))[:2]
+
+    want = call(q, k)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        for got in (call(q, k), compiled(q, k)):
+            for x, y in zip(got, want):
+                assert type(x) is jitrope.Scaled
+                assert_scaled(x, tuple(y))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [False, True])
+def test_opcheck(k: bool, device: str) -> None:
+    q, second, cos, sin = inputs(device, 2, 5, 4, 64)
+    options = Options(rotary_dim=64, norm=NO_NORM, hadamard=True, out_dtype="int8")
+    arguments = op_arguments(QK_NORM_ROPE_SCALED, (q, *([second] if k else [])), (cos, sin), options)
+    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scaled.default, arguments)
+
+
+def test_planning_lists_the_kernel() -> None:
+    q, k = (torch.empty(1, 64, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    cos, sin = torch.empty(2, 64, 64, device="meta")
+    with jitrope.planning(["auto"]) as specs:
+        q_scaled, _, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(torch.int8))
+    assert [(spec.q_out, spec.dynamic, spec.hadamard) for spec in specs] == [("int8", True, False)]
+    assert q_scaled.scale.shape == (1, 64, 32)
+
+
+Q, K, COS, SIN = inputs("cpu", 1, 4, 4, 48)
+CACHE = jitrope.KVCache(torch.zeros(4, 2, 48).bfloat16(), torch.zeros(4, 2, 48).bfloat16(), torch.arange(4))
+REFUSALS = {
+    "dtype": (
+        lambda: DynamicQuantize(torch.float16),
+        "DynamicQuantize: dtype is torch.float16; it must be torch.float8",
+    ),
+    "hadamard-flag": (lambda: DynamicQuantize(hadamard="yes"), "DynamicQuantize: hadamard is 'yes'"),
+    "size": ({"quantize": DynamicQuantize(hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
+    "size-static": ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
+    "cache": ({"cache": CACHE, "v": K, "quantize": DynamicQuantize()}, "without hadamard, because there is a cache"),
+    "across": ({"norm": Norm(across_heads=True)}, "across_heads does not go with dynamic scales"),
+    "inverse": ({"norm": Norm(), "inverse": True}, "inverse does not go with norm"),
+    "inplace": ({"inplace": True}, "inplace does not go with dynamic scales"),
+    "rounding": ({"rounding": "dtype"}, "rounding does not go with dynamic scales"),
+    "out-dtype": ({"out": (torch.empty_like(Q), None, None)}, r"out's q is .*bfloat16.*; it must be .*float8_e4m3fn"),
+    "packed": ({"positions": jitrope.Packed(torch.tensor([0, 4]))}, "cu_seqlens does not go with dynamic scales"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    words, message = REFUSALS[name]
+    given = {"v": None, "cos": COS, "sin": SIN, "quantize": DynamicQuantize(), **(words if type(words) is dict else {})}
+    call = words if callable(words) else partial(jitrope.prepare_qkv, Q, K, **given)
+    with pytest.raises(jitrope.InvalidInput, match=message):
+        call()
+
+
+def test_there_is_no_gradient() -> None:
+    with pytest.raises(jitrope.InvalidInput, match=r"q requires a gradient, but this call has none"):
+        jitrope.prepare_qkv(Q.clone().requires_grad_(), K, None, COS, SIN, quantize=DynamicQuantize())
+
+
+def test_printed() -> None:
+    assert repr(DynamicQuantize(torch.int8, hadamard=True)) == "DynamicQuantize(torch.int8, hadamard=True)"
+    assert repr(Quantize(0.5, hadamard=True)) == "Quantize(q_scale=0.5, hadamard=True)"
