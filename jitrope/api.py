@@ -223,7 +223,8 @@ def prepare_qkv(
     """
     if quantize is not None and not isinstance(quantize, (Quantize, DynamicQuantize)):
         refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    plain, normed = PREPARED["cache" if cache is not None else "" if quantize is None else quantize.stage]
+    stage = "" if quantize is None else quantize.stage
+    plain, normed = PREPARED[stage if cache is None else "cache dynamic" if stage == "dynamic" else "cache"]
     op, source = plain if norm is None and (quantize is None or not quantize.words) else normed, v
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
@@ -241,8 +242,8 @@ def prepare_qkv(
     if cache is not None:
         add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
     if quantize is not None:
-        if cache is not None and quantize.words:
-            refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize without hadamard, because there is a cache")
+        if cache is not None and "hadamard" in quantize.words:
+            refuse("prepare_qkv", "quantize", quantize, "without hadamard, because there is a cache")
         asked.update(quantize.words)
         scales = quantize.on(q)
         if cache is not None and "k_scale" in scales:

@@ -185,6 +185,34 @@ def test_the_rotation_back_with_scales(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_q_with_scales_and_a_paged_cache(tokens: int, fp8: bool, device: str) -> None:
+    """Decode and prefill of Qwen3-VL: norm, three axes of positions, a paged write of k and v, and q with scales."""
+    q, k, cos, sin = inputs(device, 1, tokens, 8, 128)
+    q, k, v = q[0], k[0], k[0].flip(0)
+    ids = torch.randint(tokens, (3, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    norm = Norm(*torch.rand(2, 128, device=device).bfloat16(), rounding="twice")
+    words: dict[str, Any] = {"positions": jitrope.Mrope(ids, (24, 20, 20), True), "norm": norm, "layout": "thd"}
+    slots = torch.randperm(96, generator=torch.Generator().manual_seed(2))[:tokens].to(device)
+    slots[1] = -1
+    caches, scales = [], {"k_scale": 0.05, "v_scale": 0.02} if fp8 else {}
+    results = []
+    for quantize in (None, DynamicQuantize(torch.int8)):
+        caches.append([torch.zeros(6, 16, 2, 128, device=device).to(FP8 if fp8 else q.dtype) for _ in range(2)])
+        cache = jitrope.KVCache(*caches[-1], slots, **scales)
+        results.append(jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, quantize=quantize, **words))
+    for a, b in zip(*caches):
+        assert a.float().any()
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    got, none, same = results[1]
+    assert none is None
+    assert same is v
+    alone, _, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(torch.int8), **words)
+    assert_scaled(got, tuple(alone))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("times", [1, 3])
 def test_operands_of_attention_in_another_layout(times: int, device: str) -> None:
     """bshd to bhsd with fp8 in one launch; v is copied. Again with other buffers."""
@@ -248,7 +276,8 @@ REFUSALS = {
     "hadamard-flag": (lambda: DynamicQuantize(hadamard="yes"), "DynamicQuantize: hadamard is 'yes'"),
     "size": ({"quantize": DynamicQuantize(hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
     "size-static": ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
-    "cache": ({"cache": CACHE, "v": K, "quantize": DynamicQuantize()}, "without hadamard, because there is a cache"),
+    "cache": ({"cache": CACHE, "v": K, "quantize": Quantize(1.0, hadamard=True)}, "without hadamard, because there is"),
+    "cache-out": ({"cache": CACHE, "v": K, "out": (Q, None, None)}, "out does not go with dynamic scales with cache"),
     "across": ({"norm": Norm(across_heads=True)}, "across_heads does not go with dynamic scales"),
     "inverse": ({"norm": Norm(), "inverse": True}, "inverse does not go with norm"),
     "inplace": ({"inplace": True}, "inplace does not go with dynamic scales"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import refuse
+from ..base.errors import InvalidInput
 from ..plan.problem import Views
 from ..plan.spec import Options, norm_of
 from ..plan.views import Tensors
@@ -103,6 +104,8 @@ def given_out(
     if out is None:
         return {}
     name = op.function
+    if not hasattr(op, "into"):
+        raise InvalidInput(f"{name}: out does not go with {op.stage}")
     items = dict(zip(heads, parts(name, "out", out, len(heads))))
     results = {letter: x for letter, x in items.items() if x is not None}
     for letter, x in results.items():

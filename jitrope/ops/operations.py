@@ -83,7 +83,7 @@ class _RopeKVCache(Operation):
     options: tuple[str, ...] = (*SERVING, "rotate_k")
     words: tuple[str, ...] = (*options, "check", "inplace")
     tables = frozenset(TABLE_WORDS)
-    results = ("q",)
+    results: tuple[str, ...] = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
     mutated = ("k_cache", "v_cache")
     differentiable = False
@@ -221,7 +221,7 @@ class _QKNormRopeScaled(_Normed):
     reference = staticmethod(reference.scaled)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        given = [(name, tensors[name]) for name in ("q", "k") if name in tensors]
+        given = [(name, tensors[name]) for name in ("q", "k") if name in tensors and name in self.results]
         dtypes = self.converted(tensors, options)
         out: Tensors = {name: empty_like(x, dtype=dtypes[name]) for name, x in given}
         out.update({f"{name}_scale": x.new_empty(x.shape[:-1], dtype=torch.float32) for name, x in given})
@@ -240,6 +240,25 @@ class _QKNormRopeKVCache(_Normed, _RopeKVCache):
     words = (*_RopeKVCache.words, "norm")
     tables = _Normed.tables
     check = staticmethod(checks.check_norm_kv_cache)
+
+
+class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
+    """k and v go to a cache; each head of q is divided by a scale, which is returned too."""
+
+    name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
+    tensors = tuple([name for name in _QKNormRopeKVCache.tensors if name != "q_scale?"])
+    options = (*_QKNormRopeKVCache.options, "out_dtype")
+    words = tuple([word for word in (*_QKNormRopeKVCache.words, "out_dtype") if word != "inplace"])
+    results = ("q", "q_scale")
+    inplace = False
+    reference = staticmethod(reference.kv_cache_scaled)
+    fresh, converted = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        results = self.reference(tensors, options)
+        if options.rotate_k:
+            tensors["k"].copy_(results["k"])
+        return {name: results[name] for name in self.results}
 
 
 class _QKNormRope(_Normed):
@@ -357,11 +376,12 @@ ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
 ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()
 QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
-QK_NORM_ROPE_SCALED = _QKNormRopeScaled()
+QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()
 PREPARED: dict[str, tuple[Operation, Operation]] = {
     "cache": (ROPE_KV_CACHE, QK_NORM_ROPE_KV_CACHE),
     "quantize": (ROPE_FP8, QK_NORM_ROPE_FP8),
-    "dynamic": (QK_NORM_ROPE_SCALED, QK_NORM_ROPE_SCALED),
+    "dynamic": (QK_NORM_ROPE_SCALED,) * 2,
+    "cache dynamic": (QK_NORM_ROPE_KV_CACHE_SCALED,) * 2,
     "": (_RopePrepared(), QK_NORM_ROPE),
 }
 """The operations of `prepare_qkv`, without a norm and with one."""
@@ -371,6 +391,6 @@ for _op in (*_PREPARED, *PREPARED[""][:1]):
 ROPE_INTO = ROPE.into
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _PREPARED]),
-    *(ROPE_QKV, ROPE_QKV_BACKWARD, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, QK_NORM_ROPE_KV_CACHE_SCALED, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
 )
 """The operations with ops of torch."""

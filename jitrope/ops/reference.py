@@ -352,6 +352,13 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     return {**out, "q": to_fp8(exact["q"], t["q_scale"])} if "q_scale" in t else out
 
 
+def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
+    """Store k and v at their slots; q is divided by the scale of each head."""
+    out, alone = rope_kv_cache(t, o), {name: x for name, x in t.items() if name not in ("k", "v")}
+    norm = norm_of(o)._replace(v_norm=False)
+    return {**out, **scaled(alone, changed(o, norm=norm))}
+
+
 # ---- packed QKV ------------------------------------------------------------------------------------
 
 
