@@ -11,7 +11,7 @@ from .base.arguments import refuse
 from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
-from .ops.gather import add, forget_positions, gather, placed
+from .ops.gather import add, forget_positions, gather, placed, result
 from .ops.into import given_out
 from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_QKV
 from .ops.values import DynamicQuantize, KVCache, Norm, Positions, Quantize, Scaled
@@ -144,16 +144,17 @@ def apply_rope(
 @overload
 def prepare_qkv(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     v: Tensor | None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
     positions: Tensor | Positions | None = None,
     norm: Norm | None = None,
+    cache: KVCache | None = None,
     quantize: DynamicQuantize,
     **words: Unpack[RopeWords],
-) -> tuple[Scaled, Scaled, Tensor | None]: ...
+) -> tuple[Scaled, Any, Tensor | None]: ...
 
 
 @overload
@@ -251,7 +252,7 @@ def prepare_qkv(
         tensors.update(scales)
     into = given_out(op, asked, {"q": q, "k": k, "v": v}, tensors, source)
     out = {**into, **call(op.into if into else op, tensors, asked)}
-    first, second = (_scaled(out, name) for name in "qk")
+    first, second = (result(out, name) for name in "qk")
     return first, second if cache is None else k if "rotate_k" in asked else None, out.get("v", v)
 
 
@@ -393,8 +394,3 @@ def _normed(v: Tensor | None, words: dict[str, Any]) -> Tensor:
     own = {"layout": words["layout"]} if "layout" in words else {}
     plain = NormOptions(rounding, across_heads, kind=kind, eps=eps)
     return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]
-
-
-def _scaled(out: dict[str, Tensor], name: str) -> Any:
-    """A result, with its scales if there are some."""
-    return Scaled(out[name], out[f"{name}_scale"]) if f"{name}_scale" in out else out.get(name)

@@ -38,6 +38,7 @@ from examples.bench import (
     host,
     layer,
     plots,
+    presets,
     qk_norm,
     report,
     results,
@@ -116,6 +117,7 @@ def test_bytes_of_the_cases() -> None:
     one = 4608 * 24 * 128 * 2  # bytes of q
     assert rope.case("flux", smoke=True).moved == {"COPY": 2 * 2 * 12 * (4 + 4) * 128}
     assert qk_norm.bytes_moved(qk_norm.CASES["flux"]) == 4 * one
+    assert presets.case("flux-fp8").moved == {"COPY": 2 * (one + one // 2) + 2 * one}
     assert qk_norm.bytes_moved(qk_norm.CASES["flux-joint"]) == 6 * one
     q, k = 2 * 32 * 128, 2 * 8 * 128
     moved = {"COPY": 2 * (q + k), "COPY, KV cache": 2 * (q + 2 * k), "COPY, fp8 KV cache": 2 * q + 3 * k}
@@ -139,6 +141,8 @@ BY = {
     "train --no-peers": {"COPY", "jitrope"},
     "qk-norm --no-peers": {"COPY, tables too", "jitrope in place", "jitrope, rounded twice", "F.rms_norm + apply_rope"},
     "qk-norm --only prefill": {"torch.compile", "torch eager"},
+    "presets --no-peers": {"COPY", "jitrope"},
+    "presets --only llama4": {"jitrope", "torch.compile", "torch eager"},
     "diffusion --only flux,wan": {"stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"},
     "layer --no-peers": {"none", "jitrope", "jitrope packed QKV"},
     "host": {

@@ -12,7 +12,7 @@ import typer
 
 from jitrope import JitropeError
 
-from . import cold, cp, decode, diffusion, host, layer, plots, qk_norm, rope, train
+from . import cold, cp, decode, diffusion, host, layer, plots, presets, qk_norm, rope, train
 from .report import Rows, app, say
 from .sections import Section, markdown
 
@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[1] / "results"
 SECTIONS: dict[str, Section] = {
     "rope": rope.SECTION,
     "qk_norm": qk_norm.SECTION,
+    "presets": presets.SECTION,
     "decode": decode.SECTION,
     "host": host.SECTION,
     "thd": train.THD,

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..plan.views import Tensors
 from .operation import Operation
-from .values import Positions
+from .values import Positions, Scaled
 from .words import ONE_TABLE, unexpected
 
 
@@ -58,3 +58,8 @@ def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: d
         refuse(name, label, value, f"a jitrope.{kind.__name__}")
     tensors.update(value.tensors)
     words.update(value.words)
+
+
+def result(out: Tensors, name: str) -> Any:
+    """A result of a call, with its scale if it has one."""
+    return Scaled(out[name], out[f"{name}_scale"]) if f"{name}_scale" in out else out.get(name)
