@@ -224,7 +224,7 @@ def prepare_qkv(
     """
     if quantize is not None and not isinstance(quantize, (Quantize, DynamicQuantize)):
         refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    stage = "" if quantize is None else quantize.stage
+    stage = "dynamic" if isinstance(quantize, DynamicQuantize) else "" if quantize is None else "quantize"
     plain, normed = PREPARED[stage if cache is None else "cache dynamic" if stage == "dynamic" else "cache"]
     op, source = plain if norm is None and (quantize is None or not quantize.words) else normed, v
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
@@ -246,7 +246,7 @@ def prepare_qkv(
         if cache is not None and "hadamard" in quantize.words:
             refuse("prepare_qkv", "quantize", quantize, "without hadamard, because there is a cache")
         asked.update(quantize.words)
-        scales = quantize.on(q)
+        scales = quantize.on(q) if isinstance(quantize, Quantize) else {}
         if cache is not None and "k_scale" in scales:
             raise InvalidInput("prepare_qkv: quantize has a k_scale, but k goes to the cache; give it to KVCache")
         tensors.update(scales)

@@ -274,8 +274,6 @@ class Quantize(Value):
         InvalidInput: an argument has a wrong type.
     """
 
-    stage = "quantize"
-
     def __init__(
         self, q_scale: float | Tensor, k_scale: float | Tensor | None = None, *, hadamard: bool = False
     ) -> None:
@@ -295,7 +293,12 @@ class Quantize(Value):
 
 
 class Scaled(NamedTuple):
-    """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H) in fp32: y is values times scale."""
+    """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H) in fp32: y is values times scale.
+
+    >>> q = torch.randn(1, 16, 8, 64)
+    >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
+    >>> error = scaled.values * scaled.scale[..., None] - q
+    """
 
     values: Tensor
     scale: Tensor
@@ -319,8 +322,6 @@ class DynamicQuantize(Value):
         InvalidInput: an argument is wrong.
     """
 
-    stage = "dynamic"
-
     def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, *, hadamard: bool = False) -> None:
         words = {FP8: "fp8", torch.int8: "int8"}
         if dtype not in words:
@@ -328,10 +329,6 @@ class DynamicQuantize(Value):
         self.tensors, self.words = {}, {"out_dtype": words[dtype]}
         if flag("DynamicQuantize", "hadamard", hadamard):
             self.words["hadamard"] = True
-
-    def on(self, q: Tensor) -> Tensors:
-        """No scales are given."""
-        return {}
 
     def __repr__(self) -> str:
         hadamard = ", hadamard=True" if "hadamard" in self.words else ""
