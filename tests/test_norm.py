@@ -845,7 +845,6 @@ REFUSALS = {
     "table-rows": (arguments(cos=torch.zeros(5, 4), sin=torch.zeros(5, 4)), "cos has 5 rows"),
     "table-width": (arguments(cos=torch.zeros(6, 3), sin=torch.zeros(6, 3)), "3 wide"),
     "half-a-table": (arguments(sin=None), "pass cos and sin, or one of"),
-    "table-grad": (arguments(cos=torch.zeros(6, 4, requires_grad=True)), "cos requires a gradient"),
     "check": (arguments(position_ids=torch.tensor([0, 1, 2, 3, 4, 6]), check=True), "positions go from 0 to 6"),
 }
 

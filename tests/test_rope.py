@@ -999,7 +999,6 @@ REFUSALS = {
     "tables-differ": (call(sin=torch.zeros(7, 4)), "they must match"),
     "table-batch": (call(cos=torch.zeros(3, 6, 4), sin=torch.zeros(3, 6, 4)), "3 batch rows; allowed are 1 and B=2"),
     "table-heads": (call(cos=torch.zeros(1, 6, 4, 4), sin=torch.zeros(1, 6, 4, 4)), "angles for 4 heads"),
-    "table-grad": (call(cos=torch.zeros(6, 4, requires_grad=True)), "cos requires a gradient"),
     "ids-shape": (call(position_ids=torch.zeros(6, 2, dtype=torch.int32)), r"allowed are \(6,\), \(1, 6\), \(2, 6\)"),
     "ids-dtype": (call(position_ids=torch.zeros(6)), "positions is torch.float32; allowed are int32 and int64"),
     "ids-device": (call(position_ids=torch.zeros(6, dtype=torch.int32, device="meta")), "positions is on meta"),

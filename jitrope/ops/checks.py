@@ -33,6 +33,7 @@ from .fit import (
 from .reference import of_stream
 
 WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
+TABLES = ("cos", "sin", "second_cos", "second_sin")
 MAX_HADAMARD = 256
 
 
@@ -42,6 +43,14 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if wants_grad and options.inplace and op.norm:
         text = f"{name}: it has no gradient in place, because that needs the old q and k; leave inplace=True out"
         raise InvalidInput(text)
+    learned = [
+        label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
+    ]
+    if learned and (not op.differentiable or options.inplace):
+        label, instead = learned[0], "leave inplace=True out, or " if options.inplace else ""
+        text = f"{label} requires a gradient, but this call has none; {instead}pass {label}.detach()"
+        raise InvalidInput(f"{name}: {text}")
+    wants_grad = wants_grad or bool(learned)
     if torch.compiler.is_compiling():
         return
     written = {label: tensors[label] for label in op.written(options) if label in tensors}
@@ -52,10 +61,6 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if not wants_grad or not op.differentiable:
         return
     _refuse_transforms(name)
-    for label in ("cos", "sin", "second_cos", "second_sin"):
-        if label in tensors and tensors[label].requires_grad:
-            text = f"{label} requires a gradient, which jitrope does not compute; pass {label}.detach()"
-            raise InvalidInput(f"{name}: {text}")
     for label, x in op.saved(tensors).items():
         if x.is_inference():
             label = op.labels.get(label, label)

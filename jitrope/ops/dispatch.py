@@ -70,8 +70,9 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         options, full = resolved(op, tensors, asked)
     if not isinstance(asked, Options):
         sharded = not plain and watch.sharded(full.values())
-        if sharded and not op.shards:
-            text = "it takes no DTensors; pass x.to_local(), and make results with DTensor.from_local"
+        if sharded and (tables_want or not op.shards):
+            text = "it takes no DTensors" + " beside a table that requires a gradient" * (tables_want and op.shards)
+            text += "; pass x.to_local(), and make results with DTensor.from_local"
             raise InvalidInput(f"{op.function}: {text}")
         checks.check_watched(op, wants, full, options)
         if known is None:

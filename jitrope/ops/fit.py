@@ -204,8 +204,6 @@ def _check_table(label: str, table: Tensor, options: Options, fail: Fail) -> Non
     if not is_float(table) and not in_fp64:
         instead = "; pass a complex table as freqs_cis=table" if table.is_complex() else ""
         fail(f"{label} is {table.dtype}; allowed are fp32, fp16, bf16, and fp64 with rounding='complex128'{instead}")
-    if table.requires_grad and torch.is_grad_enabled():
-        fail(f"{label} requires a gradient, which jitrope does not compute; pass {label}.detach()")
 
 
 def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..plan.spec import NormOptions, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
-from . import launch, planning, watch
+from . import launch, planning, reference, watch
+from .checks import TABLES
 from .operation import Operation
 from .operations import OPERATIONS
 
@@ -194,9 +195,13 @@ def _fake(op: Operation, inplace: bool) -> Callable[..., Any]:
 
 
 def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, outputs: Any, options: Options) -> None:
-    """Save the tensors and names for the backward of a call. outputs: names, "" for a missing one."""
-    saved = op.saved(tensors)
-    ctx.kept = op, tuple(saved), names, tuple(outputs), options
+    """Save the tensors and names for the backward of a call. outputs: names, "" for a missing one.
+
+    The gradient of a learned table needs q and k too.
+    """
+    learned = tuple([name for name in TABLES if name in tensors and tensors[name].requires_grad])
+    saved = tensors if learned else op.saved(tensors)
+    ctx.kept = op, tuple(saved), names, tuple(outputs), options, learned
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved.values())
 
@@ -205,10 +210,13 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of all tensors of a call, None for those without."""
     from .dispatch import call
 
-    op, saved, names, results, options = ctx.kept
+    op, saved, names, results, options, learned = ctx.kept
     given = {name: grad for name, grad in zip(results, grads) if name and grad is not None}
     tensors = dict(zip(saved, ctx.saved_tensors))  # a checkpoint allows one access
-    found = op.gradient(call, tensors, given, options) if given else {}
+    needed = op.saved(tensors) if learned else tensors
+    found = op.gradient(call, needed, dict(given), options) if given else {}
+    if learned and given:
+        found.update(reference.gradients(op.reference, tensors, learned, given, options))
     return [found.get(name) for name in names]
 
 
@@ -216,7 +224,7 @@ def _register_autograd(op: Operation) -> None:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, options = read(op, inputs)
         made = op.made(tensors, options)
-        names = [name.rstrip("?") for name in _names(op)]
+        names = [*[name.rstrip("?") for name in _names(op)], *TABLES[:2]]
         keep(ctx, op, names, tensors, [name if name in made else "" for name in op.results], options)
         ctx.rest = len(inputs) - len(names)
 

@@ -1,0 +1,140 @@
+"""Learned tables: the gradients of cos, sin and angles, against torch's autograd in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import InvalidInput, Norm
+
+from . import oracle
+from .devices import DEVICES
+from .said import KINDS
+
+B, S, D, P = 2, 6, 16, 9
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * 4 - 2
+
+
+def pair(*shape: int) -> dict[str, Tensor]:
+    return {"cos": rand(*shape).cos(), "sin": rand(*shape).sin()}
+
+
+IDS = torch.tensor([[3, 0, 3, 8, 1, 1], [1, 4, 2, 0, 0, 7]])
+AXES = torch.stack((IDS, IDS.flip(0), IDS.flip(1)))
+# name: the tables, and the words; "thd": (T, H, D)
+FORMS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
+    "half": (pair(P, D // 2), {}),
+    "full-interleaved": (pair(P, D), {"interleaved": True}),
+    "batch-rows": (pair(B, P, D // 2), {}),
+    "per-head (Mochi)": (pair(1, S, 4, D // 2), {"interleaved": True}),
+    "partial": (pair(P, 4), {"rotary_dim": 8, "rotary_offset": 4}),
+    "ids": (pair(P, D // 2), {"position_ids": IDS}),
+    "mrope": (pair(P, D // 2), {"position_ids": AXES, "mrope_section": (4, 2, 2)}),
+    "starts": (pair(P, D // 2), {"start_positions": torch.tensor([1, 3])}),
+    "angles": ({"freqs": rand(P, D // 2)}, {"mscale": 1.5}),
+    "packed angles (RoPE-Mixed)": (
+        {"freqs": rand(P, D)}, {"cu_seqlens": torch.tensor([0, 4, 4, 6]), "layout": "thd", "inverse": True}
+    ),
+    "cos_sin_cache": ({"cos_sin_cache": rand(P, D)}, {}),
+    "freqs_cis": ({"freqs_cis": torch.polar(rand(P, D // 2) + 3, rand(P, D // 2))}, {"interleaved": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_table_gets_its_gradient(form: str, device: str) -> None:
+    """With q's gradient, without it, and compiled."""
+    tables, words = FORMS[form]
+    heads = 4 if "per-head" in form else 2
+    shapes = ((S, 4, D), (S, heads, D)) if words.get("layout") == "thd" else ((B, S, 4, D), (B, S, heads, D))
+    q, k = (rand(*shape, seed=n) for n, shape in enumerate(shapes))
+    grads = [rand(*shape, seed=n + 5) for n, shape in enumerate(shapes)]
+    names = [*tables]
+    leaves = [
+        x.to(torch.complex128 if x.is_complex() else torch.float64).requires_grad_() for x in (q, *tables.values())
+    ]
+    out, _ = oracle.rope(leaves[0], k, **dict(zip(names, leaves[1:])), **words)
+    want = torch.autograd.grad(out, leaves, [g.double() for g in grads])
+
+    on = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in words.items()}
+    leaves = [x.to(device).requires_grad_() for x in (q, *tables.values())]
+
+    def call(q: Tensor, *xs: Tensor) -> Any:
+        return KINDS["rope"](q, k.to(device), **dict(zip(names, xs)), **on)
+
+    sent = [g.to(device) for g in grads]
+    calls = [call] if "freqs_cis" in names else [call, torch.compile(call, backend="aot_eager")]
+    for each in calls:
+        for got, expected in zip(torch.autograd.grad(each(*leaves), leaves, sent), want):
+            torch.testing.assert_close(got.cpu().to(expected.dtype), expected, rtol=1e-5, atol=1e-5)
+    alone = torch.autograd.grad(call(q.to(device), *leaves[1:]), leaves[1:], sent)
+    for got, expected in zip(alone, want[1:]):
+        torch.testing.assert_close(got.cpu().to(expected.dtype), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("after_rope", [False, True])
+def test_with_a_norm(after_rope: bool, device: str) -> None:
+    """The gradients of tables and weights together (Mochi)."""
+    q, k, weight = rand(B, S, 4, D), rand(B, S, 4, D, seed=1), rand(D)
+    tables = pair(1, S, 4, D // 2)
+    words = {"interleaved": True, "after_rope": after_rope}
+    leaves = [x.double().requires_grad_() for x in (weight, *tables.values())]
+    want_out, _ = oracle.norm_rope(q, k, leaves[0], None, *leaves[1:], **words)
+    want = torch.autograd.grad(want_out, leaves, [torch.ones_like(x) for x in want_out])
+    leaves = [x.to(device).requires_grad_() for x in (weight, *tables.values())]
+    out = KINDS["norm_rope"](q.to(device), k.to(device), leaves[0], None, *leaves[1:], **words)
+    got = torch.autograd.grad(out, leaves, [torch.ones_like(x) for x in out])
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x.cpu().double(), y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_qkv_and_two_streams(device: str) -> None:
+    qkv, tables = rand(B, S, 2, 4 * D).to(device), [x.to(device).requires_grad_() for x in pair(S, D // 2).values()]
+    out = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=2)
+    heads = qkv.unflatten(-1, (4, D))
+    plain = jitrope.apply_rope(heads[..., :2, :].flatten(2, 3), heads[..., 2, :], *tables)
+    for name, x, y in zip("qk", out, plain):
+        for got, want in zip(
+            *(torch.autograd.grad(z.square().sum() + z.sum(), tables, retain_graph=True) for z in (x, y))
+        ):
+            torch.testing.assert_close(got, want, msg=lambda text, n=name: f"{n}: {text}")
+    text, image = ([rand(B, n, 2, D, seed=n + m).to(device) for m in range(3)] for n in (2, 4))
+    second = [x.detach().clone().requires_grad_() for x in tables]
+    given = tuple(zip([x[:2] for x in tables], [x[2:] for x in second]))
+    joint = jitrope.prepare_joint_qkv(text, image, *given, norm=Norm())
+    parts = [
+        jitrope.prepare_qkv(*xs, *(x[rows] for x in own), norm=Norm())[0]
+        for xs, own, rows in ((text, tables, slice(2)), (image, second, slice(2, None)))
+    ]
+    weight = rand(*joint[0].shape).to(device)
+    got = torch.autograd.grad((joint[0] * weight).sum(), [*tables, *second])
+    want = torch.autograd.grad((torch.cat(parts, 1) * weight).sum(), [*tables, *second])
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y)
+
+
+def test_calls_without_a_gradient_refuse_learned_tables() -> None:
+    q, k, tables = rand(B, S, 4, D), rand(B, S, 4, D), [x.requires_grad_() for x in pair(S, D // 2).values()]
+    caches = torch.zeros(2, 12, 4, D)
+    for words in (
+        {"inplace": True},
+        {"quantize": jitrope.Quantize(1.0, 1.0)},
+        {"quantize": jitrope.DynamicQuantize()},
+        {"cache": jitrope.KVCache(*caches, torch.arange(12))},
+        {"out": (torch.empty_like(q), None, None)},
+    ):
+        with pytest.raises(
+            InvalidInput, match=r"requires a gradient, but this call has none; .*pass .*\.detach\(\)|no_grad"
+        ):
+            jitrope.prepare_qkv(q, k, k, *tables, **words)
+        with torch.no_grad():
+            jitrope.prepare_qkv(q.clone(), k.clone(), k, *tables, **words)
