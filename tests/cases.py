@@ -362,6 +362,8 @@ NORM_CASES = [
             after_rope=True, zero_centered=True, rotary_dim=48),
     _normed("layer-per-head", "tables of each head, fp32", (2, 3, 2, 2, 64), **LAYER, table="per_head", dtype="fp32",
             weight_dtype="fp32", after_rope=True),
+    _normed("after-per-head", "a table for each head; the last step of a block has fewer heads", (1, 1, 97, 97, 128),
+            table="per_head", after_rope=True),
     _normed("layer-scalar", "rows wider than a warp", (1, 2, 3, 2, 128), **LAYER, strides="reversed", norm="once",
             biases=True),
     _normed("layer-joint", "two streams", (1, 7, 4, 4, 64), **LAYER, first=3, biases=True, norm="once"),
