@@ -421,7 +421,8 @@ def test_norm_seeded_sweep(seed: int) -> None:
 
 SCALED_CASES = [c for c in NORM_CASES if c.name in (
     "none", "twice-d64", "d80-interleaved", "d192", "d6", "partial", "partial-offset", "packed-qkv", "per-head", "ids",
-    "across-d128", "across-scalar", "layer-biased", "after-partial", "after-per-head", "unaligned", "twice-d256", "mrope",
+    "across-d128", "across-scalar", "layer-biased", "after-partial", "after-per-head", "unaligned", "twice-d256",
+    "mrope",
 )]  # fmt: skip
 
 

@@ -220,11 +220,12 @@ def test_compiled_calls_write_the_given_tensors(kind: str, device: str) -> None:
 def test_opcheck(op: Operation, missing: bool) -> None:
     """The mutations that the op declares, its fake and its compiled form."""
     q, k, v, cos, sin = heads_of("rope", "cpu")[0]
-    weights = (None, torch.ones(64)) if op.norm else ()
-    heads = (q, None, *weights[:1], None, None) if missing else (q, k, *weights, v)
+    weights = (None, torch.ones(64), None, None) if op.norm else ()  # and no biases
+    weights = tuple([None] * len(weights)) if missing else weights
+    heads = (q, None, *weights, None) if missing else (q, k, *weights, v)
     outs = [None if x is None else torch.empty_like(x) for x in ((q, None, None) if missing else (q, k, v))]
     options = Options(rotary_dim=64, norm=NormOptions() if op.norm else None)
-    arguments = op_arguments(op.into, (*heads[: 3 + len(weights)], *outs), (cos, sin), options)
+    arguments = op_arguments(op.into, (*heads, *outs), (cos, sin), options)
     torch.library.opcheck(getattr(torch.ops.jitrope, op.into.name).default, arguments)
 
 
