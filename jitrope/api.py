@@ -196,24 +196,26 @@ def prepare_qkv(
     >>> q, k, v = jitrope.prepare_qkv(q, k, v, cos, sin, norm=jitrope.Norm(torch.ones(64), torch.ones(64)))
 
     With a norm the gradient of q, k and the weights is one launch too, and deterministic. In place there is none, as it
-    would need the old q and k. With a cache or fp8 there is no gradient.
+    would need the old q and k. With cache, quantize or out there is no gradient.
 
     Args:
         q, k: as in `apply_rope`; without a cache k may be None.
         v: with a cache (B, S, Hk, D) in the default layout, stored unchanged; otherwise returned as given. With
             `Norm(v_norm=True)` it is normalised.
-        cos, sin: as in `apply_rope`. With a norm they may be omitted: then q and k are normalised and not rotated.
+        cos, sin: as in `apply_rope`. With a norm, `DynamicQuantize` or hadamard they may be omitted: then q and k are
+            not rotated.
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a
             cache.
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, as fp8; with `DynamicQuantize` q and k are `Scaled`.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
-            except v_out. v is copied to v_out, in the same launch if the results of k and v have one shape and dtype,
-            outside of across_heads, interleaved_out and tables for each head. With a cache only q_out can be given.
+            except v_out. v is copied to v_out, in the same launch if k, v and their results have one shape and dtype,
+            outside of across_heads, interleaved_out and tables for each head. With a cache only q_out can be given, and
+            with `DynamicQuantize` too none.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
         interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed`, freqs and inverse, a cache
         with `Packed`, rounding and inverse, quantize with rounding and inplace; `DynamicQuantize` and hadamard also not
-        with a cache, `Packed` and freqs.
+        with `Packed` and freqs, and hadamard not with a cache.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a

@@ -1,6 +1,6 @@
-// Storing a head: where it was read, to a fresh output or to a slot of a cache; as it is, or scaled as fp8.
+// Storing a head: where it was read, to a fresh output or to a slot of a cache; as it is, or scaled.
 
-// The scale of a head that is stored as fp8: the value of one unit.
+// The given scale of a head: the value of one unit.
 __device__ __forceinline__ float scale_of(const Params& p, const Head& head) {
     if constexpr (!CONVERTS) return 1.0f;
     const float* scale = head.of(p.scale);

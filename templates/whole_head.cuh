@@ -3,7 +3,7 @@
 
 constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC;
 constexpr int WIDTH = TEAM < 32 ? TEAM : 32;             // threads that transform a head
-constexpr int SPAN = HEAD_DIM / WIDTH;                   // neighbouring elements of each of them
+constexpr int SPAN = HEAD_DIM < WIDTH ? 1 : HEAD_DIM / WIDTH;               // neighbouring elements of each of them
 // The lanes' chunks are the head in order: element i of a chunk, then the lane, then the chunk.
 constexpr bool IN_ORDER = COPY_LANES == 0 && TEAM == LANES && TEAM <= 32;
 
@@ -38,7 +38,9 @@ __device__ __forceinline__ void add_threads(float* x) {
 }
 
 // 1 / sqrt(n) for a power of two.
-__device__ constexpr float inverse_root(int n) { return n == 1 ? 1.0f : n == 2 ? 0.70710678f : 0.5f * inverse_root(n / 4); }
+__device__ constexpr float inverse_root(int n) {
+    return n == 1 ? 1.0f : n == 2 ? 0.70710678f : 0.5f * inverse_root(n / 4);
+}
 
 // Multiplies a head by the orthogonal Hadamard matrix in Sylvester's order, from the lowest bit of an element's number
 // to the highest. x: the lane's part, `count` elements from `dim` on; has: the thread has a part.

@@ -177,8 +177,13 @@ def test_the_indexer_of_deepseek(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_rotation_back_with_scales(device: str) -> None:
-    """DeepSeek V4 rotates the output of attention back and converts it."""
-    q, _, cos, sin = inputs(device, 2, 9, 6, 64)
+    """The output of attention is rotated back and converted (DeepSeek V4)."""
+    q, k, cos, sin = inputs(device, 2, 9, 6, 64)
+    words: dict[str, Any] = {"inverse": True, "quantize": Quantize(0.02, 0.03, hadamard=True)}
+    back = jitrope.apply_rope(q.float(), k.float(), cos, sin, inverse=True)
+    for x, y, scale in zip(jitrope.prepare_qkv(q, k, None, cos, sin, **words), back, (0.02, 0.03)):
+        y = (y.double() @ hadamard_matrix(64).to(device)).float() / scale
+        torch.testing.assert_close(x.float(), y.clamp(-448, 448), rtol=2**-3, atol=2**-9)
     want, _ = jitrope.apply_rope(q.float(), None, cos, sin, inverse=True)
     got, _, _ = jitrope.prepare_qkv(q, None, None, cos, sin, inverse=True, quantize=DynamicQuantize())
     assert_scaled(got, scaled(want, FP8))
@@ -266,6 +271,21 @@ def test_planning_lists_the_kernel() -> None:
     assert q_scaled.scale.shape == (1, 64, 32)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quantize", [Quantize(1.0, 1.0), DynamicQuantize()], ids=repr)
+def test_v_in_fp8_is_copied(quantize: Any, device: str) -> None:
+    """v already has the dtype of k's result, but not k's."""
+    q, k, cos, sin = inputs(device, 1, 5, 4, 64)
+    v = k.to(FP8)
+    out = (None, None, torch.zeros_like(v))
+    _, k_got, v_got = jitrope.prepare_qkv(q, k, v, cos, sin, quantize=quantize, out=out)
+    assert v_got is out[2]
+    assert torch.equal(v_got.view(torch.uint8), v.view(torch.uint8))
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize)[1]
+    for x, y in zip(k_got if isinstance(k_got, tuple) else [k_got], want if isinstance(want, tuple) else [want]):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
 Q, K, COS, SIN = inputs("cpu", 1, 4, 4, 48)
 CACHE = jitrope.KVCache(torch.zeros(4, 2, 48).bfloat16(), torch.zeros(4, 2, 48).bfloat16(), torch.arange(4))
 REFUSALS = {
@@ -273,6 +293,7 @@ REFUSALS = {
         lambda: DynamicQuantize(torch.float16),
         "DynamicQuantize: dtype is torch.float16; it must be torch.float8",
     ),
+    "dtype-list": (lambda: DynamicQuantize([1]), "DynamicQuantize: dtype is "),
     "hadamard-flag": (lambda: DynamicQuantize(hadamard="yes"), "DynamicQuantize: hadamard is 'yes'"),
     "size": ({"quantize": DynamicQuantize(hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
     "size-static": ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "heads of a power of two up to 256; q has D=48"),

@@ -174,6 +174,8 @@ def test_ingredients_follow_every_field_and_file() -> None:
     norms_own = {
         "norm_rounding": "none",
         "norm_kind": "layer_norm",
+        "hadamard": True,
+        "dynamic": True,
         "biased": True,
         "across_heads": True,
         "row_heads": (8,),
@@ -226,7 +228,7 @@ def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec) -> None:
     if compiler.nvrtc_version() < (13, 5):
         pytest.skip("this NVRTC has no __builtin_offsetof, which 13.5 has")
     names = arguments.address_names(spec.norm)
-    assert len(names) == len(set(names)) == (34 if spec.norm else 15)
+    assert len(names) == len(set(names)) == (36 if spec.norm else 15)
     source = render.render(spec)
     groups = (arguments.ADDRESSES, arguments.WORDS)
     if spec.norm:

@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(shape: Shape, rotary_dim: int) -> Inputs:
-    """Random ones."""
+    """Return random inputs."""
     b, s, hq, hk, d = shape
     angles = torch.rand(s, rotary_dim // 2, device=DEVICE) * 2 * torch.pi
     weights, biases = ((bf16(d) / 8 + one, bf16(d) / 8 + one) for one in (1, 0))
@@ -54,7 +54,7 @@ def inputs(shape: Shape, rotary_dim: int) -> Inputs:
 
 
 class Preset(NamedTuple):
-    """What a model does to q, k and v.
+    """The calls of a model.
 
     moved: bytes of an element of q, of k and of v that are read and written. trained: fields with gradients.
     """
@@ -180,7 +180,7 @@ def both(
     return call
 
 
-IN_AND_OUT, TRAINED = (4, 4, 0), ("q", "k", "weights")
+IN_AND_OUT = (4, 4, 0)
 PRESETS = {
     "gemma4": Preset(
         (1, 4096, 16, 8, 256), ours(lambda x: Norm(*x.weights, v_norm=True, rounding="once")),
@@ -217,7 +217,7 @@ PRESETS = {
 
 
 def case(name: str, with_peers: bool = True, smoke: bool = False, training: bool = False) -> Case:
-    """Cold, except for a decode step. Of a backward COPY is of x and dy, which are read, and dx."""
+    """Cold, except for a decode step. For a backward, COPY covers x and dy, which are read, and dx."""
     preset = PRESETS[name]
     shape = small(preset.shape) if smoke else preset.shape
     b, s, hq, hk, d = shape

@@ -72,7 +72,8 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
     if x.is_inference() and not torch.is_inference_mode_enabled():
         refuse(name, label, x, "a tensor that was not made in inference mode; this call writes it outside of that mode")
     if x.is_neg():
-        refuse(name, label, x, f"a tensor without torch's lazy negative bit; pass {label}.resolve_neg()")
+        hint = "" if label.startswith("out's") else f"; pass {label}.resolve_neg()"
+        refuse(name, label, x, f"a tensor without torch's lazy negative bit{hint}")
     if wants_grad and x.requires_grad:
         leaf = x.is_leaf or (x._is_view() and x._base.is_leaf)  # type: ignore[union-attr]
         views = getattr(torch._C._autograd, "_get_creation_meta", None)
@@ -225,7 +226,7 @@ def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     check_fp8(name, tensors, options)
     _check_norm(fail, tensors, options)
-    _check_hadamard(fail, tensors, options)
+    _check_whole_head(fail, tensors, options)
     _refuse_gradients(fail, tensors, *WEIGHTS)
 
 
@@ -236,14 +237,14 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     norm = norm_of(options)
     if norm.across_heads:
         fail("across_heads does not go with dynamic scales; normalise in a call before")
-    if options.inverse and norm.kind != "no_norm":
-        fail("inverse does not go with norm")
-    _check_hadamard(fail, tensors, options)
+    _check_whole_head(fail, tensors, options)
     _refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
 
 
-def _check_hadamard(fail: Fail, tensors: Tensors, options: Options) -> None:
+def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
     dim = tensors["q"].shape[-1]
+    if options.inverse and norm_of(options).kind != "no_norm":
+        fail("inverse does not go with norm")
     if options.hadamard and (dim & (dim - 1) or dim > MAX_HADAMARD):
         fail(f"hadamard goes with heads of a power of two up to {MAX_HADAMARD}; q has D={dim}")
     if options.hadamard and norm_of(options).across_heads:

@@ -63,7 +63,7 @@ class Into(Operation):
         if "v_out" not in tensors:
             return False
         k, v, cos, norm = tensors.get("k"), tensors["v"], tensors["cos"], norm_of(options)
-        like_k = k is not None and v.shape == k.shape and v.dtype == tensors["k_out"].dtype
+        like_k = k is not None and v.shape == k.shape and v.dtype == k.dtype == tensors["k_out"].dtype
         shared = cos.dim() < 4 or cos.shape[2] == 1
         return not (like_k and shared and options.interleaved == options.interleaved_out and not norm.across_heads)
 
@@ -85,8 +85,8 @@ class ScaledInto(Into):
     results = ("q_scale", "k_scale")
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        made = self.base.fresh(tensors, options, blocks)
-        return {name: made[name] for name in self.made(tensors, options)}
+        given = [(name, tensors[name[0]]) for name in self.made(tensors, options)]
+        return {name: x.new_empty(x.shape[:-1], dtype=torch.float32) for name, x in given}
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.results if "k" in given else self.results[:1]

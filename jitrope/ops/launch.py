@@ -209,7 +209,7 @@ def _offsets(
 def _expressions(pointers: Sequence[str], offsets: dict[str, tuple[str, int]], at: dict[str, str]) -> Iterator[str]:
     for pointer in pointers:
         name, offset = offsets.get(pointer, (pointer, 0))
-        where = at.get(name) or at.get(name + "_out", "0")
+        where = at.get(name, at.get("weight_grads_out", "0") if name == "weight_grads" else "0")
         yield f"{where} + {offset}" if offset else where
 
 

@@ -201,9 +201,9 @@ class _Normed(Operation):
 
 
 class _QKNormRopeFp8(_Normed, _RopeFp8):
-    name, stage = "qk_norm_rope_fp8", "norm with quantize"
+    name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES)
-    options = (*SERVING, "hadamard")
+    options = (*SERVING, "inverse", "hadamard")
     words = (*options, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
 

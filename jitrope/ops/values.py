@@ -324,7 +324,7 @@ class DynamicQuantize(Value):
 
     def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, *, hadamard: bool = False) -> None:
         words = {FP8: "fp8", torch.int8: "int8"}
-        if dtype not in words:
+        if not isinstance(dtype, torch.dtype) or dtype not in words:
             refuse("DynamicQuantize", "dtype", dtype, "torch.float8_e4m3fn or torch.int8")
         self.tensors, self.words = {}, {"out_dtype": words[dtype]}
         if flag("DynamicQuantize", "hadamard", hadamard):

@@ -178,7 +178,7 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
 
 
 def _heads_per_thread(p: RopeProblem, most: int) -> int:
-    """The number of neighbouring heads of a thread, all of q, all of k or all of v."""
+    """The number of neighbouring heads of a thread: all of q, or of k and v."""
     return math.gcd(p.q_heads, p.heads, most) if not p.per_head else 1
 
 

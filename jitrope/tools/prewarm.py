@@ -93,7 +93,7 @@ def specs_of(**call: Any) -> list[RopeSpec]:
             freqs_cis, the dtype of the real part. width: "half" or "full". two_tables: prepare_joint_qkv gets a table
             for each stream.
         positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope` or `Starts`. norm, cache,
-            quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without a q_scale of `DynamicQuantize`.
+            quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without scales of `DynamicQuantize`.
             Write a tensor as its dtype, as in {"cu_seqlens": "int32", "cp_size": 2}, and the dtype "fp8" or "int8".
             page_size, in cache: the rows of a page, if the pages are not neighbours in memory.
         backward: plan the gradient too.
@@ -212,7 +212,7 @@ class _Described:
                 x = self.empty(word, dtype, shapes[word])
                 words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
         places = Packed if self.packed else Mrope if "position_ids" in words else Starts
-        scaled = Quantize if "q_scale" in words else DynamicQuantize
+        scaled = Quantize if {"q_scale", "k_scale"} & words.keys() else DynamicQuantize
         if label == "quantize" and "dtype" in words:
             words["dtype"] = _TORCH[arguments.word(label, "dtype", words["dtype"], SCALED_DTYPES)]
         kind = {"norm": Norm, "cache": KVCache, "quantize": scaled, "positions": places}[label]
