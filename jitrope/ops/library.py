@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..plan.spec import NormOptions, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
-from . import launch, planning, reference, watch
+from . import launch, planning, watch
 from .checks import TABLES
 from .operation import Operation
 from .operations import OPERATIONS
@@ -216,8 +216,18 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     needed = op.saved(tensors) if learned else tensors
     found = op.gradient(call, needed, dict(given), options) if given else {}
     if learned and given:
-        found.update(reference.gradients(op.reference, tensors, learned, given, options))
+        found.update(_of_tables(op, tensors, learned, given, options))
     return [found.get(name) for name in names]
+
+
+def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, options: Options) -> Tensors:
+    """The gradients of learned tables, by torch's autograd through the reference. grads: of the results."""
+    with torch.enable_grad():
+        inputs = {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
+        results = op.reference(inputs, options)
+        wanted = [inputs[name] for name in names]
+        found = torch.autograd.grad([results[name] for name in grads], wanted, [*grads.values()])
+    return dict(zip(names, found))
 
 
 def _register_autograd(op: Operation) -> None:

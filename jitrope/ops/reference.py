@@ -5,8 +5,6 @@ A function takes the tensors of a call by name, and its options. The results are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
@@ -292,19 +290,6 @@ def _as_laid_out(view: Tensor, layout: str) -> Tensor:
         return view[0]
     order = (batch, *rest)
     return view.permute([order.index(axis) for axis in range(4)])
-
-
-def gradients(
-    function: Callable[[Tensors, Options], Tensors], t: Tensors, names: Sequence[str], grads: Tensors, o: Options
-) -> Tensors:
-    """The gradients of some tensors by torch's autograd through a function of this file. grads: of the results."""
-    with torch.enable_grad():
-        inputs = {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
-        results = function(inputs, o)
-        found = torch.autograd.grad(
-            [results[name] for name in grads], [inputs[name] for name in names], [*grads.values()]
-        )
-    return dict(zip(names, found))
 
 
 # ---- fp8 and caches --------------------------------------------------------------------------------
