@@ -322,7 +322,7 @@ NO_FUNCTION_TAKES = [
     ({**PREPARED, "cache": SLOTS, "positions": PACKED}, "cu_seqlens does not go with cache"),
     ({**PREPARED, "norm": {"across_heads": True}, "cache": SLOTS}, "across_heads does not go with a cache"),
     ({**PREPARED, "norm": NORM, "cache": SLOTS, "rounding": "dtype"}, "rounding does not go with norm with cache"),
-    ({**PREPARED, "norm": NORM, "quantize": {"q_scale": 1.0}, "inplace": True}, "inplace does not go with quantize with"),
+    ({**PREPARED, "norm": NORM, "quantize": {"q_scale": 1.0}, "inplace": True}, "inplace does not go with quantize"),
     ({**PREPARED, "norm": NORM, "interleaved_out": True}, "interleaved_out does not go with norm"),
     ({**PREPARED, "norm": NORM, "positions": PACKED}, "cu_seqlens does not go with"),
     ({**PREPARED, "norm": NORM, "table": "freqs"}, "freqs does not go with norm"),
