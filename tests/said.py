@@ -77,9 +77,12 @@ def kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, q_scal
     return jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, **said(**words))[0]
 
 
-def fp8(q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None, **flat: Any) -> Any:
+def fp8(
+    q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None, hadamard: Any = False,
+    **flat: Any,
+) -> Any:  # fmt: skip
     """`prepare_qkv` with fp8 outputs: (q, k)."""
-    quantize = jitrope.Quantize(q_scale, k_scale)
+    quantize = jitrope.Quantize(q_scale, k_scale, hadamard=hadamard)
     return jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize, **said(**flat))[:2]
 
 

@@ -45,7 +45,7 @@ TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
-         "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace")  # fmt: skip
+         "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace", "hadamard")  # fmt: skip
 NUMBERS = ("mscale", "eps")
 WORDS = ("layout", "rounding", "norm_rounding", "norm_kind")
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -389,6 +389,7 @@ def parameters() -> list[tuple[Function, str]]:
         norm += ("v_norm",) if "kv_cache" in f.name else ()
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
         without = {"launch", "norm", *(("interleaved_out", "q_scale") if f.in_place else ())}
+        without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone
         found += [(f, word) for word in dict.fromkeys(words) if word not in without]
     return found
 

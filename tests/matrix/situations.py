@@ -607,10 +607,14 @@ def _(cell: Cell) -> str:
     return ended.pop()
 
 
-@situation("tables that want a gradient", "there is none", refused)
+def learned(f: Function) -> str | None:
+    return "right" if f.derived and not f.in_place else "refused"
+
+
+@situation("tables that want a gradient", "they get one where the call has gradients", learned)
 def _(cell: Cell) -> str:
     args = cell.args()
-    return cell.settle({**args, "sin": args["sin"].requires_grad_()})
+    return cell.settle_grad({name: args[name] for name in ("cos", "sin")}, lambda leaves: leaves)
 
 
 @situation("tables that want a gradient, under no_grad", "nothing is lost")
