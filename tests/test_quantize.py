@@ -34,7 +34,8 @@ def inputs(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, k_head
 
 def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Elements and scales of x (..., D) in plain torch."""
-    scale = x.float().abs().amax(-1).clamp(min=1e-12) / LARGEST[dtype]
+    largest = x.float().abs().amax(-1).clamp(min=1e-12)
+    scale = largest / torch.full_like(largest, LARGEST[dtype])  # torch multiplies by 1 / number on a GPU
     units = (x.float() * (1 / scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype])
     return (units.round() if dtype == torch.int8 else units).to(dtype), scale
 

@@ -105,7 +105,7 @@ def hadamard(x: Tensor) -> Tensor:
 def qwen3_vl(x: Inputs) -> Any:
     """Rows of three axes, alternating; k and v to the pages; a scale for each head of q."""
     pair = torch.arange(x.cos.shape[-1], device=x.q.device)
-    axis = torch.where(pair < 3 * torch.tensor(SECTIONS, device=x.q.device)[pair % 3], pair % 3, 0)
+    axis = pair % 3 * (pair < 3 * SECTIONS[1])
     cos, sin = (table[x.ids[axis], pair[:, None]].T for table in (x.cos, x.sin))
     q, k = (others.rotate(rms(y, w), cos[:, None], sin[:, None]) for y, w in zip((x.q, x.k), x.weights))
     *caches, slots = x.caches
