@@ -58,15 +58,16 @@ struct Head {
 // ---- a lane's part of a head -------------------------------------------------------------------
 
 // A lane's first dim. Its two chunks are half a head apart; if MIXED, they are neighbours on the interleaved side. A
-// lane past the rotary lanes has one access.
+// lane past the rotary lanes copies.
 __device__ __forceinline__ int first_dim(int lane, bool interleaved) {
     if (COPY_LANES == 0 || lane < ROTARY_LANES)
         return ROTARY_OFFSET + lane * CHUNK * (MIXED && interleaved ? CHUNKS : 1);
     const int dim = (lane - ROTARY_LANES) * VEC;
     return dim < ROTARY_OFFSET ? dim : dim + ROTARY_DIM;
 }
-// The dims from a lane's first one to an access.
-__device__ __forceinline__ constexpr int dims_to(int access, bool interleaved) {
+// The dims from a lane's first one to an access. Two accesses of a lane that copies are half of the rest apart.
+__device__ __forceinline__ constexpr int dims_to(int access, bool interleaved, bool rotary = true) {
+    if (!rotary) return access * (REST / 2);
     const int chunk = access / (CHUNK / VEC), i = access % (CHUNK / VEC);
     return chunk * (MIXED && interleaved ? CHUNK : ROTARY_DIM / 2) + i * VEC;
 }
@@ -86,6 +87,14 @@ __device__ __forceinline__ Chunks load_head(const Lane<const T>& lane) {
     Chunks chunks;
     #pragma unroll
     for (int n = 0; n < ACCESSES; ++n) chunks.x[n] = load_x(lane[dims_to(n, INTERLEAVED)]);
+    return chunks;
+}
+// The same for a lane that may copy: zeros past its `accesses`.
+__device__ __forceinline__ Chunks load_head(const Lane<const T>& lane, bool rotary, int accesses) {
+    Chunks chunks = {};
+    #pragma unroll
+    for (int n = 0; n < ACCESSES; ++n)
+        if (n < accesses) chunks.x[n] = load_x(lane[dims_to(n, INTERLEAVED, rotary)]);
     return chunks;
 }
 

@@ -59,23 +59,23 @@ struct Factors {
     Vec<Weight, WEIGHT_VEC> bias[BIASED ? ELEMENTS / WEIGHT_VEC : 1] = {};
 
     __device__ __forceinline__ void load(
-        const Params& p, const Head& head, bool second, int dim, int accesses, bool with_bias = BIASED
+        const Params& p, const Head& head, bool second, int dim, bool rotary, bool with_bias = BIASED
     ) {
         if (!WEIGHTED || head.is_v) return;
         const int number = head.tensor + (second ? 2 : 0);
         dim += ACROSS_HEADS ? head.index * HEAD_DIM : 0;
-        load_from(p.weight[number] + dim, x, accesses);
-        if (with_bias) load_from(p.bias[number] + dim, bias, accesses);
+        load_from(p.weight[number] + dim, x, rotary);
+        if (with_bias) load_from(p.bias[number] + dim, bias, rotary);
     }
 
     template <int COUNT>
-    __device__ __forceinline__ void load_from(
-        const Weight* from, Vec<Weight, WEIGHT_VEC> (&to)[COUNT], int accesses
-    ) {
+    __device__ __forceinline__ void load_from(const Weight* from, Vec<Weight, WEIGHT_VEC> (&to)[COUNT], bool rotary) {
         #pragma unroll
-        for (int i = 0; i < ELEMENTS; i += WEIGHT_VEC)
-            if (i / VEC < accesses)
-                to[i / WEIGHT_VEC] = load_kept<Weight, WEIGHT_VEC>(from + dims_to(i / VEC, INTERLEAVED) + i % VEC);
+        for (int i = 0; i < ELEMENTS; i += WEIGHT_VEC) {
+            if (!rotary && i / VEC >= COPY_ACCESSES) continue;
+            const int dims = dims_to(i / VEC, INTERLEAVED, rotary) + i % VEC;
+            to[i / WEIGHT_VEC] = load_kept<Weight, WEIGHT_VEC>(from + dims);
+        }
     }
 
     __device__ __forceinline__ void values(float* out) const {

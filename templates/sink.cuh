@@ -33,7 +33,8 @@ struct Sink {
         const Params& p, const Head& head, const Lane<const T>& source, int n, const Vec<T, VEC>& x, const float* y,
         float factor
     ) const {
-        const int dim = first_dim(lane, INTERLEAVED_OUT), dims = dims_to(n, INTERLEAVED_OUT);
+        const int dim = first_dim(lane, INTERLEAVED_OUT);
+        const int dims = dims_to(n, INTERLEAVED_OUT, COPY_LANES == 0 || lane < ROTARY_LANES);
         if (IN_PLACE && (!CACHE || head.is_q)) {
             store_x(const_cast<T*>(source[dims]), x, true);
         } else if constexpr (!CONVERTS && !CACHE) {

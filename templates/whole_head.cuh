@@ -4,8 +4,10 @@
 constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC;
 constexpr int WIDTH = TEAM < 32 ? TEAM : 32;             // threads that transform a head
 constexpr int SPAN = HEAD_DIM < WIDTH ? 1 : HEAD_DIM / WIDTH;               // neighbouring elements of each of them
-// The lanes' chunks are the head in order: element i of a chunk, then the lane, then the chunk.
-constexpr bool IN_ORDER = COPY_LANES == 0 && TEAM == LANES && TEAM <= 32;
+// The lanes' chunks are the head in order: element i of a chunk, then the rotary lane, then the chunk, then whether the
+// lane is rotary.
+constexpr bool IN_ORDER = TEAM == LANES && TEAM <= 32
+    && (REST == 0 || (REST == ROTARY_DIM && ROTARY_OFFSET == 0 && COPY_ACCESSES == 2));
 
 __device__ __forceinline__ void sync_team() {
     if constexpr (TEAM <= 32) __syncwarp();
@@ -25,16 +27,15 @@ __device__ __forceinline__ void add_neighbours(float* x) {
             }
 }
 
-// The same for the elements of threads 1, 2, 4, ... apart.
+// The same for the elements of threads `begin`, 2 begin, ... apart, before `end`.
 template <int COUNT>
-__device__ __forceinline__ void add_threads(float* x) {
+__device__ __forceinline__ void add_threads(float* x, int begin, int end) {
     #pragma unroll
-    for (int step = 1; step < WIDTH; step *= 2)
+    for (int step = begin; step < end; step *= 2) {
+        const float sign = threadIdx.x & step ? -1.0f : 1.0f;
         #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const float other = __shfl_xor_sync(~0u, x[i], step);
-            x[i] = threadIdx.x & step ? __fadd_rn(other, -x[i]) : __fadd_rn(x[i], other);
-        }
+        for (int i = 0; i < COUNT; ++i) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(~0u, x[i], step));
+    }
 }
 
 // 1 / sqrt(n) for a power of two.
@@ -44,37 +45,38 @@ __device__ constexpr float inverse_root(int n) {
 
 // Multiplies a head by the orthogonal Hadamard matrix in Sylvester's order, from the lowest bit of an element's number
 // to the highest. x: the lane's part, `count` elements from `dim` on; has: the thread has a part.
-__device__ __forceinline__ void transform(float (&x)[ELEMENTS], int dim, int count, bool has) {
+__device__ __forceinline__ void transform(float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has) {
     if constexpr (IN_ORDER) {
         #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(x + c * CHUNK);
-        add_threads<ELEMENTS>(x);
+        add_threads<ELEMENTS>(x, 1, ROTARY_LANES);
         #pragma unroll
         for (int i = 0; i < CHUNK && CHUNKS == 2; ++i) {
             const float a = x[i], b = x[(i + CHUNK) % ELEMENTS];
             x[i] = __fadd_rn(a, b), x[(i + CHUNK) % ELEMENTS] = __fadd_rn(a, -b);
         }
+        add_threads<ELEMENTS>(x, ROTARY_LANES, TEAM);
     } else {
         __shared__ float heads[THREADS / TEAM][HEAD_DIM];
         const int thread = threadIdx.x % TEAM;
         float* head = heads[threadIdx.x / TEAM];
         #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i)
-            if (has && i < count) head[dim + dims_to(i / VEC, INTERLEAVED_OUT) + i % VEC] = x[i];
+            if (has && i < count) head[dim + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC] = x[i];
         sync_team();
         if (thread < WIDTH) {
             float own[SPAN];
             #pragma unroll
             for (int i = 0; i < SPAN; ++i) own[i] = head[thread * SPAN + i];
             add_neighbours<SPAN>(own);
-            add_threads<SPAN>(own);
+            add_threads<SPAN>(own, 1, WIDTH);
             #pragma unroll
             for (int i = 0; i < SPAN; ++i) head[thread * SPAN + i] = own[i];
         }
         sync_team();
         #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i)
-            if (has && i < count) x[i] = head[dim + dims_to(i / VEC, INTERLEAVED_OUT) + i % VEC];
+            if (has && i < count) x[i] = head[dim + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC];
         sync_team();                                     // the next head may be written
     }
     #pragma unroll
@@ -86,23 +88,35 @@ __device__ constexpr float largest_of(int8) { return 127.0f; }
 template <typename Other>
 __device__ constexpr float largest_of(Other) { return 1.0f; }       // not converted
 
-// The scale of a head, in every thread of its team. Sizes are compared as bits, so that NaN is the largest.
-__device__ __forceinline__ float scale_of_elements(const float (&x)[ELEMENTS], int count, bool has) {
-    unsigned int largest = __float_as_uint(1e-12f);      // a head of zeros
+// The larger size. NaN is the largest.
+__device__ __forceinline__ float larger(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(fabsf(b)));
+    return result;
+#else
+    return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b) & 0x7fffffffu));
+#endif
+}
+
+// The scale of a head, in every thread of its team. x: the lane's part, and zeros; has: the thread has a part.
+__device__ __forceinline__ float scale_of_elements(const float (&x)[ELEMENTS], bool has) {
+    float largest = 1e-12f;                              // a head of zeros
     #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i)
-        if (has && i < count) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+    for (int i = 0; i < ELEMENTS; ++i) largest = larger(largest, x[i]);
+    if (TEAM > LANES && !has) largest = 0.0f;
     #pragma unroll
-    for (int step = WIDTH / 2; step > 0; step /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+    for (int step = WIDTH / 2; step > 0; step /= 2)
+        largest = larger(largest, __shfl_xor_sync(~0u, largest, step));
     if constexpr (TEAM > 32) {
-        __shared__ unsigned int of_warps[THREADS / 32];
+        __shared__ float of_warps[THREADS / 32];
         const int first = threadIdx.x / TEAM * (TEAM / 32);
         of_warps[threadIdx.x / 32] = largest;
         __syncthreads();
-        for (int w = 0; w < TEAM / 32; ++w) largest = max(largest, of_warps[first + w]);
+        for (int w = 0; w < TEAM / 32; ++w) largest = larger(largest, of_warps[first + w]);
         __syncthreads();                                 // the next head may be written
     }
-    return __fdiv_rn(__uint_as_float(largest), largest_of(QOut{}));
+    return __fmul_rn(largest, 1.0f / largest_of(QOut{}));           // as torch divides by a number on a GPU
 }
 
 __device__ __forceinline__ void store_scale(const Params& p, const Head& head, const Place& place, float scale) {

@@ -321,8 +321,7 @@ def scaled(t: Tensors, o: Options) -> Tensors:
     dtype, largest = SCALED[o.out_dtype]
     out: Tensors = {}
     for name, y in _turned(t, o, torch.float32).items():
-        size = y.abs().amax(-1).clamp(min=1e-12)
-        scale = size / torch.full_like(size, largest)  # torch multiplies by 1 / number on a GPU
+        scale = y.abs().amax(-1).clamp(min=1e-12) * (1 / largest)
         units = (y * (1 / scale)[..., None]).clamp(-largest, largest)
         units = units.nan_to_num(largest).round() if dtype == torch.int8 else units
         out[name], out[f"{name}_scale"] = torch.empty_like(t[name], dtype=dtype).copy_(units), scale.contiguous()

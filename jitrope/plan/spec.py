@@ -251,7 +251,14 @@ class RopeSpec(Compiled, Spec):
     @property
     def lanes(self) -> int:
         """Threads along one head."""
-        return self.rotary_dim // (self.chunk * self.chunks) + self.copied // self.vec
+        return self.rotary_dim // (self.chunk * self.chunks) + self.copied // (self.vec * self.copy_accesses)
+
+    @property
+    def copy_accesses(self) -> int:
+        """Accesses of a thread that only copies: two if a stage needs whole heads and the rest is in one piece."""
+        halves = self.copied % (2 * self.vec) == 0 and self.rotary_offset in (0, self.copied)
+        whole_head = self.hadamard or self.dynamic
+        return 2 if whole_head and halves and self.chunk * self.chunks == 2 * self.vec else 1
 
     @property
     def chunk(self) -> int:
@@ -306,6 +313,7 @@ class RopeSpec(Compiled, Spec):
             "rounding": self.rounding.upper(),
             "norm": self.norm,
             "token_linear": self.launch == "token_linear",
+            "copy_accesses": self.copy_accesses,
             "team": self.team,
             "threads": self.threads,
             "arguments": arguments.declarations(self.norm),
