@@ -354,7 +354,7 @@ def test_results_do_not_change_from_run_to_run(name: str) -> None:
     for conjugate in (False, True):
         words = options._replace(inverse=conjugate)
         first = launched(ROPE, (q, k), tables, words)
-        for _ in range(20):
+        for _ in range(20 if torch.cuda.is_available() else 2):
             for a, b in zip(first, launched(ROPE, (q, k), tables, words)):
                 assert torch.equal(a.nan_to_num(9), b.nan_to_num(9))
 

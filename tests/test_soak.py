@@ -141,8 +141,8 @@ def test_a_planted_exception_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_thread_that_hangs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "MEETING_TIMEOUT", 1.0)
-    monkeypatch.setattr(jitrope, "apply_rope", lambda *_, **__: time.sleep(5))
+    monkeypatch.setattr(soak, "MEETING_TIMEOUT", 0.5)
+    monkeypatch.setattr(jitrope, "apply_rope", lambda *_, **__: time.sleep(2))
     code, report = soaked(tmp_path)
     assert code == 1
     assert "a thread did not come" in " ".join(report["failed"])
