@@ -11,8 +11,7 @@ from .base.arguments import refuse
 from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
-from .ops.gather import add, forget_positions, gather, placed, result
-from .ops.into import given_out
+from .ops.gather import add, call_into, forget_positions, gather, placed, result
 from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_QKV
 from .ops.values import DynamicQuantize, KVCache, Norm, Positions, Quantize, Scaled
 from .ops.words import parts, refuse_table_as_v, second_tables
@@ -130,8 +129,7 @@ def apply_rope(
     form: Any = None
     if words or cos is None or sin is None or type(inplace) is not bool:
         asked = gather(ROPE, tensors, words, _ROPE_WORDS, positions, inplace)
-        into = given_out(ROPE, asked, {"q": q, "k": k}, tensors)
-        out = call(ROPE.into if into else ROPE, tensors, asked) or into
+        out = call_into(ROPE, tensors, asked, {"q": q, "k": k}) if "out" in asked else call(ROPE, tensors, asked)
     else:  # common calls have a cheaper key than their names and words
         if type(positions) is Tensor:
             tensors["position_ids"], form = positions, "ids"
@@ -224,21 +222,22 @@ def prepare_qkv(
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
-    if quantize is not None and not isinstance(quantize, (Quantize, DynamicQuantize)):
+    dynamic = isinstance(quantize, DynamicQuantize)
+    if not dynamic and quantize is not None and not isinstance(quantize, Quantize):
         refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    stage = "dynamic" if isinstance(quantize, DynamicQuantize) else "" if quantize is None else "quantize"
-    plain, normed = PREPARED[stage if cache is None else "cache dynamic" if stage == "dynamic" else "cache"]
-    op, source = plain if norm is None and (quantize is None or not quantize.words) else normed, v
+    stage = "dynamic" if dynamic else "" if quantize is None else "quantize"
+    plain, normed = PREPARED[stage if cache is None else "cache dynamic" if dynamic else "cache"]
+    op = plain if norm is None and (quantize is None or not quantize.words) else normed
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
-    asked = gather(op, tensors, words, _ROPE_WORDS, positions, inplace)
+    asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
     if norm is not None:
         add("prepare_qkv", "norm", norm, Norm, tensors, asked)
         forget_positions(tensors, asked)
         if asked["norm"].v_norm and cache is None:
-            source, v = v, _normed(v, asked)
+            v = _normed(v, asked)
     elif op.norm:
         asked["norm"] = NO_NORM
         forget_positions(tensors, asked)
@@ -252,9 +251,11 @@ def prepare_qkv(
         if cache is not None and "k_scale" in scales:
             raise InvalidInput("prepare_qkv: quantize has a k_scale, but k goes to the cache; give it to KVCache")
         tensors.update(scales)
-    into = given_out(op, asked, {"q": q, "k": k, "v": v}, tensors, source)
-    out = {**into, **call(op.into if into else op, tensors, asked)}
-    first, second = (result(out, name) for name in "qk")
+    if "out" in asked:
+        out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
+    else:
+        out = call(op, tensors, asked)
+    first, second = (result(out, "q"), result(out, "k")) if dynamic else (out["q"], out.get("k"))
     return first, second if cache is None else k if "rotate_k" in asked else None, out.get("v", v)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..base.arguments import refuse
 from ..plan.views import Tensors
+from .dispatch import call
+from .into import given_out
 from .operation import Operation
 from .values import Positions, Scaled
 from .words import ONE_TABLE, unexpected
@@ -58,6 +61,14 @@ def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: d
         refuse(name, label, value, f"a jitrope.{kind.__name__}")
     tensors.update(value.tensors)
     words.update(value.words)
+
+
+def call_into(
+    op: Operation, tensors: Tensors, words: dict[str, Any], heads: Mapping[str, Any], v: Any = None
+) -> Tensors:
+    """The results of a call with the word `out`; see `given_out`."""
+    into = given_out(op, words, heads, tensors, v)
+    return {**into, **call(op.into if into else op, tensors, words)}
 
 
 def result(out: Tensors, name: str) -> Any:
