@@ -4,8 +4,8 @@
 constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC;
 constexpr int WIDTH = TEAM < 32 ? TEAM : 32;             // threads that transform a head
 constexpr int SPAN = HEAD_DIM < WIDTH ? 1 : HEAD_DIM / WIDTH;               // neighbouring elements of each of them
-// The lanes' chunks are the head in order: element i of a chunk, then the rotary lane, then the chunk, then whether the
-// lane is rotary.
+// The lanes' chunks are the head in order: element i of a chunk, then the lane's number among its kind, then the chunk,
+// then whether the lane copies.
 constexpr bool IN_ORDER = TEAM == LANES && TEAM <= 32
     && (REST == 0 || (REST == ROTARY_DIM && ROTARY_OFFSET == 0 && COPY_ACCESSES == 2));
 
@@ -88,7 +88,7 @@ __device__ constexpr float largest_of(int8) { return 127.0f; }
 template <typename Other>
 __device__ constexpr float largest_of(Other) { return 1.0f; }       // not converted
 
-// The larger size. NaN is the largest.
+// The larger of a size and the size of b. NaN is the largest.
 __device__ __forceinline__ float larger(float a, float b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     float result;

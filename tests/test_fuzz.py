@@ -210,8 +210,10 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     run = spec.chunk * spec.chunks  # every element of a head has one lane
     rest = 0 if p.in_place and not p.slot_mapping_dtype and not p.norm else p.head_dim - p.rotary_dim
     assert spec.lanes * run >= p.rotary_dim
-    assert p.rotary_dim % run == rest % spec.vec == p.rotary_offset % spec.vec == 0
-    assert spec.lanes == p.rotary_dim // run + rest // spec.vec
+    copied = spec.vec * spec.copy_accesses
+    assert p.rotary_dim % run == rest % copied == p.rotary_offset % spec.vec == 0
+    assert copied <= max(run, spec.vec)
+    assert spec.lanes == p.rotary_dim // run + rest // copied
     assert spec.vec <= p.vec_limit
     assert spec.table_vec <= p.table_vec_limit
     step = spec.heads_per_block * spec.heads_per_thread

@@ -201,14 +201,26 @@ def test_the_rotation_back_with_scales(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("tokens", [3, 70])
-def test_q_with_scales_and_a_paged_cache(tokens: int, fp8: bool, device: str) -> None:
-    """Decode and prefill of Qwen3-VL: norm, three axes of positions, a paged write of k and v, and q with scales."""
+@pytest.mark.parametrize(
+    ("tokens", "rotary_dim", "sections"),
+    [(3, 128, (24, 20, 20)), (70, 128, (24, 20, 20)), (3, 64, (12, 10, 10)), (70, 64, (12, 10, 10))],
+)
+def test_q_with_scales_and_a_paged_cache(
+    tokens: int, rotary_dim: int, sections: tuple[int, ...], fp8: bool, device: str
+) -> None:
+    """Decode and prefill of Qwen3-VL: norm, three axes of positions, a paged write of k and v, and q with scales.
+
+    Heads that are rotated in part have no norm here, because its sum has another order of lanes.
+    """
     q, k, cos, sin = inputs(device, 1, tokens, 8, 128)
+    cos, sin = cos[:, : rotary_dim // 2], sin[:, : rotary_dim // 2]
     q, k, v = q[0], k[0], k[0].flip(0)
     ids = torch.randint(tokens, (3, tokens), generator=torch.Generator().manual_seed(1)).to(device)
-    norm = Norm(*torch.rand(2, 128, device=device).bfloat16(), rounding="twice")
-    words: dict[str, Any] = {"positions": jitrope.Mrope(ids, (24, 20, 20), True), "norm": norm, "layout": "thd"}
+    words: dict[str, Any] = {"positions": jitrope.Mrope(ids, sections, True), "layout": "thd"}
+    if rotary_dim == 128:
+        words["norm"] = Norm(*torch.rand(2, 128, device=device).bfloat16(), rounding="twice")
+    else:
+        words["rotary_dim"] = rotary_dim
     slots = torch.randperm(96, generator=torch.Generator().manual_seed(2))[:tokens].to(device)
     slots[1] = -1
     caches, scales = [], {"k_scale": 0.05, "v_scale": 0.02} if fp8 else {}

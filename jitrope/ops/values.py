@@ -314,8 +314,8 @@ class DynamicQuantize(Value):
     (torch.float8_e4m3fn, torch.Size([1, 16, 8]))
 
     Args:
-        dtype: torch.float8_e4m3fn or torch.int8. The scale is a head's largest element in size, at least 1e-12, over
-            448 or 127.
+        dtype: torch.float8_e4m3fn or torch.int8. The scale is a head's largest element in size, at least 1e-12,
+            times 1 / 448 or 1 / 127, the largest numbers of the dtypes, in fp32.
         hadamard: as in `Quantize`.
 
     Raises:

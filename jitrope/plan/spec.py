@@ -255,10 +255,13 @@ class RopeSpec(Compiled, Spec):
 
     @property
     def copy_accesses(self) -> int:
-        """Accesses of a thread that only copies: two if a stage needs whole heads and the rest is in one piece."""
-        halves = self.copied % (2 * self.vec) == 0 and self.rotary_offset in (0, self.copied)
-        whole_head = self.hadamard or self.dynamic
-        return 2 if whole_head and halves and self.chunk * self.chunks == 2 * self.vec else 1
+        """Accesses of a thread that only copies.
+
+        Two, as many as a thread that rotates has, if a stage needs whole heads and what is copied is in one piece.
+        """
+        in_one_piece = self.copied % (2 * self.vec) == 0 and self.rotary_offset in (0, self.copied)
+        two_each = self.chunks == 2 and self.chunk == self.vec
+        return 2 if (self.hadamard or self.dynamic) and in_one_piece and two_each else 1
 
     @property
     def chunk(self) -> int:
