@@ -83,14 +83,8 @@ __device__ __forceinline__ void store_x(T* address, const Vec<T, VEC>& v, bool i
     in_place && STREAMING ? store_once(address, v) : COPY_V ? store_whole(address, v) : store(address, v);
 }
 
-__device__ __forceinline__ Chunks load_head(const Lane<const T>& lane) {
-    Chunks chunks;
-    #pragma unroll
-    for (int n = 0; n < ACCESSES; ++n) chunks.x[n] = load_x(lane[dims_to(n, INTERLEAVED)]);
-    return chunks;
-}
-// The same for a lane that may copy: zeros past its `accesses`.
-__device__ __forceinline__ Chunks load_head(const Lane<const T>& lane, bool rotary, int accesses) {
+// A lane that copies may have fewer accesses; behind them are zeros.
+__device__ __forceinline__ Chunks load_head(const Lane<const T>& lane, bool rotary = true, int accesses = ACCESSES) {
     Chunks chunks = {};
     #pragma unroll
     for (int n = 0; n < ACCESSES; ++n)
