@@ -22,7 +22,7 @@ struct Head {
         : is_q(head < static_cast<int>(p.q_heads)), is_v(COPY_V && head >= static_cast<int>(p.q_heads + p.k_heads)),
           tensor(is_q ? 0 : is_v ? 2 : 1),
           index(head - static_cast<int>(is_q ? 0 : is_v ? p.q_heads + p.k_heads : p.q_heads)) {}
-    // The head `heads` further on, of the same tensor.
+    // The head `heads` further on in the same tensor.
     __device__ __forceinline__ Head(const Head& other, int heads)
         : is_q(other.is_q), is_v(other.is_v), tensor(other.tensor), index(other.index + heads) {}
 
