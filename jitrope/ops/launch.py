@@ -27,7 +27,7 @@ from ..plan.spec import ROPE_KINDS, Options, RopeSpec
 from ..plan.views import Tensors, table_pair
 from . import watch
 from .operation import Operation
-from .replay import Form, maker, twice
+from .replay import SCRATCH, Form, maker, twice
 from .stand_ins import missing_weights
 
 KINDS.update(dict.fromkeys(ROPE_KINDS, RopeSpec))
@@ -209,7 +209,7 @@ def _offsets(
 def _expressions(pointers: Sequence[str], offsets: dict[str, tuple[str, int]], at: dict[str, str]) -> Iterator[str]:
     for pointer in pointers:
         name, offset = offsets.get(pointer, (pointer, 0))
-        where = at.get(name, at.get("weight_grads_out", "0") if name == "weight_grads" else "0")
+        where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
         yield f"{where} + {offset}" if offset else where
 
 

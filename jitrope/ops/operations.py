@@ -32,7 +32,7 @@ from .operation import (
     spare_stays,
     turned_back,
 )
-from .stand_ins import one_row
+from .stand_ins import counters, one_row
 
 WEIGHTS = ("q_weight?", "k_weight?")
 BIASES = ("q_bias?", "k_bias?")
@@ -344,23 +344,25 @@ class _QKNormRopeBackward(Operation):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         out = {name: empty_like(tensors[name]) for name in "qk" if name in tensors}
-        width = sum(self._sizes(tensors, options).values())
-        if width:
-            out["weight_grads"] = torch.empty(blocks, width, dtype=torch.float32, device=tensors["q"].device)
+        sizes = self._sizes(tensors, options)
+        if sizes:
+            q, width = tensors["q"], sum(sizes.values())
+            some = next(tensors[name] for name in sizes if name in tensors)  # all have one dtype: `checks.check_norm`
+            out["weight_grads"] = some.new_empty(width) if blocks else some.new_zeros(width)
+            out["block_sums"] = q.new_empty((blocks, width), dtype=torch.float32)
+            out["counters"] = counters(q)
         return out
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        sums = outputs.pop("weight_grads", None)
-        if sums is not None:
+        found = {name: outputs[name] for name in "qk" if name in outputs}
+        if "weight_grads" in outputs:
             sizes = self._sizes(tensors, options)
-            some = next(tensors[name] for name in sizes if name in tensors)
-            total = sums.sum(0).to(some.dtype)  # they have one dtype: see `checks.check_norm`
-            parts = dict(zip(sizes, total.split([*sizes.values()])))
-            outputs.update({name: parts[name] for name in self.results if name in parts and name in tensors})
-        return outputs
+            parts = dict(zip(sizes, outputs["weight_grads"].split([*sizes.values()])))
+            found.update({name: parts[name] for name in self.results if name in parts and name in tensors})
+        return found
 
     def _sizes(self, tensors: Tensors, options: Options) -> dict[str, int]:
         """The weights and biases whose gradients the kernel sums, in its order, and their lengths."""

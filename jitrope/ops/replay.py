@@ -17,6 +17,9 @@ from torch import Tensor
 from ..plan.views import Tensors
 from . import watch
 
+SCRATCH = ("weight_grads", "block_sums", "counters")
+"""Outputs that are not results: `Operation.finish` makes results of them."""
+
 
 class Form(NamedTuple):
     """All inputs of the source of a known call.
@@ -75,7 +78,7 @@ def text(form: Form) -> str:
     else:
         made = "out"
         lines.append("out = fresh(tensors, options, blocks)")
-        outputs = [name for name in (*results, "weight_grads") if any(name + "_out_at" in x for x in form.pointers)]
+        outputs = [name for name in (*results, *SCRATCH) if any(name + "_out_at" in x for x in form.pointers)]
         lines += [f"{name}_out_at = out['{name}'].data_ptr()" for name in outputs]
     if form.pointers:
         lines.append(f"pack(args, 0, {', '.join(form.pointers)})")

@@ -1,4 +1,4 @@
-"""Tensors in place of missing ones. Each is made once."""
+"""Tensors that a kernel needs and a call does not give. Each is made once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from torch import Tensor
 from ..plan.problem import constant
 from ..plan.spec import LAYOUT_AXES, Options, norm_of
 from ..plan.views import Tensors
+from . import watch
+
+COUNTERS = 4096
+"""Counters of blocks: one for each 16 blocks of a launch, and one more (`templates/block_sums.cuh`)."""
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counters(x: Tensor) -> Tensor:
+    """Zeros that a kernel counts its blocks with and sets back: one tensor for a stream, or for a capture's call."""
+    if x.is_meta or watch.capturing(x):
+        return torch.zeros(COUNTERS, dtype=torch.int32, device=x.device)
+    key = (x.device, watch.get_stream(x.get_device()))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=x.device)
+    return found
 
 
 def missing_weights(tensors: Tensors, options: Options) -> Tensors:

@@ -18,6 +18,12 @@ struct Warp { std::unique_ptr<std::barrier<>> barrier; std::uint64_t slots[32] =
 static std::unique_ptr<std::barrier<>> block_barrier;
 static std::vector<Warp> warps;
 
+unsigned int atomicInc(unsigned int* address, unsigned int limit) {
+    std::atomic_ref<unsigned int> counter(*address);
+    unsigned int old = counter;
+    while (!counter.compare_exchange_weak(old, old >= limit ? 0 : old + 1)) {}
+    return old;
+}
 void __syncthreads() { block_barrier->arrive_and_wait(); }
 int __syncthreads_or(int predicate) {
     static std::atomic<int> any{0};

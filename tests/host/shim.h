@@ -32,6 +32,7 @@ template <typename T> constexpr T min(T a, T b) { return b < a ? b : a; }
 template <typename T> constexpr T max(T a, T b) { return a < b ? b : a; }
 
 template <typename T> T __ldcs(const T* address) { return *address; }
+template <typename T> T __ldcg(const T* address) { return *address; }
 template <typename T> void __stcs(T* address, T value) { *address = value; }
 inline unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
@@ -54,6 +55,8 @@ inline unsigned short float_to_half(float x) { return __builtin_ia32_vcvtps2ph(F
 inline unsigned int linear_thread() {
     return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
 }
+unsigned int atomicInc(unsigned int* address, unsigned int limit);
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void __syncthreads();
 int __syncthreads_or(int predicate);
 void __syncwarp(unsigned int = ~0u);
