@@ -39,7 +39,8 @@ from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import record
 from .ops.planning import planning
-from .ops.values import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Scaled, Starts
+from .ops.quantize import DynamicQuantize, Quantize, Scaled
+from .ops.values import KVCache, Mrope, Norm, Packed, Starts
 
 __all__ = [  # noqa: RUF022  in the order of the documentation
     "apply_rope",

@@ -13,7 +13,8 @@ from .base.signature import with_words
 from .ops.dispatch import call
 from .ops.gather import add, call_into, forget_positions, gather, placed, result
 from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_QKV
-from .ops.values import DynamicQuantize, KVCache, Norm, Positions, Quantize, Scaled
+from .ops.quantize import DynamicQuantize, Quantize, Scaled
+from .ops.values import KVCache, Norm, Positions
 from .ops.words import parts, refuse_table_as_v, second_tables
 from .plan.spec import NO_NORM, NormOptions, Options
 
@@ -205,7 +206,7 @@ def prepare_qkv(
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a
             cache.
         cache: store the rotated k, and v, in a KV cache.
-        quantize: return q, and k if there is no cache, as fp8; with `DynamicQuantize` q and k are `Scaled`.
+        quantize: return q, and k if there is no cache, in fp8; with `DynamicQuantize` q and k are `Scaled`.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
             except v_out. v is copied to v_out, in the same launch if k, v and their results have one shape and dtype,
             outside of across_heads, interleaved_out and tables for each head. With a cache only q_out can be given, and
@@ -227,7 +228,7 @@ def prepare_qkv(
         refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
     stage = "dynamic" if dynamic else "" if quantize is None else "quantize"
     plain, normed = PREPARED[stage if cache is None else "cache dynamic" if dynamic else "cache"]
-    op = plain if norm is None and (quantize is None or not quantize.words) else normed
+    op = plain if norm is None and (quantize is None or "hadamard" not in quantize.words) else normed
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:

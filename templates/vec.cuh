@@ -6,6 +6,7 @@
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
 struct fp8 { unsigned char bits; };                                 // e4m3: no infinity, at most 448
+struct fp8_e5m2 { unsigned char bits; };                            // at most 57344; infinities are not stored
 struct int8 { signed char value; };                                 // at most 127 in size
 
 #if defined(__CUDA_ARCH__)
@@ -33,15 +34,26 @@ __device__ __forceinline__ unsigned short float_to_bfloat(float value) {     // 
 #endif
 }
 
-__device__ __forceinline__ unsigned char float_to_fp8(float value) {         // to nearest even, at most 448
+// To nearest even in 8 bits with MANTISSA bits behind the point, at most the float with the bits LARGEST.
+template <int MANTISSA, int BIAS, unsigned int LARGEST>
+__device__ __forceinline__ unsigned char float_to_byte(float value) {
+    constexpr int DROPPED = 23 - MANTISSA;
     const unsigned int bits = __float_as_uint(value), sign = bits >> 24 & 0x80u;
     unsigned int magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return 0x7f;                               // NaN
-    magnitude = min(magnitude, 0x43e00000u);                                // 448
-    if (magnitude < 0x3c800000u)                                            // below 2^-6: adding 2^14 counts
-        return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), 16384.0f)) & 15u);  // units of 2^-9
-    magnitude += 0x7ffffu + (magnitude >> 20 & 1u);
-    return sign | (magnitude - (120u << 23)) >> 20;
+    magnitude = min(magnitude, LARGEST);
+    if (magnitude < static_cast<unsigned int>(128 - BIAS) << 23) {          // below the smallest normal number
+        const float count = __uint_as_float(static_cast<unsigned int>(151 - BIAS - MANTISSA) << 23);
+        return sign | (__float_as_uint(__fadd_rn(__uint_as_float(magnitude), count)) & ((2u << MANTISSA) - 1u));
+    }                                                                       // the sum counts the smallest numbers
+    magnitude += (1u << (DROPPED - 1)) - 1u + (magnitude >> DROPPED & 1u);
+    return sign | (magnitude - (static_cast<unsigned int>(127 - BIAS) << 23)) >> DROPPED;
+}
+__device__ __forceinline__ unsigned char float_to_fp8(float value) {
+    return float_to_byte<3, 7, 0x43e00000u>(value);                         // 448
+}
+__device__ __forceinline__ unsigned char float_to_fp8_e5m2(float value) {
+    return float_to_byte<2, 15, 0x47600000u>(value);                        // 57344
 }
 
 // Two neighbouring elements, the first in the low half: one register, one instruction.
@@ -74,6 +86,16 @@ __device__ __forceinline__ unsigned int pack(float first, float second, fp8) {
 #endif
 }
 
+__device__ __forceinline__ unsigned int pack(float first, float second, fp8_e5m2) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    unsigned short two;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
+    return two;
+#else
+    return float_to_fp8_e5m2(first) | static_cast<unsigned int>(float_to_fp8_e5m2(second)) << 8;
+#endif
+}
+
 // NaN becomes 127.
 __device__ __forceinline__ unsigned int float_to_int8(float value) {
     return static_cast<unsigned char>(static_cast<signed char>(rintf(fmaxf(fminf(value, 127.0f), -127.0f))));
@@ -93,6 +115,7 @@ __device__ __forceinline__ void from_float(float value, float& x) { x = value; }
 __device__ __forceinline__ void from_float(float value, fp16& x) { x.bits = float_to_half(value); }
 __device__ __forceinline__ void from_float(float value, bf16& x) { x.bits = float_to_bfloat(value); }
 __device__ __forceinline__ void from_float(float value, fp8& x) { x.bits = float_to_fp8(value); }
+__device__ __forceinline__ void from_float(float value, fp8_e5m2& x) { x.bits = float_to_fp8_e5m2(value); }
 __device__ __forceinline__ void from_float(float value, int8& x) { x.value = float_to_int8(value); }
 
 template <int BYTES> struct Word;                                   // one access of BYTES bytes

@@ -17,7 +17,7 @@ from jitrope.ops.operation import Operation
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT
 from jitrope.plan.problem import head_view
 from jitrope.plan.spec import LAYOUT_AXES, NormOptions, Options
-from jitrope.plan.views import TABLE_NAMES, canonical
+from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical
 from tests.said import norm_rope, norm_rope_joint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -514,6 +514,7 @@ class CacheCase:
     padding: tuple[int, ...] = (2,)  # tokens whose slot is negative
     fp8: bool = False
     q_fp8: bool = False
+    form: str = "fp8"  # of both
     rotate_k: bool = False
     table: str = "cos_sin_cache"
     options: dict[str, Any] = field(default_factory=dict)
@@ -533,6 +534,7 @@ CACHE_CASES = [
     CacheCase("paged-heads-first", "pages with a head's rows together", cache=(5, 4), heads_first=True),
     CacheCase("fp8", "scaled e4m3 caches", fp8=True, cache=(3, 8)),
     CacheCase("fp8-query", "and q for attention in fp8", fp8=True, q_fp8=True, cache=(3, 8), heads_first=True),
+    CacheCase("e5m2", "scaled e5m2 caches, and q", fp8=True, q_fp8=True, form="fp8_e5m2", cache=(3, 8)),
     CacheCase("query-fp8-alone", "q in fp8 beside caches that are not", q_fp8=True, dtype="fp16"),
     CacheCase("partial", "the rest of k goes along, that of q stays", shape=(1, 5, 3, 2, 80), rotate_k=True,
               options={"rotary_dim": 32}),
@@ -542,6 +544,8 @@ CACHE_CASES = [
     CacheCase("batch", "several tokens a row, interleaved, fp32", shape=(2, 3, 4, 2, 64), layout="bshd", dtype="fp32",
               options={"interleaved": True}, cache=(7, 2), heads_first=True),
     CacheCase("odd", "a head that no access divides", shape=(1, 4, 3, 2, 6), fp8=True),
+    CacheCase("odd-e5m2", "the same without an instruction for pairs", shape=(1, 4, 3, 2, 6), fp8=True,
+              form="fp8_e5m2"),
     CacheCase("mrope", "three axes", options={"mrope_section": (8, 12, 12)}),
     CacheCase("angles", "sines in the kernel", table="freqs"),
 ]  # fmt: skip
@@ -570,7 +574,9 @@ def make_cache(case: CacheCase, device: str = "cpu", launch: str = "auto", in_pl
                 ids="shared" if case.layout == "thd" else "rows",
                 table="angles" if case.table == "freqs" else case.table,
                 options={n: v for n, v in case.options.items() if n not in ("rotary_dim", "interleaved")})  # fmt: skip
-    (q, k, *tables), options = lower(make(rope, device), launch=launch, inplace=in_place, rotate_k=case.rotate_k)
+    (q, k, *tables), options = lower(
+        make(rope, device), launch=launch, inplace=in_place, rotate_k=case.rotate_k, out_dtype=case.form
+    )
     generator = torch.Generator().manual_seed(7)
     v = torch.randn(k.shape, generator=generator).to(k.dtype).to(device)
     rows = torch.Size(case.cache).numel()
@@ -579,7 +585,7 @@ def make_cache(case: CacheCase, device: str = "cpu", launch: str = "auto", in_pl
     caches = []
     for _ in range(2):
         shape = (*case.cache[:-1], hk, case.cache[-1], d) if case.heads_first else (*case.cache, hk, d)
-        cache = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn if case.fp8 else k.dtype).to(device)
+        cache = torch.randn(shape, generator=generator).to(FORMATS[case.form].dtype if case.fp8 else k.dtype).to(device)
         caches.append(cache.transpose(-3, -2) if case.heads_first else cache)
     scales = (torch.tensor(0.004, device=device) if case.q_fp8 else None,
               *(torch.tensor(x, device=device) if case.fp8 else None for x in (0.7, 0.3)))  # fmt: skip

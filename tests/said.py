@@ -68,21 +68,24 @@ def norm_rope_joint(
     return jitrope.prepare_joint_qkv(first, second, cos, sin, norm=[norm for norm, _ in norms], **said(**norms[0][1]))
 
 
-def kv_cache(q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, q_scale: Any = None, **flat: Any) -> Any:
+def kv_cache(
+    q: Any, k: Any, v: Any, cos: Any = None, sin: Any = None, *, q_scale: Any = None, dtype: Any = torch.float8_e4m3fn,
+    **flat: Any,
+) -> Any:  # fmt: skip
     """`prepare_qkv` with a cache: q."""
     cache = jitrope.KVCache(**{k: v for k, v in flat.items() if k in _OF["cache"]})
     words = {k: v for k, v in flat.items() if k not in _OF["cache"]}
     if q_scale is not None:
-        words["quantize"] = jitrope.Quantize(q_scale)
+        words["quantize"] = jitrope.Quantize(q_scale, dtype=dtype)
     return jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, **said(**words))[0]
 
 
 def fp8(
     q: Any, k: Any, cos: Any = None, sin: Any = None, *, q_scale: Any, k_scale: Any = None, hadamard: Any = False,
-    **flat: Any,
+    dtype: Any = torch.float8_e4m3fn, **flat: Any,
 ) -> Any:  # fmt: skip
     """`prepare_qkv` with fp8 outputs: (q, k)."""
-    quantize = jitrope.Quantize(q_scale, k_scale, hadamard=hadamard)
+    quantize = jitrope.Quantize(q_scale, k_scale, dtype=dtype, hadamard=hadamard)
     return jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize, **said(**flat))[:2]
 
 

@@ -161,6 +161,7 @@ def problems(draw: Any) -> RopeProblem:
         first, second = draw(st.integers(1, pairs - 2)), 1
         sections = (first, second, pairs - first - second)
     fp8 = pick(True, False, False) and not in_place and kind in ("plain", "cache", "norm")
+    fp8_form = pick("fp8", "fp8_e5m2")
     gradient = kind == "gradient"
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
@@ -178,7 +179,7 @@ def problems(draw: Any) -> RopeProblem:
         mrope_section=sections, mrope_interleaved=bool(sections) and draw(FLAG),
         slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" else None,
         page_size=pick(0, 16, 784) if kind == "cache" else 0, rotate_k=kind == "cache" and draw(FLAG),
-        q_out="fp8" if fp8 else dtype, kv_out="fp8" if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
+        q_out=fp8_form if fp8 else dtype, kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         hadamard=fp8 and kind == "norm" and head_dim in (64, 128, 256) and draw(FLAG),
         dynamic=fp8 and normed and not row_heads and draw(FLAG),
         norm_kind=pick("no_norm", *NORM_KINDS) if normed else "", biased=weight is not None and draw(FLAG),

@@ -30,6 +30,7 @@ from jitrope.ops.operations import (
     ROPE_QKV_BACKWARD,
 )
 from jitrope.plan.spec import Options
+from jitrope.plan.views import FORMATS
 from tests.said import KINDS, kv_cache, norm_fp8, norm_kv_cache, norm_rope, norm_rope_joint, said
 
 from .cases import (
@@ -639,11 +640,12 @@ def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None
             assert torch.equal(got.float().cpu(), expected.float().cpu())
 
 
+@pytest.mark.parametrize("form", ["fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("name", ["halves", "ids", "partial-odd", "d72", "packed"])
-def test_fp8_outputs_have_the_references_bits(name: str, inverse: bool) -> None:
-    (q, k, *tables), options = lower(make(case_named(name)), inverse=inverse)
-    scales = (torch.tensor(0.02), torch.tensor(0.3))
+def test_fp8_outputs_have_the_references_bits(name: str, inverse: bool, form: str) -> None:
+    (q, k, *tables), options = lower(make(case_named(name)), inverse=inverse, out_dtype=form)
+    scales = (torch.tensor(0.02 / 128 ** (form == "fp8_e5m2")), torch.tensor(0.3))  # the first saturates
     want = referenced(ROPE_FP8, (q, k, *scales), tables, options).values()
     tables = tuple(None if x is None else x.to(DEVICE) for x in tables)
     got = launched(ROPE_FP8, (on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales)), tables, options)
@@ -678,16 +680,17 @@ def test_a_norm_with_a_cache_has_the_bits_of_two_calls(number: int) -> None:
     page_size = want[0].shape[1] if want[0].dim() == 4 else 1
     v = norm_rope(c.v, None, layout=case.layout, **{**norm, "v_norm": False})[0] if "v_norm" in norm else c.v
     for cache, x, scale in zip(want, (k, v), c.scales[1:]):
-        stored = x if scale is None else reference.to_fp8(x, scale)
+        stored = x if scale is None else reference.divided(x, scale, case.form)
         for slot, token in zip(c.slots.tolist(), stored.flatten(0, -3)):
             if slot >= 0:
                 cache[(slot // page_size, slot % page_size) if cache.dim() == 4 else slot] = token
-    q_want = q if c.scales[0] is None else reference.to_fp8(q, c.scales[0])
+    q_want = q if c.scales[0] is None else reference.divided(q, c.scales[0], case.form)
     named = {"k_cache": c.k_cache, "v_cache": c.v_cache, "slot_mapping": c.slots, "rotate_k": case.rotate_k}
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), c.scales))
     k_want = k if case.rotate_k else c.k.clone()
     got = norm_kv_cache(
-        c.q, c.k, c.v, *weights, **tables, **words, **norm, **named, **scales, inplace=in_place
+        c.q, c.k, c.v, *weights, **tables, **words, **norm, **named, **scales, inplace=in_place,
+        dtype=FORMATS[case.form].dtype,
     )  # fmt: skip
     assert (got is c.q) == in_place
     for a, b in zip((got, c.k, c.k_cache, c.v_cache), (q_want, k_want, *want)):
@@ -703,7 +706,7 @@ def test_a_norm_with_fp8_outputs_has_the_bits_of_two_calls(norm: dict) -> None:
     want = norm_rope(q, k, *weights, cos, sin, **norm)
     got = norm_fp8(q, k, *weights, cos, sin, q_scale=scales[0], k_scale=scales[1], **norm)
     for a, b, scale in zip(got, want, scales):
-        assert torch.equal(a.view(torch.uint8), reference.to_fp8(b, scale).view(torch.uint8))
+        assert torch.equal(a.view(torch.uint8), reference.divided(b, scale, "fp8").view(torch.uint8))
 
 
 @pytest.mark.hardware

@@ -22,7 +22,7 @@ from jitrope.ops.operations import (
 from jitrope.plan import heuristics, partition
 from jitrope.plan.problem import cache_view, plan_call, qkv_views, separate_views
 from jitrope.plan.spec import NO_NORM, Options
-from jitrope.plan.views import FP8, canonical, table_pair
+from jitrope.plan.views import FORMATS, canonical, table_pair
 
 from .cases import (
     CACHE_CASES,
@@ -321,12 +321,13 @@ def test_wild_slots_write_nothing() -> None:
         assert torch.equal(call.k_cache, before)
 
 
+@pytest.mark.parametrize("form", ["fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("name", ["halves", "d72", "partial-odd", "ids", "d2", "packed"])
-def test_fp8_outputs_match_reference(name: str) -> None:
-    (q, k, *tables), options = lower(make(next(c for c in CASES if c.name == name)))
-    scales = (torch.tensor(0.02), torch.tensor(0.3), None)  # the first saturates
+def test_fp8_outputs_match_reference(name: str, form: str) -> None:
+    (q, k, *tables), options = lower(make(next(c for c in CASES if c.name == name)), out_dtype=form)
+    scales = (torch.tensor(0.02 / 128 ** (form == "fp8_e5m2")), torch.tensor(0.3), None)  # the first saturates
     want = referenced(ROPE_FP8, (q, k, *scales[:2]), tables, options).values()
-    outputs = [torch.zeros_like(x, dtype=FP8) for x in (q, k)]
+    outputs = [torch.zeros_like(x, dtype=FORMATS[form].dtype) for x in (q, k)]
     views = [head_views(*xs, options._replace(inplace=True))[0] for xs in ((q, k), outputs)]
     run_kernel(*views, tables, options, None, scales)
     for got, expected in zip(outputs, want):
@@ -504,28 +505,31 @@ def heads_of(x, case: NormCase) -> int:
     return canonical(x, case.rope.layout).shape[2]
 
 
-E4M3 = """
+CONVERT = """
 {% include "vec.cuh" %}
 struct Params { const float* x; unsigned char* out; long long count; };
 extern "C" __global__ void probe(const Params p) {
-    for (long long at = threadIdx.x; at < p.count; at += blockDim.x) p.out[at] = float_to_fp8(p.x[at]);
+    for (long long at = threadIdx.x; at < p.count; at += blockDim.x) p.out[at] = float_to_FORM(p.x[at]);
 }
 """
 
 
-def test_fp8_conversion_is_torchs() -> None:
-    """The conversion for GPUs without an instruction: every fp16 value, with ties and saturation."""
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+@pytest.mark.parametrize("form", ["fp8", "fp8_e5m2"])
+def test_fp8_conversion_is_torchs(form: str) -> None:
+    """The conversion for GPUs without an instruction: every fp16 and bf16 value, with ties and saturation."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    bits = torch.cat([every.view(dtype).float() for dtype in (torch.float16, torch.bfloat16)])
     x = torch.cat(
         (bits, torch.nextafter(bits, torch.tensor(torch.inf)), torch.nextafter(bits, -torch.tensor(torch.inf)))
     )
     out = torch.zeros(len(x), dtype=torch.uint8)
-    text = environment().from_string(E4M3).render()
+    text = environment().from_string(CONVERT).render().replace("FORM", form)
     harness.run(Source(text, "probe", "probe"), (1, 1), 64, [x, out], [len(x)])
-    want = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    dtype, largest = FORMATS[form]
+    want = x.clamp(-largest, largest).to(dtype)
     nan = x.isnan()
     assert torch.equal(out[~nan], want.view(torch.uint8)[~nan])
-    assert out.view(torch.float8_e4m3fn)[nan].float().isnan().all()
+    assert out.view(dtype)[nan].float().isnan().all()
 
 
 COLLECTIVES = """

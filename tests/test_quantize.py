@@ -20,7 +20,8 @@ from .devices import DEVICES
 from .oracle import hadamard_matrix
 
 FP8 = torch.float8_e4m3fn
-LARGEST = {FP8: 448.0, torch.int8: 127.0}
+E5M2 = torch.float8_e5m2
+LARGEST = {FP8: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 
 
 def inputs(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, k_heads: int = 2) -> tuple[Tensor, ...]:
@@ -57,7 +58,7 @@ def assert_scaled(got: Any, want: tuple[Tensor, Tensor], steps: int = 0) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("words", [{}, {"interleaved": True}, {"rotary_dim": 32, "rotary_offset": 16}], ids=str)
 @pytest.mark.parametrize("dim", [80, 128])
-@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
 def test_each_head_has_its_own_scale(dtype: torch.dtype, dim: int, words: dict[str, Any], device: str) -> None:
     """The bits of a rotation in fp32 followed by the scale of each head's largest element."""
     q, k, cos, sin = inputs(device, 2, 3, 4, dim)
@@ -71,6 +72,33 @@ def test_each_head_has_its_own_scale(dtype: torch.dtype, dim: int, words: dict[s
     alone, none, _ = jitrope.prepare_qkv(q, None, None, *tables, quantize=DynamicQuantize(dtype), **words)
     assert none is None
     assert torch.equal(alone.scale, got[0].scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("norm", [None, Norm()], ids=["alone", "normed"])
+@pytest.mark.parametrize("dtype", [FP8, E5M2], ids=str)
+def test_the_dtype_of_given_scales(dtype: torch.dtype, norm: Norm | None, cached: bool, device: str) -> None:
+    """torch's own rounding after the saturation, of q, k and both caches."""
+    q, k, cos, sin = inputs(device, 1, 5, 4, 64, dtype=torch.float32)
+    words: dict[str, Any] = {"norm": norm} if norm else {}
+    rotated = jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2]
+    scales = {"q_scale": 1 / LARGEST[dtype], "k_scale": 0.03, "v_scale": 0.5}  # the first saturates
+    want = [
+        (x * (1 / torch.tensor(scale, device=device))).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+        for x, scale in zip((*rotated, k), scales.values())
+    ]
+    q_scale = scales.pop("q_scale")
+    if cached:
+        caches = [torch.zeros(1, 5, 2, 64, device=device).to(dtype) for _ in range(2)]
+        words["cache"] = jitrope.KVCache(*caches, torch.arange(5, device=device), **scales)
+        quantize = Quantize(q_scale, dtype=dtype)
+    else:
+        caches, want, quantize = [], want[:2], Quantize(q_scale, scales["k_scale"], dtype=dtype)
+    got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=quantize, **words)
+    for x, y in zip([got[0], *(caches if cached else got[1:2])], want):
+        assert x.dtype == y.dtype == dtype
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -315,6 +343,7 @@ REFUSALS = {
         lambda: DynamicQuantize(torch.float16),
         "DynamicQuantize: dtype is torch.float16; it must be torch.float8",
     ),
+    "dtype-static": (lambda: Quantize(1.0, dtype=torch.int8), "Quantize: dtype is torch.int8; it must be .*e5m2"),
     "dtype-list": (lambda: DynamicQuantize([1]), "DynamicQuantize: dtype is "),
     "hadamard-flag": (lambda: DynamicQuantize(hadamard="yes"), "DynamicQuantize: hadamard is 'yes'"),
     "size": ({"quantize": DynamicQuantize(hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
@@ -345,5 +374,5 @@ def test_there_is_no_gradient() -> None:
 
 
 def test_printed() -> None:
-    assert repr(DynamicQuantize(torch.int8, hadamard=True)) == "DynamicQuantize(torch.int8, hadamard=True)"
+    assert repr(DynamicQuantize(torch.int8, hadamard=True)) == "DynamicQuantize(dtype=torch.int8, hadamard=True)"
     assert repr(Quantize(0.5, hadamard=True)) == "Quantize(q_scale=0.5, hadamard=True)"

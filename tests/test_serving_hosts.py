@@ -63,13 +63,14 @@ def pick_rows(cache: Tensor, positions: Tensor, section: list[int], interleaved:
     return torch.stack(rows, -1)
 
 
-def rounded_once(x: Tensor, scale: float) -> Tensor:
-    return (x.float() * (1 / torch.tensor(scale))).clamp(-448, 448).to(FP8)
+def rounded_once(x: Tensor, scale: float, dtype: torch.dtype = FP8) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x.float() * (1 / torch.tensor(scale))).clamp(-largest, largest).to(dtype)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether all bits are equal. torch cannot compare fp8 directly."""
-    a, b = (x.view(torch.uint8) if x.dtype == FP8 else x for x in (a, b))
+    a, b = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (a, b))
     return torch.equal(a.cpu(), b.cpu())
 
 
@@ -272,7 +273,9 @@ def test_vllm_refusals(change: dict[str, Any], message: str) -> None:
 FUSED_SET_KV_BUFFER_ARG = ("value", "k_buffer", "v_buffer", "k_scale", "v_scale", "cache_loc")
 
 
-def stored(case: Rotary, cache: Tensor, ids: Tensor, scales: tuple[float, float] | None) -> tuple[Tensor, ...]:
+def stored(
+    case: Rotary, cache: Tensor, ids: Tensor, scales: tuple[float, float] | None, dtype: torch.dtype = FP8
+) -> tuple[Tensor, ...]:
     """The buffer after the call, and the rows of each token in both caches."""
     buffer = case.buffer()
     q, k = case.split(buffer, whole=True)
@@ -283,7 +286,7 @@ def stored(case: Rotary, cache: Tensor, ids: Tensor, scales: tuple[float, float]
         x.copy_(turn(x, rows, case.neox))
     if scales is None:
         return buffer, k.clone(), v
-    return buffer, rounded_once(k_turned, scales[0]), rounded_once(v, scales[1])
+    return buffer, *(rounded_once(x, scale, dtype) for x, scale in zip((k_turned, v), scales))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -295,6 +298,8 @@ def stored(case: Rotary, cache: Tensor, ids: Tensor, scales: tuple[float, float]
         ("bfloat16", torch.bfloat16, True),
         ("fp8", torch.uint8, False),
         ("fp8_e4m3", FP8, False),
+        ("fp8_e5m2", torch.uint8, False),
+        ("fp8_e5m2", torch.float8_e5m2, True),
     ],
 )
 def test_vllm_rotary_embedding_and_cache(
@@ -305,7 +310,8 @@ def test_vllm_rotary_embedding_and_cache(
     slots = torch.tensor([5, -1, 31, 0, 16, 15, 7, -1, 8] + [2, 3, 4] * batch)
     cache, ids = table(50, 64), case.ids()
     scales = (0.5, 0.25) if kind.startswith("fp8") else None
-    want, k_rows, v_rows = stored(case, cache, ids, scales)
+    dtype = torch.float8_e5m2 if kind == "fp8_e5m2" else FP8
+    want, k_rows, v_rows = stored(case, cache, ids, scales, dtype)
     want.view(12, -1)[len(slots) :] = case.buffer().view(12, -1)[len(slots) :]
     got = case.buffer().to(device)
     q, k = case.split(got)
@@ -328,8 +334,11 @@ def test_vllm_rotary_embedding_and_cache(
 def test_vllm_cache_refusals() -> None:
     q, ids = torch.ones(4, 128), torch.zeros(4, dtype=torch.int64)
     pages = torch.zeros(2, 8, 2, 64, dtype=torch.uint8)
-    for kind, dtype in (("fp8_e5m2", torch.uint8), ("fp8_e5m2", torch.float8_e5m2), ("fp8_e5m2", FP8), ("auto", FP8)):
-        caches, message = (pages.to(dtype), pages.to(dtype)), "k_scale" if dtype == FP8 else f"k_cache is {dtype}"
+    cases = {("fp8_e5m2", FP8): "it must be torch.float8_e5m2", ("fp8", torch.float8_e5m2): "it must be .*e4m3fn",
+             ("fp8", torch.float32): "key_cache is torch.float32", ("auto", FP8): "k_scale",
+             ("auto", torch.uint8): "k_cache is torch.uint8"}  # fmt: skip
+    for (kind, dtype), message in cases.items():
+        caches = pages.to(dtype), pages.to(dtype)
         with pytest.raises(jitrope.InvalidInput, match=message):
             vllm.rotary_embedding_and_cache(
                 ids, q, q.clone(), q.clone(), 64, table(8, 64), True, *caches, ids, kind, 1.0, 1.0

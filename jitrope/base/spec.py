@@ -18,6 +18,7 @@ C_TYPES = {
     "fp16": "fp16",
     "bf16": "bf16",
     "fp8": "fp8",
+    "fp8_e5m2": "fp8_e5m2",
     "int8": "int8",
     "int32": "int",
     "int64": "long long",

@@ -44,9 +44,9 @@ def apply_rope_with_cos_sin_cache_inplace(
         positions, query, key, head_size, cos_sin_cache, is_neox: as in `jitrope.integrations.vllm.rotary_embedding`;
             positions are (T), query and key (T, H * head_size) or (T, H, head_size).
         fused_set_kv_buffer_arg: the host's `FusedSetKVBufferArg`, or any object with its attributes: value, shaped
-            like key; k_buffer and v_buffer, (slots, Hk * head_size) or (slots, Hk, head_size), of key's dtype or
-            torch.float8_e4m3fn; k_scale and v_scale for fp8 buffers, which hold k / k_scale and v / v_scale (None: 1);
-            cache_loc, int32 or int64 (T), the slot of each token (negative: padding).
+            like key; k_buffer and v_buffer, (slots, Hk * head_size) or (slots, Hk, head_size), of key's dtype,
+            torch.float8_e4m3fn or torch.float8_e5m2; k_scale and v_scale for fp8 buffers, which hold k / k_scale and
+            v / v_scale (None: 1); cache_loc, int32 or int64 (T), the slot of each token (negative: padding).
         enable_pdl: ignored; it does not change the result.
 
     Raises:
@@ -101,7 +101,7 @@ def apply_rope_inplace_with_kvcache(
     Args:
         q, k: (T, H, D), rotated in place.
         v: (T, Hk, D) or (T, Hk * D), stored unchanged.
-        k_cache, v_cache: (slots, Hk * D) or (slots, Hk, D), of k's dtype, or torch.float8_e4m3fn, unscaled.
+        k_cache, v_cache: (slots, Hk * D) or (slots, Hk, D), of k's dtype, or in fp8, unscaled.
         out_loc: int32 or int64 (T), the slot of each token; negative: padding.
         The other arguments and the errors are those of `apply_rope_inplace`.
     """
@@ -114,7 +114,7 @@ def apply_rope_inplace_with_kvcache(
 def _cache(
     k: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, k_scale: Any = None, v_scale: Any = None
 ) -> KVCache:
-    if k_buffer.dtype == torch.float8_e4m3fn:
+    if k_buffer.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         k_scale, v_scale = (1.0 if scale is None else scale for scale in (k_scale, v_scale))
     k_cache, v_cache = (heads(name, x, 1, k.shape[-1]) for name, x in (("k_buffer", k_buffer), ("v_buffer", v_buffer)))
     return KVCache(k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale, rotate_k=True)

@@ -25,6 +25,10 @@ from . import _host
 _LAYOUTS = {1: "thd", 2: "bshd"}  # by the number of token axes
 
 
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""The dtypes of fp8 caches, by vLLM's names."""
+
+
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -131,11 +135,12 @@ def rotary_embedding_and_cache(
         positions, query, key, head_size, cos_sin_cache, is_neox: as in `rotary_embedding`; key is rotated in place too.
         value: of key's shape; stored unchanged.
         key_cache, value_cache: (blocks, block_size, H, head_size), any strides: pass a cache with the heads before the
-            rows as a transposed view. Of key's dtype; with fp8 also uint8, taken as torch.float8_e4m3fn.
+            rows as a transposed view. Of key's dtype; with fp8 also uint8, taken as the dtype that
+            kv_cache_dtype names.
         slot_mapping: int32 or int64, block * block_size + row of each token. A token with a negative slot is padding:
             it is rotated but not stored. With positions (T) the mapping may be shorter than T, as in CUDA graphs;
             tokens past its end are padding too, and are not rotated.
-        kv_cache_dtype: "fp8" or "fp8_e4m3"; with any other name the caches must be of key's dtype.
+        kv_cache_dtype: "fp8", "fp8_e4m3" or "fp8_e5m2"; with any other name the caches must be of key's dtype.
         k_scale, v_scale: numbers, or fp32 tensors of one element on the device: fp8 caches hold k / k_scale and
             v / v_scale, rounded once from fp32.
 
@@ -144,10 +149,15 @@ def rotary_embedding_and_cache(
     """
     axes = _token_axes(positions)
     scales = {}
-    if kv_cache_dtype in ("fp8", "fp8_e4m3"):
+    fp8 = _FP8.get(kv_cache_dtype)
+    if fp8 is not None:
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         if key_cache.dtype == torch.uint8:
-            key_cache, value_cache = key_cache.view(torch.float8_e4m3fn), value_cache.view(torch.float8_e4m3fn)
+            key_cache, value_cache = key_cache.view(fp8), value_cache.view(fp8)
+        if key_cache.dtype != fp8:
+            raise InvalidInput(
+                f"key_cache is {key_cache.dtype}; with kv_cache_dtype={kv_cache_dtype!r} it must be {fp8}"
+            )
     if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
         count = slot_mapping.shape[0]
         positions, query, key, value = (x[:count] for x in (positions, query, key, value))

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.spec import Options, changed, norm_of
-from ..plan.views import FP8, TABLE_NAMES, Tensors
+from ..plan.views import FP8S, TABLE_NAMES, Tensors
 from .fit import (
     MAX_TOKENS,
     Fail,
@@ -184,7 +184,7 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail(f"slot_mapping has shape {tuple(slot_mapping.shape)} for {batch * seqlen} tokens")
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
-    scaled = tensors["k_cache"].dtype == FP8
+    scaled = tensors["k_cache"].dtype in FP8S
     for label, wanted in (("q_scale", "q_scale" in tensors), ("k_scale", scaled), ("v_scale", scaled)):
         _check_scale(label, tensors.get(label), q, wanted, fail)
 
@@ -197,8 +197,8 @@ def _check_caches(k: Tensor, caches: Tensors, options: Options, fail: Fail) -> N
             fail(f"{had}; it must be (slots, H, D) or (pages, rows, H, D)")
         if cache.device != k.device:
             fail(f"{label} is on {cache.device} but k is on {k.device}")
-        if cache.dtype not in (k.dtype, FP8):
-            fail(f"{label} is {cache.dtype}; allowed are k's {k.dtype} and {FP8}")
+        if cache.dtype not in (k.dtype, *FP8S):
+            fail(f"{label} is {cache.dtype}; allowed are k's {k.dtype}, {FP8S[0]} and {FP8S[1]}")
         require_no_overlap(label, cache, fail)
     k_cache, v_cache = caches.values()
     if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:

@@ -12,7 +12,8 @@ from ..plan.views import Tensors
 from .dispatch import call
 from .into import given_out
 from .operation import Operation
-from .values import Positions, Scaled
+from .quantize import Scaled
+from .values import Positions
 from .words import ONE_TABLE, unexpected
 
 

@@ -15,7 +15,7 @@ from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.problem import Views, head_view
 from ..plan.spec import HEAD_WORDS, Options, changed
-from ..plan.views import FP8, Tensors
+from ..plan.views import FORMATS, Tensors
 from . import checks
 from .reference import RULE
 
@@ -103,7 +103,8 @@ class Operation:
 
     def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
         """The dtypes of the results that differ from the inputs'."""
-        return {name: FP8 for name in ("q", "k") if name in self.results and f"{name}_scale" in tensors}
+        dtype = FORMATS[options.out_dtype].dtype
+        return {name: dtype for name in ("q", "k") if name in self.results and f"{name}_scale" in tensors}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors like the results."""

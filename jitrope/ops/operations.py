@@ -18,7 +18,7 @@ from ..plan.problem import (
     value_view,
 )
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
-from ..plan.views import FP8, Tensors
+from ..plan.views import FORMATS, Tensors
 from . import checks, reference
 from .into import Into, ScaledInto
 from .operation import (
@@ -64,14 +64,15 @@ class _RopePrepared(_Rope):
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
     tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?")
-    options: tuple[str, ...] = (*SERVING, "max_seqlen", "inverse")
+    options: tuple[str, ...] = (*SERVING, "max_seqlen", "inverse", "out_dtype")
     words: tuple[str, ...] = (*options, "check")
     inplace = differentiable = False
     check = staticmethod(checks.check_fp8)
     reference = staticmethod(reference.rope_fp8)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return {name: empty_like(tensors[name], dtype=FP8) for name in self.results if name in tensors}
+        dtype = FORMATS[options.out_dtype].dtype
+        return {name: empty_like(tensors[name], dtype=dtype) for name in self.results if name in tensors}
 
 
 class _RopeKVCache(Operation):
@@ -80,7 +81,7 @@ class _RopeKVCache(Operation):
         *("q", "k", "v", "k_cache", "v_cache", "slot_mapping"),
         *("q_scale?", "k_scale?", "v_scale?"),
     )
-    options: tuple[str, ...] = (*SERVING, "rotate_k")
+    options: tuple[str, ...] = (*SERVING, "rotate_k", "out_dtype")
     words: tuple[str, ...] = (*options, "check", "inplace")
     tables = frozenset(TABLE_WORDS)
     results: tuple[str, ...] = ("q",)
@@ -94,7 +95,7 @@ class _RopeKVCache(Operation):
         return (*super().written(options), *(("k",) if options.rotate_k else ()))
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return {"q": empty_like(tensors["q"], dtype=FP8 if "q_scale" in tensors else None)}
+        return {"q": empty_like(tensors["q"], dtype=self.converted(tensors, options).get("q"))}
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         q, k, v, q_out = (head_view(tensors[name], options.layout) for name in ("q", "k", "v", "q_out"))
@@ -203,7 +204,7 @@ class _Normed(Operation):
 class _QKNormRopeFp8(_Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES)
-    options = (*SERVING, "inverse", "hadamard")
+    options = (*SERVING, "inverse", "hadamard", "out_dtype")
     words = (*options, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
 
@@ -228,7 +229,7 @@ class _QKNormRopeScaled(_Normed):
         return out
 
     def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
-        return dict.fromkeys(("q", "k"), reference.SCALED[options.out_dtype][0])
+        return dict.fromkeys(("q", "k"), FORMATS[options.out_dtype].dtype)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.results if "k" in given else self.results[::2]
@@ -247,8 +248,7 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     tensors = tuple([name for name in _QKNormRopeKVCache.tensors if name != "q_scale?"])
-    options = (*_QKNormRopeKVCache.options, "out_dtype")
-    words = tuple([word for word in (*_QKNormRopeKVCache.words, "out_dtype") if word != "inplace"])
+    words = tuple([word for word in _QKNormRopeKVCache.words if word != "inplace"])
     results = ("q", "q_scale")
     inplace = False
     reference = staticmethod(reference.kv_cache_scaled)

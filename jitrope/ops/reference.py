@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ..plan import partition
+from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
-from ..plan.views import FP8, Tensors, canonical, ids_view, table_pair, table_view
+from ..plan.views import FP8S, Tensors, canonical, ids_view, table_pair, table_view
+from .formats import divided, scaled_elements, transformed
 
-FP8_MAX = 448.0
-SCALED = {"fp8": (FP8, FP8_MAX), "int8": (torch.int8, 127.0)}
-"""The dtypes of elements with dynamic scales, and their largest numbers."""
 RULE = "dual_chunk"
 """The rule of `partition` by which rope's context parallelism cuts sequences."""
 
@@ -295,42 +294,24 @@ def _as_laid_out(view: Tensor, layout: str) -> Tensor:
 # ---- fp8 and caches --------------------------------------------------------------------------------
 
 
-def to_fp8(y: Tensor, scale: Tensor) -> Tensor:
-    """y / scale as e4m3, at most 448 in size: fp32 times the fp32 reciprocal, rounded once."""
-    return (y.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-
-
 def _turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
     """q and k rotated, and normalised and transformed if asked."""
     out = rope(t, o, out_dtype) if o.norm is None else qk_norm_rope(t, o, out_dtype)
     return {name: transformed(x) for name, x in out.items()} if o.hadamard else out
 
 
-def transformed(x: Tensor) -> Tensor:
-    """Heads times the orthogonal Hadamard matrix (Sylvester's order), in the kernel's order of sums."""
-    y, bits = x.float(), x.shape[-1].bit_length() - 1
-    for bit in range(bits):
-        pairs = y.unflatten(-1, (-1, 2, 1 << bit))
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        y = torch.stack((a + b, a - b), -2).flatten(-3)
-    return (y * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))).to(x.dtype)
-
-
 def scaled(t: Tensors, o: Options) -> Tensors:
     """q and k divided by the scale of each head, whose largest element becomes the dtype's largest number."""
-    dtype, largest = SCALED[o.out_dtype]
     out: Tensors = {}
     for name, y in _turned(t, o, torch.float32).items():
-        scale = y.abs().amax(-1).clamp(min=1e-12) * (1 / largest)
-        units = (y * (1 / scale)[..., None]).clamp(-largest, largest)
-        units = units.nan_to_num(largest).round() if dtype == torch.int8 else units
-        out[name], out[f"{name}_scale"] = torch.empty_like(t[name], dtype=dtype).copy_(units), scale.contiguous()
+        values, scale = scaled_elements(y, o.out_dtype)
+        out[name], out[f"{name}_scale"] = torch.empty_like(t[name], dtype=values.dtype).copy_(values), scale
     return out
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
-    """Normalise q and k if asked, rotate them and divide them by their scales, as e4m3."""
-    return {name: to_fp8(y, t[f"{name}_scale"]) for name, y in _turned(t, o, torch.float32).items()}
+    """Normalise q and k if asked, rotate them and divide them by their scales."""
+    return {name: divided(y, t[f"{name}_scale"], o.out_dtype) for name, y in _turned(t, o, torch.float32).items()}
 
 
 def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
@@ -346,10 +327,11 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     at = (page, row) if k_cache.dim() == 4 else (page,)
     for name, x, in_fp32 in (("k", out["k"], exact["k"]), ("v", out.pop("v", t["v"]), exact.get("v", t["v"]))):
         cache = t[f"{name}_cache"]
-        stored = to_fp8(in_fp32, t[f"{name}_scale"]) if cache.dtype == FP8 else x
-        bits = torch.uint8 if cache.dtype == FP8 else cache.dtype  # index_put has no fp8
+        stored, bits = x, cache.dtype
+        if cache.dtype in FP8S:  # index_put has no fp8
+            stored, bits = divided(in_fp32, t[f"{name}_scale"], DTYPE_NAMES[cache.dtype]), torch.uint8
         cache.view(bits)[at] = canonical(stored.view(bits), o.layout).flatten(0, 1)[kept]
-    return {**out, "q": to_fp8(exact["q"], t["q_scale"])} if "q_scale" in t else out
+    return {**out, "q": divided(exact["q"], t["q_scale"], o.out_dtype)} if "q_scale" in t else out
 
 
 def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:

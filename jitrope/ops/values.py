@@ -1,4 +1,4 @@
-"""Values that a user makes once and passes to every layer: positions, and other stages of a launch.
+"""Values that a user makes once and passes to every layer: positions, norms and caches; see also `quantize`.
 
 A value is checked when it is made. A call uses its tensors and words directly, so a value costs no more than keywords.
 Values can be pickled, printed and traced by torch.compile. Two values are equal only if they are the same object.
@@ -7,7 +7,7 @@ Values can be pickled, printed and traced by torch.compile. Two values are equal
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base.arguments import flag, number, refuse, shown, tensor, whole, wholes, word
 from ..plan.problem import constant
 from ..plan.spec import NORM_KINDS, NORM_ROUNDINGS, NormOptions
-from ..plan.views import FP8, Tensors
+from ..plan.views import Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,8 +223,8 @@ class KVCache(Value):
     True
 
     Args:
-        k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype or torch.float8_e4m3fn. Pass a
-            cache with heads before rows as a transposed view.
+        k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype, torch.float8_e4m3fn or
+            torch.float8_e5m2. Pass a cache with heads before rows as a transposed view.
         slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
             row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
             tokens have one slot, either may be stored.
@@ -254,87 +254,6 @@ class KVCache(Value):
         self.words = {"rotate_k": True} if flag("KVCache", "rotate_k", rotate_k) else {}
 
 
-class Quantize(Value):
-    """Return q, and without a cache also k, as torch.float8_e4m3fn (arXiv:2209.05433).
-
-    >>> q, k = torch.randn(2, 1, 16, 8, 64)
-    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q, k, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=jitrope.Quantize(0.05, 0.05))
-    >>> q.dtype
-    torch.float8_e4m3fn
-
-    Args:
-        q_scale, k_scale: the value of one unit of the output: y / scale is stored, clamped to 448 in size, and rounded
-            once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors of one element, () or (1), on
-            q's device, which the host does not read. A cache has its own k_scale.
-        hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order, D a power of two up to
-            256), which spreads large elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay.
-
-    Raises:
-        InvalidInput: an argument has a wrong type.
-    """
-
-    def __init__(
-        self, q_scale: float | Tensor, k_scale: float | Tensor | None = None, *, hadamard: bool = False
-    ) -> None:
-        self.given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale}
-        for label, scale in self.given.items():
-            if not isinstance(scale, Tensor) and (scale is not None or label == "q_scale"):
-                _number("Quantize", label, scale)
-        self.tensors, self.words = {}, {"hadamard": True} if flag("Quantize", "hadamard", hadamard) else {}
-
-    def on(self, q: Tensor) -> Tensors:
-        """The scales as tensors on q's device. Shapes and errors are those of `Quantize`."""
-        return scales("Quantize", q, **self.given)
-
-    def __repr__(self) -> str:
-        given = {name: x for name, x in {**self.given, **self.words}.items() if x is not None}
-        return f"{type(self).__name__}({', '.join(f'{name}={shown(x)}' for name, x in given.items())})"
-
-
-class Scaled(NamedTuple):
-    """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H) in fp32: y is values times scale.
-
-    >>> q = torch.randn(1, 16, 8, 64)
-    >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
-    >>> error = scaled.values * scaled.scale[..., None] - q
-    """
-
-    values: Tensor
-    scale: Tensor
-
-
-class DynamicQuantize(Value):
-    """Return q and k as `Scaled`, with a scale for each token and head, which the same launch computes.
-
-    >>> q, k = torch.randn(2, 1, 16, 8, 64)
-    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q, k, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=jitrope.DynamicQuantize())
-    >>> q.values.dtype, q.scale.shape
-    (torch.float8_e4m3fn, torch.Size([1, 16, 8]))
-
-    Args:
-        dtype: torch.float8_e4m3fn or torch.int8. The scale is a head's largest element in size, at least 1e-12,
-            times 1 / 448 or 1 / 127, the largest numbers of the dtypes, in fp32.
-        hadamard: as in `Quantize`.
-
-    Raises:
-        InvalidInput: an argument is wrong.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, *, hadamard: bool = False) -> None:
-        words = {FP8: "fp8", torch.int8: "int8"}
-        if not isinstance(dtype, torch.dtype) or dtype not in words:
-            refuse("DynamicQuantize", "dtype", dtype, "torch.float8_e4m3fn or torch.int8")
-        self.tensors, self.words = {}, {"out_dtype": words[dtype]}
-        if flag("DynamicQuantize", "hadamard", hadamard):
-            self.words["hadamard"] = True
-
-    def __repr__(self) -> str:
-        hadamard = ", hadamard=True" if "hadamard" in self.words else ""
-        return f"DynamicQuantize({'torch.int8' if self.words['out_dtype'] == 'int8' else FP8}{hadamard})"
-
-
 def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:
     """The scales that are not None, as tensors on the device of `like`."""
     return {label: _scale(name, label, scale, like) for label, scale in given.items() if scale is not None}
@@ -343,13 +262,13 @@ def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:
 def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(scale, Tensor) or not isinstance(like, Tensor):
         return scale  # type: ignore[return-value]
-    value = _number(name, label, scale)
+    value = scale_number(name, label, scale)
     with getattr(like, "fake_mode", None) or nullcontext():  # the mode of a fake tensor need not be active
         made: Tensor = _scale_of(like.device, value, label)
     return made
 
 
-def _number(name: str, label: str, scale: Any) -> float:
+def scale_number(name: str, label: str, scale: Any) -> float:
     value = number(name, label, scale, or_else=", or a tensor of one fp32 number on q's device")
     if type(value) is float and abs(value) > torch.finfo(torch.float32).max:
         refuse(name, label, scale, "a number that fp32 holds")

@@ -18,7 +18,7 @@ from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
 from .spec import INDICES, NormOptions, Options
-from .views import FP8, Tensors, canonical, ids_view, table_pair, table_view
+from .views import FORMATS, Tensors, canonical, ids_view, table_pair, table_view
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -27,8 +27,7 @@ DTYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.int32: "int32",
     torch.int64: "int64",
-    FP8: "fp8",
-    torch.int8: "int8",
+    **{form.dtype: name for name, form in FORMATS.items()},
 }
 
 

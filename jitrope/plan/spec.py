@@ -17,7 +17,7 @@ TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")
 NORM_KINDS = ("rms_norm", "layer_norm")
-SCALED_DTYPES = ("fp8", "int8")
+SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8")
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 MAX_HEAD_DIM = 512
 
@@ -78,7 +78,7 @@ class Options(NamedTuple):
     launch: str = "auto"
     inverse: bool = False
     hadamard: bool = False
-    out_dtype: str = "fp8"  # of elements with dynamic scales
+    out_dtype: str = "fp8"  # of elements that are divided by scales
     norm: NormOptions | None = None
     inplace: bool = False
 

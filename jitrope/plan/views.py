@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .spec import LAYOUT_AXES, Options
 
 FP8 = torch.float8_e4m3fn
+
+
+class Format(NamedTuple):
+    """Elements that are stored divided by a scale: their dtype, and its largest number."""
+
+    dtype: torch.dtype
+    largest: float
+
+
+FORMATS = {
+    "fp8": Format(FP8, 448.0),
+    "fp8_e5m2": Format(torch.float8_e5m2, 57344.0),
+    "int8": Format(torch.int8, 127.0),
+}
+"""The formats by the words of `spec.SCALED_DTYPES`."""
+FP8S = (FP8, torch.float8_e5m2)
+"""The dtypes with scales of the caller."""
 Tensors = dict[str, Tensor]
 """A call's tensors by the names of their arguments, without those that were not given."""
 TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")

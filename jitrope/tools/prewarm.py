@@ -26,7 +26,8 @@ from ..base.spec import DTYPES, Spec
 from ..jit import kernels
 from ..jit.registry import spec_from_dict
 from ..ops.planning import planning
-from ..ops.values import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize, Starts
+from ..ops.quantize import DynamicQuantize, Quantize
+from ..ops.values import KVCache, Mrope, Norm, Packed, Starts
 from ..ops.words import rotary_dim_of
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, SCALED_DTYPES, TABLES, RopeSpec
@@ -94,7 +95,7 @@ def specs_of(**call: Any) -> list[RopeSpec]:
             for each stream.
         positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope` or `Starts`. norm, cache,
             quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without scales of `DynamicQuantize`.
-            Write a tensor as its dtype, as in {"cu_seqlens": "int32", "cp_size": 2}, and the dtype "fp8" or "int8".
+            Write a tensor as its dtype, as in {"cu_seqlens": "int32", "cp_size": 2}, and the dtype as "fp8_e5m2".
             page_size, in cache: the rows of a page, if the pages are not neighbours in memory.
         backward: plan the gradient too.
 

@@ -66,6 +66,7 @@ def rope_quantize_fp8(
     q, k = fp8(
         q_rope,
         k_heads,
+        dtype=q_rope_out.dtype,
         q_scale=1 / quant_scale_q,
         k_scale=1 / quant_scale_kv,
         cos_sin_cache=cos_sin_cache,
@@ -77,4 +78,5 @@ def rope_quantize_fp8(
     k_rope_out.copy_(k.view(k_rope.shape))
     for out, x, scale in ((q_nope_out, q_nope, quant_scale_q), (k_nope_out, k_nope, quant_scale_kv)):
         if out is not None and x is not None:
-            out.copy_((x.float() * scale).clamp(-448, 448).to(out.dtype))
+            largest = torch.finfo(out.dtype).max
+            out.copy_((x.float() * scale).clamp(-largest, largest).to(out.dtype))

@@ -35,9 +35,6 @@ PEERS = {
         ("tests/**/test_rope.py",),
         "flashinfer's rope functions",
         deselect=(
-            ("test_mla_rope_quantize[quant_dtype1", "jitrope has no float8_e5m2"),
-            ("test_generalized_rope_quantize[cuda-True-quant_dtype1", "jitrope has no float8_e5m2"),
-            ("test_generalized_rope_quantize[cuda-False-quant_dtype1", "jitrope has no float8_e5m2"),
             ("[cutile-", "a second backend of the peer's own"),
             ("append_paged", "the fused write to FlashInfer's own paged layout has no function here"),
         ),

@@ -1,0 +1,34 @@
+"""The conversion of elements in plain torch: the Hadamard transform, scales, and division by them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..plan.views import FORMATS
+
+
+def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
+    """y / scale in a format of `FORMATS`: fp32 times the fp32 reciprocal, clamped to its largest number, rounded once.
+
+    NaN stays; as int8 it becomes the largest number.
+    """
+    dtype, largest = FORMATS[word]
+    units = (y.float() * (1 / scale)).clamp(-largest, largest)
+    return (units.nan_to_num(largest).round() if dtype == torch.int8 else units).to(dtype)
+
+
+def scaled_elements(y: Tensor, word: str) -> tuple[Tensor, Tensor]:
+    """y in a format, and the scale of each head: its largest element over the format's largest number."""
+    scale = (y.abs().amax(-1).clamp(min=1e-12) * (1 / FORMATS[word].largest)).contiguous()
+    return divided(y, scale[..., None], word), scale
+
+
+def transformed(x: Tensor) -> Tensor:
+    """Heads times the orthogonal Hadamard matrix (Sylvester's order), in the kernel's order of sums."""
+    y, bits = x.float(), x.shape[-1].bit_length() - 1
+    for bit in range(bits):
+        pairs = y.unflatten(-1, (-1, 2, 1 << bit))
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack((a + b, a - b), -2).flatten(-3)
+    return (y * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))).to(x.dtype)

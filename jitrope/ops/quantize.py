@@ -1,0 +1,112 @@
+"""Values for the stage that converts: scales given by the user, or computed by the launch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..base.arguments import flag, refuse, shown
+from ..plan.problem import DTYPE_NAMES
+from ..plan.views import FORMATS, FP8, FP8S, Tensors
+from .values import Value, scale_number, scales
+
+
+class Quantize(Value):
+    """Return q, and without a cache also k, in fp8 (arXiv:2209.05433).
+
+    >>> q, k = torch.randn(2, 1, 16, 8, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=jitrope.Quantize(0.05, 0.05))
+    >>> q.dtype
+    torch.float8_e4m3fn
+
+    Args:
+        q_scale, k_scale: the value of one unit of the output: y / scale is stored, clamped to the largest number of the
+            dtype in size, and rounded once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors of
+            one element, () or (1), on q's device, which the host does not read. A cache has its own k_scale.
+        dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
+        hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order, D a power of two up to
+            256), which spreads large elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay.
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
+    """
+
+    def __init__(
+        self,
+        q_scale: float | Tensor,
+        k_scale: float | Tensor | None = None,
+        *,
+        dtype: torch.dtype = FP8,
+        hadamard: bool = False,
+    ) -> None:
+        self.given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale}
+        for label, scale in self.given.items():
+            if not isinstance(scale, Tensor) and (scale is not None or label == "q_scale"):
+                scale_number("Quantize", label, scale)
+        self.tensors, self.words = {}, {"hadamard": True} if flag("Quantize", "hadamard", hadamard) else {}
+        form = _format("Quantize", dtype, FP8S)
+        if form != "fp8":
+            self.words["out_dtype"] = form
+
+    def on(self, q: Tensor) -> Tensors:
+        """The scales as tensors on q's device. Shapes and errors are those of `Quantize`."""
+        return scales("Quantize", q, **self.given)
+
+    def __repr__(self) -> str:
+        given = {name: shown(x) for name, x in self.given.items() if x is not None}
+        return f"Quantize({', '.join([f'{name}={x}' for name, x in given.items()] + _shown(self.words))})"
+
+
+class Scaled(NamedTuple):
+    """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H) in fp32: y is values times scale.
+
+    >>> q = torch.randn(1, 16, 8, 64)
+    >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
+    >>> error = scaled.values * scaled.scale[..., None] - q
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+class DynamicQuantize(Value):
+    """Return q and k as `Scaled`, with a scale for each token and head, which the same launch computes.
+
+    >>> q, k = torch.randn(2, 1, 16, 8, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, _ = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=jitrope.DynamicQuantize())
+    >>> q.values.dtype, q.scale.shape
+    (torch.float8_e4m3fn, torch.Size([1, 16, 8]))
+
+    Args:
+        dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8. The scale is a head's largest element in size, at
+            least 1e-12, times 1 / 448, 1 / 57344 or 1 / 127, the largest numbers of the dtypes, in fp32.
+        hadamard: as in `Quantize`.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, *, hadamard: bool = False) -> None:
+        allowed = tuple([form.dtype for form in FORMATS.values()])
+        self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
+        if flag("DynamicQuantize", "hadamard", hadamard):
+            self.words["hadamard"] = True
+
+    def __repr__(self) -> str:
+        return f"DynamicQuantize({', '.join(_shown(self.words))})"
+
+
+def _shown(words: dict[str, Any]) -> list[str]:
+    """The words of a value as its arguments."""
+    return [f"dtype={FORMATS[x].dtype}" if name == "out_dtype" else f"{name}={x}" for name, x in words.items()]
+
+
+def _format(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:
+    """The word for the dtype of a conversion."""
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
+        refuse(name, "dtype", dtype, " or ".join([", ".join(map(str, allowed[:-1])), str(allowed[-1])]))
+    return DTYPE_NAMES[dtype]
