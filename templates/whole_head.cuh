@@ -1,7 +1,10 @@
-// Stages before the store that need all elements of a head: its Hadamard transform, and its scale, by which its largest
-// element becomes the largest number of the output. All threads of a warp call them, because they exchange elements.
+// Stages before the store that need many elements of a head: its Hadamard transform, and the scale of the head or of
+// each GROUP of its elements, by which the largest element becomes the largest number of the output. All threads of a
+// warp call them, because they exchange elements.
 
 constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC;
+constexpr bool GROUPED = DYNAMIC && GROUP != 0 && GROUP < HEAD_DIM;
+constexpr int SCALES = GROUPED ? ACCESSES : 1;           // scales of a lane's part of a head: an access is in one group
 constexpr int WIDTH = TEAM < 32 ? TEAM : 32;             // threads that transform a head
 constexpr int SPAN = HEAD_DIM < WIDTH ? 1 : HEAD_DIM / WIDTH;               // neighbouring elements of each of them
 // The lanes' chunks are the head in order: element i of a chunk, then the lane's number among its kind, then the chunk,
@@ -100,9 +103,15 @@ __device__ __forceinline__ float larger(float a, float b) {
 #endif
 }
 
+constexpr float SMALLEST = 1e-12f;                       // in place of the largest of zeros
+
+__device__ __forceinline__ float scale_for(float largest) {
+    return __fmul_rn(largest, 1.0f / largest_of(QOut{}));           // as torch divides by a number on a GPU
+}
+
 // The scale of a head, in every thread of its team. x: the lane's part, and zeros; has: the thread has a part.
-__device__ __forceinline__ float scale_of_elements(const float (&x)[ELEMENTS], bool has) {
-    float largest = 1e-12f;                              // a head of zeros
+__device__ __forceinline__ float scale_of_head(const float (&x)[ELEMENTS], bool has) {
+    float largest = SMALLEST;
     #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) largest = larger(largest, x[i]);
     if (TEAM > LANES && !has) largest = 0.0f;
@@ -117,12 +126,48 @@ __device__ __forceinline__ float scale_of_elements(const float (&x)[ELEMENTS], b
         for (int w = 0; w < TEAM / 32; ++w) largest = larger(largest, of_warps[first + w]);
         __syncthreads();                                 // the next head may be written
     }
-    return __fmul_rn(largest, 1.0f / largest_of(QOut{}));           // as torch divides by a number on a GPU
+    return scale_for(largest);
 }
 
-__device__ __forceinline__ void store_scale(const Params& p, const Head& head, const Place& place, float scale) {
+// The scales of a lane's accesses, from the largest elements of all accesses of the head. dim: the lane's first.
+__device__ __forceinline__ void scales_of_groups(
+    const float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has, float (&scales)[SCALES]
+) {
+    constexpr int EACH = GROUPED ? GROUP / VEC : 1, STEP = EACH % 4 ? 1 : 4;
+    alignas(16) __shared__ float largest[THREADS / TEAM][HEAD_DIM / VEC];
+    float* of_head = largest[threadIdx.x / TEAM];
+    #pragma unroll
+    for (int n = 0; n < SCALES; ++n) {
+        if (!has || n * VEC >= count) continue;
+        float most = SMALLEST;
+        #pragma unroll
+        for (int i = 0; i < VEC; ++i) most = larger(most, x[n * VEC + i]);
+        of_head[(dim + dims_to(n, INTERLEAVED_OUT, rotary)) / VEC] = most;
+    }
+    sync_team();
+    #pragma unroll
+    for (int n = 0; n < SCALES; ++n) {
+        if (!has || n * VEC >= count) continue;
+        const float* group = of_head + (dim + dims_to(n, INTERLEAVED_OUT, rotary)) / (EACH * VEC) * EACH;
+        float most = SMALLEST;
+        #pragma unroll
+        for (int i = 0; i < EACH; i += STEP) {
+            const Vec<float, STEP> some = load<float, STEP>(group + i);
+            #pragma unroll
+            for (int j = 0; j < STEP; ++j) most = larger(most, some.item[j]);
+        }
+        scales[n] = scale_for(most);
+    }
+    sync_team();                                         // the next head may be written
+}
+
+// Stores a scale of a head. dim: the first element that has it.
+__device__ __forceinline__ void store_scale(
+    const Params& p, const Head& head, const Place& place, int dim, float scale
+) {
     const Strides& stride = p.scale_stride[head.is_q ? 0 : 1];
     float* out = p.scale_out[head.is_q ? 0 : 1] + stride.token.step(place.token) + stride.group.step(head.index);
     if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
+    if constexpr (GROUPED) out += dim / GROUP;
     *out = scale;
 }

@@ -271,6 +271,12 @@ def norm_scaled(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos:
     return (*[None if x is None else x / s[..., None] for x, s in zip(turned, scales)], *scales), {}
 
 
+def of_elements(scale: Tensor, x: Tensor) -> Tensor:
+    """The scale of each element of x, from those of its heads or of their groups."""
+    scale = scale.float()
+    return scale[..., None] if scale.dim() < x.dim() else scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
+
+
 def hadamard_matrix(size: int) -> Tensor:
     """Orthogonal, in Sylvester's order."""
     found, two = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64) / 2**0.5

@@ -388,7 +388,7 @@ def parameters() -> list[tuple[Function, str]]:
         )
         norm += ("v_norm",) if "kv_cache" in f.name else ()
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
-        without = {"launch", "norm", *(("interleaved_out", "q_scale") if f.in_place else ())}
+        without = {"launch", "norm", "out_dtype", *(("interleaved_out", "q_scale") if f.in_place else ())}
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone
         found += [(f, word) for word in dict.fromkeys(words) if word not in without]
     return found

@@ -22,6 +22,7 @@ from jitrope.plan import partition
 from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
 from jitrope.plan.spec import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, RopeSpec
+from jitrope.plan.views import GROUPS
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
 from jitrope.tools.prewarm import specs_of
 
@@ -162,6 +163,7 @@ def problems(draw: Any) -> RopeProblem:
         sections = (first, second, pairs - first - second)
     fp8 = pick(True, False, False) and not in_place and kind in ("plain", "cache", "norm")
     fp8_form = pick("fp8", "fp8_e5m2")
+    dynamic = fp8 and normed and not row_heads and draw(FLAG)
     gradient = kind == "gradient"
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
@@ -181,7 +183,7 @@ def problems(draw: Any) -> RopeProblem:
         page_size=pick(0, 16, 784) if kind == "cache" else 0, rotate_k=kind == "cache" and draw(FLAG),
         q_out=fp8_form if fp8 else dtype, kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         hadamard=fp8 and kind == "norm" and head_dim in (64, 128, 256) and draw(FLAG),
-        dynamic=fp8 and normed and not row_heads and draw(FLAG),
+        dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
         norm_kind=pick("no_norm", *NORM_KINDS) if normed else "", biased=weight is not None and draw(FLAG),
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, zero_centered=normed and draw(FLAG), after_rope=normed and draw(FLAG),

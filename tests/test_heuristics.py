@@ -38,6 +38,7 @@ BASE = RopeProblem(
     kv_out="bf16",
     hadamard=False,
     dynamic=False,
+    group=0,
     norm_rounding="",
     norm_kind="",
     across_heads=False,

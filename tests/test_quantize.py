@@ -17,7 +17,7 @@ from jitrope.plan.spec import NO_NORM, Options
 
 from .cases import op_arguments
 from .devices import DEVICES
-from .oracle import hadamard_matrix
+from .oracle import hadamard_matrix, of_elements
 
 FP8 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -33,25 +33,27 @@ def inputs(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, k_head
     return q, k, angles.cos(), angles.sin()
 
 
-def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scaled(x: Tensor, dtype: torch.dtype, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Elements and scales of x (..., D) in plain torch."""
-    scale = x.float().abs().amax(-1).clamp(min=1e-12) * (1 / LARGEST[dtype])
-    units = (x.float() * (1 / scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype])
-    return (units.round() if dtype == torch.int8 else units).to(dtype), scale
+    rows = x.float().unflatten(-1, (-1, group or x.shape[-1]))
+    scale = rows.abs().amax(-1).clamp(min=1e-12) * (1 / LARGEST[dtype])
+    units = (rows * (1 / scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype]).flatten(-2)
+    return (units.round() if dtype == torch.int8 else units).to(dtype), scale if group else scale[..., 0]
 
 
 def assert_scaled(got: Any, want: tuple[Tensor, Tensor], steps: int = 0) -> None:
     """steps: of an element's rounding, by which sums in another order may differ."""
     values, scale = got
     assert (values.dtype, values.shape) == (want[0].dtype, want[0].shape)
-    assert (scale.dtype, scale.shape) == (torch.float32, want[0].shape[:-1])
+    assert (scale.dtype, scale.shape) == (torch.float32, want[1].shape)
     if not steps:
         assert torch.equal(values.view(torch.uint8), want[0].view(torch.uint8))
         assert torch.equal(scale, want[1])
         return
     torch.testing.assert_close(scale, want[1], rtol=1e-5, atol=0)
-    a, b = (values.float() * scale[..., None], want[0].float() * want[1][..., None])
-    step = want[1][..., None] * (1 if values.dtype == torch.int8 else b.abs() / want[1][..., None] / 8 + 2**-9)
+    unit = of_elements(want[1], values)
+    a, b = (values.float() * of_elements(scale, values), want[0].float() * unit)
+    step = unit * (1 if values.dtype == torch.int8 else b.abs() / unit / 8 + 2**-9)
     assert ((a - b).abs() <= steps * step + 1e-6).all()
 
 
@@ -72,6 +74,78 @@ def test_each_head_has_its_own_scale(dtype: torch.dtype, dim: int, words: dict[s
     alone, none, _ = jitrope.prepare_qkv(q, None, None, *tables, quantize=DynamicQuantize(dtype), **words)
     assert none is None
     assert torch.equal(alone.scale, got[0].scale)
+
+
+# Heads: their size, the words of the rotation, and whether accesses have one element (a transposed q).
+HEADS = {
+    "128": (128, {}, False),
+    "256-interleaved": (256, {"interleaved": True}, False),
+    "192-partial": (192, {"rotary_dim": 64}, False),
+    "192-offset": (192, {"rotary_dim": 64, "rotary_offset": 128, "interleaved": True}, False),
+    "128-middle": (128, {"rotary_dim": 32, "rotary_offset": 48}, False),
+    "512-offset": (512, {"rotary_dim": 64, "rotary_offset": 448, "interleaved": True}, False),
+    "96": (96, {}, False),
+    "strided": (128, {"rotary_dim": 96}, True),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("head", HEADS)
+def test_groups_of_a_head_have_scales(head: str, group: int, device: str) -> None:
+    """The bits of a rotation in fp32, and of each group of neighbouring elements divided by its own scale."""
+    dim, words, strided = HEADS[head]
+    q, k, cos, sin = inputs(device, 2, 3, 3, dim)
+    if dim % group:
+        with pytest.raises(jitrope.InvalidInput, match=f"group is {group}; it must divide D={dim}"):
+            jitrope.prepare_qkv(q, k, None, quantize=DynamicQuantize(group=group))
+        return
+    q = q.mT.contiguous().mT if strided else q
+    width = words.get("rotary_dim", dim) // 2
+    tables = cos[:, :width], sin[:, :width]
+    dtype = [*LARGEST][(dim + group) // 32 % 3]
+    words = {**words, "inverse": group == 128}
+    rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
+    got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(dtype, group=group), **words)
+    for x, want in zip(got, rotated):
+        assert_scaled(x, scaled(want, dtype, group))
+        assert x.scale.is_contiguous()
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "norm": {"norm": Norm(rounding="once")},
+    "norm after rope": {"norm": Norm(kind="layer_norm", after_rope=True)},
+    "heads first": {"layout": "bhsd"},
+    "ids": {"positions": torch.tensor([[3, 0, 2, 2, 1]])},
+    "cache": {"cache": True},
+    "out": {"out": True},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP8, torch.int8], ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_beside_another_stage(stage: str, dtype: torch.dtype, device: str) -> None:
+    """The elements and scales of the same call in fp32 without a conversion, and the same caches."""
+    q, k, cos, sin = inputs(device, 1, 5, 4, 128, dtype=torch.float32)
+    words = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in STAGES[stage].items()}
+    if "layout" in words:
+        q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
+    cached, into = words.pop("cache", False), words.pop("out", False)
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2]
+    caches = [torch.zeros(1, 5, 2, 128, device=device) for _ in range(2)]
+    if cached:
+        words["cache"] = jitrope.KVCache(*caches, torch.arange(5, device=device))
+    if into:
+        words["out"] = (torch.empty_like(q, dtype=dtype), None, None)
+    got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=DynamicQuantize(dtype, group=32), **words)
+    assert_scaled(got[0], scaled(want[0], dtype, 32))
+    if cached:
+        assert torch.equal(caches[0], want[1])
+        assert torch.equal(caches[1], k)
+    else:
+        assert_scaled(got[1], scaled(want[1], dtype, 32))
+    assert not into or got[0].values is words["out"][0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -155,22 +229,23 @@ def test_a_head_of_zeros_and_the_largest_numbers(device: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_hadamard_keeps_the_scores(dim: int, words: dict[str, Any], device: str) -> None:
+def test_hadamard_keeps_the_scores(dim: int, group: int | None, words: dict[str, Any], device: str) -> None:
     """Against the matrix in fp64; q k^T does not change. The rest of a head is transformed with its rotated part."""
     q, k, cos, sin = inputs(device, 2, 3, 2, dim, dtype=torch.bfloat16 if dim == 128 else torch.float32)
     width = words.get("rotary_dim", dim) // 2
     tables = cos[:, :width], sin[:, :width]
     rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
     want = [(x.double() @ hadamard_matrix(dim).to(device)).float() for x in rotated]
-    got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(hadamard=True), **words)[:2]
+    got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(group=group, hadamard=True), **words)[:2]
     for x, y in zip(got, want):
-        assert_scaled(x, scaled(y, FP8), steps=1)
+        assert_scaled(x, scaled(y, FP8, group), steps=1)
     fixed = jitrope.prepare_qkv(q, k, None, *tables, quantize=Quantize(0.02, 0.03, hadamard=True), **words)[:2]
     for x, y, scale in zip(fixed, want, (0.02, 0.03)):
         assert x.dtype == FP8
         torch.testing.assert_close(x.float(), (y / scale).clamp(-448, 448), rtol=2**-3, atol=2**-9)
-    a, b = (x.values.float() * x.scale[..., None] for x in got)
+    a, b = (x.values.float() * of_elements(x.scale, x.values) for x in got)
     scores, plain = (x[:, :, :2].flatten(2) @ y.flatten(2).mT for x, y in ((a, b), rotated))
     assert (scores - plain).abs().max() < 0.08 * plain.abs().max()
 
@@ -292,7 +367,9 @@ def test_compiled_and_again(device: str) -> None:
     norm = Norm(torch.rand(64, device=device).bfloat16(), rounding="once")
 
     def call(q: Tensor, k: Tensor) -> Any:
-        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=DynamicQuantize(hadamard=True))[:2]
+        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=DynamicQuantize(group=32, hadamard=True))[
+            :2
+        ]
 
     want = call(q, k)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -307,7 +384,7 @@ def test_compiled_and_again(device: str) -> None:
 @pytest.mark.parametrize("k", [False, True])
 def test_opcheck(k: bool, device: str) -> None:
     q, second, cos, sin = inputs(device, 2, 5, 4, 64)
-    options = Options(rotary_dim=64, norm=NO_NORM, hadamard=True, out_dtype="int8")
+    options = Options(rotary_dim=64, norm=NO_NORM, hadamard=True, out_dtype="int8", group=32)
     arguments = op_arguments(QK_NORM_ROPE_SCALED, (q, *([second] if k else [])), (cos, sin), options)
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scaled.default, arguments)
 
@@ -345,6 +422,9 @@ REFUSALS = {
     ),
     "dtype-static": (lambda: Quantize(1.0, dtype=torch.int8), "Quantize: dtype is torch.int8; it must be .*e5m2"),
     "dtype-list": (lambda: DynamicQuantize([1]), "DynamicQuantize: dtype is "),
+    "group": (lambda: DynamicQuantize(group=48), "group is 48; it must be 32, 64, 128 or None"),
+    "group-type": (lambda: DynamicQuantize(group="32"), "DynamicQuantize: group is '32'; it must be"),
+    "group-size": ({"quantize": DynamicQuantize(group=32)}, "group is 32; it must divide D=48"),
     "hadamard-flag": (lambda: DynamicQuantize(hadamard="yes"), "DynamicQuantize: hadamard is 'yes'"),
     "size": ({"quantize": DynamicQuantize(hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
     "size-static": ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
@@ -375,4 +455,5 @@ def test_there_is_no_gradient() -> None:
 
 def test_printed() -> None:
     assert repr(DynamicQuantize(torch.int8, hadamard=True)) == "DynamicQuantize(dtype=torch.int8, hadamard=True)"
+    assert repr(DynamicQuantize(group=64)) == "DynamicQuantize(dtype=torch.float8_e4m3fn, group=64)"
     assert repr(Quantize(0.5, hadamard=True)) == "Quantize(q_scale=0.5, hadamard=True)"

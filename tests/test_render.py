@@ -176,6 +176,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "norm_kind": "layer_norm",
         "hadamard": True,
         "dynamic": True,
+        "group": 32,
         "biased": True,
         "across_heads": True,
         "row_heads": (8,),

@@ -237,6 +237,9 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     norm = norm_of(options)
     if norm.across_heads:
         fail("across_heads does not go with dynamic scales; normalise in a call before")
+    dim = tensors["q"].shape[-1]
+    if options.group and dim % options.group:
+        fail(f"group is {options.group}; it must divide D={dim}")
     _check_whole_head(fail, tensors, options)
     _refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..plan.spec import Options
 from ..plan.views import FORMATS
 
 
@@ -18,10 +19,17 @@ def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
     return (units.nan_to_num(largest).round() if dtype == torch.int8 else units).to(dtype)
 
 
-def scaled_elements(y: Tensor, word: str) -> tuple[Tensor, Tensor]:
-    """y in a format, and the scale of each head: its largest element over the format's largest number."""
-    scale = (y.abs().amax(-1).clamp(min=1e-12) * (1 / FORMATS[word].largest)).contiguous()
-    return divided(y, scale[..., None], word), scale
+def scaled_elements(y: Tensor, o: Options) -> tuple[Tensor, Tensor]:
+    """y in a format, and the scale of each head or group: its largest element over the format's largest number."""
+    rows = y.unflatten(-1, (-1, o.group)) if o.group else y
+    scale = (rows.abs().amax(-1).clamp(min=1e-12) * (1 / FORMATS[o.out_dtype].largest)).contiguous()
+    return divided(rows, scale[..., None], o.out_dtype).reshape(y.shape), scale
+
+
+def empty_scale(x: Tensor, o: Options) -> Tensor:
+    """A tensor for the scales of x."""
+    groups = (x.shape[-1] // o.group,) if o.group else ()
+    return x.new_empty((*x.shape[:-1], *groups), dtype=torch.float32)
 
 
 def transformed(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ..plan.spec import Options, norm_of
 from ..plan.views import Tensors
 from . import checks
 from .fit import require_apart
+from .formats import empty_scale
 from .operation import Operation
 from .words import parts
 
@@ -86,7 +87,7 @@ class ScaledInto(Into):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         given = [(name, tensors[name[0]]) for name in self.made(tensors, options)]
-        return {name: x.new_empty(x.shape[:-1], dtype=torch.float32) for name, x in given}
+        return {name: empty_scale(x, options) for name, x in given}
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.results if "k" in given else self.results[:1]

@@ -20,6 +20,7 @@ from ..plan.problem import (
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.views import FORMATS, Tensors
 from . import checks, reference
+from .formats import empty_scale
 from .into import Into, ScaledInto
 from .operation import (
     NORMED,
@@ -210,11 +211,11 @@ class _QKNormRopeFp8(_Normed, _RopeFp8):
 
 
 class _QKNormRopeScaled(_Normed):
-    """Each head of q and k is divided by a scale, which is returned too."""
+    """Heads of q and k, or groups of their elements, are divided by scales, which are returned too."""
 
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors = ("q", "k?", *WEIGHTS, *BIASES)
-    options = (*SERVING, "inverse", "hadamard", "out_dtype")
+    options = (*SERVING, "inverse", "hadamard", "out_dtype", "group")
     words = (*options, "norm", "check")
     results = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
@@ -225,7 +226,7 @@ class _QKNormRopeScaled(_Normed):
         given = [(name, tensors[name]) for name in ("q", "k") if name in tensors and name in self.results]
         dtypes = self.converted(tensors, options)
         out: Tensors = {name: empty_like(x, dtype=dtypes[name]) for name, x in given}
-        out.update({f"{name}_scale": x.new_empty(x.shape[:-1], dtype=torch.float32) for name, x in given})
+        out.update({f"{name}_scale": empty_scale(x, options) for name, x in given})
         return out
 
     def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
@@ -244,11 +245,12 @@ class _QKNormRopeKVCache(_Normed, _RopeKVCache):
 
 
 class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
-    """k and v go to a cache; each head of q is divided by a scale, which is returned too."""
+    """k and v go to a cache; q is divided by scales, which are returned too."""
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     tensors = tuple([name for name in _QKNormRopeKVCache.tensors if name != "q_scale?"])
-    words = tuple([word for word in _QKNormRopeKVCache.words if word != "inplace"])
+    options = (*_QKNormRopeKVCache.options, "group")
+    words = tuple([word for word in (*_QKNormRopeKVCache.words, "group") if word != "inplace"])
     results = ("q", "q_scale")
     inplace = False
     reference = staticmethod(reference.kv_cache_scaled)

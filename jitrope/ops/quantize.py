@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, shown
+from ..base.arguments import flag, refuse, shown, whole
 from ..plan.problem import DTYPE_NAMES
-from ..plan.views import FORMATS, FP8, FP8S, Tensors
+from ..plan.views import FORMATS, FP8, FP8S, GROUPS, Tensors
 from .values import Value, scale_number, scales
 
 
@@ -63,6 +63,8 @@ class Quantize(Value):
 class Scaled(NamedTuple):
     """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H) in fp32: y is values times scale.
 
+    With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`.
+
     >>> q = torch.randn(1, 16, 8, 64)
     >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
     >>> error = scaled.values * scaled.scale[..., None] - q
@@ -73,7 +75,7 @@ class Scaled(NamedTuple):
 
 
 class DynamicQuantize(Value):
-    """Return q and k as `Scaled`, with a scale for each token and head, which the same launch computes.
+    """Return q and k as `Scaled`, with scales for each token and head, which the same launch computes.
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -84,15 +86,21 @@ class DynamicQuantize(Value):
     Args:
         dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8. The scale is a head's largest element in size, at
             least 1e-12, times 1 / 448, 1 / 57344 or 1 / 127, the largest numbers of the dtypes, in fp32.
-        hadamard: as in `Quantize`.
+        group: 32, 64 or 128 neighbouring elements of a head have a scale, computed in the same way; it must divide D.
+            None: the head has one scale.
+        hadamard: as in `Quantize`. Groups are of the transformed elements.
 
     Raises:
         InvalidInput: an argument is wrong.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float8_e4m3fn, *, hadamard: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype = FP8, *, group: int | None = None, hadamard: bool = False) -> None:
         allowed = tuple([form.dtype for form in FORMATS.values()])
         self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
+        if group is not None:
+            self.words["group"] = whole("DynamicQuantize", "group", group)
+            if self.words["group"] not in GROUPS:
+                refuse("DynamicQuantize", "group", group, "32, 64, 128 or None")
         if flag("DynamicQuantize", "hadamard", hadamard):
             self.words["hadamard"] = True
 

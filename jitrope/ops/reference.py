@@ -301,10 +301,10 @@ def _turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Ten
 
 
 def scaled(t: Tensors, o: Options) -> Tensors:
-    """q and k divided by the scale of each head, whose largest element becomes the dtype's largest number."""
+    """q and k divided by the scale of each head or group, whose largest element becomes the dtype's largest number."""
     out: Tensors = {}
     for name, y in _turned(t, o, torch.float32).items():
-        values, scale = scaled_elements(y, o.out_dtype)
+        values, scale = scaled_elements(y, o)
         out[name], out[f"{name}_scale"] = torch.empty_like(t[name], dtype=values.dtype).copy_(values), scale
     return out
 

@@ -213,7 +213,7 @@ class _Call:
             for names in (("second_q", "second_k", "second_v"), ("dq", "dk"))
         )
         given = [tensors[name] for name in ("q_scale_out", "k_scale_out") if name in tensors]
-        self.scales = [head_view(x.unsqueeze(-1), options.layout) for x in given]
+        self.scales = [head_view(x if options.group else x.unsqueeze(-1), options.layout) for x in given]
         if not self.second and not self.grads:
             self._merge_batch()
         self.sources = [*self.views[:3], *self.second] if self.second else []

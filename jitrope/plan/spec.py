@@ -79,6 +79,7 @@ class Options(NamedTuple):
     inverse: bool = False
     hadamard: bool = False
     out_dtype: str = "fp8"  # of elements that are divided by scales
+    group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head
     norm: NormOptions | None = None
     inplace: bool = False
 
@@ -121,9 +122,9 @@ class Compiled:
     memory, and are taken in that order.
 
     Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: q and k are transformed before they
-    are stored. dynamic: the kernel computes a scale for each head. With a slot_mapping k and v go to a cache with pages
-    of page_size slots (0: no pages), and rotate_k also rotates k in place. q_per_group: heads of q in a group of packed
-    QKV, else 1. copy_v: v is copied.
+    are stored. dynamic: the kernel computes a scale for each head, or with a group for each `group` elements. With a
+    slot_mapping k and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in
+    place. q_per_group: heads of q in a group of packed QKV, else 1. copy_v: v is copied.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
@@ -160,6 +161,7 @@ class Compiled:
     kv_out: str
     hadamard: bool
     dynamic: bool
+    group: int
     norm_rounding: str
     norm_kind: str
     across_heads: bool
@@ -240,6 +242,7 @@ class RopeSpec(Compiled, Spec):
             self.norm_kind if self.norm_kind != "rms_norm" else "",
             "hadamard" if self.hadamard else "",
             "dynamic" if self.dynamic else "",
+            f"group{self.group}" if self.group else "",
             "after_rope" if self.after_rope else "",
             "v_norm" if self.v_norm else "",
             "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
@@ -347,7 +350,7 @@ _NORM_FLAGS = (
     "two_streams",
     "two_tables",
 )
-_NORM_SIZES = ("weight_vec", "heads_per_thread", "blocks_per_sm")
+_NORM_SIZES = ("group", "weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,
     "table_dtype": (*DTYPES, "fp64"),

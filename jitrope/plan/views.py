@@ -25,6 +25,8 @@ FORMATS = {
     "int8": Format(torch.int8, 127.0),
 }
 """The formats by the words of `spec.SCALED_DTYPES`."""
+GROUPS = (32, 64, 128)
+"""Numbers of neighbouring elements of a head that may share a scale."""
 FP8S = (FP8, torch.float8_e5m2)
 """The dtypes with scales of the caller."""
 Tensors = dict[str, Tensor]
