@@ -7,6 +7,7 @@ struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
 struct fp8 { unsigned char bits; };                                 // e4m3: no infinity, at most 448
 struct fp8_e5m2 { unsigned char bits; };                            // at most 57344; infinities are not stored
+struct e8m0 { unsigned char bits; };                                // a power of two from 2^-127 on; 255 is NaN
 struct int8 { signed char value; };                                 // at most 127 in size
 
 #if defined(__CUDA_ARCH__)
@@ -117,6 +118,16 @@ __device__ __forceinline__ void from_float(float value, bf16& x) { x.bits = floa
 __device__ __forceinline__ void from_float(float value, fp8& x) { x.bits = float_to_fp8(value); }
 __device__ __forceinline__ void from_float(float value, fp8_e5m2& x) { x.bits = float_to_fp8_e5m2(value); }
 __device__ __forceinline__ void from_float(float value, int8& x) { x.value = float_to_int8(value); }
+
+// A size, rounded up to a power of two.
+__device__ __forceinline__ void from_float(float value, e8m0& x) {
+    const unsigned int bits = __float_as_uint(value);
+    x.bits = bits > 0x7f800000u ? 255 : bits <= 0x400000u ? 0 : min((bits + 0x7fffffu) >> 23, 254u);
+}
+__device__ __forceinline__ float to_float(e8m0 x) {
+    const unsigned int bits = x.bits;
+    return __uint_as_float(bits == 0 ? 0x400000u : bits == 255 ? 0x7fc00000u : bits << 23);
+}
 
 template <int BYTES> struct Word;                                   // one access of BYTES bytes
 template <> struct Word<1> { using type = unsigned char; };

@@ -103,10 +103,17 @@ __device__ __forceinline__ float larger(float a, float b) {
 #endif
 }
 
-constexpr float SMALLEST = 1e-12f;                       // in place of the largest of zeros
+constexpr bool POWERS = sizeof(ScaleOut) == 1;           // scales are powers of two
+constexpr float SMALLEST = POWERS ? 0.0f : 1e-12f;       // in place of the largest of zeros
 
+__device__ __forceinline__ ScaleOut as_stored(float scale) {
+    ScaleOut stored;
+    from_float(scale, stored);
+    return stored;
+}
 __device__ __forceinline__ float scale_for(float largest) {
-    return __fmul_rn(largest, 1.0f / largest_of(QOut{}));           // as torch divides by a number on a GPU
+    const float scale = __fmul_rn(largest, 1.0f / largest_of(QOut{}));          // as torch divides by a number on a GPU
+    return POWERS ? to_float(as_stored(scale)) : scale;
 }
 
 // The scale of a head, in every thread of its team. x: the lane's part, and zeros; has: the thread has a part.
@@ -166,8 +173,8 @@ __device__ __forceinline__ void store_scale(
     const Params& p, const Head& head, const Place& place, int dim, float scale
 ) {
     const Strides& stride = p.scale_stride[head.is_q ? 0 : 1];
-    float* out = p.scale_out[head.is_q ? 0 : 1] + stride.token.step(place.token) + stride.group.step(head.index);
+    ScaleOut* out = p.scale_out[head.is_q ? 0 : 1] + stride.token.step(place.token) + stride.group.step(head.index);
     if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
     if constexpr (GROUPED) out += dim / GROUP;
-    *out = scale;
+    *out = as_stored(scale);
 }

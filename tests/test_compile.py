@@ -109,6 +109,7 @@ LARGEST += [
     prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "hadamard": True}),
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8_e5m2", "group": 32}),
+    prepared(heads=[32, 8], positions=IDS, quantize={"dtype": "fp8", "group": 32, "scale_dtype": "e8m0"}),
     prepared(heads=64, head_dim=512, rotary_dim=64, rotary_offset=448, interleaved=True, inverse=True,
              quantize={"dtype": "fp8", "group": 128}),
     prepared(heads=[2, 2], head_dim=6, rotary_dim=2, norm=NONE),

@@ -21,7 +21,7 @@ from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import partition
 from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
-from jitrope.plan.spec import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, RopeSpec
+from jitrope.plan.spec import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DTYPES, RopeSpec
 from jitrope.plan.views import GROUPS
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
 from jitrope.tools.prewarm import specs_of
@@ -184,6 +184,7 @@ def problems(draw: Any) -> RopeProblem:
         q_out=fp8_form if fp8 else dtype, kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         hadamard=fp8 and kind == "norm" and head_dim in (64, 128, 256) and draw(FLAG),
         dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
+        scale_out=pick(*SCALE_DTYPES) if dynamic else "fp32",
         norm_kind=pick("no_norm", *NORM_KINDS) if normed else "", biased=weight is not None and draw(FLAG),
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, zero_centered=normed and draw(FLAG), after_rope=normed and draw(FLAG),

@@ -39,6 +39,7 @@ BASE = RopeProblem(
     hadamard=False,
     dynamic=False,
     group=0,
+    scale_out="fp32",
     norm_rounding="",
     norm_kind="",
     across_heads=False,

@@ -20,6 +20,7 @@ from .devices import DEVICES
 from .oracle import hadamard_matrix, of_elements
 
 FP8 = torch.float8_e4m3fn
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 E5M2 = torch.float8_e5m2
 LARGEST = {FP8: 448.0, E5M2: 57344.0, torch.int8: 127.0}
 
@@ -33,19 +34,28 @@ def inputs(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, k_head
     return q, k, angles.cos(), angles.sin()
 
 
-def scaled(x: Tensor, dtype: torch.dtype, group: int | None = None) -> tuple[Tensor, Tensor]:
+def scaled(
+    x: Tensor, dtype: torch.dtype, group: int | None = None, scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Elements and scales of x (..., D) in plain torch."""
     rows = x.float().unflatten(-1, (-1, group or x.shape[-1]))
-    scale = rows.abs().amax(-1).clamp(min=1e-12) * (1 / LARGEST[dtype])
+    least = 1e-12 if scale_dtype == torch.float32 else 2.0**-127 * LARGEST[dtype]
+    scale = rows.abs().amax(-1).clamp(min=least) * (1 / LARGEST[dtype])
+    if scale_dtype != torch.float32:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
     units = (rows * (1 / scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype]).flatten(-2)
-    return (units.round() if dtype == torch.int8 else units).to(dtype), scale if group else scale[..., 0]
+    return (units.round() if dtype == torch.int8 else units).to(dtype), (scale if group else scale[..., 0])
 
 
-def assert_scaled(got: Any, want: tuple[Tensor, Tensor], steps: int = 0) -> None:
+def assert_scaled(
+    got: Any, want: tuple[Tensor, Tensor], steps: int = 0, scale_dtype: torch.dtype = torch.float32
+) -> None:
     """steps: of an element's rounding, by which sums in another order may differ."""
     values, scale = got
     assert (values.dtype, values.shape) == (want[0].dtype, want[0].shape)
-    assert (scale.dtype, scale.shape) == (torch.float32, want[1].shape)
+    assert (scale.dtype, scale.shape) == (scale_dtype, want[1].shape)
+    scale = scale.float() if scale.dtype != torch.uint8 else torch.ldexp(torch.ones(()), scale.int() - 127)
     if not steps:
         assert torch.equal(values.view(torch.uint8), want[0].view(torch.uint8))
         assert torch.equal(scale, want[1])
@@ -112,6 +122,38 @@ def test_groups_of_a_head_have_scales(head: str, group: int, device: str) -> Non
         assert x.scale.is_contiguous()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("group", [None, 32, 64, 128])
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_scales_are_powers_of_two(dtype: torch.dtype, group: int | None, device: str) -> None:
+    """MXFP8 and its neighbours: each scale is the next power of two, so no element saturates."""
+    q, k, cos, sin = inputs(device, 1, 5, 4, 128)
+    quantize = DynamicQuantize(dtype, group=group, scale_dtype=E8M0)
+    rotated = jitrope.apply_rope(q.float(), k.float(), cos, sin)
+    for x, y in zip(jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize), rotated):
+        want = scaled(y, dtype, group, E8M0)
+        assert_scaled(x, want, scale_dtype=E8M0)
+        back = x.values.float() * of_elements(want[1], x.values)
+        assert (back - y).abs().max() <= y.abs().max() / (8 if dtype == E5M2 else 16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_bytes_of_powers_of_two(device: str) -> None:
+    """Exact powers, the next numbers, the smallest and the largest ones, zero and NaN, as their exponents."""
+    most = {448.0: 127, 449.0: 128, 224.0: 126, 448 * 2.0**100: 227, 448 * 2.0**-120: 7, 448 * 2.0**-126: 1,
+            448 * 2.0**-127: 0, 449 * 2.0**-127: 1, 2.0**-140: 0, 0.0: 0, 3e38: 127 + 120, float("nan"): 255,
+            float("inf"): 254}  # fmt: skip
+    q = torch.zeros(1, len(most), 1, 64, device=device)
+    q[0, :, 0, 40] = torch.tensor([*most], device=device)
+    tables = torch.ones(len(most), 1, device=device), torch.zeros(len(most), 1, device=device)
+    quantize = DynamicQuantize(group=32, scale_dtype=E8M0)
+    got, _, _ = jitrope.prepare_qkv(q, None, None, *tables, rotary_dim=2, quantize=quantize)
+    assert got.scale.view(torch.uint8)[0, :, 0, 0].tolist() == [0] * len(most)
+    assert got.scale.view(torch.uint8)[0, :, 0, 1].tolist() == [*most.values()]
+    assert got.values.float()[0, :3, 0, 40].tolist() == [448, 224, 448]
+    assert got.values.float()[0, -2, 0, 40].isnan()
+
+
 STAGES: dict[str, dict[str, Any]] = {
     "norm": {"norm": Norm(rounding="once")},
     "norm after rope": {"norm": Norm(kind="layer_norm", after_rope=True)},
@@ -123,9 +165,9 @@ STAGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [FP8, torch.int8], ids=str)
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [(torch.int8, torch.float32), (FP8, E8M0)], ids=str)
 @pytest.mark.parametrize("stage", STAGES)
-def test_groups_beside_another_stage(stage: str, dtype: torch.dtype, device: str) -> None:
+def test_groups_beside_another_stage(stage: str, dtype: torch.dtype, scale_dtype: torch.dtype, device: str) -> None:
     """The elements and scales of the same call in fp32 without a conversion, and the same caches."""
     q, k, cos, sin = inputs(device, 1, 5, 4, 128, dtype=torch.float32)
     words = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in STAGES[stage].items()}
@@ -138,13 +180,14 @@ def test_groups_beside_another_stage(stage: str, dtype: torch.dtype, device: str
         words["cache"] = jitrope.KVCache(*caches, torch.arange(5, device=device))
     if into:
         words["out"] = (torch.empty_like(q, dtype=dtype), None, None)
-    got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=DynamicQuantize(dtype, group=32), **words)
-    assert_scaled(got[0], scaled(want[0], dtype, 32))
+    quantize = DynamicQuantize(dtype, group=32, scale_dtype=scale_dtype)
+    got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=quantize, **words)
+    assert_scaled(got[0], scaled(want[0], dtype, 32, scale_dtype), scale_dtype=scale_dtype)
     if cached:
         assert torch.equal(caches[0], want[1])
         assert torch.equal(caches[1], k)
     else:
-        assert_scaled(got[1], scaled(want[1], dtype, 32))
+        assert_scaled(got[1], scaled(want[1], dtype, 32, scale_dtype), scale_dtype=scale_dtype)
     assert not into or got[0].values is words["out"][0]
 
 
@@ -384,7 +427,9 @@ def test_compiled_and_again(device: str) -> None:
 @pytest.mark.parametrize("k", [False, True])
 def test_opcheck(k: bool, device: str) -> None:
     q, second, cos, sin = inputs(device, 2, 5, 4, 64)
-    options = Options(rotary_dim=64, norm=NO_NORM, hadamard=True, out_dtype="int8", group=32)
+    options = Options(
+        rotary_dim=64, norm=NO_NORM, hadamard=True, out_dtype="int8", group=32, scale_out=("fp32", "e8m0")[k]
+    )
     arguments = op_arguments(QK_NORM_ROPE_SCALED, (q, *([second] if k else [])), (cos, sin), options)
     torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scaled.default, arguments)
 
@@ -425,6 +470,8 @@ REFUSALS = {
     "group": (lambda: DynamicQuantize(group=48), "group is 48; it must be 32, 64, 128 or None"),
     "group-type": (lambda: DynamicQuantize(group="32"), "DynamicQuantize: group is '32'; it must be"),
     "group-size": ({"quantize": DynamicQuantize(group=32)}, "group is 32; it must divide D=48"),
+    "scale-dtype": (lambda: DynamicQuantize(scale_dtype=torch.float16), "scale_dtype is torch.float16; it must be"),
+    "scale-dtype-type": (lambda: DynamicQuantize(scale_dtype="e8m0"), "scale_dtype is 'e8m0'; it must be torch.float"),
     "hadamard-flag": (lambda: DynamicQuantize(hadamard="yes"), "DynamicQuantize: hadamard is 'yes'"),
     "size": ({"quantize": DynamicQuantize(hadamard=True)}, "heads of a power of two up to 256; q has D=48"),
     "size-static": ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "heads of a power of two up to 256; q has D=48"),

@@ -177,6 +177,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "hadamard": True,
         "dynamic": True,
         "group": 32,
+        "scale_out": "e8m0",
         "biased": True,
         "across_heads": True,
         "row_heads": (8,),

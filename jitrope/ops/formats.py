@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..plan.spec import Options
-from ..plan.views import FORMATS
+from ..plan.views import E8M0, FORMATS, SCALES
 
 
 def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
@@ -22,14 +22,34 @@ def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
 def scaled_elements(y: Tensor, o: Options) -> tuple[Tensor, Tensor]:
     """y in a format, and the scale of each head or group: its largest element over the format's largest number."""
     rows = y.unflatten(-1, (-1, o.group)) if o.group else y
-    scale = (rows.abs().amax(-1).clamp(min=1e-12) * (1 / FORMATS[o.out_dtype].largest)).contiguous()
-    return divided(rows, scale[..., None], o.out_dtype).reshape(y.shape), scale
+    least = 0 if o.scale_out == "e8m0" else 1e-12
+    scale = (rows.abs().amax(-1).clamp(min=least) * (1 / FORMATS[o.out_dtype].largest)).contiguous()
+    stored = scale
+    if o.scale_out == "e8m0":
+        exponents = powers_of_two(scale)
+        scale, stored = value_of_powers(exponents), exponents.view(E8M0)
+    return divided(rows, scale[..., None], o.out_dtype).reshape(y.shape), stored
+
+
+def powers_of_two(x: Tensor) -> Tensor:
+    """Sizes in fp32, rounded up to powers of two from 2^-127 to 2^127, as the bytes of e8m0; 255 is NaN."""
+    bits = x.view(torch.int32)
+    above = (bits + 0x7FFFFF) >> 23
+    exponents = torch.where(bits <= 0x400000, 0, above.clamp(max=254)).masked_fill(x.isnan(), 255)
+    return exponents.to(torch.uint8)
+
+
+def value_of_powers(exponents: Tensor) -> Tensor:
+    """The numbers of bytes of e8m0, in fp32."""
+    bits = exponents.int() << 23
+    bits = torch.where(exponents == 0, 0x400000, torch.where(exponents == 255, 0x7FC00000, bits))
+    return bits.int().view(torch.float32)
 
 
 def empty_scale(x: Tensor, o: Options) -> Tensor:
     """A tensor for the scales of x."""
     groups = (x.shape[-1] // o.group,) if o.group else ()
-    return x.new_empty((*x.shape[:-1], *groups), dtype=torch.float32)
+    return x.new_empty((*x.shape[:-1], *groups), dtype=SCALES[o.scale_out])
 
 
 def transformed(x: Tensor) -> Tensor:

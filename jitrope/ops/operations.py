@@ -215,7 +215,7 @@ class _QKNormRopeScaled(_Normed):
 
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors = ("q", "k?", *WEIGHTS, *BIASES)
-    options = (*SERVING, "inverse", "hadamard", "out_dtype", "group")
+    options = (*SERVING, "inverse", "hadamard", "out_dtype", "group", "scale_out")
     words = (*options, "norm", "check")
     results = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
@@ -249,8 +249,8 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     tensors = tuple([name for name in _QKNormRopeKVCache.tensors if name != "q_scale?"])
-    options = (*_QKNormRopeKVCache.options, "group")
-    words = tuple([word for word in (*_QKNormRopeKVCache.words, "group") if word != "inplace"])
+    options = (*_QKNormRopeKVCache.options, "group", "scale_out")
+    words = tuple([word for word in (*options, "norm", "check") if word != "inplace"])
     results = ("q", "q_scale")
     inplace = False
     reference = staticmethod(reference.kv_cache_scaled)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, shown, whole
 from ..plan.problem import DTYPE_NAMES
-from ..plan.views import FORMATS, FP8, FP8S, GROUPS, Tensors
+from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, scale_number, scales
 
 
@@ -61,7 +61,7 @@ class Quantize(Value):
 
 
 class Scaled(NamedTuple):
-    """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H) in fp32: y is values times scale.
+    """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H): y is values times scale.
 
     With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`.
 
@@ -88,19 +88,35 @@ class DynamicQuantize(Value):
             least 1e-12, times 1 / 448, 1 / 57344 or 1 / 127, the largest numbers of the dtypes, in fp32.
         group: 32, 64 or 128 neighbouring elements of a head have a scale, computed in the same way; it must divide D.
             None: the head has one scale.
+        scale_dtype: torch.float32, or torch.float8_e8m0fnu (before torch 2.7 torch.uint8): the scale is then rounded up
+            to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With e4m3 and groups of 32 this
+            is MXFP8 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales open; this is the rule of
+            cuBLAS, TransformerEngine, TensorRT-LLM, FlashInfer and DeepGEMM, "RCEIL" in torchao. No element saturates.
+            A group of zeros has the byte 0. The bytes are in the order of the shape, not swizzled.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
 
     Raises:
         InvalidInput: an argument is wrong.
     """
 
-    def __init__(self, dtype: torch.dtype = FP8, *, group: int | None = None, hadamard: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = FP8,
+        *,
+        group: int | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+        hadamard: bool = False,
+    ) -> None:
         allowed = tuple([form.dtype for form in FORMATS.values()])
         self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
         if group is not None:
             self.words["group"] = whole("DynamicQuantize", "group", group)
             if self.words["group"] not in GROUPS:
                 refuse("DynamicQuantize", "group", group, "32, 64, 128 or None")
+        if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in SCALES.values():
+            refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, SCALES.values())))
+        if scale_dtype == E8M0:
+            self.words["scale_out"] = "e8m0"
         if flag("DynamicQuantize", "hadamard", hadamard):
             self.words["hadamard"] = True
 
@@ -110,7 +126,9 @@ class DynamicQuantize(Value):
 
 def _shown(words: dict[str, Any]) -> list[str]:
     """The words of a value as its arguments."""
-    return [f"dtype={FORMATS[x].dtype}" if name == "out_dtype" else f"{name}={x}" for name, x in words.items()]
+    dtypes = {"out_dtype": "dtype", "scale_out": "scale_dtype"}
+    values = {**{name: form.dtype for name, form in FORMATS.items()}, **SCALES}
+    return [f"{dtypes.get(name, name)}={values[x] if name in dtypes else x}" for name, x in words.items()]
 
 
 def _format(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:

@@ -12,13 +12,23 @@ from torch import Tensor
 from ..base import config
 from ..base.arguments import flag, number, refuse, whole, wholes, word
 from ..base.errors import InvalidInput
-from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, ROUNDINGS, SCALED_DTYPES, TABLES, Options, changed, rotated
+from ..plan.spec import (
+    HEAD_WORDS,
+    LAYOUT_AXES,
+    ROUNDINGS,
+    SCALE_DTYPES,
+    SCALED_DTYPES,
+    TABLES,
+    Options,
+    changed,
+    rotated,
+)
 from ..plan.views import Tensors
 
 ONE_TABLE = TABLES[1:]
 """Words for a single table in place of cos and sin."""
 
-_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS, "out_dtype": SCALED_DTYPES}
+_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS, "out_dtype": SCALED_DTYPES, "scale_out": SCALE_DTYPES}
 _PACKED = "positions=jitrope.Packed(cu_seqlens, ...)"
 _OLD = {
     "position_ids": "positions=position_ids",

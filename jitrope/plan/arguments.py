@@ -61,7 +61,7 @@ NORM_ADDRESSES = (
     _argument("Weight*", "weight_grads"),
     _argument("float*", "block_sums"),
     _argument("unsigned int*", "counters"),
-    _argument("float*", "scale_out", "q_scale_out k_scale_out"),
+    _argument("ScaleOut*", "scale_out", "q_scale_out k_scale_out"),
     _argument("const T*", "grad", "dq dk"),
     _argument("const Table*", "second_table", "second_cos second_sin"),
 )

@@ -18,7 +18,7 @@ from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
 from .spec import INDICES, NormOptions, Options
-from .views import FORMATS, Tensors, canonical, ids_view, table_pair, table_view
+from .views import E8M0, FORMATS, Tensors, canonical, ids_view, table_pair, table_view
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -28,6 +28,7 @@ DTYPE_NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
     **{form.dtype: name for name, form in FORMATS.items()},
+    E8M0: "e8m0",
 }
 
 

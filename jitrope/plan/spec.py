@@ -18,6 +18,7 @@ ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")
 NORM_KINDS = ("rms_norm", "layer_norm")
 SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8")
+SCALE_DTYPES = ("fp32", "e8m0")
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 MAX_HEAD_DIM = 512
 
@@ -80,6 +81,7 @@ class Options(NamedTuple):
     hadamard: bool = False
     out_dtype: str = "fp8"  # of elements that are divided by scales
     group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head
+    scale_out: str = "fp32"  # the dtype of dynamic scales
     norm: NormOptions | None = None
     inplace: bool = False
 
@@ -122,9 +124,10 @@ class Compiled:
     memory, and are taken in that order.
 
     Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: q and k are transformed before they
-    are stored. dynamic: the kernel computes a scale for each head, or with a group for each `group` elements. With a
-    slot_mapping k and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in
-    place. q_per_group: heads of q in a group of packed QKV, else 1. copy_v: v is copied.
+    are stored. dynamic: the kernel computes a scale for each head, or with a group for each `group` elements, and
+    stores it as scale_out, of `SCALE_DTYPES`. With a slot_mapping k and v go to a cache with pages of page_size slots
+    (0: no pages), and rotate_k also rotates k in place. q_per_group: heads of q in a group of packed QKV, else 1.
+    copy_v: v is copied.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
@@ -162,6 +165,7 @@ class Compiled:
     hadamard: bool
     dynamic: bool
     group: int
+    scale_out: str
     norm_rounding: str
     norm_kind: str
     across_heads: bool
@@ -243,6 +247,7 @@ class RopeSpec(Compiled, Spec):
             "hadamard" if self.hadamard else "",
             "dynamic" if self.dynamic else "",
             f"group{self.group}" if self.group else "",
+            self.scale_out if self.scale_out != "fp32" else "",
             "after_rope" if self.after_rope else "",
             "v_norm" if self.v_norm else "",
             "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
@@ -330,6 +335,7 @@ class RopeSpec(Compiled, Spec):
         q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
         return {
             "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
+            "scale_out_c_type": C_TYPES[self.scale_out],
             "weighted": self.weight_dtype is not None,
             "norm_rounding": self.norm_rounding.upper(),
             "norm_kind": self.norm_kind.upper(),
@@ -357,6 +363,7 @@ _WORDS = {
     "q_out": (*DTYPES, *SCALED_DTYPES),
     "kv_out": (*DTYPES, *SCALED_DTYPES),
     "weight_dtype": DTYPES,
+    "scale_out": SCALE_DTYPES,
     **{f"{name}_dtype": INDEX_DTYPES for name in INDICES},
     "rounding": ROUNDINGS,
     "norm_rounding": ("", *NORM_ROUNDINGS),

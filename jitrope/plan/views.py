@@ -25,6 +25,10 @@ FORMATS = {
     "int8": Format(torch.int8, 127.0),
 }
 """The formats by the words of `spec.SCALED_DTYPES`."""
+E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)
+"""Powers of two; before torch 2.7 their bytes."""
+SCALES = {"fp32": torch.float32, "e8m0": E8M0}
+"""The dtypes of dynamic scales by the words of `spec.SCALE_DTYPES`."""
 GROUPS = (32, 64, 128)
 """Numbers of neighbouring elements of a head that may share a scale."""
 FP8S = (FP8, torch.float8_e5m2)

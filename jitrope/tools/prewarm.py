@@ -30,7 +30,7 @@ from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import KVCache, Mrope, Norm, Packed, Starts
 from ..ops.words import rotary_dim_of
 from ..plan.problem import DTYPE_NAMES
-from ..plan.spec import LAYOUT_AXES, SCALED_DTYPES, TABLES, RopeSpec
+from ..plan.spec import LAYOUT_AXES, SCALE_DTYPES, SCALED_DTYPES, TABLES, RopeSpec
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
 
 __all__ = ["DEFAULT_CALLS", "Built", "default_specs", "prewarm", "read_calls", "specs_of"]
@@ -214,10 +214,10 @@ class _Described:
                 words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
         places = Packed if self.packed else Mrope if "position_ids" in words else Starts
         scaled = Quantize if {"q_scale", "k_scale"} & words.keys() else DynamicQuantize
-        if label == "quantize" and "dtype" in words:
-            words["dtype"] = _TORCH[arguments.word(label, "dtype", words["dtype"], SCALED_DTYPES)]
-        kind = {"norm": Norm, "cache": KVCache, "quantize": scaled, "positions": places}[label]
-        return kind(**words)
+        for word, allowed in (("dtype", SCALED_DTYPES), ("scale_dtype", SCALE_DTYPES)):
+            if label == "quantize" and word in words:
+                words[word] = _TORCH[arguments.word(label, word, words[word], allowed)]
+        return {"norm": Norm, "cache": KVCache, "quantize": scaled, "positions": places}[label](**words)
 
     def make(self) -> None:
         """Make the call and, if asked for, its backward."""
