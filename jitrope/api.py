@@ -214,7 +214,7 @@ def prepare_qkv(
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
         interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed`, freqs and inverse, a cache
         with `Packed`, rounding and inverse, quantize with rounding and inplace; `DynamicQuantize` and hadamard also not
-        with `Packed` and freqs, and hadamard not with a cache.
+        with `Packed` and freqs.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a
@@ -245,8 +245,6 @@ def prepare_qkv(
     if cache is not None:
         add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
     if quantize is not None:
-        if cache is not None and "hadamard" in quantize.words:
-            refuse("prepare_qkv", "quantize", quantize, "without hadamard, because there is a cache")
         asked.update(quantize.words)
         scales = quantize.on(q) if isinstance(quantize, Quantize) else {}
         if cache is not None and "k_scale" in scales:

@@ -19,7 +19,6 @@ static_assert(!PACKED && !FREQS && CP_SIZE == 1 && !MIXED, "refused by the host"
 static_assert(!V_NORM || CACHE, "the host normalises v in a launch of its own");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V && !HADAMARD && !DYNAMIC), "refused by the host");
 static_assert(!(HADAMARD || DYNAMIC) || (CONVERTS && !IN_PLACE), "refused by the host");
-static_assert(!HADAMARD || !CACHE, "refused by the host");
 static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
 
 // ---- two streams -------------------------------------------------------------------------------

@@ -6,11 +6,17 @@ constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC;
 constexpr bool GROUPED = DYNAMIC && GROUP != 0 && GROUP < HEAD_DIM;
 constexpr int SCALES = GROUPED ? ACCESSES : 1;           // scales of a lane's part of a head: an access is in one group
 constexpr int WIDTH = TEAM < 32 ? TEAM : 32;             // threads that transform a head
-constexpr int SPAN = HEAD_DIM < WIDTH ? 1 : HEAD_DIM / WIDTH;               // neighbouring elements of each of them
-// The lanes' chunks are the head in order: element i of a chunk, then the lane's number among its kind, then the chunk,
-// then whether the lane copies.
-constexpr bool IN_ORDER = TEAM == LANES && TEAM <= 32
-    && (REST == 0 || (REST == ROTARY_DIM && ROTARY_OFFSET == 0 && COPY_ACCESSES == 2));
+constexpr int USED = TRANSFORM_DIM < WIDTH ? TRANSFORM_DIM : WIDTH;         // those of them that have elements
+constexpr int SPAN = TRANSFORM_DIM / USED;               // neighbouring elements of each of them
+constexpr bool TRANSFORMS_ALL = TRANSFORM_DIM == HEAD_DIM;
+constexpr bool TRANSFORMS_ROTARY = !TRANSFORMS_ALL && TRANSFORM_BEGIN == ROTARY_OFFSET;
+constexpr int KIND_LANES = TRANSFORMS_ALL || TRANSFORMS_ROTARY ? ROTARY_LANES : COPY_LANES;
+// The chunks of the lanes that transform are in order: element i of a chunk, then the lane's number among its kind,
+// then the chunk, then, of a whole head, whether the lane copies.
+constexpr bool IN_ORDER = TEAM <= 32
+    && (TRANSFORMS_ALL
+            ? TEAM == LANES && (REST == 0 || (REST == ROTARY_DIM && ROTARY_OFFSET == 0 && COPY_ACCESSES == 2))
+            : TRANSFORMS_ROTARY || (COPY_ACCESSES == 2 && ROTARY_LANES % COPY_LANES == 0));
 
 __device__ __forceinline__ void sync_team() {
     if constexpr (TEAM <= 32) __syncwarp();
@@ -46,44 +52,57 @@ __device__ constexpr float inverse_root(int n) {
     return n == 1 ? 1.0f : n == 2 ? 0.70710678f : 0.5f * inverse_root(n / 4);
 }
 
-// Multiplies a head by the orthogonal Hadamard matrix in Sylvester's order, from the lowest bit of an element's number
-// to the highest. x: the lane's part, `count` elements from `dim` on; has: the thread has a part.
-__device__ __forceinline__ void transform(float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has) {
+// Multiplies a head, or the part of it that is transformed, by the orthogonal Hadamard matrix in Sylvester's order,
+// from the lowest bit of an element's number to the highest. x: the lane's part of the head, `count` elements from
+// `dim` on; has: the thread has a part; wanted: the head is transformed.
+__device__ __forceinline__ void transform(
+    float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has, bool wanted
+) {
+    const bool mine = wanted && (TRANSFORMS_ALL || rotary == TRANSFORMS_ROTARY);
+    float y[ELEMENTS];
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) y[i] = x[i];
     if constexpr (IN_ORDER) {
         #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(x + c * CHUNK);
-        add_threads<ELEMENTS>(x, 1, ROTARY_LANES);
+        for (int c = 0; c < CHUNKS; ++c) add_neighbours<CHUNK>(y + c * CHUNK);
+        add_threads<ELEMENTS>(y, 1, KIND_LANES);
         #pragma unroll
         for (int i = 0; i < CHUNK && CHUNKS == 2; ++i) {
-            const float a = x[i], b = x[(i + CHUNK) % ELEMENTS];
-            x[i] = __fadd_rn(a, b), x[(i + CHUNK) % ELEMENTS] = __fadd_rn(a, -b);
+            const float a = y[i], b = y[(i + CHUNK) % ELEMENTS];
+            y[i] = __fadd_rn(a, b), y[(i + CHUNK) % ELEMENTS] = __fadd_rn(a, -b);
         }
-        add_threads<ELEMENTS>(x, ROTARY_LANES, TEAM);
+        if constexpr (TRANSFORMS_ALL) add_threads<ELEMENTS>(y, ROTARY_LANES, TEAM);
     } else {
-        __shared__ float heads[THREADS / TEAM][HEAD_DIM];
+        __shared__ float heads[THREADS / TEAM][TRANSFORM_DIM];
         const int thread = threadIdx.x % TEAM;
         float* head = heads[threadIdx.x / TEAM];
         #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i)
-            if (has && i < count) head[dim + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC] = x[i];
+            if (has && mine && i < count)
+                head[dim - TRANSFORM_BEGIN + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC] = y[i];
         sync_team();
         if (thread < WIDTH) {
-            float own[SPAN];
+            const bool uses = USED == WIDTH || thread < USED;
+            float own[SPAN] = {};
             #pragma unroll
-            for (int i = 0; i < SPAN; ++i) own[i] = head[thread * SPAN + i];
+            for (int i = 0; i < SPAN; ++i)
+                if (uses) own[i] = head[thread * SPAN + i];
             add_neighbours<SPAN>(own);
-            add_threads<SPAN>(own, 1, WIDTH);
+            add_threads<SPAN>(own, 1, USED);
             #pragma unroll
-            for (int i = 0; i < SPAN; ++i) head[thread * SPAN + i] = own[i];
+            for (int i = 0; i < SPAN; ++i)
+                if (uses) head[thread * SPAN + i] = own[i];
         }
         sync_team();
         #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i)
-            if (has && i < count) x[i] = head[dim + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC];
+            if (has && mine && i < count)
+                y[i] = head[dim - TRANSFORM_BEGIN + dims_to(i / VEC, INTERLEAVED_OUT, rotary) + i % VEC];
         sync_team();                                     // the next head may be written
     }
     #pragma unroll
-    for (int i = 0; i < ELEMENTS; ++i) x[i] = __fmul_rn(x[i], inverse_root(HEAD_DIM));
+    for (int i = 0; i < ELEMENTS; ++i)
+        if (mine) x[i] = __fmul_rn(y[i], inverse_root(TRANSFORM_DIM));
 }
 
 __device__ constexpr float largest_of(fp8) { return 448.0f; }

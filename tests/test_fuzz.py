@@ -182,7 +182,7 @@ def problems(draw: Any) -> RopeProblem:
         slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" else None,
         page_size=pick(0, 16, 784) if kind == "cache" else 0, rotate_k=kind == "cache" and draw(FLAG),
         q_out=fp8_form if fp8 else dtype, kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
-        hadamard=fp8 and kind == "norm" and head_dim in (64, 128, 256) and draw(FLAG),
+        hadamard=pick("", "head") if fp8 and normed and not row_heads and head_dim in (64, 128, 256) else "",
         dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
         scale_out=pick(*SCALE_DTYPES) if dynamic else "fp32",
         norm_kind=pick("no_norm", *NORM_KINDS) if normed else "", biased=weight is not None and draw(FLAG),

@@ -439,8 +439,9 @@ def test_dynamic_scales_match_reference(case: NormCase, normed: bool) -> None:
     call = make_norm(replace(case, across_heads=False, weights="qk" if normed else ""),
                      launch=("token_linear", "grid_2d")[number % 2])  # fmt: skip
     dim = call.streams[0].shape[-1]
-    norm = call.norm if normed else NO_NORM
-    call.options = call.options._replace(norm=norm, rounding="fp32", hadamard=dim & (dim - 1) == 0,
+    norm, rotary = call.norm if normed else NO_NORM, call.options.rotary_dim
+    call.options = call.options._replace(norm=norm, rounding="fp32", hadamard=(("head" if dim & (dim - 1) == 0 else ""),
+                                                   "rotary")[number % 4 == 1 and rotary & (rotary - 1) == 0],
                                          out_dtype=("fp8", "int8")[number // 2 % 2],
                                          group=(0, 32, 64)[number % 3] if dim % 64 == 0 else 0)  # fmt: skip
     _, tensors = norm_operation(call)

@@ -174,7 +174,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     norms_own = {
         "norm_rounding": "none",
         "norm_kind": "layer_norm",
-        "hadamard": True,
+        "hadamard": "rotary",
         "dynamic": True,
         "group": 32,
         "scale_out": "e8m0",

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.spec import Options, changed, norm_of
+from ..plan.spec import Options, changed, norm_of, rotated, transformed
 from ..plan.views import FP8S, TABLE_NAMES, Tensors
 from .fit import (
     MAX_TOKENS,
@@ -237,19 +237,22 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     norm = norm_of(options)
     if norm.across_heads:
         fail("across_heads does not go with dynamic scales; normalise in a call before")
-    dim = tensors["q"].shape[-1]
-    if options.group and dim % options.group:
-        fail(f"group is {options.group}; it must divide D={dim}")
     _check_whole_head(fail, tensors, options)
     _refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
 
 
 def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
-    dim = tensors["q"].shape[-1]
+    dim, (first, last) = tensors["q"].shape[-1], rotated(options)
     if options.inverse and norm_of(options).kind != "no_norm":
         fail("inverse does not go with norm")
-    if options.hadamard and (dim & (dim - 1) or dim > MAX_HADAMARD):
-        fail(f"hadamard goes with heads of a power of two up to {MAX_HADAMARD}; q has D={dim}")
+    if options.group and dim % options.group:
+        fail(f"group is {options.group}; it must divide D={dim}")
+    if options.hadamard == "rest" and first > 0 and last < dim:
+        fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")
+    begin, end = transformed(options, dim)
+    if options.hadamard and not (begin < end <= begin + MAX_HADAMARD and (end - begin).bit_count() == 1):
+        part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
+        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{end - begin}")
     if options.hadamard and norm_of(options).across_heads:
         fail("hadamard does not go with across_heads; normalise in a call before")
 
@@ -261,6 +264,7 @@ def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail("across_heads does not go with a cache; normalise in a call before")
     check_kv_cache(name, tensors, options)
     _check_norm(fail, tensors, options)
+    _check_whole_head(fail, tensors, options)
     _refuse_gradients(fail, tensors, *WEIGHTS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.spec import Options
+from ..plan.spec import Options, transformed
 from ..plan.views import E8M0, FORMATS, SCALES
 
 
@@ -52,11 +52,17 @@ def empty_scale(x: Tensor, o: Options) -> Tensor:
     return x.new_empty((*x.shape[:-1], *groups), dtype=SCALES[o.scale_out])
 
 
-def transformed(x: Tensor) -> Tensor:
-    """Heads times the orthogonal Hadamard matrix (Sylvester's order), in the kernel's order of sums."""
-    y, bits = x.float(), x.shape[-1].bit_length() - 1
+def with_hadamard(x: Tensor, o: Options) -> Tensor:
+    """Heads in fp32 whose part `o.hadamard` is multiplied by the Hadamard matrix."""
+    begin, end = transformed(o, x.shape[-1])
+    return torch.cat((x[..., :begin], _hadamard(x[..., begin:end]), x[..., end:]), -1)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """x times the orthogonal Hadamard matrix (Sylvester's order), in the kernel's order of sums."""
+    y, bits = x, x.shape[-1].bit_length() - 1
     for bit in range(bits):
         pairs = y.unflatten(-1, (-1, 2, 1 << bit))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack((a + b, a - b), -2).flatten(-3)
-    return (y * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))).to(x.dtype)
+    return y * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))

@@ -239,7 +239,8 @@ class _QKNormRopeScaled(_Normed):
 class _QKNormRopeKVCache(_Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
     tensors = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES)
-    words = (*_RopeKVCache.words, "norm")
+    options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
+    words: tuple[str, ...] = (*options, "norm", "check", "inplace")
     tables = _Normed.tables
     check = staticmethod(checks.check_norm_kv_cache)
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, shown, whole
+from ..base.arguments import flag, refuse, shown, whole, word
 from ..plan.problem import DTYPE_NAMES
+from ..plan.spec import HADAMARDS
 from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, scale_number, scales
 
@@ -27,8 +28,10 @@ class Quantize(Value):
             dtype in size, and rounded once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors of
             one element, () or (1), on q's device, which the host does not read. A cache has its own k_scale.
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
-        hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order, D a power of two up to
-            256), which spreads large elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay.
+        hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order), which spreads large
+            elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay; k is transformed in a cache too,
+            and v is not. True: the whole head. "rotary": its rotated elements alone. "rest": the others, which must be
+            neighbours. The transformed elements are a power of two up to 256.
 
     Raises:
         InvalidInput: an argument has a wrong type.
@@ -40,13 +43,13 @@ class Quantize(Value):
         k_scale: float | Tensor | None = None,
         *,
         dtype: torch.dtype = FP8,
-        hadamard: bool = False,
+        hadamard: bool | str = False,
     ) -> None:
         self.given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale}
         for label, scale in self.given.items():
             if not isinstance(scale, Tensor) and (scale is not None or label == "q_scale"):
                 scale_number("Quantize", label, scale)
-        self.tensors, self.words = {}, {"hadamard": True} if flag("Quantize", "hadamard", hadamard) else {}
+        self.tensors, self.words = {}, _hadamard("Quantize", hadamard)
         form = _format("Quantize", dtype, FP8S)
         if form != "fp8":
             self.words["out_dtype"] = form
@@ -105,7 +108,7 @@ class DynamicQuantize(Value):
         *,
         group: int | None = None,
         scale_dtype: torch.dtype = torch.float32,
-        hadamard: bool = False,
+        hadamard: bool | str = False,
     ) -> None:
         allowed = tuple([form.dtype for form in FORMATS.values()])
         self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
@@ -117,8 +120,7 @@ class DynamicQuantize(Value):
             refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, SCALES.values())))
         if scale_dtype == E8M0:
             self.words["scale_out"] = "e8m0"
-        if flag("DynamicQuantize", "hadamard", hadamard):
-            self.words["hadamard"] = True
+        self.words.update(_hadamard("DynamicQuantize", hadamard))
 
     def __repr__(self) -> str:
         return f"DynamicQuantize({', '.join(_shown(self.words))})"
@@ -127,8 +129,15 @@ class DynamicQuantize(Value):
 def _shown(words: dict[str, Any]) -> list[str]:
     """The words of a value as its arguments."""
     dtypes = {"out_dtype": "dtype", "scale_out": "scale_dtype"}
-    values = {**{name: form.dtype for name, form in FORMATS.items()}, **SCALES}
-    return [f"{dtypes.get(name, name)}={values[x] if name in dtypes else x}" for name, x in words.items()]
+    values = {**{name: form.dtype for name, form in FORMATS.items()}, **SCALES, "head": True}
+    return [f"{dtypes.get(name, name)}={shown(values.get(x, x))}" for name, x in words.items()]
+
+
+def _hadamard(name: str, value: Any) -> dict[str, Any]:
+    """The word for a Hadamard transform, if there is one."""
+    if isinstance(value, str):
+        return {"hadamard": word(name, "hadamard", value, HADAMARDS[2:])}
+    return {"hadamard": "head"} if flag(name, "hadamard", value) else {}
 
 
 def _format(name: str, dtype: Any, allowed: tuple[torch.dtype, ...]) -> str:

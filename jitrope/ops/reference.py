@@ -12,7 +12,7 @@ from ..plan import partition
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
 from ..plan.views import FP8S, Tensors, canonical, ids_view, table_pair, table_view
-from .formats import divided, scaled_elements, transformed
+from .formats import divided, scaled_elements, with_hadamard
 
 RULE = "dual_chunk"
 """The rule of `partition` by which rope's context parallelism cuts sequences."""
@@ -296,8 +296,11 @@ def _as_laid_out(view: Tensor, layout: str) -> Tensor:
 
 def _turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
     """q and k rotated, and normalised and transformed if asked."""
-    out = rope(t, o, out_dtype) if o.norm is None else qk_norm_rope(t, o, out_dtype)
-    return {name: transformed(x) for name, x in out.items()} if o.hadamard else out
+    turn = rope if o.norm is None else qk_norm_rope
+    if not o.hadamard:
+        return turn(t, o, out_dtype)
+    exact = {name: x if name == "v" else with_hadamard(x, o) for name, x in turn(t, o, torch.float32).items()}
+    return {name: torch.empty_like(t[name], dtype=out_dtype).copy_(x) for name, x in exact.items()}
 
 
 def scaled(t: Tensors, o: Options) -> Tensors:

@@ -13,6 +13,7 @@ from ..base import config
 from ..base.arguments import flag, number, refuse, whole, wholes, word
 from ..base.errors import InvalidInput
 from ..plan.spec import (
+    HADAMARDS,
     HEAD_WORDS,
     LAYOUT_AXES,
     ROUNDINGS,
@@ -28,7 +29,13 @@ from ..plan.views import Tensors
 ONE_TABLE = TABLES[1:]
 """Words for a single table in place of cos and sin."""
 
-_WORDS = {"layout": tuple(LAYOUT_AXES), "rounding": ROUNDINGS, "out_dtype": SCALED_DTYPES, "scale_out": SCALE_DTYPES}
+_WORDS = {
+    "layout": tuple(LAYOUT_AXES),
+    "rounding": ROUNDINGS,
+    "out_dtype": SCALED_DTYPES,
+    "scale_out": SCALE_DTYPES,
+    "hadamard": HADAMARDS,
+}
 _PACKED = "positions=jitrope.Packed(cu_seqlens, ...)"
 _OLD = {
     "position_ids": "positions=position_ids",

@@ -19,6 +19,7 @@ NORM_ROUNDINGS = ("none", "once", "twice")
 NORM_KINDS = ("rms_norm", "layer_norm")
 SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8")
 SCALE_DTYPES = ("fp32", "e8m0")
+HADAMARDS = ("", "head", "rotary", "rest")
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 MAX_HEAD_DIM = 512
 
@@ -78,7 +79,7 @@ class Options(NamedTuple):
     rounding: str = "fp32"
     launch: str = "auto"
     inverse: bool = False
-    hadamard: bool = False
+    hadamard: str = ""  # the part of a head that is transformed
     out_dtype: str = "fp8"  # of elements that are divided by scales
     group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head
     scale_out: str = "fp32"  # the dtype of dynamic scales
@@ -106,6 +107,13 @@ def rotated(options: Options | Compiled) -> tuple[int, int]:
     return options.rotary_offset, options.rotary_offset + options.rotary_dim
 
 
+def transformed(options: Options | Compiled, head_dim: int) -> tuple[int, int]:
+    """The same of the Hadamard transform. The rest of a head must be in one piece."""
+    begin, end = rotated(options)
+    rest = (0, begin) if begin else (end, head_dim)
+    return {"rotary": (begin, end), "rest": rest}.get(options.hadamard, (0, head_dim))
+
+
 @dataclass(frozen=True)
 class Compiled:
     """The parts of a call that are compiled into its kernel. A problem and a spec share these fields.
@@ -123,11 +131,11 @@ class Compiled:
     mrope_interleaved: the axes' pairs alternate. batch_inner: tokens of neighbouring batch rows are neighbours in
     memory, and are taken in that order.
 
-    Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: q and k are transformed before they
-    are stored. dynamic: the kernel computes a scale for each head, or with a group for each `group` elements, and
-    stores it as scale_out, of `SCALE_DTYPES`. With a slot_mapping k and v go to a cache with pages of page_size slots
-    (0: no pages), and rotate_k also rotates k in place. q_per_group: heads of q in a group of packed QKV, else 1.
-    copy_v: v is copied.
+    Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: the part of the heads of q and k
+    that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head,
+    or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`. With a slot_mapping k
+    and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
+    q_per_group: heads of q in a group of packed QKV, else 1. copy_v: v is copied.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
@@ -162,7 +170,7 @@ class Compiled:
     rotate_k: bool
     q_out: str
     kv_out: str
-    hadamard: bool
+    hadamard: str
     dynamic: bool
     group: int
     scale_out: str
@@ -244,7 +252,7 @@ class RopeSpec(Compiled, Spec):
             self.rounding if self.rounding != "fp32" else "",
             f"round_{self.norm_rounding}" if self.norm else "",
             self.norm_kind if self.norm_kind != "rms_norm" else "",
-            "hadamard" if self.hadamard else "",
+            f"hadamard_{self.hadamard}" if self.hadamard else "",
             "dynamic" if self.dynamic else "",
             f"group{self.group}" if self.group else "",
             self.scale_out if self.scale_out != "fp32" else "",
@@ -333,10 +341,14 @@ class RopeSpec(Compiled, Spec):
 
     def _norm_constants(self) -> dict[str, Any]:
         q_heads, k_heads, *_ = (*self.row_heads, 0, 0)
+        begin, end = transformed(self, self.head_dim)
         return {
             "weight_c_type": C_TYPES[self.weight_dtype or "fp32"],
             "scale_out_c_type": C_TYPES[self.scale_out],
             "weighted": self.weight_dtype is not None,
+            "hadamard": self.hadamard != "",
+            "transform_begin": begin,
+            "transform_dim": end - begin,
             "norm_rounding": self.norm_rounding.upper(),
             "norm_kind": self.norm_kind.upper(),
             "row_q_heads": q_heads,
@@ -346,7 +358,6 @@ class RopeSpec(Compiled, Spec):
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping")
 _NORM_FLAGS = (
-    "hadamard",
     "dynamic",
     "biased",
     "across_heads",
@@ -364,6 +375,7 @@ _WORDS = {
     "kv_out": (*DTYPES, *SCALED_DTYPES),
     "weight_dtype": DTYPES,
     "scale_out": SCALE_DTYPES,
+    "hadamard": HADAMARDS,
     **{f"{name}_dtype": INDEX_DTYPES for name in INDICES},
     "rounding": ROUNDINGS,
     "norm_rounding": ("", *NORM_ROUNDINGS),
