@@ -6,6 +6,7 @@ determines dtypes, head sizes, strides and options, so it needs only one or a fe
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -187,13 +188,14 @@ def fp8_job(case: Case) -> Job:
 
 
 def scaled_job(case: Case) -> Job:
-    """Dynamic scales; heads of a power of two are transformed too."""
+    """Dynamic scales, of groups where they divide a head; heads of a power of two are transformed too."""
     dtype = torch.int8 if case.name == "ids" else torch.float8_e4m3fn
+    group = 32 if case.shape[-1] % 32 == 0 and case.name != "ids" else None
 
     def made(device: str, seed: int) -> Call:
         q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
         del words["rounding"]
-        quantize = jitrope.DynamicQuantize(dtype, hadamard=q.shape[-1] in (64, 128))
+        quantize = jitrope.DynamicQuantize(dtype, group=group, hadamard=q.shape[-1] in (64, 128))
         tables = {**said(**words), "cos": cos, "sin": sin, "quantize": quantize}
         return lambda: [x for y in jitrope.prepare_qkv(q, k, None, **tables)[:2] if y is not None for x in y]
 
@@ -487,10 +489,8 @@ def _norms(draw: random.Random) -> Iterator[Job]:
 
 
 def _serving(draw: random.Random) -> Iterator[Job]:
-    while True:
-        case = draw.choice(CACHE_CASES)
-        in_place = not case.q_fp8 and draw.random() < 0.5
-        yield cache_job(case, in_place)
+    for in_place in itertools.cycle((False, True)):
+        yield cache_job(draw.choice([case for case in CACHE_CASES if not (in_place and case.q_fp8)]), in_place)
         yield cache_job(draw.choice(NORMED), in_place, norm=True)
         yield fp8_job(draw.choice([c for c in CASES if c.name in FP8]))
         yield scaled_job(draw.choice([c for c in CASES if c.name in SCALED]))
