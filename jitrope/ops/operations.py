@@ -106,7 +106,8 @@ class _RopeKVCache(Operation):
         results = self.reference(tensors, options)
         if options.rotate_k:
             tensors["k"].copy_(results["k"])
-        return {"q": tensors["q"].copy_(results["q"]) if options.inplace else results["q"]}
+        made = {name: results[name] for name in self.results}
+        return {"q": tensors["q"].copy_(made["q"])} if options.inplace else made
 
 
 class _RopeQKV(Operation):
@@ -256,12 +257,6 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     inplace = False
     reference = staticmethod(reference.kv_cache_scaled)
     fresh, converted = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted
-
-    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        results = self.reference(tensors, options)
-        if options.rotate_k:
-            tensors["k"].copy_(results["k"])
-        return {name: results[name] for name in self.results}
 
 
 class _QKNormRope(_Normed):
