@@ -390,6 +390,7 @@ def parameters() -> list[tuple[Function, str]]:
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
         without = {"launch", "norm", "out_dtype", *(("interleaved_out", "q_scale") if f.in_place else ())}
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone
+        without |= {"hadamard"} if "kv_cache" in f.name else set()  # it goes with quantize alone
         found += [(f, word) for word in dict.fromkeys(words) if word not in without]
     return found
 
