@@ -208,9 +208,9 @@ def prepare_qkv(
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, in fp8; with `DynamicQuantize` q and k are `Scaled`.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
-            except v_out. v is copied to v_out, in the same launch if k, v and their results have one shape and dtype,
-            outside of across_heads, interleaved_out and tables for each head. With a cache only q_out can be given, and
-            with `DynamicQuantize` too none.
+            except v_out. v is copied to v_out, in the same launch if k and v have one shape and dtype, outside of
+            across_heads, interleaved_out and tables for each head. With a cache only q_out can be given, and with
+            `DynamicQuantize` too none.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
         interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed`, freqs and inverse, a cache
         with `Packed`, rounding and inverse, quantize with rounding and inplace; `DynamicQuantize` and hadamard also not

@@ -39,6 +39,8 @@ struct Sink {
             store_x(const_cast<T*>(source[dims]), x, true);
         } else if constexpr (!CONVERTS && !CACHE) {
             store_x(head.output<T>(p, place, dim)[dims], x, false);
+        } else if (COPY_V && !CACHE && head.is_v) {
+            store_x(head.output<T>(p, place, dim)[dims], x, false);
         } else if (head.is_q) {
             put(head.output<QOut>(p, place, dim)[dims], x, y, factor);
         } else {

@@ -121,10 +121,10 @@ def heads_of(kind: str, device: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 KINDS = {
-    **dict.fromkeys(("rope", "norm", "norm, no table", "after", "thd", "v_norm"), True),
-    **dict.fromkeys(("quantize", "norm and quantize", "across", "across and v_norm", "other pairs"), False),
-    **dict.fromkeys(("each head", "wider v", "no k"), False),
-}  # fmt: skip
+    **dict.fromkeys(("rope", "norm", "norm, no table", "after", "thd", "v_norm", "norm and quantize"), True),
+    "quantize": True,
+    **dict.fromkeys(("across", "across and v_norm", "other pairs", "each head", "wider v", "no k"), False),
+}
 """Kinds of calls, and whether v is copied in the launch of q and k."""
 
 

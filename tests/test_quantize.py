@@ -465,22 +465,29 @@ def test_q_with_scales_and_a_paged_cache(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("times", [1, 3])
-def test_operands_of_attention_in_another_layout(times: int, device: str) -> None:
-    """bshd to bhsd with fp8 in one launch; v is copied. Again with other buffers."""
-    q, k, cos, sin = inputs(device, 2, 9, 4, 64, k_heads=4)
-    want = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize())
-    for _ in range(times):
-        buffers = [torch.empty(2, 4, 9, 64, dtype=FP8, device=device) for _ in range(2)]
-        v_out = torch.empty(2, 4, 9, 64, dtype=q.dtype, device=device)
-        out = [*[x.transpose(1, 2) for x in buffers], v_out.transpose(1, 2)]
-        got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=DynamicQuantize(), out=out)
-        for x, y, buffer in zip(got, want, buffers):
+@pytest.mark.parametrize("how", [{}, {"hadamard": True}, {"group": 32, "hadamard": "rest"}], ids=str)
+def test_operands_of_attention_in_another_layout(how: Any, device: str) -> None:
+    """bshd to bhsd with fp8 in one launch; v is copied as it is. Again with other buffers."""
+    q, k, cos, sin = inputs(device, 2, 9, 4, 64, k_heads=3)
+    words = {"quantize": DynamicQuantize(**how)}
+    if "group" in how:
+        words["rotary_dim"], cos, sin = 32, cos[..., :16], sin[..., :16]
+    v = k.flip(1)
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, **words)
+    for _ in range(2):
+        buffers = [torch.empty(2, h, 9, 64, dtype=x, device=device) for h, x in ((4, FP8), (3, FP8), (3, q.dtype))]
+        out = [x.transpose(1, 2) for x in buffers]
+        got = jitrope.prepare_qkv(q, k, v, cos, sin, out=out, **words)
+        for x, y, buffer in zip(got[:2], want, buffers):
             assert x.values.data_ptr() == buffer.data_ptr()
             assert_scaled(x, tuple(y))
-        assert torch.equal(v_out.transpose(1, 2), k)
-    q_alone = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(), out=(out[0], None, None))
+        assert torch.equal(out[2], v)
+    q_alone = jitrope.prepare_qkv(q, k, None, cos, sin, out=(out[0], None, None), **words)
     assert_scaled(q_alone[1], tuple(want[1]))
+    with jitrope.planning(["auto"]) as specs:
+        meta = [x.to("meta") for x in (q, k, v, cos, sin)]
+        jitrope.prepare_qkv(*meta, out=[x.to("meta") for x in out], **words)
+    assert [spec.copy_v for spec in specs] == [True]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -64,7 +64,7 @@ class Into(Operation):
         if "v_out" not in tensors:
             return False
         k, v, cos, norm = tensors.get("k"), tensors["v"], tensors["cos"], norm_of(options)
-        like_k = k is not None and v.shape == k.shape and v.dtype == k.dtype == tensors["k_out"].dtype
+        like_k = k is not None and v.shape == k.shape and v.dtype == k.dtype
         shared = cos.dim() < 4 or cos.shape[2] == 1
         return not (like_k and shared and options.interleaved == options.interleaved_out and not norm.across_heads)
 
