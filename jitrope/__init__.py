@@ -7,7 +7,7 @@
 - `apply_rope` rotates q and k.
 - `prepare_qkv` rotates, and also normalises (`Norm`), stores in a KV cache (`KVCache`) or converts to fp8 (`Quantize`,
   `DynamicQuantize`).
-- `prepare_packed_qkv` splits the output of a fused projection, and rotates.
+- `prepare_packed_qkv` splits the output of a fused projection, in any common order, and rotates.
 - `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
 - `Packed`, `Starts` and `Mrope` are kinds of `positions=`.
 - `configure` changes settings; `record` and `planning` list the kernels that a run needs.
@@ -33,7 +33,7 @@ The examples run after `import torch, jitrope` and the import of their module by
 
 from typing import Any as _Any
 
-from .api import apply_rope, prepare_joint_qkv, prepare_packed_qkv, prepare_qkv
+from .api import apply_rope, prepare_joint_qkv, prepare_qkv
 from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
@@ -41,6 +41,7 @@ from .jit.recording import record
 from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
 from .ops.values import KVCache, Mrope, Norm, Packed, Starts
+from .projections import prepare_packed_qkv
 
 __all__ = [  # noqa: RUF022  in the order of the documentation
     "apply_rope",

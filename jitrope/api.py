@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
 from .ops.gather import add, call_into, forget_positions, gather, placed, result
-from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE, ROPE_QKV
+from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
 from .ops.values import KVCache, Norm, Positions
 from .ops.words import parts, refuse_table_as_v, second_tables
@@ -53,12 +53,11 @@ class RopeWords(PackedWords, total=False):
 
 
 _JOINT_WORDS = frozenset(JointWords.__annotations__)
-_PACKED_WORDS = frozenset(PackedWords.__annotations__)
 _ROPE_WORDS = frozenset(RopeWords.__annotations__)
-_DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}
+DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}
 
 
-@with_words(RopeWords, _DEFAULTS)
+@with_words(RopeWords, DEFAULTS)
 def apply_rope(
     q: Tensor,
     k: Tensor | None,
@@ -173,7 +172,7 @@ def prepare_qkv(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
 
-@with_words(RopeWords, _DEFAULTS)
+@with_words(RopeWords, DEFAULTS)
 def prepare_qkv(
     q: Tensor,
     k: Tensor | None,
@@ -258,76 +257,7 @@ def prepare_qkv(
     return first, second if cache is None else k if "rotate_k" in asked else None, out.get("v", v)
 
 
-@overload
-def prepare_packed_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    positions: Tensor | Positions | None = None,
-    q_per_group: int = 1,
-    copy_v: bool = True,
-    inplace: Literal[False] = False,
-    **words: Unpack[PackedWords],
-) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-@overload
-def prepare_packed_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    positions: Tensor | Positions | None = None,
-    q_per_group: int = 1,
-    inplace: Literal[True],
-    **words: Unpack[PackedWords],
-) -> Tensor: ...
-
-
-@with_words(PackedWords, _DEFAULTS)
-def prepare_packed_qkv(
-    qkv: Tensor,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    *,
-    positions: Tensor | Positions | None = None,
-    q_per_group: int = 1,
-    copy_v: bool = True,
-    inplace: bool = False,
-    **words: Unpack[PackedWords],
-) -> tuple[Tensor, Tensor, Tensor] | Tensor:
-    """Split packed QKV and rotate q and k, in one launch. The gradient is one launch too.
-
-    >>> qkv, freqs = torch.randn(1, 16, 2, 6 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, q_per_group=4)  # heads: 8 of q, 2 of k, 2 of v
-
-    Args:
-        qkv: (B, S, G, (q_per_group + 2) D) in the default layout; "sbhd" and "thd" are allowed too. Each of the G
-            groups has q_per_group heads of q, one of k and one of v, in this order, as in the output of a
-            grouped-query projection.
-        q_per_group: heads of q in a group.
-        copy_v: False: return v as a view of qkv, without a copy.
-        inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays.
-        The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
-
-    Returns:
-        q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
-        sequence q and k are zero, and v is copied. In place: qkv.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_rope`.
-    """
-    tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
-    asked = gather(ROPE_QKV, tensors, words, _PACKED_WORDS, positions, inplace)
-    asked["q_per_group"] = q_per_group
-    if copy_v is not True:
-        asked["copy_v"] = copy_v
-    out = call(ROPE_QKV, tensors, asked)
-    return qkv if "qkv" in out else (out["q"], out["k"], out["v"])
-
-
-@with_words(JointWords, _DEFAULTS)
+@with_words(JointWords, DEFAULTS)
 def prepare_joint_qkv(
     first: Sequence[Tensor],
     second: Sequence[Tensor],

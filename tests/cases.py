@@ -17,7 +17,7 @@ from jitrope.ops.operation import Operation
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT
 from jitrope.plan.problem import head_view
 from jitrope.plan.spec import LAYOUT_AXES, NormOptions, Options
-from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical
+from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, packed_shape
 from tests.said import norm_rope, norm_rope_joint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -247,6 +247,11 @@ QKV_CASES = [
          cp=(2, 1), table_rows=10),
     Case("qkv-mrope", "positions on three axes", shape=(2, 3, 2, 2, 64), ids="rows", table_rows=9,
          options={"mrope_section": (8, 12, 12)}),
+    Case("qkv-flat", "all heads of q, then k, then v", shape=(2, 3, 2, 4, 64), options={"order": "qkv"}),
+    Case("qkv-gated", "a gate after each head of q, partial", shape=(2, 3, 2, 2, 64), rotary_dim=16,
+         options={"order": "qkv_gated"}),
+    Case("qkv-gated-packed", "the same, packed with spare rows", shape=(1, 9, 1, 2, 64), layout="thd", lengths=(5, 2),
+         table="angles", dtype="fp16", options={"order": "qkv_gated"}),
     Case("qkv-scalar", "a head that no access divides", shape=(1, 3, 2, 3, 6), dtype="fp32"),
 ]  # fmt: skip
 
@@ -709,7 +714,8 @@ def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:
     """([qkv, cos, sin, cu_seqlens, start_positions], options) of a packed case."""
     b, s, groups, q_per_group, d = case.shape
-    shape = (b, s, groups, 0, d * (q_per_group + 2))
+    axes = packed_shape(groups, d, Options(q_per_group=q_per_group, order=case.options.get("order", "grouped")))
+    shape = (b, s, axes[0], 0, axes[1])
     call = make(replace(case, shape=shape, rotary_dim=case.rotary_dim or d), device)
     (qkv, _, *tables), options = lower(call, q_per_group=q_per_group, **changes)
     return [qkv, *tables], options

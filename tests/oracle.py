@@ -180,22 +180,36 @@ def rope_(q: Any, k: Any, cos: Any = None, sin: Any = None, **o: Any) -> Result:
     return out, {name: y for name, y in zip("qk", out) if y is not None}
 
 
-def split(qkv: Tensor, q_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
-    packed = qkv.unflatten(-1, (q_per_group + 2, -1))
-    return packed[..., :q_per_group, :].flatten(-3, -2), packed[..., -2, :], packed[..., -1, :]
+def split(qkv: Tensor, q_per_group: int, order: str = "grouped") -> tuple[Tensor, ...]:
+    """q, k and v of packed QKV, and the gate of the order "qkv_gated"."""
+    if order == "grouped":
+        packed = qkv.unflatten(-1, (q_per_group + 2, -1))
+        return packed[..., :q_per_group, :].flatten(-3, -2), packed[..., -2, :], packed[..., -1, :]
+    if order == "qkv":
+        groups = qkv.shape[-2] // (q_per_group + 2)
+        return qkv.split([q_per_group * groups, groups, groups], -2)
+    groups = qkv.shape[-2] // (2 * q_per_group + 2)
+    q, k, v = qkv.split([2 * q_per_group * groups, groups, groups], -2)
+    both = q.unflatten(-2, (-1, 2))
+    return both[..., 0, :], k, v, both[..., 1, :]
 
 
 def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     o.pop("copy_v", None)
-    q, k, v = split(exact(qkv), int(q_per_group))
-    return (*rope(q, k, cos, sin, **o)[0], v), {}
+    q, k, *rest = split(exact(qkv), int(q_per_group), str(o.pop("order", "grouped")))
+    return (*rope(q, k, cos, sin, **o)[0], *rest), {}
 
 
 def packed_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
-    q, k, v = split(exact(qkv), int(q_per_group))
+    order = str(o.pop("order", "grouped"))
+    q, k, *rest = split(exact(qkv), int(q_per_group), order)
     q, k = rope_(q, k, cos, sin, **o)[0]  # type: ignore[assignment]
-    parts = (q.unflatten(-2, (-1, int(q_per_group))), k.unsqueeze(-2), v.unsqueeze(-2))
-    out = torch.cat(parts, -2).flatten(-2)
+    if order == "grouped":
+        q, k, v = q.unflatten(-2, (-1, int(q_per_group))), k.unsqueeze(-2), rest[0].unsqueeze(-2)
+        out = torch.cat((q, k, v), -2).flatten(-2)
+    else:
+        q = torch.stack((q, rest[1]), -2).flatten(-3, -2) if order == "qkv_gated" else q
+        out = torch.cat((q, k, rest[0]), -2)
     return (out,), {"qkv": out}
 
 

@@ -47,7 +47,7 @@ INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_pe
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
          "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace", "hadamard")  # fmt: skip
 NUMBERS = ("mscale", "eps")
-WORDS = ("layout", "rounding", "norm_rounding", "norm_kind")
+WORDS = ("layout", "rounding", "norm_rounding", "norm_kind", "order")
 SCALES = ("q_scale", "k_scale", "v_scale")
 SECTIONS = ("mrope_section",)
 KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
@@ -66,6 +66,7 @@ PLAIN = [f for f in FUNCTIONS if not f.label]
 
 class Word(str, enum.Enum):
     bshd = "bshd"
+    grouped = "grouped"
     fp32 = "fp32"
     auto = "auto"
     none = "none"
@@ -264,7 +265,8 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     elif parameter in NUMBERS:
         plain = 0.25
     elif parameter in WORDS:
-        plain = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none", "norm_kind": "rms_norm"}[parameter]
+        words = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none", "norm_kind": "rms_norm"}
+        plain = {**words, "order": "grouped"}[parameter]
     args = {n: x for n, x in cell.args(**changes).items() if x is not DROP}
     args = f.packed(cell.fitted(args))
     if plain is None:

@@ -332,6 +332,7 @@ NO_FUNCTION_TAKES = [
     ({"function": "prepare_joint_qkv", "norm": {**NORM, "across_heads": True}}, "across_heads does not go with two"),
     ({"function": "prepare_packed_qkv", "interleaved_out": True}, "unexpected keyword argument 'interleaved_out'"),
     ({"function": "prepare_packed_qkv", "heads": [5, 2]}, "heads is .*a multiple of k's"),
+    ({"function": "prepare_packed_qkv", "heads": [4, 2], "order": "kqv"}, "order is 'kqv'; it must be one of"),
     ({"function": "rotate"}, "function is 'rotate'; it must be one of 'apply_rope', "),
     ({"interleaved_out": True, "inplace": True}, "interleaved_out does not go with inplace"),
     ({"interleaved_out": True, "width": "full"}, "interleaved_out goes with half-width tables"),

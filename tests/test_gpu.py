@@ -124,7 +124,7 @@ def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
             assert torch.equal(got, expected)
     qkv = tensors[0].clone()
     launched(ROPE_QKV, [qkv], tensors[1:], options._replace(inplace=True))
-    for got, expected in zip(reference.split_qkv(qkv, options.q_per_group), want):
+    for got, expected in zip(reference.split_qkv(qkv, options).values(), want):
         assert torch.equal(got[:end], expected[:end])
     (got,) = launched(ROPE_QKV_BACKWARD, want, tensors[1:], back)
     assert torch.equal(got, referenced(ROPE_QKV_BACKWARD, want, tensors[1:], back)["qkv"])

@@ -18,6 +18,7 @@ LAYERS = [  # a folder or file imports only from layers below its own, and from 
     {"integrations"},
     {"__init__"},
     {"context_parallel"},
+    {"projections"},
     {"api", "tables", "thd"},
     {"ops"},
     {"jit"},

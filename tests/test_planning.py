@@ -83,6 +83,10 @@ OTHERS = {
         lambda: jitrope.prepare_packed_qkv(meta(1, 64, 8, 6 * 128), COS, SIN, q_per_group=4),
         {"q_per_group": 4, "copy_v": True},
     ),
+    "packed QKV with a gate": (
+        lambda: jitrope.prepare_packed_qkv(meta(1, 64, 24, 128), COS, SIN, q_per_group=2, order="qkv_gated"),
+        {"q_per_group": 1, "copy_v": True},
+    ),
     "two streams": (
         lambda: jitrope.prepare_joint_qkv((K, K, K), (K, K, K), *meta(2, 8192, 64, dtype=torch.float32), norm=NORM),
         {"two_streams": True, "two_tables": False},

@@ -21,6 +21,7 @@ from jitrope.ops.operations import OPERATIONS
 from jitrope.plan import partition, views
 from tests.said import KINDS, fp8, kv_cache, said
 
+from . import oracle
 from .cases import (
     CACHE_CASES,
     CASES,
@@ -333,7 +334,7 @@ def packed_call(case: Case):
     (qkv, cos, sin, cu_seqlens, starts, ids), o = make_qkv(case)
     tables = {"freqs": cos} if o.table == "freqs" else {"cos": cos, "sin": sin}
     return qkv, {
-        **tables, "q_per_group": o.q_per_group, "layout": o.layout, "interleaved": o.interleaved,
+        **tables, "q_per_group": o.q_per_group, "order": o.order, "layout": o.layout, "interleaved": o.interleaved,
         "rotary_dim": o.rotary_dim, "position_ids": ids, "mrope_section": o.mrope_section,
         "cu_seqlens": cu_seqlens, "start_positions": starts, "cp_size": o.cp_size, "cp_rank": o.cp_rank,
     }  # fmt: skip
@@ -344,19 +345,22 @@ def packed_call(case: Case):
 def test_packed_qkv_is_split_and_rotated(case: Case, copy_v: bool) -> None:
     """Values and gradients are those of a split by hand and `apply_rope`; v is a view if copy_v is False."""
     qkv, keywords = packed_call(case)
-    plain = {name: value for name, value in keywords.items() if name != "q_per_group"}
+    plain = {name: value for name, value in keywords.items() if name not in ("q_per_group", "order")}
     results = []
     for packed in (False, True):
         leaf = qkv.clone().requires_grad_()
         if packed:
-            q, k, v = jitrope.prepare_packed_qkv(leaf, **said(**keywords, copy_v=copy_v))
+            q, k, v, *gate = jitrope.prepare_packed_qkv(leaf, **said(**keywords, copy_v=copy_v))
             assert (v.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()) == (not copy_v)
+            assert all(x.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr() for x in gate)
         else:
-            q, k, v = reference.split_qkv(leaf, keywords["q_per_group"])
+            q, k, v, *gate = oracle.split(leaf, keywords["q_per_group"], keywords["order"])
             q, k = jitrope.apply_rope(q, k, **said(**plain))
         torch.manual_seed(1)
-        weights = [torch.randn(y.shape).to(y.dtype) for y in (q, k, v)]
-        results.append([q, k, v, *torch.autograd.grad((q, k, v), leaf, weights)])
+        parts = (q, k, v, *gate)
+        weights = [torch.randn(y.shape).to(y.dtype) for y in parts]
+        results.append([*parts, *torch.autograd.grad(parts, leaf, weights)])
+    assert len(results[0]) == len(results[1])
     for got, want in zip(results[1], results[0]):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -370,7 +374,7 @@ def test_packed_qkv_in_place(case: Case) -> None:
     out = jitrope.prepare_packed_qkv(base, **said(**keywords), inplace=True)
     assert out is base
     end = case.end
-    for got, expected in zip(reference.split_qkv(out, keywords["q_per_group"]), want):
+    for got, expected in zip(oracle.split(out, keywords["q_per_group"], keywords["order"]), want):
         assert torch.equal(got[:end], expected[:end])
     if end is not None:
         assert torch.equal(out[end:], qkv[end:])
@@ -402,12 +406,41 @@ def test_packed_double_backward() -> None:
     torch.testing.assert_close(second, torch.full_like(qkv, 2.0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("order", ["grouped", "qkv_gated"])
+def test_one_head_of_q_per_group(order: str) -> None:
+    """Grouped, it is q, k and v of each head in turn, as in GPT-NeoX."""
+    qkv, cos, sin = torch.randn(2, 6, 4, 3 * 64), *torch.rand(2, 6, 32)
+    if order == "qkv_gated":
+        qkv = qkv.view(2, 6, 12, 64)
+    q, k, v, *gate = jitrope.prepare_packed_qkv(qkv, cos, sin, order=order)
+    heads = qkv.view(2, 6, 4, 3, 64)
+    parts = [heads[..., n, :] for n in range(3)] if order == "grouped" else [qkv[:, :, :6:2], qkv[:, :, 6:9]]
+    for got, want in zip((q, k), jitrope.apply_rope(*parts[:2], cos, sin)):
+        assert torch.equal(got, want)
+    assert torch.equal(v, parts[2] if order == "grouped" else qkv[:, :, 9:])
+    assert order == "grouped" or torch.equal(gate[0], qkv[:, :, 1:6:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [(0,), (1,), (2,), (3,), (0, 3)], ids=str)
+def test_the_gradient_of_some_parts_with_a_gate(given: tuple[int, ...], device: str) -> None:
+    qkv, keywords = packed_call(next(case for case in QKV_CASES if case.name == "qkv-gated"))
+    qkv, keywords = qkv.to(device), {name: x.to(device) if hasattr(x, "to") else x for name, x in keywords.items()}
+    leaf = qkv.clone().requires_grad_()
+    parts = jitrope.prepare_packed_qkv(leaf, **said(**keywords))
+    (gradient,) = torch.autograd.grad([parts[i].float().square().sum() for i in given], leaf)
+    squares = oracle.split(gradient.float(), keywords["q_per_group"], "qkv_gated")
+    for i, (got, x) in enumerate(zip(squares, oracle.split(qkv.float(), keywords["q_per_group"], "qkv_gated"))):
+        torch.testing.assert_close(got, 2 * x if i in given else 0 * x, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("case", [QKV_CASES[1], *[case for case in QKV_CASES if "order" in case.options]], ids=str)
 @pytest.mark.parametrize("op", ["rope_qkv", "rope_qkv_", "rope_qkv_backward"])
-def test_packed_opcheck(op: str) -> None:
-    (qkv, *tables), options = make_qkv(QKV_CASES[1])
+def test_packed_opcheck(op: str, case: Case) -> None:
+    (qkv, *tables), options = make_qkv(case)
     tensors = [qkv]
     if op == "rope_qkv_backward":
-        tensors = [x.contiguous() for x in reference.split_qkv(qkv, options.q_per_group)]
+        tensors = [x.contiguous() for x in reference.split_qkv(qkv, options).values()]
     if op != "rope_qkv_":
         tensors[0].requires_grad_()
     torch.library.opcheck(
@@ -415,15 +448,15 @@ def test_packed_opcheck(op: str) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["copied", "view", "in place"])
+@pytest.mark.parametrize("how", ["copied", "view", "in place", "gated", "gated, in place"])
 def test_packed_compile_fullgraph(how: str) -> None:
-    qkv, keywords = packed_call(QKV_CASES[1])
+    qkv, keywords = packed_call(QKV_CASES[1 if "gated" not in how else -3])
 
     def model(x):
-        if how == "in place":
+        if "in place" in how:
             return (jitrope.prepare_packed_qkv(x * 2, **said(**keywords), inplace=True).float() * 3,)
-        q, k, v = jitrope.prepare_packed_qkv(x * 2, **said(**keywords, copy_v=how == "copied"))
-        return q.float().sum(-1), k * 2, v + 1
+        q, k, v, *gate = jitrope.prepare_packed_qkv(x * 2, **said(**keywords, copy_v=how == "copied"))
+        return q.float().sum(-1), k * 2, v + 1, *[x.sigmoid() for x in gate]
 
     results = []
     for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
@@ -1102,6 +1135,13 @@ QKV_REFUSALS = {
     "width": ({"q_per_group": 3}, "qkv is 32 wide, which q_per_group \\+ 2 = 5 does not divide"),
     "layout": ({"layout": "bhsd"}, "layout is 'bhsd'; allowed are bshd, sbhd, thd"),
     "heads": ({"cos": torch.zeros(1, 6, 3, 4), "sin": torch.zeros(1, 6, 3, 4)}, "the heads must share it"),
+    "heads of qkv": ({"order": "qkv"}, "qkv has 3 heads, which q_per_group \\+ 2 = 4 does not divide"),
+    "heads with a gate": ({"order": "qkv_gated"}, "qkv has 3 heads, which 2 q_per_group \\+ 2 = 6 does not divide"),
+    "no axis of heads": (
+        {"order": "qkv", "qkv": torch.ones(2, 6, 96)},
+        "must be \\(B, S, H, D\\), for order='qkv': pass qkv.unflatten\\(-1, \\(-1, D\\)\\)",
+    ),
+    "order": ({"order": "kqv"}, "order is 'kqv'; it must be one of 'grouped', 'qkv', 'qkv_gated'"),
     "rows": ({"cos": torch.zeros(5, 4), "sin": torch.zeros(5, 4)}, "cos has 5 rows"),
     "dtype": ({"qkv": torch.ones(2, 6, 3, 32).double()}, "torch.float64"),
 }

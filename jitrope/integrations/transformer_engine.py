@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_packed_qkv
+from ..api import apply_rope
 from ..base.errors import InvalidInput
 from ..ops.values import Packed, Starts
+from ..projections import prepare_packed_qkv
 from . import _host
 
 

@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.spec import Options, changed, norm_of, rotated, transformed
-from ..plan.views import FP8S, TABLE_NAMES, Tensors
+from ..plan.spec import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
+from ..plan.views import FP8S, TABLE_NAMES, Tensors, packed_part
 from .fit import (
     MAX_TOKENS,
     Fail,
@@ -120,25 +120,29 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
 
 def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a packed call."""
-    qkv, cos = tensors["qkv"], tensors["cos"]
-    groups, width = options.q_per_group, qkv.shape[-1] if qkv.dim() else 0
-    fail = failing(name)
-    if groups <= 0:
-        fail(f"q_per_group is {groups!r}; it must be at least 1")
+    qkv, cos, fail = tensors["qkv"], tensors["cos"], failing(name)
+    grouped, n = options.order == "grouped", options.q_per_group
+    if n <= 0:
+        fail(f"q_per_group is {n!r}; it must be at least 1")
     if options.layout not in ("bshd", "sbhd", "thd"):
         fail(f"layout is {options.layout!r}; allowed are bshd, sbhd, thd")
     if qkv.dim() != len(options.layout):
-        axes = {"bshd": "(B, S, G, W)", "sbhd": "(S, B, G, W)", "thd": "(T, G, W)"}[options.layout]
-        fail(f"qkv has shape {tuple(qkv.shape)}; it must be {axes}, in G groups: pass qkv.unflatten(-1, (G, -1))")
-    if width <= 0 or width % (groups + 2) != 0:
-        fail(f"qkv is {width} wide, which q_per_group + 2 = {groups + 2} does not divide")
+        axes = {"bshd": "(B, S, {})", "sbhd": "(S, B, {})", "thd": "(T, {})"}[options.layout]
+        axes, hint = axes.format("G, W" if grouped else "H, D"), "in G groups: pass qkv.unflatten(-1, (G, -1))"
+        hint = hint if grouped else f"for order={options.order!r}: pass qkv.unflatten(-1, (-1, D))"
+        fail(f"qkv has shape {tuple(qkv.shape)}; it must be {axes}, {hint}")
+    factor = "2 " * (QKV_ORDERS[options.order] - 1)
+    per_group, size = n * QKV_ORDERS[options.order] + 2, qkv.shape[-1 if grouped else -2]
+    if size <= 0 or size % per_group != 0:
+        had = f"is {size} wide" if grouped else f"has {size} heads"
+        fail(f"qkv {had}, which {factor}q_per_group + 2 = {per_group} does not divide")
     if cos.dim() == 4 and cos.shape[2] != 1:
         had = f"{label_of_table(options)} has shape {tuple(cos.shape)}"
         fail(f"{had}; with packed QKV the heads must share it: (P, W) or (B, P, W)")
     if options.inplace:
         require_no_overlap("qkv", qkv, fail)
-    packed = qkv.unflatten(-1, (groups + 2, -1))
-    k = packed[..., -2, :]  # also checked as q: the rest of the check does not depend on the number of heads
+    # k is also checked as q: the rest of the check does not depend on the number of heads
+    k = packed_part(qkv, "k", options)
     check(name, {"q": k, "k": k, **_tables(tensors)}, changed(options, inplace=False), "qkv")
 
 

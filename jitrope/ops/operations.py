@@ -7,16 +7,7 @@ from collections.abc import Callable, Container
 import torch
 
 from ..base.arguments import refuse
-from ..plan.problem import (
-    Views,
-    cache_view,
-    empty_parts,
-    head_view,
-    joint_parts,
-    qkv_views,
-    separate_views,
-    value_view,
-)
+from ..plan.problem import Views, cache_view, head_view, joint_parts
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.views import FORMATS, Tensors
 from . import checks, reference
@@ -33,6 +24,7 @@ from .operation import (
     spare_stays,
     turned_back,
 )
+from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
 from .stand_ins import counters, one_row
 
 WEIGHTS = ("q_weight?", "k_weight?")
@@ -108,79 +100,6 @@ class _RopeKVCache(Operation):
             tensors["k"].copy_(results["k"])
         made = {name: results[name] for name in self.results}
         return {"q": tensors["q"].copy_(made["q"])} if options.inplace else made
-
-
-class _RopeQKV(Operation):
-    name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
-    tensors = ("qkv",)
-    options = (*ROTATION, "q_per_group", "copy_v")
-    words = (*ROTATION[:-1], "q_per_group", "copy_v", "check", "inplace")
-    results = ("q", "k", "v")
-    reads = ("qkv", "qkv", "qkv")
-    check = staticmethod(checks.check_qkv)
-    reference = staticmethod(reference.rope_qkv)
-
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return dict(zip("qkv", empty_parts(tensors["qkv"], options.q_per_group, options.copy_v)))
-
-    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        inputs: Views = qkv_views(tensors["qkv"], options.q_per_group, options.layout)
-        outputs: Views = inputs
-        if not options.inplace:
-            outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options)
-        if options.inplace or not options.copy_v:
-            inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
-        return inputs, outputs
-
-    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return ("q", "k", "v")[: 2 + (options.copy_v and not options.inplace)]
-
-    def produced(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return ("qkv",) if options.inplace else ("q", "k", "v")
-
-    def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        if "v" not in results:
-            results["v"] = value_view(tensors["qkv"], options.q_per_group)
-        return results
-
-    def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
-        rotated = reference.join_qkv(results["q"], results["k"], results["v"], options.q_per_group)
-        return super().put(tensors, {"qkv": rotated}, options)
-
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        if options.inplace:
-            grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
-            return call(self, {"qkv": grad, **saved}, turned_back(options, inplace=True))
-        some, groups = next(iter(grads.values())), options.q_per_group
-        heads = some.shape[-2] // (groups if "q" in grads else 1)
-        for name, count in (("q", heads * groups), ("k", heads), ("v", heads)):
-            if name not in grads:
-                grads[name] = some.new_zeros((*some.shape[:-2], count, some.shape[-1]))
-        ordered = {"d" + name: grads[name] for name in "qkv"}
-        return call(ROPE_QKV_BACKWARD, {**ordered, **saved}, changed(turned_back(options), copy_v=True))
-
-
-class _RopeQKVBackward(Operation):
-    name = "rope_qkv_backward"
-    tensors = ("dq", "dk", "dv")
-    options = (*ROTATION, "q_per_group", "copy_v")
-    results = ("qkv",)
-    reads = ("dq", "dk", "dv")
-    writes = ("qkv_out", "qkv_out", "qkv_out")
-    inplace = False
-    reference = staticmethod(reference.rope_qkv_backward)
-
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        dk = tensors["dk"]
-        return {"qkv": dk.new_empty((*dk.shape[:-1], (options.q_per_group + 2) * dk.shape[-1]))}
-
-    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        outputs = qkv_views(tensors["qkv_out"], options.q_per_group, options.layout)
-        return separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options), outputs
-
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        found = call(ROPE_QKV, {**grads, **saved}, turned_back(options))
-        return {"d" + name: x for name, x in found.items()}
 
 
 class _Normed(Operation):
@@ -373,7 +292,6 @@ class _QKNormRopeBackward(Operation):
 
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
-ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()
 QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..plan import partition
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
-from ..plan.views import FP8S, Tensors, canonical, ids_view, table_pair, table_view
+from ..plan.views import FP8S, Tensors, canonical, ids_view, packed_part, table_pair, table_view
 from .formats import divided, scaled_elements, with_hadamard
 
 RULE = "dual_chunk"
@@ -348,24 +348,30 @@ def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
 
 
 def rope_qkv(t: Tensors, o: Options) -> Tensors:
-    """qkv (..., groups, (q_per_group + 2) head_dim) -> q and k, rotated, and v."""
-    q, k, v = split_qkv(t["qkv"], o.q_per_group)
-    out = rope({**t, "q": q.contiguous(), "k": k.contiguous()}, o)
-    return {**out, "v": v.clone(memory_format=torch.contiguous_format)}
+    """Packed QKV -> q and k, rotated, v, and the gate if there is one."""
+    parts = {name: x.contiguous() for name, x in split_qkv(t["qkv"], o).items()}
+    copied: Tensors = {name: x.clone() for name, x in parts.items() if name in ("v", "gate")}
+    return {**rope({**t, "q": parts["q"], "k": parts["k"]}, o), **copied}
 
 
 def rope_qkv_backward(t: Tensors, o: Options) -> Tensors:
-    """dq, dk and dv -> the gradient of qkv; `o` rotates back."""
+    """dq, dk, dv and the gate's gradient -> the gradient of packed QKV; `o` rotates back."""
     out = rope({**t, "q": t["dq"].contiguous(), "k": t["dk"].contiguous()}, o)
-    return {"qkv": join_qkv(out["q"], out["k"], t["dv"].contiguous(), o.q_per_group)}
+    return {"qkv": join_qkv({**out, "v": t["dv"], "gate": t.get("dgate", torch.zeros_like(out["q"]))}, o)}
 
 
-def split_qkv(qkv: Tensor, q_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., groups, (q_per_group + 2) head_dim) -> q (a copy if there are several groups), k and v (views)."""
-    packed = qkv.unflatten(-1, (q_per_group + 2, -1))
-    return packed[..., :q_per_group, :].flatten(-3, -2), packed[..., -2, :], packed[..., -1, :]
+def split_qkv(qkv: Tensor, o: Options) -> Tensors:
+    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
+    names = ("q", "k", "v", "gate") if o.order == "qkv_gated" else ("q", "k", "v")
+    parts = {name: packed_part(qkv, name, o) for name in names}
+    return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
 
 
-def join_qkv(q: Tensor, k: Tensor, v: Tensor, q_per_group: int) -> Tensor:
+def join_qkv(parts: Tensors, o: Options) -> Tensor:
     """The inverse of `split_qkv`."""
-    return torch.cat((q.unflatten(-2, (-1, q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
+    q, k, v = (parts[name] for name in "qkv")
+    if o.order == "grouped":
+        return torch.cat((q.unflatten(-2, (-1, o.q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
+    if o.order == "qkv_gated":
+        q = torch.stack((q, parts["gate"]), -2).flatten(-3, -2)
+    return torch.cat((q, k, v), -2)

@@ -16,6 +16,7 @@ from ..plan.spec import (
     HADAMARDS,
     HEAD_WORDS,
     LAYOUT_AXES,
+    QKV_ORDERS,
     ROUNDINGS,
     SCALE_DTYPES,
     SCALED_DTYPES,
@@ -32,6 +33,7 @@ ONE_TABLE = TABLES[1:]
 _WORDS = {
     "layout": tuple(LAYOUT_AXES),
     "rounding": ROUNDINGS,
+    "order": tuple(QKV_ORDERS),
     "out_dtype": SCALED_DTYPES,
     "scale_out": SCALE_DTYPES,
     "hadamard": HADAMARDS,
@@ -154,7 +156,8 @@ def _resolved(
     rotary_dim = values.pop("rotary_dim", None)
     o = Options(**values, table=kind)
     if rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
-        head_dim = width // (o.q_per_group + 2) if o.q_per_group > 0 else width
+        grouped = o.q_per_group > 0 and o.order == "grouped"
+        head_dim = width // (o.q_per_group + 2) if grouped else width
         times = {"cos_sin_cache": 1, "freqs_cis": 2}.get(kind)
         rotary_dim = times * table_width if times else head_dim - rotated(o)[0]
         if op.norm and not table_width:  # nothing is rotated

@@ -49,33 +49,6 @@ def cache_view(cache: Tensor) -> Tensor:
     return (cache if cache.dim() == 4 else cache.unsqueeze(0)).unsqueeze(3)
 
 
-def qkv_views(qkv: Tensor, q_per_group: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v inside a packed tensor (..., groups, (q_per_group + 2) head_dim)."""
-    packed = canonical(qkv, layout).unflatten(-1, (q_per_group + 2, -1))
-    return packed[:, :, :, :q_per_group], packed[:, :, :, q_per_group:-1], packed[:, :, :, -1:]
-
-
-def separate_views(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of separate q (..., groups x q_per_group, head_dim), k and v (..., groups, head_dim)."""
-    q, k, v = (canonical(x, options.layout) for x in (q, k, v))
-    return q.unflatten(2, (-1, options.q_per_group)), k.unsqueeze(3), v.unsqueeze(3)
-
-
-def value_view(qkv: Tensor, q_per_group: int) -> Tensor:
-    """v inside a packed tensor, (..., groups, head_dim)."""
-    view: Tensor = qkv.unflatten(-1, (q_per_group + 2, -1))[..., -1, :]
-    return view
-
-
-def empty_parts(qkv: Tensor, q_per_group: int, copy_v: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh q, k and v for a packed tensor; without `copy_v` v is a view of it."""
-    *lead, groups, width = qkv.shape
-    head_dim = width // (q_per_group + 2)
-    q = qkv.new_empty((*lead, groups * q_per_group, head_dim))
-    k = qkv.new_empty((*lead, groups, head_dim))
-    return q, k, torch.empty_like(k) if copy_v else value_view(qkv, q_per_group)
-
-
 def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Fresh q, k and v, (B, S1 + S2, H, D), for the tokens of both streams."""
     tokens = q1.shape[1] + q2.shape[1]

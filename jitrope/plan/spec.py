@@ -20,6 +20,8 @@ NORM_KINDS = ("rms_norm", "layer_norm")
 SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8")
 SCALE_DTYPES = ("fp32", "e8m0")
 HADAMARDS = ("", "head", "rotary", "rest")
+QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
+"""The orders of packed QKV, and the heads that q's projection has for each head of q: with a gate two."""
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 MAX_HEAD_DIM = 512
 
@@ -74,6 +76,7 @@ class Options(NamedTuple):
     mscale: float = 1.0
     packed_table: bool = False
     q_per_group: int = 0  # heads of q in a group of packed QKV; 0: separate q and k
+    order: str = "grouped"  # of packed QKV, one of `QKV_ORDERS`
     copy_v: bool = True  # packed QKV: copy v, or return a view
     rotate_k: bool = False  # rotate k in place too, beside its copy in a cache
     rounding: str = "fp32"

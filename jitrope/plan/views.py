@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .spec import LAYOUT_AXES, Options
+from .spec import LAYOUT_AXES, QKV_ORDERS, Options
 
 FP8 = torch.float8_e4m3fn
 
@@ -68,3 +68,57 @@ def ids_view(position_ids: Tensor, options: Options) -> Tensor:
     """An (axes, batch, seq) view of position_ids; batch is 1 where they are shared."""
     ids = position_ids if options.mrope_section else position_ids[None]
     return ids if ids.dim() == 3 else ids[:, None]
+
+
+# ---- packed QKV ------------------------------------------------------------------------------------
+
+
+def packed_sizes(qkv: Tensor, options: Options) -> tuple[int, int]:
+    """(groups, head_dim) of a packed tensor; a group is a head of k."""
+    *_, heads, width = qkv.shape
+    per_group = options.q_per_group * QKV_ORDERS[options.order] + 2
+    return (heads, width // per_group) if options.order == "grouped" else (heads // per_group, width)
+
+
+def packed_shape(groups: int, head_dim: int, options: Options) -> tuple[int, int]:
+    """The last two axes of a packed tensor, the inverse of `packed_sizes`."""
+    per_group = options.q_per_group * QKV_ORDERS[options.order] + 2
+    return (groups, per_group * head_dim) if options.order == "grouped" else (groups * per_group, head_dim)
+
+
+def packed_part(qkv: Tensor, name: str, options: Options) -> Tensor:
+    """q, k, v or the gate inside a packed tensor, (..., heads, D); q of the order "grouped" is (..., G, heads, D)."""
+    n, each = options.q_per_group, QKV_ORDERS[options.order]
+    if options.order == "grouped":
+        heads: Tensor = qkv.unflatten(-1, (n + 2, -1))
+        return heads[..., :n, :] if name == "q" else heads[..., ("k", "v").index(name) - 2, :]
+    groups, _ = packed_sizes(qkv, options)
+    end = groups * n * each
+    if name in ("q", "gate"):
+        return qkv[..., (name == "gate") : end : each, :]
+    return qkv[..., end : end + groups, :] if name == "k" else qkv[..., end + groups :, :]
+
+
+def packed_views(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads of q, k and v inside a packed tensor, (batch, seq, group, head of the group, dim)."""
+    whole = canonical(qkv, options.layout)
+    q, k, v = (packed_part(whole, name, options) for name in "qkv")
+    return q if q.dim() == 5 else q.unsqueeze(3), k.unsqueeze(3), v.unsqueeze(3)
+
+
+def separate_views(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """The same views of separate q (..., Hq, D), k and v (..., Hk, D)."""
+    q, k, v = (canonical(x, options.layout) for x in (q, k, v))
+    groups = (-1, options.q_per_group) if options.order == "grouped" else (-1, 1)
+    return q.unflatten(2, groups), k.unsqueeze(3), v.unsqueeze(3)
+
+
+def packed_outputs(qkv: Tensor, options: Options) -> Tensors:
+    """Fresh q, k and v for a packed tensor. Without `copy_v` v is a view of it, and the gate always is."""
+    lead, (groups, head_dim) = qkv.shape[:-2], packed_sizes(qkv, options)
+    q = qkv.new_empty((*lead, groups * options.q_per_group, head_dim))
+    k = qkv.new_empty((*lead, groups, head_dim))
+    out = {"q": q, "k": k, "v": torch.empty_like(k) if options.copy_v else packed_part(qkv, "v", options)}
+    if options.order == "qkv_gated":
+        out["gate"] = packed_part(qkv, "gate", options)
+    return out

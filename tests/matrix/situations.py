@@ -297,6 +297,16 @@ def _(cell: Cell) -> Args:
     return {"copy_v": False, "q_per_group": 2}
 
 
+@option("all heads of q first", "order", only(right, lambda f: f.name in ("packed_qkv", "packed_qkv_")))
+def _(cell: Cell) -> Args:
+    return {"order": "qkv", "qkv": cell.rand(B, S, 8, D, seed=4), "q_per_group": 2}
+
+
+@option("a gate after each head of q", "order", only(right, lambda f: f.name in ("packed_qkv", "packed_qkv_")))
+def _(cell: Cell) -> Args:
+    return {"order": "qkv_gated", "qkv": cell.rand(B, S, 12, D, seed=4), "q_per_group": 2}
+
+
 @option("without weights", "the norm alone", only(right, named(NORMS)))
 def _(cell: Cell) -> Args:
     return dict.fromkeys(cell.function.weights)

@@ -1,0 +1,98 @@
+"""The operations on the outputs of projections that hold several of q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+
+from ..plan.problem import Views
+from ..plan.spec import Options, changed
+from ..plan.views import Tensors, packed_outputs, packed_part, packed_shape, packed_views, separate_views
+from . import checks, reference
+from .operation import ROTATION, Call, Operation, turned_back
+
+PACKED = ("q_per_group", "order", "copy_v")
+
+
+class _RopeQKV(Operation):
+    name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
+    tensors = ("qkv",)
+    options = (*ROTATION, *PACKED)
+    words = (*ROTATION[:-1], *PACKED, "check", "inplace")
+    results = ("q", "k", "v")
+    reads = ("qkv", "qkv", "qkv")
+    check = staticmethod(checks.check_qkv)
+    reference = staticmethod(reference.rope_qkv)
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        return packed_outputs(tensors["qkv"], options)
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        inputs: Views = packed_views(tensors["qkv"], options)
+        outputs: Views = inputs
+        if not options.inplace:
+            outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options)
+        if options.inplace or not options.copy_v:
+            inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
+        return inputs, outputs
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return ("q", "k", "v")[: 2 + (options.copy_v and not options.inplace)]
+
+    def produced(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return ("qkv",) if options.inplace else ("q", "k", "v", "gate")[: 3 + (options.order == "qkv_gated")]
+
+    def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        views = [name for name in self.produced(tensors, options) if name not in results]
+        return {**results, **{name: packed_part(tensors["qkv"], name, options) for name in views}}
+
+    def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
+        return super().put(tensors, {"qkv": reference.join_qkv(results, options)}, options)
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        if options.inplace:
+            grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
+            return call(self, {"qkv": grad, **saved}, turned_back(options, inplace=True))
+        (first, some), n = next(iter(grads.items())), options.q_per_group
+        heads = some.shape[-2] // (n if first in ("q", "gate") else 1)
+        for name, count in (("q", heads * n), ("k", heads), ("v", heads)):
+            if name not in grads:
+                grads[name] = some.new_zeros((*some.shape[:-2], count, some.shape[-1]))
+        ordered = {"d" + name: grads[name] for name in ("q", "k", "v", "gate") if name in grads}
+        return call(ROPE_QKV_BACKWARD, {**ordered, **saved}, changed(turned_back(options), copy_v=True))
+
+
+class _RopeQKVBackward(Operation):
+    name = "rope_qkv_backward"
+    tensors = ("dq", "dk", "dv", "dgate?")
+    options = (*ROTATION, *PACKED)
+    results = ("qkv",)
+    reads = ("dq", "dk", "dv")
+    writes = ("qkv_out", "qkv_out", "qkv_out")
+    inplace = False
+    reference = staticmethod(reference.rope_qkv_backward)
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        *lead, groups, head_dim = tensors["dk"].shape
+        return {"qkv": tensors["dk"].new_empty((*lead, *packed_shape(groups, head_dim, options)))}
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        outputs = packed_views(tensors["qkv_out"], options)
+        return separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options), outputs
+
+    def finishes(self, tensors: Tensors, options: Options) -> bool:
+        return options.order == "qkv_gated"
+
+    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        """The gate's part of the gradient is a copy, because the kernel has as many heads to copy as k has."""
+        part = packed_part(outputs["qkv"], "gate", options)
+        part.copy_(tensors["dgate"]) if "dgate" in tensors else part.zero_()
+        return outputs
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        found = call(ROPE_QKV, {**grads, **saved}, turned_back(options))
+        return {"d" + name: x for name, x in found.items()}
+
+
+ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()

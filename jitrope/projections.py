@@ -1,0 +1,116 @@
+"""The public functions for projections whose outputs hold several of q, k and v."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from torch import Tensor
+
+from .api import DEFAULTS, PackedWords
+from .base.signature import with_words
+from .ops.dispatch import call
+from .ops.gather import gather
+from .ops.projections import ROPE_QKV
+from .ops.values import Positions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_WORDS = frozenset(PackedWords.__annotations__)
+
+
+@overload
+def prepare_packed_qkv(
+    qkv: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    q_per_group: int = 1,
+    order: Literal["grouped", "qkv"] = "grouped",
+    copy_v: bool = True,
+    inplace: Literal[False] = False,
+    **words: Unpack[PackedWords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def prepare_packed_qkv(
+    qkv: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    q_per_group: int = 1,
+    order: Literal["qkv_gated"],
+    copy_v: bool = True,
+    inplace: Literal[False] = False,
+    **words: Unpack[PackedWords],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def prepare_packed_qkv(
+    qkv: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    q_per_group: int = 1,
+    order: str = "grouped",
+    inplace: Literal[True],
+    **words: Unpack[PackedWords],
+) -> Tensor: ...
+
+
+@with_words(PackedWords, DEFAULTS)
+def prepare_packed_qkv(
+    qkv: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    q_per_group: int = 1,
+    order: str = "grouped",
+    copy_v: bool = True,
+    inplace: bool = False,
+    **words: Unpack[PackedWords],
+) -> tuple[Tensor, ...] | Tensor:
+    """Split packed QKV and rotate q and k, in one launch. The gradient is one launch too.
+
+    >>> qkv, freqs = torch.randn(1, 16, 2, 6 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, q_per_group=4)  # heads: 8 of q, 2 of k, 2 of v
+
+    Args:
+        qkv: the output of a projection of all heads; any strides. G is the number of k's heads, and q has q_per_group
+            times as many. With the default order (B, S, G, (q_per_group + 2) D), in the default layout; "sbhd" and
+            "thd" are allowed too.
+        q_per_group: heads of q for each head of k.
+        order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
+            Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of
+            q, then all of k, then all of v, (B, S, (q_per_group + 2) G, D) (vLLM, Phi-3, GPT-2). "qkv_gated": the same
+            with a gate after each head of q, (B, S, (2 q_per_group + 2) G, D): q_0, gate_0, q_1, gate_1, ..., then k
+            and v (Qwen3-Next, Qwen3.5).
+        copy_v: False: return v as a view of qkv, without a copy.
+        inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays.
+        The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
+
+    Returns:
+        q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
+        sequence q and k are zero, and v is copied. With a gate it is the fourth result, a view of qkv with q's shape,
+        not rotated; a second launch copies its gradient into that of qkv. In place: qkv.
+
+    Raises:
+        InvalidInput, CompileError: as in `apply_rope`.
+    """
+    tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
+    asked = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace)
+    asked["q_per_group"] = q_per_group
+    if type(order) is not str or order != "grouped":
+        asked["order"] = order
+    if copy_v is not True:
+        asked["copy_v"] = copy_v
+    out = call(ROPE_QKV, tensors, asked)
+    if "qkv" in out:
+        return qkv
+    return (out["q"], out["k"], out["v"], out["gate"]) if "gate" in out else (out["q"], out["k"], out["v"])
