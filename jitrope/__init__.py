@@ -9,6 +9,7 @@
   `DynamicQuantize`).
 - `prepare_packed_qkv` splits the output of a fused projection, in any common order, and rotates.
 - `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
+- `prepare_mla_qkv` rotates, and makes k and v of multi-head latent attention (DeepSeek).
 - `Packed`, `Starts` and `Mrope` are kinds of `positions=`.
 - `configure` changes settings; `record` and `planning` list the kernels that a run needs.
 
@@ -41,13 +42,14 @@ from .jit.recording import record
 from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
 from .ops.values import KVCache, Mrope, Norm, Packed, Starts
-from .projections import prepare_packed_qkv
+from .projections import prepare_mla_qkv, prepare_packed_qkv
 
 __all__ = [  # noqa: RUF022  in the order of the documentation
     "apply_rope",
     "prepare_qkv",
     "prepare_packed_qkv",
     "prepare_joint_qkv",
+    "prepare_mla_qkv",
     "Packed",
     "Starts",
     "Mrope",

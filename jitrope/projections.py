@@ -10,13 +10,32 @@ from .api import DEFAULTS, PackedWords
 from .base.signature import with_words
 from .ops.dispatch import call
 from .ops.gather import gather
+from .ops.latent import ROPE_LATENT
 from .ops.projections import ROPE_QKV
 from .ops.values import Positions
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import TypedDict, Unpack
+else:
+    from typing import TypedDict
+
+
+class LatentWords(TypedDict, total=False):
+    """The keywords of `prepare_mla_qkv`; see `apply_rope`."""
+
+    interleaved: bool
+    interleaved_out: bool | None
+    rounding: str
+    cos_sin_cache: Tensor | None
+    freqs: Tensor | None
+    freqs_cis: Tensor | None
+    mscale: float
+    layout: str
+    check: bool
+
 
 _WORDS = frozenset(PackedWords.__annotations__)
+_LATENT_WORDS = frozenset(LatentWords.__annotations__)
 
 
 @overload
@@ -114,3 +133,51 @@ def prepare_packed_qkv(
     if "qkv" in out:
         return qkv
     return (out["q"], out["k"], out["v"], out["gate"]) if "gate" in out else (out["q"], out["k"], out["v"])
+
+
+@with_words(LatentWords, DEFAULTS)
+def prepare_mla_qkv(
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    **words: Unpack[LatentWords],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prepare q, k and v of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) in one launch.
+
+    The last R elements of each head of q are rotated. k is the first part of each head of kv and the rotated k_pe,
+    which all heads share (equation 17); v is the rest of kv. The gradient is one launch too, with one tensor for kv;
+    that of k_pe is the sum over k's heads in fp32, in their order, rotated back. There is no second derivative.
+
+    >>> q, kv, k_pe = torch.randn(1, 16, 8, 128 + 64), torch.randn(1, 16, 8, 128 + 96), torch.randn(1, 16, 1, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_mla_qkv(q, kv, k_pe, cos, sin, interleaved=True, interleaved_out=False)
+    >>> k.shape, v.shape
+    (torch.Size([1, 16, 8, 192]), torch.Size([1, 16, 8, 96]))
+
+    Args:
+        q: (B, S, Hq, D) in the default layout; D is at most 512; any strides. It may have no heads. To rotate q in
+            place use `apply_rope` with rotary_offset = D - R.
+        kv: (B, S, Hk, D - R + Dv), the output of the up-projection: the first D - R elements of k, then Dv of v.
+        k_pe: (B, S, 1, R); R is even and at most D.
+        interleaved, interleaved_out: DeepSeek's checkpoints have interleaved pairs; their reference code, and
+            `fused_apply_mla_rope_for_q` and `fused_apply_mla_rope_for_kv` of Megatron-core, rotate them into halves.
+        The other arguments are those of `apply_rope`. Tables for each head are refused.
+
+    Returns:
+        q like the input, k (B, S, Hk, D) and v (B, S, Hk, Dv), contiguous. For tokens after the last sequence q and k
+        are zero, and v is copied.
+
+    Raises:
+        InvalidInput, CompileError: as in `apply_rope`.
+    """
+    tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
+    asked = gather(ROPE_LATENT, tensors, words, _LATENT_WORDS, positions)
+    if all(isinstance(x, Tensor) and x.dim() for x in (q, kv, k_pe)):
+        asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]
+        asked["v_dim"] = kv.shape[-1] - first
+    out = call(ROPE_LATENT, tensors, asked)
+    return out["q"], out["k"], out["v"]

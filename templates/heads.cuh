@@ -13,15 +13,16 @@ struct Lane {
     }
 };
 
-// Which tensor a head of a token is in: q's heads come first, then k's, then v's.
+// Which tensor a head of a token is in: q's heads come first, then k's, then v's. SUMS: before them comes the sum over
+// k's heads, a head of k with a negative index.
 struct Head {
     bool is_q, is_v;
     int tensor, index;                                   // q, k, v: 0, 1, 2; and the head's number in the tensor
 
     __device__ __forceinline__ Head(const Params& p, int head)
-        : is_q(head < static_cast<int>(p.q_heads)), is_v(COPY_V && head >= static_cast<int>(p.q_heads + p.k_heads)),
-          tensor(is_q ? 0 : is_v ? 2 : 1),
-          index(head - static_cast<int>(is_q ? 0 : is_v ? p.q_heads + p.k_heads : p.q_heads)) {}
+        : is_q((!SUMS || head > 0) && head - SUMS < static_cast<int>(p.q_heads)),
+          is_v(COPY_V && head - SUMS >= static_cast<int>(p.q_heads + p.k_heads)), tensor(is_q ? 0 : is_v ? 2 : 1),
+          index(head - SUMS - static_cast<int>(is_q ? 0 : is_v ? p.q_heads + p.k_heads : p.q_heads)) {}
     // The head `heads` further on in the same tensor.
     __device__ __forceinline__ Head(const Head& other, int heads)
         : is_q(other.is_q), is_v(other.is_v), tensor(other.tensor), index(other.index + heads) {}
@@ -48,12 +49,29 @@ struct Head {
         return {base + offset + (VEC == 1 ? dims.step(dim) : dim), dims};
     }
 
+    // LATENT: kv (tensor 1) holds the first part of each head of k, and then v. k_pe (tensor 2) holds the rotated part,
+    // which all heads of k share. The forward reads them, and the gradient writes theirs.
+    __device__ __forceinline__ Head latent(int& dim) const {
+        Head own = *this;
+        if (is_v) own.tensor = 1, dim += ROTARY_OFFSET;
+        else if (!is_q && dim >= ROTARY_OFFSET) own.tensor = 2, own.index = 0, dim -= ROTARY_OFFSET;
+        return own;
+    }
+
     __device__ __forceinline__ Lane<const T> input(const Params& p, const Place& place, int dim) const {
+        if constexpr (LATENT && !SUMS) {
+            const Head own = latent(dim);
+            return own.in(own.of(p.in), p.in_stride, place, dim);
+        }
         return in(of(p.in), p.in_stride, place, dim);
     }
 
     template <typename Out>
     __device__ __forceinline__ Lane<Out> output(const Params& p, const Place& place, int dim) const {
+        if constexpr (SUMS) {
+            const Head own = latent(dim);
+            return own.in(static_cast<Out*>(own.of(p.out)), p.out_stride, place, dim);
+        }
         return in(static_cast<Out*>(of(p.out)), p.out_stride, place, dim);
     }
 };

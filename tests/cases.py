@@ -257,6 +257,73 @@ QKV_CASES = [
 
 
 @dataclass(frozen=True)
+class LatentCase:
+    """A call of `prepare_mla_qkv`. rope: its q, with k_heads heads of k; v_dim: elements of a head of v."""
+
+    name: str
+    why: str
+    rope: Case
+    v_dim: int = 32
+
+    def __str__(self) -> str:
+        return self.name
+
+
+MIXED = {"interleaved": True, "options": {"interleaved_out": False}}
+LATENT_CASES = [
+    LatentCase(
+        "latent", "interleaved pairs into halves, as DeepSeek's", Case("", "", (2, 3, 4, 4, 48), rotary_dim=16, **MIXED)
+    ),
+    LatentCase(
+        "latent-halves", "fewer heads of k than of q, fp32", Case("", "", (2, 3, 3, 2, 48), "fp32", rotary_dim=16)
+    ),
+    LatentCase(
+        "latent-wide",
+        "v wider than q, fp16, positions",
+        Case("", "", (2, 3, 2, 5, 64), "fp16", rotary_dim=32, ids="rows", table_rows=9, interleaved=True),
+        160,
+    ),
+    LatentCase(
+        "latent-narrow",
+        "v of one access, full-width tables",
+        Case("", "", (1, 5, 2, 2, 48), rotary_dim=32, table="full"),
+        8,
+    ),
+    LatentCase(
+        "latent-sbhd",
+        "context parallelism",
+        Case("", "", (2, 4, 2, 2, 48), layout="sbhd", rotary_dim=16, cp=(2, 1), table_rows=8),
+    ),
+    LatentCase(
+        "latent-bhsd", "heads before the sequence", Case("", "", (2, 3, 2, 4, 48), layout="bhsd", rotary_dim=16)
+    ),
+    LatentCase(
+        "latent-packed",
+        "packed, spare rows, context parallelism, angles",
+        Case(
+            "",
+            "",
+            (1, 9, 2, 2, 48),
+            layout="thd",
+            rotary_dim=16,
+            lengths=(8, 0, 4),
+            cp=(2, 0),
+            table_rows=9,
+            table="angles",
+            **MIXED,
+        ),
+    ),
+    LatentCase(
+        "latent-full-angles",
+        "packed, full-width angles",
+        Case("", "", (1, 9, 2, 3, 48), layout="thd", rotary_dim=16, lengths=(5, 3), table="angles_full"),
+    ),
+    LatentCase("latent-scalar", "sizes that no access divides", Case("", "", (1, 3, 2, 3, 9), "fp32", rotary_dim=6), 5),
+    LatentCase("latent-whole", "no first part: a head is rotated whole", Case("", "", (1, 3, 2, 2, 16))),
+]
+
+
+@dataclass(frozen=True)
 class NormCase:
     """A call with a norm before the rotation of a `Case` without cu_seqlens and angles."""
 
@@ -719,6 +786,17 @@ def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any]
     call = make(replace(case, shape=shape, rotary_dim=case.rotary_dim or d), device)
     (qkv, _, *tables), options = lower(call, q_per_group=q_per_group, **changes)
     return [qkv, *tables], options
+
+
+def make_latent(case: LatentCase, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:
+    """([q, kv, k_pe, cos, sin, cu_seqlens, start_positions, ids], options) of a case."""
+    (q, k, *tables), options = lower(make(case.rope, device), **changes)
+    offset = q.shape[-1] - options.rotary_dim
+    generator = torch.Generator().manual_seed(1)
+    axis = LAYOUT_AXES[options.layout][2]
+    kv = torch.randn(*k.shape[:-1], offset + case.v_dim, generator=generator).to(q)
+    k_pe = torch.randn(*k.shape[:-1], options.rotary_dim, generator=generator).to(q).narrow(axis, 0, 1)
+    return [q, kv, k_pe, *tables], options._replace(rotary_offset=offset, v_dim=case.v_dim)
 
 
 def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:

@@ -59,6 +59,12 @@ LARGEST = [
     specs_of(function="prepare_packed_qkv", heads=[32, 8], table="freqs", width="full", positions=PACKED,
              backward=True),
     specs_of(function="prepare_packed_qkv", heads=[16, 16], layout="sbhd", batch=2, backward=True),
+    specs_of(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, order="qkv_gated", backward=True),
+    # DeepSeek-V3, whole and on one of eight ranks.
+    *(specs_of(function="prepare_mla_qkv", heads=heads, head_dim=192, rotary_dim=64, interleaved=True,
+               interleaved_out=False, table="freqs", positions=[None, PACKED], backward=True)
+      for heads in ([128, 128], [16, 16])),
+    specs_of(function="prepare_mla_qkv", heads=[40, 40], head_dim=96, rotary_dim=32, v_dim=64, backward=True),
     # For serving.
     specs_of(heads=40, positions={"position_ids": "int32", "mrope_section": [16, 24, 24]}, inplace=True),
     specs_of(heads=40, positions={"position_ids": IDS, "mrope_section": [24, 20, 20], "mrope_interleaved": True},

@@ -136,20 +136,20 @@ def problems(draw: Any) -> RopeProblem:
     def some(strategy: Any, chosen: bool, otherwise: Any) -> Any:
         return draw(strategy) if chosen else otherwise
 
-    kind = pick("plain", "plain", "packed", "ids", "cache", "qkv", "norm", "streams", "across", "gradient")
+    kind = pick("plain", "plain", "packed", "ids", "cache", "qkv", "latent", "norm", "streams", "across", "gradient")
     normed = kind in ("norm", "streams", "across", "gradient") or (kind == "cache" and draw(FLAG))
     head_dim = 2 * draw(st.one_of(st.sampled_from([32, 40, 64, 128]), st.integers(1, 256)))
     rotary = some(st.integers(1, head_dim // 2).map(lambda n: 2 * n), pick(True, False), head_dim)
-    offset = draw(st.integers(0, head_dim - rotary))
+    offset = head_dim - rotary if kind == "latent" else draw(st.integers(0, head_dim - rotary))
     rounding = pick(*ROUNDINGS)
     dtype, exact = pick(*DTYPES), rounding == "complex128"
     angles = draw(FLAG) and not normed and not exact
     if kind == "packed" and exact:
         rounding, exact = "complex64", False
     interleaved = draw(FLAG)
-    mixed = kind in ("plain", "packed", "ids") and pick(True, False, False)
-    in_place = draw(FLAG) and not mixed and kind not in ("streams", "gradient", "qkv")
-    values = kind in ("cache", "streams", "qkv")
+    mixed = kind in ("plain", "packed", "ids", "latent") and pick(True, False, False)
+    in_place = draw(FLAG) and not mixed and kind not in ("streams", "gradient", "qkv", "latent")
+    values = kind in ("cache", "streams", "qkv", "latent")
     per_head = pick(True, False, False) and not angles and not values and not mixed and kind != "ids"
     heads_each = draw(COUNTS)
     q_per_group = some(st.integers(1, 8), kind == "qkv", 1)
@@ -176,7 +176,7 @@ def problems(draw: Any) -> RopeProblem:
         packed_table=draw(FLAG) and kind == "packed", rounding=rounding, in_place=in_place,
         cu_seqlens_dtype=pick(*INDEX_DTYPES) if kind == "packed" else None,
         start_positions_dtype=pick(None, *INDEX_DTYPES) if kind in ("plain", "packed") and not exact else None,
-        cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv") else 1,
+        cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv", "latent") else 1,
         position_ids_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
         mrope_section=sections, mrope_interleaved=bool(sections) and draw(FLAG),
         slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" else None,
@@ -191,6 +191,7 @@ def problems(draw: Any) -> RopeProblem:
         v_norm=normed and kind == "cache" and draw(FLAG),
         weight_dtype=weight, two_streams=kind == "streams",
         two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, copy_v=values,
+        v_dim=draw(st.integers(1, 256)) if kind == "latent" else 0,
         batch_inner=kind != "packed" and draw(FLAG), wide=draw(FLAG), batch=draw(st.integers(1, 4)), tokens=tokens,
         heads=heads, q_heads=q_heads if not row_heads else row_heads[0],
         num_sequences=draw(st.one_of(st.integers(1, 9), st.just(MAX_GRID_Y), st.just(100_000)))
@@ -215,7 +216,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     rest = 0 if p.in_place and not p.slot_mapping_dtype and not p.norm else p.head_dim - p.rotary_dim
     assert spec.lanes * run >= p.rotary_dim
     copied = spec.vec * spec.copy_accesses
-    assert p.rotary_dim % run == rest % copied == p.rotary_offset % spec.vec == 0
+    assert p.rotary_dim % run == rest % copied == p.rotary_offset % spec.vec == p.v_dim % spec.vec == 0
     assert copied <= max(run, spec.vec)
     assert spec.lanes == p.rotary_dim // run + rest // copied
     assert spec.vec <= p.vec_limit

@@ -54,6 +54,7 @@ BASE = RopeProblem(
     gradient=False,
     q_per_group=1,
     copy_v=False,
+    v_dim=0,
     batch_inner=False,
     wide=False,
     batch=1,

@@ -16,6 +16,8 @@ from jitrope.ops.operations import (
     ROPE_FP8,
     ROPE_INTO,
     ROPE_KV_CACHE,
+    ROPE_LATENT,
+    ROPE_LATENT_BACKWARD,
     ROPE_QKV,
     ROPE_QKV_BACKWARD,
 )
@@ -28,15 +30,18 @@ from .cases import (
     CACHE_CASES,
     CASES,
     DTYPES,
+    LATENT_CASES,
     NORM_CASES,
     QKV_CASES,
     CacheCase,
     Case,
+    LatentCase,
     NormCase,
     head_views,
     lower,
     make,
     make_cache,
+    make_latent,
     make_norm,
     make_qkv,
     named,
@@ -257,6 +262,26 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     if options.order == "qkv_gated":
         packed_part(want, "gate", options).fill_(777)  # it is written after the launch
     assert_same([packed], [want], case)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_latent_attention_matches_reference(case: LatentCase, launch: str) -> None:
+    """Forward, and the gradient, whose sum over heads has another order than torch's."""
+    (*tensors, cos, sin, cu_seqlens, starts, ids), options = make_latent(case, launch=launch)
+    tables = (cos, sin, cu_seqlens, starts, ids)
+    for op, o in ((ROPE_LATENT, options), (ROPE_LATENT_BACKWARD, turned_back(options))):
+        want = referenced(op, tensors, tables, o)
+        outputs = {f"{name}_out": torch.full_like(x, 777) for name, x in want.items()}
+        views = op.heads({**named(op, tensors, tables), **outputs}, o)
+        plan = run_kernel(*views, tables, o)
+        assert plan.spec.launch == launch
+        exact = [name for name in want if name != "k_pe"]
+        assert_same([outputs[f"{name}_out"] for name in exact], [want[name] for name in exact], case.rope)
+        if op is ROPE_LATENT_BACKWARD:
+            unit = torch.finfo(want["k_pe"].dtype).eps
+            torch.testing.assert_close(outputs["k_pe_out"], want["k_pe"], rtol=2 * unit, atol=2 * unit)
+        tensors = [*want.values()]
 
 
 @pytest.mark.parametrize("cp", [(1, 0), (2, 1)], ids=str)

@@ -170,7 +170,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     changes |= {"cp_size": 2, "q_per_group": 4, "copy_v": True, "batch_inner": True, "position_ids_dtype": "int64"}
     changes |= {"mrope_section": (16, 48), "mrope_interleaved": True, "one_row": True, "wide": True}
     changes |= {"slot_mapping_dtype": "int64", "page_size": 16, "rotate_k": True, "q_out": "fp8", "kv_out": "fp8"}
-    changes |= {"norm_rounding": "twice", "table_step": 2}
+    changes |= {"norm_rounding": "twice", "table_step": 2, "v_dim": 64}
     norms_own = {
         "norm_rounding": "none",
         "norm_kind": "layer_norm",

@@ -13,6 +13,7 @@ from ..plan.views import FORMATS, Tensors
 from . import checks, reference
 from .formats import empty_scale
 from .into import Into, ScaledInto
+from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
 from .operation import (
     NORMED,
     ROTATION,
@@ -309,6 +310,7 @@ for _op in (*_PREPARED, *PREPARED[""][:1]):
 ROPE_INTO = ROPE.into
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _PREPARED]),
-    *(ROPE_QKV, ROPE_QKV_BACKWARD, QK_NORM_ROPE_KV_CACHE_SCALED, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD),
+    *(QK_NORM_ROPE_KV_CACHE_SCALED, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
 )
 """The operations with ops of torch."""

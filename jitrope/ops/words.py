@@ -57,7 +57,10 @@ _OLD = {
 """Words of other libraries and of jitrope's old versions, and the argument that replaces them."""
 
 _STAGES = ("norm", "cache", "quantize")
-_HAVE = {"apply_rope": ("positions",), "prepare_packed_qkv": ("positions",), "prepare_joint_qkv": ("norm",)}
+_HAVE = {
+    **dict.fromkeys(("apply_rope", "prepare_packed_qkv", "prepare_mla_qkv"), ("positions",)),
+    "prepare_joint_qkv": ("norm",),
+}
 """The allowed values for functions that do not take all values."""
 
 

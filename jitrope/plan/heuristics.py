@@ -221,7 +221,8 @@ def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
     vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
     if p.norm:  # torch sums in groups of four neighbours
         vec = max(vec, min(p.vec_limit, 4))
-    while vec > 1 and (p.copied % vec or first % vec or p.rotary_dim % (vec if interleaved else 2 * vec)):
+    others = (p.copied, first, p.v_dim)
+    while vec > 1 and (any(x % vec for x in others) or p.rotary_dim % (vec if interleaved else 2 * vec)):
         vec //= 2
     chunk = max(vec, 2) if interleaved else vec
     return vec, 2 if p.rotary_dim % (2 * chunk) == 0 else 1

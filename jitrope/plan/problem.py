@@ -201,6 +201,7 @@ class _Call:
         self.q_heads, self.k_heads = groups * self.q_per_group, 0 if inputs[1] is None else inputs[1].shape[2]
         self.tokens = self.batch * self.seqlen
         self.heads = self.q_heads + self.k_heads * (2 if inputs[2] is not None else 1)
+        self.heads += options.v_dim > 0 and options.inverse  # the sum over k's heads
         self.sequences = len(tensors["cu_seqlens"]) - 1 if "cu_seqlens" in tensors else 0
         self.pages, self.page_size = self.views[4].shape[:2] if "slot_mapping" in tensors else (0, 0)
 

@@ -78,6 +78,7 @@ class Options(NamedTuple):
     q_per_group: int = 0  # heads of q in a group of packed QKV; 0: separate q and k
     order: str = "grouped"  # of packed QKV, one of `QKV_ORDERS`
     copy_v: bool = True  # packed QKV: copy v, or return a view
+    v_dim: int = 0  # latent attention: elements of a head of v
     rotate_k: bool = False  # rotate k in place too, beside its copy in a cache
     rounding: str = "fp32"
     launch: str = "auto"
@@ -138,7 +139,8 @@ class Compiled:
     that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head,
     or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`. With a slot_mapping k
     and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
-    q_per_group: heads of q in a group of packed QKV, else 1. copy_v: v is copied.
+    q_per_group: heads of q in a group of packed QKV, else 1. copy_v: v is copied. v_dim: with latent attention,
+    elements of a head of v, else 0.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
@@ -191,6 +193,7 @@ class Compiled:
     gradient: bool
     q_per_group: int
     copy_v: bool
+    v_dim: int
     batch_inner: bool
     wide: bool
 
@@ -238,6 +241,7 @@ class RopeSpec(Compiled, Spec):
     def name(self) -> str:
         """A readable name. Kernels that differ only in a detail may share it."""
         pairings = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
+        qkv = f"qkv{self.q_per_group}" if self.copy_v and not self.v_dim else ""
         parts = [
             self.kind,
             self.dtype,
@@ -250,8 +254,9 @@ class RopeSpec(Compiled, Spec):
             "packed" if self.cu_seqlens_dtype else "",
             f"cp{self.cp_size}" if self.cp_size > 1 else "",
             "ids" + (f"{len(self.mrope_section)}" if self.mrope_section else "") if self.position_ids_dtype else "",
-            f"cache_{self.kv_out}" if self.slot_mapping_dtype else f"qkv{self.q_per_group}" if self.copy_v else "",
+            f"cache_{self.kv_out}" if self.slot_mapping_dtype else qkv,
             f"to_{self.q_out}" if self.q_out != self.dtype else "",
+            f"latent_v{self.v_dim}" if self.v_dim else "",
             self.rounding if self.rounding != "fp32" else "",
             f"round_{self.norm_rounding}" if self.norm else "",
             self.norm_kind if self.norm_kind != "rms_norm" else "",

@@ -22,7 +22,7 @@ _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 """Sizes on which no kernel depends: tokens of a sequence, rows of a table, sequences of a packed batch."""
 
 _TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_FUNCTIONS = ("apply_rope", "prepare_qkv", "prepare_packed_qkv", "prepare_joint_qkv")
+_FUNCTIONS = ("apply_rope", "prepare_qkv", "prepare_packed_qkv", "prepare_joint_qkv", "prepare_mla_qkv")
 
 
 class Described:
@@ -126,6 +126,11 @@ class Described:
             order = arguments.word(self.name, "order", words.get("order", "grouped"), tuple(QKV_ORDERS))
             packed = Options(q_per_group=n, order=order)
             given: list[Any] = [self.q_or_k(*packed_shape(self.heads[1], self.head_dim, packed))]
+        elif self.name == "prepare_mla_qkv":
+            rotary = rotary_dim_of(self.name, {"rotary_dim": words.pop("rotary_dim", None)}, self.head_dim)
+            v_dim = arguments.whole(self.name, "v_dim", words.pop("v_dim", self.head_dim - rotary), 1)
+            sizes = (self.head_dim, self.head_dim - rotary + v_dim, rotary)
+            given = [self.q_or_k(n, size) for n, size in zip((*self.heads, 1), sizes)]
         else:
             q_k_v = (*self.heads, *self.heads[1:])
             given = [[self.q_or_k(n, self.head_dim) for n in q_k_v] for _ in range(2)]  # for two streams

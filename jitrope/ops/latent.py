@@ -1,0 +1,101 @@
+"""The operations of multi-head latent attention: its check, the same in plain torch, and its gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from ..plan.spec import LAYOUT_AXES, Options, changed
+from ..plan.views import TABLE_NAMES, Tensors
+from .checks import check
+from .fit import check_heads, failing, label_of_table, named
+from .operation import ROTATION, Call, Operation, empty_like, turned_back
+from .reference import rotate
+
+_OPTIONS = (*ROTATION, "v_dim")
+
+
+def check_latent(name: str, tensors: Tensors, options: Options) -> None:
+    """The check of a call with latent attention."""
+    fail, layout = failing(name), options.layout
+    q, kv, k_pe, cos = (tensors[label] for label in ("q", "kv", "k_pe", "cos"))
+    for label, x in (("kv", kv), ("k_pe", k_pe)):
+        as_wide = x.dim() == len(layout) == q.dim()  # its own width is checked below
+        like = x[..., :1].expand(*x.shape[:-1], q.shape[-1]) if as_wide else x
+        check_heads(q, like, options, fail, "q", label)
+    check(name, {"q": q, **{label: tensors[label] for label in TABLE_NAMES if label in tensors}}, options)
+    if k_pe.shape[LAYOUT_AXES[layout][2]] != 1 or k_pe.shape[-1] != options.rotary_dim:
+        fail(f"k_pe is {named(k_pe, layout)}; it must have H=1, and D=rotary_dim={options.rotary_dim}")
+    if options.v_dim < 1 or kv.shape[-1] != options.rotary_offset + options.v_dim:
+        had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
+        fail(f"{had}; kv must be wider than q less k_pe, {options.rotary_offset}, by the elements of a head of v")
+    if cos.dim() == 4 and cos.shape[2] != 1:
+        fail(f"{label_of_table(options)} has shape {tuple(cos.shape)}; the heads must share it: (P, W) or (B, P, W)")
+
+
+def latent(t: Tensors, o: Options) -> Tensors:
+    """q, rotated; k, the first part of kv and the rotated k_pe for every head; and v, the rest of kv."""
+    first, v = t["kv"].split([o.rotary_offset, o.v_dim], -1)
+    k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
+    copied = v.clone(memory_format=torch.contiguous_format)
+    return {"q": rotate(t["q"], t, o), "k": rotate(k, t, o), "v": copied}
+
+
+def latent_backward(t: Tensors, o: Options) -> Tensors:
+    """The gradients of q, kv and k_pe, whose heads are summed in fp32; `o` rotates back."""
+    dk, offset = t["dk"], o.rotary_offset
+    summed = dk[..., offset:].float().sum(LAYOUT_AXES[o.layout][2], keepdim=True)
+    k_pe = rotate(summed, t, changed(o, rotary_offset=0), out_dtype=dk.dtype, storage=dk.dtype)
+    kv = torch.cat((rotate(dk, t, o)[..., :offset], t["dv"]), -1)
+    return {"q": rotate(t["dq"], t, o), "kv": kv, "k_pe": k_pe}
+
+
+class _Latent(Operation):
+    name, function, stage = "rope_latent", "prepare_mla_qkv", "latent attention"
+    tensors = ("q", "kv", "k_pe")
+    options = _OPTIONS
+    words = tuple([word for word in (*_OPTIONS, "check") if word != "inverse"])
+    results = ("q", "k", "v")
+    reads = ("q", "kv", "k_pe")
+    inplace = False
+    check = staticmethod(check_latent)
+    reference = staticmethod(latent)
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        q, kv = tensors["q"], tensors["kv"]
+        k, v = (kv.new_empty((*kv.shape[:-1], size)) for size in (q.shape[-1], options.v_dim))
+        return {"q": empty_like(q), "k": k, "v": v}
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        """A missing gradient has no heads, or, of k or v alone, is zero."""
+        axis, sizes = LAYOUT_AXES[options.layout][2], {"v": options.v_dim}
+        heads = {name: x.shape[axis] for name, x in grads.items()}
+        pair = heads.get("k", heads.get("v", 0))
+        some = next(iter(grads.values()))
+        for name, count in (("q", 0), ("k", pair), ("v", pair)):
+            if name not in grads:
+                shape = [*some.shape[:-1], sizes.get(name, options.rotary_offset + options.rotary_dim)]
+                shape[axis] = count
+                grads[name] = some.new_zeros(shape)
+        ordered = {"d" + name: grads[name] for name in "qkv"}
+        found = call(ROPE_LATENT_BACKWARD, {**ordered, **saved}, turned_back(options))
+        return {name: x for name, x in found.items() if (name == "q" and "q" in heads) or (name != "q" and pair)}
+
+
+class _LatentBackward(Operation):
+    name = "rope_latent_backward"
+    tensors = ("dq", "dk", "dv")
+    options = _OPTIONS
+    results = ("q", "kv", "k_pe")
+    reads = ("dq", "dk", "dv")
+    writes = ("q_out", "kv_out", "k_pe_out")
+    inplace = False
+    reference = staticmethod(latent_backward)
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        dk, shape = tensors["dk"], [*tensors["dk"].shape[:-1], options.rotary_dim]
+        shape[LAYOUT_AXES[options.layout][2]] = 1
+        kv = dk.new_empty((*dk.shape[:-1], options.rotary_offset + options.v_dim))
+        return {"q": empty_like(tensors["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
+
+
+ROPE_LATENT, ROPE_LATENT_BACKWARD = _Latent(), _LatentBackward()

@@ -1,0 +1,215 @@
+"""`prepare_mla_qkv`: latent attention's q, k and v, and their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import jitrope
+from jitrope.ops.operations import OPERATIONS, ROPE_LATENT, ROPE_LATENT_BACKWARD
+from jitrope.plan.spec import LAYOUT_AXES, Options
+from jitrope.tools import prewarm
+from tests.said import said
+
+from . import oracle
+from .cases import LATENT_CASES, LatentCase, make_latent, op_arguments
+from .devices import DEVICES
+
+NAMES = ("cu_seqlens", "start_positions", "position_ids")
+
+
+def latent_call(case: LatentCase, device: str = "cpu"):
+    """(q, kv, k_pe), the flat words of the call, and those of `apply_rope` for a whole head."""
+    (*tensors, cos, sin, cu_seqlens, starts, ids), o = make_latent(case, device)
+    tables = {"freqs": cos} if o.table == "freqs" else {"cos": cos, "sin": sin}
+    places = dict(zip(NAMES, (cu_seqlens, starts, ids)))
+    words = {name: getattr(o, name) for name in ("layout", "interleaved", "interleaved_out", "cp_size", "cp_rank")}
+    words = {**tables, **{name: x for name, x in {**places, **words}.items() if x is not None}}
+    return tensors, words, {**words, "rotary_dim": o.rotary_dim, "rotary_offset": o.rotary_offset}
+
+
+def plain(tensors, o: Options, words, rope=jitrope.apply_rope):
+    """The same by slices, a concatenation and `apply_rope`."""
+    q, kv, k_pe = tensors
+    k = torch.cat((kv[..., : o.rotary_offset], k_pe.expand(*kv.shape[:-1], -1)), -1)
+    return (*rope(q, k, **words), kv[..., o.rotary_offset :])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_values_and_gradients_are_those_of_the_plain_chain(case: LatentCase, device: str) -> None:
+    tensors, words, whole = latent_call(case, device)
+    o = make_latent(case)[1]
+    results = []
+    for function in (lambda xs: jitrope.prepare_mla_qkv(*xs, **said(**words)), lambda xs: plain(xs, o, said(**whole))):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        out = function(leaves)
+        generator = torch.Generator().manual_seed(2)
+        weights = [torch.randn(y.shape, generator=generator).to(y) for y in out]
+        results.append((out, torch.autograd.grad(out, leaves, weights)))
+    assert all(x.is_contiguous() for x in results[0][0][1:])
+    for got, want in zip((*results[0][0], *results[0][1][:2]), (*results[1][0], *results[1][1][:2])):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    unit = torch.finfo(tensors[0].dtype).eps  # the plain chain rounds each head before the sum
+    heads = tensors[1].shape[LAYOUT_AXES[o.layout][2]]
+    torch.testing.assert_close(results[0][1][2], results[1][1][2], rtol=4 * unit, atol=4 * unit * heads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_the_sum_over_heads_is_in_fp32(case: LatentCase, device: str) -> None:
+    """The gradient of k_pe is the fp64 one, rounded once."""
+    tensors, words, _ = latent_call(case, device)
+    o = make_latent(case)[1]
+    leaf = tensors[2].clone().requires_grad_()
+    _, k, _ = jitrope.prepare_mla_qkv(tensors[0], tensors[1], leaf, **said(**words))
+    weight = torch.randn(k.shape, generator=torch.Generator().manual_seed(3)).to(k)
+    first, second = (torch.autograd.grad(k, leaf, weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    back = {**words, "interleaved": o.interleaved_out, "interleaved_out": o.interleaved, "inverse": True}
+    part = weight[..., o.rotary_offset :].double().cpu().sum(LAYOUT_AXES[o.layout][2], keepdim=True)
+    back = {name: x.cpu() if hasattr(x, "cpu") else x for name, x in back.items()}
+    (want, _), _ = oracle.rope(part, None, back.pop("cos", None), back.pop("sin", None), **back)
+    unit = torch.finfo(first.dtype).eps
+    torch.testing.assert_close(first.double().cpu(), want, rtol=unit, atol=4e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+def test_the_gradient_of_some_results(given: tuple[int, ...], device: str) -> None:
+    case = LATENT_CASES[1]
+    tensors, words, whole = latent_call(case, device)
+    o, found = make_latent(case)[1], []
+    for function in (lambda xs: jitrope.prepare_mla_qkv(*xs, **said(**words)), lambda xs: plain(xs, o, said(**whole))):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        out = function(leaves)
+        loss = sum(out[i].float().square().sum() for i in given)
+        found.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+    for got, want in zip(*found):
+        wanted = torch.zeros_like(got) if want is None and got is not None else want
+        assert (got is None) == (wanted is None)
+        if got is not None:
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_q_without_heads_and_strided_inputs(device: str) -> None:
+    """kv alone, as `fused_apply_mla_rope_for_kv`; k_pe and kv as slices of one projection, in any strides."""
+    down = torch.randn(2, 6, 3 * (32 + 24) + 16, device=device)
+    kv, k_pe = down[..., :-16].unflatten(-1, (3, -1)), down[..., None, -16:]
+    cos, sin = torch.rand(2, 6, 8, device=device)
+    q = torch.randn(2, 6, 3, 48, device=device)
+    want = jitrope.prepare_mla_qkv(q, kv.contiguous(), k_pe.contiguous(), cos, sin)
+    none, k, v = jitrope.prepare_mla_qkv(q[:, :, :0], kv, k_pe, cos, sin)
+    assert none.shape == (2, 6, 0, 48)
+    assert torch.equal(k, want[1])
+    assert torch.equal(v, want[2])
+    turned = q.transpose(1, 2).contiguous().transpose(1, 2)
+    strided, *_ = jitrope.prepare_mla_qkv(turned, kv, k_pe, cos, sin)
+    assert torch.equal(strided, want[0])
+    assert strided.stride() == turned.stride()
+
+
+@pytest.mark.parametrize("op", [ROPE_LATENT, ROPE_LATENT_BACKWARD], ids=lambda op: op.name)
+def test_opcheck(op) -> None:
+    (*tensors, cos, sin, cu_seqlens, starts, ids), options = make_latent(LATENT_CASES[0])
+    if op is ROPE_LATENT_BACKWARD:
+        tensors = [*jitrope.prepare_mla_qkv(*tensors, cos, sin, interleaved=True, interleaved_out=False)]
+        options = options._replace(interleaved=False, interleaved_out=True, inverse=True)
+    else:
+        tensors[0].requires_grad_()
+    arguments = op_arguments(op, tensors, (cos, sin, cu_seqlens, starts, ids), options)
+    torch.library.opcheck(getattr(torch.ops.jitrope, op.name).default, arguments)
+    assert op in OPERATIONS
+
+
+@pytest.mark.parametrize("case", [LATENT_CASES[0], LATENT_CASES[6]], ids=str)
+def test_compile_fullgraph(case: LatentCase) -> None:
+    tensors, words, _ = latent_call(case)
+
+    def model(q, kv, k_pe):
+        q, k, v = jitrope.prepare_mla_qkv(q * 2, kv, k_pe, **said(**words))
+        return q.float().sum(-1), k * 2, v + 1
+
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors]
+        out = function(*leaves)
+        results.append((*out, *torch.autograd.grad(sum(y.float().square().sum() for y in out), leaves)))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_one_launch_each_way() -> None:
+    """DeepSeek-V3: one kernel forward and one backward, with 16-byte accesses."""
+    q, kv, k_pe = (
+        torch.empty(1, 4096, *s, dtype=torch.bfloat16, device="meta").requires_grad_()
+        for s in ((128, 192), (128, 256), (1, 64))
+    )
+    freqs = torch.empty(4096, 32, device="meta")
+    with jitrope.planning(["auto"]) as specs:
+        out = jitrope.prepare_mla_qkv(q, kv, k_pe, freqs=freqs, interleaved=True, interleaved_out=False)
+        grads = torch.autograd.grad(out, (q, kv, k_pe), [torch.empty_like(x) for x in out])
+    assert [x.shape for x in out] == [q.shape, (1, 4096, 128, 192), (1, 4096, 128, 128)]
+    assert [x.shape for x in grads] == [q.shape, kv.shape, k_pe.shape]
+    assert [(spec.v_dim, spec.vec, spec.inverse) for spec in specs] == [(128, 8, False), (128, 8, True)]
+    words = {"heads": [128, 128], "head_dim": 192, "rotary_dim": 64, "backward": True, "table": "freqs"}
+    pairs = {"interleaved": True, "interleaved_out": False}
+    assert {*specs} <= {*prewarm.specs_of(function="prepare_mla_qkv", **words, **pairs)}
+
+
+Q, KV, K_PE, TABLE = (torch.ones(2, 6, *s) for s in ((4, 48), (3, 56), (1, 16), (8,)))
+REFUSALS = {
+    "kv is narrow": ({"kv": KV[..., :32]}, r"q is \(B=2, S=6, H=4, D=48\), k_pe .* and kv .*D=32\); kv must be wider"),
+    "heads of k_pe": ({"k_pe": K_PE.expand(2, 6, 3, 16)}, r"k_pe is \(B=2, S=6, H=3, D=16\); it must have H=1"),
+    "odd k_pe": ({"k_pe": K_PE[..., :15]}, "rotary_dim is 15; it must be even"),
+    "wide k_pe": ({"k_pe": torch.ones(2, 6, 1, 50)}, "rotary_offset is -2"),
+    "tokens of kv": ({"kv": KV[:, :5]}, r"q is \(B=2, S=6.* but kv is \(B=2, S=5"),
+    "tokens of k_pe": ({"k_pe": K_PE[:, :5]}, r"q is \(B=2, S=6.* but k_pe is \(B=2, S=5"),
+    "axes of kv": ({"kv": KV.flatten(2)}, r"kv has shape \(2, 6, 168\), layout 'bshd' needs 4 axes"),
+    "axes of k_pe": ({"k_pe": K_PE[:, :, 0]}, r"k_pe has shape \(2, 6, 16\), layout 'bshd' needs 4 axes"),
+    "a number": ({"kv": torch.ones(())}, r"kv has shape \(\), layout 'bshd' needs 4 axes"),
+    "dtype": ({"kv": KV.half()}, "kv is torch.float16 on cpu but q is torch.float32"),
+    "not a tensor": ({"k_pe": None}, "k_pe is None; it must be a tensor"),
+    "table": ({"cos": TABLE[0, :, :4], "sin": TABLE[0, :, :4]}, "cos and sin are 4 wide; with rotary_dim 16"),
+    "rows": ({"cos": TABLE[0, :5], "sin": TABLE[0, :5]}, "cos has 5 rows; it needs 6"),
+    "tables for each head": (
+        {"cos": TABLE[:, :, None].expand(2, 6, 4, 8), "sin": TABLE[:, :, None].expand(2, 6, 4, 8)},
+        "the heads must share it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_name_the_argument(name: str) -> None:
+    changes, message = REFUSALS[name]
+    arguments = {"q": Q, "kv": KV, "k_pe": K_PE, "cos": TABLE[0], "sin": TABLE[0]}
+    with pytest.raises(jitrope.InvalidInput, match=message) as error:
+        jitrope.prepare_mla_qkv(**{**arguments, **changes})
+    assert str(error.value).startswith("prepare_mla_qkv: ")
+
+
+@pytest.mark.parametrize("word", ["inverse", "inplace", "rotary_dim", "rotary_offset", "norm", "cu_seqlens"])
+def test_other_words_are_refused(word: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{word}'"):
+        jitrope.prepare_mla_qkv(Q, KV, K_PE, TABLE[0], TABLE[0], **{word: True})
+
+
+def test_there_is_no_second_derivative() -> None:
+    leaf = KV.clone().requires_grad_()
+    _, k, _ = jitrope.prepare_mla_qkv(Q, leaf, K_PE, TABLE[0], TABLE[0])
+    (first,) = torch.autograd.grad(k.square().sum(), leaf, create_graph=True)
+    with pytest.raises(jitrope.JitropeError, match="no gradient"):
+        torch.autograd.grad(first.sum(), leaf)
+
+
+def test_learned_tables() -> None:
+    cos = torch.rand(6, 8, requires_grad=True)
+    tensors = [torch.randn_like(x).requires_grad_() for x in (Q, KV, K_PE)]
+    o = Options(rotary_offset=32)
+    whole = {"cos": cos, "sin": TABLE[0], "rotary_dim": 16, "rotary_offset": 32}
+    results = []
+    for out in (jitrope.prepare_mla_qkv(*tensors, cos, TABLE[0]), plain(tensors, o, whole)):
+        results.append(torch.autograd.grad(sum(x.square().sum() for x in out[:2]), (cos, *tensors)))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
