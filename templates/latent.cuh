@@ -17,7 +17,7 @@ __device__ __forceinline__ void sum_heads(const Params& p, const Place& place, i
     #pragma unroll
     for (int i = 0; i < 2 * PAIRS; ++i) sum[i] = 0.0f;
     Head head(p, static_cast<int>(p.q_heads) + SUMS);
-    #pragma unroll 4
+    #pragma unroll (FULL_WIDTH ? 2 : 4)
     for (int heads = static_cast<int>(p.k_heads); head.index < heads; ++head.index) {
         float x[2 * PAIRS];
         unpack_head(load_head(head.input(p, place, first_dim(lane, INTERLEAVED))), x);

@@ -24,6 +24,10 @@ access for each thread: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block
 1.036 x the copy, 24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads full-width tables
 and packed input spill, because they need 80 registers a thread."""
 
+LATENT_BLOCK_THREADS = 512
+"""The same with latent attention, so that two blocks fit on an SM: its kernels need 40 to 64 registers a thread. Not
+measured yet."""
+
 FEW_THREADS_PER_SM = 1280
 """Heads are tiled too below this many threads an SM, counted with accesses of SMALL_ACCESS_BYTES. H100 (132 SMs), heads
 of 128, bf16, position_ids, hot, in place, token_linear / grid_2d: 32 + 8 heads: 1 token 1.34 / 1.03 us, 64 1.52 / 1.34,
@@ -132,7 +136,8 @@ def plan(problem: RopeProblem) -> Plan:
         return _plan_rows(p, spec, reason)
     if p.norm and not tiled:
         spec = replace(spec, heads_per_thread=_heads_per_thread(p, NORM_HEADS_PER_THREAD))
-    tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team)
+    block_threads = LATENT_BLOCK_THREADS if p.v_dim else MAX_BLOCK_THREADS
+    tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, block_threads)
     if tiled:
         tokens, heads = 1, min(p.heads, max(1, SMALL_BLOCK_THREADS // spec.team))
         grid = (p.tokens, -(-p.heads // heads))
