@@ -176,7 +176,8 @@ def prepare_mla_qkv(
     """
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
     asked = gather(ROPE_LATENT, tensors, words, _LATENT_WORDS, positions)
-    if all(isinstance(x, Tensor) and x.dim() for x in (q, kv, k_pe)):
+    tensors_given = isinstance(q, Tensor) and isinstance(kv, Tensor) and isinstance(k_pe, Tensor)
+    if tensors_given and q.dim() and kv.dim() and k_pe.dim():  # elsewhere the check refuses them
         asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]
         asked["v_dim"] = kv.shape[-1] - first
     out = call(ROPE_LATENT, tensors, asked)

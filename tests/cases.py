@@ -780,23 +780,38 @@ def op_arguments(op: Operation, tensors: Any, tables: Any, options: Options) -> 
 
 def make_qkv(case: Case, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:
     """([qkv, cos, sin, cu_seqlens, start_positions], options) of a packed case."""
-    b, s, groups, q_per_group, d = case.shape
-    axes = packed_shape(groups, d, Options(q_per_group=q_per_group, order=case.options.get("order", "grouped")))
-    shape = (b, s, axes[0], 0, axes[1])
-    call = make(replace(case, shape=shape, rotary_dim=case.rotary_dim or d), device)
-    (qkv, _, *tables), options = lower(call, q_per_group=q_per_group, **changes)
+    (qkv, _, *tables), options = lower(make(as_packed(case), device), q_per_group=case.shape[3], **changes)
     return [qkv, *tables], options
 
 
-def make_latent(case: LatentCase, device: str = "cpu", **changes: Any) -> tuple[list[Any], Options]:
+def as_packed(case: Case) -> Case:
+    """A packed case, (B, S, groups, heads of q in a group, D), with the shape of its one tensor."""
+    b, s, groups, q_per_group, d = case.shape
+    axes = packed_shape(groups, d, Options(q_per_group=q_per_group, order=case.options.get("order", "grouped")))
+    return replace(case, shape=(b, s, axes[0], 0, axes[1]), rotary_dim=case.rotary_dim or d)
+
+
+def make_latent(case: LatentCase, device: str = "cpu", seed: int = 0, **changes: Any) -> tuple[list[Any], Options]:
     """([q, kv, k_pe, cos, sin, cu_seqlens, start_positions, ids], options) of a case."""
-    (q, k, *tables), options = lower(make(case.rope, device), **changes)
+    (q, k, *tables), options = lower(make(case.rope, device, seed), **changes)
     offset = q.shape[-1] - options.rotary_dim
     generator = torch.Generator().manual_seed(1)
     axis = LAYOUT_AXES[options.layout][2]
     kv = torch.randn(*k.shape[:-1], offset + case.v_dim, generator=generator).to(q)
     k_pe = torch.randn(*k.shape[:-1], options.rotary_dim, generator=generator).to(q).narrow(axis, 0, 1)
     return [q, kv, k_pe, *tables], options._replace(rotary_offset=offset, v_dim=case.v_dim)
+
+
+def latent_call(
+    case: LatentCase, device: str = "cpu", seed: int = 0
+) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
+    """(q, kv, k_pe), the flat words of the call, and those of `apply_rope` for a whole head."""
+    (*tensors, cos, sin, cu_seqlens, starts, ids), o = make_latent(case, device, seed)
+    tables = {"freqs": cos} if o.table == "freqs" else {"cos": cos, "sin": sin}
+    places = {"cu_seqlens": cu_seqlens, "start_positions": starts, "position_ids": ids}
+    words = {name: getattr(o, name) for name in ("layout", "interleaved", "interleaved_out", "cp_size", "cp_rank")}
+    words = {**tables, **{name: x for name, x in {**places, **words}.items() if x is not None}}
+    return tensors, words, {**words, "rotary_dim": o.rotary_dim, "rotary_offset": o.rotary_offset}
 
 
 def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:

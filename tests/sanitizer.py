@@ -29,7 +29,7 @@ import jitrope
 from jitrope.jit import kernels
 from jitrope.jit.render import TEMPLATE_PATHS
 
-from .cases import CACHE_CASES, CASES, NORM_CASES, QKV_CASES
+from .cases import CACHE_CASES, CASES, LATENT_CASES, NORM_CASES, QKV_CASES
 from .soak import in_host_memory
 from .soak_pool import (
     FP8,
@@ -44,6 +44,7 @@ from .soak_pool import (
     check,
     correction_job,
     fp8_job,
+    latent_job,
     norm_job,
     qkv_job,
     rope_job,
@@ -89,6 +90,7 @@ def _rope(launch: str) -> Iterator[Job]:
 def _serving() -> Iterator[Job]:
     for case in QKV_CASES:
         yield from (qkv_job(case, mode) for mode in ("backward", "in place"))
+    yield from map(latent_job, LATENT_CASES)
     for case in CACHE_CASES:
         yield cache_job(case, not case.q_fp8)
     yield from (cache_job(case, not case.q_fp8, norm=True) for case in NORMED)

@@ -26,11 +26,15 @@ from tests.said import fp8, kv_cache, norm_kv_cache, said
 from .cases import (
     CACHE_CASES,
     CASES,
+    LATENT_CASES,
     NORM_CASES,
     QKV_CASES,
     CacheCase,
     Case,
+    LatentCase,
     NormCase,
+    as_packed,
+    latent_call,
     make,
     make_cache,
     make_norm,
@@ -157,12 +161,8 @@ def qkv_job(case: Case, mode: str) -> Job:
     """Packed QKV; modes as `rope_job`'s."""
 
     def made(device: str, seed: int) -> Call:
-        sized = resized(case, random.Random(seed))
-        b, s, groups, q_per_group, d = sized.shape
-        shape = (b, s, groups, 0, d * (q_per_group + 2))
-        packed = replace(sized, shape=shape, rotary_dim=sized.rotary_dim or d)
-        qkv, _, cos, sin, words = make(packed, device, seed)
-        words["q_per_group"] = q_per_group
+        qkv, _, cos, sin, words = make(as_packed(resized(case, random.Random(seed))), device, seed)
+        words["q_per_group"] = case.shape[3]
         if mode == "in place":
             return lambda: [jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**words), inplace=True)]
         call = lambda: [*jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**words))]  # noqa: E731
@@ -170,6 +170,18 @@ def qkv_job(case: Case, mode: str) -> Job:
 
     op = {"": "packed_qkv", "in place": "packed_qkv_", "backward": "packed_qkv, backward"}[mode]
     return Job(op, case.name, made, rope_slack(case))
+
+
+def latent_job(case: LatentCase) -> Job:
+    """Latent attention with its gradient, whose sum over heads has another order on a CPU."""
+
+    def made(device: str, seed: int) -> Call:
+        sized = replace(case, rope=resized(case.rope, random.Random(seed)))
+        tensors, words, _ = latent_call(sized, device, seed)
+        call = lambda: [*jitrope.prepare_mla_qkv(*tensors, **said(**words))]  # noqa: E731
+        return gradients(call, [*tensors], torch.Generator().manual_seed(seed), device)
+
+    return Job("latent, backward", case.name, made, 1.0)
 
 
 # ---- serving -----------------------------------------------------------------------------------------
@@ -508,6 +520,7 @@ def _packed(draw: random.Random) -> Iterator[Job]:
 def _qkvs(draw: random.Random) -> Iterator[Job]:
     while True:
         yield qkv_job(draw.choice(QKV_CASES), draw.choice(("", "in place", "backward")))
+        yield latent_job(draw.choice(LATENT_CASES))
 
 
 def _attentions(draw: random.Random) -> Iterator[Job]:

@@ -12,20 +12,8 @@ from jitrope.tools import prewarm
 from tests.said import said
 
 from . import oracle
-from .cases import LATENT_CASES, LatentCase, make_latent, op_arguments
+from .cases import LATENT_CASES, LatentCase, latent_call, make_latent, op_arguments
 from .devices import DEVICES
-
-NAMES = ("cu_seqlens", "start_positions", "position_ids")
-
-
-def latent_call(case: LatentCase, device: str = "cpu"):
-    """(q, kv, k_pe), the flat words of the call, and those of `apply_rope` for a whole head."""
-    (*tensors, cos, sin, cu_seqlens, starts, ids), o = make_latent(case, device)
-    tables = {"freqs": cos} if o.table == "freqs" else {"cos": cos, "sin": sin}
-    places = dict(zip(NAMES, (cu_seqlens, starts, ids)))
-    words = {name: getattr(o, name) for name in ("layout", "interleaved", "interleaved_out", "cp_size", "cp_rank")}
-    words = {**tables, **{name: x for name, x in {**places, **words}.items() if x is not None}}
-    return tensors, words, {**words, "rotary_dim": o.rotary_dim, "rotary_offset": o.rotary_offset}
 
 
 def plain(tensors, o: Options, words, rope=jitrope.apply_rope):
