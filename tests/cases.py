@@ -319,6 +319,22 @@ LATENT_CASES = [
         Case("", "", (1, 9, 2, 3, 48), layout="thd", rotary_dim=16, lengths=(5, 3), table="angles_full"),
     ),
     LatentCase("latent-scalar", "sizes that no access divides", Case("", "", (1, 3, 2, 3, 9), "fp32", rotary_dim=6), 5),
+    LatentCase("latent-decode", "one token in each row", Case("", "", (5, 1, 3, 3, 48), rotary_dim=16, ids="rows")),
+    LatentCase(
+        "latent-mrope",
+        "positions on three axes",
+        Case("", "", (2, 3, 2, 2, 48), rotary_dim=16, ids="rows", table_rows=9, options={"mrope_section": (4, 2, 2)}),
+    ),
+    LatentCase(
+        "latent-dtype",
+        "sums rounded to bf16",
+        Case("", "", (1, 3, 2, 2, 48), rotary_dim=16, rounding="dtype", table_dtype="bf16"),
+    ),
+    LatentCase(
+        "latent-fp64",
+        "fp64 tables, which are not staged",
+        Case("", "", (1, 3, 2, 2, 48), rotary_dim=16, rounding="complex128", table_dtype="fp64", interleaved=True),
+    ),
     LatentCase("latent-whole", "no first part: a head is rotated whole", Case("", "", (1, 3, 2, 2, 16))),
 ]
 
@@ -810,6 +826,7 @@ def latent_call(
     tables = {"freqs": cos} if o.table == "freqs" else {"cos": cos, "sin": sin}
     places = {"cu_seqlens": cu_seqlens, "start_positions": starts, "position_ids": ids}
     words = {name: getattr(o, name) for name in ("layout", "interleaved", "interleaved_out", "cp_size", "cp_rank")}
+    words |= {"rounding": o.rounding, "mrope_section": o.mrope_section}
     words = {**tables, **{name: x for name, x in {**places, **words}.items() if x is not None}}
     return tensors, words, {**words, "rotary_dim": o.rotary_dim, "rotary_offset": o.rotary_offset}
 
