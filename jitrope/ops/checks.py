@@ -254,9 +254,10 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
     if options.hadamard == "rest" and first > 0 and last < dim:
         fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")
     begin, end = transformed(options, dim)
-    if options.hadamard and not (begin < end <= begin + MAX_HADAMARD and (end - begin).bit_count() == 1):
+    size = end - begin
+    if options.hadamard and (size < 1 or size > MAX_HADAMARD or size & (size - 1)):
         part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
-        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{end - begin}")
+        fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}")
     if options.hadamard and norm_of(options).across_heads:
         fail("hadamard does not go with across_heads; normalise in a call before")
 
