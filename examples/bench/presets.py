@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from jitrope import DynamicQuantize, KVCache, Mrope, Norm, prepare_qkv
+from jitrope import DynamicQuantize, KVCache, Mrope, Norm, prepare_mla_qkv, prepare_qkv
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, bf16, measure
@@ -53,10 +53,17 @@ def inputs(shape: Shape, rotary_dim: int) -> Inputs:
     return Inputs(q, k, v, angles.cos(), angles.sin(), weights, biases, ids, (*caches, slots[: b * s]), tuple(out))
 
 
+def latent(shape: Shape, rotary_dim: int) -> Inputs:
+    """Return random inputs of latent attention: k is kv, with values of 128, and v is k_pe."""
+    b, s, hq, hk, d = shape
+    own = inputs(shape, rotary_dim)
+    return own._replace(k=bf16(b, s, hk, d - rotary_dim + 128), v=bf16(b, s, 1, rotary_dim))
+
+
 class Preset(NamedTuple):
     """The calls of a model.
 
-    moved: bytes of an element of q, of k and of v that are read and written. trained: fields with gradients.
+    moved: bytes that are read and written for an element of q, of k and of v. trained: fields with gradients.
     """
 
     shape: Shape
@@ -67,6 +74,8 @@ class Preset(NamedTuple):
     hot: bool = False
     trained: tuple[str, ...] = ()
     tolerance: tuple[float, float] = (2**-6, 2**-5)
+    make: Callable[[Shape, int], Inputs] = inputs
+    backward: float = 1.5  # bytes of the backward over those of the forward
 
 
 # ---- in plain torch ----------------------------------------------------------------------------------------
@@ -130,6 +139,19 @@ def operands(x: Inputs) -> Any:
     return [*(y.transpose(1, 2).contiguous() for y in (q[0], k[0], x.v)), q[1], k[1]]
 
 
+def mla(x: Inputs) -> Any:
+    """q, k and v of latent attention, from interleaved pairs to halves."""
+    cos, sin = x.cos[None, :, None], x.sin[None, :, None]
+    n, rotary_dim = x.q.shape[-1] - x.v.shape[-1], x.v.shape[-1]
+    first, v = x.k.split([n, x.k.shape[-1] - n], -1)
+    q_pe, k_pe = (
+        others.rotate(y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, False)
+        for y in (x.q[..., n:], x.v)
+    )
+    k = torch.cat((first, k_pe.expand(*first.shape[:-1], rotary_dim)), -1)
+    return torch.cat((x.q[..., :n], q_pe), -1), k, v.contiguous()
+
+
 # ---- with jitrope ------------------------------------------------------------------------------------------
 
 
@@ -142,6 +164,10 @@ def ours(norm: Callable[[Inputs], Norm], **words: Any) -> Call:
         return (q, k, v) if made.words["norm"].v_norm else (q, k)
 
     return call
+
+
+def to_mla(x: Inputs) -> Any:
+    return prepare_mla_qkv(x.q, x.k, x.v, x.cos, x.sin, interleaved=True, interleaved_out=False)
 
 
 def to_cache(x: Inputs) -> Any:
@@ -211,6 +237,10 @@ PRESETS = {
     "deepseek-indexer": Preset(
         (1, 4096, 64, 1, 128), to_indexer, indexer, (3, 3, 0), rotary_dim=64, tolerance=(2**-2, 2.0)
     ),
+    "deepseek-mla": Preset(
+        (1, 4096, 128, 128, 192), to_mla, mla, (4, 6, 0), rotary_dim=64, trained=("q", "k", "v"), make=latent,
+        backward=1,
+    ),
     "flux-fp8": Preset((1, 4608, 24, 24, 128), to_operands, operands, (3, 3, 4), tolerance=(2**-3, 2**-4)),
 }  # fmt: skip
 """Tokens, heads and head sizes are the models'. A rounding of "once" is that of the norms of plain torch."""
@@ -221,10 +251,9 @@ def case(name: str, with_peers: bool = True, smoke: bool = False, training: bool
     preset = PRESETS[name]
     shape = small(preset.shape) if smoke else preset.shape
     b, s, hq, hk, d = shape
-    moved = (
-        b * s * d * sum(heads * size for heads, size in zip((hq, hk, hk), preset.moved)) * (3 if training else 2) // 2
-    )
-    made = partial(inputs, shape, preset.rotary_dim or d)
+    moved = b * s * d * sum(heads * size for heads, size in zip((hq, hk, hk), preset.moved))
+    moved = int(moved * (preset.backward if training else 1))
+    made = partial(preset.make, shape, preset.rotary_dim or d)
     calls, plain = {"jitrope": preset.ours}, {"jitrope": preset.plain}
     peers = others.with_compiled(preset.plain) if with_peers else {}
     return Case(made, calls, {COPY: moved}, peers, {}, preset.hot, plain, ("caches",), preset.tolerance)
@@ -274,8 +303,8 @@ SECTION = Section(
     "From projection to attention",
     """
     GPU time of all that some models do between the projection and attention, over COPY of the bytes that it must read
-    and write. Each is one launch, except for the norm of v of Gemma 4, the key of DeepSeek's indexer and the copy of
-    FLUX's v, which are a second one. A decode step is hot.
+    and write. Each is one launch, except for the norm of v of Gemma 4 and the key of DeepSeek's indexer, which are a
+    second one. A decode step is hot.
     """,
     "jitrope bench presets",
     (
