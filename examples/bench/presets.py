@@ -55,7 +55,7 @@ def inputs(shape: Shape, rotary_dim: int) -> Inputs:
 
 def latent(shape: Shape, rotary_dim: int) -> Inputs:
     """Return random inputs of latent attention: k is kv, with values of 128, and v is k_pe."""
-    b, s, hq, hk, d = shape
+    b, s, _, hk, d = shape
     own = inputs(shape, rotary_dim)
     return own._replace(k=bf16(b, s, hk, d - rotary_dim + 128), v=bf16(b, s, 1, rotary_dim))
 
