@@ -5,8 +5,8 @@
 >>> q, k = jitrope.apply_rope(q, k, cos, sin)
 
 - `apply_rope` rotates q and k.
-- `prepare_qkv` rotates, and also normalises (`Norm`), stores in a KV cache (`KVCache`) or converts to fp8 (`Quantize`,
-  `DynamicQuantize`).
+- `prepare_qkv` rotates, and also normalises (`Norm`), stores in a KV cache (`KVCache`, `Pages`) or converts to fp8
+  (`Quantize`, `DynamicQuantize`).
 - `prepare_packed_qkv` splits the output of a fused projection, in any common order, and rotates.
 - `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
 - `prepare_mla_qkv` rotates, and makes k and v of multi-head latent attention (DeepSeek).
@@ -39,9 +39,10 @@ from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import record
+from .ops.pages import Pages
 from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
-from .ops.values import KVCache, Mrope, Norm, Packed, Starts
+from .ops.values import KVCache, Mrope, Norm, Packed, Starts, Ulysses
 from .projections import prepare_mla_qkv, prepare_packed_qkv
 
 __all__ = [  # noqa: RUF022  in the order of the documentation
@@ -55,9 +56,11 @@ __all__ = [  # noqa: RUF022  in the order of the documentation
     "Mrope",
     "Norm",
     "KVCache",
+    "Pages",
     "Quantize",
     "DynamicQuantize",
     "Scaled",
+    "Ulysses",
     "configure",
     "record",
     "planning",

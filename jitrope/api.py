@@ -14,7 +14,7 @@ from .ops.dispatch import call
 from .ops.gather import add, call_into, forget_positions, gather, placed, result
 from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
-from .ops.values import KVCache, Norm, Positions
+from .ops.values import KVCache, Norm, Positions, Ulysses
 from .ops.words import parts, refuse_table_as_v, second_tables
 from .plan.spec import NO_NORM, NormOptions, Options
 
@@ -49,7 +49,7 @@ class RopeWords(PackedWords, total=False):
     """All keywords: those of `apply_rope` and `prepare_qkv`."""
 
     interleaved_out: bool | None
-    out: Sequence[Tensor | None] | None
+    out: Sequence[Tensor | None] | Ulysses | None
 
 
 _JOINT_WORDS = frozenset(JointWords.__annotations__)
@@ -111,8 +111,9 @@ def apply_rope(
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
             must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
         out: (q_out, k_out), tensors to write and return: a buffer, or another layout (`buffer.transpose(1, 2)`). Each
-            has its input's shape and any strides, and shares no memory with another tensor. None: a fresh tensor. With
-            out there is no gradient. It cannot be combined with inplace.
+            has its input's shape, or (ranks, B, S, H / ranks, D) for an all-to-all, and any strides, and shares no
+            memory with another tensor. None: a fresh tensor. With out there is no gradient, except with `Ulysses`,
+            which makes fresh tensors for an all-to-all. It cannot be combined with inplace.
         check: refuse positions outside of the table, exchanged cos and sin, full-width tables of the other pairing, and
             a table with a row for each head but not for each token. Use it to find mistakes: it waits for the device,
             so the call cannot be captured in a CUDA graph or compiled.
@@ -198,8 +199,8 @@ def prepare_qkv(
 
     Args:
         q, k: as in `apply_rope`; without a cache k may be None.
-        v: with a cache (B, S, Hk, D) in the default layout, stored unchanged; otherwise returned as given. With
-            `Norm(v_norm=True)` it is normalised.
+        v: with a cache (B, S, Hk, D) in the default layout, or with a multiple of Hk, stored unchanged; otherwise
+            returned as given. With `Norm(v_norm=True)` it is normalised.
         cos, sin: as in `apply_rope`. With a norm, `DynamicQuantize` or hadamard they may be omitted: then q and k are
             not rotated.
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a

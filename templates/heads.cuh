@@ -36,6 +36,13 @@ struct Head {
         return COPY_V ? each[tensor].*axis : is_q ? each[0].*axis : each[1].*axis;
     }
 
+    // The offset of this head in its tensor.
+    __device__ __forceinline__ long long step(const Axis& group, const Axis& in_group) const {
+        if (Q_PER_GROUP > 1 && is_q) return group.step(index / Q_PER_GROUP) + in_group.step(index % Q_PER_GROUP);
+        if (KV_PER_GROUP > 1 && !is_q) return group.step(index / KV_PER_GROUP) + in_group.step(index % KV_PER_GROUP);
+        return group.step(index);
+    }
+
     template <typename Element>
     __device__ __forceinline__ Lane<Element> in(
         Element* base, const Strides (&strides)[3], const Place& place, int dim
@@ -43,9 +50,8 @@ struct Head {
         const Axis group = of(strides, &Strides::group), dims = of(strides, &Strides::dim);
         long long offset = of(strides, &Strides::token).step(place.token);
         if constexpr (!ONE_ROW || PAGE_SIZE) offset += of(strides, &Strides::batch).step(place.batch);
-        if (Q_PER_GROUP > 1 && is_q)
-            offset += group.step(index / Q_PER_GROUP) + strides[0].head.step(index % Q_PER_GROUP);
-        else offset += group.step(index);
+        const Axis in_group = is_q ? strides[0].head : of(strides, &Strides::head);
+        offset += step(group, in_group);
         return {base + offset + (VEC == 1 ? dims.step(dim) : dim), dims};
     }
 

@@ -28,9 +28,10 @@ __device__ __forceinline__ bool in_second_stream(const Params& p, const Place& p
 }
 
 __device__ __forceinline__ Lane<const T> lane_of(
-    const T* base, const Strides& stride, const Place& place, int head, int dim
+    const T* base, const Strides& stride, const Place& place, const Head& head, int dim
 ) {
-    base += stride.token.step(place.token) + stride.group.step(head) + (ONE_ROW ? 0 : stride.batch.step(place.batch));
+    base += stride.token.step(place.token) + head.step(stride.group, stride.head);
+    base += ONE_ROW ? 0 : stride.batch.step(place.batch);
     return {base + (VEC == 1 ? stride.dim.step(dim) : dim), stride.dim};
 }
 
@@ -40,7 +41,7 @@ __device__ __forceinline__ Lane<const T> source_of(const Params& p, const Head& 
     const bool second = in_second_stream(p, place);
     const int number = head.tensor + (second ? 3 : 0);
     const Place own = {place.batch, place.token - (second ? static_cast<int>(p.split) : 0)};
-    return lane_of(p.source[number], p.source_stride[number], own, head.index, dim);
+    return lane_of(p.source[number], p.source_stride[number], own, head, dim);
 }
 
 __device__ __forceinline__ Angles angles_of(const Params& p, const Place& place, Row row, int head, int lane) {

@@ -1,4 +1,4 @@
-// Where a token lies, which row of the tables turns it, and where its k and v go in a cache.
+// Where a token lies, and which row of the tables turns it.
 
 struct Place { int batch, token; };                      // a batch row, and a token in it
 struct Span { long long begin, end; };                   // tokens of a sequence, or all tokens
@@ -103,14 +103,4 @@ __device__ __forceinline__ Stride row_of_pair(const Row& row, int pair) {
 
 __device__ __forceinline__ long long row_offset(Stride row, const TableStrides& stride) {
     return static_cast<unsigned long long>(row) * static_cast<Stride>(stride.row.stride);
-}
-
-// Where a token's k and v go in a cache, whose batch axis is the page. A negative slot is padding: nothing is written.
-struct Destination { Place place; bool valid; };
-
-__device__ __forceinline__ Destination destination_of(const Params& p, const Place& place) {
-    const long long slot = p.slot_mapping[ONE_ROW ? place.token : place.batch * p.seqlen + place.token];
-    const unsigned int row = static_cast<unsigned int>(slot), page = PAGE_SIZE ? PAGE_SIZE : ~0u;
-    const Place found = {static_cast<int>(row / page), static_cast<int>(row % page)};
-    return {found, slot >= 0 && slot < p.slot_count};
 }

@@ -47,6 +47,9 @@ struct Sink {
             if (ROTATE_K && !head.is_v) store_x(const_cast<T*>(source[dims]), x, true);
             if (CACHE && !slot.valid) return;
             put(head.output<KvOut>(p, CACHE ? slot.place : place, dim)[dims], x, y, factor);
+            if constexpr (CLEAR_PAGE)
+                for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row)
+                    store_whole(head.output<KvOut>(p, {slot.place.batch, row}, dim)[dims], Vec<KvOut, VEC>{});
         }
     }
 

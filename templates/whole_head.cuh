@@ -192,7 +192,8 @@ __device__ __forceinline__ void store_scale(
     const Params& p, const Head& head, const Place& place, int dim, float scale
 ) {
     const Strides& stride = p.scale_stride[head.is_q ? 0 : 1];
-    ScaleOut* out = p.scale_out[head.is_q ? 0 : 1] + stride.token.step(place.token) + stride.group.step(head.index);
+    ScaleOut* out = p.scale_out[head.is_q ? 0 : 1] + stride.token.step(place.token)
+        + head.step(stride.group, stride.head);
     if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
     if constexpr (GROUPED) out += dim / GROUP;
     *out = as_stored(scale);

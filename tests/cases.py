@@ -15,9 +15,8 @@ from torch import Tensor
 from jitrope.ops import library, reference
 from jitrope.ops.operation import Operation
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT
-from jitrope.plan.problem import head_view
 from jitrope.plan.spec import LAYOUT_AXES, NormOptions, Options
-from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, packed_shape
+from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, head_view, packed_shape
 from tests.said import norm_rope, norm_rope_joint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -28,6 +28,7 @@ _OF = {
         "norm_rounding",
     ),
     "cache": ("k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "rotate_k"),
+    "pages": ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", "clear_page", "errors"),
 }
 
 
@@ -73,8 +74,10 @@ def kv_cache(
     **flat: Any,
 ) -> Any:  # fmt: skip
     """`prepare_qkv` with a cache: q."""
+    words = {k: v for k, v in flat.items() if k not in (*_OF["cache"], *_OF["pages"])}
+    pages = {k: v for k, v in flat.items() if k in _OF["pages"]}
+    flat = {**flat, "slot_mapping": jitrope.Pages(**pages)} if pages else flat
     cache = jitrope.KVCache(**{k: v for k, v in flat.items() if k in _OF["cache"]})
-    words = {k: v for k, v in flat.items() if k not in _OF["cache"]}
     if q_scale is not None:
         words["quantize"] = jitrope.Quantize(q_scale, dtype=dtype)
     return jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, **said(**words))[0]

@@ -41,15 +41,19 @@ from .said import KINDS
 
 TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
            "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias", "k_bias",
-           "q_out", "k_out", "v_out")  # fmt: skip
+           "q_out", "k_out", "v_out", "page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q",
+           "errors")  # fmt: skip
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
-         "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace", "hadamard")  # fmt: skip
+         "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace", "hadamard",
+         "clear_page")  # fmt: skip
 NUMBERS = ("mscale", "eps")
 WORDS = ("layout", "rounding", "norm_rounding", "norm_kind", "order")
 SCALES = ("q_scale", "k_scale", "v_scale")
 SECTIONS = ("mrope_section",)
+FLAT = ("slot_mapping", "errors")  # any axes
+PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", "errors", "clear_page")
 KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
 
 OPERATIONS: dict[str, Any] = {
@@ -57,7 +61,7 @@ OPERATIONS: dict[str, Any] = {
     "norm_rope_joint": QK_NORM_ROPE_JOINT, "norm_fp8": QK_NORM_ROPE_FP8, "norm_kv_cache": QK_NORM_ROPE_KV_CACHE,
     "rope_into": ROPE.into, "norm_into": QK_NORM_ROPE.into,
 }  # fmt: skip
-VALUES = ("Packed", "Starts", "Mrope", "Norm", "KVCache", "Quantize")
+VALUES = ("Packed", "Starts", "Mrope", "Norm", "KVCache", "Pages", "Quantize")
 
 REFUSED = "refused"
 EITHER = "either"  # valid, or refused
@@ -194,17 +198,21 @@ def kinds_of_tensors(parameter: str, plain: Tensor, cell: Cell) -> Iterator[tupl
         ("on meta", plain.to("meta"), REFUSED), ("another dtype", plain.to(other), REFUSED),
         ("bool", plain != 0, REFUSED), ("complex128", plain.to(torch.complex128), REFUSED),
         ("fp8", plain.real.float().to(FP8), EITHER if parameter in ("k_cache", "v_cache") else REFUSED),
-        ("int8", plain.real.to(torch.int8), REFUSED), ("0-d", size, REFUSED),
+        ("int8", plain.real.to(torch.int8), REFUSED), ("0-d", size, EITHER if parameter == "errors" else REFUSED),
         ("an axis more", plain[None], EITHER), ("two axes more", plain[None, None], EITHER),
-        ("four axes more", plain[None, None, None, None], EITHER if parameter == "slot_mapping" else REFUSED),
+        ("four axes more", plain[None, None, None, None], EITHER if parameter in FLAT else REFUSED),
         ("an axis less", plain[0], EITHER), ("too short", plain[:-1], EITHER), ("too narrow", plain[..., :-1], EITHER),
         ("empty", plain[:0], EITHER), ("twice as long", torch.cat((plain, plain)), EITHER),
         *((n, v, REFUSED) for n, v in STRANGERS if n != "a tensor of two" or not whole),
     ]  # fmt: skip
-    if parameter in ("cu_seqlens", "position_ids", "start_positions", "slot_mapping"):  # never read on the host
+    if parameter in (  # never read on the host
+        *("cu_seqlens", "position_ids", "start_positions", "slot_mapping"),
+        *("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q"),
+    ):
         for name, value in (("unsorted", plain.flip(0)), ("far", plain + 2**40), ("negative", plain - 2**40)):
             yield f"{name}", value.contiguous(), "survived"
-        yield "int32", plain.int(), plain
+        if parameter not in PAGED:  # these have one dtype
+            yield "int32", plain.int(), plain
     if parameter == "cu_seqlens":
         for name, ends in (("falling", [0, 5, 2, 5]), ("from 1", [1, 2, 3, 5]), ("past the end", [0, 4, 9, 70]),
                            ("all negative", [-7, -5, -3, -2])):  # fmt: skip
@@ -248,6 +256,18 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         changes, plain = {"cos": cell.rand(P, 2), "sin": cell.rand(P, 2, seed=1), "rotary_dim": 4}, 2
     elif parameter == "mscale":
         changes, plain = {**NO_TABLES, "freqs": cell.rand(P, D // 2)}, 1.25
+    elif parameter in PAGED:
+        ragged = parameter in ("page_indptr", "last_page_len")
+        tables = {
+            "page_table": torch.tensor([0, 2, 1]) if ragged else torch.tensor([[0, 4, 3], [2, 1, 3]]),
+            **({"page_indptr": torch.tensor([0, 2, 3])} if ragged else {"seq_lens": torch.tensor([4, 3])}),
+            **({"last_page_len": torch.tensor([2, 1])} if ragged else {}),
+            "cu_seqlens_q": torch.tensor([0, 3, 6]),
+            "errors": torch.zeros(1, dtype=torch.int32),
+        }
+        changes = {name: x.to(cell.device) for name, x in tables.items()} | {"slot_mapping": DROP}
+        changes |= {name: cell.rand(5, 2, 1, D, seed=8) for name in ("k_cache", "v_cache")}
+        plain = True if parameter == "clear_page" else changes[parameter]
     elif parameter in SCALES and "kv_cache" in f.name:
         changes = {name: cell.rand(*SIZES[name], seed=8).to(FP8) for name in ("k_cache", "v_cache")}
         changes |= {"k_scale": 0.5, "v_scale": 0.5}

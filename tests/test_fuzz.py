@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import fields, replace
@@ -64,7 +65,7 @@ def is_harmless(spec: Spec) -> bool:
     constants = spec.constants()
     fixed = constants.pop("arguments", None)
     literals = [str(render.cpp_literal(value)) for value in constants.values()]
-    assert fixed in (None, declarations(norm=False), declarations(norm=True))
+    assert fixed in (None, *itertools.starmap(declarations, itertools.product((False, True), repeat=2)))
     return all(LITERAL.fullmatch(text) for text in literals)
 
 
@@ -146,7 +147,7 @@ def problems(draw: Any) -> RopeProblem:
     angles = draw(FLAG) and not normed and not exact
     if kind == "packed" and exact:
         rounding, exact = "complex64", False
-    interleaved = draw(FLAG)
+    interleaved, paged = draw(FLAG), kind == "cache" and draw(FLAG)
     mixed = kind in ("plain", "packed", "ids", "latent") and pick(True, False, False)
     in_place = draw(FLAG) and not mixed and kind not in ("streams", "gradient", "qkv", "latent")
     values = kind in ("cache", "streams", "qkv", "latent")
@@ -179,8 +180,11 @@ def problems(draw: Any) -> RopeProblem:
         cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv", "latent") else 1,
         position_ids_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
         mrope_section=sections, mrope_interleaved=bool(sections) and draw(FLAG),
-        slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" else None,
-        page_size=pick(0, 16, 784) if kind == "cache" else 0, rotate_k=kind == "cache" and draw(FLAG),
+        slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" and not paged else None,
+        page_table_dtype=pick(*INDEX_DTYPES) if paged else None, page_indptr=paged and draw(FLAG),
+        cu_seqlens_q=paged and draw(FLAG), clear_page=paged and draw(FLAG),
+        page_size=pick(16, 784) if paged else pick(0, 16, 784) if kind == "cache" else 0,
+        rotate_k=kind == "cache" and draw(FLAG),
         q_out=fp8_form if fp8 else dtype, kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         hadamard=pick("", "head") if fp8 and normed and not row_heads and head_dim in (64, 128, 256) else "",
         dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
@@ -191,6 +195,7 @@ def problems(draw: Any) -> RopeProblem:
         v_norm=normed and kind == "cache" and draw(FLAG),
         weight_dtype=weight, two_streams=kind == "streams",
         two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, copy_v=values,
+        v_per_k=1, kv_per_group=pick(1, 1, heads_each) if kind in ("plain", "norm", "gradient") else 1,
         v_dim=draw(st.integers(1, 256)) if kind == "latent" else 0,
         batch_inner=kind != "packed" and draw(FLAG), wide=draw(FLAG), batch=draw(st.integers(1, 4)), tokens=tokens,
         heads=heads, q_heads=q_heads if not row_heads else row_heads[0],
@@ -213,7 +218,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     assert spec.threads % 32 == 0
     assert spec.lanes <= spec.team <= spec.threads
     run = spec.chunk * spec.chunks  # every element of a head has one lane
-    rest = 0 if p.in_place and not p.slot_mapping_dtype and not p.norm else p.head_dim - p.rotary_dim
+    rest = 0 if p.in_place and not p.cached and not p.norm else p.head_dim - p.rotary_dim
     assert spec.lanes * run >= p.rotary_dim
     copied = spec.vec * spec.copy_accesses
     assert p.rotary_dim % run == rest % copied == p.rotary_offset % spec.vec == p.v_dim % spec.vec == 0

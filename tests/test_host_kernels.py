@@ -22,9 +22,17 @@ from jitrope.ops.operations import (
     ROPE_QKV_BACKWARD,
 )
 from jitrope.plan import heuristics, partition
-from jitrope.plan.problem import cache_view, plan_call
+from jitrope.plan.problem import plan_call
 from jitrope.plan.spec import NO_NORM, Options
-from jitrope.plan.views import FORMATS, canonical, packed_part, packed_views, separate_views, table_pair
+from jitrope.plan.views import (
+    FORMATS,
+    cache_view,
+    canonical,
+    packed_part,
+    packed_views,
+    separate_views,
+    table_pair,
+)
 
 from .cases import (
     CACHE_CASES,

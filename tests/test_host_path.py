@@ -12,7 +12,7 @@ import pytest
 from .host import backend
 
 ROOT = Path(__file__).parent.parent
-FILES = ["gpu gpu_thd", "rope latent out quantize learned transformers"]
+FILES = ["gpu gpu_thd", "rope out pages ulysses latent latent_cache quantize learned transformers"]
 OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import jitrope
-from jitrope import KVCache, Mrope, Norm, Packed, Quantize, Starts
+from jitrope import KVCache, Mrope, Norm, Packed, Pages, Quantize, Starts, Ulysses
 from jitrope.base import config
 
 Q, K, V = (torch.randn(2, 6, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -32,12 +32,17 @@ VALUES = {
     "norm": Norm(torch.ones(8), torch.ones(8), eps=1e-5, rounding="once"),
     "cache": KVCache(*caches(), torch.arange(12), rotate_k=True),
     "quantize": Quantize(0.5, torch.tensor(0.25)),
+    "pages": Pages(torch.tensor([4, 1, 0, 3]), torch.tensor([0, 2, 4]), torch.tensor([3, 4]), clear_page=True),
+    "ulysses": Ulysses(2),
 }
+PLAIN = {"quantize": lambda: Quantize(0.5, 0.25), "ulysses": lambda: Ulysses(2)}
 
 
 def run(value: Any) -> list[torch.Tensor]:
     """The results of a call with the value."""
-    words = {Norm: "norm", KVCache: "cache", Quantize: "quantize"}
+    words = {Norm: "norm", KVCache: "cache", Quantize: "quantize", Ulysses: "out"}
+    if isinstance(value, Pages):
+        value = KVCache(torch.zeros(5, 4, 2, 8), torch.zeros(5, 4, 2, 8), value)
     if type(value) in words:
         cache = isinstance(value, KVCache)
         out = jitrope.prepare_qkv(Q, K.clone(), V, COS, SIN, **{words[type(value)]: value})
@@ -73,8 +78,8 @@ def test_a_compiled_call_takes_a_value(name: str, made: str) -> None:
     given = {"mrope": ()}.get(name, (*value.tensors.values(),)[: {"packed": 1, "cache": 3}.get(name)])
     if made == "inside" and name == "mrope":
         call = lambda: run(Mrope(torch.stack((IDS, IDS + 1)), (1, 3)))  # type: ignore[assignment, misc]  # noqa: E731
-    if made == "inside" and name == "quantize":
-        call = lambda: run(Quantize(0.5, 0.25))  # type: ignore[assignment, misc]  # noqa: E731
+    if made == "inside" and name in PLAIN:
+        call = lambda: run(PLAIN[name]())  # type: ignore[assignment, misc]  # noqa: E731
         given = ()
     torch._dynamo.reset()
     for x, y in zip(torch.compile(call, fullgraph=True)(*given), call(*given)):

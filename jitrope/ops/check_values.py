@@ -12,6 +12,7 @@ from ..plan.spec import LAYOUT_AXES, Options
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from .checks import slots_of
 from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
+from .pages import slots_of_pages
 from .reference import table_rows
 
 
@@ -26,6 +27,11 @@ def check_values(name: str, tensors: Tensors, options: Options) -> None:
     slots = tensors.get("slot_mapping")
     if slots is not None and slots.numel() and int(slots.max()) >= (count := slots_of(tensors["k_cache"])):
         fail(f"slot_mapping goes up to {int(slots.max())}, but the caches have slots 0 to {count - 1}")
+    if "page_table" in tensors:
+        batch, seqlen, *_ = sizes_of(q, options.layout)
+        _, wrong, _ = slots_of_pages(tensors, batch * seqlen, *tensors["k_cache"].shape[:2])
+        if wrong.any():
+            fail(f"page_table and its lengths lead {int(wrong.sum())} tokens out of the caches or of the table")
     if options.table != "freqs":
         _check_pairing(*table_pair(whole["cos"], whole.get("sin"), options.table), options, fail)
     if not whole.keys() - {"cos", "sin"}:

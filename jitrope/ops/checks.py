@@ -11,14 +11,14 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.spec import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
-from ..plan.views import FP8S, TABLE_NAMES, Tensors, packed_part
+from ..plan.views import FP8S, TABLE_NAMES, Tensors, by_rank, packed_part
 from .fit import (
     MAX_TOKENS,
     Fail,
     check_heads,
-    check_integers,
     check_lengths,
     check_position_ids,
+    check_ranks,
     check_tables,
     failing,
     is_float,
@@ -30,6 +30,7 @@ from .fit import (
     rows_of,
     sizes_of,
 )
+from .pages import check_pages, check_slots
 from .reference import of_stream
 
 WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
@@ -159,7 +160,7 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call that stores k and v in caches."""
     fail = failing(name)
-    q, k, v, slot_mapping, cos = (tensors[label] for label in ("q", "k", "v", "slot_mapping", "cos"))
+    q, k, v, cos = (tensors[label] for label in ("q", "k", "v", "cos"))
     caches = {label: tensors[label] for label in ("k_cache", "v_cache")}
     read_only = changed(options, inplace=False)
     check(name, tensors, read_only)
@@ -171,21 +172,18 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail("cu_seqlens does not go with a cache; pass positions as a tensor of ids")
     if cos.dim() == 4 and cos.shape[2] != 1:
         fail("tables for each head do not go with a cache")
-    if v.shape != k.shape:
-        fail(f"k is {named(k, options.layout)} but v is {named(v, options.layout)}; they must match")
+    heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, v))
+    if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
+        had = f"k is {named(k, options.layout)} but v is {named(v, options.layout)}"
+        fail(f"{had}; v must have as many heads, or a multiple of them")
     if options.rotate_k:
         require_no_overlap("k", k, fail)
-    _check_caches(k, caches, options, fail)
+    _check_caches((k, v), caches, options, fail)
     written, read = {**caches}, {"v": v}
     (written if options.inplace else read)["q"] = q
     (written if options.rotate_k else read)["k"] = k
     require_apart(name, written, read)
-    check_integers("slot_mapping", slot_mapping, q, fail)
-    if not slot_mapping.is_contiguous():
-        fail(f"slot_mapping has strides {slot_mapping.stride()}; it must be contiguous")
-    batch, seqlen, *_ = sizes_of(k, options.layout)
-    if slot_mapping.numel() != batch * seqlen:
-        fail(f"slot_mapping has shape {tuple(slot_mapping.shape)} for {batch * seqlen} tokens")
+    (check_slots if "slot_mapping" in tensors else check_pages)(tensors, options, fail)
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     scaled = tensors["k_cache"].dtype in FP8S
@@ -193,11 +191,12 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         _check_scale(label, tensors.get(label), q, wanted, fail)
 
 
-def _check_caches(k: Tensor, caches: Tensors, options: Options, fail: Fail) -> None:
-    _, _, heads, head_dim = sizes_of(k, options.layout)
-    for label, cache in caches.items():
+def _check_caches(heads_of: tuple[Tensor, Tensor], caches: Tensors, options: Options, fail: Fail) -> None:
+    k = heads_of[0]
+    for x, (label, cache) in zip(heads_of, caches.items()):
+        _, _, heads, head_dim = sizes_of(x, options.layout)
         if cache.dim() not in (3, 4) or tuple(cache.shape[-2:]) != (heads, head_dim):
-            had = f"k is {named(k, options.layout)} but {label} has shape {tuple(cache.shape)}"
+            had = f"{label[0]} is {named(x, options.layout)} but {label} has shape {tuple(cache.shape)}"
             fail(f"{had}; it must be (slots, H, D) or (pages, rows, H, D)")
         if cache.device != k.device:
             fail(f"{label} is on {cache.device} but k is on {k.device}")
@@ -205,7 +204,7 @@ def _check_caches(k: Tensor, caches: Tensors, options: Options, fail: Fail) -> N
             fail(f"{label} is {cache.dtype}; allowed are k's {k.dtype}, {FP8S[0]} and {FP8S[1]}")
         require_no_overlap(label, cache, fail)
     k_cache, v_cache = caches.values()
-    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+    if k_cache.shape[:-2] != v_cache.shape[:-2] or k_cache.dtype != v_cache.dtype:
         had = " but ".join([f"{label} is {tuple(x.shape)} {x.dtype}" for label, x in caches.items()])
         fail(f"{had}; they must match")
     paged = [c.dim() == 4 and c.stride(0) != c.shape[1] * c.stride(1) for c in (k_cache, v_cache)]
@@ -346,7 +345,9 @@ def _check_streams(tensors: Tensors, fail: Fail) -> None:
         fail("v must have as many heads as k")
 
 
-def check_into(name: str, tensors: Tensors, labels: dict[str, str], dtypes: dict[str, torch.dtype]) -> None:
+def check_into(
+    name: str, tensors: Tensors, options: Options, labels: dict[str, str], dtypes: dict[str, torch.dtype]
+) -> None:
     """The check of the caller's output tensors, given labels for messages, and dtypes that differ from the inputs'."""
     fail, q = failing(name), tensors["q"]
     outs = {label: tensors[x] for x, label in labels.items() if x in tensors}
@@ -355,6 +356,9 @@ def check_into(name: str, tensors: Tensors, labels: dict[str, str], dtypes: dict
         x, dtype = tensors[letter], dtypes.get(letter, tensors[letter].dtype)
         if x.device != q.device or x.dim() != q.dim():
             fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+        if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
+            check_ranks(letter, x, len(out), options, fail)
+            x = by_rank(x, options.layout, len(out))
         if out.shape != x.shape or out.dtype != dtype or out.device != q.device:
             swapped = out.dim() == 4 and out.transpose(1, 2).shape == x.shape
             hint = "; pass its transpose(1, 2)" if swapped else ""

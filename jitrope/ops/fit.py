@@ -254,3 +254,9 @@ def sizes_of(x: Tensor, layout: str) -> list[int]:
 def named(x: Tensor, layout: str) -> str:
     """A shape by its letters: `(B=2, S=128, H=32, D=64)`."""
     return "(" + ", ".join(f"{letter.upper()}={size}" for letter, size in zip(layout, x.shape)) + ")"
+
+
+def check_ranks(letter: str, x: Tensor, ranks: int, options: Options, fail: Fail) -> None:
+    """Refuse heads that cannot be dealt out to ranks in equal groups."""
+    if x.shape[LAYOUT_AXES[options.layout][2]] % ranks:
+        fail(f"{letter} is {named(x, options.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")

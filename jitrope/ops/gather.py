@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from ..base.arguments import refuse
+from ..base.errors import InvalidInput
 from ..plan.views import Tensors
 from .dispatch import call
 from .into import given_out
 from .operation import Operation
 from .quantize import Scaled
-from .values import Positions
+from .values import Positions, Ulysses
 from .words import ONE_TABLE, unexpected
 
 
@@ -67,7 +68,14 @@ def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: d
 def call_into(
     op: Operation, tensors: Tensors, words: dict[str, Any], heads: Mapping[str, Any], v: Any = None
 ) -> Tensors:
-    """The results of a call with the word `out`; see `given_out`."""
+    """The results of a call with the word `out`: `Ulysses`, or tensors; see `given_out`."""
+    if isinstance(words["out"], Ulysses):
+        if not hasattr(op, "by_rank"):
+            raise InvalidInput(f"{op.function}: Ulysses does not go with {op.stage}")
+        words.update(words.pop("out").words)
+        if heads.get("v") is not None:
+            tensors["v"] = heads["v"]
+        return call(op.by_rank, tensors, words)
     into = given_out(op, words, heads, tensors, v)
     return {**into, **call(op.into if into else op, tensors, words)}
 

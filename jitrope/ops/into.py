@@ -12,7 +12,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.problem import Views
 from ..plan.spec import Options, norm_of
-from ..plan.views import Tensors
+from ..plan.views import Tensors, by_rank
 from . import checks
 from .fit import require_apart
 from .formats import empty_scale
@@ -51,7 +51,7 @@ class Into(Operation):
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         self.base.check(name, tensors, options)
-        checks.check_into(name, tensors, self.labels, self.base.converted(tensors, options))
+        checks.check_into(name, tensors, options, self.labels, self.base.converted(tensors, options))
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         inputs, outputs = self.base.heads(tensors, options)
@@ -69,14 +69,14 @@ class Into(Operation):
         return not (like_k and shared and options.interleaved == options.interleaved_out and not norm.across_heads)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        tensors["v_out"].copy_(tensors["v"])
+        _put(tensors["v_out"], tensors["v"], options)
         return outputs
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         results = {**tensors, **self.base.on_cpu(tensors, options)}
         for name in self.labels:
             if name in tensors:
-                tensors[name].copy_(results[name[0]])
+                _put(tensors[name], results[name[0]], options)
         return {name: results[name] for name in self.made(tensors, options)}
 
 
@@ -86,11 +86,22 @@ class ScaledInto(Into):
     results = ("q_scale", "k_scale")
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        given = [(name, tensors[name[0]]) for name in self.made(tensors, options)]
+        given = [(name, tensors[f"{name[0]}_out"]) for name in self.made(tensors, options)]
         return {name: empty_scale(x, options) for name, x in given}
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.results if "k" in given else self.results[:1]
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        made = self.fresh(tensors, options, 0)
+        for name, scale in super().on_cpu(tensors, options).items():
+            _put(made[name], scale, options)
+        return made
+
+
+def _put(out: Tensor, x: Tensor, options: Options) -> None:
+    """Copy x to a tensor that may have a group of heads for each rank."""
+    out.copy_(x if x.dim() == out.dim() else by_rank(x, options.layout, len(out)))
 
 
 def given_out(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def _schema(op: Operation, inplace: bool) -> str:
     tensors: list[str] = []
     for name in _names(op):
         bare, mark = name.rstrip("?"), "?" * name.endswith("?")
-        alias = f"({'abcdefghijklmnop'[len(tensors)]}!)" if bare in written else ""
+        alias = f"({ascii_letters[len(tensors)]}!)" if bare in written else ""
         tensors.append(f"Tensor{alias}{mark} {bare}")
     options = [f"{_TYPES[type(Options._field_defaults[name])]} {name}" for name in _fields(op)]
     results = "()" if inplace else ", ".join(["Tensor"] * len(op.results))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..base.errors import JitropeError
 from ..plan import partition
-from ..plan.problem import Views, head_view
+from ..plan.problem import Views
 from ..plan.spec import HEAD_WORDS, Options, changed
-from ..plan.views import FORMATS, Tensors
+from ..plan.views import FORMATS, Tensors, head_view
 from . import checks
 from .reference import RULE
 
@@ -44,7 +44,7 @@ class Operation:
         reads, writes: tensors with the heads of q, k and v, in and out; "q_out" is the output "q".
         mutated: inputs that are always written.
         inplace: it has an op in place. differentiable: it has a gradient. shards: it takes DTensors.
-        into: its form that writes tensors of the caller, if there is one.
+        into: its form that writes tensors of the caller, if there is one. by_rank: its form for Ulysses.
         check: refuses a wrong call; its first argument is the user's function.
         reference: the results in plain torch, as fresh tensors.
     """
@@ -65,6 +65,7 @@ class Operation:
     inplace = differentiable = True
     shards = False
     into: Operation
+    by_rank: Operation
     check: Callable[[str, Tensors, Options], None] = staticmethod(checks.check)
     reference: Callable[[Tensors, Options], Tensors]
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Container
 import torch
 
 from ..base.arguments import refuse
-from ..plan.problem import Views, cache_view, head_view, joint_parts
+from ..plan.problem import Views, joint_parts
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
-from ..plan.views import FORMATS, Tensors
+from ..plan.views import FORMATS, Tensors, cache_view, head_view
 from . import checks, reference
+from .by_rank import ByRank
 from .formats import empty_scale
 from .into import Into, ScaledInto
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
@@ -25,6 +26,7 @@ from .operation import (
     spare_stays,
     turned_back,
 )
+from .pages import PAGE_TENSORS
 from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
 from .stand_ins import counters, one_row
 
@@ -72,15 +74,16 @@ class _RopeFp8(Operation):
 class _RopeKVCache(Operation):
     name, function, stage = "rope_kv_cache", "prepare_qkv", "cache"
     tensors: tuple[str, ...] = (
-        *("q", "k", "v", "k_cache", "v_cache", "slot_mapping"),
+        *("q", "k", "v", "k_cache", "v_cache", "slot_mapping?"),
         *("q_scale?", "k_scale?", "v_scale?"),
+        *PAGE_TENSORS,
     )
-    options: tuple[str, ...] = (*SERVING, "rotate_k", "out_dtype")
+    options: tuple[str, ...] = (*SERVING, "rotate_k", "out_dtype", "clear_page")
     words: tuple[str, ...] = (*options, "check", "inplace")
     tables = frozenset(TABLE_WORDS)
     results: tuple[str, ...] = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
-    mutated = ("k_cache", "v_cache")
+    mutated = ("k_cache", "v_cache", "errors")
     differentiable = False
     check = staticmethod(checks.check_kv_cache)
     reference = staticmethod(reference.rope_kv_cache)
@@ -93,7 +96,8 @@ class _RopeKVCache(Operation):
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         q, k, v, q_out = (head_view(tensors[name], options.layout) for name in ("q", "k", "v", "q_out"))
-        return (q, k, v), (q_out, cache_view(tensors["k_cache"]), cache_view(tensors["v_cache"]))
+        caches = [cache_view(tensors[name], "page_table" in tensors) for name in ("k_cache", "v_cache")]
+        return (q, k, v), (q_out, caches[0], caches[1])
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         results = self.reference(tensors, options)
@@ -307,9 +311,11 @@ PREPARED: dict[str, tuple[Operation, Operation]] = {
 _PREPARED: tuple[Operation, ...] = (ROPE, *PREPARED["cache"], *PREPARED["quantize"], QK_NORM_ROPE_SCALED, QK_NORM_ROPE)
 for _op in (*_PREPARED, *PREPARED[""][:1]):
     _op.into = (ScaledInto if _op is QK_NORM_ROPE_SCALED else Into)(_op)
+    if "k" in _op.results:
+        _op.by_rank = ByRank(_op)
 ROPE_INTO = ROPE.into
 OPERATIONS: tuple[Operation, ...] = (
-    *(*_PREPARED, *[op.into for op in _PREPARED]),
+    *(*_PREPARED, *[op.into for op in _PREPARED], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD),
     *(QK_NORM_ROPE_KV_CACHE_SCALED, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
 )

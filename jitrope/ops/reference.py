@@ -11,8 +11,9 @@ from torch import Tensor
 from ..plan import partition
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
-from ..plan.views import FP8S, Tensors, canonical, ids_view, packed_part, table_pair, table_view
+from ..plan.views import FP8S, Tensors, canonical, ids_view, joined, packed_part, table_pair, table_view
 from .formats import divided, scaled_elements, with_hadamard
+from .pages import store_in_pages
 
 RULE = "dual_chunk"
 """The rule of `partition` by which rope's context parallelism cuts sequences."""
@@ -257,7 +258,7 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
     norm = norm_of(o)
     out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
-        x, weight, bias, grad = t[name], t.get(f"{name}_weight"), t.get(f"{name}_bias"), t[f"d{name}"]
+        x, weight, bias, grad = t[name], t.get(f"{name}_weight"), t.get(f"{name}_bias"), joined(t[f"d{name}"], o.layout)
         back = changed(o, rounding="fp32")
         if norm.after_rope:
             x = rotate(x, t, changed(back, inverse=not o.inverse), out_dtype=torch.float32)
@@ -318,12 +319,16 @@ def rope_fp8(t: Tensors, o: Options) -> Tensors:
 
 
 def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
-    """Normalise q and k if asked, rotate them, q to fp8 if it has a scale, and store k and v at their slots.
+    """Normalise q and k if asked, rotate them, q to fp8 if it has a scale, and store k and v in their places.
 
     The caches are (slots, heads, dim) or (pages, rows, heads, dim).
     """
     out, exact = _turned(t, o), _turned(t, o, torch.float32)
-    slots, k_cache = t["slot_mapping"].flatten().long(), t["k_cache"]
+    k_cache = t["k_cache"]
+    if "page_table" in t:
+        slots = store_in_pages(t, canonical(t["q"], o.layout)[..., 0, 0].numel(), o.clear_page)
+    else:
+        slots = t["slot_mapping"].flatten().long()
     page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
     kept = (slots >= 0) & (slots < k_cache.shape[0] * page_size)
     page, row = slots[kept] // page_size, slots[kept] % page_size

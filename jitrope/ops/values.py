@@ -20,6 +20,8 @@ from ..plan.views import Tensors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .pages import Pages
+
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -224,10 +226,11 @@ class KVCache(Value):
 
     Args:
         k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype, torch.float8_e4m3fn or
-            torch.float8_e5m2. Pass a cache with heads before rows as a transposed view.
+            torch.float8_e5m2. Pass a cache with heads before rows as a transposed view. v and its cache may have a
+            multiple of Hk heads, such as the latents of MLA in pieces of k_pe's size.
         slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
             row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
-            tokens have one slot, either may be stored.
+            tokens have one slot, either may be stored. Or `Pages`: the pages of each sequence.
         k_scale, v_scale: only for fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`.
         rotate_k: also rotate k itself, in place.
 
@@ -239,19 +242,46 @@ class KVCache(Value):
         self,
         k_cache: Tensor,
         v_cache: Tensor,
-        slot_mapping: Tensor,
+        slot_mapping: Tensor | Pages,
         *,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
         rotate_k: bool = False,
     ) -> None:
+        pages = slot_mapping if isinstance(slot_mapping, Value) and "page_table" in slot_mapping.tensors else None
         self.tensors = {
             "k_cache": tensor("KVCache", "k_cache", k_cache),
             "v_cache": tensor("KVCache", "v_cache", v_cache),
-            "slot_mapping": tensor("KVCache", "slot_mapping", slot_mapping),
+            **(pages.tensors if pages else {"slot_mapping": tensor("KVCache", "slot_mapping", slot_mapping)}),
             **scales("KVCache", k_cache, k_scale=k_scale, v_scale=v_scale),
         }
         self.words = {"rotate_k": True} if flag("KVCache", "rotate_k", rotate_k) else {}
+        if pages:
+            self.words.update(pages.words)
+
+
+class Ulysses(Value):
+    """As `out=`: return q, k and v as (ranks, B, S, H / ranks, D), contiguous, the layout that Ulysses sends.
+
+    Each rank's group of heads is in one piece, so `torch.distributed.all_to_all_single` takes the results as they are
+    (arXiv:2309.14509). The gradient arrives in that layout. See `apply_rope` for buffers of your own in it.
+
+    >>> q, k, v = torch.randn(3, 1, 16, 8, 64)
+    >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, v = jitrope.prepare_qkv(q, k, v, cos, sin, out=jitrope.Ulysses(4))
+    >>> q.shape
+    torch.Size([4, 1, 16, 2, 64])
+
+    Args:
+        ranks: the number of ranks; it must divide the numbers of heads. With "sbhd" and the other layouts the axis of
+            ranks comes first too.
+
+    Raises:
+        InvalidInput: ranks is not a whole number of at least 1.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.tensors, self.words = {}, {"ulysses_degree": whole("Ulysses", "ranks", ranks, 1)}
 
 
 def scales(name: str, like: Tensor, **given: float | Tensor | None) -> Tensors:

@@ -2,7 +2,7 @@
 
 A kernel takes one struct: addresses of tensors, then words of 8 bytes. `declarations` writes the fields of the struct
 for `templates/parameters.cuh.jinja`, and `words` orders the host's values. A kernel with a norm has more addresses at
-the front and more words at the end.
+the front and more words at the end, and so has a kernel with a page table.
 """
 
 from __future__ import annotations
@@ -72,22 +72,40 @@ NORM_WORDS = (
     _argument("TableStrides", "second_table_stride", "second_cos second_sin"),
     _argument("long long", "split"),
 )
+PAGE_ADDRESSES = (
+    _argument("const PageIndex*", "page_table"),
+    _argument("const PageIndex*", "page_indptr"),
+    _argument("const PageIndex*", "last_page_len"),
+    _argument("const PageIndex*", "seq_lens"),
+    _argument("const PageIndex*", "cu_seqlens_q"),
+    _argument("int*", "errors"),
+)
+PAGE_WORDS = (
+    _argument("long long", "page_table_stride"),
+    _argument("long long", "page_table_width"),
+    _argument("long long", "page_count"),
+    _argument("long long", "new_tokens"),
+)
 
 _COMMENT_COLUMN = 57
 
 Word = int | Sequence["Word"]
 
 
-def address_names(norm: bool) -> tuple[str, ...]:
+def _fields(norm: bool, paged: bool) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
+    """The addresses and the words of a kernel."""
+    addresses = (*(PAGE_ADDRESSES if paged else ()), *(NORM_ADDRESSES if norm else ()), *ADDRESSES)
+    return addresses, (*WORDS, *(NORM_WORDS if norm else ()), *(PAGE_WORDS if paged else ()))
+
+
+def address_names(norm: bool, paged: bool = False) -> tuple[str, ...]:
     """The names of the addresses, in order."""
-    arguments = (*NORM_ADDRESSES, *ADDRESSES) if norm else ADDRESSES
-    return tuple(name for argument in arguments for name in argument.names)
+    return tuple(name for argument in _fields(norm, paged)[0] for name in argument.names)
 
 
-def declarations(norm: bool) -> str:
+def declarations(norm: bool, paged: bool = False) -> str:
     """The fields of the struct in CUDA, one on each line."""
-    groups = (NORM_ADDRESSES, ADDRESSES, WORDS, NORM_WORDS) if norm else (ADDRESSES, WORDS)
-    return "\n".join(_declaration(argument) for group in groups for argument in group)
+    return "\n".join(_declaration(argument) for group in _fields(norm, paged) for argument in group)
 
 
 def _declaration(argument: Argument) -> str:
@@ -98,11 +116,10 @@ def _declaration(argument: Argument) -> str:
     return f"{line:{_COMMENT_COLUMN}}// {', '.join(argument.names)}"
 
 
-def words(given: Mapping[str, Word], norm: bool) -> list[int]:
+def words(given: Mapping[str, Word], norm: bool, paged: bool = False) -> list[int]:
     """The words after the addresses, in order. given: one value for each field of the struct."""
     flat = {field: _flat(value) for field, value in given.items()}
-    fields = (*WORDS, *NORM_WORDS) if norm else WORDS
-    sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in fields}
+    sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in _fields(norm, paged)[1]}
     assert {field: len(value) for field, value in flat.items()} == sizes
     return [word for field in sizes for word in flat[field]]
 

@@ -18,7 +18,7 @@ from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
 from .spec import INDICES, NormOptions, Options
-from .views import E8M0, FORMATS, Tensors, canonical, ids_view, table_pair, table_view
+from .views import E8M0, FORMATS, Tensors, head_view, ids_view, in_groups, table_pair, table_view
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -35,18 +35,6 @@ DTYPE_NAMES = {
 # ---- views of heads: (batch, seq, group, head of the group, dim) -------------------------------
 
 Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
-
-
-def head_view(x: Tensor, layout: str) -> Tensor:
-    """The heads of a tensor in `layout`; each head is its own group."""
-    return canonical(x, layout).unsqueeze(3)
-
-
-def cache_view(cache: Tensor) -> Tensor:
-    """The heads of a cache (slots, H, D) or (pages, rows, H, D). Pages become the batch axis if needed."""
-    if cache.dim() == 4 and cache.stride(0) == cache.shape[1] * cache.stride(1):
-        cache = cache.flatten(0, 1)
-    return (cache if cache.dim() == 4 else cache.unsqueeze(0)).unsqueeze(3)
 
 
 def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,8 +152,8 @@ def plan_call(
 ) -> tuple[heuristics.Plan, list[int]] | None:
     """The plan of a call, and its kernel's arguments after the addresses; None if there is nothing to do.
 
-    inputs, outputs: the heads of q, k and v; with a slot_mapping the outputs of k and v are caches, and pages are their
-    batch axis. tensors: all tensors of the call by name.
+    inputs, outputs: the heads of q, k and v; with a cache the outputs of k and v are caches, and pages are their batch
+    axis. tensors: all tensors of the call by name.
     """
     call = _Call(inputs, outputs, tensors, options)
     if call.tokens * call.heads == 0:
@@ -178,6 +166,7 @@ class _Call:
 
     def __init__(self, inputs: Views, outputs: Views, tensors: Tensors, options: Options) -> None:
         self.inputs, self.tensors, self.options = inputs, tensors, options
+        self.paged, self.cached = "page_table" in tensors, "page_table" in tensors or "slot_mapping" in tensors
         # No head of a missing k or v is read.
         self.views = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
         self.tables = _table_views(tensors, options, "")
@@ -188,6 +177,7 @@ class _Call:
         )
         given = [tensors[name] for name in ("q_scale_out", "k_scale_out") if name in tensors]
         self.scales = [head_view(x if options.group else x.unsqueeze(-1), options.layout) for x in given]
+        self._group()
         if not self.second and not self.grads:
             self._merge_batch()
         self.sources = [*self.views[:3], *self.second] if self.second else []
@@ -198,21 +188,34 @@ class _Call:
         )
         self.ids_strides = [0, 0, 0] if self.ids is None else [*_strides(self.ids)[:2], self.ids.stride(2)]
         self.batch, self.seqlen, groups, self.q_per_group, self.head_dim = self.views[3].shape  # of both streams
-        self.q_heads, self.k_heads = groups * self.q_per_group, 0 if inputs[1] is None else inputs[1].shape[2]
+        k_groups, self.kv_per_group = (0, 1) if inputs[1] is None else self.views[1].shape[2:4]
+        self.q_heads, self.k_heads = groups * self.q_per_group, k_groups * self.kv_per_group
         self.tokens = self.batch * self.seqlen
-        self.heads = self.q_heads + self.k_heads * (2 if inputs[2] is not None else 1)
+        v_heads = 0 if inputs[2] is None else inputs[2].shape[2] * inputs[2].shape[3]
+        v_heads = self.k_heads if options.v_dim else v_heads
+        self.v_per_k = max(1, v_heads // max(1, self.k_heads))
+        self.heads = self.q_heads + self.k_heads + v_heads
         self.heads += options.v_dim > 0 and options.inverse  # the sum over k's heads
-        self.sequences = len(tensors["cu_seqlens"]) - 1 if "cu_seqlens" in tensors else 0
-        self.pages, self.page_size = self.views[4].shape[:2] if "slot_mapping" in tensors else (0, 0)
+        of = next((tensors[name] for name in ("last_page_len", "seq_lens") if name in tensors), None)
+        self.sequences = len(tensors["cu_seqlens"]) - 1 if "cu_seqlens" in tensors else 0 if of is None else len(of)
+        self.pages, self.page_size = self.views[4].shape[:2] if self.cached else (0, 0)
 
     def _view(self, name: str) -> Tensor:
         return head_view(self.tensors[name], self.options.layout) if name in self.tensors else self.views[0]
+
+    def _group(self) -> None:
+        """Give all views of q the same groups of heads, and all of k and v."""
+        for letter, places in enumerate(((0, 3), [n for n in (1, 2, 4, 5) if self.inputs[n % 3] is not None])):
+            found = in_groups([*[self.views[n] for n in places], *self.grads[letter : letter + 1]])
+            for n, view in zip(places, found):
+                self.views[n] = view
+            self.grads[letter : letter + 1] = found[len(places) :]
 
     def _merge_batch(self) -> None:
         """Merge the batch axis with the sequence axis if the results stay equal. The kernel then needs no division."""
         batch, seqlen = self.views[0].shape[:2]
         ids, shared = self.ids, len(self.tables[0]) == 1
-        count = 4 if "slot_mapping" in self.tensors else 6  # the others are caches
+        count = 4 if self.cached else 6  # the others are caches
         of_tokens = [*self.views[:count], *self.scales]
         if batch == 1 or (ids is not None and not shared) or "start_positions" in self.tensors:
             return
@@ -247,9 +250,13 @@ class _Call:
             "full_width": table.shape[-1] == o.rotary_dim,
             "per_head": any(step[2] for step in self.table_strides),
             "in_place": o.inplace,
-            "page_size": self.page_size if self.pages > 1 else 0,
+            "page_size": self.page_size if self.pages > 1 or self.paged else 0,
+            "page_indptr": "page_indptr" in self.tensors,
+            "cu_seqlens_q": "cu_seqlens_q" in self.tensors,
             "q_per_group": self.q_per_group,
+            "kv_per_group": self.kv_per_group,
             "copy_v": self.inputs[2] is not None,
+            "v_per_k": self.v_per_k,
             "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
             "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 31,
             "batch": self.batch,
@@ -309,7 +316,11 @@ class _Call:
             given["scale_stride"] = [*self.scale_strides, *[[0] * 5] * 2][:2]
             given["second_table_stride"] = self.table_strides[2:] or [0] * 8
             given["split"] = self.views[0].shape[1]
-        return arguments.words(given, norm=norm is not None)
+        if self.paged:
+            table = self.tensors["page_table"]
+            given |= {"page_table_stride": table.stride(0), "page_table_width": table.shape[-1]}
+            given |= {"page_count": self.pages, "new_tokens": max(1, self.tokens // max(1, self.sequences))}
+        return arguments.words(given, norm is not None, self.paged)
 
 
 def _table_views(tensors: Tensors, options: Options, stream: str) -> list[Tensor]:

@@ -84,6 +84,8 @@ class Options(NamedTuple):
     launch: str = "auto"
     inverse: bool = False
     hadamard: str = ""  # the part of a head that is transformed
+    clear_page: bool = False
+    ulysses_degree: int = 1  # ranks, each with a group of heads in the results
     out_dtype: str = "fp8"  # of elements that are divided by scales
     group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head
     scale_out: str = "fp32"  # the dtype of dynamic scales
@@ -137,10 +139,11 @@ class Compiled:
 
     Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: the part of the heads of q and k
     that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head,
-    or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`. With a slot_mapping k
-    and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
-    q_per_group: heads of q in a group of packed QKV, else 1. copy_v: v is copied. v_dim: with latent attention,
-    elements of a head of v, else 0.
+    or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`. With a slot_mapping or a
+    page_table k and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
+    page_indptr, cu_seqlens_q: beside the page table there are these; clear_page: the rest of a sequence's last page
+    becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied,
+    v_per_k heads for each of k. v_dim: with latent attention, elements of a head of v, else 0.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
@@ -172,6 +175,10 @@ class Compiled:
     mrope_interleaved: bool
     slot_mapping_dtype: str | None
     page_size: int
+    page_table_dtype: str | None
+    page_indptr: bool
+    cu_seqlens_q: bool
+    clear_page: bool
     rotate_k: bool
     q_out: str
     kv_out: str
@@ -192,7 +199,9 @@ class Compiled:
     two_tables: bool
     gradient: bool
     q_per_group: int
+    kv_per_group: int
     copy_v: bool
+    v_per_k: int
     v_dim: int
     batch_inner: bool
     wide: bool
@@ -202,9 +211,14 @@ class Compiled:
         return self.norm_rounding != ""
 
     @property
+    def cached(self) -> bool:
+        """Whether k and v go to a cache."""
+        return {self.slot_mapping_dtype, self.page_table_dtype} != {None}
+
+    @property
     def copied(self) -> int:
         """Elements of a head that are copied without a rotation; in place they stay where they are."""
-        stay = self.in_place and not self.slot_mapping_dtype and not self.norm
+        stay = self.in_place and not self.cached and not self.norm
         return 0 if stay else self.head_dim - self.rotary_dim
 
 
@@ -254,7 +268,7 @@ class RopeSpec(Compiled, Spec):
             "packed" if self.cu_seqlens_dtype else "",
             f"cp{self.cp_size}" if self.cp_size > 1 else "",
             "ids" + (f"{len(self.mrope_section)}" if self.mrope_section else "") if self.position_ids_dtype else "",
-            f"cache_{self.kv_out}" if self.slot_mapping_dtype else qkv,
+            f"cache_{self.kv_out}" + "_pages" * bool(self.page_table_dtype) if self.cached else qkv,
             f"to_{self.q_out}" if self.q_out != self.dtype else "",
             f"latent_v{self.v_dim}" if self.v_dim else "",
             self.rounding if self.rounding != "fp32" else "",
@@ -307,19 +321,20 @@ class RopeSpec(Compiled, Spec):
         """Raise InvalidInput if a field has a wrong value, or if no kernel can have these fields together."""
         check_fields(self, _WORDS)
         dims = f"head_dim {self.head_dim}, rotary_dim {self.rotary_dim}: both must be even and at most {MAX_HEAD_DIM}"
-        refuse_unless("RopeSpec", 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
-        refuse_unless("RopeSpec", self.rotary_dim % 2 == 0, dims)
+        even = self.rotary_dim % 2 == 0
+        refuse_unless("RopeSpec", even and 0 < self.rotary_dim <= self.head_dim <= MAX_HEAD_DIM, dims)
+        refuse_unless("RopeSpec", not self.norm or self.norm_kind != "", "a norm must have a norm_kind")
         refuse_unless("RopeSpec", {self.chunks, self.table_step} <= {1, 2}, "chunks and table_step must be 1 or 2")
         for name in ("vec", "table_vec", "weight_vec"):
             refuse_unless("RopeSpec", getattr(self, name) in ACCESSES, f"{name} must be one of {ACCESSES}")
-        for name in _COUNTS:
+        for name in _COUNTS.split():
             refuse_unless("RopeSpec", getattr(self, name) > 0, f"{name} must be at least 1")
         refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block must have 1 to {MAX_THREADS} threads")
 
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block. A flag or a number keeps its name."""
         self.check()
-        unused = {"gradient", "wide", *(() if self.norm else (*_NORM_FLAGS, *_NORM_SIZES))}
+        unused = {"gradient", "wide", *(() if self.norm else (*_NORM_FLAGS.split(), *_NORM_SIZES))}
         own = {name: x for name, x in vars(self).items() if isinstance(x, int) and name not in unused}
         indices = {name: getattr(self, f"{name}_dtype") for name in INDICES}
         return {
@@ -334,7 +349,8 @@ class RopeSpec(Compiled, Spec):
             "packed": indices["cu_seqlens"] is not None,
             "start_positions": indices["start_positions"] is not None,
             "position_ids": indices["position_ids"] is not None,
-            "cache": indices["slot_mapping"] is not None,
+            "cache": self.cached,
+            "paged": indices["page_table"] is not None,
             "axes": len(self.mrope_section) or 1,
             "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
             "rounding": self.rounding.upper(),
@@ -343,7 +359,7 @@ class RopeSpec(Compiled, Spec):
             "copy_accesses": self.copy_accesses,
             "team": self.team,
             "threads": self.threads,
-            "arguments": arguments.declarations(self.norm),
+            "arguments": arguments.declarations(self.norm, indices["page_table"] is not None),
             **(self._norm_constants() if self.norm else {}),
         }
 
@@ -364,17 +380,8 @@ class RopeSpec(Compiled, Spec):
         }
 
 
-INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping")
-_NORM_FLAGS = (
-    "dynamic",
-    "biased",
-    "across_heads",
-    "zero_centered",
-    "after_rope",
-    "v_norm",
-    "two_streams",
-    "two_tables",
-)
+INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
+_NORM_FLAGS = "dynamic biased across_heads zero_centered after_rope v_norm two_streams two_tables"
 _NORM_SIZES = ("group", "weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,
@@ -390,4 +397,4 @@ _WORDS = {
     "norm_kind": ("", "no_norm", *NORM_KINDS),
     "launch": LAUNCHES,
 }
-_COUNTS = ("cp_size", "q_per_group", "heads_per_thread", "blocks_per_sm", "tokens_per_block", "heads_per_block")
+_COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"

@@ -45,6 +45,20 @@ def canonical(x: Tensor, layout: str) -> Tensor:
     return x.unsqueeze(0) if batch is None else x.permute(batch, *rest)
 
 
+def by_rank(x: Tensor, layout: str, ranks: int) -> Tensor:
+    """A (ranks, ..., heads / ranks, dim) view of a tensor in `layout`."""
+    axis = LAYOUT_AXES[layout][2]
+    parts: Tensor = x.unflatten(axis, (ranks, -1))
+    return parts.movedim(axis, 0)
+
+
+def joined(x: Tensor, layout: str) -> Tensor:
+    """A tensor in `layout`, also from (ranks, ..., heads / ranks, dim)."""
+    axis = LAYOUT_AXES[layout][2]
+    together: Tensor = x if x.dim() == len(layout) else x.movedim(0, axis).flatten(axis, axis + 1)
+    return together
+
+
 def table_view(table: Tensor) -> Tensor:
     """A (batch, position, head, width) view of a table with 2, 3 or 4 axes."""
     if table.dim() == 4:
@@ -68,6 +82,28 @@ def ids_view(position_ids: Tensor, options: Options) -> Tensor:
     """An (axes, batch, seq) view of position_ids; batch is 1 where they are shared."""
     ids = position_ids if options.mrope_section else position_ids[None]
     return ids if ids.dim() == 3 else ids[:, None]
+
+
+def head_view(x: Tensor, layout: str) -> Tensor:
+    """The heads of a tensor in `layout`. Each is a group; with another axis in front those of a rank are."""
+    if x.dim() == len(layout):
+        return canonical(x, layout).unsqueeze(3)
+    batch, *rest = LAYOUT_AXES[layout]
+    seq, head, dim = (axis + 1 for axis in rest)
+    return x.permute(seq, 0, head, dim).unsqueeze(0) if batch is None else x.permute(batch + 1, seq, 0, head, dim)
+
+
+def in_groups(views: list[Tensor]) -> list[Tensor]:
+    """The views of some heads, all in the groups of one of them."""
+    groups = next((x.shape[2] for x in views if x.shape[3] > 1), 0)
+    return [x.squeeze(3).unflatten(2, (groups, -1)) if groups and x.shape[2] != groups else x for x in views]
+
+
+def cache_view(cache: Tensor, paged: bool = False) -> Tensor:
+    """The heads of a cache (slots, H, D) or (pages, rows, H, D). Pages become the batch axis if needed, or if paged."""
+    if not paged and cache.dim() == 4 and cache.stride(0) == cache.shape[1] * cache.stride(1):
+        cache = cache.flatten(0, 1)
+    return (cache if cache.dim() == 4 else cache.unsqueeze(0)).unsqueeze(3)
 
 
 # ---- packed QKV ------------------------------------------------------------------------------------

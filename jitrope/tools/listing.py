@@ -31,7 +31,7 @@ def in_words(spec: Spec) -> str:
     partial = f" ({spec.rotary_dim} rotated)" if spec.rotary_dim != spec.head_dim else ""
     tables = [spec.table_dtype] * (spec.table_dtype != "fp32") + ["full"] * spec.full_width
     tables += ["per-head"] * spec.per_head + ["angle"] * spec.freqs
-    own_layout = spec.copy_v and not (spec.two_streams or spec.slot_mapping_dtype or spec.v_dim)
+    own_layout = spec.copy_v and not (spec.two_streams or spec.cached or spec.v_dim)
     axes = f"{len(spec.mrope_section)}-axis " if spec.mrope_section else ""
     parts = [
         f"{KINDS[spec.kind]} {spec.dtype} d{spec.head_dim}{partial} {' to '.join(dict.fromkeys(pairings))}",
@@ -41,7 +41,8 @@ def in_words(spec: Spec) -> str:
         "packed" if spec.cu_seqlens_dtype else "",
         f"{spec.cp_size} ranks" if spec.cp_size > 1 else "",
         f"{axes}position ids" if spec.position_ids_dtype else "",
-        f"into a {'paged ' * bool(spec.page_size)}cache of {spec.kv_out}" if spec.slot_mapping_dtype else "",
+        f"into a {'paged ' * bool(spec.page_size)}cache of {spec.kv_out}" if spec.cached else "",
+        "by page table" if spec.page_table_dtype else "",
         f"packed QKV, {spec.q_per_group} q per group" if own_layout else "",
         f"latent attention, v of {spec.v_dim}" if spec.v_dim else "",
         f"to {spec.q_out}" if spec.q_out != spec.dtype else "",

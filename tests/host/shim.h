@@ -58,6 +58,7 @@ inline unsigned int linear_thread() {
 unsigned int atomicInc(unsigned int* address, unsigned int limit);
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void __syncthreads();
+inline int atomicAdd(int* address, int value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
 int __syncthreads_or(int predicate);
 void __syncwarp(unsigned int = ~0u);
 unsigned int __ballot_sync(unsigned int, bool predicate);

@@ -1,0 +1,94 @@
+"""Results for the all-to-all of Ulysses: a group of heads for each rank, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from ..plan.spec import LAYOUT_AXES, Options, changed
+from ..plan.views import Tensors, by_rank, joined
+from .fit import check_ranks, failing
+from .formats import empty_scale
+from .into import Into
+from .operation import Call, Operation, turned_back
+
+
+class ByRank(Into):
+    """An operation whose results q, k and v are (ranks, ..., H / ranks, D), fresh.
+
+    Given tensors in that layout, as gradients are, it returns them in the usual one; so a rotation is its own backward.
+    """
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base)
+        self.name, self.stage = base.name + "_by_rank", " with ".join([x for x in (base.stage, "Ulysses") if x])
+        self.tensors, self.options = (*base.tensors, "v?"), (*base.options, "ulysses_degree")
+        self.words, self.results = (*self.words, "ulysses_degree"), (*base.results, "v")
+        self.mutated, self.labels, self.differentiable = base.mutated, {}, base.differentiable
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        self.base.check(name, tensors, options)
+        fail, q = failing(name), tensors["q"]
+        for letter in [letter for letter in "qkv" if letter in tensors]:
+            x = tensors[letter]
+            if x.device != q.device or x.dim() != q.dim():
+                fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+            check_ranks(letter, x, options.ulysses_degree, options, fail)
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return (*self.base.made(given, options), *(("v",) if "v" in given else ()))
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        dtypes = self.base.converted(tensors, options)
+        out: Tensors = {}
+        for name in self.made(tensors, options):
+            x, axis = tensors[name[0]], LAYOUT_AXES[options.layout][2]
+            if x.dim() == len(options.layout):
+                shape = [options.ulysses_degree, *x.shape]
+                shape[axis + 1] = x.shape[axis] // options.ulysses_degree
+            else:
+                shape = [*x.shape[1:]]
+                shape[axis] *= len(x)
+            if name.endswith("_scale"):
+                out[name] = empty_scale(out[name[0]], options)
+            else:
+                out[name] = x.new_empty(shape, dtype=dtypes.get(name, x.dtype))
+        return out
+
+    def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
+        v, ranks = tensors["v"], options.ulysses_degree
+        split = v.dim() == len(options.layout)
+        outputs["v"].copy_(by_rank(v, options.layout, ranks) if split else joined(v, options.layout))
+        return outputs
+
+    def reference(self, tensors: Tensors, options: Options) -> Tensors:
+        """The results in plain torch."""
+        layout, ranks = options.layout, options.ulysses_degree
+        usual = {name: joined(x, layout) if name in ("q", "k", "v") else x for name, x in tensors.items()}
+        results = {**usual, **self.base.reference(usual, options)}
+        made = {name: results[name] for name in self.made(tensors, options)}
+        if tensors["q"].dim() > len(layout):
+            return made
+        return {name: by_rank(x, layout, ranks).contiguous() for name, x in made.items()}
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        return Operation.on_cpu(self, tensors, options)
+
+    def saved(self, tensors: Tensors) -> Tensors:
+        return {name: x for name, x in self.base.saved(tensors).items() if name != "v"}
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        found: Tensors = {}
+        names = [name for name in ("q", "k") if name in grads]
+        if names and self.norm:
+            own = {name: grads[name] for name in names}
+            found = self.base.gradient(call, saved, own, changed(options, ulysses_degree=1))
+        elif names:
+            as_names = dict(zip("qk", names))  # k's gradient alone takes the name of q's
+            tensors = {as_name: grads[name] for as_name, name in as_names.items()}
+            tensors.update({"v": grads["v"]} if "v" in grads and len(names) == 2 else {})
+            out = call(self, {**tensors, **saved}, turned_back(options))
+            found = {as_names.get(name, name): x for name, x in out.items()}
+        if "v" in grads and "v" not in found:
+            found["v"] = joined(grads["v"], options.layout)
+        return found

@@ -1,0 +1,265 @@
+"""Results for the all-to-all of Ulysses: a group of heads for each rank, fresh or in given tensors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, Scaled, Ulysses
+from jitrope.ops import launch as runtime
+from jitrope.plan.spec import LAYOUT_AXES
+
+from .devices import DEVICE, DEVICES
+
+B, S, D, R = 2, 6, 64, 2
+
+
+def sent(x: Tensor, layout: str, ranks: int = R) -> Tensor:
+    """What rank r gets is [r]: the all-to-all's copy that this layout replaces."""
+    axis = LAYOUT_AXES[layout][2]
+    return torch.stack(x.chunk(ranks, axis))
+
+
+def heads(layout: str, device: str, counts: tuple[int, ...], dtype: torch.dtype, grad: bool = False) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
+    found = []
+    for count in counts:
+        x = torch.randn(B, S, count, D, generator=generator)
+        x = x[0] if layout == "thd" else x.permute(order[layout])
+        found.append(x.to(device, dtype).requires_grad_(grad))
+    return found
+
+
+def tables(device: str, width: int = D // 2, *lead: int) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(*lead[:1], S + 3, *lead[1:], width, generator=torch.Generator().manual_seed(3)).to(device) * 9
+    return angles.cos(), angles.sin()
+
+
+# name: (heads of q, of k and v; the call's words); the reason is the name
+KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "rope": ((8, 4, 4), {}),
+    "a head for each rank": ((2, 2, 2), {}),
+    "more heads than one step of a block": ((96, 64, 64), {}),
+    "fp32, interleaved": ((4, 2, 2), {"interleaved": True, "dtype": torch.float32}),
+    "sbhd": ((4, 2, 2), {"layout": "sbhd"}),
+    "bhsd": ((4, 2, 2), {"layout": "bhsd"}),
+    "thd": ((4, 2, 2), {"layout": "thd"}),
+    "packed": ((4, 2, 2), {"layout": "thd", "packed": (0, 2, 5)}),
+    "partial": ((4, 2, 2), {"rotary_dim": 32, "rotary_offset": 16}),
+    "other pairs: v by a copy": ((4, 2, 2), {"interleaved_out": True}),
+    "ids": ((4, 2, 2), {"ids": True}),
+    "angles of each head: v by a copy": ((4, 4, 4), {"per_head": True}),
+    "norm": ((4, 2, 2), {"norm": {"rounding": "once"}}),
+    "norm, sbhd": ((4, 2, 2), {"norm": {"after_rope": True}, "layout": "sbhd"}),
+    "layer norm": ((4, 4, 4), {"norm": {"kind": "layer_norm"}}),
+    "norm across heads": ((4, 4, 4), {"norm": {"across_heads": True}}),
+    "norm of v": ((4, 2, 2), {"norm": {"v_norm": True}}),
+    "fp8": ((4, 2, 2), {"quantize": Quantize(0.05, 0.1)}),
+    "norm, fp8, hadamard": ((4, 2, 2), {"norm": {}, "quantize": Quantize(0.05, 0.1, hadamard=True)}),
+    "scales of each head": ((8, 4, 4), {"quantize": DynamicQuantize()}),
+    "scales of groups, bhsd": ((8, 4, 4), {"quantize": DynamicQuantize(group=32), "layout": "bhsd"}),
+    "norm, scales, int8, sbhd": ((8, 4, 4), {"norm": {}, "quantize": DynamicQuantize(torch.int8), "layout": "sbhd"}),
+}
+WITH_GRADIENT = [name for name, (_, words) in KINDS.items() if "quantize" not in words]
+PARTS = ("q", "k", "v", "q and v")
+GRADIENTS = [*itertools.product(WITH_GRADIENT, ["all"]), *itertools.product(("rope", "norm", "bhsd"), PARTS)]
+
+
+def call(name: str, device: str, grad: bool = False) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
+    """(q, k, v, cos, sin; words; the tensors with a gradient)."""
+    counts, given = KINDS[name]
+    words = dict(given)
+    layout = words.get("layout", "bshd")
+    x = heads(layout, device, counts, words.pop("dtype", torch.bfloat16), grad)
+    made: list[Tensor] = []
+    if words.pop("per_head", False):
+        cos, sin = tables(device, D // 2, 1, counts[0])
+    else:
+        cos, sin = tables(device, words.get("rotary_dim", D) // 2)
+    if "norm" in words:
+        norm = words["norm"]
+        sizes = [count * D if norm.get("across_heads") else D for count in counts[:2]]
+        made = [torch.linspace(0.5, 1.5, size, device=device).requires_grad_(grad) for size in sizes]
+        words["norm"] = Norm(*made, **norm)
+    if words.pop("ids", False):
+        words["positions"] = torch.tensor([[3, 0, 5, 1, 1, 8], [2, 2, 7, 0, 6, 4]], device=device)
+    if "packed" in words:
+        words["positions"] = jitrope.Packed(torch.tensor(words.pop("packed"), dtype=torch.int32, device=device))
+        words.pop("layout")
+    return [*x, cos, sin], words, [*x, *made]
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def flat(results: Any) -> list[Tensor]:
+    return [y for x in results for y in (x if isinstance(x, Scaled) else (x,))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", KINDS)
+def test_each_ranks_heads_are_in_one_piece(name: str, device: str) -> None:
+    """The bits of the usual call; the second call is a known one."""
+    given, words, _ = call(name, device)
+    layout = KINDS[name][1].get("layout", "bshd")
+    want = jitrope.prepare_qkv(*given, **words)
+    for _ in range(2):
+        got = jitrope.prepare_qkv(*given, **words, out=Ulysses(R))
+        for x, y in zip(got, want):
+            if isinstance(y, Scaled):
+                assert same(x.values, sent(y.values, layout))
+                assert same(x.scale, sent(y.scale, layout))
+                assert x.values.is_contiguous()
+                assert x.scale.is_contiguous()
+            else:
+                assert same(x, sent(y, layout))
+                assert x.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", KINDS)
+def test_one_buffer_for_one_all_to_all(name: str, device: str) -> None:
+    """q, k and v of a rank side by side in a buffer of the caller; nothing else of it is written."""
+    given, words, _ = call(name, device)
+    layout, counts = KINDS[name][1].get("layout", "bshd"), KINDS[name][0]
+    if isinstance(words.get("quantize"), (Quantize, DynamicQuantize)):
+        given[2] = None  # v is not converted, so it has no place between q and k
+    want = jitrope.prepare_qkv(*given, **words)
+    first = want[0].values if isinstance(want[0], Scaled) else want[0]
+    axis = LAYOUT_AXES[layout][2] + 1
+    shape = [R, *first.shape]
+    shape[axis] = sum(counts) // R + 1  # one head more
+    buffer = torch.full(shape, 7.0, device=device).to(first.dtype)
+    parts = buffer.split([*[count // R for count in counts], 1], axis)
+    out = parts[:3] if given[2] is not None else (*parts[:2], None)
+    for _ in range(2):
+        got = jitrope.prepare_qkv(*given, **words, out=out)
+        for x, y, part in zip(got, want, out):
+            if isinstance(y, Scaled):
+                assert same(x.values, sent(y.values, layout))
+                assert same(x.scale, sent(y.scale, layout))
+            elif y is not None:
+                assert x is part
+                assert same(x, sent(y, layout))
+        assert (parts[3].float() == 7).all()
+        buffer[:] = torch.full((), 7.0).to(buffer.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_apply_rope_has_it_too(device: str) -> None:
+    q, k, _, cos, sin = call("rope", device)[0]
+    want = jitrope.apply_rope(q, k, cos, sin)
+    for x, y in zip(jitrope.apply_rope(q, k, cos, sin, out=Ulysses(4)), want):
+        assert same(x, sent(y, "bshd", 4))
+    (alone, none), one = jitrope.apply_rope(q, None, cos, sin, out=Ulysses(8)), sent(want[0], "bshd", 8)
+    assert none is None
+    assert same(alone, one)
+    assert same(jitrope.apply_rope(q, None, cos, sin, out=Ulysses(1))[0], want[0][None])
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "which"), GRADIENTS)
+def test_the_gradient_arrives_in_that_layout(name: str, which: str, device: str) -> None:
+    """Against autograd of the usual call and torch's chunks."""
+    layout = KINDS[name][1].get("layout", "bshd")
+    used = [n for n, letter in enumerate("qkv") if which == "all" or letter in which.split(" and ")]
+    found = []
+    for by_hand in (True, False):
+        given, words, leaves = call(name, device, grad=True)
+        if by_hand:
+            out = [sent(x, layout) for x in jitrope.prepare_qkv(*given, **words)]
+        else:
+            out = [*jitrope.prepare_qkv(*given, **words, out=Ulysses(R))]
+        generator = torch.Generator().manual_seed(9)
+        grads = [torch.randn(x.shape, generator=generator).to(x) for x in out]
+        found.append(torch.autograd.grad([out[n] for n in used], leaves, [grads[n] for n in used], allow_unused=True))
+    for x, y in zip(*found):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(y, x, rtol=0 if x.dim() > 1 else 1e-3, atol=0 if x.dim() > 1 else 1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_derivative(device: str) -> None:
+    found = []
+    for by_hand in (True, False):
+        (q, k, _, cos, sin), _, _ = call("rope", device, grad=True)
+        if by_hand:
+            out = sent(jitrope.apply_rope(q, k, cos, sin)[0], "bshd")
+        else:
+            out = jitrope.apply_rope(q, k, cos, sin, out=Ulysses(R))[0]
+        (first,) = torch.autograd.grad((out.float() ** 2).sum(), q, create_graph=True)
+        found.append(torch.autograd.grad((first.float() ** 3).sum(), q)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["rope", "norm", "fp8", "scales of each head"])
+def test_it_compiles(name: str, device: str) -> None:
+    grad = name in WITH_GRADIENT
+    given, words, leaves = call(name, device, grad)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return jitrope.prepare_qkv(q, k, v, *given[3:], **words, out=Ulysses(R))
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (run, compiled):
+        out = flat(function(*given[:3]))
+        gradient = torch.autograd.grad([x.float().sum() for x in out], leaves) if grad else ()
+        found.append([*out, *gradient])
+    for x, y in zip(*found):
+        assert same(x, y)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "grouped heads that ranks do not divide": (
+        {"out": Ulysses(8)},
+        "k is .*H=4.*; for 8 ranks it needs a multiple of 8",
+    ),
+    "heads of q": ({"out": Ulysses(3)}, "q is .*H=8.*; for 3 ranks it needs a multiple of 3 heads"),
+    "in place": ({"out": Ulysses(2), "inplace": True}, "inplace does not go with Ulysses"),
+    "the same in given tensors": ({"out": (torch.zeros(3, B, S, 2, D), None, None)}, "q is .*H=8.*; for 3 ranks"),
+    "another shape": ({"out": (torch.zeros(4, B, S, 3, D), None, None)}, r"out's q is \(4, 2, 6, 3, 64\)"),
+    "no ranks": ({"out": (torch.zeros(0, B, S, 3, D), None, None)}, r"out's q is \(0, 2, 6, 3, 64\)"),
+    "a cache": (
+        {"out": Ulysses(2), "cache": KVCache(*torch.zeros(2, 50, 4, D), torch.arange(12))},
+        "Ulysses does not go with cache",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    words, text = REFUSALS[name]
+    q, k, v, cos, sin = call("rope", "cpu")[0]
+    with pytest.raises(InvalidInput, match=text):
+        jitrope.prepare_qkv(q.float(), k.float(), v.float(), cos, sin, **words)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, "2", None])
+def test_ranks_are_a_number(ranks: Any) -> None:
+    with pytest.raises(InvalidInput, match="Ulysses: ranks is "):
+        Ulysses(ranks)
+
+
+@pytest.mark.gpu
+def test_one_launch() -> None:
+    given, words, _ = call("norm", DEVICE)
+    runtime.local.known.clear()
+    runtime.local.recent.clear()
+    jitrope.prepare_qkv(*given, **words, out=Ulysses(R))
+    (known,) = runtime.local.known.values()
+    assert not known.finished  # v is copied in the launch
