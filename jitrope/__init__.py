@@ -10,7 +10,7 @@
 - `prepare_packed_qkv` splits the output of a fused projection, in any common order, and rotates.
 - `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
 - `prepare_mla_qkv` rotates, and makes k and v of multi-head latent attention (DeepSeek).
-- `Packed`, `Starts` and `Mrope` are kinds of `positions=`.
+- `Packed`, `Starts`, `Mrope` and `Shifts` are kinds of `positions=`.
 - `configure` changes settings; `record` and `planning` list the kernels that a run needs.
 
 More modules:
@@ -42,7 +42,7 @@ from .jit.recording import record
 from .ops.pages import Pages
 from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
-from .ops.values import KVCache, Mrope, Norm, Packed, Starts, Ulysses
+from .ops.values import KVCache, Mrope, Norm, Packed, Shifts, Starts, Ulysses
 from .projections import prepare_mla_qkv, prepare_packed_qkv
 
 __all__ = [  # noqa: RUF022  in the order of the documentation
@@ -52,6 +52,7 @@ __all__ = [  # noqa: RUF022  in the order of the documentation
     "prepare_joint_qkv",
     "prepare_mla_qkv",
     "Packed",
+    "Shifts",
     "Starts",
     "Mrope",
     "Norm",

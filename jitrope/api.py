@@ -11,12 +11,12 @@ from .base.arguments import refuse
 from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
-from .ops.gather import add, call_into, forget_positions, gather, placed, result
-from .ops.operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
+from .ops.gather import add, call_into, forget_positions, gather, normed_v, placed, result
+from .ops.operations import PREPARED, QK_NORM_ROPE_JOINT, ROPE
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
 from .ops.values import KVCache, Norm, Positions, Ulysses
 from .ops.words import parts, refuse_table_as_v, second_tables
-from .plan.spec import NO_NORM, NormOptions, Options
+from .plan.spec import NO_NORM, Options
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -31,6 +31,7 @@ class JointWords(TypedDict, total=False):
     rotary_dim: int | None
     rotary_offset: int
     rounding: str
+    q_scale: float | Tensor | None
 
 
 class PackedWords(JointWords, total=False):
@@ -42,6 +43,7 @@ class PackedWords(JointWords, total=False):
     mscale: float
     layout: str
     inverse: bool
+    unrotated: int
     check: bool
 
 
@@ -92,8 +94,8 @@ def apply_rope(
         freqs_cis: complex64 cos + i sin in place of cos and sin: (P, rotary_dim / 2), or with the axes of cos.
         positions: the table's row for each token; by default token t takes row t. A tensor of int32 or int64 ids on q's
             device, any strides: (S) or (B, S); (T) with "thd". `Packed`: concatenated sequences. `Starts`: each batch
-            row starts at its own position. `Mrope`: a position along each of several axes. A position outside of the
-            table gives NaN and reads no memory; `check` refuses it.
+            row starts at its own position. `Mrope`: a position along each of several axes. `Shifts`: differences of
+            positions, for cached keys. A position outside of the table gives NaN, without a read; `check` refuses it.
         mscale: a factor of the cosines and sines, with freqs (YaRN, arXiv:2309.00071, section 3.4).
         layout: "bshd", "sbhd", "bhsd" or, for packed sequences, "thd": (T, H, D). `Packed` implies "thd".
         interleaved: True: the pairs are (0, 1), (2, 3), ...; False: (i, i + rotary_dim / 2).
@@ -103,11 +105,17 @@ def apply_rope(
             that width or half of it.
         rotary_offset: the first rotated element of a head. The elements outside are not changed.
         inverse: rotate by the negative angles, with the exact arithmetic of the gradient.
+        unrotated: the number of first tokens of each sequence that are not rotated, such as class and register tokens
+            (DINOv3, EVA-02, Perception Encoder). The token after them takes row 0 of the table. It goes with no ids,
+            packed_table and interleaved_out.
         rounding: the rounding of products and their sum, to get the bits of a model's own eager code on the same
             device. "fp32": each is rounded to fp32, as for real tensors (FLUX, Wan). "complex64" and "complex128": as
             in torch's complex multiply (Qwen-Image; Lumina2, with fp64 tables). "dtype": the tables, each product and
             the sum are rounded to q's dtype (rotate-half in the model's dtype, as in transformers). "addcmul": fp32,
             with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end.
+        q_scale: a factor of q alone, in fp32: a number, such as that of the softmax, or a tensor of one for each token,
+            (S) or (B, S), with "thd" (T) (the temperature of Llama 4). It is the last step before the only rounding;
+            with "dtype" q is also rounded before it, as where a model scales the rotated tensor.
         inplace: overwrite q and k, and return them. Under autograd torch's rules for in-place operations hold: q and k
             must not be leaves that require a gradient. Their elements must not share memory with each other or a table.
         out: (q_out, k_out), tensors to write and return: a buffer, or another layout (`buffer.transpose(1, 2)`). Each
@@ -201,8 +209,8 @@ def prepare_qkv(
         q, k: as in `apply_rope`; without a cache k may be None.
         v: with a cache (B, S, Hk, D) in the default layout, or with a multiple of Hk, stored unchanged; otherwise
             returned as given. With `Norm(v_norm=True)` it is normalised.
-        cos, sin: as in `apply_rope`. With a norm, `DynamicQuantize` or hadamard they may be omitted: then q and k are
-            not rotated.
+        cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
+            then q and k are not rotated, and positions and rotary_dim have no effect (layers without rope, "NoPE").
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a
             cache.
         cache: store the rotated k, and v, in a KV cache.
@@ -238,10 +246,12 @@ def prepare_qkv(
         add("prepare_qkv", "norm", norm, Norm, tensors, asked)
         forget_positions(tensors, asked)
         if asked["norm"].v_norm and cache is None:
-            v = _normed(v, asked)
-    elif op.norm:
-        asked["norm"] = NO_NORM
-        forget_positions(tensors, asked)
+            v = normed_v(v, asked)
+    else:
+        if op.norm:
+            asked["norm"] = NO_NORM
+        if cos is None:
+            forget_positions(tensors, asked)
     if cache is not None:
         add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
     if quantize is not None:
@@ -314,16 +324,3 @@ def prepare_joint_qkv(
     tensors.update({"second_" + label: weight for label, weight in of_second.items()})
     out = call(QK_NORM_ROPE_JOINT, tensors, asked)
     return out["q"], out["k"], out["v"]
-
-
-def _normed(v: Tensor | None, words: dict[str, Any]) -> Tensor:
-    """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
-    norm = words["norm"]
-    if not isinstance(v, Tensor):
-        refuse("prepare_qkv", "v", v, "a tensor, because the norm has v_norm")
-    # Dynamo of torch 2.6 cannot trace `_replace`.
-    rounding, across_heads, zero_centered, after_rope, _, kind, eps = norm
-    words["norm"] = NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)
-    own = {"layout": words["layout"]} if "layout" in words else {}
-    plain = NormOptions(rounding, across_heads, kind=kind, eps=eps)
-    return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]

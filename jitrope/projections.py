@@ -9,7 +9,7 @@ from torch import Tensor
 from .api import DEFAULTS, PackedWords
 from .base.signature import with_words
 from .ops.dispatch import call
-from .ops.gather import gather
+from .ops.gather import forget_positions, gather
 from .ops.latent import ROPE_LATENT
 from .ops.projections import ROPE_QKV
 from .ops.values import Positions
@@ -113,6 +113,7 @@ def prepare_packed_qkv(
         copy_v: False: return v as a view of qkv, without a copy.
         inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays.
         The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
+            Without a table nothing is rotated.
 
     Returns:
         q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
@@ -124,6 +125,8 @@ def prepare_packed_qkv(
     """
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
     asked = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace)
+    if cos is None:
+        forget_positions(tensors, asked)
     asked["q_per_group"] = q_per_group
     if type(order) is not str or order != "grouped":
         asked["order"] = order

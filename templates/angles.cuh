@@ -60,6 +60,15 @@ __device__ __forceinline__ void load_table(
     }
 }
 
+// Makes a rotation its transpose: each sine is negated, and belongs to the partner.
+__device__ __forceinline__ void turn_back(Angles& a) {
+    Real sin[ENTRIES];
+    #pragma unroll
+    for (int i = 0; i < ENTRIES; ++i) sin[i] = -a.sin[!FULL_WIDTH ? i : INTERLEAVED ? i ^ 1 : (i + PAIRS) % ENTRIES];
+    #pragma unroll
+    for (int i = 0; i < ENTRIES; ++i) a.sin[i] = sin[i];
+}
+
 // A token whose row is outside the tables gets NaN, not wrong numbers.
 __device__ __forceinline__ Angles load_angles(const TablePair& t, const Row& row, bool outside, int head, int lane) {
     Angles a;
@@ -70,6 +79,7 @@ __device__ __forceinline__ Angles load_angles(const TablePair& t, const Row& row
     }
     load_table(a.cos, t.cos, t.cos_stride, row, head, lane);
     load_table(a.sin, t.sin, t.sin_stride, row, head, lane);
+    if (SHIFTS && row.row[0] < 0) turn_back(a);
     return a;
 }
 __device__ __forceinline__ Angles load_angles(const Params& p, const Row& row, int head, int lane) {
@@ -123,7 +133,7 @@ __device__ __forceinline__ bool stage(const Params& p, const Row* rows, float* s
         const Table* sin = p.sin + p.sin_stride.batch.step(row.batch) + row_offset(pair_row, p.sin_stride);
         const int first_column = FULL_WIDTH && INTERLEAVED ? 2 * pair : pair;
         const int second_column = INTERLEAVED ? 2 * pair + 1 : pair + ROTARY_DIM / 2;
-        const bool none = row.spare || outside(p, row);
+        const bool none = row.spare || is_unrotated(row) || outside(p, row);
         float* out = staged + slot * STAGE_FLOATS + 2 * pair;
         const float a = none ? NOT_A_NUMBER : entry(cos, p.cos_stride, first_column);
         const float b = none || FREQS ? a : entry(sin, p.sin_stride, first_column);

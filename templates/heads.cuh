@@ -166,3 +166,24 @@ __device__ __forceinline__ void turn(const float* x, float* y, const Turns& turn
         y[INTERLEAVED_OUT ? 2 * i + 1 : PAIRS + i] = sum_of_products(x0, sin1, x1, turn.cos1);
     }
 }
+
+// ---- the scale of q ----------------------------------------------------------------------------
+
+// The number by which q is multiplied at a token. HAS: SCALES_Q; a template, because other kernels have no such
+// arguments.
+template <bool HAS, typename Arguments>
+__device__ __forceinline__ float factor_of(const Arguments& p, const Place& place) {
+    if constexpr (HAS) {
+        const float* factor = p.q_factor + p.factor_stride.token.step(place.token);
+        if constexpr (!ONE_ROW) factor += p.factor_stride.batch.step(place.batch);
+        return *factor;
+    }
+    return 1.0f;
+}
+
+// Multiplies a lane's part of a head of q; with DTYPE it is rounded first, as the host's tensor is.
+template <int COUNT = ACCESSES * VEC>
+__device__ __forceinline__ void scale_all(float* y, float factor) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; ++i) y[i] = __fmul_rn(ROUNDING == DTYPE ? rounded(y[i]) : y[i], factor);
+}

@@ -27,6 +27,17 @@ __device__ __forceinline__ Span span_of(const Params& p, long long sequence) {
     return {begin, min(p.tokens, local_offset(p.cu_seqlens[sequence + 1], CP_SIZE, SEQUENCE_CHUNKS, rank))};
 }
 
+// The number of tokens before those of the tables. HAS: PREFIXED; a template, because other kernels have no such
+// argument.
+template <bool HAS, typename Arguments>
+__device__ __forceinline__ long long unrotated_of(const Arguments& p) {
+    if constexpr (HAS) return p.unrotated;
+    return 0;
+}
+
+// Whether a token is not rotated, because it comes before those of the tables.
+__device__ __forceinline__ bool is_unrotated(const Row& row) { return PREFIXED && row.row[0] < 0; }
+
 // The row of token `index` at `place`. PACKED: the token is in `sequence`.
 __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long long index, long long sequence) {
     if constexpr (POSITION_IDS) {
@@ -48,6 +59,7 @@ __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long 
     }
     if constexpr (START_POSITIONS) row += p.start_positions[PACKED ? sequence : place.batch];
     if constexpr (PACKED_TABLE) row += p.cu_seqlens[sequence];
+    if constexpr (PREFIXED) row -= unrotated_of<PREFIXED>(p);
     return {place.batch, {row}, false};
 }
 
@@ -78,18 +90,24 @@ __device__ __forceinline__ void find_rows(
     __syncthreads();
 }
 
+// The row of the tables for a token's position. SHIFTS: its size.
+__device__ __forceinline__ unsigned long long size_of(long long row) {
+    const unsigned long long size = static_cast<unsigned long long>(row);
+    return SHIFTS && row < 0 ? 0 - size : size;
+}
+
 // Whether a row of a token is outside the tables.
 __device__ __forceinline__ bool outside(const Params& p, const Row& row) {
     bool found = false;
     #pragma unroll
     for (int axis = 0; axis < AXES; ++axis)
-        found |= static_cast<unsigned long long>(row.row[axis]) >= static_cast<unsigned long long>(p.table_rows);
+        found |= size_of(row.row[axis]) >= static_cast<unsigned long long>(p.table_rows);
     return GUARDED && found;
 }
 
 // The row for a pair: the row of its axis, which must be inside the tables.
 __device__ __forceinline__ Stride row_of_pair(const Row& row, int pair) {
-    Stride found = static_cast<Stride>(row.row[0]);
+    Stride found = static_cast<Stride>(size_of(row.row[0]));
     #pragma unroll
     for (int axis = 1; axis < AXES; ++axis) {
         const int begin = mrope_section_end(axis - 1), size = mrope_section_end(axis) - begin;

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jitrope.ops import library, reference
 from jitrope.ops.operation import Operation
-from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT
+from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
 from jitrope.plan.spec import LAYOUT_AXES, NormOptions, Options
 from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, head_view, packed_shape
 from tests.said import norm_rope, norm_rope_joint
@@ -47,6 +47,7 @@ class Case:
     table_rows: int = 0  # 0: as many as positions
     strides: str = "plain"  # plain | qkv (slices of a packed buffer) | offset (unaligned) | transposed | reversed dim
     rounding: str = "fp32"
+    q_scale: str = ""  # number | shared (S) | rows (B, S) | strided (B, S) | one-row (1, S)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -228,6 +229,44 @@ CASES = [
     Case("mrope-angles", "axial angles of a video", ids="rows", table="angles_repeated", table_rows=12,
          interleaved=True, options={"mrope_section": (8, 12, 12)}),
     Case("axial-2d", "rows and columns of an image", ids="shared", table_rows=6, options={"mrope_section": (16, 16)}),
+    Case("prefix", "DINOv3: class and register tokens", shape=(2, 9, 4, 4, 64), layout="bhsd", strides="transposed",
+         table_rows=4, options={"unrotated": 5}),
+    Case("prefix-full", "timm's EVA-02: neighbours, full width, partial, scaled", shape=(2, 6, 3, 3, 80), table_rows=5,
+         table="full", interleaved=True, rotary_dim=48, q_scale="rows", options={"unrotated": 1}),
+    Case("prefix-angles", "staged angles, back", shape=(2, 6, 1, 1, 64), table_rows=3, table="angles",
+         options={"unrotated": 3, "inverse": True}),
+    Case("prefix-per-head", "learned tables of each head (RoPE-mixed), fp32", shape=(1, 6, 3, 3, 64), table_rows=5,
+         table="per_head", dtype="fp32", options={"unrotated": 1}),
+    Case("prefix-one", "a batch of single tokens, none of which is rotated", shape=(5, 1, 3, 1, 64), table_rows=1,
+         options={"unrotated": 1}),
+    Case("prefix-packed", "of each sequence, one shorter than that, spare tokens", shape=(1, 17, 4, 2, 64),
+         layout="thd", lengths=(5, 0, 2, 7), table_rows=4, table="angles_repeated", options={"unrotated": 3}),
+    Case("prefix-packed-partial", "the same without angles, a rest", shape=(1, 11, 4, 2, 64), layout="thd",
+         lengths=(6, 5), table_rows=5, rotary_dim=32, options={"unrotated": 1}, dtype="fp16"),
+    Case("prefix-cp", "the first tokens of the whole sequence, on the rank that has them", shape=(2, 6, 3, 1, 64),
+         cp=(2, 0), table_rows=9, options={"unrotated": 3}),
+    Case("prefix-packed-cp", "and starts, lengths that no chunks divide", shape=(1, 13, 2, 1, 64), layout="thd",
+         lengths=(7, 0, 5, 10), cp=(2, 1), starts=(0, 1, 4, 0), table_rows=9, options={"unrotated": 2}),
+    Case("shifts", "cached keys move by differences of positions", ids="signed", table_rows=9,
+         options={"shifts": True}),
+    Case("shifts-full", "members with angles of their own, back, int64", ids="signed", table_rows=9, table="full",
+         index_dtype=torch.int64, options={"shifts": True, "inverse": True}),
+    Case("shifts-full-interleaved", "the same, neighbours, past the table on both sides", ids="signed-past",
+         table_rows=3, table="full", interleaved=True, options={"shifts": True}, dtype="fp32"),
+    Case("shifts-cache", "cos | sin, partial, T tokens", shape=(1, 9, 2, 0, 128), layout="thd", ids="signed",
+         table="cos_sin_cache", rotary_dim=64, table_rows=12, options={"shifts": True}),
+    Case("scaled", "softmax's scale in q, a number for all tokens", q_scale="number"),
+    Case("scaled-tokens", "Llama 4's temperature of each token", q_scale="shared", shape=(2, 5, 4, 2, 128)),
+    Case("scaled-rows", "each batch row has its own, partial: the rest of q too", q_scale="strided", layout="sbhd",
+         rotary_dim=32, dtype="fp16", interleaved=True),
+    Case("scaled-alone", "q alone, fp32, scalar accesses", q_scale="rows", shape=(2, 5, 4, 0, 6), dtype="fp32"),
+    Case("scaled-decode", "a token a batch row, with positions", shape=(7, 1, 4, 2, 64), ids="rows", table_rows=90,
+         q_scale="rows"),
+    Case("scaled-dtype", "rounded before the product too", rounding="dtype", q_scale="one-row", rotary_dim=48),
+    Case("scaled-packed", "spare tokens stay zero, angles in the kernel", shape=(1, 15, 3, 1, 64), layout="thd",
+         lengths=(5, 0, 7), table="angles_repeated", q_scale="shared", rotary_dim=32),
+    Case("scaled-per-head", "a table for each head, a pairing into the other", q_scale="rows", table="per_head",
+         interleaved=True, options={"interleaved_out": False}, shape=(2, 5, 3, 3, 64)),
     Case("angles-mla", "MLA with angles and mscale", table="angles", shape=(1, 5, 3, 1, 96), rotary_dim=32,
          interleaved=True, options={"rotary_offset": 64, "interleaved_out": False, "mscale": 0.5}),
 ]  # fmt: skip
@@ -251,6 +290,9 @@ QKV_CASES = [
          options={"order": "qkv_gated"}),
     Case("qkv-gated-packed", "the same, packed with spare rows", shape=(1, 9, 1, 2, 64), layout="thd", lengths=(5, 2),
          table="angles", dtype="fp16", options={"order": "qkv_gated"}),
+    Case("qkv-prefix", "class tokens in packed QKV", shape=(2, 5, 2, 3, 64), table_rows=4, options={"unrotated": 1}),
+    Case("qkv-scaled", "q of each group, partial: in place the rest of k stays", shape=(2, 3, 2, 3, 64), rotary_dim=32,
+         q_scale="rows"),
     Case("qkv-scalar", "a head that no access divides", shape=(1, 3, 2, 3, 6), dtype="fp32"),
 ]  # fmt: skip
 
@@ -461,6 +503,25 @@ NORM_CASES = [
             table="complex", interleaved=True, rounding="complex64"),
     _normed("joint-two-tables", "tables of each stream, with other strides (Qwen-Image)", (2, 5, 3, 1, 64), first=2,
             two_tables=True, interleaved=True, norm="once", zero_centered=True),
+    _normed("scaled", "a number for each token, after the rotation", q_scale="rows", shape=(2, 3, 4, 2, 64),
+            norm="once", layout="sbhd"),
+    _normed("scaled-after", "Llama 4: after the norm behind the rotation", q_scale="shared", after_rope=True,
+            weights="", interleaved=True),
+    _normed("scaled-after-dtype", "rounded before the product", q_scale="number", after_rope=True, rounding="dtype",
+            rotary_dim=32),
+    _normed("scaled-across", "a row is a token, in the model's dtype, a rest", (1, 3, 3, 3, 64), across_heads=True,
+            q_scale="shared", rounding="dtype", norm="twice", rotary_dim=32),
+    _normed("scaled-layer", "biases, q alone", (1, 3, 3, 0, 72), **LAYER, biases=True, q_scale="rows"),
+    _normed("prefix", "the first tokens are normalised too, batch, partial", shape=(2, 5, 4, 2, 80), rotary_dim=48,
+            norm="once", table_rows=3, options={"unrotated": 2}),
+    _normed("prefix-after", "and scaled", shape=(2, 5, 4, 2, 64), after_rope=True, q_scale="number", table_rows=4,
+            options={"unrotated": 1}, norm="twice"),
+    _normed("prefix-across", "a row is a token, tables of each head", (1, 4, 3, 3, 64), across_heads=True,
+            table="per_head", table_rows=3, options={"unrotated": 1}, after_rope=True),
+    _normed("prefix-layer", "LayerNorm, tables of each head", (1, 4, 3, 3, 64), **LAYER, biases=True,
+            table="per_head", table_rows=3, options={"unrotated": 1}),
+    _normed("joint-scaled", "two streams, tables of each", (2, 5, 3, 1, 64), first=2, two_tables=True, q_scale="rows",
+            norm="once"),
     _normed("joint-two-cis", "complex64 rows of each stream", (1, 4, 2, 2, 64), first=3, two_tables=True,
             table="freqs_cis", interleaved=True, norm="twice", rounding="complex64"),
 ]  # fmt: skip
@@ -738,16 +799,17 @@ Lowered = tuple[Tensor, "Tensor | None", Tensor, Tensor, "Tensor | None", "Tenso
 
 
 def lower(call: Call, **changes: Any) -> tuple[Lowered, Options]:
-    """The arguments of the op for a call: seven tensors, and the options with `changes`."""
+    """The arguments of the op for a call: seven tensors, or eight with a scale of q; the options with `changes`."""
     q, k, cos, sin, keywords = call
     words = dict(keywords)
     cu_seqlens, starts, ids = (words.pop(name, None) for name in ("cu_seqlens", "start_positions", "position_ids"))
+    factor = (words.pop("q_factor"),) if "q_factor" in words else ()
     table = next((name for name in ("freqs", "cos_sin_cache", "freqs_cis") if name in words), "cos_sin")
     words.setdefault("interleaved_out", words["interleaved"])
     words.setdefault("rotary_dim", q.shape[-1] - words.get("rotary_offset", 0))
     if table != "cos_sin":
         cos, sin = words.pop(table), None
-    return (q, k, cos, sin, cu_seqlens, starts, ids), Options(**{**words, "table": table, **changes})
+    return (q, k, cos, sin, cu_seqlens, starts, ids, *factor), Options(**{**words, "table": table, **changes})
 
 
 def head_views(q: Tensor, k: Tensor | None, options: Options, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
@@ -779,6 +841,9 @@ def referenced(op: Operation, tensors: Any, tables: Any, options: Options) -> di
 def rope_reference(*arguments: Any, **dtypes: Any) -> list[Tensor | None]:
     """Rotate q and k in plain torch. Takes q, k, the tables in order, and the options."""
     q, k, *tables, options = arguments
+    if "q_factor" in named_tables(tables):
+        found = reference.rope({**named(ROPE, (q, k), tables)}, options, dtypes.get("out_dtype"))
+        return [found.get("q"), found.get("k")]
     return [None if x is None else reference.rotate(x, named_tables(tables), options, **dtypes) for x in (q, k)]
 
 
@@ -850,6 +915,8 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
         keywords["start_positions"] = torch.tensor(case.starts, dtype=case.index_dtype, device=device)
     if case.ids:
         keywords["position_ids"] = _ids(case, b, s, rows, generator).to(device)
+    if case.q_scale:
+        keywords["q_factor"] = _factor(case, b, s, generator).to(device)
     if case.cp[0] > 1:
         keywords["cp_size"], keywords["cp_rank"] = case.cp
     name = "freqs" if case.table.startswith("angles") else case.table
@@ -877,9 +944,17 @@ def _activation(case: Case, b: int, s: int, h: int, d: int, generator: torch.Gen
     return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
+def _factor(case: Case, b: int, s: int, generator: torch.Generator) -> Tensor:
+    if case.q_scale == "strided":
+        return torch.rand((s, b), generator=generator).t() + 0.5
+    shape = {"number": (), "shared": (s,), "rows": (b, s), "one-row": (1, s)}[case.q_scale]
+    return torch.rand(shape, generator=generator) + 0.5
+
+
 def _ids(case: Case, b: int, s: int, rows: int, generator: torch.Generator) -> Tensor:
-    low, high = (-3, rows + 3) if case.ids == "past" else (0, rows)
-    lead = {"shared": (), "one-row": (1,)}.get(case.ids, (b,))
+    low = {"past": -3, "signed": 1 - rows, "signed-past": -rows - 1}.get(case.ids, 0)
+    high = rows + (3 if case.ids == "past" else 2 if case.ids == "signed-past" else 0)
+    lead = {"shared": (), "one-row": (1,)}.get("shared" if case.layout == "thd" else case.ids, (b,))
     axes = len(case.options.get("mrope_section", ()))
     shape = (*((axes,) if axes else ()), *lead, s)
     ids = torch.randint(low, high, shape, generator=generator).to(case.index_dtype)

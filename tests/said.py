@@ -40,10 +40,15 @@ def said(**flat: Any) -> dict[str, Any]:
     mrope = {k: v for k, v in flat.items() if k in _OF["mrope"]}
     if type(mrope.get("mrope_section", ())) is tuple and not mrope.get("mrope_section"):
         mrope = {}
-    words = {k: v for k, v in flat.items() if k not in (*_OF["mrope"], *_OF["packed"], "position_ids")}
+    words = {
+        k: v for k, v in flat.items() if k not in (*_OF["mrope"], *_OF["packed"], "position_ids", "q_factor", "shifts")
+    }
+    if "q_factor" in flat:  # the word "q_scale" is a tensor of Quantize
+        words["q_scale"] = flat["q_factor"]
     ids = flat.get("position_ids")
     if ids is not None:
-        words["positions"] = jitrope.Mrope(ids, **mrope) if mrope else ids
+        made = jitrope.Shifts if flat.get("shifts") else lambda x: x
+        words["positions"] = jitrope.Mrope(ids, **mrope) if mrope else made(ids)
     elif "cu_seqlens" in packed:
         words["positions"] = jitrope.Packed(**packed)
     elif packed:

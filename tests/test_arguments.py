@@ -44,13 +44,13 @@ TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_
            "q_out", "k_out", "v_out", "page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q",
            "errors")  # fmt: skip
 SEQUENCES = ("first", "second")
-INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group")
+INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group", "unrotated")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
          "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace", "hadamard",
          "clear_page")  # fmt: skip
 NUMBERS = ("mscale", "eps")
 WORDS = ("layout", "rounding", "norm_rounding", "norm_kind", "order")
-SCALES = ("q_scale", "k_scale", "v_scale")
+SCALES = ("q_scale", "k_scale", "v_scale", "q_factor")
 SECTIONS = ("mrope_section",)
 FLAT = ("slot_mapping", "errors")  # any axes
 PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", "errors", "clear_page")
@@ -80,6 +80,7 @@ class Word(str, enum.Enum):
 # Names that a refusal may have in place of the parameter's.
 OTHER_NAMES = {
     "k": ("k_scale",),
+    "q_factor": ("q_scale",),
     "position_ids": ("positions",),
     "norm_rounding": ("rounding",),
     "norm_kind": ("kind",),
@@ -160,10 +161,11 @@ def kinds(parameter: str, plain: Any, cell: Cell) -> Iterator[tuple[str, Any, An
         yield from [
             ("int", 2, 2.0), ("np.float32", np.float32(plain), plain), ("np.float64", np.float64(plain), plain),
             ("np.int64", np.int64(2), 2.0), ("True", True, EITHER), ("a tensor", scale, plain),
-            ("a tensor of one", scale[None], plain), ("fp64", scale.double(), REFUSED),
-            ("of two", scale.expand(2), REFUSED),
+            ("a tensor of one", scale[None], REFUSED if parameter == "q_factor" else plain),
+            ("fp64", scale.double(), REFUSED), ("of two", scale.expand(2), REFUSED),
             ("on meta", scale.to("meta"), REFUSED), ("complex", 1j, REFUSED),
-            ("None", None, None if parameter == "q_scale" and "kv" in cell.function.name else REFUSED),
+            ("None", None, None if parameter == "q_scale" and "kv" in cell.function.name
+                     else EITHER if parameter == "q_factor" else REFUSED),
             ("0-d array", np.array(plain), EITHER), ("10**400", 10**400, REFUSED),
             ("a whole tensor", torch.tensor(2), REFUSED),
             *((n, v, REFUSED) for n, v in STRANGERS if n != "a tensor of two"),
@@ -268,14 +270,14 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         changes = {name: x.to(cell.device) for name, x in tables.items()} | {"slot_mapping": DROP}
         changes |= {name: cell.rand(5, 2, 1, D, seed=8) for name in ("k_cache", "v_cache")}
         plain = True if parameter == "clear_page" else changes[parameter]
-    elif parameter in SCALES and "kv_cache" in f.name:
+    elif parameter in SCALES[:3] and "kv_cache" in f.name:
         changes = {name: cell.rand(*SIZES[name], seed=8).to(FP8) for name in ("k_cache", "v_cache")}
         changes |= {"k_scale": 0.5, "v_scale": 0.5}
         plain = 0.5
     elif parameter in SCALES:
         plain = 0.5
     elif parameter in INTS:
-        plain = {"q_per_group": 2}[parameter]
+        plain = {"q_per_group": 2, "unrotated": 1}[parameter]
     elif parameter in FLAGS:
         plain = True
         if parameter == "across_heads":

@@ -84,6 +84,12 @@ LARGEST = [
     specs_of(heads=48, rounding="complex128", table_dtype="fp64", interleaved=True, backward=True),
     specs_of(heads=40, rounding="dtype", table_dtype="bf16", width="full", backward=True),
     specs_of(heads=48, rounding="addcmul"),
+    *(specs_of(heads=8, positions={"position_ids": IDS, "shifts": True}, inplace=True, width=width)
+      for width in ("half", "full")),
+    # A scale of q, and first tokens that are not rotated.
+    specs_of(heads=[32, 8], q_scale=0.5, backward=True),
+    specs_of(heads=[16, 16], unrotated=5, layout="bhsd", backward=True),
+    specs_of(heads=[32, 8], rounding="dtype", table_dtype="bf16", width="full", q_scale=0.5, unrotated=1),
 ]  # fmt: skip
 # With a norm first. FLUX and HunyuanVideo, Qwen-Image, both streams at once, Wan, LTX, a language model's
 # prefill and decode, and unusual parts of a head.
@@ -128,6 +134,7 @@ LARGEST += [
     prepared(heads=[2, 2], head_dim=6, rotary_dim=2, norm=NONE),
     prepared(heads=[32, 8], norm={**LAYER, "after_rope": True}),
     prepared(heads=[16, 8], norm={"rounding": "once"}, interleaved=True),
+    prepared(heads=[32, 8], norm={**TWICE, "after_rope": True}, q_scale=0.5, unrotated=1, backward=True),
 ]  # fmt: skip
 
 
@@ -218,7 +225,7 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         shares = spec.freqs or (spec.cu_seqlens_dtype is not None and spec.launch == "token_linear")
         shares = shares or (spec.v_dim > 0 and spec.inverse)  # the gradient of latent attention
         per_entry = spec.table_vec == 1  # complex64 tables, and axes that alternate from pair to pair
-        integers = spec.cu_seqlens_dtype is not None or spec.position_ids_dtype is not None
+        integers = spec.cu_seqlens_dtype is not None or spec.position_ids_dtype is not None or spec.scales_q
         assert len(loads) - len(narrow_loads) >= spec.chunks + (0 if shares or per_entry else 2), spec.name
         assert bool(narrow_loads) == (shares or per_entry or integers), (spec.name, narrow_loads)
         assert stores, spec.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import fields, replace
@@ -65,7 +64,7 @@ def is_harmless(spec: Spec) -> bool:
     constants = spec.constants()
     fixed = constants.pop("arguments", None)
     literals = [str(render.cpp_literal(value)) for value in constants.values()]
-    assert fixed in (None, *itertools.starmap(declarations, itertools.product((False, True), repeat=2)))
+    assert fixed in (None, *[declarations(norm, getattr(spec, "stages", ())) for norm in (False, True)])
     return all(LITERAL.fullmatch(text) for text in literals)
 
 
@@ -166,6 +165,7 @@ def problems(draw: Any) -> RopeProblem:
     fp8_form = pick("fp8", "fp8_e5m2")
     dynamic = fp8 and normed and not row_heads and draw(FLAG)
     gradient = kind == "gradient"
+    prefixed = draw(FLAG) and not mixed and kind not in ("ids", "cache", "streams", "latent")
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
     tokens = draw(st.one_of(st.integers(1, 300), st.integers(1, 1 << 24)))
@@ -174,11 +174,14 @@ def problems(draw: Any) -> RopeProblem:
         rotary_offset=offset, interleaved=interleaved, interleaved_out=interleaved != mixed,
         inverse=gradient or draw(FLAG), freqs=angles, full_width=draw(FLAG) and not mixed,
         per_head=per_head and kind == "plain",
-        packed_table=draw(FLAG) and kind == "packed", rounding=rounding, in_place=in_place,
+        packed_table=draw(FLAG) and kind == "packed" and not prefixed, rounding=rounding, in_place=in_place,
         cu_seqlens_dtype=pick(*INDEX_DTYPES) if kind == "packed" else None,
-        start_positions_dtype=pick(None, *INDEX_DTYPES) if kind in ("plain", "packed") and not exact else None,
-        cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv", "latent") else 1,
+        start_positions_dtype=pick(None, *INDEX_DTYPES)
+        if kind in ("plain", "packed") and not exact and not prefixed else None,
+        cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv", "latent") and not prefixed else 1,
+        scales_q=draw(FLAG) and kind != "latent", prefixed=prefixed,
         position_ids_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
+        shifts=kind == "ids" and not sections and not angles and draw(FLAG),
         mrope_section=sections, mrope_interleaved=bool(sections) and draw(FLAG),
         slot_mapping_dtype=pick(*INDEX_DTYPES) if kind == "cache" and not paged else None,
         page_table_dtype=pick(*INDEX_DTYPES) if paged else None, page_indptr=paged and draw(FLAG),
@@ -218,7 +221,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     assert spec.threads % 32 == 0
     assert spec.lanes <= spec.team <= spec.threads
     run = spec.chunk * spec.chunks  # every element of a head has one lane
-    rest = 0 if p.in_place and not p.cached and not p.norm else p.head_dim - p.rotary_dim
+    rest = 0 if p.in_place and not (p.cached or p.norm or p.scales_q) else p.head_dim - p.rotary_dim
     assert spec.lanes * run >= p.rotary_dim
     copied = spec.vec * spec.copy_accesses
     assert p.rotary_dim % run == rest % copied == p.rotary_offset % spec.vec == p.v_dim % spec.vec == 0

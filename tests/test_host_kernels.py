@@ -79,7 +79,7 @@ def run_kernel(inputs, outputs, tables, options, slots=None, scales=(None, None,
     plan, words = plan_call(inputs, outputs, given, options, SM_COUNT)
     tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
     cos, sin = table_pair(*tables[:2], options.table)
-    tensors = [*tensors, cos, sin, *tables[2:], slots, *scales]
+    tensors = [*tensors, cos, sin, *tables[2:5], slots, *scales, *tables[5:]]
     harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
     return plan
 
@@ -131,7 +131,8 @@ def test_token_linear_matches_reference(case: Case) -> None:
     "packed-none", "packed-too-long", "per-head", "packed-qkv", "starts-packed", "cp-packed", "packed-table-cp",
     "angles-interleaved", "angles-packed-cp", "mla", "cp-packed-starts", "complex128", "dtype-fp16", "dtype-packed",
     "addcmul-per-head", "ragged-2-1", "ragged-4-0", "ragged-short-2", "ragged-none", "ragged-three", "ragged-table",
-    "ragged-angles",
+    "ragged-angles", "scaled-tokens", "scaled-rows", "scaled-decode", "scaled-packed",
+    "prefix", "prefix-one", "prefix-packed", "prefix-packed-partial", "shifts-full", "shifts-cache",
 )], ids=str)  # fmt: skip
 def test_grid_2d_matches_reference(case: Case) -> None:
     outputs, expected, plan = run_case(case, "grid_2d")
@@ -142,7 +143,7 @@ def test_grid_2d_matches_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in (
     "halves", "interleaved", "full", "full-interleaved", "full-partial", "packed", "complex64-rounding", "mla-back",
     "angles-full", "angles-full-interleaved", "angles-packed", "cp-packed", "complex128-full", "dtype-bf16-full",
-    "addcmul", "ragged-4-1", "ragged-three",
+    "addcmul", "ragged-4-1", "ragged-three", "scaled", "scaled-per-head", "prefix-packed",
 )], ids=str)  # fmt: skip
 def test_backward_matches_reference(case: Case) -> None:
     outputs, expected, _ = run_case(case, conjugate=True)
@@ -152,6 +153,8 @@ def test_backward_matches_reference(case: Case) -> None:
 @pytest.mark.parametrize(("case", "launch"), alternate(c for c in CASES if c.name in (
     "halves", "partial-odd", "packed", "packed-qkv", "strided-dim", "unaligned", "q-alone", "offset", "angles-packed",
     "cp-packed-starts", "complex128-cis", "dtype", "addcmul", "ragged-4-3", "ragged-short-1", "ragged-angles",
+    "scaled-rows", "scaled-dtype", "scaled-packed", "prefix", "prefix-full", "prefix-packed-partial",
+    "shifts", "shifts-full-interleaved",
 )))  # fmt: skip
 def test_in_place_matches_reference(case: Case, launch: str) -> None:
     outputs, expected, _ = run_case(case, launch, in_place=True)
@@ -396,8 +399,9 @@ def run_norm_kernel(inputs, outputs, call, grads=(), sums=None, scales=(), sm_co
     weights = (*of_one(call, call.weights), None, None)[:4] + (*of_one(call, call.biases), None, None)[:4]
     tensors = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
     pairs = [table_pair(*pair, call.options.table) for pair in (call.tables[:2], second_tables) if pair]
-    tables = [*(pairs[1] if second_tables else [None] * 2), *tensors, *pairs[0], *call.tables[2:], *[None] * 4]
+    tables = [*(pairs[1] if second_tables else [None] * 2), *tensors, *pairs[0], *call.tables[2:5], *[None] * 4]
     tensors = [*sources, *weights, *(sums(plan) if sums else [None] * 3), *(*scales, None, None)[:2], *grads, *tables]
+    tensors += call.tables[5:]
     harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
     return plan
 
@@ -502,7 +506,8 @@ def test_dynamic_scales_match_reference(case: NormCase, normed: bool) -> None:
 GRADIENT_CASES = [c for c in NORM_CASES if c.name in (
     "once", "twice-d64", "d72", "partial-offset", "zero-centered", "only-q-weight", "across-d128", "across-per-head",
     "across-alone", "d6", "full", "mrope", "across-scalar", "layer", "layer-biased", "layer-unweighted",
-    "layer-across", "layer-after", "layer-per-head", "layer-scalar",
+    "layer-across", "layer-after", "layer-per-head", "layer-scalar", "scaled", "scaled-after-dtype", "scaled-across",
+    "scaled-layer", "prefix", "prefix-after", "prefix-across", "prefix-layer",
 )]  # fmt: skip
 
 

@@ -12,7 +12,10 @@ import pytest
 from .host import backend
 
 ROOT = Path(__file__).parent.parent
-FILES = ["gpu gpu_thd", "rope out pages ulysses latent latent_cache quantize learned transformers"]
+FILES = [
+    "gpu gpu_thd",
+    "rope out pages ulysses latent latent_cache quantize q_scale unrotated shifts learned transformers",
+]
 OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 

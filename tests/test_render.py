@@ -170,7 +170,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     changes |= {"cp_size": 2, "q_per_group": 4, "copy_v": True, "batch_inner": True, "position_ids_dtype": "int64"}
     changes |= {"mrope_section": (16, 48), "mrope_interleaved": True, "one_row": True, "wide": True}
     changes |= {"slot_mapping_dtype": "int64", "page_size": 16, "rotate_k": True, "q_out": "fp8", "kv_out": "fp8"}
-    changes |= {"table_step": 2, "v_dim": 64}
+    changes |= {"table_step": 2, "v_dim": 64, "scales_q": True, "prefixed": True, "shifts": True}
     changes |= {"page_table_dtype": "int64", "page_indptr": True, "cu_seqlens_q": True, "clear_page": True}
     changes |= {"kv_per_group": 2, "v_per_k": 8}
     norms_own = {
@@ -226,25 +226,23 @@ def test_ingredients_follow_every_field_of_moving_rows() -> None:
             assert cuda(other) != cuda(spec), name
 
 
-PAGED_SPEC = replace(SPEC, page_table_dtype="int32", page_size=16, kv_out="bf16", copy_v=True)
-
-
-@pytest.mark.parametrize(
-    ("spec", "count"), [(SPEC, 15), (NORM_SPEC, 38), (PAGED_SPEC, 21)], ids=["rope", "norm", "pages"]
-)
-def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec, count: int) -> None:
+@pytest.mark.parametrize("stages", [(), tuple(arguments.OPTIONAL)], ids=["plain", "staged"])
+@pytest.mark.parametrize("spec", [SPEC, NORM_SPEC], ids=["rope", "norm"])
+def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec, stages: tuple[str, ...]) -> None:
     """The compiler and the host give each field the same offset."""
     if compiler.nvrtc_version() < (13, 5):
         pytest.skip("this NVRTC has no __builtin_offsetof, which 13.5 has")
-    paged = spec.page_table_dtype is not None
-    names = arguments.address_names(spec.norm, paged)
-    assert len(names) == len(set(names)) == count
+    if stages:
+        spec = replace(spec, scales_q=True, prefixed=True, page_table_dtype="int32", page_size=16, copy_v=True)
+    assert spec.stages == stages
+    own = [[argument for stage in stages for argument in arguments.OPTIONAL[stage][n]] for n in (0, 1)]
+    names = arguments.address_names(spec.norm, stages)
+    assert len(names) == len(set(names)) == (38 if spec.norm else 15) + sum(len(argument.names) for argument in own[0])
     source = render.render(spec)
-    groups = (arguments.ADDRESSES, arguments.WORDS)
+    groups = (arguments.ADDRESSES, own[0], arguments.WORDS)
     if spec.norm:
         groups = (arguments.NORM_ADDRESSES, *groups, arguments.NORM_WORDS)
-    if paged:
-        groups = (arguments.PAGE_ADDRESSES, *groups, arguments.PAGE_WORDS)
+    groups = (*groups, own[1])
     at, checks = 0, []
     for argument in (argument for group in groups for argument in group):
         checks.append(f"static_assert(__builtin_offsetof(Params, {argument.field}) == {8 * at});")

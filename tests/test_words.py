@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import jitrope
-from jitrope import KVCache, Mrope, Norm, Packed, Pages, Quantize, Starts, Ulysses
+from jitrope import KVCache, Mrope, Norm, Packed, Pages, Quantize, Shifts, Starts, Ulysses
 from jitrope.base import config
 
 Q, K, V = (torch.randn(2, 6, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -29,6 +29,7 @@ VALUES = {
     "packed": Packed(LENGTHS, 4, start_positions=torch.tensor([1, 2]), cp_size=1),
     "starts": Starts(torch.tensor([1, 2])),
     "mrope": Mrope(torch.stack((IDS, IDS + 1)), [1, 3]),
+    "shifts": Shifts(IDS - 4),
     "norm": Norm(torch.ones(8), torch.ones(8), eps=1e-5, rounding="once"),
     "cache": KVCache(*caches(), torch.arange(12), rotate_k=True),
     "quantize": Quantize(0.5, torch.tensor(0.25)),
@@ -94,7 +95,7 @@ OLD = {
     "start_positions": r"positions=jitrope.Starts\(",
     "mrope_section": r"positions=jitrope.Mrope\(",
     "launch": r"jitrope.configure\(launch=",
-    "q_scale": r"quantize=jitrope.Quantize\(",
+    "k_scale": r"quantize=jitrope.Quantize\(",
     "k_cache": r"cache=jitrope.KVCache\(",
     "eps": r"norm=jitrope.Norm\(",
 }
@@ -147,6 +148,7 @@ MADE_WRONG = {
     "packed, length": (lambda: Packed(LENGTHS, 2.5), "Packed: max_seqlen is 2.5; it must be a whole number"),
     "starts": (lambda: Starts(3), "Starts: start_positions is 3; it must be a tensor"),
     "mrope": (lambda: Mrope(IDS, ()), "Mrope: mrope_section is"),
+    "shifts": (lambda: Shifts([1]), r"Shifts: position_ids is \[1\]; it must be a tensor"),
     "norm": (lambda: Norm("w"), "Norm: q_weight is 'w'; it must be a tensor"),
     "norm, rounding": (lambda: Norm(rounding="thrice"), "Norm: rounding is 'thrice'; it must be one of"),
     "cache": (lambda: KVCache(*caches(), [1]), r"KVCache: slot_mapping is \[1\]; it must be a tensor"),

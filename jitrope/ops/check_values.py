@@ -13,7 +13,7 @@ from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from .checks import slots_of
 from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
 from .pages import slots_of_pages
-from .reference import table_rows
+from .rows import table_rows
 
 
 def check_values(name: str, tensors: Tensors, options: Options) -> None:
@@ -52,6 +52,7 @@ def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -
     rows, spare = table_rows(sizes_of(q, options.layout)[1], q.device, tables, options)
     if spare is not None:
         rows = rows[..., ~spare]
+    rows = rows[rows >= 0] if options.unrotated else rows.abs() if options.shifts else rows
     if rows.numel() == 0:
         return
     lowest, highest = (int(x) for x in rows.aminmax())

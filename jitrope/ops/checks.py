@@ -14,7 +14,9 @@ from ..plan.spec import QKV_ORDERS, Options, changed, norm_of, rotated, transfor
 from ..plan.views import FP8S, TABLE_NAMES, Tensors, by_rank, packed_part
 from .fit import (
     MAX_TOKENS,
+    USERS_NAMES,
     Fail,
+    check_factor,
     check_heads,
     check_lengths,
     check_position_ids,
@@ -34,7 +36,8 @@ from .pages import check_pages, check_slots
 from .reference import of_stream
 
 WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
-TABLES = ("cos", "sin", "second_cos", "second_sin")
+TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
+"""The tensors that get a gradient from plain torch, which needs q and k."""
 MAX_HADAMARD = 256
 
 
@@ -48,7 +51,8 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
         label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]
     if learned and (not op.differentiable or options.inplace):
-        label, instead = learned[0], "leave inplace=True out, or " if options.inplace else ""
+        label = USERS_NAMES.get(learned[0], learned[0])
+        instead = "leave inplace=True out, or " if options.inplace else ""
         text = f"{label} requires a gradient, but this call has none; {instead}pass {label}.detach()"
         raise InvalidInput(f"{name}: {text}")
     wants_grad = wants_grad or bool(learned)
@@ -109,13 +113,14 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
     for table, x in _tables(tensors).items():
         if x.device != q.device:
             table = label_of_table(options) if table == "cos" and "sin" not in tensors else table
-            table = label_of_ids(options) if table == "position_ids" else table
+            table = {"position_ids": label_of_ids(options), **USERS_NAMES}.get(table, table)
             fail(f"{table} is on {x.device} but {label} is on {q.device}")
     check_heads(q, k, options, fail, label, "k" if label == "q" else label)
     if options.inplace and k is not None:
         require_apart(name, {"q": q, "k": k}, {})
     check_lengths(tensors, options, fail)
     check_position_ids(tensors, options, fail)
+    check_factor(tensors, q, sizes_of(q, options.layout)[1], options.layout, fail)
     check_tables(tensors, options, fail)
 
 
@@ -317,6 +322,7 @@ def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
     if cos.shape[-1] != other.shape[-1]:
         fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
     tokens = tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
+    check_factor(tensors, tensors["first_q"], tokens, "bshd", fail)
     if "second_cos" not in tensors and rows_of(cos) < tokens:
         fail(f"the streams have {tokens} tokens but the table has {rows_of(cos)} rows")
     for word in ("across_heads", "v_norm"):
@@ -389,5 +395,6 @@ def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, fail
 def _refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use apply_rope") -> None:
     for label in labels:
         x = tensors.get(label)
+        label = USERS_NAMES.get(label, label)
         if x is not None and (x.requires_grad and torch.is_grad_enabled()):
             fail(f"{label} requires a gradient, but this call has none; {use}, or torch.no_grad()")

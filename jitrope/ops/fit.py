@@ -11,13 +11,15 @@ from torch import Tensor
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
 from ..plan.problem import DTYPE_NAMES, overlaps_itself, refuse_meeting
-from ..plan.spec import LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
+from ..plan.spec import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.views import Tensors, table_pair
 
 MAX_TOKENS = 2**31 - 1
 """CUDA's limit on the first grid axis."""
 
 Fail = Callable[[str], NoReturn]
+USERS_NAMES = {"q_factor": "q_scale"}
+"""The users' names of tables that have another name in a call."""
 
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}
 """Layouts that are easily mistaken for each other."""
@@ -97,6 +99,7 @@ def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
     q, cu_seqlens, starts = tensors["q"], tensors.get("cu_seqlens"), tensors.get("start_positions")
     batch, seqlen, *_ = sizes_of(q, options.layout)
     size, rank = options.cp_size, options.cp_rank
+    _check_unrotated(tensors, options, fail)
     if size < 1:
         fail(f"cp_size is {size}; it must be at least 1")
     if not (0 <= rank < size):
@@ -125,6 +128,22 @@ def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
         fail(f"start_positions has {len(starts)} entries for {rows} {of}")
 
 
+def _check_unrotated(tensors: Tensors, options: Options, fail: Fail) -> None:
+    """Refuse tokens before those of the tables beside positions that are not counted."""
+    if options.unrotated < 0:
+        fail(f"unrotated is {options.unrotated}; it cannot be negative")
+    alone = options.unrotated == ALL_TOKENS  # there is no table
+    others = {
+        label_of_ids(options): "position_ids" in tensors,
+        "packed_table": options.packed_table and not alone,
+        "interleaved_out": options.interleaved != options.interleaved_out,
+    }
+    for label, given in others.items():
+        if options.unrotated and given:
+            instead = "pass a table" if alone else "give these tokens a row of the table with cosines of 1"
+            fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")
+
+
 def check_integers(label: str, x: Tensor, q: Tensor, fail: Fail) -> None:
     if x.dtype not in (torch.int32, torch.int64):
         fail(f"{label} is {x.dtype}; allowed are int32 and int64")
@@ -142,6 +161,8 @@ def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:
     if ids is None:
         return
     label = label_of_ids(options)
+    if options.shifts and options.table == "freqs":
+        fail("freqs does not go with Shifts; pass cos and sin")
     check_integers(label, ids, q, fail)
     pairs = options.rotary_dim // 2
     if sections and (len(sections) > MAX_AXES or sum(sections) != pairs):
@@ -151,11 +172,30 @@ def check_position_ids(tensors: Tensors, options: Options, fail: Fail) -> None:
     allowed = [(*axes, seqlen)]
     if options.layout != "thd":
         allowed += [(*axes, 1, seqlen), (*axes, batch, seqlen)]
-    if not any(len(ids.shape) == len(shape) and all(a == b for a, b in zip(ids.shape, shape)) for shape in allowed):
+    if not _is_one_of(ids, allowed):
         fail(
             f"q is {named(q, options.layout)} but {label} has shape {tuple(ids.shape)}; allowed are "
             + ", ".join(dict.fromkeys(map(str, allowed)))
         )
+
+
+def _is_one_of(x: Tensor, shapes: list[tuple[int, ...]]) -> bool:
+    """Whether x has one of the shapes; a compiler's sizes are compared one by one."""
+    return any(x.dim() == len(shape) and all(a == b for a, b in zip(x.shape, shape)) for shape in shapes)
+
+
+def check_factor(tensors: Tensors, q: Tensor, seqlen: int, layout: str, fail: Fail) -> None:
+    """Check the scale of q, for that many tokens in each batch row."""
+    factor = tensors.get("q_factor")
+    if factor is None:
+        return
+    batch = sizes_of(q, layout)[0]
+    allowed = [(), (seqlen,), *([] if layout == "thd" else [(1, seqlen), (batch, seqlen)])]
+    if factor.dtype != torch.float32 or factor.device != q.device:
+        fail(f"q_scale is {factor.dtype} on {factor.device}; it must be fp32 on {q.device}")
+    if not _is_one_of(factor, allowed):
+        shapes = ", ".join(dict.fromkeys(map(str, allowed)))
+        fail(f"q_scale has shape {tuple(factor.shape)}; allowed are {shapes}")
 
 
 def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
@@ -214,6 +254,7 @@ def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> 
     needed = seqlen * options.cp_size
     if "cu_seqlens" in tensors or "position_ids" in tensors:
         needed = options.max_seqlen if "cu_seqlens" in tensors else 0
+    needed -= options.unrotated
     if not options.packed_table and rows < needed:
         squeezed = cos.dim() == 4 and rows == 1 and cos.shape[2] >= needed
         hint = f"; it is (B, 1, S, W): pass {label}.squeeze(1)" if squeezed else ""

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
+from ..plan.spec import NormOptions
 from ..plan.views import Tensors
 from .dispatch import call
 from .into import given_out
 from .operation import Operation
+from .operations import QK_NORM_ROPE
 from .quantize import Scaled
-from .values import Positions, Ulysses
+from .values import Positions, Ulysses, scales
 from .words import ONE_TABLE, unexpected
+
+_TABLE_NAMES = (*ONE_TABLE, "cos", "sin")
 
 
 def gather(
@@ -27,6 +31,10 @@ def gather(
             raise unexpected(op.function, word)
         if word in ONE_TABLE:
             tensors[word] = words.pop(word)
+        elif word == "q_scale":  # fp8 has a tensor of this name
+            like = next(iter(tensors.values()))
+            factor: Any = scales(op.function, like, q_scale=words.pop(word)).get(word)
+            tensors["q_factor"] = factor
     if inplace is not False:
         words["inplace"] = inplace
     if positions is not None:
@@ -43,18 +51,20 @@ def placed(op: Operation, tensors: Tensors, positions: Any) -> dict[str, Any]:
         tensors.update(positions.tensors)
         return positions.words
     if not isinstance(positions, Tensor):
-        refuse(op.function, "positions", positions, "a tensor of ids, or a jitrope.Packed, Mrope or Starts")
+        refuse(op.function, "positions", positions, "a tensor of ids, or a jitrope.Packed, Mrope, Shifts or Starts")
     tensors["position_ids"] = positions
     return {}
 
 
 def forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
     """Drop the positions of a call without a table, which rotates nothing."""
-    if not any(name in tensors for name in ("cos", "sin", *ONE_TABLE)):
-        for name in ("position_ids", "start_positions"):
-            tensors.pop(name, None)
-        for word in ("mrope_section", "mrope_interleaved", "rotary_dim", "rotary_offset"):
-            words.pop(word, None)
+    for name in _TABLE_NAMES:
+        if name in tensors:
+            return
+    for name in ("position_ids", "start_positions"):
+        tensors.pop(name, None)
+    for word in ("mrope_section", "mrope_interleaved", "shifts", "rotary_dim", "rotary_offset", "unrotated"):
+        words.pop(word, None)
 
 
 def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: dict[str, Any]) -> None:
@@ -83,3 +93,16 @@ def call_into(
 def result(out: Tensors, name: str) -> Any:
     """A result of a call, with its scale if it has one."""
     return Scaled(out[name], out[f"{name}_scale"]) if f"{name}_scale" in out else out.get(name)
+
+
+def normed_v(v: Any, words: dict[str, Any]) -> Tensor:
+    """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
+    norm = words["norm"]
+    if not isinstance(v, Tensor):
+        refuse("prepare_qkv", "v", v, "a tensor, because the norm has v_norm")
+    # Dynamo of torch 2.6 cannot trace `_replace`.
+    rounding, across_heads, zero_centered, after_rope, _, kind, eps = norm
+    words["norm"] = NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)
+    own = {"layout": words["layout"]} if "layout" in words else {}
+    plain = NormOptions(rounding, across_heads, kind=kind, eps=eps)
+    return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]

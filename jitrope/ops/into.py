@@ -44,9 +44,9 @@ class Into(Operation):
     def written(self, options: Options) -> tuple[str, ...]:
         return (*self.base.written(options), *self.labels)
 
-    def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
-        """The tensors of a call without a table, as those of the operation with a norm."""
-        found: Tensors = self.base.unrotated(name, tensors, options)
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+        """The options and the tensors of a call without a table, as those of the operation."""
+        found: tuple[Options, Tensors] = self.base.unrotated(name, tensors, options)
         return found
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+from typing import Any
+
 import torch
 
 from ..plan.spec import LAYOUT_AXES, Options, changed
@@ -59,6 +62,9 @@ class _Latent(Operation):
     inplace = False
     check = staticmethod(check_latent)
     reference = staticmethod(latent)
+
+    def goes_bare(self, tensors: Container[str], asked: Mapping[str, Any]) -> bool:
+        return False
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         q, kv = tensors["q"], tensors["kv"]

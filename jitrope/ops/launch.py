@@ -178,7 +178,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
         kernel = get_kernel(plan.spec, device.index)  # type: ignore[arg-type]
         kernel.bind_thread()
     known.device, known.blocks = device.index, math.prod(plan.grid)
-    pointers = address_names(op.norm, "page_table" in named)
+    pointers = address_names(op.norm, plan.spec.stages)
     known.pack = struct.Struct(f"{len(pointers)}q").pack_into
     known.args = (ctypes.c_int64 * (len(pointers) + len(words)))(*[0] * len(pointers), *words)
     known.enqueue = kernel.enqueuer(plan.grid, plan.block, ctypes.addressof(known.args))

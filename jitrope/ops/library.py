@@ -17,7 +17,7 @@ from .checks import TABLES
 from .operation import Operation
 from .operations import OPERATIONS
 
-_TABLES = "Tensor cos, Tensor? sin, Tensor? cu_seqlens, Tensor? start_positions, Tensor? position_ids"
+_TABLES = ", ".join(f"Tensor{'?' * (name != 'cos')} {name}" for name in TABLE_NAMES)
 _TYPES = {bool: "bool", int: "int", float: "float", str: "str", tuple: "int[]"}
 _NORM = ", ".join(
     f"{_TYPES[type(value)]} {'norm_' if name in Options._fields else ''}{name}"
@@ -221,13 +221,16 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [found.get(name) for name in names]
 
 
-def _of_tables(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, options: Options) -> Tensors:
+def _of_tables(
+    op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, options: Options
+) -> dict[str, Tensor | None]:
     """The gradients of learned tables, by torch's autograd through the reference. grads: of the results."""
     with torch.enable_grad():
         inputs = {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
         results = op.reference(inputs, options)
         wanted = [inputs[name] for name in names]
-        found = torch.autograd.grad([results[name] for name in grads], wanted, [*grads.values()])
+        given = {name: grad for name, grad in grads.items() if results[name].requires_grad}  # k has no scale
+        found = torch.autograd.grad([results[name] for name in given], wanted, [*given.values()], allow_unused=True)
     return dict(zip(names, found))
 
 
@@ -235,7 +238,7 @@ def _register_autograd(op: Operation) -> None:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, options = read(op, inputs)
         made = op.made(tensors, options)
-        names = [*[name.rstrip("?") for name in _names(op)], *TABLES[:2]]
+        names = _GIVEN[op.name]
         keep(ctx, op, names, tensors, [name if name in made else "" for name in op.results], options)
         ctx.rest = len(inputs) - len(names)
 

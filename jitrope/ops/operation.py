@@ -6,24 +6,27 @@ path, and `library` makes it an op of torch, with a fake and a backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..base.arguments import refuse
 from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.problem import Views
-from ..plan.spec import HEAD_WORDS, Options, changed
+from ..plan.spec import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed
 from ..plan.views import FORMATS, Tensors, head_view
 from . import checks
-from .reference import RULE
+from .rows import RULE
+from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]
 """`dispatch.call`."""
 
 empty_like = torch.empty_like
-NORMED = (*HEAD_WORDS, "layout", "mrope_section", "mrope_interleaved", "launch")
+NORMED = (*HEAD_WORDS, "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
 SERVING = tuple(word for word in NORMED if word != "rounding")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
 ROTATION = (*NORMED, "mscale", "inverse", "max_seqlen", "packed_table", "cp_size", "cp_rank", "interleaved_out")
@@ -55,7 +58,7 @@ class Operation:
     options: tuple[str, ...] = ROTATION
     words: tuple[str, ...] = ()
     stage: str = ""
-    tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens"))
+    tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens", "q_factor"))
     labels: dict[str, str] = {}  # noqa: RUF012  it is never written
     results: tuple[str, ...] = ("q", "k")
     reads: tuple[str, ...] = ("q", "k", "v")
@@ -133,6 +136,27 @@ class Operation:
         written = [read if options.inplace and write.endswith("_out") else write for read, write in pairs]
         return (*self.reads, *written)
 
+    def goes_bare(self, tensors: Container[str], asked: Mapping[str, Any]) -> bool:
+        """Whether a call without a table, which rotates nothing, has another stage."""
+        return self.function != "apply_rope" and (bool(self.stage) or "q_factor" in tensors)
+
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+        """The options and the tensors of a call without a table: every token comes before those of the tables."""
+        return changed(options, unrotated=ALL_TOKENS), self.with_one_row(name, tensors, options)
+
+    def with_one_row(self, name: str, tensors: Tensors, options: Options) -> Tensors:
+        """The tensors, with tables that rotate nothing: one row, expanded."""
+        q = next(iter(tensors.values()))
+        if q.dim() not in (3, 4):
+            refuse(name, next(iter(tensors)), q, "a tensor with 3 or 4 axes")
+        cos, sin = one_row(q.device, options.rotary_dim // 2)
+        rows = self.unrotated_rows(tensors, options)
+        return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
+
+    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
+        """The number of rows of a table for its tokens."""
+        return next(iter(tensors.values())).shape[LAYOUT_AXES[options.layout][1]]
+
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         """The results on CPU tensors."""
         results = self.reference(tensors, options)
@@ -171,3 +195,8 @@ def turned_back(options: Options, inplace: bool = False) -> Options:
     return changed(
         o, inverse=not o.inverse, interleaved=o.interleaved_out, interleaved_out=o.interleaved, inplace=inplace
     )
+
+
+def of_k(tensors: Tensors) -> Tensors:
+    """The tensors of a call for k alone, in the place of q; only q has a scale."""
+    return {name: x for name, x in tensors.items() if name != "q_factor"}

@@ -6,7 +6,6 @@ from collections.abc import Callable, Container
 
 import torch
 
-from ..base.arguments import refuse
 from ..plan.problem import Views, joint_parts
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.views import FORMATS, Tensors, cache_view, head_view
@@ -23,12 +22,13 @@ from .operation import (
     Call,
     Operation,
     empty_like,
+    of_k,
     spare_stays,
     turned_back,
 )
 from .pages import PAGE_TENSORS
 from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
-from .stand_ins import counters, one_row
+from .stand_ins import counters
 
 WEIGHTS = ("q_weight?", "k_weight?")
 BIASES = ("q_bias?", "k_bias?")
@@ -37,7 +37,8 @@ BIASES = ("q_bias?", "k_bias?")
 class _Rope(Operation):
     name, function = "rope", "apply_rope"
     shards = True
-    words = (*ROTATION, "check", "inplace")
+    options = (*ROTATION, "shifts")
+    words = (*options, "check", "inplace")
     reference = staticmethod(reference.rope)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
@@ -45,7 +46,7 @@ class _Rope(Operation):
         if "q" in grads:
             found = call(self, {**grads, **saved}, back)
         else:
-            found = {"k": call(self, {"q": grads["k"], **saved}, back)["q"]}
+            found = {"k": call(self, {"q": grads["k"], **of_k(saved)}, back)["q"]}
         if options.inplace:  # tokens that are not rotated keep their gradient
             found = {name: spare_stays(grads[name], x, saved, options) for name, x in found.items()}
         return found
@@ -80,7 +81,7 @@ class _RopeKVCache(Operation):
     )
     options: tuple[str, ...] = (*SERVING, "rotate_k", "out_dtype", "clear_page")
     words: tuple[str, ...] = (*options, "check", "inplace")
-    tables = frozenset(TABLE_WORDS)
+    tables = frozenset((*TABLE_WORDS, "q_factor"))
     results: tuple[str, ...] = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
     mutated = ("k_cache", "v_cache", "errors")
@@ -111,20 +112,10 @@ class _Normed(Operation):
     """An operation that normalises q and k. Without a table it does not rotate them."""
 
     norm = True
-    tables: frozenset[str] = frozenset(TABLE_WORDS[:-1])
+    tables: frozenset[str] = frozenset((*TABLE_WORDS[:-1], "q_factor"))
 
-    def unrotated(self, name: str, tensors: Tensors, options: Options) -> Tensors:
-        """The tensors of a call without a table, with tables that rotate nothing: one row, expanded."""
-        q = next(iter(tensors.values()))
-        if q.dim() not in (3, 4):
-            refuse(name, "q", q, "a tensor with 3 or 4 axes")
-        cos, sin = one_row(q.device, options.rotary_dim // 2)
-        rows = self.unrotated_rows(tensors, options)
-        return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
-
-    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
-        """The number of rows of a table for its tokens."""
-        return tensors["q"].shape[LAYOUT_AXES[options.layout][1]]
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+        return options, self.with_one_row(name, tensors, options)
 
 
 class _QKNormRopeFp8(_Normed, _RopeFp8):
@@ -205,7 +196,7 @@ class _QKNormRope(_Normed):
             given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
             tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
         tables = {name: x for name, x in saved.items() if name not in self.names}
-        found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **tables}, back)
+        found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **(tables if "q" in grads else of_k(tables))}, back)
         return {names[name[0]] + name[1:]: x for name, x in found.items()}
 
 
@@ -220,7 +211,7 @@ class _QKNormRopeJoint(_QKNormRope):
     )
     options = NORMED
     words = (*HEAD_WORDS, "norm", "launch")
-    tables = frozenset(TABLE_WORDS[:4])
+    tables = frozenset((*TABLE_WORDS[:4], "q_factor"))
     labels = {  # noqa: RUF012
         **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"},
         **{name: f"first's {name}" for name in checks.WEIGHTS},

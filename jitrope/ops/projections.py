@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
 import torch
 
@@ -46,6 +47,9 @@ class _RopeQKV(Operation):
     def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
         views = [name for name in self.produced(tensors, options) if name not in results]
         return {**results, **{name: packed_part(tensors["qkv"], name, options) for name in views}}
+
+    def goes_bare(self, tensors: Container[str], asked: Mapping[str, Any]) -> bool:
+        return "q_factor" in tensors or not asked.get("inplace", False)
 
     def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
         return super().put(tensors, {"qkv": reference.join_qkv(results, options)}, options)

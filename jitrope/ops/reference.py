@@ -5,20 +5,38 @@ A function takes the tensors of a call by name, and its options. The results are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 from torch import Tensor
 
-from ..plan import partition
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
-from ..plan.views import FP8S, Tensors, canonical, ids_view, joined, packed_part, table_pair, table_view
+from ..plan.views import FP8S, Tensors, canonical, factor_view, joined, packed_part, table_pair, table_view
 from .formats import divided, scaled_elements, with_hadamard
 from .pages import store_in_pages
-
-RULE = "dual_chunk"
-"""The rule of `partition` by which rope's context parallelism cuts sequences."""
+from .rows import gathered, table_rows
 
 
+def _scales_q(turn: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Multiply q by its scale in fp32 before it is rounded; with "dtype" it is also rounded before the product."""
+
+    @wraps(turn)
+    def turn_and_scale(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
+        out = turn(t, o, out_dtype)
+        if "q_factor" in t:
+            exact = turn(t, o, t["q"].dtype if o.rounding == "dtype" else torch.float32)["q"]
+            y = canonical(exact, o.layout).float() * factor_view(t["q_factor"])[..., 0]
+            spare = table_rows(y.shape[1], y.device, t, o)[1]
+            view = canonical(out["q"], o.layout)
+            view.copy_(y if spare is None else torch.where(spare[:, None, None], 0, y))
+        return out
+
+    return turn_and_scale
+
+
+@_scales_q
 def rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
     """Rotate q and k."""
     return {name: rotate(t[name], t, o, out_dtype) for name in ("q", "k") if name in t}
@@ -48,88 +66,16 @@ def rotate(
     if rounded_to is not None:
         cos, sin = cos.to(rounded_to), sin.to(rounded_to)
     rows, spare = table_rows(view.shape[1], cos.device, t, o)
-    y = _rotate(canonical(x, o.layout).to(compute_dtype), _gather(cos, rows, o), _gather(sin, rows, o), o)
+    heads, below = canonical(x, o.layout).to(compute_dtype), (rows[0] < 0)[..., None, None]
+    rows = rows.clamp(min=0) if o.unrotated else rows.abs() if o.shifts else rows
+    cos, sin = gathered(cos, rows, o), gathered(sin, rows, o)
+    sin = torch.where(below, _transposed(sin, o), sin) if o.shifts else sin
+    y = _rotate(heads, cos, sin, o)
+    y = torch.where(below, heads, y) if o.unrotated else y
     view.copy_(y.float() if o.rounding == "complex128" else y)
     if spare is not None:
         view[:, spare] = 0
     return out
-
-
-# ---- rows of the tables --------------------------------------------------------------------------
-
-
-def table_rows(tokens: int, device: torch.device, t: Tensors, o: Options) -> tuple[Tensor, Tensor | None]:
-    """(each token's row of the table, (axes, batch or 1, tokens); a mask of the tokens after the last sequence)."""
-    if "position_ids" in t:
-        return ids_view(t["position_ids"], o).long(), None
-    rows, spare = _counted_rows(torch.arange(tokens, device=device), t, o)
-    return rows[None], spare
-
-
-def _counted_rows(index: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor | None]:
-    starts = t.get("start_positions")
-    if "cu_seqlens" not in t:
-        rows = local_positions(index, 0, len(index) * o.cp_size, o)[None]
-        return (rows if starts is None else rows + starts[:, None]), None
-    ends = t["cu_seqlens"].long()
-    offsets = partition.local_rows(ends, o.cp_rank, o.cp_size, RULE)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
-    spare = sequence == len(offsets) - 1
-    if len(offsets) == 1:
-        return index[None], spare
-    sequence = sequence.clamp(max=len(offsets) - 2)
-    first = ends[sequence]
-    rows = local_positions(index - offsets[sequence], first, ends[sequence + 1], o)
-    if starts is not None:
-        rows = rows + starts[sequence]
-    if o.packed_table:
-        rows = rows + first
-    return rows[None], spare
-
-
-def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Options) -> Tensor:
-    """The position in its sequence of the index-th token that a rank has of it.
-
-    A sequence owns the tokens [first, end) of the batch and is cut into 2 cp_size chunks (`partition`). A rank has
-    the chunks cp_rank and 2 cp_size - 1 - cp_rank.
-    """
-    if o.cp_size == 1:
-        return index
-    of = partition.number_of_chunks(o.cp_size, RULE)
-    head, tail = partition.chunks_of(o.cp_rank, o.cp_size, RULE)
-    size = partition.count(end, head, of) - partition.count(first, head, of)
-    begins = [partition.before(end, chunk, of) - partition.before(first, chunk, of) for chunk in (head, tail)]
-    return torch.where(index < size, begins[0] + index, begins[1] + index - size)
-
-
-def _gather(table: Tensor, rows: Tensor, o: Options) -> Tensor:
-    """The table's rows, (batch, token, head, width). A pair takes the row of its axis; a row outside gives NaN."""
-    outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
-    found = [_rows_of(table, axis.masked_fill(outside, 0)) for axis in rows]
-    gathered = found[0]
-    if len(found) > 1:
-        axis_of = axis_of_pairs(o, table.device)
-        if table.shape[-1] == o.rotary_dim:
-            axis_of = axis_of.repeat_interleave(2) if o.interleaved else axis_of.repeat(2)
-        for axis in range(1, len(found)):
-            gathered = torch.where(axis_of == axis, found[axis], gathered)
-    return gathered.masked_fill(outside[..., None, None], float("nan"))
-
-
-def _rows_of(table: Tensor, rows: Tensor) -> Tensor:
-    if len(rows) == 1:
-        return table[:, rows[0]]
-    return table.expand(len(rows), -1, -1, -1)[torch.arange(len(rows), device=rows.device)[:, None], rows]
-
-
-def axis_of_pairs(o: Options, device: torch.device) -> Tensor:
-    """The axis of position_ids of each pair: one section after the other, or alternating."""
-    pair = torch.arange(o.rotary_dim // 2, device=device)
-    sections = torch.tensor(o.mrope_section, device=device)
-    if o.mrope_interleaved:
-        axis = pair % len(sections)
-        return torch.where(pair < len(sections) * sections[axis], axis, 0)
-    return torch.searchsorted(sections.cumsum(0), pair, right=True)
 
 
 # ---- the rotation ----------------------------------------------------------------------------------
@@ -152,6 +98,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, o: Options) -> Tensor:
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
     y = torch.stack((y0, y1), -1).flatten(-2) if o.interleaved_out else torch.cat((y0, y1), -1)
     return torch.cat((x[..., :first], y, x[..., end:]), -1)
+
+
+def _transposed(sin: Tensor, o: Options) -> Tensor:
+    """The sines of the rotation back: negated, each at the partner."""
+    if sin.shape[-1] != o.rotary_dim:
+        return -sin
+    sin0, sin1 = _members(sin, o.interleaved)
+    return torch.stack((-sin1, -sin0), -1).flatten(-2) if o.interleaved else torch.cat((-sin1, -sin0), -1)
 
 
 def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor, rounding: str) -> Tensor:
@@ -205,6 +159,7 @@ def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: NormOpti
     return torch.empty_like(x, dtype=y.dtype).copy_(y)
 
 
+@_scales_q
 def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
     """Normalise and rotate q and k, in the order of the norm."""
     norm = norm_of(o)
@@ -246,10 +201,12 @@ def of_stream(t: Tensors, stream: str, whole_tables: bool = False) -> Tensors:
     own = {name: t[joint] for name, joint in names_of_stream(stream).items() if joint in t}
     prefix = "second_" if stream == "second" and "second_cos" in t else ""
     tables = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
+    begin = t["first_q"].shape[1] if stream == "second" else 0
+    end = begin + own["q"].shape[1]
     if "second_cos" not in t and not whole_tables:
-        begin = t["first_q"].shape[1] if stream == "second" else 0
-        end = begin + own["q"].shape[1]
         tables = {name: x[begin:end] if x.dim() == 2 else x[:, begin:end] for name, x in tables.items()}
+    if "q_factor" in t and not whole_tables:
+        tables["q_factor"] = t["q_factor"][..., begin:end] if t["q_factor"].dim() else t["q_factor"]
     return {**own, **tables}
 
 
@@ -265,6 +222,8 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
         else:
             grad = rotate(grad, t, back, out_dtype=torch.float32)
         rows, g = canonical(x, o.layout).float(), canonical(grad, o.layout).float()
+        if name == "q" and "q_factor" in t:
+            g = g * factor_view(t["q_factor"])[..., 0]
         if norm.across_heads:
             rows, g = rows.flatten(-2), g.flatten(-2)
         layer = norm.kind == "layer_norm"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..base.errors import InvalidInput
-from ..plan.spec import LAYOUT_AXES, Options
+from ..plan.spec import ALL_TOKENS, LAYOUT_AXES, Options
 from ..plan.views import TABLE_NAMES, Tensors
 
 OUTPUTS = {
@@ -52,6 +52,8 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
     elif label == "position_ids":  # (S) or (B, S), with an axis before them for mrope_section
         alone = x.ndim == 1 + any(call["mrope_section"]) or x.shape[-2] == 1
         axes = {"batch": None if alone else x.ndim - 2, "seq": x.ndim - 1}
+    elif label == "q_factor":  # a number, (S) or (B, S)
+        axes = {"batch": 0 if x.ndim > 1 and x.shape[0] != 1 else None, "seq": x.ndim - 1 if x.ndim else None}
     elif label == "start_positions":
         axes["batch"] = 0
     return {word: axis for word, axis in axes.items() if axis is not None}
@@ -60,7 +62,9 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
 def _unsharded(call: Mapping[str, Any]) -> dict[str, str]:
     """The axes that must not be sharded, each with the reason."""
     counted = call.get("cp_size", 1) > 1 or call["cu_seqlens"] is not None or call["start_positions"] is not None
-    seq = {"seq": "cu_seqlens, start_positions and cp_size count tokens of whole sequences; pass position_ids instead"}
+    counted = counted or 0 < call.get("unrotated", 0) < ALL_TOKENS
+    words = "cu_seqlens, start_positions, unrotated and cp_size"
+    seq = {"seq": f"{words} count tokens of whole sequences; pass position_ids instead"}
     heads = {"heads": "across_heads needs all heads of a token"}
     return {**(seq if counted else {}), **(heads if call.get("across_heads") else {})}
 
@@ -152,6 +156,8 @@ def _beside(label: str, given: dict[str, Any], wanted: list[Any], axes: Mapping[
     everywhere = [Replicate()] * q.device_mesh.ndim
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, q.device_mesh, everywhere, run_check=False)
+    if not x.ndim:  # a number
+        return x
     seq = axes[label].get("seq", -1)
     tokens = q.shape[axes["q"]["seq"]] if Shard(seq) in wanted else x.shape[seq]
     if list(x.placements) == everywhere:

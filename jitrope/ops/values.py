@@ -144,6 +144,36 @@ class Mrope(Positions):
         self._complete()
 
 
+class Shifts(Positions):
+    """Differences of positions: keys in a cache move from old positions to new ones, forwards or back.
+
+    >>> k, freq = torch.randn(1, 2, 8, 64), jitrope.tables.inv_freq(rotary_dim=64)[0]
+    >>> tables = jitrope.tables.cos_sin(16, freq)
+    >>> old, new = torch.tensor([9, 4]), torch.tensor([2, 5])
+    >>> keys, _ = jitrope.apply_rope(k, None, *tables, positions=old)
+    >>> keys, _ = jitrope.apply_rope(keys, None, *tables, positions=jitrope.Shifts(new - old), inplace=True)
+    >>> torch.allclose(keys, jitrope.apply_rope(k, None, *tables, positions=new)[0], atol=1e-5)
+    True
+
+    For servers that reuse cached text at another place (LMCache, the context shift of llama.cpp). k may be the keys of
+    packed K|V pages, a view.
+
+    Args:
+        position_ids: new - old, int32 or int64, (S) or (B, S), with "thd" (T), on q's device. A token is rotated by the
+            row of the table that is the difference's size, and back if the difference is below 0. A difference past the
+            table on either side gives NaN. The tables begin at position 0 and have no factor (of YaRN), because the
+            keys have it already. Pass them as cos and sin, cos_sin_cache or freqs_cis.
+
+    Raises:
+        InvalidInput: an argument has a wrong type.
+    """
+
+    def __init__(self, position_ids: Tensor) -> None:
+        self.tensors = {"position_ids": tensor("Shifts", "position_ids", position_ids)}
+        self.words = {"shifts": True}
+        self._complete()
+
+
 class Norm(Value):
     """A norm of q and k: x / sqrt(mean(x^2) + eps) times the weight (RMSNorm, arXiv:1910.07467, eq. 4).
 

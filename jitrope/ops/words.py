@@ -26,6 +26,7 @@ from ..plan.spec import (
     rotated,
 )
 from ..plan.views import Tensors
+from .fit import USERS_NAMES
 
 ONE_TABLE = TABLES[1:]
 """Words for a single table in place of cos and sin."""
@@ -49,7 +50,7 @@ _OLD = {
         "norm=jitrope.Norm(...)",
     ),
     **dict.fromkeys(("k_cache", "v_cache", "slot_mapping", "v_scale", "rotate_k"), "cache=jitrope.KVCache(...)"),
-    **dict.fromkeys(("q_scale", "k_scale"), "quantize=jitrope.Quantize(...)"),
+    **dict.fromkeys(("k_scale",), "quantize=jitrope.Quantize(...)"),
     "launch": "jitrope.configure(launch=...)",
     **dict.fromkeys(("is_neox_style", "is_neox"), "interleaved=not is_neox_style"),
     "unsqueeze_dim": "layout='bhsd' or 'bshd'",
@@ -94,7 +95,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
         if label not in op.words and label not in op.tables:
             hint = "; pass positions as a tensor of ids" if label in ("cu_seqlens", "max_seqlen") else ""
             raise InvalidInput(f"{name}: {label} does not go with {op.stage or 'this function'}{hint}")
-    kind = _check_tensors(op, tensors, name)
+    kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))
     first, cos = next(iter(full.values())), full.get("cos")
     widths = first.shape[-1] if first.dim() else 0, cos.shape[-1] if cos is not None and cos.dim() else 0
@@ -104,14 +105,14 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
         options = (_kept if known else _resolved)(op, name, kind, words, *widths)
     except TypeError:  # a word without a hash
         options = _resolved(op, name, kind, words, *widths)
-    return options, full if cos is not None else op.unrotated(name, full, options)
+    return (options, full) if cos is not None else op.unrotated(name, full, options)
 
 
-def _check_tensors(op: Any, tensors: Mapping[str, Any], name: str) -> str:
+def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:
     """Refuse missing and wrong tensors, and return the kind of the tables."""
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
     ways = len(kinds) + ("cos" in tensors or "sin" in tensors)
-    if ways > 1 or (ways == 0 and not op.norm) or ("cos" in tensors) != ("sin" in tensors):
+    if ways > 1 or (ways == 0 and not op.goes_bare(tensors, asked)) or ("cos" in tensors) != ("sin" in tensors):
         raise InvalidInput(f"{name}: {_missing_table(name, tensors, kinds)}")
     needed = {*[label for label in op.tensors if not label.endswith("?")], "cos", "sin", *ONE_TABLE}
     for label in op.tensors:
@@ -120,7 +121,7 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], name: str) -> str:
     for label, x in tensors.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
-            shown = (kinds or ["cos"])[0] if label == "second_cos" else op.labels.get(label, label)
+            shown = (kinds or ["cos"])[0] if label == "second_cos" else {**USERS_NAMES, **op.labels}.get(label, label)
             hint = f"; pass torch.from_numpy({shown})" if type(x).__name__ == "ndarray" else ""
             refuse(name, shown, x, (tensor if label in needed else f"{tensor} or None") + hint)
     return kinds[0] if kinds else "cos_sin"
@@ -163,7 +164,7 @@ def _resolved(
         head_dim = width // (o.q_per_group + 2) if grouped else width
         times = {"cos_sin_cache": 1, "freqs_cis": 2}.get(kind)
         rotary_dim = times * table_width if times else head_dim - rotated(o)[0]
-        if op.norm and not table_width:  # nothing is rotated
+        if not table_width:  # nothing is rotated
             rotary_dim -= rotary_dim % 2
         if times and (rotary_dim < 2 or rotary_dim % 2):
             width_words = "rotary_dim (even)" if times == 1 else "rotary_dim / 2"

@@ -2,12 +2,12 @@
 
 A kernel takes one struct: addresses of tensors, then words of 8 bytes. `declarations` writes the fields of the struct
 for `templates/parameters.cuh.jinja`, and `words` orders the host's values. A kernel with a norm has more addresses at
-the front and more words at the end, and so has a kernel with a page table.
+the front and more words at the end, and a kernel with a stage of `OPTIONAL` has its arguments behind those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -72,40 +72,51 @@ NORM_WORDS = (
     _argument("TableStrides", "second_table_stride", "second_cos second_sin"),
     _argument("long long", "split"),
 )
-PAGE_ADDRESSES = (
-    _argument("const PageIndex*", "page_table"),
-    _argument("const PageIndex*", "page_indptr"),
-    _argument("const PageIndex*", "last_page_len"),
-    _argument("const PageIndex*", "seq_lens"),
-    _argument("const PageIndex*", "cu_seqlens_q"),
-    _argument("int*", "errors"),
-)
-PAGE_WORDS = (
-    _argument("long long", "page_table_stride"),
-    _argument("long long", "page_table_width"),
-    _argument("long long", "page_count"),
-    _argument("long long", "new_tokens"),
-)
+OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
+    "scales_q": ((_argument("const float*", "q_factor"),), (_argument("Strides", "factor_stride"),)),
+    "prefixed": ((), (_argument("long long", "unrotated"),)),
+    "paged": (
+        (
+            _argument("const PageIndex*", "page_table"),
+            _argument("const PageIndex*", "page_indptr"),
+            _argument("const PageIndex*", "last_page_len"),
+            _argument("const PageIndex*", "seq_lens"),
+            _argument("const PageIndex*", "cu_seqlens_q"),
+            _argument("int*", "errors"),
+        ),
+        (
+            _argument("long long", "page_table_stride"),
+            _argument("long long", "page_table_width"),
+            _argument("long long", "page_count"),
+            _argument("long long", "new_tokens"),
+        ),
+    ),
+}
+"""The addresses and the words of a stage, by its flag in the spec."""
 
 _COMMENT_COLUMN = 57
 
 Word = int | Sequence["Word"]
 
 
-def _fields(norm: bool, paged: bool) -> tuple[tuple[Argument, ...], tuple[Argument, ...]]:
-    """The addresses and the words of a kernel."""
-    addresses = (*(PAGE_ADDRESSES if paged else ()), *(NORM_ADDRESSES if norm else ()), *ADDRESSES)
-    return addresses, (*WORDS, *(NORM_WORDS if norm else ()), *(PAGE_WORDS if paged else ()))
+def _addresses(norm: bool, stages: Collection[str]) -> tuple[Argument, ...]:
+    own = [argument for stage, (addresses, _) in OPTIONAL.items() if stage in stages for argument in addresses]
+    return (*(NORM_ADDRESSES if norm else ()), *ADDRESSES, *own)
 
 
-def address_names(norm: bool, paged: bool = False) -> tuple[str, ...]:
-    """The names of the addresses, in order."""
-    return tuple(name for argument in _fields(norm, paged)[0] for name in argument.names)
+def _words(norm: bool, stages: Collection[str]) -> tuple[Argument, ...]:
+    own = [argument for stage, (_, words) in OPTIONAL.items() if stage in stages for argument in words]
+    return (*WORDS, *(NORM_WORDS if norm else ()), *own)
 
 
-def declarations(norm: bool, paged: bool = False) -> str:
+def address_names(norm: bool, stages: Collection[str] = ()) -> tuple[str, ...]:
+    """The names of the addresses, in order. stages: those of `OPTIONAL` that the kernel has."""
+    return tuple(name for argument in _addresses(norm, stages) for name in argument.names)
+
+
+def declarations(norm: bool, stages: Collection[str] = ()) -> str:
     """The fields of the struct in CUDA, one on each line."""
-    return "\n".join(_declaration(argument) for group in _fields(norm, paged) for argument in group)
+    return "\n".join(_declaration(argument) for argument in (*_addresses(norm, stages), *_words(norm, stages)))
 
 
 def _declaration(argument: Argument) -> str:
@@ -116,10 +127,10 @@ def _declaration(argument: Argument) -> str:
     return f"{line:{_COMMENT_COLUMN}}// {', '.join(argument.names)}"
 
 
-def words(given: Mapping[str, Word], norm: bool, paged: bool = False) -> list[int]:
+def words(given: Mapping[str, Word], norm: bool, stages: Collection[str] = ()) -> list[int]:
     """The words after the addresses, in order. given: one value for each field of the struct."""
     flat = {field: _flat(value) for field, value in given.items()}
-    sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in _fields(norm, paged)[1]}
+    sizes = {x.field: WORDS_OF.get(x.c_type, 1) * len(x.names) for x in _words(norm, stages)}
     assert {field: len(value) for field, value in flat.items()} == sizes
     return [word for field in sizes for word in flat[field]]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
-from .spec import INDICES, NormOptions, Options
-from .views import E8M0, FORMATS, Tensors, head_view, ids_view, in_groups, table_pair, table_view
+from .spec import ALL_TOKENS, INDICES, NormOptions, Options
+from .views import E8M0, FORMATS, Tensors, factor_view, head_view, ids_view, in_groups, table_pair, table_view
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -158,7 +158,7 @@ def plan_call(
     call = _Call(inputs, outputs, tensors, options)
     if call.tokens * call.heads == 0:
         return None
-    return heuristics.plan(call.problem(sm_count)), call.words()
+    return (plan := heuristics.plan(call.problem(sm_count))), call.words(plan.spec.stages)
 
 
 class _Call:
@@ -178,14 +178,16 @@ class _Call:
         given = [tensors[name] for name in ("q_scale_out", "k_scale_out") if name in tensors]
         self.scales = [head_view(x if options.group else x.unsqueeze(-1), options.layout) for x in given]
         self._group()
+        self.factors = [factor_view(x, self.views[3].shape[:2]) for name, x in tensors.items() if name == "q_factor"]
         if not self.second and not self.grads:
             self._merge_batch()
         self.sources = [*self.views[:3], *self.second] if self.second else []
         if "second_cos" in tensors:
             self.tables += _table_views(tensors, options, "second_")
-        self.strides, self.source_strides, self.grad_strides, self.scale_strides, self.table_strides = (
-            [_strides(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.scales, self.tables)
+        self.strides, self.source_strides, self.grad_strides, self.table_strides = (
+            [_strides(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.tables)
         )
+        self.scale_strides, self.factor_strides = ([_strides(x) for x in xs] for xs in (self.scales, self.factors))
         self.ids_strides = [0, 0, 0] if self.ids is None else [*_strides(self.ids)[:2], self.ids.stride(2)]
         self.batch, self.seqlen, groups, self.q_per_group, self.head_dim = self.views[3].shape  # of both streams
         k_groups, self.kv_per_group = (0, 1) if inputs[1] is None else self.views[1].shape[2:4]
@@ -216,8 +218,9 @@ class _Call:
         batch, seqlen = self.views[0].shape[:2]
         ids, shared = self.ids, len(self.tables[0]) == 1
         count = 4 if self.cached else 6  # the others are caches
-        of_tokens = [*self.views[:count], *self.scales]
-        if batch == 1 or (ids is not None and not shared) or "start_positions" in self.tensors:
+        of_tokens = [*self.views[:count], *self.factors, *self.scales]
+        counted = "start_positions" in self.tensors or 0 < self.options.unrotated < ALL_TOKENS
+        if batch == 1 or (ids is not None and not shared) or counted:
             return
         if ids is not None:
             ids = ids.expand(-1, batch, -1)
@@ -229,12 +232,13 @@ class _Call:
         elif ids is not None and all(_merges(x) for x in (*of_tokens, ids[0])):
             of_tokens = [x.flatten(0, 1).unsqueeze(0) for x in of_tokens]
             self.ids = ids.flatten(1).unsqueeze(1)
-        self.views[:count], self.scales = of_tokens[:count], of_tokens[count:]
+        end = count + len(self.factors)
+        self.views[:count], self.factors, self.scales = of_tokens[:count], of_tokens[count:end], of_tokens[end:]
 
     def problem(self, sm_count: int) -> heuristics.RopeProblem:
         o, views, table = self.options, self.views, self.tables[0]
         strides = [*self.strides, *self.source_strides, *self.grad_strides]
-        steps = (*strides, *self.scale_strides, *self.table_strides, self.ids_strides)
+        steps = (*strides, *self.scale_strides, *self.factor_strides, *self.table_strides, self.ids_strides)
         table_step, table_vec_limit = _table_access(self.tables, self.table_strides)
         found = {
             **{name: getattr(o, name) for name in _OF_OPTIONS},
@@ -258,6 +262,8 @@ class _Call:
             "copy_v": self.inputs[2] is not None,
             "v_per_k": self.v_per_k,
             "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
+            "scales_q": bool(self.factors),
+            "prefixed": o.unrotated > 0,
             "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 31,
             "batch": self.batch,
             "tokens": self.tokens,
@@ -289,8 +295,8 @@ class _Call:
             "weight_vec_limit": math.gcd(min(limits), self.inputs[0].shape[-1]) if limits else 1,
         }
 
-    def words(self) -> list[int]:
-        """The words of the argument block."""
+    def words(self, stages: Sequence[str]) -> list[int]:
+        """The words of the argument block of a kernel with these stages."""
         norm = self.options.norm
         (scalars,) = struct.unpack("q", struct.pack("2f", self.options.mscale, norm.eps if norm else 0))
         given: dict[str, arguments.Word] = {
@@ -316,11 +322,16 @@ class _Call:
             given["scale_stride"] = [*self.scale_strides, *[[0] * 5] * 2][:2]
             given["second_table_stride"] = self.table_strides[2:] or [0] * 8
             given["split"] = self.views[0].shape[1]
+        of_stages: dict[str, arguments.Word] = {
+            "factor_stride": self.factor_strides,
+            "unrotated": self.options.unrotated,
+        }
+        given.update({field: value for field, value in of_stages.items() if value})
         if self.paged:
             table = self.tensors["page_table"]
             given |= {"page_table_stride": table.stride(0), "page_table_width": table.shape[-1]}
             given |= {"page_count": self.pages, "new_tokens": max(1, self.tokens // max(1, self.sequences))}
-        return arguments.words(given, norm is not None, self.paged)
+        return arguments.words(given, norm=norm is not None, stages=stages)
 
 
 def _table_views(tensors: Tensors, options: Options, stream: str) -> list[Tensor]:

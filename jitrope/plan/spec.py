@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, check_fields, refuse_unless
 from . import arguments
+from .names import name_of
 
 LAUNCHES = ("token_linear", "grid_2d")
 TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
@@ -73,12 +74,14 @@ class Options(NamedTuple):
     table: str = "cos_sin"  # every other kind is a single tensor in the place of cos
     mrope_section: tuple[int, ...] = ()  # pairs of each axis of position_ids; () for one axis
     mrope_interleaved: bool = False
+    shifts: bool = False  # position_ids are differences, and those below 0 rotate back
     mscale: float = 1.0
     packed_table: bool = False
     q_per_group: int = 0  # heads of q in a group of packed QKV; 0: separate q and k
     order: str = "grouped"  # of packed QKV, one of `QKV_ORDERS`
     copy_v: bool = True  # packed QKV: copy v, or return a view
     v_dim: int = 0  # latent attention: elements of a head of v
+    unrotated: int = 0  # the first tokens of each sequence, before those of the tables
     rotate_k: bool = False  # rotate k in place too, beside its copy in a cache
     rounding: str = "fp32"
     launch: str = "auto"
@@ -93,6 +96,7 @@ class Options(NamedTuple):
     inplace: bool = False
 
 
+ALL_TOKENS = 2**31 - 1  # the number of unrotated tokens of a call that rotates none
 NO_NORM = NormOptions(kind="no_norm")
 """The norm of a call whose other stages need whole heads."""
 
@@ -133,9 +137,10 @@ class Compiled:
     per_head: each head has entries. packed_table: there is a row for each token of the packed batch.
 
     Rows of the tables. The dtypes of cu_seqlens, start_positions, position_ids and slot_mapping are None without them.
-    cp_size: ranks that share each sequence. mrope_section: pairs of each axis of position_ids, () for one axis.
-    mrope_interleaved: the axes' pairs alternate. batch_inner: tokens of neighbouring batch rows are neighbours in
-    memory, and are taken in that order.
+    cp_size: ranks that share each sequence. prefixed: a run-time number of first tokens of a sequence are not rotated,
+    and rows are counted from the next token on. mrope_section: pairs of each axis of position_ids, () for one axis.
+    mrope_interleaved: the axes' pairs alternate. shifts: a position id below 0 rotates back. batch_inner: tokens of
+    neighbouring batch rows are neighbours in memory, and are taken in that order.
 
     Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: the part of the heads of q and k
     that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head,
@@ -143,7 +148,7 @@ class Compiled:
     page_table k and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
     page_indptr, cu_seqlens_q: beside the page table there are these; clear_page: the rest of a sequence's last page
     becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied,
-    v_per_k heads for each of k. v_dim: with latent attention, elements of a head of v, else 0.
+    v_per_k heads for each of k. v_dim: with latent attention, elements of a head of v, else 0. scales_q: q has a scale.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
@@ -173,6 +178,7 @@ class Compiled:
     position_ids_dtype: str | None
     mrope_section: tuple[int, ...]
     mrope_interleaved: bool
+    shifts: bool
     slot_mapping_dtype: str | None
     page_size: int
     page_table_dtype: str | None
@@ -205,20 +211,27 @@ class Compiled:
     v_dim: int
     batch_inner: bool
     wide: bool
+    scales_q: bool
+    prefixed: bool
 
     @property
     def norm(self) -> bool:
         return self.norm_rounding != ""
 
     @property
+    def paged(self) -> bool:
+        """Whether a cache's pages are given by a page table."""
+        return self.page_table_dtype is not None
+
+    @property
     def cached(self) -> bool:
         """Whether k and v go to a cache."""
-        return {self.slot_mapping_dtype, self.page_table_dtype} != {None}
+        return self.paged or self.slot_mapping_dtype is not None
 
     @property
     def copied(self) -> int:
         """Elements of a head that are copied without a rotation; in place they stay where they are."""
-        stay = self.in_place and not self.cached and not self.norm
+        stay = self.in_place and not (self.cached or self.norm or self.scales_q)
         return 0 if stay else self.head_dim - self.rotary_dim
 
 
@@ -253,38 +266,13 @@ class RopeSpec(Compiled, Spec):
 
     @property
     def name(self) -> str:
-        """A readable name. Kernels that differ only in a detail may share it."""
-        pairings = [("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out)]
-        qkv = f"qkv{self.q_per_group}" if self.copy_v and not self.v_dim else ""
-        parts = [
-            self.kind,
-            self.dtype,
-            f"d{self.head_dim}" + (f"r{self.rotary_dim}" if self.rotary_dim != self.head_dim else ""),
-            "_to_".join(dict.fromkeys(pairings)),
-            f"{self.table_dtype}_{'full' if self.full_width else 'half'}_{'freqs' if self.freqs else 'table'}"
-            + ("_per_head" if self.per_head else ""),
-            "backward" if self.inverse else "forward",
-            "in_place" if self.in_place else "",
-            "packed" if self.cu_seqlens_dtype else "",
-            f"cp{self.cp_size}" if self.cp_size > 1 else "",
-            "ids" + (f"{len(self.mrope_section)}" if self.mrope_section else "") if self.position_ids_dtype else "",
-            f"cache_{self.kv_out}" + "_pages" * bool(self.page_table_dtype) if self.cached else qkv,
-            f"to_{self.q_out}" if self.q_out != self.dtype else "",
-            f"latent_v{self.v_dim}" if self.v_dim else "",
-            self.rounding if self.rounding != "fp32" else "",
-            f"round_{self.norm_rounding}" if self.norm else "",
-            self.norm_kind if self.norm_kind != "rms_norm" else "",
-            f"hadamard_{self.hadamard}" if self.hadamard else "",
-            "dynamic" if self.dynamic else "",
-            f"group{self.group}" if self.group else "",
-            self.scale_out if self.scale_out != "fp32" else "",
-            "after_rope" if self.after_rope else "",
-            "v_norm" if self.v_norm else "",
-            "_".join(map(str, ("across", *self.row_heads))) if self.across_heads else "",
-            "two_streams" if self.two_streams else "",
-            self.launch,
-        ]
-        return "_".join(part for part in parts if part)
+        """A readable name: see `names.name_of`."""
+        return name_of(self)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages with arguments of their own (`arguments.OPTIONAL`)."""
+        return tuple([stage for stage in arguments.OPTIONAL if getattr(self, stage)])
 
     @property
     def lanes(self) -> int:
@@ -334,7 +322,7 @@ class RopeSpec(Compiled, Spec):
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block. A flag or a number keeps its name."""
         self.check()
-        unused = {"gradient", "wide", *(() if self.norm else (*_NORM_FLAGS.split(), *_NORM_SIZES))}
+        unused = {"gradient", "wide", *(() if self.norm else (*_NORM_FLAGS, *_NORM_SIZES))}
         own = {name: x for name, x in vars(self).items() if isinstance(x, int) and name not in unused}
         indices = {name: getattr(self, f"{name}_dtype") for name in INDICES}
         return {
@@ -350,7 +338,7 @@ class RopeSpec(Compiled, Spec):
             "start_positions": indices["start_positions"] is not None,
             "position_ids": indices["position_ids"] is not None,
             "cache": self.cached,
-            "paged": indices["page_table"] is not None,
+            "paged": self.paged,
             "axes": len(self.mrope_section) or 1,
             "mrope_section_ends": "{" + ", ".join(map(str, accumulate(self.mrope_section or (0,)))) + "}",
             "rounding": self.rounding.upper(),
@@ -359,7 +347,7 @@ class RopeSpec(Compiled, Spec):
             "copy_accesses": self.copy_accesses,
             "team": self.team,
             "threads": self.threads,
-            "arguments": arguments.declarations(self.norm, indices["page_table"] is not None),
+            "arguments": arguments.declarations(self.norm, self.stages),
             **(self._norm_constants() if self.norm else {}),
         }
 
@@ -381,7 +369,8 @@ class RopeSpec(Compiled, Spec):
 
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
-_NORM_FLAGS = "dynamic biased across_heads zero_centered after_rope v_norm two_streams two_tables"
+_OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
+_NORM_FLAGS = ("dynamic", "biased", "two_streams", "two_tables", *_OF_NORM)
 _NORM_SIZES = ("group", "weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,

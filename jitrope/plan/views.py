@@ -35,8 +35,9 @@ FP8S = (FP8, torch.float8_e5m2)
 """The dtypes with scales of the caller."""
 Tensors = dict[str, Tensor]
 """A call's tensors by the names of their arguments, without those that were not given."""
-TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids")
-"""The tables, and the tokens' positions in them. Without sin, cos is a single table of the kind `Options.table`."""
+TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q_factor")
+"""The tables, the tokens' positions in them, and the scale of q. Without sin, cos is a single table of the kind
+`Options.table`."""
 
 
 def canonical(x: Tensor, layout: str) -> Tensor:
@@ -104,6 +105,12 @@ def cache_view(cache: Tensor, paged: bool = False) -> Tensor:
     if not paged and cache.dim() == 4 and cache.stride(0) == cache.shape[1] * cache.stride(1):
         cache = cache.flatten(0, 1)
     return (cache if cache.dim() == 4 else cache.unsqueeze(0)).unsqueeze(3)
+
+
+def factor_view(q_factor: Tensor, shape: tuple[int, ...] = (-1, -1)) -> Tensor:
+    """A (batch, seq, 1, 1, 1) view of a scale of q, one number, (S) or (B, S), expanded to a shape (batch, seq)."""
+    both = q_factor.reshape((1,) * (2 - q_factor.dim()) + tuple(q_factor.shape))
+    return both.expand(shape)[..., None, None, None]
 
 
 # ---- packed QKV ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from .. import api, projections
 from ..base import arguments
 from ..base.spec import DTYPES
 from ..ops.quantize import DynamicQuantize, Quantize
-from ..ops.values import KVCache, Mrope, Norm, Packed, Starts
+from ..ops.values import KVCache, Mrope, Norm, Packed, Shifts, Starts
 from ..ops.words import rotary_dim_of
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, QKV_ORDERS, SCALE_DTYPES, SCALED_DTYPES, TABLES, Options
@@ -105,7 +105,8 @@ class Described:
             if word in shapes:
                 x = self.empty(word, dtype, shapes[word])
                 words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
-        places = Packed if self.packed else Mrope if "position_ids" in words else Starts
+        shifts = words.pop("shifts", False)
+        places = Packed if self.packed else Shifts if shifts else Mrope if "position_ids" in words else Starts
         scaled = Quantize if {"q_scale", "k_scale"} & words.keys() else DynamicQuantize
         for word, allowed in (("dtype", SCALED_DTYPES), ("scale_dtype", SCALE_DTYPES)):
             if label == "quantize" and word in words:

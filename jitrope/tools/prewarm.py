@@ -83,9 +83,9 @@ def specs_of(**call: Any) -> list[RopeSpec]:
         table: "cos_sin", "freqs", "cos_sin_cache" or "freqs_cis". table_dtype: its dtype, by default "fp32"; for
             freqs_cis, the dtype of the real part. width: "half" or "full". two_tables: prepare_joint_qkv gets a table
             for each stream.
-        positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope` or `Starts`. norm, cache,
-            quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without scales of `DynamicQuantize`.
-            Write a tensor as its dtype, as in {"cu_seqlens": "int32", "cp_size": 2}, and the dtype as "fp8_e5m2".
+        positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope`, `Starts`, or with "shifts"
+            `Shifts`. norm, cache, quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without scales of
+            `DynamicQuantize`. Write a tensor as its dtype, as in {"cu_seqlens": "int32"}, and the dtype as "fp8_e5m2".
             page_size, in cache: the rows of a page, if the pages are not neighbours in memory.
         backward: plan the gradient too.
 

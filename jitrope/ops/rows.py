@@ -1,0 +1,90 @@
+"""The rows of the tables for the tokens of a call, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..plan import partition
+from ..plan.spec import Options
+from ..plan.views import Tensors, ids_view
+
+RULE = "dual_chunk"
+"""The rule of `partition` by which rope's context parallelism cuts sequences."""
+
+
+def table_rows(tokens: int, device: torch.device, t: Tensors, o: Options) -> tuple[Tensor, Tensor | None]:
+    """(each token's row of the table, (axes, batch or 1, tokens); a mask of the tokens after the last sequence).
+
+    The rows of tokens that are not rotated, before those of the table, are below 0.
+    """
+    if "position_ids" in t:
+        return ids_view(t["position_ids"], o).long(), None
+    rows, spare = _counted_rows(torch.arange(tokens, device=device), t, o)
+    return rows[None] - o.unrotated, spare
+
+
+def _counted_rows(index: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor | None]:
+    starts = t.get("start_positions")
+    if "cu_seqlens" not in t:
+        rows = local_positions(index, 0, len(index) * o.cp_size, o)[None]
+        return (rows if starts is None else rows + starts[:, None]), None
+    ends = t["cu_seqlens"].long()
+    offsets = partition.local_rows(ends, o.cp_rank, o.cp_size, RULE)
+    sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
+    spare = sequence == len(offsets) - 1
+    if len(offsets) == 1:
+        return index[None], spare
+    sequence = sequence.clamp(max=len(offsets) - 2)
+    first = ends[sequence]
+    rows = local_positions(index - offsets[sequence], first, ends[sequence + 1], o)
+    if starts is not None:
+        rows = rows + starts[sequence]
+    if o.packed_table:
+        rows = rows + first
+    return rows[None], spare
+
+
+def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Options) -> Tensor:
+    """The position in its sequence of the index-th token that a rank has of it.
+
+    A sequence owns the tokens [first, end) of the batch and is cut into 2 cp_size chunks (`partition`). A rank has
+    the chunks cp_rank and 2 cp_size - 1 - cp_rank.
+    """
+    if o.cp_size == 1:
+        return index
+    of = partition.number_of_chunks(o.cp_size, RULE)
+    head, tail = partition.chunks_of(o.cp_rank, o.cp_size, RULE)
+    size = partition.count(end, head, of) - partition.count(first, head, of)
+    begins = [partition.before(end, chunk, of) - partition.before(first, chunk, of) for chunk in (head, tail)]
+    return torch.where(index < size, begins[0] + index, begins[1] + index - size)
+
+
+def gathered(table: Tensor, rows: Tensor, o: Options) -> Tensor:
+    """The table's rows, (batch, token, head, width). A pair takes the row of its axis; a row outside gives NaN."""
+    outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
+    found = [_rows_of(table, axis.masked_fill(outside, 0)) for axis in rows]
+    gathered = found[0]
+    if len(found) > 1:
+        axis_of = axis_of_pairs(o, table.device)
+        if table.shape[-1] == o.rotary_dim:
+            axis_of = axis_of.repeat_interleave(2) if o.interleaved else axis_of.repeat(2)
+        for axis in range(1, len(found)):
+            gathered = torch.where(axis_of == axis, found[axis], gathered)
+    return gathered.masked_fill(outside[..., None, None], float("nan"))
+
+
+def _rows_of(table: Tensor, rows: Tensor) -> Tensor:
+    if len(rows) == 1:
+        return table[:, rows[0]]
+    return table.expand(len(rows), -1, -1, -1)[torch.arange(len(rows), device=rows.device)[:, None], rows]
+
+
+def axis_of_pairs(o: Options, device: torch.device) -> Tensor:
+    """The axis of position_ids of each pair: one section after the other, or alternating."""
+    pair = torch.arange(o.rotary_dim // 2, device=device)
+    sections = torch.tensor(o.mrope_section, device=device)
+    if o.mrope_interleaved:
+        axis = pair % len(sections)
+        return torch.where(pair < len(sections) * sections[axis], axis, 0)
+    return torch.searchsorted(sections.cumsum(0), pair, right=True)

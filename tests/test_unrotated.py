@@ -1,0 +1,303 @@
+"""Tokens that are not rotated: the first of each sequence, and all of a layer without rope."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Packed, Quantize
+from jitrope.ops.operations import ROPE
+from jitrope.plan.spec import Options
+
+from .cases import op_arguments
+from .devices import DEVICES
+
+
+def inputs(device: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, tokens: int = 7) -> tuple[Tensor, ...]:
+    """q, k, v of two batch rows, cos and sin. Elements that a rotation by 0 would change are among the first."""
+    generator = torch.Generator().manual_seed(dim)
+    q, k, v = (torch.randn(2, tokens, n, dim, generator=generator).to(device, dtype) for n in (4, 2, 2))
+    angles = torch.rand(tokens, dim // 2, generator=generator).to(device) * 50
+    q[:, 0, :, :3] = torch.tensor([-0.0, torch.inf, -1.0])
+    return q, k, v, angles.cos(), angles.sin()
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8 if x.element_size() == 1 else torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def joined(x: Tensor, n: int, turn: Any) -> Tensor:
+    """The first n tokens of (B, S, H, D) as they are, and the others turned: the way of timm and of DINOv3."""
+    return torch.cat((x[:, :n], turn(x[:, n:])), 1) if n < x.shape[1] else x
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("words", [{}, {"interleaved": True, "rotary_dim": 32}, {"inplace": True}], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 5, 7, 9])
+def test_the_first_tokens_keep_their_bits(n: int, words: dict[str, Any], device: str) -> None:
+    q, k, _, cos, sin = inputs(device)
+    tables = [x[: max(7 - n, 1), : words.get("rotary_dim", 64) // 2] for x in (cos, sin)]
+    plain = {name: x for name, x in words.items() if name != "inplace"}
+    want = [joined(x, n, lambda y: jitrope.apply_rope(y, None, *tables, **plain)[0]) for x in (q, k)]
+    got = jitrope.apply_rope(q.clone(), k.clone(), *tables, unrotated=n, **words)
+    for x, y in zip(got, want):
+        assert torch.equal(bits(x), bits(y))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["sbhd", "bhsd", "thd"])
+def test_layouts(layout: str, device: str) -> None:
+    q, k, _, cos, sin = inputs(device)
+    q, k = q[:1], k[:1]
+    order = {"bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3), "thd": (1, 2, 3)}[layout]
+    laid = [x[0] if layout == "thd" else x.permute(order) for x in (q, k)]
+    want = jitrope.apply_rope(q, k, cos, sin, unrotated=2)
+    got = jitrope.apply_rope(*laid, cos, sin, unrotated=2, layout=layout)
+    for x, y in zip(got, want):
+        assert torch.equal(bits(x), bits(y[0] if layout == "thd" else y.permute(order)))  # type: ignore[arg-type, index]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_of_each_packed_sequence(inplace: bool, device: str) -> None:
+    q, _, _, cos, sin = inputs(device)
+    ends, x = torch.tensor([0, 4, 4, 5], device=device), q[0]
+    got = jitrope.apply_rope(x.clone(), None, cos, sin, positions=Packed(ends), unrotated=2, inplace=inplace)[0]
+    rotated = jitrope.apply_rope(x[2:4], None, cos, sin, layout="thd")[0]
+    spare = x[5:] if inplace else torch.zeros_like(x[5:])
+    assert torch.equal(bits(got), bits(torch.cat((x[:2], rotated, x[4:5], spare))))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [3, 7])
+def test_other_stages_take_all_tokens(n: int, device: str) -> None:
+    """Norms, fp8, dynamic scales, caches, out= and packed QKV: as of a tensor whose first tokens have a row of ones."""
+    q, k, v, cos, sin = inputs(device)
+    q[:, 0] = 0.5
+    padded = [torch.cat((torch.full_like(x[:n], value), x))[:7] for x, value in ((cos, 1), (sin, 0))]
+    norm, slots = Norm(torch.rand(64, device=device), None), torch.arange(14, device=device)
+
+    def calls(*tables: Tensor, **words: Any) -> list[Tensor]:
+        call = partial(jitrope.prepare_qkv, q, k, v, *tables, **words)
+        found = [*call(norm=norm)[:2], *call(norm=Norm(after_rope=True, kind="layer_norm"))[:2]]
+        found += [
+            *call(quantize=Quantize(0.1, 0.2))[:2],
+            *call(norm=norm, quantize=Quantize(0.1, 0.2, hadamard=True))[:2],
+        ]
+        found += [x for pair in call(quantize=DynamicQuantize(torch.int8, hadamard=True))[:2] for x in pair]
+        outs = [torch.empty_like(x) for x in (q, k, v)]
+        call(out=outs)
+        for value in (None, norm):
+            caches = torch.zeros(2, 16, 2, 64, device=device).bfloat16()
+            found += [call(norm=value, cache=KVCache(*caches, slots))[0], caches]
+        qkv = torch.cat((q.unflatten(2, (2, 2)), k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(-2)
+        return [*found, *outs, *jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=2, **words)]
+
+    for got, want in zip(calls(cos, sin, unrotated=n), calls(*padded)):
+        assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm", [None, Norm(), Norm(after_rope=True)], ids=str)
+def test_gradients_are_those_of_the_plain_chain(norm: Norm | None, device: str) -> None:
+    q, k, _, cos, sin = inputs(device, torch.float32)
+    q[:, 0] = 0.5
+    xs, grads = [q.requires_grad_(), k.requires_grad_()], [torch.randn_like(q), torch.randn_like(k)]
+    call = partial(jitrope.prepare_qkv, norm=norm)
+
+    def plain(x: Tensor) -> Tensor:
+        first = call(x[:, :2], None, None)[0] if norm else x[:, :2]
+        return torch.cat((first, call(x[:, 2:], None, None, cos, sin)[0]), 1)
+
+    want = torch.autograd.grad([plain(x) for x in xs], xs, grads)
+    for _ in range(3):
+        got = torch.autograd.grad(call(*xs, None, cos, sin, unrotated=2)[:2], xs, grads)
+        for x, y in zip(got, want):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_number_is_not_compiled(device: str) -> None:
+    q, k, _, cos, sin = inputs(device)
+    with jitrope.planning(["auto"]) as specs:
+        for n in (1, 2, 5):
+            jitrope.apply_rope(*(x.to("meta") for x in (q, k, cos, sin)), unrotated=n)
+    assert [spec.prefixed for spec in specs] == [True]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k: jitrope.apply_rope(q, k, cos, sin, unrotated=3), fullgraph=True)
+    for x, y in zip(compiled(q, k), jitrope.apply_rope(q, k, cos, sin, unrotated=3)):
+        assert torch.equal(bits(x), bits(y))
+
+
+def test_opcheck() -> None:
+    q, k, _, cos, sin = inputs("cpu", torch.float32)
+    q[:, 0] = 0.5
+    given = op_arguments(ROPE, (q.requires_grad_(), k), (cos, sin), Options(rotary_dim=64, unrotated=2))
+    torch.library.opcheck(torch.ops.jitrope.rope.default, given)
+
+
+def test_dinov3_of_transformers() -> None:
+    """The bits of its function, whose tables have rows for patches alone."""
+    host = pytest.importorskip("transformers.models.dinov3_vit.modeling_dinov3_vit")
+    q, k, _, cos, sin = (x.transpose(1, 2) if x.dim() == 4 else torch.cat((x, x), -1)[:2] for x in inputs("cpu"))
+    want = host.apply_rotary_pos_emb(q, k, cos.bfloat16(), sin.bfloat16())
+    words: dict[str, Any] = {"layout": "bhsd", "rounding": "dtype"}
+    for x, y in zip(jitrope.apply_rope(q, k, cos.bfloat16(), sin.bfloat16(), unrotated=5, **words), want):
+        assert torch.equal(x, y)  # type: ignore[arg-type]
+
+
+# ---- layers without rope ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_a_table_every_stage_is_left(device: str) -> None:
+    """Every stage as of a call whose table rotates nothing. A call has the words of a layer with rope."""
+    q, k, v, cos, sin = inputs(device)
+    q[:, 0] = 0.5
+    ones, norm = [torch.ones_like(cos), torch.zeros_like(sin)], Norm(torch.rand(64, device=device), None)
+    slots, factor = torch.arange(14, device=device), torch.rand(7, device=device)
+    ids = torch.arange(7, device=device).flip(0)
+
+    def calls(*tables: Tensor) -> list[Tensor]:
+        call = partial(jitrope.prepare_qkv, q, k, v, *tables, positions=ids)
+        found = [call(q_scale=factor)[0], *call(norm=norm, q_scale=factor)[:2]]
+        for value in (Quantize(0.1, 0.2), Quantize(0.1, 0.2, hadamard=True)):
+            found += [x for words in ({}, {"norm": norm}) for x in call(quantize=value, **words)[:2]]
+        for value in (None, norm):
+            for dtype, scale in ((torch.bfloat16, None), (torch.float8_e4m3fn, 0.5)):
+                caches = torch.zeros(2, 16, 2, 64, device=device).to(dtype)
+                cache = KVCache(*caches, slots, k_scale=scale, v_scale=scale)
+                found += [call(norm=value, cache=cache)[0], caches]
+            for quantize in (Quantize(0.1), DynamicQuantize()):
+                caches = torch.zeros(2, 16, 2, 64, device=device).bfloat16()
+                made = call(norm=value, cache=KVCache(*caches, slots), quantize=quantize)[0]
+                found += [caches, *((made,) if isinstance(made, Tensor) else made)]
+            outs = [torch.empty_like(x) for x in (q, k, v)]
+            call(norm=value, out=outs)
+            found += outs
+        qkv = torch.cat((q.unflatten(2, (2, 2)), k.unsqueeze(3), v.unsqueeze(3)), 3).flatten(-2)
+        return [*found, *jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=2, positions=ids)]
+
+    for got, want in zip(calls(), calls(*ones)):
+        assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_elements_that_are_not_rotated_keep_their_bits(device: str) -> None:
+    """A pair with an infinity, and zeros with a sign, in a cache and in tensors of the caller; of heads of any size."""
+    for dim, tokens in ((64, 7), (7, 7), (64, 1)):
+        q, k, v, *_ = inputs(device, dim=dim, tokens=tokens)
+        k[:, 0, :, :3] = q[:, 0, :2, :3]
+        caches, slots = torch.zeros(2, 2 * tokens, 2, dim, device=device).bfloat16(), torch.arange(2 * tokens)
+        got = jitrope.prepare_qkv(q, k, v, cache=KVCache(*caches, slots.to(device)), inplace=True)
+        assert got[0] is q
+        assert torch.equal(bits(caches[0]), bits(k.flatten(0, 1)))
+        assert torch.equal(caches[1], v.flatten(0, 1))
+        outs = [torch.empty_like(x) for x in (q, k, v)]
+        jitrope.prepare_qkv(q, k, v, out=outs)
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(outs, (q, k, v)))
+
+
+def test_a_cache_without_a_table_is_one_launch() -> None:
+    q, k, v, *_ = (x.to("meta") for x in inputs("cpu"))
+    caches, slots = torch.zeros(2, 14, 2, 64, device="meta").bfloat16(), torch.arange(14, device="meta")
+    for words in ({}, {"norm": Norm()}):
+        with jitrope.planning(["auto"]) as specs:
+            jitrope.prepare_qkv(q, k, v, cache=KVCache(*caches, slots), **words)
+        assert len(specs) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_temperature_of_llama_4_has_its_bits(device: str) -> None:
+    """transformers scales q of layers without rope: bf16 times fp32, rounded once. Its gradient is autograd's."""
+    q, k, *_ = inputs(device)
+    q[:, 0] = 0.5
+    positions = torch.arange(7, device=device) + 8190.0
+    scales = torch.log1p(torch.floor((positions + 1.0) / 8192)) * 0.1 + 1.0
+    want = (q * scales.view(1, 7, 1, 1)).to(q.dtype)
+    got, same, none = jitrope.prepare_qkv(q, k, None, q_scale=scales)
+    assert none is None
+    assert torch.equal(got, want)
+    assert torch.equal(same, k)  # type: ignore[arg-type]
+    x, grad = q.clone().requires_grad_(), torch.randn_like(q)
+    found = torch.autograd.grad(jitrope.prepare_qkv(x, k, None, q_scale=scales)[0], x, grad)[0]
+    assert torch.equal(found, (grad * scales.view(1, 7, 1, 1)).to(q.dtype))
+    in_place = q.clone()
+    assert jitrope.prepare_qkv(in_place, None, None, q_scale=scales, inplace=True)[0] is in_place
+    assert torch.equal(in_place, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_qkv_without_a_table_is_split(device: str) -> None:
+    qkv = torch.randn(5, 2, 5 * 6, device=device, requires_grad=True)
+    packed = Packed(torch.tensor([0, 3, 4], device=device), start_positions=torch.tensor([9, 9], device=device))
+    q, k, v = jitrope.prepare_packed_qkv(qkv, q_per_group=3, positions=packed)
+    parts = qkv.unflatten(-1, (5, 6))
+    for x, want in ((q, parts[:, :, :3].flatten(1, 2)), (k, parts[:, :, 3])):
+        assert torch.equal(x[:4], want[:4])
+        assert not x[4:].any()
+    assert torch.equal(v, parts[:, :, 4])
+    grad = torch.autograd.grad((q.sum() + 2 * k.sum() + 3 * v.sum()), qkv)[0].unflatten(-1, (5, 6))
+    weights = torch.tensor([1.0, 1, 1, 2, 3], device=device)[:, None]
+    assert torch.equal(grad[:4], weights.expand(4, 2, 5, 6))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_without_a_table(device: str) -> None:
+    q, k, v, *_ = inputs(device)
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        caches = torch.zeros(2, 14, 2, 64, device=device).bfloat16()
+        cache = KVCache(*caches, torch.arange(14, device=device))
+        return jitrope.prepare_qkv(q, k, v, cache=cache, q_scale=0.5)[0], caches  # type: ignore[return-value]
+
+    for got, want in zip(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v)):
+        assert torch.equal(bits(got), bits(want))
+
+
+NOTHING = {
+    "no stage": lambda: jitrope.prepare_qkv(Q, K, V),
+    "apply_rope": lambda: jitrope.apply_rope(Q, K, q_scale=0.5),
+    "out of apply_rope": lambda: jitrope.apply_rope(Q, K, out=(torch.empty_like(Q), None)),
+    "packed in place": lambda: jitrope.prepare_packed_qkv(Q, inplace=True, q_per_group=2),
+    "one of two": lambda: jitrope.prepare_qkv(Q, K, V, COS, q_scale=0.5),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_call_that_would_do_nothing_is_refused(name: str) -> None:
+    with pytest.raises(jitrope.InvalidInput, match="pass cos and sin"):
+        NOTHING[name]()
+
+
+def test_a_pairing_into_the_other_needs_a_table() -> None:
+    with pytest.raises(jitrope.InvalidInput, match="interleaved_out does not go without a table"):
+        jitrope.prepare_qkv(Q, K, None, q_scale=0.5, interleaved_out=True)
+
+
+Q, K, V, COS, SIN = inputs("cpu")
+IDS = torch.arange(7)
+REFUSED = {
+    "negative": ({"unrotated": -1}, "unrotated is -1; it cannot be negative"),
+    "ids": ({"unrotated": 1, "positions": IDS}, "positions does not go with unrotated"),
+    "axes": ({"unrotated": 1, "positions": Mrope(IDS[None], (32,))}, "position_ids does not go with unrotated"),
+    "mixed": ({"unrotated": 1, "interleaved_out": True}, "interleaved_out does not go with unrotated"),
+    "rows": ({"unrotated": 1, "cos": COS[:5], "sin": SIN[:5]}, "cos has 5 rows; it needs 6"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_combination_without_a_meaning_is_refused(name: str) -> None:
+    words, text = REFUSED[name]
+    with pytest.raises(jitrope.InvalidInput, match=text):
+        jitrope.apply_rope(Q, K, **{"cos": COS, "sin": SIN, **words})
+
+
+def test_check_takes_the_first_tokens() -> None:
+    jitrope.apply_rope(Q, K, COS[:5], SIN[:5], unrotated=2, check=True)
