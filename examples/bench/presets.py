@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from jitrope import DynamicQuantize, KVCache, Mrope, Norm, prepare_mla_qkv, prepare_qkv
+from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Ulysses, prepare_mla_qkv, prepare_qkv
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, bf16, measure
@@ -22,6 +22,7 @@ from .sections import PLAIN, Row, Section, Table, grouped, of, span
 
 FP8 = torch.float8_e4m3fn
 PAGE = 16
+RANKS = 4
 SECTIONS = (24, 20, 20)
 
 
@@ -58,6 +59,12 @@ def latent(shape: Shape, rotary_dim: int) -> Inputs:
     b, s, _, hk, d = shape
     own = inputs(shape, rotary_dim)
     return own._replace(k=bf16(b, s, hk, d - rotary_dim + 128), v=bf16(b, s, 1, rotary_dim))
+
+
+def gated(shape: Shape, rotary_dim: int) -> Inputs:
+    """Return random inputs whose q is a view beside its gate."""
+    b, s, hq, _, d = shape
+    return inputs(shape, rotary_dim)._replace(q=bf16(b, s, hq, 2 * d)[..., :d])
 
 
 class Preset(NamedTuple):
@@ -139,6 +146,16 @@ def operands(x: Inputs) -> Any:
     return [*(y.transpose(1, 2).contiguous() for y in (q[0], k[0], x.v)), q[1], k[1]]
 
 
+def wan(x: Inputs) -> Any:
+    """The mean is over all heads; q, k and v as `RANKS` ranks exchange them."""
+    q, k = (
+        F.rms_norm(y.flatten(2), (y[0, 0].numel(),), w.repeat(y.shape[2]), 1e-6).view_as(y)
+        for y, w in zip((x.q, x.k), x.weights)
+    )
+    parts = (turned(q, x.cos, x.sin, True), turned(k, x.cos, x.sin, True), x.v)
+    return [y.unflatten(2, (RANKS, -1)).permute(2, 0, 1, 3, 4).contiguous() for y in parts]
+
+
 def mla(x: Inputs) -> Any:
     """q, k and v of latent attention, from interleaved pairs to halves."""
     cos, sin = x.cos[None, :, None], x.sin[None, :, None]
@@ -164,6 +181,11 @@ def ours(norm: Callable[[Inputs], Norm], **words: Any) -> Call:
         return (q, k, v) if made.words["norm"].v_norm else (q, k)
 
     return call
+
+
+def to_ranks(x: Inputs) -> Any:
+    norm = Norm(*[w.repeat(x.q.shape[2]) for w in x.weights], across_heads=True, rounding="once")
+    return prepare_qkv(x.q, x.k, x.v, x.cos, x.sin, norm=norm, interleaved=True, out=Ulysses(RANKS))
 
 
 def to_mla(x: Inputs) -> Any:
@@ -193,13 +215,17 @@ def to_operands(x: Inputs) -> Any:
 
 
 def both(
-    norm: Callable[[Tensor, Tensor, Tensor], Tensor], after: bool = False, interleaved: bool = False, v: bool = False
+    norm: Callable[[Tensor, Tensor, Tensor], Tensor],
+    after: bool = False,
+    interleaved: bool = False,
+    v: bool = False,
+    rotary_dim: int = 0,
 ) -> Call:
     """Plain torch: norm(x, weight, bias) before or after the rotation, and v's norm."""
 
     def call(x: Inputs) -> Any:
         parts = zip((x.q, x.k), x.weights, x.biases)
-        turn = partial(turned, cos=x.cos, sin=x.sin, interleaved=interleaved)
+        turn = partial(turned, cos=x.cos, sin=x.sin, interleaved=interleaved, rotary_dim=rotary_dim)
         made = [norm(turn(y), *own) if after else turn(norm(y, *own)) for y, *own in parts]
         return (*made, rms(x.v)) if v else tuple(made)
 
@@ -241,6 +267,12 @@ PRESETS = {
         (1, 4096, 128, 128, 192), to_mla, mla, (4, 6, 0), rotary_dim=64, trained=("q", "k", "v"), make=latent,
         backward=1,
     ),
+    "qwen3.5": Preset(
+        (1, 4096, 16, 2, 256),
+        ours(lambda x: Norm(*x.weights, zero_centered=True, rounding="once"), rotary_dim=64),
+        both(lambda y, w, b: rms(y, 1 + w), rotary_dim=64), IN_AND_OUT, rotary_dim=64, trained=("q", "k"), make=gated,
+    ),
+    "wan-ulysses": Preset((1, 8192, 40, 40, 128), to_ranks, wan, (4, 4, 4)),
     "flux-fp8": Preset((1, 4608, 24, 24, 128), to_operands, operands, (3, 3, 4), tolerance=(2**-3, 2**-4)),
 }  # fmt: skip
 """Tokens, heads and head sizes are the models'. A rounding of "once" is that of the norms of plain torch."""
