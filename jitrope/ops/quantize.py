@@ -93,9 +93,9 @@ class DynamicQuantize(Value):
             None: the head has one scale.
         scale_dtype: torch.float32, or torch.float8_e8m0fnu (before torch 2.7 torch.uint8): the scale is then rounded up
             to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With e4m3 and groups of 32 this
-            is MXFP8 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales open; this is the rule of
-            cuBLAS, TransformerEngine, TensorRT-LLM, FlashInfer and DeepGEMM, "RCEIL" in torchao. No element saturates.
-            A group of zeros has the byte 0. The bytes are in the order of the shape, not swizzled.
+            is MXFP8 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales open; rounding up is the
+            rule of arXiv:2506.08027, cuDNN's block scale quantize and Megatron-core's `mxfp8_quantize`. No element
+            saturates. A group of zeros has the byte 0. The bytes are in the order of the shape, not swizzled.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
 
     Raises:
