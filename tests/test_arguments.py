@@ -162,7 +162,7 @@ def kinds(parameter: str, plain: Any, cell: Cell) -> Iterator[tuple[str, Any, An
             ("int", 2, 2.0), ("np.float32", np.float32(plain), plain), ("np.float64", np.float64(plain), plain),
             ("np.int64", np.int64(2), 2.0), ("True", True, EITHER), ("a tensor", scale, plain),
             ("a tensor of one", scale[None], REFUSED if parameter == "q_factor" else plain),
-            ("fp64", scale.double(), REFUSED), ("of two", scale.expand(2), REFUSED),
+            ("fp64", scale.double(), REFUSED), ("of seven", scale.expand(7), REFUSED),
             ("on meta", scale.to("meta"), REFUSED), ("complex", 1j, REFUSED),
             ("None", None, None if parameter == "q_scale" and "kv" in cell.function.name
                      else EITHER if parameter == "q_factor" else REFUSED),
@@ -412,7 +412,7 @@ def parameters() -> list[tuple[Function, str]]:
         )
         norm += ("v_norm",) if "kv_cache" in f.name else ()
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
-        without = {"launch", "norm", "out_dtype", *(("interleaved_out", "q_scale") if f.in_place else ())}
+        without = {"launch", "norm", "out_dtype", "shifts", *(("interleaved_out", "q_scale") if f.in_place else ())}
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone
         without |= {"hadamard"} if "kv_cache" in f.name else set()  # it goes with quantize alone
         found += [(f, word) for word in dict.fromkeys(words) if word not in without]

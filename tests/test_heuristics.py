@@ -46,6 +46,7 @@ BASE = RopeProblem(
     scales_q=False,
     shifts=False,
     prefixed=False,
+    head_scales=False,
     dynamic=False,
     group=0,
     scale_out="fp32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, Norm, Quantize
+from jitrope import DynamicQuantize, KVCache, Norm, Quantize
 from jitrope.ops.operations import QK_NORM_ROPE_SCALED
 from jitrope.plan.spec import NO_NORM, Options
 
@@ -216,6 +217,42 @@ def test_the_dtype_of_given_scales(dtype: torch.dtype, norm: Norm | None, cached
     for x, y in zip([got[0], *(caches if cached else got[1:2])], want):
         assert x.dtype == y.dtype == dtype
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [(), (2,)], ids=["heads", "rows"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("how", ["plain", "norm", "hadamard", "cache", "joined"])
+def test_heads_with_their_own_scales(how: str, layout: str, rows: tuple[int, ...], device: str) -> None:
+    """Each head has the bits of a call with its scale alone, also where batch rows are merged or are the tokens."""
+    length = 1 if how == "joined" else 5
+    q, k, cos, sin = inputs(device, 2, length, 4, 64, k_heads=3)
+    v = k.flip(1)
+    scales = [torch.linspace(1, 3, math.prod(rows) * n, device=device).reshape(*rows, n) for n in (4, 3, 3)]
+    words = {"positions": torch.arange(2 * length, device=device).reshape(2, length) % 5, "layout": layout}
+    if how == "norm":
+        words["norm"] = Norm(torch.linspace(1, 2, 64, device=device, dtype=q.dtype))
+    turned = [x.transpose(1, 2) if layout == "bhsd" else x for x in (q, k, v)]
+
+    def call(own: list[Any]) -> list[torch.Tensor]:
+        quantize = Quantize(own[0], None if how == "cache" else own[1], hadamard=how == "hadamard")
+        if how != "cache":
+            out = jitrope.prepare_qkv(*turned[:2], None, cos, sin, quantize=quantize, **words)[:2]
+        else:
+            caches = [torch.zeros(2 * length, 3, 64, device=device).to(FP8) for _ in range(2)]
+            cache = KVCache(*caches, torch.arange(2 * length, device=device), k_scale=own[1], v_scale=own[2])
+            out = [jitrope.prepare_qkv(*turned, cos, sin, quantize=quantize, cache=cache, **words)[0]]
+            out += [x.unflatten(0, (2, length)) for x in caches]
+        layouts = [layout, layout if how != "cache" else "bshd", "bshd"]
+        return [(x.transpose(1, 2) if order == "bhsd" else x).view(torch.uint8) for x, order in zip(out, layouts)]
+
+    got = call(scales)
+    for row in range(2):
+        for head in range(4):
+            own = [float(x[(row, head % x.shape[-1]) if rows else head % x.shape[-1]]) for x in scales]
+            for x, y in zip(got, call(own)):
+                if head < x.shape[2]:
+                    assert torch.equal(x[row, :, head], y[row, :, head])
 
 
 @pytest.mark.parametrize("device", DEVICES)

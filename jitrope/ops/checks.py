@@ -21,6 +21,7 @@ from .fit import (
     check_lengths,
     check_position_ids,
     check_ranks,
+    check_scale,
     check_tables,
     failing,
     is_float,
@@ -158,8 +159,8 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     check(name, tensors, options)
     q = tensors["q"]
     _refuse_gradients(fail, tensors, "q", "k")
-    _check_scale("q_scale", tensors.get("q_scale"), q, True, fail)
-    _check_scale("k_scale", tensors.get("k_scale"), q, "k" in tensors, fail)
+    check_scale("q_scale", tensors.get("q_scale"), q, True, options, fail)
+    check_scale("k_scale", tensors.get("k_scale"), tensors.get("k", q), "k" in tensors, options, fail)
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
@@ -192,8 +193,8 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     scaled = tensors["k_cache"].dtype in FP8S
-    for label, wanted in (("q_scale", "q_scale" in tensors), ("k_scale", scaled), ("v_scale", scaled)):
-        _check_scale(label, tensors.get(label), q, wanted, fail)
+    for x, label, wanted in ((q, "q_scale", "q_scale" in tensors), (k, "k_scale", scaled), (v, "v_scale", scaled)):
+        check_scale(label, tensors.get(label), x, wanted, options, fail)
 
 
 def _check_caches(heads_of: tuple[Tensor, Tensor], caches: Tensors, options: Options, fail: Fail) -> None:
@@ -378,18 +379,6 @@ def check_into(
 
 def _tables(tensors: Tensors) -> Tensors:
     return {label: tensors[label] for label in TABLE_NAMES if label in tensors}
-
-
-def _check_scale(label: str, scale: Tensor | None, q: Tensor, wanted: bool, fail: Fail) -> None:
-    if scale is None and wanted:
-        fail(f"{label} is missing; pass it, because fp8 is stored divided by it")
-    if scale is None:
-        return
-    if not wanted:
-        fail(f"{label} is given, but it scales no fp8 output; leave it out")
-    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != q.device:
-        had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}"
-        fail(f"{had}; it must be one fp32 number on q's device")
 
 
 def _refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use apply_rope") -> None:

@@ -95,6 +95,21 @@ def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]
         refuse_meeting(name, tensors, tuple(written))
 
 
+def check_scale(label: str, scale: Tensor | None, x: Tensor, wanted: bool, options: Options, fail: Fail) -> None:
+    """Refuse a wrong scale of fp8 for the heads of x."""
+    if scale is None and wanted:
+        fail(f"{label} is missing; pass it, because fp8 is stored divided by it")
+    if scale is None:
+        return
+    if not wanted:
+        fail(f"{label} is given, but it scales no fp8 output; leave it out")
+    batch, _, heads, _ = sizes_of(x, options.layout)
+    fits = scale.numel() == 1 or tuple(scale.shape) in ((heads,), (batch, heads))
+    if scale.dtype != torch.float32 or not fits or scale.device != x.device:
+        had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}"
+        fail(f"{had}; it must be fp32 on q's device: one number, or one for each head, (H={heads}) or (B={batch}, H)")
+
+
 def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
     q, cu_seqlens, starts = tensors["q"], tensors.get("cu_seqlens"), tensors.get("start_positions")
     batch, seqlen, *_ = sizes_of(q, options.layout)

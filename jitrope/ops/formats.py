@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.spec import Options, transformed
+from ..plan.spec import LAYOUT_AXES, Options, transformed
 from ..plan.views import E8M0, FORMATS, SCALES
 
 
@@ -17,6 +17,18 @@ def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
     dtype, largest = FORMATS[word]
     units = (y.float() * (1 / scale)).clamp(-largest, largest)
     return (units.nan_to_num(largest).round() if dtype == torch.int8 else units).to(dtype)
+
+
+def of_heads(scale: Tensor, o: Options) -> Tensor:
+    """A given scale, one number, (H) or (B, H), against the axes of heads in the layout."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    batch, _, head, _ = LAYOUT_AXES[o.layout]
+    shape = [1] * len(o.layout)
+    shape[head] = scale.shape[-1]
+    if batch is not None and scale.dim() > 1:
+        shape[batch] = len(scale)
+    return scale.reshape(shape)
 
 
 def scaled_elements(y: Tensor, o: Options) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,9 @@ class Quantize(Value):
 
     Args:
         q_scale, k_scale: the value of one unit of the output: y / scale is stored, clamped to the largest number of the
-            dtype in size, and rounded once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors of
-            one element, () or (1), on q's device, which the host does not read. A cache has its own k_scale.
+            dtype in size, and rounded once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors on
+            q's device, which the host does not read: of one element, of one for each head, (H), or for each head of a
+            batch row, (B, H). A cache has its own k_scale.
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
         hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order), which spreads large
             elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay; k is transformed in a cache too,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
 from ..plan.views import FP8S, Tensors, canonical, factor_view, joined, packed_part, table_pair, table_view
-from .formats import divided, scaled_elements, with_hadamard
+from .formats import divided, of_heads, scaled_elements, with_hadamard
 from .pages import store_in_pages
 from .rows import gathered, table_rows
 
@@ -274,7 +274,8 @@ def scaled(t: Tensors, o: Options) -> Tensors:
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
     """Normalise q and k if asked, rotate them and divide them by their scales."""
-    return {name: divided(y, t[f"{name}_scale"], o.out_dtype) for name, y in _turned(t, o, torch.float32).items()}
+    made = _turned(t, o, torch.float32)
+    return {name: divided(y, of_heads(t[f"{name}_scale"], o), o.out_dtype) for name, y in made.items()}
 
 
 def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
@@ -296,9 +297,9 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         cache = t[f"{name}_cache"]
         stored, bits = x, cache.dtype
         if cache.dtype in FP8S:  # index_put has no fp8
-            stored, bits = divided(in_fp32, t[f"{name}_scale"], DTYPE_NAMES[cache.dtype]), torch.uint8
+            stored, bits = divided(in_fp32, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype]), torch.uint8
         cache.view(bits)[at] = canonical(stored.view(bits), o.layout).flatten(0, 1)[kept]
-    return {**out, "q": divided(exact["q"], t["q_scale"], o.out_dtype)} if "q_scale" in t else out
+    return {**out, "q": divided(exact["q"], of_heads(t["q_scale"], o), o.out_dtype)} if "q_scale" in t else out
 
 
 def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:

@@ -329,7 +329,7 @@ def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor
 
 
 def scale_number(name: str, label: str, scale: Any) -> float:
-    value = number(name, label, scale, or_else=", or a tensor of one fp32 number on q's device")
+    value = number(name, label, scale, or_else=", or a tensor in fp32 on q's device")
     if type(value) is float and abs(value) > torch.finfo(torch.float32).max:
         refuse(name, label, scale, "a number that fp32 holds")
     return value

@@ -23,7 +23,7 @@ def _argument(c_type: str, field: str, names: str = "") -> Argument:
     return Argument(c_type, field, tuple(names.split()) or (field,))
 
 
-WORDS_OF = {"Strides": 5, "TableStrides": 4, "IdStrides": 3}
+WORDS_OF = {"Strides": 5, "TableStrides": 4, "IdStrides": 3, "ScaleStrides": 2}
 """8-byte words of a C++ type; every other type is one word."""
 
 ADDRESSES = (
@@ -75,6 +75,7 @@ NORM_WORDS = (
 OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
     "scales_q": ((_argument("const float*", "q_factor"),), (_argument("Strides", "factor_stride"),)),
     "prefixed": ((), (_argument("long long", "unrotated"),)),
+    "head_scales": ((), (_argument("ScaleStrides", "scale_strides", "q_scale k_scale v_scale"),)),
     "paged": (
         (
             _argument("const PageIndex*", "page_table"),

@@ -178,6 +178,7 @@ class _Call:
         given = [tensors[name] for name in ("q_scale_out", "k_scale_out") if name in tensors]
         self.scales = [head_view(x if options.group else x.unsqueeze(-1), options.layout) for x in given]
         self._group()
+        self.given_scales = [_scale_strides(tensors.get(f"{name}_scale")) for name in "qkv"]
         self.factors = [factor_view(x, self.views[3].shape[:2]) for name, x in tensors.items() if name == "q_factor"]
         if not self.second and not self.grads:
             self._merge_batch()
@@ -220,6 +221,7 @@ class _Call:
         count = 4 if self.cached else 6  # the others are caches
         of_tokens = [*self.views[:count], *self.factors, *self.scales]
         counted = "start_positions" in self.tensors or 0 < self.options.unrotated < ALL_TOKENS
+        counted |= any(batch for batch, _ in self.given_scales)
         if batch == 1 or (ids is not None and not shared) or counted:
             return
         if ids is not None:
@@ -264,6 +266,7 @@ class _Call:
             "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
             "scales_q": bool(self.factors),
             "prefixed": o.unrotated > 0,
+            "head_scales": any(map(any, self.given_scales)),
             "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 31,
             "batch": self.batch,
             "tokens": self.tokens,
@@ -325,6 +328,7 @@ class _Call:
         of_stages: dict[str, arguments.Word] = {
             "factor_stride": self.factor_strides,
             "unrotated": self.options.unrotated,
+            "scale_strides": self.given_scales if "head_scales" in stages else 0,
         }
         given.update({field: value for field, value in of_stages.items() if value})
         if self.paged:
@@ -352,6 +356,14 @@ def _strides(view: Tensor) -> list[int]:
     """Strides in elements. An axis of size 1 is shared, so its stride is 0; the last axis has 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(view.shape, view.stride())]
     return [*strides[:-1], 1 if view.shape[-1] == 1 else strides[-1]]
+
+
+def _scale_strides(scale: Tensor | None) -> tuple[int, int]:
+    """The strides over batch rows and heads of a given scale: one number, (H) or (B, H)."""
+    if scale is None:
+        return 0, 0
+    *batch, head = [0 if size == 1 else stride for size, stride in zip((1, *scale.shape), (0, *scale.stride()))]
+    return (batch[-1] if batch else 0), head
 
 
 def _elements_per_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> int:
