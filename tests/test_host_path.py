@@ -14,9 +14,9 @@ from .host import backend
 ROOT = Path(__file__).parent.parent
 FILES = [
     "gpu gpu_thd",
-    "rope out pages ulysses latent latent_cache quantize q_scale unrotated shifts learned transformers",
+    "rope out pages ulysses latent latent_cache quantize q_scale unrotated shifts learned transformers stages",
 ]
-OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist"]
+OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not test_stages or short"]
 
 
 @pytest.mark.parametrize("files", FILES)

@@ -1,0 +1,470 @@
+"""The stages of `prepare_qkv` beside each other: every pair of their values, in few calls, against a chain in fp64.
+
+`STAGES` lists the values of each stage, `REFUSED` the combinations that jitrope refuses. From both follow the calls:
+a set in which each other pair of values appears at least once, in an order that never changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Mrope, Norm, Pages, Quantize, Scaled, Ulysses
+
+from . import oracle
+from .devices import DEVICES
+
+Case = dict[str, str]
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# The first value of each stage is the one of a plain call.
+STAGES: dict[str, tuple[str, ...]] = {
+    "norm": ("none", "rms", "layer", "l2", "across", "after", "zero", "v_norm"),
+    "rotate": ("rows", "ids", "mrope", "per_head", "none"),
+    "pairs": ("halves", "interleaved", "full"),  # full: halves, by a table with an entry for each element
+    "part": ("whole", "last", "middle"),
+    "more": ("none", "number", "tokens", "unrotated", "inverse"),  # number, tokens: q_scale
+    "transform": ("none", "head", "rotary", "rest"),
+    "convert": ("none", "e4m3", "e5m2", "heads", "int8", "groups", "mxfp8"),
+    "out": ("fresh", "inplace", "given", "ulysses", "slots", "pages", "fp8_slots", "fp8_pages"),
+    "layout": ("bshd", "sbhd", "bhsd", "thd"),
+    "dtype": ("bf16", "fp16", "fp32"),
+    "size": ("64", "128", "80", "256"),
+}
+PLAIN = {stage: values[0] for stage, values in STAGES.items()}
+NORMS, CONVERTED, TRANSFORMED = STAGES["norm"][1:], STAGES["convert"][1:], STAGES["transform"][1:]
+DYNAMIC, CACHES = ("heads", "int8", "groups", "mxfp8"), STAGES["out"][4:]
+UNSAID: dict[str, Any] = {"transform": TRANSFORMED, "convert": "none"}  # a transform is a word of a conversion
+
+# A combination, and the words of its refusal.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache"),
+    ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales"),
+    ({"norm": "across", "transform": ("head", "rotary"), "convert": ("e4m3", "e5m2")}, "does not go with across"),
+    ({"norm": "across", "transform": "rest", "convert": ("e4m3", "e5m2"), "part": "last"}, "hadamard does not go with"),
+    ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
+    ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
+    ({"out": CACHES, "rotate": "per_head"}, "tables for each head do not go with a cache"),
+    ({"out": "inplace", "convert": CONVERTED}, "inplace does not go with"),
+    ({"rotate": ("ids", "mrope"), "more": "unrotated"}, "does not go with unrotated"),
+    ({"transform": "head", "size": "80", "convert": CONVERTED[:4]}, "a power of two of elements up to 256; q has D=80"),
+    ({"transform": "rotary", "size": "80", "part": "whole", "convert": CONVERTED[:4]}, "the rotary has 80"),
+    ({"transform": "rotary", "size": "80", "rotate": "none", "convert": CONVERTED[:4]}, "the rotary has 80"),
+    ({"transform": "rest", "part": "whole", "convert": CONVERTED}, "the rest has 0"),
+    ({"transform": "rest", "rotate": "none", "convert": CONVERTED}, "the rest has 0"),
+    ({"transform": "rest", "part": "middle", "convert": CONVERTED}, "needs the rest in one piece"),
+    ({"size": "80", "convert": ("groups", "mxfp8")}, "group is 32; it must divide D=80"),
+    (
+        {"rotate": "none", "norm": "none", "convert": "none", "out": ("fresh", "inplace"),
+         "more": ("none", "unrotated", "inverse")},
+        "pass cos and sin",
+    ),
+]  # fmt: skip
+
+
+# ---- the calls -------------------------------------------------------------------------------------
+
+
+def holds(rule: dict[str, Any], case: Case) -> bool:
+    return all(stage in case and case[stage] in ((x,) if isinstance(x, str) else x) for stage, x in rule.items())
+
+
+def is_refused(case: Case) -> bool:
+    return any(holds(rule, case) for rule in (UNSAID, *[rule for rule, _ in REFUSED]))
+
+
+def pairs_of(case: Case) -> Iterator[tuple[tuple[str, str], ...]]:
+    return itertools.combinations([(stage, case[stage]) for stage in STAGES if stage in case], 2)
+
+
+def completed(case: Case, stages: dict[str, tuple[str, ...]], missing: dict[Any, None]) -> Case | None:
+    """The case with a value for each stage, the one with most missing pairs first; None if all are refused."""
+    left = [stage for stage in stages if stage not in case]
+    if is_refused(case) or not left:
+        return None if is_refused(case) else case
+
+    def gained(value: str) -> int:
+        return -sum(pair in missing for pair in pairs_of({**case, left[0]: value}))
+
+    # The sort is stable; it begins at another value for each count of missing pairs.
+    values = stages[left[0]]
+    turn = len(missing) % len(values)
+    for value in sorted((*values[turn:], *values[:turn]), key=gained):
+        found = completed({**case, left[0]: value}, stages, missing)
+        if found:
+            return found
+    return None
+
+
+def covering(stages: dict[str, tuple[str, ...]]) -> tuple[list[Case], list[Case]]:
+    """(calls with every pair of values that is allowed; the pairs that are in no call)"""
+    words = {stage: [(stage, x) for x in values] for stage, values in stages.items()}
+    both = itertools.combinations(stages, 2)
+    missing = dict.fromkeys(itertools.chain(*[itertools.product(words[a], words[b]) for a, b in both]))
+    cases, never = [], []
+    while missing:
+        pair = next(iter(missing))
+        case = completed(dict(pair), stages, missing)
+        if case is None:
+            never.append(dict(pair))
+            del missing[pair]
+            continue
+        cases.append({stage: case[stage] for stage in STAGES})
+        for covered in pairs_of(cases[-1]):
+            missing.pop(covered, None)
+    return cases, never
+
+
+CASES, NEVER = covering(STAGES)
+DIFFERENTIABLE = {"transform": ("none",), "convert": ("none",), "out": ("fresh", "ulysses")}
+WITH_GRADIENT, _ = covering({**STAGES, **DIFFERENTIABLE})
+SHORT = [*CASES[:: len(CASES) // 8], *WITH_GRADIENT[:: len(WITH_GRADIENT) // 4]]
+"""The calls that `test_host_path` builds."""
+
+
+# ---- tensors ---------------------------------------------------------------------------------------
+
+B, S, HEADS, RANKS, SKIPPED = 2, 5, 4, 2, 2
+PAGES, ROWS = 6, 4
+SLOTS = torch.tensor([3, 17, 0, -1, 22, 9, 24, 5, 8, 1])  # a token of padding, and one past the end
+LENGTHS, PAGE_TABLE = (7, 5), ((5, 2), (0, 3))  # sequences with S new tokens each
+CLEARED = [(2, 3), (3, 1), (3, 2), (3, 3)]  # pages and rows after the last token of each
+CACHE_SCALES = {"k_scale": 0.005, "v_scale": 0.3}  # k saturates at e4m3's largest number
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
+SCALES = {"q": 0.07, "k": 0.005}
+NORM_WORDS: dict[str, dict[str, Any]] = {
+    "layer": {"kind": "layer_norm", "eps": 1e-5},
+    "across": {"across_heads": True},
+    "after": {"after_rope": True},
+    "zero": {"zero_centered": True},
+    "v_norm": {"v_norm": True},
+}
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "e4m3": {"dtype": E4M3},
+    "e5m2": {"dtype": E5M2},
+    "heads": {"dtype": E4M3},
+    "int8": {"dtype": torch.int8},
+    "groups": {"dtype": E5M2, "group": 32},
+    "mxfp8": {"dtype": E4M3, "group": 32, "scale_dtype": E8M0},
+}
+
+
+def rotated_part(case: Case) -> tuple[int, int]:
+    """The first rotated element of a head, and the number of them; the rest of "last" is a power of two."""
+    size = int(case["size"])
+    rest = 16 if size == 80 else size // 2
+    return {"whole": (0, size), "last": (rest, size - rest), "middle": (16, 32)}[case["part"]]
+
+
+class Made:
+    """The tensors of a case on a device; the words of its call, and those of the oracle."""
+
+    def __init__(self, case: Case, device: str, leaves: bool = False) -> None:
+        self.case, self.device, self.generator = case, device, torch.Generator().manual_seed(7)
+        self.layout, self.dtype, self.size = case["layout"], FLOATS[case["dtype"]], int(case["size"])
+        self.batch, self.tokens = (1, B * S) if self.layout == "thd" else (B, S)
+        counts = (HEADS, *((HEADS, HEADS) if case["rotate"] == "per_head" else (2, 2)))
+        self.fused = self.noise(self.batch, self.tokens, sum(counts) + 1, self.size).to(self.dtype)
+        views = [oracle.unheads(x, self.layout) for x in self.fused.split([*counts, 1], -2)[:3]]
+        self.q, self.k, self.v = [x.clone().requires_grad_() for x in views] if leaves else views
+        self.weights = self._weights(counts)
+        if leaves:
+            self.weights = {name: x.requires_grad_() for name, x in self.weights.items()}
+        self.turn = self._rotation()
+        shape = {"number": (), "tokens": (self.batch, self.tokens)}.get(case["more"])
+        self.factor = None if shape is None else (self.noise(*shape).abs() + 0.5).requires_grad_(leaves)
+
+    def noise(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def _weights(self, counts: tuple[int, ...]) -> dict[str, Tensor]:
+        kind = self.case["norm"]
+        if kind in ("none", "l2"):
+            return {}
+        names = ("q_weight", "k_weight", *(("q_bias", "k_bias") if kind == "layer" else ()))
+        sizes = [self.size * (count if kind == "across" else 1) for count in counts[:2]] * 2
+        return {name: self.noise(size) / 4 + (kind != "zero") for name, size in zip(names, sizes)}
+
+    def _rotation(self) -> dict[str, Any]:
+        """The words of the rotation, as the oracle has them."""
+        kind, (first, rotary), rows = self.case["rotate"], rotated_part(self.case), self.tokens + 3
+        o: dict[str, Any] = {"rotary_offset": first, "rotary_dim": rotary}
+        o["interleaved"] = self.case["pairs"] == "interleaved"
+        width = rotary if self.case["pairs"] == "full" else rotary // 2
+        shape = (1, rows, HEADS, width) if kind == "per_head" else (rows, width)
+        if kind != "none":
+            o.update(cos=self.noise(*shape), sin=self.noise(*shape))
+        ids = (3,) if kind == "mrope" else ()
+        if kind in ("ids", "mrope", "none"):
+            shape = (*ids, *((self.tokens,) if self.layout == "thd" else (B, S)))
+            o["position_ids"] = torch.randint(rows, shape, generator=self.generator).to(self.device)
+        if kind == "mrope":
+            o["mrope_section"] = (rotary // 2 - 2 * (rotary // 8), rotary // 8, rotary // 8)
+        return {**o, "inverse": True} if self.case["more"] == "inverse" else o
+
+    def call_words(self) -> dict[str, Any]:
+        """The words of `prepare_qkv`, except cache and out."""
+        words, kind = {**self.turn, "layout": self.layout}, self.case["norm"]
+        ids, sections = words.pop("position_ids", None), words.pop("mrope_section", None)
+        words["positions"] = Mrope(ids, sections) if sections else ids
+        if self.case["more"] == "unrotated":
+            words["unrotated"] = SKIPPED
+        if self.factor is not None:
+            words["q_scale"] = self.factor[0] if self.layout == "thd" and self.factor.dim() else self.factor
+        if kind != "none":
+            words["norm"] = Norm(**self.weights, **NORM_WORDS.get(kind, {}))
+        form = CONVERSIONS.get(self.case["convert"])
+        hadamard = {"none": False, "head": True}.get(self.case["transform"], self.case["transform"])
+        if form and self.case["convert"] in DYNAMIC:
+            words["quantize"] = DynamicQuantize(**form, hadamard=hadamard)
+        elif form:
+            k_scale = None if self.case["out"] in CACHES else SCALES["k"]
+            words["quantize"] = Quantize(SCALES["q"], k_scale, **form, hadamard=hadamard)
+        return words
+
+    def expected(self, letter: str) -> Tensor:
+        """(B, S, H, D) in fp64 before the conversion: norm, rotation, scale of q, transform."""
+        x, n = oracle.heads(oracle.exact(getattr(self, letter)), self.layout), self.case["norm"]
+        o = {"norm_kind" if name == "kind" else name: x for name, x in NORM_WORDS.get(n, {}).items()}
+        own = self.weights.get(f"{letter}_weight"), self.weights.get(f"{letter}_bias")
+        if letter == "v":
+            return oracle.normed(x, None, None, o) if n == "v_norm" else x
+        skipped = SKIPPED if self.case["more"] == "unrotated" else 0
+        if n not in ("none", "after"):
+            x = oracle.normed(x, *own, o)
+        x = torch.cat((x[:, :skipped], oracle.rotated(x[:, skipped:], self.turn)), 1)
+        if n == "after":
+            x = oracle.normed(x, *own, o)
+        if letter == "q" and self.factor is not None:
+            factor = oracle.exact(self.factor)
+            x = x * (factor[..., None, None] if factor.dim() else factor)
+        first, rotary = (0, self.size) if self.case["rotate"] == "none" else rotated_part(self.case)
+        parts = {"head": (0, self.size), "rotary": (first, first + rotary), "rest": (0, first)}
+        begin, end = parts.get(self.case["transform"], (0, 0))
+        turned = x[..., begin:end] @ oracle.hadamard_matrix(end - begin).to(x) if end else x[..., :0]
+        return torch.cat((x[..., :begin], turned, x[..., end:]), -1)
+
+
+# ---- comparisons -----------------------------------------------------------------------------------
+
+STEPS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}  # of floats; half of one, and fp32's noise
+HALVES = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17), torch.int8: (0, 0.5)}  # relative, and of the smallest numbers
+
+
+def near(got: Tensor, want: Tensor, slack: float = 1.0) -> None:
+    """A rounding to got's dtype; what fp32 lost before it is in proportion to the largest element."""
+    most = 1e-5 * slack * max(1.0, float(want.abs().max()))
+    torch.testing.assert_close(got.double().cpu(), want.cpu(), rtol=slack * STEPS[got.dtype], atol=most)
+
+
+def near_units(got: Tensor, want: Tensor) -> None:
+    """Elements of a format of 8 bits, rounded once and to the nearest; larger ones are the largest."""
+    relative, least = HALVES[got.dtype]
+    want = want.clamp(-LARGEST[got.dtype], LARGEST[got.dtype])
+    noise = 2e-5 * max(1.0, float(want.abs().max()))
+    assert ((got.cpu().double() - want.cpu()).abs() <= 1.001 * relative * want.abs() + least + noise).all()
+
+
+def near_scaled(got: Scaled, want: Tensor, layout: str, form: dict[str, Any]) -> None:
+    """Scales of the largest elements, and values that are the nearest to elements divided by them."""
+    values, scale = oracle.heads(got.values, layout).cpu(), got.scale.cpu()
+    group = form.get("group")
+    assert values.dtype == form["dtype"]
+    assert scale.dtype == form.get("scale_dtype", torch.float32)
+    scale = torch.ldexp(torch.ones(()), scale.int() - 127) if scale.dtype == torch.uint8 else scale.float()
+    scale = oracle.heads(scale if group else scale[..., None], layout).double()
+    want = want.cpu()
+    largest = want.unflatten(-1, (-1, group or want.shape[-1])).abs().amax(-1) / LARGEST[values.dtype]
+    if "scale_dtype" in form:
+        largest = torch.exp2(torch.ceil(torch.log2(largest)))
+    torch.testing.assert_close(scale, largest, rtol=1e-5, atol=0)
+    near_units(values, want / scale.repeat_interleave(want.shape[-1] // scale.shape[-1], -1))
+
+
+def joined(x: Tensor, case: Case) -> Tensor:
+    """Heads of all ranks, one after the other, if they are apart."""
+    return torch.cat([*x], case["layout"].index("h")) if case["out"] == "ulysses" else x
+
+
+def check_heads(m: Made, got: Any, letter: str) -> None:
+    want, form, case = m.expected(letter), CONVERSIONS.get(m.case["convert"]), m.case
+    if form is None or letter == "v":
+        assert got.dtype == m.dtype
+        near(oracle.heads(joined(got, case), m.layout), want)
+    elif isinstance(got, Scaled):
+        near_scaled(Scaled(*[joined(x, case) for x in got]), want, m.layout, form)
+    else:
+        assert got.dtype == form["dtype"]
+        values = oracle.heads(joined(got, case), m.layout)
+        near_units(values, want.cpu() / torch.tensor(SCALES[letter]).double())
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+# ---- the places of results -------------------------------------------------------------------------
+
+
+class Given:
+    """Tensors of the caller with other strides, each in a larger one."""
+
+    def __init__(self, m: Made) -> None:
+        form = CONVERSIONS.get(m.case["convert"], {"dtype": m.dtype})
+        dtypes = (form["dtype"], form["dtype"], m.dtype)
+        self.wholes, self.out = [], []
+        for x, dtype in zip((m.q, m.k, m.v), dtypes):
+            first, second, *rest = x.shape
+            whole = torch.full((second, first, *rest[:-1], rest[-1] + 8), 7.0, device=m.device).to(dtype)
+            self.wholes.append(whole)
+            self.out.append(whole[..., : rest[-1]].transpose(0, 1))
+
+    def check(self, got: Any) -> None:
+        for x, given, whole in zip(got, self.out, self.wholes):
+            assert (x.values if isinstance(x, Scaled) else x) is given
+            assert (whole[..., -8:].float() == 7).all()
+
+
+class Caches:
+    """Pages full of noise."""
+
+    def __init__(self, m: Made) -> None:
+        kind, device = m.case["out"], m.device
+        self.scales = CACHE_SCALES if kind.startswith("fp8") else {}
+        self.clear, self.errors = kind == "fp8_pages", torch.zeros(1, dtype=torch.int32, device=device)
+        dtype = {"fp8_slots": E4M3, "fp8_pages": E5M2}.get(kind, m.dtype)
+        self.caches = [m.noise(PAGES, ROWS, 2, m.size).to(dtype) for _ in range(2)]
+        self.before = [x.clone() for x in self.caches]
+        self.slots = SLOTS.to(device)
+        places: Any = self.slots
+        if kind.endswith("pages"):
+            ends = torch.tensor(LENGTHS, device=device)
+            table = torch.tensor(PAGE_TABLE, device=device)
+            places = Pages(table, seq_lens=ends, clear_page=self.clear, errors=self.errors)
+            positions = [(row, at) for row, end in zip(PAGE_TABLE, LENGTHS) for at in range(end - S, end)]
+            self.slots = torch.tensor([row[at // ROWS] * ROWS + at % ROWS for row, at in positions])
+        self.value = KVCache(*self.caches, places, **self.scales)
+
+    def check(self, m: Made) -> None:
+        assert self.errors.item() == 0
+        named = {slot: token for token, slot in enumerate(self.slots.tolist()) if 0 <= slot < PAGES * ROWS}
+        for letter, cache, before in zip("kv", self.caches, self.before):
+            want = m.expected(letter).flatten(0, 1)[[*named.values()]]
+            flat, before = cache.flatten(0, 1), before.flatten(0, 1)
+            if self.scales:
+                near_units(flat[[*named]], want.cpu() / torch.tensor(self.scales[f"{letter}_scale"]).double())
+            else:
+                near(flat[[*named]], want)
+            cleared = [page * ROWS + row for page, row in CLEARED] if self.clear else []
+            assert not flat[cleared].float().any()
+            others = [slot for slot in range(PAGES * ROWS) if slot not in named and slot not in cleared]
+            assert same(flat[others], before[others])
+
+
+# ---- the tests -------------------------------------------------------------------------------------
+
+
+def ident(case: Case) -> str:
+    words = [case[stage] for stage in STAGES if case[stage] != PLAIN[stage]]
+    return "-".join([*(["short"] if case in SHORT else []), *words]) or "plain"
+
+
+def called(m: Made, **words: Any) -> Any:
+    inplace = {"inplace": True} if m.case["out"] == "inplace" else {}
+    out = {"out": Ulysses(RANKS)} if m.case["out"] == "ulysses" else {}
+    return jitrope.prepare_qkv(m.q, m.k, m.v, **m.call_words(), **inplace, **out, **words)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=ident)
+def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
+    """The results, the caches slot by slot, and memory that nothing names; the second call is a known one."""
+    like = Made(case, "cpu")
+    for _ in range(2):
+        m = Made(case, device)
+        before, words = m.fused.clone(), {}
+        given = Given(m) if case["out"] == "given" else None
+        caches = Caches(m) if case["out"] in CACHES else None
+        if given:
+            words["out"] = given.out
+        got = called(m, **words, **({"cache": caches.value} if caches else {}))
+        if case["out"] == "inplace":
+            assert got[0] is m.q
+            assert got[1] is m.k
+            untouched = HEADS + m.k.shape[m.layout.index("h")]
+            before[..., :untouched, :] = m.fused[..., :untouched, :]
+        assert same(m.fused, before)
+        check_heads(like, got[0], "q")
+        if caches:
+            assert got[1] is None
+            assert got[2] is m.v
+            caches.check(like)
+        else:
+            check_heads(like, got[1], "k")
+            check_heads(like, got[2], "v")
+        if given:
+            given.check(got)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", WITH_GRADIENT, ids=ident)
+def test_a_gradient_is_that_of_the_chain(case: Case, device: str) -> None:
+    """Of q, k, v, the weights, the biases and the scale of q."""
+    letters = "qkv" if "v_norm" in case["norm"] or case["out"] == "ulysses" else "qk"
+    found: list[Any] = []
+    for m in (Made(case, device, True), Made(case, "cpu", True)):
+        generator = torch.Generator().manual_seed(3)
+        factor = [m.factor] if m.factor is not None else []
+        leaves = [*[getattr(m, letter) for letter in letters], *m.weights.values(), *factor]
+        if found:
+            outputs = [m.expected(letter) for letter in letters]
+        else:
+            outputs = [oracle.heads(joined(x, case), m.layout) for x in called(m)[: len(letters)]]
+        grads = [torch.randn(x.shape, generator=generator).to(m.dtype).to(x) for x in outputs]
+        found.append(torch.autograd.grad(outputs, leaves, grads))
+    for got, want in zip(*found):
+        near(got, want.double(), 4.0)
+
+
+def refused() -> Iterator[Any]:
+    for rule, text in REFUSED:
+        choices = [(x,) if isinstance(x, str) else x for x in rule.values()]
+        for values in itertools.product(*choices):
+            case = {**PLAIN, **dict(zip(rule, values))}
+            yield pytest.param(case, text, id=ident(case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("case", "text"), [*refused()])
+def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: str) -> None:
+    m = Made(case, device)
+    caches = Caches(m) if case["out"] in CACHES else None
+    before = m.fused.clone()
+    with pytest.raises(InvalidInput, match=text):
+        called(m, **({"cache": caches.value} if caches else {}))
+    assert same(m.fused, before)
+    assert not caches or all(same(x, y) for x, y in zip(caches.caches, caches.before))
+
+
+def test_every_pair_is_in_a_call_or_refused() -> None:
+    """Few calls hold every pair; a pair without a call is that of a rule, or a transform, which needs a conversion."""
+    assert len(CASES) + len(WITH_GRADIENT) <= 125
+    assert not any(is_refused(case) for case in (*CASES, *WITH_GRADIENT))
+    covered = {pair for case in CASES for pair in pairs_of(case)}
+    for a, b in itertools.combinations(STAGES, 2):
+        for x, y in itertools.product(STAGES[a], STAGES[b]):
+            if ((a, x), (b, y)) not in covered:
+                assert {a: x, b: y} in NEVER
+    rules = [UNSAID, *[rule for rule, _ in REFUSED]]
+    for pair in NEVER:
+        assert any(
+            all(stage in rule for stage in pair) and holds({s: rule[s] for s in pair}, pair) for rule in rules
+        ) or ("transform" in pair and pair.get("out") == "inplace"), pair
