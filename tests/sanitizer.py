@@ -46,12 +46,14 @@ from .soak_pool import (
     fp8_job,
     latent_job,
     norm_job,
+    pages_job,
     qkv_job,
     rope_job,
     rows_job,
     scaled_job,
     segments_job,
     tables_job,
+    ulysses_job,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +76,7 @@ ROPES = (
     "packed-none", "packed-too-long", "packed-qkv", "unaligned", "strided-dim", "full-interleaved", "per-head",
     "complex128-cis", "dtype-angles", "addcmul", "starts-packed", "cp-packed-starts", "ragged-three", "ragged-short-3",
     "angles-interleaved", "angles-full", "angles-packed", "angles-packed-cp", "mla", "ids-past", "ids-cis",
-    "ids-decode", "mrope-odd", "mrope-full-interleaved",
+    "ids-decode", "mrope-odd", "mrope-full-interleaved", "shifts", "prefix-full",
 )  # fmt: skip
 
 
@@ -96,6 +98,8 @@ def _serving() -> Iterator[Job]:
     yield from (cache_job(case, not case.q_fp8, norm=True) for case in NORMED)
     yield from (fp8_job(case) for case in CASES if case.name in FP8)
     yield from (scaled_job(case) for case in CASES if case.name in SCALED)
+    yield pages_job(random.Random(1))
+    yield from (ulysses_job(case) for case in CASES if case.name == "halves")
 
 
 def _norm(launch: str, modes: tuple[str, ...]) -> Iterator[Job]:

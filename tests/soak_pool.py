@@ -44,6 +44,7 @@ from .cases import (
 )
 
 MOST_TOKENS = 40
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 
 Outputs = list["Tensor | None"]
 Call = Callable[[], Outputs]
@@ -157,6 +158,17 @@ def rope_job(case: Case, mode: str) -> Job:
     return Job(op, case.name, made, rope_slack(case))
 
 
+def ulysses_job(case: Case) -> Job:
+    """A group of heads for each of two ranks, with the gradient, which arrives in that layout."""
+
+    def made(device: str, seed: int) -> Call:
+        q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
+        call = lambda: [*jitrope.apply_rope(q, k, cos, sin, **said(**words), out=jitrope.Ulysses(2))]  # noqa: E731
+        return gradients(call, [q, k], torch.Generator().manual_seed(seed), device)
+
+    return Job("rope by rank, backward", case.name, made, rope_slack(case))
+
+
 def qkv_job(case: Case, mode: str) -> Job:
     """Packed QKV; modes as `rope_job`'s."""
 
@@ -207,7 +219,9 @@ def scaled_job(case: Case) -> Job:
     def made(device: str, seed: int) -> Call:
         q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
         del words["rounding"]
-        quantize = jitrope.DynamicQuantize(dtype, group=group, hadamard=q.shape[-1] in (64, 128))
+        scale_dtype = E8M0 if case.name == "halves" else torch.float32
+        hadamard = q.shape[-1] in (64, 128)
+        quantize = jitrope.DynamicQuantize(dtype, group=group, scale_dtype=scale_dtype, hadamard=hadamard)
         tables = {**said(**words), "cos": cos, "sin": sin, "quantize": quantize}
         return lambda: [x for y in jitrope.prepare_qkv(q, k, None, **tables)[:2] if y is not None for x in y]
 
@@ -242,6 +256,42 @@ def cache_job(case: CacheCase, in_place: bool = False, norm: bool = False) -> Jo
 
     op = ("norm_" if norm else "") + ("kv_cache_" if in_place else "kv_cache")
     return Job(op, case.name, made, NORM_SLACK if norm else 1.0 if case.table == "freqs" else 0.0)
+
+
+def pages_job(draw: random.Random) -> Job:
+    """Store k and v in the pages of sequences of random lengths, full of noise; spare tokens belong to none."""
+    ragged, counts, clear, scaled = (draw.random() < 0.5 for _ in range(4))
+    index_dtype, rows = draw.choice((torch.int32, torch.int64)), 4
+
+    def made(device: str, seed: int) -> Call:
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        lengths = [draw.randint(1, 25) for _ in range(draw.randint(1, 6))]
+        new = [draw.randint(0, n) if counts else 1 for n in lengths]
+        spare = draw.randint(1, 3) if counts else 0
+        pages = [-(-n // rows) for n in lengths]
+        own = torch.randperm(sum(pages) + 2, generator=generator)[: sum(pages)]
+        found: dict[str, Any] = {"page_table": own, "page_indptr": torch.tensor([0, *accumulate(pages)])}
+        if ragged:
+            found["last_page_len"] = torch.tensor([(n - 1) % rows + 1 for n in lengths])
+        else:
+            table = torch.nn.utils.rnn.pad_sequence([*own.split(pages)], True, -1)
+            found = {"page_table": table, "seq_lens": torch.tensor(lengths)}
+        if counts:
+            found["cu_seqlens_q"] = torch.tensor([0, *accumulate(new)])
+        words = {name: x.to(index_dtype).to(device) for name, x in found.items()}
+        q, k, v = (noise(generator, (sum(new) + spare, n, 64), torch.bfloat16, device) for n in (4, 2, 2))
+        dtype = torch.float8_e4m3fn if scaled else torch.bfloat16
+        caches = [noise(generator, (len(own) + 2, rows, 2, 64), torch.float32, "cpu").to(dtype) for _ in range(2)]
+        k_cache, v_cache = (x.to(device) for x in caches)
+        ids = torch.tensor([at for n, end in zip(new, lengths) for at in range(end - n, end)] + [0] * spare)
+        errors = torch.zeros(1, dtype=torch.int32, device=device)
+        words |= {"k_cache": k_cache, "v_cache": v_cache, "errors": errors, "clear_page": clear, "layout": "thd"}
+        words |= {"k_scale": 0.02, "v_scale": 0.02} if scaled else {}
+        words |= {"position_ids": ids.to(device), "cos_sin_cache": noise(generator, (25, 64), torch.float32, device)}
+        return lambda: [kv_cache(q, k, v, **words), k_cache, v_cache, errors]
+
+    traits = ["ragged"] * ragged + ["counts"] * counts + ["clear"] * clear + ["fp8"] * scaled
+    return Job("pages", f"{'-'.join(traits) or 'table'}-{str(index_dtype)[6:]}", made)
 
 
 # ---- QK-norm -----------------------------------------------------------------------------------------
@@ -481,6 +531,8 @@ def attention_job(draw: random.Random) -> Job:
 
 FP8 = ("halves", "ids", "partial-odd", "d72", "packed")
 SCALED = ("halves", "ids", "partial-odd", "d72")
+BY_RANK = ("halves", "interleaved", "packed", "scaled-tokens")
+PLACED = ("shifts", "prefix", "scaled")
 
 
 def _ropes(draw: random.Random) -> Iterator[Job]:
@@ -517,6 +569,18 @@ def _packed(draw: random.Random) -> Iterator[Job]:
         yield tables_job(draw)
 
 
+def _placed(draw: random.Random) -> Iterator[Job]:
+    """Pages, ranks, shifts, tokens that are not rotated, and scales of q."""
+    while True:
+        yield pages_job(draw)
+        yield ulysses_job(draw.choice([case for case in CASES if case.name in BY_RANK]))
+        for begin in PLACED:
+            case = draw.choice([case for case in CASES if case.name.startswith(begin)])
+            yield rope_job(
+                case, draw.choice(("", "in place", "backward") if can_be_in_place(case) else ("", "backward"))
+            )
+
+
 def _qkvs(draw: random.Random) -> Iterator[Job]:
     while True:
         yield qkv_job(draw.choice(QKV_CASES), draw.choice(("", "in place", "backward")))
@@ -530,7 +594,7 @@ def _attentions(draw: random.Random) -> Iterator[Job]:
 
 NORMED = [case for case in CACHE_CASES if case.table != "freqs" and not (case.fp8 or case.q_fp8)]
 """Calls with a cache that a norm goes with. fp8 would show another order of a sum as a whole step."""
-SHARES = ((_ropes, 12), (_norms, 7), (_packed, 6), (_serving, 3), (_qkvs, 2), (_attentions, 1))
+SHARES = ((_ropes, 12), (_norms, 7), (_packed, 6), (_serving, 3), (_placed, 2), (_qkvs, 2), (_attentions, 1))
 """Jobs of each kind in turn."""
 
 

@@ -30,7 +30,7 @@ OPS = {
     "rope", "rope_", "rope, backward", "fp8", "kv_cache",
     "kv_cache_", "packed_qkv", "packed_qkv_", "packed_qkv, backward", "latent, backward", "norm_rope",
     "norm_rope_", "norm_rope, backward", "norm_rope_joint", "thd order", "thd rows", "thd tables",
-    "thd corrections", "cp segments", "all_gather_attention",
+    "thd corrections", "cp segments", "all_gather_attention", "pages", "rope by rank, backward",
 }  # fmt: skip
 
 
