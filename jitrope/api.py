@@ -11,7 +11,7 @@ from .base.arguments import refuse
 from .base.errors import InvalidInput
 from .base.signature import with_words
 from .ops.dispatch import call
-from .ops.gather import add, call_into, forget_positions, gather, normed_v, placed, result
+from .ops.gather import add, call_into, forget_positions, gather, placed, result, with_v
 from .ops.operations import PREPARED, QK_NORM_ROPE_JOINT, ROPE
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
 from .ops.values import KVCache, Norm, Positions, Ulysses
@@ -208,7 +208,7 @@ def prepare_qkv(
     Args:
         q, k: as in `apply_rope`; without a cache k may be None.
         v: with a cache (B, S, Hk, D) in the default layout, or with a multiple of Hk, stored unchanged; otherwise
-            returned as given. With `Norm(v_norm=True)` it is normalised.
+            returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch if it is like k (`Norm`).
         cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
             then q and k are not rotated, and positions and rotary_dim have no effect (layers without rope, "NoPE").
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a
@@ -246,7 +246,7 @@ def prepare_qkv(
         add("prepare_qkv", "norm", norm, Norm, tensors, asked)
         forget_positions(tensors, asked)
         if asked["norm"].v_norm and cache is None:
-            v = normed_v(v, asked)
+            op, v = with_v(op, tensors, asked, v)
     else:
         if op.norm:
             asked["norm"] = NO_NORM

@@ -16,7 +16,7 @@ constexpr int WEIGHT_SETS = ACROSS_HEADS ? STEPS : 1;    // sets of weights of a
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
 static_assert(!PACKED && !FREQS && CP_SIZE == 1 && !MIXED, "refused by the host");
-static_assert(!V_NORM || CACHE, "the host normalises v in a launch of its own");
+static_assert(!V_NORM || COPY_V, "refused by the host");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V && !HADAMARD && !DYNAMIC), "refused by the host");
 static_assert(!(HADAMARD || DYNAMIC) || (CONVERTS && !IN_PLACE), "refused by the host");
 static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import jitrope
 from jitrope.ops import reference, stand_ins
-from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QK_NORM_ROPE_JOINT
+from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QK_NORM_ROPE_JOINT, QKV_NORM_ROPE
 from jitrope.plan import views
+from jitrope.plan.spec import Options
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
@@ -314,6 +316,129 @@ def test_v_norm_is_gemma_4s_norm(rounding: str, device: str) -> None:
     torch.testing.assert_close(compiled(v), results[0][0])
     with pytest.raises(jitrope.InvalidInput, match="v is None; it must be a tensor, because the norm has v_norm"):
         jitrope.prepare_qkv(q, k, None, norm=norm)
+
+
+V_NORMS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # launches, words of the norm, words of the call
+    "once": (1, {"rounding": "once"}, {}),
+    "twice, zero centered": (1, {"rounding": "twice", "zero_centered": True}, {}),
+    "after rope": (1, {"after_rope": True, "rounding": "once"}, {"interleaved": True}),
+    "layer norm": (1, {"kind": "layer_norm", "eps": 1e-3}, {"rounding": "dtype"}),
+    "ids": (1, {}, {"positions": torch.tensor([3, 0, 8, 1, 1, 7])}),
+    "no table": (1, {}, {"cos": None, "sin": None}),
+    "cos_sin_cache": (1, {}, {"cos": None, "sin": None, "cos_sin_cache": torch.rand(9, 64)}),
+    "freqs_cis": (1, {}, {"cos": None, "sin": None, "freqs_cis": torch.rand(9, 32).to(torch.complex64)}),
+    "scaled q": (1, {}, {"q_scale": 0.25}),
+    "k as v": (1, {}, {"v": "k"}),
+    "odd heads": (1, {"rounding": "once"}, {"heads": (3, 1, 1)}),
+    "layout": (1, {}, {"layout": "bhsd"}),
+    "across heads": (2, {"across_heads": True}, {}),
+    "in place": (2, {}, {"inplace": True}),
+    "part of a head": (2, {}, {"cos": None, "sin": None, "cos_sin_cache": torch.rand(9, 32)}),
+    "slice of a head": (2, {}, {"rotary_dim": 32, "rotary_offset": 8, "tables": (16,)}),
+    "tables for each head": (2, {}, {"heads": (2, 2, 2), "tables": (32, 1, 2)}),
+    "wider v": (2, {}, {"heads": (4, 2, 4)}),
+    "no k": (2, {}, {"k": None}),
+    "quantize": (2, {}, {"quantize": jitrope.Quantize(0.5, 0.25)}),
+    "Ulysses": (2, {}, {"out": jitrope.Ulysses(2)}),
+}
+
+
+def v_norm_call(kind: str, device: str) -> tuple[list[Any], dict[str, Any], jitrope.Norm]:
+    """(q, k, v, cos, sin), the words and the norm of a call whose norm is v's too."""
+    _, of_norm, words = V_NORMS[kind]
+    words = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in words.items()}
+    layout = words.get("layout", "bshd")
+    shapes = [(2, 6, n, 64) if layout == "bshd" else (2, n, 6, 64) for n in words.pop("heads", (4, 2, 2))]
+    q, k, v = tensors(device, torch.float32 if kind == "ids" else torch.bfloat16, *shapes)
+    pairs, *lead = words.pop("tables", (32,))
+    cos, sin = tables_of(device, 6 if lead else 9, pairs, *lead)
+    if lead:
+        cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+    given = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin}
+    given.update({name: words.pop(name) for name in [*words] if name in given})
+    given["v"] = given["k"] if given["v"] is k or isinstance(given["v"], str) else given["v"]
+    weights = [torch.linspace(0.5, 1.5, 64, device=device).roll(n) for n in (0, 7)][: 1 + (given["k"] is not None)]
+    return [*given.values()], words, jitrope.Norm(*(() if "across" in kind else weights), v_norm=True, **of_norm)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", V_NORMS)
+def test_v_norm_has_the_bits_of_a_norm_of_v_alone(kind: str, device: str) -> None:
+    """And q and k those of a call without v, also in a second call and in the gradients."""
+    (q, k, v, *tables), words, norm = v_norm_call(kind, device)
+    shared = v is k
+    plain = jitrope.Norm(norm.tensors.get("q_weight"), norm.tensors.get("k_weight"), **V_NORMS[kind][1])
+    of_norm = {name: x for name, x in V_NORMS[kind][1].items() if name in ("rounding", "kind", "eps", "across_heads")}
+    layout = {"layout": words["layout"]} if "layout" in words else {}
+
+    def apart(q: Any, k: Any, v: Any) -> Any:
+        y = jitrope.prepare_qkv(v, None, None, norm=jitrope.Norm(**of_norm), **layout)[0]
+        return jitrope.prepare_qkv(q, k, y, *tables, norm=plain, **words)
+
+    def leaves() -> list[Any]:
+        trained = kind not in ("in place", "quantize")
+        made = [None if x is None else x.clone().requires_grad_(trained) for x in (q, k, v)]
+        return [*made[:2], made[1]] if shared else made
+
+    for _ in range(2):
+        ours, theirs = leaves(), leaves()
+        got = jitrope.prepare_qkv(*ours, *tables, norm=norm, **words)
+        want = apart(*theirs)
+        assert_equal([None if x is None else x.float() for x in got], [None if x is None else x.float() for x in want])
+        for picked in ((0, 1, 2), (2,), (0,)) if ours[0].requires_grad else ():
+            pairs = [(x, y) for x, y in [(got[n], want[n]) for n in picked] if x is not None]
+            douts = [torch.sin(x.detach().float() * 3).to(x) for x, _ in pairs]
+            of = [[x for x in xs if x is not None] for xs in (ours, theirs)]
+            grads = [
+                torch.autograd.grad(ys, xs, douts, retain_graph=True, allow_unused=True)
+                for ys, xs in zip(zip(*pairs), of)
+            ]
+            assert_equal(*grads)
+
+
+@pytest.mark.parametrize("kind", V_NORMS)
+def test_v_norm_is_one_launch_where_a_kernel_can_do_it(kind: str) -> None:
+    """In the backward v has a launch of its own."""
+    args, words, norm = v_norm_call(kind, "meta")
+    with jitrope.planning(["auto"]) as specs:
+        jitrope.prepare_qkv(*args, norm=norm, **words)
+    assert len(specs) == V_NORMS[kind][0]
+    assert specs[-1].v_norm == specs[-1].copy_v == (len(specs) == 1) or kind == "Ulysses"
+    if kind == "once":
+        leaves = [x.requires_grad_() for x in args[:3]]
+        with jitrope.planning(["auto"]) as specs:
+            sum(y.sum() for y in jitrope.prepare_qkv(*leaves, *args[3:], norm=norm)).backward()
+        assert [(spec.kind, spec.v_norm) for spec in specs] == [
+            ("qk_norm_rope", True), *[("qk_norm_rope_backward", False)] * 2
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["plain", "gradients"])
+def test_opcheck_of_v_norm(wanted: bool) -> None:
+    (q, k, v, cos, sin), _, norm = v_norm_call("once", "cpu")
+    heads = [x.requires_grad_(wanted) for x in (q, k, v)]
+    options = Options(rotary_dim=64, norm=norm.words["norm"])
+    arguments = op_arguments(QKV_NORM_ROPE, (*heads, torch.ones(64), None, None, None), (cos, sin), options)
+    torch.library.opcheck(torch.ops.jitrope.qkv_norm_rope.default, arguments)
+
+
+def test_v_norm_compiled_has_the_eager_gradients() -> None:
+    args, _, norm = v_norm_call("once", "cpu")
+    results = []
+    torch._dynamo.reset()
+    for wrap in (lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_() for x in args[:3]]
+        out = wrap(lambda *heads: jitrope.prepare_qkv(*heads, *args[3:], norm=norm))(*leaves)
+        results.append((*out, *torch.autograd.grad(sum(y.float().sin().sum() for y in out), leaves)))
+    assert_equal(*results)
+
+
+def test_v_norm_refuses_a_tangent_of_v() -> None:
+    (q, k, v, *tables), _, norm = v_norm_call("once", "cpu")
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, torch.ones_like(v))
+        with pytest.raises(jitrope.InvalidInput, match="forward-mode derivatives"):
+            jitrope.prepare_qkv(q, k, dual, *tables, norm=norm)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -115,15 +115,18 @@ def heads_of(kind: str, device: str) -> tuple[list[Any], dict[str, Any]]:
     if "thd" in kind:
         q, k, v = q[0], k[0], v[0]
         words["positions"] = jitrope.Packed(torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
+    if "part" in kind:
+        words["rotary_dim"], (cos, sin) = 32, tables(device, pairs=16)
     if "no table" in kind:
         cos = sin = None
     return [q, k, v, cos, sin], words
 
 
 KINDS = {
-    **dict.fromkeys(("rope", "norm", "norm, no table", "after", "thd", "v_norm", "norm and quantize"), True),
-    "quantize": True,
+    **dict.fromkeys(("rope", "norm", "norm, no table", "after", "thd", "norm and quantize", "quantize"), True),
+    **dict.fromkeys(("v_norm", "v_norm, no table", "v_norm and quantize"), True),
     **dict.fromkeys(("across", "across and v_norm", "other pairs", "each head", "wider v", "no k"), False),
+    "v_norm, part": False,
 }
 """Kinds of calls, and whether v is copied in the launch of q and k."""
 
@@ -243,7 +246,7 @@ def test_autograd_sees_that_given_tensors_are_written(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["rope", "norm", "v_norm", "quantize", "across"])
+@pytest.mark.parametrize("kind", ["rope", "norm", "v_norm", "quantize", "v_norm and quantize", "across"])
 def test_a_like_call_with_other_tensors_is_not_looked_at_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay writes the new tensors, and refuses those that share memory."""
     runtime.local.recent = {}
@@ -306,10 +309,11 @@ def test_planning_lists_the_kernel_of_the_same_call(kind: str) -> None:
             got = jitrope.prepare_qkv(*args, out=[x if n in letters else None for n, x in zip("qkv", given)], **words)
         assert all(y is x for n, x, y in zip("qkv", given, got) if n in letters)
         lists.append(specs)
-    assert len(lists[0]) == (2 if "v_norm" in kind else 1)  # v's norm has a launch of its own
+    alone = kind in ("across and v_norm", "v_norm, part", "v_norm and quantize")
+    assert len(lists[0]) == (2 if alone else 1)  # v's norm has a launch of its own
     assert lists[1] == lists[0]
-    assert lists[2][-1].copy_v == KINDS[kind]
-    assert KINDS[kind] or lists[2] == lists[0]
+    assert lists[2][-1].copy_v == (KINDS[kind] or kind == "v_norm, part")  # that is a copy of the normalised v
+    assert len(lists[2]) == (1 if KINDS[kind] else len(lists[0]))
 
 
 # ---- refusals ------------------------------------------------------------------------------------

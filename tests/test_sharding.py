@@ -313,6 +313,8 @@ def norms() -> None:
     for axis in range(3):
         inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
         against_plain(normed(cos, sin, norm_kind="layer_norm"), inputs, partial * 2)
+        with_v = [*inputs, (k + 1, [Shard(axis)])]  # v has a launch of its own
+        against_plain(lambda *x: jitrope.prepare_qkv(*x, cos, sin, norm=jitrope.Norm(v_norm=True)), with_v)
     for axis in range(2):
         inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
         wide = [(weight(8 * D), [Partial()]), (weight(4 * D), [Partial()])]

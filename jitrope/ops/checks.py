@@ -108,7 +108,9 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
     """
     q, k = tensors["q"], tensors.get("k")
     fail = failing(name)
-    moving = [tensors[x] for x in ("q", "k", "cos", "sin") if x in tensors] if forward_ad._current_level >= 0 else []
+    moving = (
+        [tensors[x] for x in ("q", "k", "v", "cos", "sin") if x in tensors] if forward_ad._current_level >= 0 else []
+    )
     if any(forward_ad.unpack_dual(x).tangent is not None for x in moving):
         fail("forward-mode derivatives (jvp) are not supported; use the backward")
     for table, x in _tables(tensors).items():

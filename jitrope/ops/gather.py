@@ -12,12 +12,13 @@ from ..base.errors import InvalidInput
 from ..plan.spec import NormOptions
 from ..plan.views import Tensors
 from .dispatch import call
-from .into import given_out
+from .into import given_out, is_dense, joins_k
 from .operation import Operation
-from .operations import QK_NORM_ROPE
+from .operations import QK_NORM_ROPE, QKV_NORM_ROPE
 from .quantize import Scaled
 from .values import Positions, Ulysses, scales
-from .words import ONE_TABLE, unexpected
+from .watch import sharded
+from .words import ONE_TABLE, rotates_heads, unexpected
 
 _TABLE_NAMES = (*ONE_TABLE, "cos", "sin")
 
@@ -95,11 +96,30 @@ def result(out: Tensors, name: str) -> Any:
     return Scaled(out[name], out[f"{name}_scale"]) if f"{name}_scale" in out else out.get(name)
 
 
-def normed_v(v: Any, words: dict[str, Any]) -> Tensor:
-    """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
-    norm = words["norm"]
+def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tuple[Operation, Any]:
+    """(the operation that normalises v in the launch of q and k, v), or (op, v normalised in a launch of its own).
+
+    One launch needs a v like k, tables that the heads share, fresh results or tensors in `out`, and a rotation of whole
+    heads: squares are then summed in the order of a launch for v alone.
+    """
     if not isinstance(v, Tensor):
         refuse("prepare_qkv", "v", v, "a tensor, because the norm has v_norm")
+    out = words.get("out")
+    xs: list[Any] = [v, tensors.get("k"), *[tensors[name] for name in _TABLE_NAMES if name in tensors]]
+    one = all(is_dense(x) and x.dim() > 1 for x in xs) and joins_k(*xs[:3]) and xs[1].device == v.device
+    one = one and not (words["norm"].across_heads or "inplace" in words or sharded((v, *tensors.values())))
+    if one and rotates_heads(tensors, words, v.shape[-1]):
+        if op is QK_NORM_ROPE and not isinstance(out, Ulysses):
+            tensors["v"] = v
+            return QKV_NORM_ROPE, v
+        if isinstance(out, (list, tuple)) and out[2:] and out[2] is not None:
+            return op, v
+    return op, _normed_v(v, words)
+
+
+def _normed_v(v: Tensor, words: dict[str, Any]) -> Tensor:
+    """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
+    norm = words["norm"]
     # Dynamo of torch 2.6 cannot trace `_replace`.
     rounding, across_heads, zero_centered, after_rope, _, kind, eps = norm
     words["norm"] = NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)

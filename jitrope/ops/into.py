@@ -11,9 +11,9 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.problem import Views
-from ..plan.spec import Options, norm_of
+from ..plan.spec import Options, changed, norm_of
 from ..plan.views import Tensors, by_rank
-from . import checks
+from . import checks, reference
 from .fit import require_apart
 from .formats import empty_scale
 from .operation import Operation
@@ -23,8 +23,8 @@ from .words import parts
 class Into(Operation):
     """An operation whose results go to given tensors, with any strides: q_out, k_out and v_out.
 
-    v is copied to v_out in the same launch where the kernel can do it, and after it elsewhere. With a cache k and v go
-    to the cache.
+    v is copied to v_out in the same launch where the kernel can do it, and after it elsewhere. With v_norm it is
+    normalised on its way; `gather.with_v` sees to it that the kernel can. With a cache k and v go to the cache.
     """
 
     results: tuple[str, ...] = ()
@@ -63,17 +63,20 @@ class Into(Operation):
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
         if "v_out" not in tensors:
             return False
-        k, v, cos, norm = tensors.get("k"), tensors["v"], tensors["cos"], norm_of(options)
-        like_k = k is not None and v.shape == k.shape and v.dtype == k.dtype
-        shared = cos.dim() < 4 or cos.shape[2] == 1
-        return not (like_k and shared and options.interleaved == options.interleaved_out and not norm.across_heads)
+        k, same_pairs = tensors.get("k"), options.interleaved == options.interleaved_out
+        joins = k is not None and joins_k(tensors["v"], k, tensors["cos"])
+        return not (joins and same_pairs and not norm_of(options).across_heads)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         _put(tensors["v_out"], tensors["v"], options)
         return outputs
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        results = {**tensors, **self.base.on_cpu(tensors, options)}
+        results, norm = dict(tensors), norm_of(options)
+        if norm.v_norm and "v_out" in tensors:
+            results["v"] = reference.normed_v(tensors["v"], norm, options.layout)
+            options = changed(options, norm=norm._replace(v_norm=False))
+        results.update(self.base.on_cpu(tensors, options))
         for name in self.labels:
             if name in tensors:
                 _put(tensors[name], results[name[0]], options)
@@ -97,6 +100,12 @@ class ScaledInto(Into):
         for name, scale in super().on_cpu(tensors, options).items():
             _put(made[name], scale, options)
         return made
+
+
+def joins_k(v: Tensor, k: Tensor, cos: Tensor | None = None) -> bool:
+    """Whether a kernel can store heads of v as it stores those of k."""
+    shared = cos is None or cos.dim() < 4 or cos.shape[2] == 1
+    return shared and v.shape == k.shape and v.dtype == k.dtype
 
 
 def _put(out: Tensor, x: Tensor, options: Options) -> None:
@@ -130,7 +139,7 @@ def given_out(
     if "v" in results:
         tensors["v"] = heads["v"]
     like = {letter: heads[letter] for letter in heads if letter in op.results and letter not in results}
-    like = {letter: x for letter, x in like.items() if _is_dense(x)}
+    like = {letter: x for letter, x in like.items() if is_dense(x)}
     if like:
         made = op.fresh(like, Options(out_dtype=asked.get("out_dtype", "fp8")), 0)
         results.update({letter: made[letter] for letter in like})
@@ -140,5 +149,6 @@ def given_out(
     return results
 
 
-def _is_dense(x: Any) -> bool:
+def is_dense(x: Any) -> bool:
+    """Whether x is a strided tensor."""
     return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 import torch
 
 from ..plan.problem import Views, joint_parts
-from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
+from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, changed, norm_of
 from ..plan.views import FORMATS, Tensors, cache_view, head_view
 from . import checks, reference
 from .by_rank import ByRank
@@ -29,6 +29,7 @@ from .operation import (
 from .pages import PAGE_TENSORS
 from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
 from .stand_ins import counters
+from .words import resolved
 
 WEIGHTS = ("q_weight?", "k_weight?")
 BIASES = ("q_bias?", "k_bias?")
@@ -200,6 +201,28 @@ class _QKNormRope(_Normed):
         return {names[name[0]] + name[1:]: x for name, x in found.items()}
 
 
+class _QKVNormRope(_QKNormRope):
+    """v is normalised too, like q and k but without a weight. `gather.with_v` chooses it."""
+
+    name = "qkv_norm_rope"
+    tensors = ("q", "k", "v", *WEIGHTS, *BIASES)
+    words = (*NORMED, "norm", "check")
+    results = ("q", "k", "v")
+    inplace = shards = False
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        own, norm = dict(grads), norm_of(options)
+        v, grad = saved["v"], own.pop("v", None)
+        others = {name: x for name, x in saved.items() if name != "v"}
+        of_pair = changed(options, norm=norm._replace(v_norm=False))
+        found = super().gradient(call, others, own, of_pair) if own else {}
+        if grad is not None:
+            norm = NormOptions(norm.rounding, kind=norm.kind, eps=norm.eps)
+            of_v, alone = resolved(QK_NORM_ROPE, {"q": v}, {"layout": options.layout, "norm": norm})
+            found["v"] = QK_NORM_ROPE.gradient(call, alone, {"q": grad}, of_v)["q"]
+        return found
+
+
 class _QKNormRopeJoint(_QKNormRope):
     name, function = "qk_norm_rope_joint", "prepare_joint_qkv"
     tensors = (
@@ -289,6 +312,7 @@ class _QKNormRopeBackward(Operation):
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
 QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
+QKV_NORM_ROPE = _QKVNormRope()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()
 PREPARED: dict[str, tuple[Operation, Operation]] = {
@@ -304,10 +328,10 @@ for _op in (*_PREPARED, *PREPARED[""][:1]):
     _op.into = (ScaledInto if _op is QK_NORM_ROPE_SCALED else Into)(_op)
     if "k" in _op.results:
         _op.by_rank = ByRank(_op)
-ROPE_INTO = ROPE.into
+ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _PREPARED], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD),
-    *(QK_NORM_ROPE_KV_CACHE_SCALED, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+    *(QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
 )
 """The operations with ops of torch."""

@@ -176,8 +176,13 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
         else:
             out[name] = rotate(normed(x, *own), t, o, out_dtype=to, storage=x.dtype)
     if norm.v_norm:
-        out["v"] = normed(t["v"], None, None, norm, o.layout).to(out_dtype or t["v"].dtype)
+        out["v"] = normed_v(t["v"], norm, o.layout).to(out_dtype or t["v"].dtype)
     return out
+
+
+def normed_v(v: Tensor, norm: NormOptions, layout: str) -> Tensor:
+    """v, normalised without a weight."""
+    return normed(v, None, None, norm._replace(zero_centered=False), layout)
 
 
 def qk_norm_rope_joint(t: Tensors, o: Options) -> Tensors:

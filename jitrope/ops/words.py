@@ -39,6 +39,8 @@ _WORDS = {
     "scale_out": SCALE_DTYPES,
     "hadamard": HADAMARDS,
 }
+_TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}
+"""Tables whose width determines rotary_dim, by which factor."""
 _PACKED = "positions=jitrope.Packed(cu_seqlens, ...)"
 _OLD = {
     "position_ids": "positions=position_ids",
@@ -162,7 +164,7 @@ def _resolved(
     if rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
         grouped = o.q_per_group > 0 and o.order == "grouped"
         head_dim = width // (o.q_per_group + 2) if grouped else width
-        times = {"cos_sin_cache": 1, "freqs_cis": 2}.get(kind)
+        times = _TIMES_WIDTH.get(kind)
         rotary_dim = times * table_width if times else head_dim - rotated(o)[0]
         if not table_width:  # nothing is rotated
             rotary_dim -= rotary_dim % 2
@@ -181,6 +183,14 @@ def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int) -> int:
     typed = {label: _typed(name, label, words[label]) for label in HEAD_WORDS if label in words}
     rotary_dim = typed.pop("rotary_dim", None)
     return head_dim - rotated(Options(**typed))[0] if rotary_dim is None else int(rotary_dim)
+
+
+def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_dim: int) -> bool:
+    """Whether a call rotates whole heads, as its words and tables say before they are checked."""
+    widths = [times * tensors[kind].shape[-1] for kind, times in _TIMES_WIDTH.items() if kind in tensors]
+    rotary_dim = words.get("rotary_dim")
+    found = (widths or [head_dim])[0] if rotary_dim is None else rotary_dim
+    return not words.get("rotary_offset") and bool(found == head_dim)
 
 
 def _typed(name: str, label: str, value: Any) -> Any:

@@ -153,8 +153,8 @@ class Compiled:
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
-    zero_centered: the factor is 1 + weight. after_rope: the norm follows the rotation. v_norm: v is normalised too, on
-    its way to a cache. weight_dtype: of weights and biases, None without them. biased: there are biases. two_streams,
+    zero_centered: the factor is 1 + weight. after_rope: the norm follows the rotation. v_norm: v, which is copied,
+    is normalised too. weight_dtype: of weights and biases, None without them. biased: there are biases. two_streams,
     two_tables: q, k and v (and cos and sin) come from two tensors each. gradient: the kernel computes the gradients of
     q, k, the weights and the biases.
     """

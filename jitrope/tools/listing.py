@@ -31,7 +31,7 @@ def in_words(spec: Spec) -> str:
     partial = f" ({spec.rotary_dim} rotated)" if spec.rotary_dim != spec.head_dim else ""
     tables = [spec.table_dtype] * (spec.table_dtype != "fp32") + ["full"] * spec.full_width
     tables += ["per-head"] * spec.per_head + ["angle"] * spec.freqs
-    own_layout = spec.copy_v and not (spec.two_streams or spec.cached or spec.v_dim)
+    own_layout = spec.copy_v and not (spec.norm or spec.cached or spec.v_dim)
     axes = f"{len(spec.mrope_section)}-axis " if spec.mrope_section else ""
     parts = [
         f"{KINDS[spec.kind]} {spec.dtype} d{spec.head_dim}{partial} {' to '.join(dict.fromkeys(pairings))}",
