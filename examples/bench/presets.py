@@ -327,7 +327,7 @@ def plot(rows: Rows) -> Plot:
     groups = grouped(shown, name_of, {"jitrope": "jitrope", "torch.compile": "torch.compile"})
     compiled = [group["torch.compile"] / group["jitrope"] for group in groups.values() if "torch.compile" in group]
     faster = span(compiled or [1.0], 1)
-    title = f"Projection to attention, forward: {faster} times as fast as torch.compile"
+    title = f"Projection to attention: {faster} times as fast as torch.compile"
     return Plot(title, "time over COPY", groups, "COPY")
 
 
