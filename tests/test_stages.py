@@ -34,11 +34,12 @@ STAGES: dict[str, tuple[str, ...]] = {
     "more": ("none", "number", "tokens", "unrotated", "inverse"),  # number, tokens: q_scale
     "transform": ("none", "head", "rotary", "rest"),
     "convert": ("none", "e4m3", "e5m2", "heads", "int8", "groups", "mxfp8"),
-    "out": ("fresh", "inplace", "given", "ulysses", "slots", "pages", "fp8_slots", "fp8_pages"),
+    "out": ("fresh", "inplace", "given", "ulysses", "slots", "pages", "fp8_slots", "fp8_pages", "own"),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
     "size": ("64", "128", "80", "256"),
 }
+# own: a cache by slots, k itself too, and without a conversion q in place
 PLAIN = {stage: values[0] for stage, values in STAGES.items()}
 NORMS, CONVERTED, TRANSFORMED = STAGES["norm"][1:], STAGES["convert"][1:], STAGES["transform"][1:]
 DYNAMIC, CACHES = ("heads", "int8", "groups", "mxfp8"), STAGES["out"][4:]
@@ -124,7 +125,13 @@ def covering(stages: dict[str, tuple[str, ...]]) -> tuple[list[Case], list[Case]
 
 
 CASES, NEVER = covering(STAGES)
-DIFFERENTIABLE = {"transform": ("none",), "convert": ("none",), "out": ("fresh", "ulysses")}
+DIFFERENTIABLE = {
+    "rotate": ("rows", "ids", "per_head", "none"),
+    "transform": ("none",),
+    "convert": ("none",),
+    "out": ("fresh", "ulysses"),
+    "size": ("64", "128", "80"),
+}
 WITH_GRADIENT, _ = covering({**STAGES, **DIFFERENTIABLE})
 SHORT = [*CASES[:: len(CASES) // 8], *WITH_GRADIENT[:: len(WITH_GRADIENT) // 4]]
 """The calls that `test_host_path` builds."""
@@ -351,7 +358,7 @@ class Caches:
             places = Pages(table, seq_lens=ends, clear_page=self.clear, errors=self.errors)
             positions = [(row, at) for row, end in zip(PAGE_TABLE, LENGTHS) for at in range(end - S, end)]
             self.slots = torch.tensor([row[at // ROWS] * ROWS + at % ROWS for row, at in positions])
-        self.value = KVCache(*self.caches, places, **self.scales)
+        self.value = KVCache(*self.caches, places, **self.scales, rotate_k=kind == "own")
 
     def check(self, m: Made) -> None:
         assert self.errors.item() == 0
@@ -377,8 +384,12 @@ def ident(case: Case) -> str:
     return "-".join([*(["short"] if case in SHORT else []), *words]) or "plain"
 
 
+def is_own(case: Case) -> bool:
+    return case["out"] == "own" and case["convert"] == "none"
+
+
 def called(m: Made, **words: Any) -> Any:
-    inplace = {"inplace": True} if m.case["out"] == "inplace" else {}
+    inplace = {"inplace": True} if m.case["out"] == "inplace" or is_own(m.case) else {}
     out = {"out": Ulysses(RANKS)} if m.case["out"] == "ulysses" else {}
     return jitrope.prepare_qkv(m.q, m.k, m.v, **m.call_words(), **inplace, **out, **words)
 
@@ -396,17 +407,20 @@ def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
         if given:
             words["out"] = given.out
         got = called(m, **words, **({"cache": caches.value} if caches else {}))
-        if case["out"] == "inplace":
-            assert got[0] is m.q
-            assert got[1] is m.k
-            untouched = HEADS + m.k.shape[m.layout.index("h")]
-            before[..., :untouched, :] = m.fused[..., :untouched, :]
+        written = [case["out"] == "inplace" or is_own(case), case["out"] in ("inplace", "own")]
+        for x, y, is_written in zip(got, (m.q, m.k), written):
+            assert (x is y) == is_written
+        first, end = HEADS * (not written[0]), (HEADS + m.k.shape[m.layout.index("h")]) * written[1]
+        before[..., first:end, :] = m.fused[..., first:end, :]
         assert same(m.fused, before)
         check_heads(like, got[0], "q")
         if caches:
-            assert got[1] is None
             assert got[2] is m.v
             caches.check(like)
+            if case["out"] == "own":
+                near(oracle.heads(got[1], m.layout), like.expected("k"))
+            else:
+                assert got[1] is None
         else:
             check_heads(like, got[1], "k")
             check_heads(like, got[2], "v")
