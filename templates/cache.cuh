@@ -42,14 +42,16 @@ __device__ __forceinline__ Destination destination_in_pages(const Arguments& p, 
 }
 
 // A negative slot is padding.
+template <typename Arguments>
+__device__ __forceinline__ Destination destination_of_slot(const Arguments& p, long long token) {
+    const long long slot = p.slot_mapping[token];
+    const unsigned int row = static_cast<unsigned int>(slot), page = PAGE_SIZE ? PAGE_SIZE : ~0u;
+    const Place found = {static_cast<int>(row / page), static_cast<int>(row % page)};
+    return {found, slot >= 0 && slot < p.slot_count, false};
+}
+
 __device__ __forceinline__ Destination destination_of(const Params& p, const Place& place) {
     const long long token = ONE_ROW ? place.token : place.batch * p.seqlen + place.token;
-    if constexpr (PAGED) {
-        return destination_in_pages(p, token);
-    } else {
-        const long long slot = p.slot_mapping[token];
-        const unsigned int row = static_cast<unsigned int>(slot), page = PAGE_SIZE ? PAGE_SIZE : ~0u;
-        const Place found = {static_cast<int>(row / page), static_cast<int>(row % page)};
-        return {found, slot >= 0 && slot < p.slot_count, false};
-    }
+    if constexpr (PAGED) return destination_in_pages(p, token);
+    else return destination_of_slot(p, token);
 }

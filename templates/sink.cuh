@@ -3,7 +3,9 @@
 // The given scale of a head, if it `exists`: the value of one unit. Arguments: `Params`; kernels without HEAD_SCALES
 // have no strides.
 template <typename Arguments>
-__device__ __forceinline__ float scale_of(const Arguments& p, const Head& head, const Place& place, bool exists = true) {
+__device__ __forceinline__ float scale_of(
+    const Arguments& p, const Head& head, const Place& place, bool exists = true
+) {
     if constexpr (!CONVERTS) return 1.0f;
     const float* scale = head.of(p.scale);
     if constexpr (HEAD_SCALES) {

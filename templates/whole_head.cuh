@@ -195,6 +195,6 @@ __device__ __forceinline__ void store_scale(
     ScaleOut* out = p.scale_out[head.is_q ? 0 : 1] + stride.token.step(place.token)
         + head.step(stride.group, stride.head);
     if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
-    if constexpr (GROUPED) out += dim / GROUP;
+    if constexpr (GROUPED) out += dim / (GROUPED ? GROUP : 1);
     *out = as_stored(scale);
 }

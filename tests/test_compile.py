@@ -180,7 +180,7 @@ BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex
 SMALL = {BIASED: (56, 48, 0, 0), D256: (0, 16, 0, 0), D64: (8, 8, 0, 0), D80: (16, 8, 40, 40)}
 SPILLS = {
     (13, 2): {LARGE: (96, 40, 16, 16), CACHED: (40, 32, 32, 32), **SMALL},
-    (13, 5): {LARGE: (88, 88, 16, 16), CACHED: (40, 32, 48, 32), **SMALL},
+    (13, 5): {LARGE: (96, 88, 16, 16), CACHED: (40, 32, 48, 32), **SMALL},
 }
 
 
