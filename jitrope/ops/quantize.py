@@ -117,8 +117,9 @@ class DynamicQuantize(Value):
             self.words["group"] = whole("DynamicQuantize", "group", group)
             if self.words["group"] not in GROUPS:
                 refuse("DynamicQuantize", "group", group, "32, 64, 128 or None")
-        if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in SCALES.values():
-            refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, SCALES.values())))
+        dtypes = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
+        if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in dtypes:
+            refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, dtypes)))
         if scale_dtype == E8M0:
             self.words["scale_out"] = "e8m0"
         self.words.update(_hadamard("DynamicQuantize", hadamard))
