@@ -34,7 +34,7 @@ The examples run after `import torch, jitrope` and the import of their module by
 
 from typing import Any as _Any
 
-from .api import apply_rope, prepare_joint_qkv, prepare_qkv
+from .api import apply_rope, prepare_joint_qkv, prepare_mla_qkv, prepare_packed_qkv, prepare_qkv
 from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
@@ -43,7 +43,6 @@ from .ops.pages import Pages
 from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
 from .ops.values import KVCache, Mrope, Norm, Packed, Shifts, Starts, Ulysses
-from .projections import prepare_mla_qkv, prepare_packed_qkv
 
 __all__ = [  # noqa: RUF022  in the order of the documentation
     "apply_rope",

@@ -21,12 +21,17 @@ template <int N, typename Result>
 __device__ __forceinline__ void add_rows(const float* rows, int count, long long step, int width, Result* out) {
     for (int i = threadIdx.x * N; i < width; i += THREADS * N) {
         float sum[N] = {};
-        #pragma unroll 8
-        for (int row = 0; row < count; ++row) {
-            Vec<float, N> part;
-            part.word = __ldcg(reinterpret_cast<const typename Word<4 * N>::type*>(rows + row * step + i));
+        for (int first = 0; first < count; first += FAN_IN) {
+            Vec<float, N> part[FAN_IN] = {};
+            #pragma unroll                               // all loads at once
+            for (int r = 0; r < FAN_IN; ++r) {
+                const float* row = rows + (first + r) * step + i;
+                if (first + r < count) part[r].word = __ldcg(reinterpret_cast<const typename Word<4 * N>::type*>(row));
+            }
             #pragma unroll
-            for (int n = 0; n < N; ++n) sum[n] += part.item[n];
+            for (int r = 0; r < FAN_IN; ++r)
+                #pragma unroll
+                for (int n = 0; n < N; ++n) sum[n] += part[r].item[n];
         }
         Vec<Result, N> total;
         pack(sum, total);
@@ -34,9 +39,10 @@ __device__ __forceinline__ void add_rows(const float* rows, int count, long long
     }
 }
 
-// Sums the rows of all blocks. Every block calls this after the store of its row. N divides `width`.
+// Sums the rows of all blocks. Every block calls this after the store of its row. N divides `width`. Inline it would
+// take registers from the kernel's loop.
 template <int N, typename Result>
-__device__ __forceinline__ void sum_blocks(float* rows, int width, unsigned int* counters, Result* out) {
+__device__ __noinline__ void sum_blocks(float* rows, int width, unsigned int* counters, Result* out) {
     const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
     const int groups = (blocks + FAN_IN - 1) / FAN_IN, group = block / FAN_IN;
     const int members = min(FAN_IN, blocks - group * FAN_IN);

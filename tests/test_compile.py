@@ -179,10 +179,10 @@ CACHED = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_in_place_ids_cac
 BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex64_round_none_layer_norm"
 # The gradient of a norm behind the rotation, with a scale of q and first tokens that are not rotated.
 SCALED = "qk_norm_rope_backward_bf16_d128_halves_fp32_half_table_backward_complex64_round_none_after_rope_scales_q"
-SMALL = {SCALED: (16, 0, 0, 0), BIASED: (56, 48, 0, 0), D256: (0, 16, 0, 0), D64: (8, 8, 0, 0), D80: (16, 8, 40, 40)}
+SMALL = {SCALED: (8, 0, 0, 0), BIASED: (56, 48, 0, 0), D256: (0, 16, 0, 0), D64: (8, 8, 0, 0), D80: (16, 8, 40, 40)}
 SPILLS = {
     (13, 2): {LARGE: (96, 40, 16, 16), CACHED: (40, 32, 32, 32), **SMALL},
-    (13, 5): {LARGE: (100, 88, 16, 16), CACHED: (40, 32, 48, 32), **SMALL},
+    (13, 5): {LARGE: (88, 88, 16, 16), CACHED: (40, 32, 48, 32), **SMALL},
 }
 
 

@@ -18,7 +18,6 @@ LAYERS = [  # a folder or file imports only from layers below its own, and from 
     {"integrations"},
     {"__init__"},
     {"context_parallel"},
-    {"projections"},
     {"api", "tables", "thd"},
     {"ops"},
     {"jit"},

@@ -20,7 +20,7 @@ from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case
 from .devices import DEVICE, DEVICES
-from .test_rope import ELSEWHERE, autograd_reference
+from .test_rope import autograd_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 JOINT = [case for case in NORM_CASES if case.first is not None]
@@ -71,7 +71,7 @@ def normed64(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | 
 def values64(case: NormCase, call) -> list[torch.Tensor | None]:
     """Normalise each head in fp64, then rotate it pair by pair; or the other way round."""
     options = {name: value for name, value in call.arguments.items()
-               if name not in (*NORM_WORDS, "cos", "sin")}  # fmt: skip
+               if name not in (*NORM_WORDS, "cos", "sin", "q_factor")}  # fmt: skip
     words = {"layout": "bshd", "interleaved": False, **options}
     tables = call.arguments.get("cos"), call.arguments.get("sin")
     q, k = call.streams
@@ -84,6 +84,10 @@ def values64(case: NormCase, call) -> list[torch.Tensor | None]:
         return autograd_reference(case.rope, *xs, *(xs if len(xs) == 1 else ()), *tables, words)[: len(xs)]
 
     found = normed(rotated([x.float() for x in given])) if case.after_rope else rotated(normed(given))
+    if "q_factor" in call.arguments:
+        factor = call.arguments["q_factor"]
+        heads = views.canonical(found[0], case.rope.layout)
+        heads *= factor.reshape((1,) * (2 - factor.dim()) + factor.shape)[..., None, None]
     return found + [None] * (2 - len(given))
 
 
@@ -99,11 +103,7 @@ def assert_near(got, want) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        c
-        for c in (*NOT_JOINT, *map(random_norm_case, range(40)))
-        if c.first is None and not c.name.startswith(ELSEWHERE)
-    ],
+    [c for c in (*NOT_JOINT, *map(random_norm_case, range(40))) if c.first is None],
     ids=str,
 )
 def test_values_are_those_of_fp64(case: NormCase) -> None:
@@ -116,7 +116,7 @@ def test_values_are_those_of_fp64(case: NormCase) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in (*JOINT, *map(random_norm_case, range(40))) if c.first is not None and "scaled" not in c.name],
+    [c for c in (*JOINT, *map(random_norm_case, range(40))) if c.first is not None],
     ids=str,
 )
 def test_joint_is_both_streams_one_behind_the_other(case: NormCase) -> None:
@@ -131,6 +131,8 @@ def test_joint_is_both_streams_one_behind_the_other(case: NormCase) -> None:
             if name in own:
                 table = own[name]
                 own[name] = table[n] if case.two_tables else table[first:] if n else table[:first]
+        if "q_factor" in own and own["q_factor"].dim():
+            own["q_factor"] = own["q_factor"][..., first:] if n else own["q_factor"][..., :first]
         if streams[3 * n].shape[1]:
             biases = zip(("q_bias", "k_bias"), call.biases[2 * n : 2 * n + 2])
             own |= {name: x for name, x in biases if x is not None}

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import KVCache, Mrope
+from ..plan.views import FP8S
 from . import _host, vllm
 from .vllm import heads
 
@@ -114,7 +114,7 @@ def apply_rope_inplace_with_kvcache(
 def _cache(
     k: Tensor, k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, k_scale: Any = None, v_scale: Any = None
 ) -> KVCache:
-    if k_buffer.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if k_buffer.dtype in FP8S:
         k_scale, v_scale = (1.0 if scale is None else scale for scale in (k_scale, v_scale))
     k_cache, v_cache = (heads(name, x, 1, k.shape[-1]) for name, x in (("k_buffer", k_buffer), ("v_buffer", v_buffer)))
     return KVCache(k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale, rotate_k=True)

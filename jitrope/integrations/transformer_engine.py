@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope
+from ..api import apply_rope, prepare_packed_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed, Starts
-from ..projections import prepare_packed_qkv
 from . import _host
 
 

@@ -108,10 +108,8 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
     """
     q, k = tensors["q"], tensors.get("k")
     fail = failing(name)
-    moving = (
-        [tensors[x] for x in ("q", "k", "v", "cos", "sin") if x in tensors] if forward_ad._current_level >= 0 else []
-    )
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in moving):
+    given = [tensors[x] for x in ("q", "k", "v", "cos", "sin") if x in tensors]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
         fail("forward-mode derivatives (jvp) are not supported; use the backward")
     for table, x in _tables(tensors).items():
         if x.device != q.device:

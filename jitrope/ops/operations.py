@@ -284,7 +284,9 @@ class _QKNormRopeBackward(Operation):
         if sizes:
             q, width = tensors["q"], sum(sizes.values())
             some = next(tensors[name] for name in sizes if name in tensors)  # all have one dtype: `checks.check_norm`
-            out["weight_grads"] = some.new_empty(width) if blocks else some.new_zeros(width)
+            sums = out["weight_grads"] = some.new_empty(width) if blocks else some.new_zeros(width)
+            parts = zip(sizes, sums.split([*sizes.values()]))
+            out.update({name: part for name, part in parts if name in tensors})
             out["block_sums"] = q.new_empty((blocks, width), dtype=torch.float32)
             out["counters"] = counters(q)
         return out
@@ -293,12 +295,7 @@ class _QKNormRopeBackward(Operation):
         return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        found = {name: outputs[name] for name in "qk" if name in outputs}
-        if "weight_grads" in outputs:
-            sizes = self._sizes(tensors, options)
-            parts = dict(zip(sizes, outputs["weight_grads"].split([*sizes.values()])))
-            found.update({name: parts[name] for name in self.results if name in parts and name in tensors})
-        return found
+        return {name: outputs[name] for name in self.results if name in outputs}
 
     def _sizes(self, tensors: Tensors, options: Options) -> dict[str, int]:
         """The weights and biases whose gradients the kernel sums, in its order, and their lengths."""

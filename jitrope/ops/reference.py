@@ -65,6 +65,7 @@ def rotate(
         cos, sin = cos.cos() * o.mscale, sin.sin() * o.mscale
     if rounded_to is not None:
         cos, sin = cos.to(rounded_to), sin.to(rounded_to)
+    sin = _transposed(sin, o) if o.inverse else sin
     rows, spare = table_rows(view.shape[1], cos.device, t, o)
     heads, below = canonical(x, o.layout).to(compute_dtype), (rows[0] < 0)[..., None, None]
     rows = rows.clamp(min=0) if o.unrotated else rows.abs() if o.shifts else rows
@@ -88,8 +89,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, o: Options) -> Tensor:
     full = cos.shape[-1] == o.rotary_dim
     cos0, cos1 = _members(cos, o.interleaved) if full else (cos, cos)
     sin0, sin1 = _members(sin, o.interleaved) if full else (sin, sin)
-    if o.inverse:  # the transpose: each sine is read at the partner
-        sin0, sin1 = -sin1, -sin0
     if o.rounding.startswith("complex") and not full:  # torch's, which may round a row's last pairs otherwise
         turned = torch.complex(x0, x1) * torch.complex(cos0, sin0)
         y0, y1 = turned.real, turned.imag

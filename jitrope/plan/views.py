@@ -31,7 +31,7 @@ SCALES = {"fp32": torch.float32, "e8m0": E8M0}
 """The dtypes of dynamic scales by the words of `spec.SCALE_DTYPES`."""
 GROUPS = (32, 64, 128)
 """Numbers of neighbouring elements of a head that may share a scale."""
-FP8S = (FP8, torch.float8_e5m2)
+FP8S = tuple(form.dtype for name, form in FORMATS.items() if name.startswith("fp8"))
 """The dtypes with scales of the caller."""
 Tensors = dict[str, Tensor]
 """A call's tensors by the names of their arguments, without those that were not given."""

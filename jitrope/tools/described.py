@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api, projections
+from .. import api
 from ..base import arguments
 from ..base.spec import DTYPES
 from ..ops.quantize import DynamicQuantize, Quantize
@@ -137,7 +137,7 @@ class Described:
             given = [[self.q_or_k(n, self.head_dim) for n in q_k_v] for _ in range(2)]  # for two streams
             if self.name != "prepare_joint_qkv":
                 given = [*given[0], None, None][: 2 if self.name == "apply_rope" else 3]
-        out = getattr(projections if self.name in vars(projections) else api, self.name)(*given, **tables, **words)
+        out = getattr(api, self.name)(*given, **tables, **words)
         results = [x for x in ([out] if isinstance(out, Tensor) else out) if isinstance(x, Tensor) and x.requires_grad]
         if results:
             torch.autograd.grad(results, self.leaves, [torch.empty_like(x) for x in results], allow_unused=True)

@@ -6,32 +6,16 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
-from .api import DEFAULTS, PackedWords
-from .base.signature import with_words
-from .ops.dispatch import call
-from .ops.gather import forget_positions, gather
-from .ops.latent import ROPE_LATENT
-from .ops.projections import ROPE_QKV
-from .ops.values import Positions
+from ..base.signature import with_words
+from ..ops.dispatch import call
+from ..ops.gather import forget_positions, gather
+from ..ops.latent import ROPE_LATENT
+from ..ops.projections import ROPE_QKV
+from ..ops.values import Positions
+from .keywords import DEFAULTS, LatentWords, PackedWords
 
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
-else:
-    from typing import TypedDict
-
-
-class LatentWords(TypedDict, total=False):
-    """The keywords of `prepare_mla_qkv`; see `apply_rope`."""
-
-    interleaved: bool
-    interleaved_out: bool | None
-    rounding: str
-    cos_sin_cache: Tensor | None
-    freqs: Tensor | None
-    freqs_cis: Tensor | None
-    mscale: float
-    layout: str
-    check: bool
+    from typing_extensions import Unpack
 
 
 _WORDS = frozenset(PackedWords.__annotations__)

@@ -1,4 +1,4 @@
-"""The public functions."""
+"""The public functions for q, k and v as tensors of their own."""
 
 from __future__ import annotations
 
@@ -7,56 +7,24 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from .base.arguments import refuse
-from .base.errors import InvalidInput
-from .base.signature import with_words
-from .ops.dispatch import call
-from .ops.gather import add, call_into, forget_positions, gather, placed, result, with_v
-from .ops.operations import PREPARED, QK_NORM_ROPE_JOINT, ROPE
-from .ops.quantize import DynamicQuantize, Quantize, Scaled
-from .ops.values import KVCache, Norm, Positions, Ulysses
-from .ops.words import parts, refuse_table_as_v, second_tables
-from .plan.spec import NO_NORM, Options
+from ..base.arguments import refuse
+from ..base.errors import InvalidInput
+from ..base.signature import with_words
+from ..ops.dispatch import call
+from ..ops.gather import add, call_into, forget_positions, gather, placed, result, with_v
+from ..ops.operations import PREPARED, QK_NORM_ROPE_JOINT, ROPE
+from ..ops.quantize import DynamicQuantize, Quantize, Scaled
+from ..ops.values import KVCache, Norm, Positions
+from ..ops.words import parts, refuse_table_as_v, second_tables
+from ..plan.spec import NO_NORM
+from .keywords import DEFAULTS, JointWords, RopeWords
 
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
-else:
-    from typing import TypedDict
-
-
-class JointWords(TypedDict, total=False):
-    """The keywords of all functions; see `apply_rope`."""
-
-    interleaved: bool
-    rotary_dim: int | None
-    rotary_offset: int
-    rounding: str
-    q_scale: float | Tensor | None
-
-
-class PackedWords(JointWords, total=False):
-    """The keywords of `prepare_packed_qkv`."""
-
-    cos_sin_cache: Tensor | None
-    freqs: Tensor | None
-    freqs_cis: Tensor | None
-    mscale: float
-    layout: str
-    inverse: bool
-    unrotated: int
-    check: bool
-
-
-class RopeWords(PackedWords, total=False):
-    """All keywords: those of `apply_rope` and `prepare_qkv`."""
-
-    interleaved_out: bool | None
-    out: Sequence[Tensor | None] | Ulysses | None
+    from typing_extensions import Unpack
 
 
 _JOINT_WORDS = frozenset(JointWords.__annotations__)
 _ROPE_WORDS = frozenset(RopeWords.__annotations__)
-DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}
 
 
 @with_words(RopeWords, DEFAULTS)

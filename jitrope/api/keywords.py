@@ -1,0 +1,63 @@
+"""The shared lists of keywords, which editors complete, and their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..ops.values import Ulysses
+from ..plan.spec import Options
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict
+else:
+    from typing import TypedDict
+
+
+class JointWords(TypedDict, total=False):
+    """The keywords of all functions; see `apply_rope`."""
+
+    interleaved: bool
+    rotary_dim: int | None
+    rotary_offset: int
+    rounding: str
+    q_scale: float | Tensor | None
+
+
+class PackedWords(JointWords, total=False):
+    """The keywords of `prepare_packed_qkv`."""
+
+    cos_sin_cache: Tensor | None
+    freqs: Tensor | None
+    freqs_cis: Tensor | None
+    mscale: float
+    layout: str
+    inverse: bool
+    unrotated: int
+    check: bool
+
+
+class RopeWords(PackedWords, total=False):
+    """All keywords: those of `apply_rope` and `prepare_qkv`."""
+
+    interleaved_out: bool | None
+    out: Sequence[Tensor | None] | Ulysses | None
+
+
+class LatentWords(TypedDict, total=False):
+    """The keywords of `prepare_mla_qkv`; see `apply_rope`."""
+
+    interleaved: bool
+    interleaved_out: bool | None
+    rounding: str
+    cos_sin_cache: Tensor | None
+    freqs: Tensor | None
+    freqs_cis: Tensor | None
+    mscale: float
+    layout: str
+    check: bool
+
+
+DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}
