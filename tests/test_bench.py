@@ -145,6 +145,7 @@ BY = {
     "presets --only llama4": {"jitrope", "torch.compile", "torch eager"},
     "diffusion --only flux,wan": {"stock", "jitrope", "jitrope, rope only", "no rope", "no rope, no qk-norm"},
     "layer --no-peers": {"none", "jitrope", "jitrope packed QKV"},
+    "block": {"none", "torch", "jitrope"},
     "host": {
         "x.add_(1)",
         "apply_rope in place",
@@ -174,7 +175,8 @@ def test_a_smoke_run(command: str) -> None:
     assert sections.markdown(section.tables[0], rows)
     assert (section.plot(rows) is None) == (command in ("host", "cold"))
     for row in rows:
-        times = [row.get(key) for key in ("us", "ms", "fwd us", "host us", "layer ms") if row.get("pass") != "backward"]
+        keys = ("us", "ms", "fwd us", "host us", "layer ms", "block ms")
+        times = [row.get(key) for key in keys if row.get("pass") != "backward"]
         assert all(time > 0 for time in times if time is not None)  # a backward is a difference of two times
         if "against eager stock" in row:
             assert row["against eager stock"] == (None if "no rope" in row["by"] else "same bits")

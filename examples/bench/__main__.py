@@ -4,7 +4,10 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-NAMES = ("rope", "decode", "cp", "train", "layer", "qk_norm", "presets", "diffusion", "host", "cold", "results")
+NAMES = (
+    *("rope", "decode", "cp", "train", "layer", "block", "qk_norm", "presets"),
+    *("diffusion", "host", "cold", "results"),
+)
 """The files with commands, in the order in which the help lists them."""
 
 if __name__ == "__main__":

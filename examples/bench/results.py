@@ -12,7 +12,7 @@ import typer
 
 from jitrope import JitropeError
 
-from . import cold, cp, decode, diffusion, host, layer, plots, presets, qk_norm, rope, train
+from . import block, cold, cp, decode, diffusion, host, layer, plots, presets, qk_norm, rope, train
 from .report import Rows, app, say
 from .sections import Section, markdown
 
@@ -26,6 +26,7 @@ SECTIONS: dict[str, Section] = {
     "thd": train.THD,
     "train": train.TRAIN,
     "layer": layer.SECTION,
+    "block": block.SECTION,
     "cp": cp.SECTION,
     "diffusion": diffusion.SECTION,
     "cold": cold.SECTION,
