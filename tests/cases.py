@@ -527,6 +527,33 @@ NORM_CASES = [
 ]  # fmt: skip
 
 
+# Packed QKV with a norm. The shape is B, S, groups, heads of q in a group, D.
+QKV_NORM_CASES = [
+    _normed("grouped", "Megatron's qk_layernorm as RMSNorm; a gradient's blocks walk over tokens",
+            (2, 29, 2, 4, 64), norm="once"),
+    _normed("grouped-sbhd", "as LayerNorm with biases, in its layout, partial, fp16", (2, 3, 2, 2, 64), **LAYER,
+            biases=True, layout="sbhd", rotary_dim=32, dtype="fp16", weight_dtype="fp16"),
+    _normed("grouped-one", "each head of q with its k and v; no weights, after the rotation, neighbours",
+            (2, 3, 3, 1, 64), weights="", after_rope=True, interleaved=True),
+    _normed("flat", "the fused qkv_proj of Qwen3: T tokens, positions, a fused cache", (1, 7, 2, 4, 128),
+            layout="thd", ids="shared", table="cos_sin_cache", table_rows=12, norm="twice", options={"order": "qkv"}),
+    _normed("flat-mqa", "a thread has the head of k and that of v; after the rotation, scaled", (2, 3, 1, 4, 64),
+            after_rope=True, q_scale="rows", norm="once", options={"order": "qkv"}),
+    _normed("flat-layer", "the same with LayerNorm, k alone has a weight and a bias", (2, 3, 1, 2, 80), **LAYER,
+            weights="k", biases=True, options={"order": "qkv"}),
+    _normed("gated", "Qwen3.5: a gate, 1 + weight, partial", (2, 3, 2, 8, 256), zero_centered=True, rotary_dim=64,
+            norm="once", weight_dtype="fp32", options={"order": "qkv_gated"}),
+    _normed("gated-mrope", "and positions on three axes", (2, 3, 2, 2, 64), zero_centered=True, ids="rows",
+            table_rows=9, options={"order": "qkv_gated", "mrope_section": (12, 10, 10), "mrope_interleaved": True}),
+    _normed("prefix", "first tokens without a rotation, complex64, q alone has a weight", (2, 5, 2, 3, 64),
+            weights="q", table="freqs_cis", table_rows=4, interleaved=True, rounding="complex64", norm="twice",
+            options={"unrotated": 1}),
+    _normed("scalar", "a head that no access divides, fp32", (1, 3, 2, 3, 6), dtype="fp32", weight_dtype="fp32"),
+    _normed("unaligned", "addresses off by one element, one first position for each row", (2, 3, 1, 2, 64),
+            strides="offset", starts=(1, 4), table_rows=9, options={"order": "qkv"}),
+]  # fmt: skip
+
+
 @dataclass
 class NormTensors:
     """The tensors of a case; for a joint one q, k, v and the weights of both streams."""

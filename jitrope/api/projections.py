@@ -8,10 +8,11 @@ from torch import Tensor
 
 from ..base.signature import with_words
 from ..ops.dispatch import call
-from ..ops.gather import forget_positions, gather
+from ..ops.gather import add, forget_positions, gather
 from ..ops.latent import ROPE_LATENT
+from ..ops.packed_norm import QKV_NORM
 from ..ops.projections import ROPE_QKV
-from ..ops.values import Positions
+from ..ops.values import Norm, Positions
 from .keywords import DEFAULTS, LatentWords, PackedWords
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def prepare_packed_qkv(
     sin: Tensor | None = None,
     *,
     positions: Tensor | Positions | None = None,
+    norm: Norm | None = None,
     q_per_group: int = 1,
     order: Literal["grouped", "qkv"] = "grouped",
     copy_v: bool = True,
@@ -44,6 +46,7 @@ def prepare_packed_qkv(
     sin: Tensor | None = None,
     *,
     positions: Tensor | Positions | None = None,
+    norm: Norm | None = None,
     q_per_group: int = 1,
     order: Literal["qkv_gated"],
     copy_v: bool = True,
@@ -59,6 +62,7 @@ def prepare_packed_qkv(
     sin: Tensor | None = None,
     *,
     positions: Tensor | Positions | None = None,
+    norm: Norm | None = None,
     q_per_group: int = 1,
     order: str = "grouped",
     inplace: Literal[True],
@@ -73,13 +77,14 @@ def prepare_packed_qkv(
     sin: Tensor | None = None,
     *,
     positions: Tensor | Positions | None = None,
+    norm: Norm | None = None,
     q_per_group: int = 1,
     order: str = "grouped",
     copy_v: bool = True,
     inplace: bool = False,
     **words: Unpack[PackedWords],
 ) -> tuple[Tensor, ...] | Tensor:
-    """Split packed QKV and rotate q and k, in one launch. The gradient is one launch too.
+    """Split packed QKV, normalise q and k if asked, and rotate them, in one launch. The gradient is one launch too.
 
     >>> qkv, freqs = torch.randn(1, 16, 2, 6 * 64), jitrope.tables.freqs(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> q, k, v = jitrope.prepare_packed_qkv(qkv, freqs=freqs, q_per_group=4)  # heads: 8 of q, 2 of k, 2 of v
@@ -88,14 +93,20 @@ def prepare_packed_qkv(
         qkv: the output of a projection of all heads; any strides. G is the number of k's heads, and q has q_per_group
             times as many. With the default order (B, S, G, (q_per_group + 2) D), in the default layout; "sbhd" and
             "thd" are allowed too.
+        norm: RMSNorm or LayerNorm of q and k, as in `prepare_qkv` (Qwen3-Next, Qwen3.5; the fused qkv_proj of Qwen3 and
+            Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
+            launch, and deterministic; in place there is none. across_heads is refused. With v_norm v is normalised in
+            the same launch, in place too, and its gradient has a launch of its own. A norm cannot be combined with
+            `Packed`, cp_size, freqs, mscale and inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
             Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of
             q, then all of k, then all of v, (B, S, (q_per_group + 2) G, D) (vLLM, Phi-3, GPT-2). "qkv_gated": the same
             with a gate after each head of q, (B, S, (2 q_per_group + 2) G, D): q_0, gate_0, q_1, gate_1, ..., then k
             and v (Qwen3-Next, Qwen3.5).
-        copy_v: False: return v as a view of qkv, without a copy.
-        inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays.
+        copy_v: False: return v as a view of qkv, without a copy; not with v_norm.
+        inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
+            unless it is normalised.
         The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
             Without a table nothing is rotated.
 
@@ -108,7 +119,10 @@ def prepare_packed_qkv(
         InvalidInput, CompileError: as in `apply_rope`.
     """
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
-    asked = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace)
+    asked, op = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace), ROPE_QKV
+    if norm is not None:
+        op = QKV_NORM
+        add("prepare_packed_qkv", "norm", norm, Norm, tensors, asked)
     if cos is None:
         forget_positions(tensors, asked)
     asked["q_per_group"] = q_per_group
@@ -116,7 +130,7 @@ def prepare_packed_qkv(
         asked["order"] = order
     if copy_v is not True:
         asked["copy_v"] = copy_v
-    out = call(ROPE_QKV, tensors, asked)
+    out = call(op, tensors, asked)
     if "qkv" in out:
         return qkv
     return (out["q"], out["k"], out["v"], out["gate"]) if "gate" in out else (out["q"], out["k"], out["v"])

@@ -16,7 +16,7 @@ from ..base.arguments import refuse
 from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.problem import Views
-from ..plan.spec import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed
+from ..plan.spec import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.views import FORMATS, Tensors, head_view
 from . import checks
 from .rows import RULE
@@ -30,6 +30,8 @@ NORMED = (*HEAD_WORDS, "layout", "mrope_section", "mrope_interleaved", "unrotate
 SERVING = tuple(word for word in NORMED if word != "rounding")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
 ROTATION = (*NORMED, "mscale", "inverse", "max_seqlen", "packed_table", "cp_size", "cp_rank", "interleaved_out")
+WEIGHTS = ("q_weight?", "k_weight?")
+BIASES = ("q_bias?", "k_bias?")
 
 
 class Operation:
@@ -179,6 +181,16 @@ class Operation:
         raise JitropeError(f"{self.function or self.name} has no {'second derivative' if self.norm else 'gradient'}")
 
 
+class Normed(Operation):
+    """An operation that normalises q and k. Without a table it does not rotate them."""
+
+    norm = True
+    tables: frozenset[str] = frozenset((*TABLE_WORDS[:-1], "q_factor"))
+
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+        return options, self.with_one_row(name, tensors, options)
+
+
 def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) -> Tensor:
     """`rotated`, but with x's tokens after the last sequence."""
     cu_seqlens = tensors.get("cu_seqlens")
@@ -195,6 +207,15 @@ def turned_back(options: Options, inplace: bool = False) -> Options:
     return changed(
         o, inverse=not o.inverse, interleaved=o.interleaved_out, interleaved_out=o.interleaved, inplace=inplace
     )
+
+
+def norm_turned_back(options: Options) -> Options:
+    """The options of the gradient of a norm of q and k.
+
+    Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
+    """
+    norm = norm_of(options)._replace(rounding="none", v_norm=False)
+    return changed(turned_back(options), rounding="complex64", norm=norm)
 
 
 def of_k(tensors: Tensors) -> Tensors:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 
 import torch
+from torch import Tensor
 
 from ..plan.problem import Views, joint_parts
-from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, changed, norm_of
+from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, norm_of
 from ..plan.views import FORMATS, Tensors, cache_view, head_view
 from . import checks, reference
 from .by_rank import ByRank
@@ -15,24 +16,26 @@ from .formats import empty_scale
 from .into import Into, ScaledInto
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
 from .operation import (
+    BIASES,
     NORMED,
     ROTATION,
     SERVING,
     TABLE_WORDS,
+    WEIGHTS,
     Call,
+    Normed,
     Operation,
     empty_like,
+    norm_turned_back,
     of_k,
     spare_stays,
     turned_back,
 )
+from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD
 from .pages import PAGE_TENSORS
 from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
-from .stand_ins import counters
+from .stand_ins import weight_sums
 from .words import resolved
-
-WEIGHTS = ("q_weight?", "k_weight?")
-BIASES = ("q_bias?", "k_bias?")
 
 
 class _Rope(Operation):
@@ -109,17 +112,7 @@ class _RopeKVCache(Operation):
         return {"q": tensors["q"].copy_(made["q"])} if options.inplace else made
 
 
-class _Normed(Operation):
-    """An operation that normalises q and k. Without a table it does not rotate them."""
-
-    norm = True
-    tables: frozenset[str] = frozenset((*TABLE_WORDS[:-1], "q_factor"))
-
-    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        return options, self.with_one_row(name, tensors, options)
-
-
-class _QKNormRopeFp8(_Normed, _RopeFp8):
+class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES)
     options = (*SERVING, "inverse", "hadamard", "out_dtype")
@@ -127,7 +120,7 @@ class _QKNormRopeFp8(_Normed, _RopeFp8):
     check = staticmethod(checks.check_norm_fp8)
 
 
-class _QKNormRopeScaled(_Normed):
+class _QKNormRopeScaled(Normed):
     """Heads of q and k, or groups of their elements, are divided by scales, which are returned too."""
 
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
@@ -153,12 +146,12 @@ class _QKNormRopeScaled(_Normed):
         return self.results if "k" in given else self.results[::2]
 
 
-class _QKNormRopeKVCache(_Normed, _RopeKVCache):
+class _QKNormRopeKVCache(Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
     tensors = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
-    tables = _Normed.tables
+    tables = Normed.tables
     check = staticmethod(checks.check_norm_kv_cache)
 
 
@@ -175,7 +168,7 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     fresh, converted = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted
 
 
-class _QKNormRope(_Normed):
+class _QKNormRope(Normed):
     name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
     tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS, *BIASES)
     options: tuple[str, ...] = (*NORMED, "inverse")
@@ -188,9 +181,7 @@ class _QKNormRope(_Normed):
         return {name: x for name, x in tensors.items() if not name.endswith("_v")}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        # Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
-        norm = norm_of(options)
-        back = changed(turned_back(options), rounding="complex64", norm=norm._replace(rounding="none"))
+        back = norm_turned_back(options)
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
         tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
         for ending in ("", "_weight", "_bias"):
@@ -211,16 +202,19 @@ class _QKVNormRope(_QKNormRope):
     inplace = shards = False
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        own, norm = dict(grads), norm_of(options)
-        v, grad = saved["v"], own.pop("v", None)
+        own = dict(grads)
+        grad = own.pop("v", None)
         others = {name: x for name, x in saved.items() if name != "v"}
-        of_pair = changed(options, norm=norm._replace(v_norm=False))
-        found = super().gradient(call, others, own, of_pair) if own else {}
-        if grad is not None:
-            norm = NormOptions(norm.rounding, kind=norm.kind, eps=norm.eps)
-            of_v, alone = resolved(QK_NORM_ROPE, {"q": v}, {"layout": options.layout, "norm": norm})
-            found["v"] = QK_NORM_ROPE.gradient(call, alone, {"q": grad}, of_v)["q"]
-        return found
+        found = super().gradient(call, others, own, options) if own else {}
+        return found if grad is None else {**found, "v": gradient_of_v(call, saved["v"], grad, options)}
+
+
+def gradient_of_v(call: Call, v: Tensor, grad: Tensor, options: Options) -> Tensor:
+    """The gradient of a v that is normalised, from a launch of its own."""
+    norm = norm_of(options)
+    norm = NormOptions(norm.rounding, kind=norm.kind, eps=norm.eps)
+    of_v, alone = resolved(QK_NORM_ROPE, {"q": v}, {"layout": options.layout, "norm": norm})
+    return QK_NORM_ROPE.gradient(call, alone, {"q": grad}, of_v)["q"]
 
 
 class _QKNormRopeJoint(_QKNormRope):
@@ -280,31 +274,15 @@ class _QKNormRopeBackward(Operation):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         out = {name: empty_like(tensors[name]) for name in "qk" if name in tensors}
-        sizes = self._sizes(tensors, options)
-        if sizes:
-            q, width = tensors["q"], sum(sizes.values())
-            some = next(tensors[name] for name in sizes if name in tensors)  # all have one dtype: `checks.check_norm`
-            sums = out["weight_grads"] = some.new_empty(width) if blocks else some.new_zeros(width)
-            parts = zip(sizes, sums.split([*sizes.values()]))
-            out.update({name: part for name, part in parts if name in tensors})
-            out["block_sums"] = q.new_empty((blocks, width), dtype=torch.float32)
-            out["counters"] = counters(q)
-        return out
+        across, axis = norm_of(options).across_heads, LAYOUT_AXES[options.layout][2]
+        sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in out.items()}
+        return {**out, **weight_sums(tensors, sizes, blocks)}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         return {name: outputs[name] for name in self.results if name in outputs}
-
-    def _sizes(self, tensors: Tensors, options: Options) -> dict[str, int]:
-        """The weights and biases whose gradients the kernel sums, in its order, and their lengths."""
-        across, axis = norm_of(options).across_heads, LAYOUT_AXES[options.layout][2]
-        given_kinds = {name.rpartition("_")[2] for name in tensors}
-        kinds = ("weight", "bias") if "bias" in given_kinds else ("weight",) if "weight" in given_kinds else ()
-        given = {name: tensors[name] for name in "qk" if name in tensors}
-        sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
-        return {f"{name}_{kind}": size for kind in kinds for name, size in sizes.items()}
 
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
@@ -330,5 +308,6 @@ OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _PREPARED], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD),
     *(QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+    *(QKV_NORM, QKV_NORM_BACKWARD),
 )
 """The operations with ops of torch."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..plan.problem import Views
-from ..plan.spec import Options, changed
+from ..plan.spec import Options, changed, norm_of
 from ..plan.views import Tensors, packed_outputs, packed_part, packed_shape, packed_views, separate_views
 from . import checks, reference
 from .operation import ROTATION, Call, Operation, turned_back
@@ -16,15 +16,18 @@ from .operation import ROTATION, Call, Operation, turned_back
 PACKED = ("q_per_group", "order", "copy_v")
 
 
-class _RopeQKV(Operation):
+class RopeQKV(Operation):
     name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
-    tensors = ("qkv",)
-    options = (*ROTATION, *PACKED)
-    words = (*ROTATION[:-1], *PACKED, "check", "inplace")
+    tensors: tuple[str, ...] = ("qkv",)
+    options: tuple[str, ...] = (*ROTATION, *PACKED)
+    words: tuple[str, ...] = (*ROTATION[:-1], *PACKED, "check", "inplace")
     results = ("q", "k", "v")
     reads = ("qkv", "qkv", "qkv")
     check = staticmethod(checks.check_qkv)
     reference = staticmethod(reference.rope_qkv)
+
+    def written(self, options: Options) -> tuple[str, ...]:
+        return ("qkv",) if options.inplace else ()
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         return packed_outputs(tensors["qkv"], options)
@@ -34,7 +37,7 @@ class _RopeQKV(Operation):
         outputs: Views = inputs
         if not options.inplace:
             outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options)
-        if options.inplace or not options.copy_v:
+        if not options.copy_v or (options.inplace and not norm_of(options).v_norm):
             inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
         return inputs, outputs
 
@@ -58,20 +61,25 @@ class _RopeQKV(Operation):
         if options.inplace:
             grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
             return call(self, {"qkv": grad, **saved}, turned_back(options, inplace=True))
-        (first, some), n = next(iter(grads.items())), options.q_per_group
-        heads = some.shape[-2] // (n if first in ("q", "gate") else 1)
-        for name, count in (("q", heads * n), ("k", heads), ("v", heads)):
-            if name not in grads:
-                grads[name] = some.new_zeros((*some.shape[:-2], count, some.shape[-1]))
-        ordered = {"d" + name: grads[name] for name in ("q", "k", "v", "gate") if name in grads}
-        return call(ROPE_QKV_BACKWARD, {**ordered, **saved}, changed(turned_back(options), copy_v=True))
+        back = changed(turned_back(options), copy_v=True)
+        return call(ROPE_QKV_BACKWARD, {**every_gradient(grads, options), **saved}, back)
 
 
-class _RopeQKVBackward(Operation):
+def every_gradient(grads: Tensors, options: Options) -> Tensors:
+    """The gradients of q, k and v as dq, dk and dv, zeros for missing ones, and that of the gate if it is given."""
+    (first, some), n = next(iter(grads.items())), options.q_per_group
+    heads = some.shape[-2] // (n if first in ("q", "gate") else 1)
+    for name, count in (("q", heads * n), ("k", heads), ("v", heads)):
+        if name not in grads:
+            grads[name] = some.new_zeros((*some.shape[:-2], count, some.shape[-1]))
+    return {"d" + name: grads[name] for name in ("q", "k", "v", "gate") if name in grads}
+
+
+class RopeQKVBackward(Operation):
     name = "rope_qkv_backward"
-    tensors = ("dq", "dk", "dv", "dgate?")
-    options = (*ROTATION, *PACKED)
-    results = ("qkv",)
+    tensors: tuple[str, ...] = ("dq", "dk", "dv", "dgate?")
+    options: tuple[str, ...] = (*ROTATION, *PACKED)
+    results: tuple[str, ...] = ("qkv",)
     reads = ("dq", "dk", "dv")
     writes = ("qkv_out", "qkv_out", "qkv_out")
     inplace = False
@@ -99,4 +107,4 @@ class _RopeQKVBackward(Operation):
         return {"d" + name: x for name, x in found.items()}
 
 
-ROPE_QKV, ROPE_QKV_BACKWARD = _RopeQKV(), _RopeQKVBackward()
+ROPE_QKV, ROPE_QKV_BACKWARD = RopeQKV(), RopeQKVBackward()

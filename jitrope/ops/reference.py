@@ -317,10 +317,10 @@ def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
 
 
 def rope_qkv(t: Tensors, o: Options) -> Tensors:
-    """Packed QKV -> q and k, rotated, v, and the gate if there is one."""
+    """Packed QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
     parts = {name: x.contiguous() for name, x in split_qkv(t["qkv"], o).items()}
-    copied: Tensors = {name: x.clone() for name, x in parts.items() if name in ("v", "gate")}
-    return {**rope({**t, "q": parts["q"], "k": parts["k"]}, o), **copied}
+    turned = (rope if o.norm is None else qk_norm_rope)({**t, **parts}, o)
+    return {**turned, **{name: x.clone() for name, x in parts.items() if name not in turned}}
 
 
 def rope_qkv_backward(t: Tensors, o: Options) -> Tensors:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..plan.problem import constant
 from ..plan.spec import LAYOUT_AXES, Options, norm_of
-from ..plan.views import Tensors
+from ..plan.views import Tensors, packed_part
 from . import watch
 
 COUNTERS = 4096
@@ -27,11 +27,30 @@ def counters(x: Tensor) -> Tensor:
     return found
 
 
+def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensors:
+    """The gradients of the given weights and biases, and the memory of the kernel that sums them over its blocks.
+
+    widths: the lengths of a weight of q, and of k if it is there, in the kernel's order.
+    """
+    given = {name.rpartition("_")[2] for name in tensors}
+    kinds = ("weight", "bias") if "bias" in given else ("weight",) if "weight" in given else ()
+    sizes = {f"{name}_{kind}": size for kind in kinds for name, size in widths.items()}
+    if not sizes:
+        return {}
+    some, width = next(tensors[name] for name in sizes if name in tensors), sum(sizes.values())  # all have one dtype
+    sums = some.new_empty(width) if blocks else some.new_zeros(width)
+    parts = zip(sizes, sums.split([*sizes.values()]))
+    scratch = {"block_sums": some.new_empty((blocks, width), dtype=torch.float32), "counters": counters(some)}
+    return {"weight_grads": sums, **{name: part for name, part in parts if name in tensors}, **scratch}
+
+
 def missing_weights(tensors: Tensors, options: Options) -> Tensors:
     """Factors of one and biases of zero for missing ones if some are given, because a kernel takes all or none."""
     norm, made = norm_of(options), {}
     given = [name for name in tensors if name.endswith(("_weight", "_bias"))]
     biased = any(name.endswith("_bias") for name in given)
+    if "qkv" in tensors:
+        tensors = {**tensors, **dict.fromkeys("qk", packed_part(tensors["qkv"], "k", options))}
     heads = {"q": "q", "k": "k", "first_q": "q", "first_k": "k", "second_q": "second_q", "second_k": "second_k"}
     for head, owner in heads.items() if given else ():
         x = tensors.get(head)

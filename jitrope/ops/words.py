@@ -61,7 +61,8 @@ _OLD = {
 
 _STAGES = ("norm", "cache", "quantize")
 _HAVE = {
-    **dict.fromkeys(("apply_rope", "prepare_packed_qkv", "prepare_mla_qkv"), ("positions",)),
+    **dict.fromkeys(("apply_rope", "prepare_mla_qkv"), ("positions",)),
+    "prepare_packed_qkv": ("positions", "norm"),
     "prepare_joint_qkv": ("norm",),
 }
 """The allowed values for functions that do not take all values."""
