@@ -429,6 +429,24 @@ def test_a_call_is_the_chain_of_its_stages(case: Case, device: str) -> None:
             given.check(got)
 
 
+PACKED = [
+    case for case in (*CASES, *WITH_GRADIENT)
+    if case["convert"] == "none" and case["out"] in ("fresh", "inplace") and case["layout"] != "bhsd"
+    and case["rotate"] != "per_head" and case["norm"] != "across"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", PACKED, ids=ident)
+def test_packed_qkv_is_the_same_chain(case: Case, device: str) -> None:
+    like, m = Made(case, "cpu"), Made(case, device)
+    qkv = oracle.unheads(m.fused[..., : HEADS + 4, :], m.layout)
+    words = {**m.call_words(), "q_per_group": HEADS // 2, "order": "qkv", "inplace": case["out"] == "inplace"}
+    got = jitrope.prepare_packed_qkv(qkv, **words)
+    for letter, x in zip("qkv", oracle.split(qkv, HEADS // 2, "qkv") if got is qkv else got):
+        check_heads(like, x, letter)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", WITH_GRADIENT, ids=ident)
 def test_a_gradient_is_that_of_the_chain(case: Case, device: str) -> None:
