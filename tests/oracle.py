@@ -194,6 +194,14 @@ def split(qkv: Tensor, q_per_group: int, order: str = "grouped") -> tuple[Tensor
     return both[..., 0, :], k, v, both[..., 1, :]
 
 
+def join(parts: Any, q_per_group: int, order: str) -> Tensor:
+    """The inverse of `split`."""
+    q, k, v, *gate = parts
+    if order == "grouped":
+        return torch.cat((q.unflatten(-2, (-1, q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
+    return torch.cat((torch.stack((q, *gate), -2).flatten(-3, -2) if gate else q, k, v), -2)
+
+
 def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     o.pop("copy_v", None)
     q, k, *rest = split(exact(qkv), int(q_per_group), str(o.pop("order", "grouped")))
@@ -203,13 +211,20 @@ def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int =
 def packed_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     order = str(o.pop("order", "grouped"))
     q, k, *rest = split(exact(qkv), int(q_per_group), order)
-    q, k = rope_(q, k, cos, sin, **o)[0]  # type: ignore[assignment]
-    if order == "grouped":
-        q, k, v = q.unflatten(-2, (-1, int(q_per_group))), k.unsqueeze(-2), rest[0].unsqueeze(-2)
-        out = torch.cat((q, k, v), -2).flatten(-2)
-    else:
-        q = torch.stack((q, rest[1]), -2).flatten(-3, -2) if order == "qkv_gated" else q
-        out = torch.cat((q, k, rest[0]), -2)
+    out = join((*rope_(q, k, cos, sin, **o)[0], *rest), int(q_per_group), order)
+    return (out,), {"qkv": out}
+
+
+def packed_qkv_norm(qkv: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
+                    q_per_group: int = 1, **o: Any) -> Result:  # fmt: skip
+    o.pop("copy_v", None)
+    q, k, *rest = split(exact(qkv), int(q_per_group), str(o.pop("order", "grouped")))
+    return (*norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], *rest), {}
+
+
+def packed_qkv_norm_(*args: Any, q_per_group: int = 1, **o: Any) -> Result:
+    parts, _ = packed_qkv_norm(*args, q_per_group=q_per_group, **o)
+    out = join(parts, int(q_per_group), str(o.get("order", "grouped")))
     return (out,), {"qkv": out}
 
 

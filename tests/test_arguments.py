@@ -29,6 +29,7 @@ from jitrope.ops.operations import (
     QK_NORM_ROPE_FP8,
     QK_NORM_ROPE_JOINT,
     QK_NORM_ROPE_KV_CACHE,
+    QKV_NORM,
     ROPE,
     ROPE_FP8,
     ROPE_KV_CACHE,
@@ -57,7 +58,8 @@ PAGED = ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q
 KNOWN = {*TENSORS, *SEQUENCES, *INTS, *FLAGS, *NUMBERS, *WORDS, *SCALES, *SECTIONS}
 
 OPERATIONS: dict[str, Any] = {
-    "rope": ROPE, "packed_qkv": ROPE_QKV, "fp8": ROPE_FP8, "kv_cache": ROPE_KV_CACHE, "norm_rope": QK_NORM_ROPE,
+    "rope": ROPE, "packed_qkv": ROPE_QKV, "packed_qkv_norm": QKV_NORM,
+    "fp8": ROPE_FP8, "kv_cache": ROPE_KV_CACHE, "norm_rope": QK_NORM_ROPE,
     "norm_rope_joint": QK_NORM_ROPE_JOINT, "norm_fp8": QK_NORM_ROPE_FP8, "norm_kv_cache": QK_NORM_ROPE_KV_CACHE,
     "rope_into": ROPE.into, "norm_into": QK_NORM_ROPE.into,
 }  # fmt: skip
@@ -408,9 +410,9 @@ def parameters() -> list[tuple[Function, str]]:
             "after_rope",
             "norm_rounding",
             "norm_kind",
-            *(("across_heads",) if "joint" not in f.name and "kv_cache" not in f.name else ()),
+            *(() if any(x in f.name for x in ("joint", "kv_cache", "packed")) else ("across_heads",)),
         )
-        norm += ("v_norm",) if "kv_cache" in f.name else ()
+        norm += ("v_norm",) if "kv_cache" in f.name or "packed" in f.name else ()
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
         without = {"launch", "norm", "out_dtype", "shifts", *(("interleaved_out", "q_scale") if f.in_place else ())}
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone

@@ -61,6 +61,7 @@ class Function:
             "rope": "apply_rope",
             "rope_into": "apply_rope",
             "packed_qkv": "prepare_packed_qkv",
+            "packed_qkv_norm": "prepare_packed_qkv",
             "norm_rope_joint": "prepare_joint_qkv",
         }
         return kinds.get(self.name.rstrip("_"), "prepare_qkv")
@@ -105,6 +106,8 @@ FUNCTIONS = [
     Function("rope_", ("q", "k"), (), written=("q", "k")),
     Function("packed_qkv", ("qkv",), (None, None, None), options={"q_per_group": 2}),
     Function("packed_qkv_", ("qkv",), (), written=("qkv",), options={"q_per_group": 2}),
+    Function("packed_qkv_norm", ("qkv",), (None, None, None), (), ("q_weight", "k_weight"), options={"q_per_group": 2}),
+    Function("packed_qkv_norm_", ("qkv",), (), (), ("q_weight", "k_weight"), ("qkv",), False, {"q_per_group": 2}),
     Function("fp8", ("q", "k"), ("q", "k"), derived=False, options={"q_scale": 0.25, "k_scale": 0.01}),
     Function("kv_cache", ("q", "k"), ("q",), ("v",), (), ("k_cache", "v_cache"), False),
     Function("kv_cache", ("q", "k"), ("q",), ("v",), (), ("k", "k_cache", "v_cache"), False,

@@ -292,17 +292,17 @@ def _(cell: Cell) -> Args:
     return {**changes, **({"k_weight": None} if cell.function.weights else {})}
 
 
-@option("v stays", "v comes back as a view", only(right, lambda f: f.name == "packed_qkv"))
+@option("v stays", "v comes back as a view", only(right, lambda f: f.name in ("packed_qkv", "packed_qkv_norm")))
 def _(cell: Cell) -> Args:
     return {"copy_v": False, "q_per_group": 2}
 
 
-@option("all heads of q first", "order", only(right, lambda f: f.name in ("packed_qkv", "packed_qkv_")))
+@option("all heads of q first", "order", only(right, lambda f: f.name.startswith("packed_qkv")))
 def _(cell: Cell) -> Args:
     return {"order": "qkv", "qkv": cell.rand(B, S, 8, D, seed=4), "q_per_group": 2}
 
 
-@option("a gate after each head of q", "order", only(right, lambda f: f.name in ("packed_qkv", "packed_qkv_")))
+@option("a gate after each head of q", "order", only(right, lambda f: f.name.startswith("packed_qkv")))
 def _(cell: Cell) -> Args:
     return {"order": "qkv_gated", "qkv": cell.rand(B, S, 12, D, seed=4), "q_per_group": 2}
 
