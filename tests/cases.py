@@ -898,6 +898,17 @@ def as_packed(case: Case) -> Case:
     return replace(case, shape=(b, s, axes[0], 0, axes[1]), rotary_dim=case.rotary_dim or d)
 
 
+def qkv_norm_call(case: NormCase, device: str = "cpu", seed: int = 0) -> tuple[Tensor, dict[str, Tensor], Any]:
+    """(qkv, the weights and biases by name, the flat words) of a packed case with a norm."""
+    qkv, _, cos, sin, words = make(as_packed(case.rope), device, seed)
+    generator, dtype = torch.Generator().manual_seed(seed + 1), DTYPES[case.weight_dtype]
+    names = [f"{x}_{kind}" for x in case.weights for kind in ("weight", "bias")[: 1 + case.biases]]
+    size = case.rope.shape[4]
+    weights = {name: torch.randn(size, generator=generator).to(device, dtype) for name in names}
+    tables = {} if cos is None else {"cos": cos, "sin": sin}
+    return qkv, weights, {**words, **tables, "q_per_group": case.rope.shape[3]}
+
+
 def make_latent(case: LatentCase, device: str = "cpu", seed: int = 0, **changes: Any) -> tuple[list[Any], Options]:
     """([q, kv, k_pe, cos, sin, cu_seqlens, start_positions, ids], options) of a case."""
     (q, k, *tables), options = lower(make(case.rope, device, seed), **changes)

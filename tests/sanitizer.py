@@ -29,7 +29,7 @@ import jitrope
 from jitrope.jit import kernels
 from jitrope.jit.render import TEMPLATE_PATHS
 
-from .cases import CACHE_CASES, CASES, LATENT_CASES, NORM_CASES, QKV_CASES
+from .cases import CACHE_CASES, CASES, LATENT_CASES, NORM_CASES, QKV_CASES, QKV_NORM_CASES
 from .soak import in_host_memory
 from .soak_pool import (
     FP8,
@@ -48,6 +48,7 @@ from .soak_pool import (
     norm_job,
     pages_job,
     qkv_job,
+    qkv_norm_job,
     rope_job,
     rows_job,
     scaled_job,
@@ -92,6 +93,7 @@ def _rope(launch: str) -> Iterator[Job]:
 def _serving() -> Iterator[Job]:
     for case in QKV_CASES:
         yield from (qkv_job(case, mode) for mode in ("backward", "in place"))
+    yield from (qkv_norm_job(case, "backward") for case in QKV_NORM_CASES)
     yield from map(latent_job, LATENT_CASES)
     for case in CACHE_CASES:
         yield cache_job(case, not case.q_fp8)

@@ -29,6 +29,7 @@ from .cases import (
     LATENT_CASES,
     NORM_CASES,
     QKV_CASES,
+    QKV_NORM_CASES,
     CacheCase,
     Case,
     LatentCase,
@@ -39,6 +40,7 @@ from .cases import (
     make_cache,
     make_norm,
     norm_call,
+    qkv_norm_call,
     random_case,
     random_norm_case,
 )
@@ -329,6 +331,21 @@ def norm_job(case: NormCase, mode: str) -> Job:
     return Job(op, case.name, made, NORM_SLACK)
 
 
+def qkv_norm_job(case: NormCase, mode: str) -> Job:
+    """Packed QKV with a norm; modes as `rope_job`'s."""
+
+    def made(device: str, seed: int) -> Call:
+        qkv, weights, words = qkv_norm_call(resized_norm(case, random.Random(seed)), device, seed)
+        norm, words = jitrope.Norm(**weights, **case.norm._asdict()), said(**words)
+        if mode == "in place":
+            return lambda: [jitrope.prepare_packed_qkv(qkv, norm=norm, **words, inplace=True)]
+        call = lambda: [*jitrope.prepare_packed_qkv(qkv, norm=norm, **words)]  # noqa: E731
+        return gradients(call, [qkv, *weights.values()], torch.Generator().manual_seed(seed), device) if mode else call
+
+    op = {"": "packed_qkv_norm", "in place": "packed_qkv_norm_", "backward": "packed_qkv_norm, backward"}[mode]
+    return Job(op, case.name, made, NORM_SLACK)
+
+
 # ---- packed batches between ranks ----------------------------------------------------------------------
 
 
@@ -582,9 +599,10 @@ def _placed(draw: random.Random) -> Iterator[Job]:
 
 
 def _qkvs(draw: random.Random) -> Iterator[Job]:
-    while True:
-        yield qkv_job(draw.choice(QKV_CASES), draw.choice(("", "in place", "backward")))
+    for mode in itertools.cycle(("", "in place", "backward")):
+        yield qkv_job(draw.choice(QKV_CASES), mode)
         yield latent_job(draw.choice(LATENT_CASES))
+        yield qkv_norm_job(draw.choice(QKV_NORM_CASES), mode)
 
 
 def _attentions(draw: random.Random) -> Iterator[Job]:
@@ -594,7 +612,7 @@ def _attentions(draw: random.Random) -> Iterator[Job]:
 
 NORMED = [case for case in CACHE_CASES if case.table != "freqs" and not (case.fp8 or case.q_fp8)]
 """Calls with a cache that a norm goes with. fp8 would show another order of a sum as a whole step."""
-SHARES = ((_ropes, 12), (_norms, 7), (_packed, 6), (_serving, 3), (_placed, 2), (_qkvs, 2), (_attentions, 1))
+SHARES = ((_ropes, 12), (_norms, 7), (_packed, 6), (_serving, 3), (_placed, 2), (_qkvs, 3), (_attentions, 1))
 """Jobs of each kind in turn."""
 
 

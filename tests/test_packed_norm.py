@@ -15,7 +15,7 @@ from jitrope.ops.packed_norm import QKV_NORM, QKV_NORM_BACKWARD
 from jitrope.plan.spec import NormOptions
 
 from . import oracle
-from .cases import DTYPES, QKV_NORM_CASES, NormCase, as_packed, lower, make, named
+from .cases import QKV_NORM_CASES, NormCase, as_packed, lower, make, named, qkv_norm_call
 from .devices import DEVICES
 from .said import said
 from .test_norm import assert_equal, assert_near
@@ -28,19 +28,10 @@ class Made:
     """The tensors of a case, and its two calls: the packed one, and a split by hand with `prepare_qkv`."""
 
     def __init__(self, case: NormCase, device: str = "cpu", v_norm: bool = False, leaves: bool = False) -> None:
-        self.q_per_group, self.order = case.rope.shape[3], case.rope.options.get("order", "grouped")
-        self.qkv, _, cos, sin, words = make(as_packed(case.rope), device)
-        words.pop("order", None)
-        self.words = said(**words, **({} if cos is None else {"cos": cos, "sin": sin}))
-        generator, size = torch.Generator().manual_seed(3), case.rope.shape[4]
-        kinds = ("weight", "bias") if case.biases else ("weight",)
-        dtype = DTYPES[case.weight_dtype]
-        self.weights = {
-            f"{name}_{kind}": torch.randn(size, generator=generator).to(device, dtype)
-            for name in case.weights for kind in kinds
-        }  # fmt: skip
-        norm = case.norm._asdict()
-        self.norm_words = {**norm, "v_norm": v_norm}
+        self.qkv, self.weights, words = qkv_norm_call(case, device)
+        self.q_per_group, self.order = words.pop("q_per_group"), words.pop("order", "grouped")
+        self.words = said(**words)
+        self.norm_words = {**case.norm._asdict(), "v_norm": v_norm}
         if leaves:
             self.qkv.requires_grad_()
             for x in self.weights.values():

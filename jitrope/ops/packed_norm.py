@@ -48,9 +48,9 @@ class _QKVNorm(Normed, RopeQKV):
         return dict(tensors)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        from .operations import gradient_of_v
-
         if norm_of(options).v_norm and "v" in grads:
+            from .operations import gradient_of_v
+
             grads["v"] = gradient_of_v(call, packed_part(saved["qkv"], "v", options), grads["v"], options)
         back = changed(norm_turned_back(options), copy_v=True)
         return call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
