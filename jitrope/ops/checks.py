@@ -295,7 +295,7 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
         size, letters = (heads * size, "H D") if norm.across_heads else (size, "D")
         if weight.dim() != 1 or weight.shape[0] != size:
             had = f"{owner} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
-            or_else = "" if norm.across_heads else ", or H D with across_heads"
+            or_else = "" if norm.across_heads or options.q_per_group else ", or H D with across_heads"
             fail(f"{had}; it must be ({letters}), {size} numbers{or_else}")
         if not is_float(weight):
             fail(f"{label} is {weight.dtype}; allowed are fp32, fp16 and bf16")
