@@ -25,7 +25,7 @@ __device__ __forceinline__ void put(Out* address, const Vec<T, VEC>& x, const fl
         float scaled[VEC];
         #pragma unroll
         for (int i = 0; i < VEC; ++i) scaled[i] = __fmul_rn(y[i], factor);
-        Vec<Out, VEC> v;
+        Vec<Out, VEC / PER_ITEM<Out>> v;
         pack(scaled, v);
         store_whole(address, v);
     }
@@ -51,11 +51,13 @@ struct Sink {
         } else if (COPY_V && !CACHE && head.is_v) {
             store_x(head.output<T>(p, place, dim)[dims], x, false);
         } else if (head.is_q) {
-            put(head.output<QOut>(p, place, dim)[dims], x, y, factor);
+            constexpr int EACH = PER_ITEM<QOut>;
+            put(head.output<QOut>(p, place, dim / EACH)[dims / EACH], x, y, factor);
         } else {
             if (ROTATE_K && !head.is_v) store_x(const_cast<T*>(source[dims]), x, true);
             if (CACHE && !slot.valid) return;
-            put(head.output<KvOut>(p, CACHE ? slot.place : place, dim)[dims], x, y, factor);
+            constexpr int EACH = PER_ITEM<KvOut>;
+            put(head.output<KvOut>(p, CACHE ? slot.place : place, dim / EACH)[dims / EACH], x, y, factor);
             if constexpr (CLEAR_PAGE)
                 for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row)
                     store_whole(head.output<KvOut>(p, {slot.place.batch, row}, dim)[dims], Vec<KvOut, VEC>{});

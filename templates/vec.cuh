@@ -9,6 +9,10 @@ struct fp8 { unsigned char bits; };                                 // e4m3: no 
 struct fp8_e5m2 { unsigned char bits; };                            // at most 57344; infinities are not stored
 struct e8m0 { unsigned char bits; };                                // a power of two from 2^-127 on; 255 is NaN
 struct int8 { signed char value; };                                 // at most 127 in size
+struct fp4 { unsigned char bits; };                                 // two of e2m1, at most 6: the first in the low bits
+
+template <typename T> constexpr int PER_ITEM = 1;                   // elements in an item
+template <> constexpr int PER_ITEM<fp4> = 2;
 
 #if defined(__CUDA_ARCH__)
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
@@ -103,6 +107,12 @@ __device__ __forceinline__ unsigned int float_to_int8(float value) {
 }
 __device__ __forceinline__ unsigned int pack(float first, float second, int8) {
     return float_to_int8(first) | float_to_int8(second) << 8;
+}
+
+// NaN becomes 6. The instruction for it is there only in code for one architecture (sm_100a).
+__device__ __forceinline__ unsigned int float_to_fp4(float value) {
+    const unsigned int bits = float_to_byte<1, 1, 0x40c00000u>(value);      // 6; the sign is the highest bit
+    return (bits & 7u) | (bits >> 4 & 8u);
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -244,4 +254,9 @@ __device__ __forceinline__ void pack(const float* x, Vec<T, N>& v) {
         #pragma unroll
         for (int i = 0; i < N; ++i) from_float(x[i], v.item[i]);
     }
+}
+template <int N>
+__device__ __forceinline__ void pack(const float* x, Vec<fp4, N>& v) {
+    #pragma unroll
+    for (int i = 0; i < N; ++i) v.item[i].bits = float_to_fp4(x[2 * i]) | float_to_fp4(x[2 * i + 1]) << 4;
 }

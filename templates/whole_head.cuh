@@ -108,6 +108,7 @@ __device__ __forceinline__ void transform(
 __device__ constexpr float largest_of(fp8) { return 448.0f; }
 __device__ constexpr float largest_of(fp8_e5m2) { return 57344.0f; }
 __device__ constexpr float largest_of(int8) { return 127.0f; }
+__device__ constexpr float largest_of(fp4) { return 6.0f; }
 template <typename Other>
 __device__ constexpr float largest_of(Other) { return 1.0f; }       // not converted
 

@@ -306,6 +306,24 @@ def of_elements(scale: Tensor, x: Tensor) -> Tensor:
     return scale[..., None] if scale.dim() < x.dim() else scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def as_fp4(x: Tensor) -> Tensor:
+    """x (..., D) as bytes (..., D / 2) of the nearest numbers of e2m1; of two at one distance the even one."""
+    distance = (x.double().abs().clamp(max=6)[..., None].cpu() - E2M1).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    codes = (nearest * torch.tensor([2, 1] * 4)).argmax(-1) + 8 * x.signbit().cpu()
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(x.device, torch.uint8)
+
+
+def of_fp4(values: Tensor) -> Tensor:
+    """The numbers (..., D) of bytes (..., D / 2)."""
+    codes = values.view(torch.uint8).cpu()
+    codes = torch.stack((codes % 16, codes // 16), -1).flatten(-2).long()
+    return (E2M1[codes % 8] * (1 - 2 * (codes // 8))).float().to(values.device)
+
+
 def hadamard_matrix(size: int) -> Tensor:
     """Orthogonal, in Sylvester's order."""
     found, two = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64) / 2**0.5

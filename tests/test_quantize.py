@@ -18,12 +18,13 @@ from jitrope.plan.spec import NO_NORM, Options
 
 from .cases import op_arguments
 from .devices import DEVICES
-from .oracle import hadamard_matrix, of_elements
+from .oracle import as_fp4, hadamard_matrix, of_elements, of_fp4
 
 FP8 = torch.float8_e4m3fn
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 E5M2 = torch.float8_e5m2
-LARGEST = {FP8: 448.0, E5M2: 57344.0, torch.int8: 127.0}
+FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+LARGEST = {FP8: 448.0, E5M2: 57344.0, torch.int8: 127.0, FP4: 6.0}
 
 
 def inputs(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, k_heads: int = 2) -> tuple[Tensor, ...]:
@@ -46,7 +47,13 @@ def scaled(
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
     units = (rows * (1 / scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype]).flatten(-2)
-    return (units.round() if dtype == torch.int8 else units).to(dtype), (scale if group else scale[..., 0])
+    values = as_fp4(units).view(FP4) if dtype == FP4 else (units.round() if dtype == torch.int8 else units).to(dtype)
+    return values, (scale if group else scale[..., 0])
+
+
+def numbers(values: Tensor) -> Tensor:
+    """Elements in fp32."""
+    return of_fp4(values) if values.dtype == FP4 else values.float()
 
 
 def assert_scaled(
@@ -114,7 +121,7 @@ def test_groups_of_a_head_have_scales(head: str, group: int, device: str) -> Non
     q = q.mT.contiguous().mT if strided else q
     width = words.get("rotary_dim", dim) // 2
     tables = cos[:, :width], sin[:, :width]
-    dtype = [*LARGEST][(dim + group) // 32 % 3]
+    dtype = FP4 if dim == 256 else [*LARGEST][(dim + group) // 32 % 3]
     words = {**words, "inverse": group == 128}
     rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
     got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(dtype, group=group), **words)
@@ -127,15 +134,16 @@ def test_groups_of_a_head_have_scales(head: str, group: int, device: str) -> Non
 @pytest.mark.parametrize("group", [None, 32, 64, 128])
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
 def test_scales_are_powers_of_two(dtype: torch.dtype, group: int | None, device: str) -> None:
-    """MXFP8 and its neighbours: each scale is the next power of two, so no element saturates."""
+    """MXFP8, MXFP4 and their neighbours: each scale is the next power of two, so no element saturates."""
     q, k, cos, sin = inputs(device, 1, 5, 4, 128)
     quantize = DynamicQuantize(dtype, group=group, scale_dtype=E8M0)
     rotated = jitrope.apply_rope(q.float(), k.float(), cos, sin)
     for x, y in zip(jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize), rotated):
         want = scaled(y, dtype, group, E8M0)
         assert_scaled(x, want, scale_dtype=E8M0)
-        back = x.values.float() * of_elements(want[1], x.values)
-        assert (back - y).abs().max() <= y.abs().max() / (8 if dtype == E5M2 else 16)
+        back = numbers(x.values)
+        back = back * of_elements(want[1], back)
+        assert (back - y).abs().max() <= y.abs().max() / {E5M2: 8, FP4: 4}.get(dtype, 16)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -155,6 +163,23 @@ def test_the_bytes_of_powers_of_two(device: str) -> None:
     assert got.values.float()[0, -2, 0, 40].isnan()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_number_of_fp4_and_the_ties_between(device: str) -> None:
+    """What is halfway between numbers, and its neighbours; two in a byte, the first in the low bits."""
+    codes = torch.arange(7)
+    positive = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    around = [torch.nextafter(positive, torch.full((), to)) for to in (0.0, 9.0)]
+    x, want = torch.cat((positive, *around, torch.tensor([1.0, 6, 5.5]))), torch.tensor([0, 2, 2, 4, 4, 6, 6])
+    want = torch.cat((want, codes, codes + 1, torch.tensor([2, 7, 7])))
+    x, want = torch.cat((x, -x, torch.zeros(16))), torch.cat((want, want + 8, torch.zeros(16, dtype=torch.long)))
+    q = x.to(device).reshape(1, 1, 1, 64)
+    got, _, _ = jitrope.prepare_qkv(q, None, None, quantize=DynamicQuantize(FP4, scale_dtype=E8M0))
+    assert got.values.dtype == FP4
+    assert got.scale.view(torch.uint8).item() == 127
+    assert got.values.view(torch.uint8).flatten().tolist() == (want[0::2] + 16 * want[1::2]).tolist()
+    assert torch.equal(numbers(got.values).flatten().cpu()[want % 8 == 7].abs().unique(), torch.tensor([6.0]))
+
+
 STAGES: dict[str, dict[str, Any]] = {
     "norm": {"norm": Norm(rounding="once")},
     "norm after rope": {"norm": Norm(kind="layer_norm", after_rope=True)},
@@ -166,7 +191,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "scale_dtype"), [(torch.int8, torch.float32), (FP8, E8M0)], ids=str)
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [(torch.int8, torch.float32), (FP8, E8M0), (FP4, E8M0)], ids=str)
 @pytest.mark.parametrize("stage", STAGES)
 def test_groups_beside_another_stage(stage: str, dtype: torch.dtype, scale_dtype: torch.dtype, device: str) -> None:
     """The elements and scales of the same call in fp32 without a conversion, and the same caches."""
@@ -174,7 +199,8 @@ def test_groups_beside_another_stage(stage: str, dtype: torch.dtype, scale_dtype
     words = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in STAGES[stage].items()}
     if "layout" in words:
         q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
-    cached, into = words.pop("cache", False), words.pop("out", False)
+    cached, into = words.pop("cache", False), words.pop("out", False) and dtype != FP4
+    words.pop("out", None)
     want = jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2]
     caches = [torch.zeros(1, 5, 2, 128, device=device) for _ in range(2)]
     if cached:
@@ -581,6 +607,16 @@ def test_v_in_fp8_is_copied(quantize: Any, device: str) -> None:
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
+def fp4_of(q: Tensor, k: bool = False, **words: Any) -> Any:
+    """A call in fp4 for q alone, or with a cache of fp4."""
+    half = words.get("rotary_dim", q.shape[-1]) // 2
+    tables, quantize = (COS[:, :half], SIN[:, :half]), DynamicQuantize(FP4)
+    if k:
+        caches = torch.zeros(2, 4, 2, q.shape[-1], dtype=torch.uint8).view(FP4)
+        words["cache"] = KVCache(*caches, torch.arange(4))
+    return jitrope.prepare_qkv(q, *([q[:, :, :2]] * 2 if k else [None] * 2), *tables, quantize=quantize, **words)
+
+
 Q, K, COS, SIN = inputs("cpu", 1, 4, 4, 48)
 CACHE = jitrope.KVCache(torch.zeros(4, 2, 48).bfloat16(), torch.zeros(4, 2, 48).bfloat16(), torch.arange(4))
 PARTIAL = {"cos": COS[:, :8], "sin": SIN[:, :8]}
@@ -589,6 +625,16 @@ REFUSALS = {
         lambda: DynamicQuantize(torch.float16),
         "DynamicQuantize: dtype is torch.float16; it must be torch.float8",
     ),
+    "fp4-out": (
+        {"quantize": DynamicQuantize(FP4), "out": jitrope.Ulysses(2)},
+        "prepare_qkv: out does not go with fp4",
+    ),
+    "fp4-static": (lambda: Quantize(1.0, dtype=FP4), "Quantize: dtype is .*; it must be .*e5m2"),
+    "fp4-cache": (lambda: fp4_of(Q[..., :12], k=True), "k_cache is torch.uint8|k_cache is torch.float4"),
+    "fp4-strides": (lambda: fp4_of(Q.mT.contiguous().mT), r"q has D=48, strides .*; fp4 needs aligned pairs"),
+    "fp4-offset": (lambda: fp4_of(Q.flatten(-2)[..., 1:49].unsqueeze(-2)), "and offset 1; fp4 needs aligned pairs"),
+    "fp4-pairs": (lambda: fp4_of(Q, rotary_dim=6), "rotary_dim 6; for fp4 .*a multiple of 4"),
+    "fp4-first": (lambda: fp4_of(Q, rotary_dim=4, rotary_offset=3), "rotary_offset is 3, .*; for fp4 the first must"),
     "dtype-static": (lambda: Quantize(1.0, dtype=torch.int8), "Quantize: dtype is torch.int8; it must be .*e5m2"),
     "dtype-list": (lambda: DynamicQuantize([1]), "DynamicQuantize: dtype is "),
     "group": (lambda: DynamicQuantize(group=48), "group is 48; it must be 32, 64, 128 or None"),

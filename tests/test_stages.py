@@ -23,6 +23,7 @@ from .devices import DEVICES
 Case = dict[str, str]
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
 FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # The first value of each stage is the one of a plain call.
@@ -33,7 +34,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "part": ("whole", "last", "middle"),
     "more": ("none", "number", "tokens", "unrotated", "inverse"),  # number, tokens: q_scale
     "transform": ("none", "head", "rotary", "rest"),
-    "convert": ("none", "e4m3", "e5m2", "heads", "int8", "groups", "mxfp8"),
+    "convert": ("none", "e4m3", "e5m2", "heads", "int8", "groups", "mxfp8", "mxfp4"),
     "out": ("fresh", "inplace", "given", "ulysses", "slots", "pages", "fp8_slots", "fp8_pages", "own"),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
@@ -42,7 +43,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 # own: a cache by slots, k itself too, and without a conversion q in place
 PLAIN = {stage: values[0] for stage, values in STAGES.items()}
 NORMS, CONVERTED, TRANSFORMED = STAGES["norm"][1:], STAGES["convert"][1:], STAGES["transform"][1:]
-DYNAMIC, CACHES = ("heads", "int8", "groups", "mxfp8"), STAGES["out"][4:]
+DYNAMIC, CACHES = ("heads", "int8", "groups", "mxfp8", "mxfp4"), STAGES["out"][4:]
 UNSAID: dict[str, Any] = {"transform": TRANSFORMED, "convert": "none"}  # a transform is a word of a conversion
 
 # A combination, and the words of its refusal.
@@ -62,7 +63,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transform": "rest", "part": "whole", "convert": CONVERTED}, "the rest has 0"),
     ({"transform": "rest", "rotate": "none", "convert": CONVERTED}, "the rest has 0"),
     ({"transform": "rest", "part": "middle", "convert": CONVERTED}, "needs the rest in one piece"),
-    ({"size": "80", "convert": ("groups", "mxfp8")}, "group is 32; it must divide D=80"),
+    ({"size": "80", "convert": ("groups", "mxfp8", "mxfp4")}, "group is 32; it must divide D=80"),
+    ({"convert": "mxfp4", "out": ("given", "ulysses")}, "out does not go with fp4"),
     (
         {"rotate": "none", "norm": "none", "convert": "none", "out": ("fresh", "inplace"),
          "more": ("none", "unrotated", "inverse")},
@@ -145,7 +147,7 @@ SLOTS = torch.tensor([3, 17, 0, -1, 22, 9, 24, 5, 8, 1])  # a token of padding, 
 LENGTHS, PAGE_TABLE = (7, 5), ((5, 2), (0, 3))  # sequences with S new tokens each
 CLEARED = [(2, 3), (3, 1), (3, 2), (3, 3)]  # pages and rows after the last token of each
 CACHE_SCALES = {"k_scale": 0.005, "v_scale": 0.3}  # k saturates at e4m3's largest number
-LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0, FP4: 6.0}
 SCALES = {"q": 0.07, "k": 0.005}
 NORM_WORDS: dict[str, dict[str, Any]] = {
     "layer": {"kind": "layer_norm", "eps": 1e-5},
@@ -161,6 +163,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": torch.int8},
     "groups": {"dtype": E5M2, "group": 32},
     "mxfp8": {"dtype": E4M3, "group": 32, "scale_dtype": E8M0},
+    "mxfp4": {"dtype": FP4, "group": 32, "scale_dtype": E8M0},
 }
 
 
@@ -263,7 +266,8 @@ class Made:
 # ---- comparisons -----------------------------------------------------------------------------------
 
 STEPS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}  # of floats; half of one, and fp32's noise
-HALVES = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17), torch.int8: (0, 0.5)}  # relative, and of the smallest numbers
+# relative, and of the smallest numbers
+HALVES = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17), torch.int8: (0, 0.5), FP4: (2**-2, 2**-2)}
 
 
 def near(got: Tensor, want: Tensor, slack: float = 1.0) -> None:
@@ -273,10 +277,11 @@ def near(got: Tensor, want: Tensor, slack: float = 1.0) -> None:
 
 
 def near_units(got: Tensor, want: Tensor) -> None:
-    """Elements of a format of 8 bits, rounded once and to the nearest; larger ones are the largest."""
+    """Elements of a format of 4 or 8 bits, rounded once and to the nearest; larger ones are the largest."""
     relative, least = HALVES[got.dtype]
     want = want.clamp(-LARGEST[got.dtype], LARGEST[got.dtype])
     noise = 2e-5 * max(1.0, float(want.abs().max()))
+    got = oracle.of_fp4(got) if got.dtype == FP4 else got
     assert ((got.cpu().double() - want.cpu()).abs() <= 1.001 * relative * want.abs() + least + noise).all()
 
 
@@ -480,16 +485,18 @@ def refused() -> Iterator[Any]:
 def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: str) -> None:
     m = Made(case, device)
     caches = Caches(m) if case["out"] in CACHES else None
-    before = m.fused.clone()
+    before, words = m.fused.clone(), {"cache": caches.value} if caches else {}
+    if case["out"] == "given":
+        words["out"] = [torch.empty_like(x) for x in (m.q, m.k, m.v)]
     with pytest.raises(InvalidInput, match=text):
-        called(m, **({"cache": caches.value} if caches else {}))
+        called(m, **words)
     assert same(m.fused, before)
     assert not caches or all(same(x, y) for x, y in zip(caches.caches, caches.before))
 
 
 def test_every_pair_is_in_a_call_or_refused() -> None:
     """Few calls hold every pair; a pair without a call is that of a rule, or a transform, which needs a conversion."""
-    assert len(CASES) + len(WITH_GRADIENT) <= 125
+    assert len(CASES) + len(WITH_GRADIENT) <= 130
     assert not any(is_refused(case) for case in (*CASES, *WITH_GRADIENT))
     covered = {pair for case in CASES for pair in pairs_of(case)}
     for a, b in itertools.combinations(STAGES, 2):

@@ -182,7 +182,7 @@ def prepare_qkv(
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a
             cache.
         cache: store the rotated k, and v, in a KV cache.
-        quantize: return q, and k if there is no cache, in fp8; with `DynamicQuantize` q and k are `Scaled`.
+        quantize: return q, and k if there is no cache, in fp8; with `DynamicQuantize`, for fp4 too, they are `Scaled`.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
             except v_out. v is copied to v_out, in the same launch if k and v have one shape and dtype, outside of
             across_heads, interleaved_out and tables for each head. With a cache only q_out can be given, and with

@@ -20,6 +20,7 @@ C_TYPES = {
     "fp8": "fp8",
     "fp8_e5m2": "fp8_e5m2",
     "int8": "int8",
+    "fp4": "fp4",
     "e8m0": "e8m0",
     "int32": "int",
     "int64": "long long",

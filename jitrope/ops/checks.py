@@ -19,6 +19,7 @@ from .fit import (
     check_factor,
     check_heads,
     check_lengths,
+    check_pairs,
     check_position_ids,
     check_ranks,
     check_scale,
@@ -256,6 +257,8 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
         fail("inverse does not go with norm")
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
+    if options.out_dtype == "fp4":
+        check_pairs(tensors, options, fail)
     if options.hadamard == "rest" and first > 0 and last < dim:
         fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")
     begin, end = transformed(options, dim)

@@ -110,6 +110,21 @@ def check_scale(label: str, scale: Tensor | None, x: Tensor, wanted: bool, optio
         fail(f"{had}; it must be fp32 on q's device: one number, or one for each head, (H={heads}) or (B={batch}, H)")
 
 
+def check_pairs(tensors: Tensors, options: Options, fail: Fail) -> None:
+    """Refuse heads of which a thread cannot take neighbouring elements, two of which are a byte of fp4."""
+    for label in [label for label in ("q", "k", "v", "k_cache", "v_cache") if label in tensors]:
+        x = tensors[label]
+        steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
+        if x.stride(-1) != 1 or x.shape[-1] % 2 or x.storage_offset() % 2 or any(step % 2 for step in steps):
+            had = f"{label} has D={x.shape[-1]}, strides {tuple(x.stride())} and offset {x.storage_offset()}"
+            fail(f"{had}; fp4 needs aligned pairs of neighbouring elements")
+    first, _ = rotated(options)
+    of = 2 if options.interleaved else 4
+    if first % 2 or options.rotary_dim % of:
+        had = f"rotary_offset is {first}, rotary_dim {options.rotary_dim}"
+        fail(f"{had}; for fp4 the first must be even, and the second a multiple of {of}")
+
+
 def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
     q, cu_seqlens, starts = tensors["q"], tensors.get("cu_seqlens"), tensors.get("start_positions")
     batch, seqlen, *_ = sizes_of(q, options.layout)

@@ -12,11 +12,21 @@ from ..plan.views import E8M0, FORMATS, SCALES
 def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
     """y / scale in a format of `FORMATS`: fp32 times the fp32 reciprocal, clamped to its largest number, rounded once.
 
-    NaN stays; as int8 it becomes the largest number.
+    NaN stays; as int8 and fp4 it becomes the largest number.
     """
-    dtype, largest = FORMATS[word]
+    dtype, largest, per_item = FORMATS[word]
     units = (y.float() * (1 / scale)).clamp(-largest, largest)
+    if per_item == 2:
+        return _two_in_a_byte(units.nan_to_num(largest)).view(dtype)
     return (units.nan_to_num(largest).round() if dtype == torch.int8 else units).to(dtype)
+
+
+def _two_in_a_byte(units: Tensor) -> Tensor:
+    """Numbers up to 6 in size as e2m1, rounded to the nearest, ties to the even; the first of two in the low bits."""
+    below = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # halfway between e2m1's numbers
+    below[1::2] = torch.nextafter(below[1::2], torch.zeros(()))  # halfway goes up to the even number
+    codes = torch.bucketize(units.abs().contiguous(), below.to(units.device)) | units.signbit().long() << 3
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
 
 def of_heads(scale: Tensor, o: Options) -> Tensor:
@@ -40,7 +50,7 @@ def scaled_elements(y: Tensor, o: Options) -> tuple[Tensor, Tensor]:
     if o.scale_out == "e8m0":
         exponents = powers_of_two(scale)
         scale, stored = value_of_powers(exponents), exponents.view(E8M0)
-    return divided(rows, scale[..., None], o.out_dtype).reshape(y.shape), stored
+    return divided(rows, scale[..., None], o.out_dtype).reshape(*y.shape[:-1], -1), stored
 
 
 def powers_of_two(x: Tensor) -> Tensor:
@@ -56,6 +66,12 @@ def value_of_powers(exponents: Tensor) -> Tensor:
     bits = exponents.int() << 23
     bits = torch.where(exponents == 0, 0x400000, torch.where(exponents == 255, 0x7FC00000, bits))
     return bits.int().view(torch.float32)
+
+
+def empty_elements(x: Tensor, word: str) -> Tensor:
+    """A tensor for the elements of x in a format, in the order of x's axes."""
+    dtype, _, per_item = FORMATS[word]
+    return torch.empty_like(x if per_item == 1 else x[..., : x.shape[-1] // per_item], dtype=dtype)
 
 
 def empty_scale(x: Tensor, o: Options) -> Tensor:

@@ -12,7 +12,7 @@ from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, norm_of
 from ..plan.views import FORMATS, Tensors, cache_view, head_view
 from . import checks, reference
 from .by_rank import ByRank
-from .formats import empty_scale
+from .formats import empty_elements, empty_scale
 from .into import Into, ScaledInto
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
 from .operation import (
@@ -134,8 +134,7 @@ class _QKNormRopeScaled(Normed):
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         given = [(name, tensors[name]) for name in ("q", "k") if name in tensors and name in self.results]
-        dtypes = self.converted(tensors, options)
-        out: Tensors = {name: empty_like(x, dtype=dtypes[name]) for name, x in given}
+        out: Tensors = {name: empty_elements(x, options.out_dtype) for name, x in given}
         out.update({f"{name}_scale": empty_scale(x, options) for name, x in given})
         return out
 

@@ -67,7 +67,8 @@ class Quantize(Value):
 class Scaled(NamedTuple):
     """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H): y is values times scale.
 
-    With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`.
+    With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`. In fp4
+    the values are (B, S, H, D / 2), two in a byte, the first in the low bits.
 
     >>> q = torch.randn(1, 16, 8, 64)
     >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
@@ -88,15 +89,18 @@ class DynamicQuantize(Value):
     (torch.float8_e4m3fn, torch.Size([1, 16, 8]))
 
     Args:
-        dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8. The scale is a head's largest element in size, at
-            least 1e-12, times 1 / 448, 1 / 57344 or 1 / 127, the largest numbers of the dtypes, in fp32.
+        dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, or fp4, torch.float4_e2m1fn_x2 (before torch 2.8
+            torch.uint8). The scale is a head's largest element in size, at least 1e-12, times 1 / 448, 1 / 57344,
+            1 / 127 or 1 / 6, the largest numbers of the dtypes, in fp32. fp4 is rounded to the nearest number, of two
+            the even one. It needs heads with neighbouring elements, and does not go with out.
         group: 32, 64 or 128 neighbouring elements of a head have a scale, computed in the same way; it must divide D.
             None: the head has one scale.
         scale_dtype: torch.float32, or torch.float8_e8m0fnu (before torch 2.7 torch.uint8): the scale is then rounded up
             to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With e4m3 and groups of 32 this
-            is MXFP8 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales open; rounding up is the
-            rule of arXiv:2506.08027, cuDNN's block scale quantize and Megatron-core's `mxfp8_quantize`. No element
-            saturates. A group of zeros has the byte 0. The bytes are in the order of the shape, not swizzled.
+            is MXFP8, with fp4 MXFP4 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales open;
+            rounding up is the rule of arXiv:2506.08027, cuDNN's block scale quantize and Megatron-core's
+            `mxfp8_quantize`. No element saturates. A group of zeros has the byte 0. The bytes are in the order of the
+            shape, not swizzled.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
 
     Raises:

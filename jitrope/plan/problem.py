@@ -18,7 +18,7 @@ from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
 from .spec import ALL_TOKENS, INDICES, NormOptions, Options
-from .views import E8M0, FORMATS, Tensors, factor_view, head_view, ids_view, in_groups, table_pair, table_view
+from .views import FORMATS, Tensors, factor_view, head_view, ids_view, in_groups, table_pair, table_view
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -28,7 +28,6 @@ DTYPE_NAMES = {
     torch.int32: "int32",
     torch.int64: "int64",
     **{form.dtype: name for name, form in FORMATS.items()},
-    E8M0: "e8m0",
 }
 
 
@@ -190,7 +189,8 @@ class _Call:
         )
         self.scale_strides, self.factor_strides = ([_strides(x) for x in xs] for xs in (self.scales, self.factors))
         self.ids_strides = [0, 0, 0] if self.ids is None else [*_strides(self.ids)[:2], self.ids.stride(2)]
-        self.batch, self.seqlen, groups, self.q_per_group, self.head_dim = self.views[3].shape  # of both streams
+        self.batch, self.seqlen, groups, self.q_per_group, _ = self.views[3].shape  # of both streams
+        self.head_dim = self.views[0].shape[-1]  # an item of an output may hold two elements
         k_groups, self.kv_per_group = (0, 1) if inputs[1] is None else self.views[1].shape[2:4]
         self.q_heads, self.k_heads = groups * self.q_per_group, k_groups * self.kv_per_group
         self.tokens = self.batch * self.seqlen

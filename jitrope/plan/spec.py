@@ -18,7 +18,7 @@ TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")
 NORM_KINDS = ("rms_norm", "layer_norm")
-SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8")
+SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
 SCALE_DTYPES = ("fp32", "e8m0")
 HADAMARDS = ("", "head", "rotary", "rest")
 QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
@@ -319,6 +319,7 @@ class RopeSpec(Compiled, Spec):
             refuse_unless("RopeSpec", getattr(self, name) in ACCESSES, f"{name} must be one of {ACCESSES}")
         for name in _COUNTS.split():
             refuse_unless("RopeSpec", getattr(self, name) > 0, f"{name} must be at least 1")
+        refuse_unless("RopeSpec", self.vec > 1 or self.q_out != "fp4", "fp4 needs accesses of two elements at least")
         refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block must have 1 to {MAX_THREADS} threads")
 
     def constants(self) -> dict[str, Any]:

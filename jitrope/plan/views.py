@@ -13,18 +13,20 @@ FP8 = torch.float8_e4m3fn
 
 
 class Format(NamedTuple):
-    """Elements that are stored divided by a scale: their dtype, and its largest number."""
+    """Elements that are stored divided by a scale: their dtype, its largest number, and the elements in an item."""
 
     dtype: torch.dtype
     largest: float
+    per_item: int = 1
 
 
 FORMATS = {
     "fp8": Format(FP8, 448.0),
     "fp8_e5m2": Format(torch.float8_e5m2, 57344.0),
     "int8": Format(torch.int8, 127.0),
+    "fp4": Format(getattr(torch, "float4_e2m1fn_x2", torch.uint8), 6.0, 2),
 }
-"""The formats by the words of `spec.SCALED_DTYPES`."""
+"""The formats by the words of `spec.SCALED_DTYPES`; before torch 2.8 fp4 is bytes."""
 E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)
 """Powers of two; before torch 2.7 their bytes."""
 SCALES = {"fp32": torch.float32, "e8m0": E8M0}

@@ -16,12 +16,13 @@ from ..ops.values import KVCache, Mrope, Norm, Packed, Shifts, Starts
 from ..ops.words import rotary_dim_of
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, QKV_ORDERS, SCALE_DTYPES, SCALED_DTYPES, TABLES, Options
-from ..plan.views import packed_shape
+from ..plan.views import FORMATS, SCALES, packed_shape
 
 _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 """Sizes on which no kernel depends: tokens of a sequence, rows of a table, sequences of a packed batch."""
 
-_TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_FORMATS = {name: form.dtype for name, form in FORMATS.items()}
+_TORCH = {**{name: dtype for dtype, name in DTYPE_NAMES.items()}, **_FORMATS, **SCALES}
 _FUNCTIONS = ("apply_rope", "prepare_qkv", "prepare_packed_qkv", "prepare_joint_qkv", "prepare_mla_qkv")
 
 
