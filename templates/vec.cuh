@@ -134,6 +134,10 @@ __device__ __forceinline__ void from_float(float value, e8m0& x) {
     const unsigned int bits = __float_as_uint(value);
     x.bits = bits > 0x7f800000u ? 255 : bits <= 0x400000u ? 0 : min((bits + 0x7fffffu) >> 23, 254u);
 }
+__device__ __forceinline__ float to_float(fp8 x) {                  // of a size; 2^120, because exponents begin there
+    if (x.bits == 0x7fu) return __uint_as_float(0x7fc00000u);
+    return __fmul_rn(__uint_as_float(static_cast<unsigned int>(x.bits) << 20), __uint_as_float(247u << 23));
+}
 __device__ __forceinline__ float to_float(e8m0 x) {
     const unsigned int bits = x.bits;
     return __uint_as_float(bits == 0 ? 0x400000u : bits == 255 ? 0x7fc00000u : bits << 23);

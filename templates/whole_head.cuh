@@ -123,21 +123,30 @@ __device__ __forceinline__ float larger(float a, float b) {
 #endif
 }
 
-constexpr bool POWERS = sizeof(ScaleOut) == 1;           // scales are powers of two
-constexpr float SMALLEST = POWERS ? 0.0f : 1e-12f;       // in place of the largest of zeros
+template <typename T> constexpr bool IS_FP8 = false;
+template <> constexpr bool IS_FP8<fp8> = true;
+constexpr bool TWO_LEVELS = IS_FP8<ScaleOut>;            // scales count in units of a given one, of the `whole` tensor
+constexpr bool ROUNDED = sizeof(ScaleOut) == 1;          // scales are rounded before elements are divided
+constexpr float SMALLEST = ROUNDED ? 0.0f : 1e-12f;      // in place of the largest of zeros
 
 __device__ __forceinline__ ScaleOut as_stored(float scale) {
     ScaleOut stored;
     from_float(scale, stored);
     return stored;
 }
-__device__ __forceinline__ float scale_for(float largest) {
-    const float scale = __fmul_rn(largest, 1.0f / largest_of(QOut{}));          // as torch divides by a number on a GPU
-    return POWERS ? to_float(as_stored(scale)) : scale;
+__device__ __forceinline__ float scale_for(float largest, float whole) {
+    float scale = __fmul_rn(largest, 1.0f / largest_of(QOut{}));    // as torch divides by a number on a GPU
+    if constexpr (TWO_LEVELS) scale = __fmul_rn(scale, __frcp_rn(whole));
+    return ROUNDED ? to_float(as_stored(scale)) : scale;
+}
+// The factor of elements with a scale. TWO_LEVELS: elements with the scale 0 become zeros.
+__device__ __forceinline__ float factor_for(float scale, float whole) {
+    const float unit = __fmul_rn(scale, whole);
+    return unit == 0.0f ? 0.0f : __frcp_rn(unit);
 }
 
 // The scale of a head, in every thread of its team. x: the lane's part, and zeros; has: the thread has a part.
-__device__ __forceinline__ float scale_of_head(const float (&x)[ELEMENTS], bool has) {
+__device__ __forceinline__ float scale_of_head(const float (&x)[ELEMENTS], bool has, float whole) {
     float largest = SMALLEST;
     #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) largest = larger(largest, x[i]);
@@ -153,12 +162,12 @@ __device__ __forceinline__ float scale_of_head(const float (&x)[ELEMENTS], bool 
         for (int w = 0; w < TEAM / 32; ++w) largest = larger(largest, of_warps[first + w]);
         __syncthreads();                                 // the next head may be written
     }
-    return scale_for(largest);
+    return scale_for(largest, whole);
 }
 
 // The scales of a lane's accesses, from the largest elements of all accesses of the head. dim: the lane's first.
 __device__ __forceinline__ void scales_of_groups(
-    const float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has, float (&scales)[SCALES]
+    const float (&x)[ELEMENTS], int dim, int count, bool rotary, bool has, float whole, float (&scales)[SCALES]
 ) {
     constexpr int EACH = GROUPED ? GROUP / VEC : 1, STEP = EACH % 4 ? 1 : 4;
     alignas(16) __shared__ float largest[THREADS / TEAM][HEAD_DIM / VEC];
@@ -183,7 +192,7 @@ __device__ __forceinline__ void scales_of_groups(
             #pragma unroll
             for (int j = 0; j < STEP; ++j) most = larger(most, some.item[j]);
         }
-        scales[n] = scale_for(most);
+        scales[n] = scale_for(most, whole);
     }
     sync_team();                                         // the next head may be written
 }

@@ -37,9 +37,11 @@ def inputs(device: str, *shape: int, dtype: torch.dtype = torch.bfloat16, k_head
 
 
 def scaled(
-    x: Tensor, dtype: torch.dtype, group: int | None = None, scale_dtype: torch.dtype = torch.float32
+    x: Tensor, dtype: torch.dtype, group: int | None = None, scale_dtype: torch.dtype = torch.float32, whole: float = 1
 ) -> tuple[Tensor, Tensor]:
     """Elements and scales of x (..., D) in plain torch."""
+    if scale_dtype == FP8:
+        return scaled_in_two_levels(x, group or x.shape[-1], torch.tensor(whole, device=x.device))
     rows = x.float().unflatten(-1, (-1, group or x.shape[-1]))
     least = 1e-12 if scale_dtype == torch.float32 else 2.0**-127 * LARGEST[dtype]
     scale = rows.abs().amax(-1).clamp(min=least) * (1 / LARGEST[dtype])
@@ -49,6 +51,15 @@ def scaled(
     units = (rows * (1 / scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype]).flatten(-2)
     values = as_fp4(units).view(FP4) if dtype == FP4 else (units.round() if dtype == torch.int8 else units).to(dtype)
     return values, (scale if group else scale[..., 0])
+
+
+def scaled_in_two_levels(x: Tensor, group: int, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Elements in fp4 and scales in e4m3 of x (..., D)."""
+    rows = x.float().unflatten(-1, (-1, group))
+    scale = ((rows.abs().amax(-1) * (1 / 6)) * (1 / whole)).clamp(max=448).to(FP8)
+    unit = scale.float() * whole
+    factor = torch.where(unit == 0, 0, 1 / unit)
+    return as_fp4((rows * factor[..., None]).clamp(-6, 6).flatten(-2)).view(FP4), scale
 
 
 def numbers(values: Tensor) -> Tensor:
@@ -66,7 +77,7 @@ def assert_scaled(
     scale = scale.float() if scale.dtype != torch.uint8 else torch.ldexp(torch.ones(()), scale.int() - 127)
     if not steps:
         assert torch.equal(values.view(torch.uint8), want[0].view(torch.uint8))
-        assert torch.equal(scale, want[1])
+        assert torch.equal(scale, want[1].float())
         return
     torch.testing.assert_close(scale, want[1], rtol=1e-5, atol=0)
     unit = of_elements(want[1], values)
@@ -178,6 +189,63 @@ def test_each_number_of_fp4_and_the_ties_between(device: str) -> None:
     assert got.scale.view(torch.uint8).item() == 127
     assert got.values.view(torch.uint8).flatten().tolist() == (want[0::2] + 16 * want[1::2]).tolist()
     assert torch.equal(numbers(got.values).flatten().cpu()[want % 8 == 7].abs().unique(), torch.tensor([6.0]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", ["alone", "norm", "cache", "decode", "fp32", "hadamard", "head"])
+@pytest.mark.parametrize("whole", [None, 0.004, "tensor", "heads"])
+def test_scales_in_two_levels(whole: Any, stage: str, device: str) -> None:
+    """NVFP4: each scale is rounded to e4m3 in units of the tensor's; y is values times scale times the tensor's."""
+    group = None if stage == "head" else 16
+    shape = (5, 1, 4, 64) if stage == "decode" else (2, 5, 4, 64)
+    q, k, cos, sin = inputs(device, *shape, dtype=torch.float32 if stage in ("fp32", "hadamard") else torch.bfloat16)
+    words: dict[str, Any] = {"norm": Norm(rounding="once")} if stage == "norm" else {}
+    given = {"tensor": torch.tensor([2e-3]), "heads": torch.linspace(2e-3, 1e-2, 4)}.get(whole, whole)
+    given = given.to(device) if isinstance(given, Tensor) else given
+    of_k = given[:2].clone() if whole == "heads" else given
+    want = [*jitrope.prepare_qkv(q.float(), k.float(), None, cos, sin, **words)[:2]]
+    if stage == "hadamard":
+        want = [(x.double() @ hadamard_matrix(64).to(device)).float() for x in want]
+    if stage == "norm":
+        want = [*jitrope.prepare_qkv(q, k, None, None, None, **words)[:2]]
+        want = [*jitrope.apply_rope(want[0].float(), want[1].float(), cos, sin)]
+    caches = torch.zeros(2, 10, 2, 64, device=device, dtype=q.dtype)
+    if stage == "cache":
+        of_k, words["cache"] = None, KVCache(*caches, torch.arange(10, device=device))
+    quantize = DynamicQuantize(FP4, group=group, scale_dtype=FP8, q_global_scale=given, k_global_scale=of_k,
+                               hadamard=stage == "hadamard")  # fmt: skip
+    for _ in range(2):
+        got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=quantize, **words)
+        for x, y, unit in zip(got, want[: 1 if stage == "cache" else 2], (given, of_k)):
+            unit = torch.as_tensor(1.0 if unit is None else unit, device=device)
+            unit = unit[:, None] if whole == "heads" else unit.reshape(())
+            values, scale = scaled_in_two_levels(y, group or 64, unit)
+            scale = scale if group else scale[..., 0]
+            assert (x.scale.dtype, x.scale.shape) == (FP8, scale.shape)
+            if stage == "hadamard":  # sums in another order
+                torch.testing.assert_close(x.scale.float(), scale.float(), rtol=2**-3, atol=2**-9)
+            else:
+                assert_scaled(x, (values, scale), scale_dtype=FP8)
+            back = numbers(x.values)
+            back = back * of_elements(x.scale, back) * unit
+            least = 2.0**-10 * 6 * unit.max() * (1 if whole is None or stage == "head" else 0)
+            assert ((back - y).abs() <= y.abs().amax() * 0.25 + least).all()
+    if stage == "cache":
+        assert torch.equal(caches[1], k.flatten(0, 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_ends_of_scales_in_e4m3(device: str) -> None:
+    """A group that is too small has the scale 0 and zeros; one that is too large has 448; NaN stays."""
+    most = {0.0: 0, 6 * 2.0**-9: 1, 6 * 2.0**-10: 0, 6 * 2.0**-10 * 1.01: 1, 6.0: 0x38, 6 * 1.0625: 0x38,
+            6 * 448.0: 0x7E, 6e30: 0x7E, float("inf"): 0x7E, float("nan"): 0x7F}  # fmt: skip
+    q = torch.zeros(1, len(most), 1, 64, device=device)
+    q[0, :, 0, 40] = torch.tensor([*most], device=device)
+    tables = torch.ones(len(most), 2, device=device), torch.zeros(len(most), 2, device=device)
+    got, _, _ = jitrope.prepare_qkv(q, None, None, *tables, rotary_dim=4, quantize=two_levels())
+    assert got.scale.view(torch.uint8)[0, :, 0, 2].tolist() == [*most.values()]
+    assert not got.scale.view(torch.uint8)[0, :, 0, [0, 1, 3]].any()
+    assert numbers(got.values)[0, :, 0, 40].tolist() == [0, 6, 0, 3, 6, 6, 6, 6, 6, 6]
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -607,10 +675,13 @@ def test_v_in_fp8_is_copied(quantize: Any, device: str) -> None:
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
+two_levels = partial(DynamicQuantize, FP4, group=16, scale_dtype=FP8)
+
+
 def fp4_of(q: Tensor, k: bool = False, **words: Any) -> Any:
     """A call in fp4 for q alone, or with a cache of fp4."""
     half = words.get("rotary_dim", q.shape[-1]) // 2
-    tables, quantize = (COS[:, :half], SIN[:, :half]), DynamicQuantize(FP4)
+    tables, quantize = (COS[:, :half], SIN[:, :half]), words.pop("quantize", DynamicQuantize(FP4))
     if k:
         caches = torch.zeros(2, 4, 2, q.shape[-1], dtype=torch.uint8).view(FP4)
         words["cache"] = KVCache(*caches, torch.arange(4))
@@ -629,6 +700,22 @@ REFUSALS = {
         {"quantize": DynamicQuantize(FP4), "out": jitrope.Ulysses(2)},
         "prepare_qkv: out does not go with fp4",
     ),
+    "e4m3-scales": (lambda: DynamicQuantize(scale_dtype=FP8), "float8_e4m3fn; it must be .* only fp4 has scales in it"),
+    "global": (lambda: DynamicQuantize(FP4, q_global_scale=1.0), "q_global_scale is 1.0; it must be None, because the"),
+    "global-type": (lambda: two_levels(k_global_scale="1"), "k_global_scale is '1'; it must be a finite number"),
+    "global-cache": (
+        {"cache": CACHE, "v": K, "quantize": two_levels(k_global_scale=1.0)},
+        "quantize has a k_global_scale, but k goes to the cache",
+    ),
+    "global-shape": (
+        {"quantize": two_levels(q_global_scale=torch.ones(3))},
+        r"q_global_scale is \(3,\) torch.float32 on cpu; it must be fp32",
+    ),
+    "global-cached": (
+        {"cache": CACHE, "v": K, "quantize": two_levels(q_global_scale=torch.ones(3))},
+        r"q_global_scale is \(3,\) torch.float32 on cpu; it must be fp32",
+    ),
+    "global-alone": (lambda: fp4_of(Q, quantize=two_levels(k_global_scale=1.0)), "k_global_scale is given, but it"),
     "fp4-static": (lambda: Quantize(1.0, dtype=FP4), "Quantize: dtype is .*; it must be .*e5m2"),
     "fp4-cache": (lambda: fp4_of(Q[..., :12], k=True), "k_cache is torch.uint8|k_cache is torch.float4"),
     "fp4-strides": (lambda: fp4_of(Q.mT.contiguous().mT), r"q has D=48, strides .*; fp4 needs aligned pairs"),
@@ -637,7 +724,7 @@ REFUSALS = {
     "fp4-first": (lambda: fp4_of(Q, rotary_dim=4, rotary_offset=3), "rotary_offset is 3, .*; for fp4 the first must"),
     "dtype-static": (lambda: Quantize(1.0, dtype=torch.int8), "Quantize: dtype is torch.int8; it must be .*e5m2"),
     "dtype-list": (lambda: DynamicQuantize([1]), "DynamicQuantize: dtype is "),
-    "group": (lambda: DynamicQuantize(group=48), "group is 48; it must be 32, 64, 128 or None"),
+    "group": (lambda: DynamicQuantize(group=48), "group is 48; it must be 16, 32, 64, 128 or None"),
     "group-type": (lambda: DynamicQuantize(group="32"), "DynamicQuantize: group is '32'; it must be"),
     "group-size": ({"quantize": DynamicQuantize(group=32)}, "group is 32; it must divide D=48"),
     "scale-dtype": (lambda: DynamicQuantize(scale_dtype=torch.float16), "scale_dtype is torch.float16; it must be"),
@@ -684,4 +771,7 @@ def test_there_is_no_gradient() -> None:
 def test_printed() -> None:
     assert repr(DynamicQuantize(torch.int8, hadamard=True)) == "DynamicQuantize(dtype=torch.int8, hadamard=True)"
     assert repr(DynamicQuantize(group=64)) == "DynamicQuantize(dtype=torch.float8_e4m3fn, group=64)"
+    printed = "DynamicQuantize(dtype=torch.uint8, scale_dtype=torch.float8_e4m3fn, k_global_scale=0.5)"
+    quantize = DynamicQuantize(FP4, scale_dtype=FP8, k_global_scale=0.5)
+    assert repr(quantize) == printed.replace("torch.uint8", str(FP4))
     assert repr(Quantize(0.5, hadamard=True)) == "Quantize(q_scale=0.5, hadamard=True)"

@@ -224,9 +224,10 @@ def prepare_qkv(
         add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
     if quantize is not None:
         asked.update(quantize.words)
-        scales = quantize.on(q) if isinstance(quantize, Quantize) else {}
+        scales = quantize.on(q) if quantize.given else {}
         if cache is not None and "k_scale" in scales:
-            raise InvalidInput("prepare_qkv: quantize has a k_scale, but k goes to the cache; give it to KVCache")
+            own, instead = ("k_global_scale", "leave it out") if dynamic else ("k_scale", "give it to KVCache")
+            raise InvalidInput(f"prepare_qkv: quantize has a {own}, but k goes to the cache; {instead}")
         tensors.update(scales)
     if "out" in asked:
         out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)

@@ -193,9 +193,10 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     (check_slots if "slot_mapping" in tensors else check_pages)(tensors, options, fail)
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
-    scaled = tensors["k_cache"].dtype in FP8S
-    for x, label, wanted in ((q, "q_scale", "q_scale" in tensors), (k, "k_scale", scaled), (v, "v_scale", scaled)):
-        check_scale(label, tensors.get(label), x, wanted, options, fail)
+    scaled, own = tensors["k_cache"].dtype in FP8S, "q_global_scale" if options.scale_out == "fp8" else "q_scale"
+    check_scale(own, tensors.get("q_scale"), q, "q_scale" in tensors, options, fail)
+    for x, label in ((k, "k_scale"), (v, "v_scale")):
+        check_scale(label, tensors.get(label), x, scaled, options, fail)
 
 
 def _check_caches(heads_of: tuple[Tensor, Tensor], caches: Tensors, options: Options, fail: Fail) -> None:
@@ -247,6 +248,9 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     norm = norm_of(options)
     if norm.across_heads:
         fail("across_heads does not go with dynamic scales; normalise in a call before")
+    for own in [own for own in "qk" if f"{own}_scale" in tensors]:
+        x = tensors.get(own, tensors["q"])
+        check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
     _check_whole_head(fail, tensors, options)
     _refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
 

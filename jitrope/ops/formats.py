@@ -41,16 +41,25 @@ def of_heads(scale: Tensor, o: Options) -> Tensor:
     return scale.reshape(shape)
 
 
-def scaled_elements(y: Tensor, o: Options) -> tuple[Tensor, Tensor]:
-    """y in a format, and the scale of each head or group: its largest element over the format's largest number."""
-    rows = y.unflatten(-1, (-1, o.group)) if o.group else y
-    least = 0 if o.scale_out == "e8m0" else 1e-12
+def scaled_elements(y: Tensor, o: Options, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """y in a format, and the scale of each head or group: its largest element over the format's largest number.
+
+    whole: a given scale, of which those of "fp8" are multiples.
+    """
+    rows = y.unflatten(-1, (-1, o.group or y.shape[-1]))
+    least = 1e-12 if o.scale_out == "fp32" else 0
     scale = (rows.abs().amax(-1).clamp(min=least) * (1 / FORMATS[o.out_dtype].largest)).contiguous()
     stored = scale
     if o.scale_out == "e8m0":
         exponents = powers_of_two(scale)
         scale, stored = value_of_powers(exponents), exponents.view(E8M0)
-    return divided(rows, scale[..., None], o.out_dtype).reshape(*y.shape[:-1], -1), stored
+    elif o.scale_out == "fp8":
+        of_whole = torch.ones((), device=y.device) if whole is None else of_heads(whole, o)
+        stored = divided(scale, of_whole, "fp8")
+        scale = stored.float() * of_whole
+        scale = scale.masked_fill(scale == 0, torch.inf)  # elements without a scale become zeros
+    values = divided(rows, scale[..., None], o.out_dtype).reshape(*y.shape[:-1], -1)
+    return values, stored if o.group else stored[..., 0]
 
 
 def powers_of_two(x: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ class _QKNormRopeScaled(Normed):
     """Heads of q and k, or groups of their elements, are divided by scales, which are returned too."""
 
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
-    tensors = ("q", "k?", *WEIGHTS, *BIASES)
+    tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES)
+    labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
     options = (*SERVING, "inverse", "hadamard", "out_dtype", "group", "scale_out")
     words = (*options, "norm", "check")
     results = ("q", "k", "q_scale", "k_scale")
@@ -158,13 +159,16 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     """k and v go to a cache; q is divided by scales, which are returned too."""
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
-    tensors = tuple([name for name in _QKNormRopeKVCache.tensors if name != "q_scale?"])
+    labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
     options = (*_QKNormRopeKVCache.options, "group", "scale_out")
     words = tuple([word for word in (*options, "norm", "check") if word != "inplace"])
     results = ("q", "q_scale")
     inplace = False
     reference = staticmethod(reference.kv_cache_scaled)
     fresh, converted = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return self.results
 
 
 class _QKNormRope(Normed):

@@ -93,14 +93,19 @@ class DynamicQuantize(Value):
             torch.uint8). The scale is a head's largest element in size, at least 1e-12, times 1 / 448, 1 / 57344,
             1 / 127 or 1 / 6, the largest numbers of the dtypes, in fp32. fp4 is rounded to the nearest number, of two
             the even one. It needs heads with neighbouring elements, and does not go with out.
-        group: 32, 64 or 128 neighbouring elements of a head have a scale, computed in the same way; it must divide D.
-            None: the head has one scale.
+        group: 16, 32, 64 or 128 neighbouring elements of a head, a divisor of D, have a scale, computed in the same
+            way. None: the head has one scale.
         scale_dtype: torch.float32, or torch.float8_e8m0fnu (before torch 2.7 torch.uint8): the scale is then rounded up
             to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With e4m3 and groups of 32 this
             is MXFP8, with fp4 MXFP4 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales open;
             rounding up is the rule of arXiv:2506.08027, cuDNN's block scale quantize and Megatron-core's
             `mxfp8_quantize`. No element saturates. A group of zeros has the byte 0. The bytes are in the order of the
-            shape, not swizzled.
+            shape, not swizzled. For fp4 also torch.float8_e4m3fn, with group=16 NVFP4: the scale is rounded to the
+            nearest number of e4m3, at most 448, and elements become zeros where it is 0.
+        q_global_scale, k_global_scale: the unit of scales in e4m3, numbers or tensors as in `Quantize`; default 1. The
+            scale is largest / 6 / global, rounded, elements are divided by that times global, and y is values times
+            scale times global. In arXiv:2509.25149 global is the tensor's largest element in size over 448 * 6. With a
+            cache k has none.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
 
     Raises:
@@ -113,23 +118,40 @@ class DynamicQuantize(Value):
         *,
         group: int | None = None,
         scale_dtype: torch.dtype = torch.float32,
+        q_global_scale: float | Tensor | None = None,
+        k_global_scale: float | Tensor | None = None,
         hadamard: bool | str = False,
     ) -> None:
         allowed = tuple([form.dtype for form in FORMATS.values()])
         self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
+        given = {"q_scale": q_global_scale, "k_scale": k_global_scale}
+        self.given = {label: scale for label, scale in given.items() if scale is not None}
         if group is not None:
             self.words["group"] = whole("DynamicQuantize", "group", group)
             if self.words["group"] not in GROUPS:
-                refuse("DynamicQuantize", "group", group, "32, 64, 128 or None")
+                refuse("DynamicQuantize", "group", group, "16, 32, 64, 128 or None")
         dtypes = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
         if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in dtypes:
             refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, dtypes)))
-        if scale_dtype == E8M0:
-            self.words["scale_out"] = "e8m0"
+        if scale_dtype == FP8 and self.words["out_dtype"] != "fp4":
+            refuse("DynamicQuantize", "scale_dtype", scale_dtype, "another one, because only fp4 has scales in it")
+        if scale_dtype != torch.float32:
+            self.words["scale_out"] = "e8m0" if scale_dtype == E8M0 else "fp8"
+        for label, scale in self.given.items():
+            label = label.replace("_", "_global_")
+            if scale_dtype != FP8:
+                refuse("DynamicQuantize", label, scale, f"None, because the scales are not {FP8}")
+            if not isinstance(scale, Tensor):
+                scale_number("DynamicQuantize", label, scale)
         self.words.update(_hadamard("DynamicQuantize", hadamard))
 
+    def on(self, q: Tensor) -> Tensors:
+        """The scales of the tensors on q's device."""
+        return scales("DynamicQuantize", q, **self.given)
+
     def __repr__(self) -> str:
-        return f"DynamicQuantize({', '.join(_shown(self.words))})"
+        given = [f"{label.replace('_', '_global_')}={shown(x)}" for label, x in self.given.items()]
+        return f"DynamicQuantize({', '.join(_shown(self.words) + given)})"
 
 
 def _shown(words: dict[str, Any]) -> list[str]:

@@ -271,7 +271,7 @@ def scaled(t: Tensors, o: Options) -> Tensors:
     """q and k divided by the scale of each head or group, whose largest element becomes the dtype's largest number."""
     out: Tensors = {}
     for name, y in _turned(t, o, torch.float32).items():
-        values, scale = scaled_elements(y, o)
+        values, scale = scaled_elements(y, o, t.get(f"{name}_scale"))
         out[name], out[f"{name}_scale"] = empty_elements(t[name], o.out_dtype).copy_(values), scale
     return out
 
@@ -308,9 +308,9 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
 
 def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
     """Store k and v at their slots; q is divided by the scale of each head."""
-    out, alone = rope_kv_cache(t, o), {name: x for name, x in t.items() if name not in ("k", "v")}
+    plain, alone = ({name: x for name, x in t.items() if name not in without} for without in (("q_scale",), ("k", "v")))
     norm = norm_of(o)._replace(v_norm=False)
-    return {**out, **scaled(alone, changed(o, norm=norm))}
+    return {**rope_kv_cache(plain, o), **scaled(alone, changed(o, norm=norm))}
 
 
 # ---- packed QKV ------------------------------------------------------------------------------------

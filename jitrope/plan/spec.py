@@ -19,7 +19,7 @@ ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")
 NORM_KINDS = ("rms_norm", "layer_norm")
 SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
-SCALE_DTYPES = ("fp32", "e8m0")
+SCALE_DTYPES = ("fp32", "e8m0", "fp8")
 HADAMARDS = ("", "head", "rotary", "rest")
 QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
 """The orders of packed QKV, and the heads that q's projection has for each head of q: with a gate two."""

@@ -29,9 +29,9 @@ FORMATS = {
 """The formats by the words of `spec.SCALED_DTYPES`; before torch 2.8 fp4 is bytes."""
 E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)
 """Powers of two; before torch 2.7 their bytes."""
-SCALES = {"fp32": torch.float32, "e8m0": E8M0}
+SCALES = {"fp32": torch.float32, "e8m0": E8M0, "fp8": FP8}
 """The dtypes of dynamic scales by the words of `spec.SCALE_DTYPES`."""
-GROUPS = (32, 64, 128)
+GROUPS = (16, 32, 64, 128)
 """Numbers of neighbouring elements of a head that may share a scale."""
 FP8S = tuple(form.dtype for name, form in FORMATS.items() if name.startswith("fp8"))
 """The dtypes with scales of the caller."""
