@@ -146,7 +146,7 @@ class DynamicQuantize(Value):
         self.words.update(_hadamard("DynamicQuantize", hadamard))
 
     def on(self, q: Tensor) -> Tensors:
-        """The scales of the tensors on q's device."""
+        """The scales of whole tensors on q's device. Shapes and errors are those of `Quantize`."""
         return scales("DynamicQuantize", q, **self.given)
 
     def __repr__(self) -> str:
