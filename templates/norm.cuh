@@ -12,11 +12,13 @@ constexpr int STEPS = ACROSS_HEADS ? (ROW_HEADS + HEADS_PER_BLOCK - 1) / HEADS_P
 constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
 constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
 constexpr bool LAYER = NORM_KIND == LAYER_NORM;
-constexpr int WEIGHT_SETS = ACROSS_HEADS ? STEPS : 1;    // sets of weights of a thread
+constexpr bool WEIGHS_HEADS = ACROSS_HEADS || GIVEN_MEANS;                  // each head has its own weights
+constexpr int WEIGHT_SETS = WEIGHS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
 static_assert(!PACKED && !FREQS && CP_SIZE == 1 && !MIXED, "refused by the host");
 static_assert(!V_NORM || COPY_V, "refused by the host");
+static_assert(!GIVEN_MEANS || !(ACROSS_HEADS || V_NORM || LAYER || TWO_STREAMS), "refused by the host");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V && !HADAMARD && !DYNAMIC), "refused by the host");
 static_assert(!(HADAMARD || DYNAMIC) || (CONVERTS && !IN_PLACE), "refused by the host");
 static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
@@ -63,7 +65,7 @@ struct Factors {
     ) {
         if (!WEIGHTED || head.is_v) return;
         const int number = head.tensor + (second ? 2 : 0);
-        dim += ACROSS_HEADS ? head.index * HEAD_DIM : 0;
+        dim += WEIGHS_HEADS ? head.index * HEAD_DIM : 0;
         load_from(p.weight[number] + dim, x, rotary);
         if (with_bias) load_from(p.bias[number] + dim, bias, rotary);
     }
@@ -139,6 +141,19 @@ __device__ __forceinline__ void add_up(const float* x, float& sum) {
 __device__ __forceinline__ void subtract(float mean, int count, float* x) {
     #pragma unroll
     for (int i = 0; i < ELEMENTS; ++i) x[i] = i < count ? __fadd_rn(x[i], -mean) : 0.0f;
+}
+
+// 1 / sqrt(mean + eps) of the given mean of a row's squares, with the head's tensor. HAS: GIVEN_MEANS; a template, as
+// in `factor_of`.
+template <bool HAS, typename Arguments>
+__device__ __forceinline__ float given_scale(const Arguments& p, const Place& place, const Head& head) {
+    if constexpr (HAS) {
+        const Strides& stride = p.mean_stride[head.is_q ? 0 : 1];
+        const float* mean = p.mean_square[head.is_q ? 0 : 1] + stride.token.step(place.token);
+        if constexpr (!ONE_ROW) mean += stride.batch.step(place.batch);
+        return rsqrtf(__fadd_rn(*mean, p.scalars.eps));
+    }
+    return 0.0f;
 }
 
 // 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm or its mean computes it. For a power of two

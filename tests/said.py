@@ -26,6 +26,8 @@ _OF = {
         "after_rope",
         "v_norm",
         "norm_rounding",
+        "q_mean_square",
+        "k_mean_square",
     ),
     "cache": ("k_cache", "v_cache", "slot_mapping", "k_scale", "v_scale", "rotate_k"),
     "pages": ("page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q", "clear_page", "errors"),
@@ -129,6 +131,8 @@ def _norm(
 ) -> tuple[jitrope.Norm, dict[str, Any]]:
     biases = {name: x for name, x in (("q_bias", q_bias), ("k_bias", k_bias)) if x is not None}
     words = {**{k.removeprefix("norm_"): v for k, v in flat.items() if k in _OF["norm"]}, **biases}
+    means = [words.pop(f"{letter}_mean_square", None) for letter in "qk"]
+    words |= {"mean_squares": means} if any(x is not None for x in means) else {}
     return jitrope.Norm(q_weight, k_weight, **words), {k: v for k, v in flat.items() if k not in _OF["norm"]}
 
 

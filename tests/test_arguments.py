@@ -42,8 +42,8 @@ from .said import KINDS
 
 TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
            "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias", "k_bias",
-           "q_out", "k_out", "v_out", "page_table", "page_indptr", "last_page_len", "seq_lens", "cu_seqlens_q",
-           "errors")  # fmt: skip
+           "q_mean_square", "k_mean_square", "q_out", "k_out", "v_out", "page_table", "page_indptr", "last_page_len",
+           "seq_lens", "cu_seqlens_q", "errors")  # fmt: skip
 SEQUENCES = ("first", "second")
 INTS = ("rotary_dim", "rotary_offset", "max_seqlen", "cp_size", "cp_rank", "q_per_group", "unrotated")
 FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "packed_table", "check", "rotate_k",
@@ -87,6 +87,7 @@ OTHER_NAMES = {
     "norm_rounding": ("rounding",),
     "norm_kind": ("kind",),
     **{f"{letter}_out": (f"out's {letter}",) for letter in "qkv"},
+    **dict.fromkeys(("q_mean_square", "k_mean_square"), ("mean_squares",)),
     **dict.fromkeys(("first_weights", "second_weights"), ("q_weight", "the weights")),
 }
 MODULE = torch.nn.Identity()
@@ -250,6 +251,10 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         plain = torch.tensor([2, 0], device=cell.device)
     elif parameter in ("q_bias", "k_bias"):
         changes, plain = {"norm_kind": "layer_norm"}, cell.rand(D, seed=3)
+    elif parameter in ("q_mean_square", "k_mean_square"):
+        means = {name: cell.rand(B, S, seed=4).square() for name in ("q_mean_square", "k_mean_square")}
+        changes = {**means, "across_heads": True, "q_weight": cell.rand(2 * D)}
+        plain = means[parameter]
     elif parameter in ("cp_size", "cp_rank"):
         changes = {n: cell.rand(B, 4, *SIZES[n][2:], seed=5) for n in f.turned}
         changes |= {"cos": cell.rand(12, 4), "sin": cell.rand(12, 4), "cp_size": 2, "cp_rank": 1}

@@ -137,6 +137,8 @@ LARGEST += [
     prepared(heads=[2, 2], head_dim=6, rotary_dim=2, norm=NONE),
     prepared(heads=[32, 8], norm={**LAYER, "after_rope": True}),
     prepared(heads=[16, 8], norm={"rounding": "once"}, interleaved=True),
+    *(prepared(heads=heads, norm={**ACROSS, "mean_squares": "fp32"}, **more) for heads, more in
+      (([10, 10], {"interleaved": True}), ([24, 4], {"positions": IDS, "cache": FP8_CACHE}))),
     prepared(heads=[32, 8], norm={**TWICE, "after_rope": True}, q_scale=0.5, unrotated=1, backward=True),
     # Qwen3.5's packed projection with a gate.
     prepared(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, rotary_dim=64, order="qkv_gated",
@@ -233,7 +235,8 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         shares = spec.freqs or (spec.cu_seqlens_dtype is not None and spec.launch == "token_linear")
         shares = shares or (spec.v_dim > 0 and spec.inverse)  # the gradient of latent attention
         per_entry = spec.table_vec == 1  # complex64 tables, and axes that alternate from pair to pair
-        integers = spec.cu_seqlens_dtype is not None or spec.position_ids_dtype is not None or spec.scales_q
+        of_tokens = spec.scales_q or spec.given_means
+        integers = spec.cu_seqlens_dtype is not None or spec.position_ids_dtype is not None or of_tokens
         assert len(loads) - len(narrow_loads) >= spec.chunks + (0 if shares or per_entry else 2), spec.name
         assert bool(narrow_loads) == (shares or per_entry or integers), (spec.name, narrow_loads)
         assert stores, spec.name

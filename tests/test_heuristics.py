@@ -54,6 +54,7 @@ BASE = RopeProblem(
     norm_kind="",
     across_heads=False,
     row_heads=(),
+    given_means=False,
     zero_centered=False,
     after_rope=False,
     v_norm=False,

@@ -28,6 +28,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PLACE = {"cupy": "jit/compiler.py", "cupy_backends": "jit/compiler.py", "jinja2": "jit/render.py"}
 TORCH = {
     "base/arguments.py",
+    "plan/memory.py",
     "plan/problem.py",
     "plan/views.py",
     "jit/kernels.py",

@@ -223,7 +223,7 @@ def test_compiled_calls_write_the_given_tensors(kind: str, device: str) -> None:
 def test_opcheck(op: Operation, missing: bool) -> None:
     """The mutations that the op declares, its fake and its compiled form."""
     q, k, v, cos, sin = heads_of("rope", "cpu")[0]
-    weights = (None, torch.ones(64), None, None) if op.norm else ()  # and no biases
+    weights = (None, torch.ones(64), *[None] * 4) if op.norm else ()  # no biases, no means
     weights = tuple([None] * len(weights)) if missing else weights
     heads = (q, None, *weights, None) if missing else (q, k, *weights, v)
     outs = [None if x is None else torch.empty_like(x) for x in ((q, None, None) if missing else (q, k, v))]

@@ -184,6 +184,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "biased": True,
         "across_heads": True,
         "row_heads": (8,),
+        "given_means": True,
         "zero_centered": True,
         "after_rope": True,
     }

@@ -179,8 +179,8 @@ def prepare_qkv(
             returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch if it is like k (`Norm`).
         cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
             then q and k are not rotated, and positions and rotary_dim have no effect (layers without rope, "NoPE").
-        norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads cannot be combined with a
-            cache.
+        norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache only
+            with mean_squares.
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, in fp8; with `DynamicQuantize`, for fp4 too, they are `Scaled`.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,

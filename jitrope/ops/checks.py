@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.spec import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
-from ..plan.views import FP8S, TABLE_NAMES, Tensors, by_rank, packed_part
+from ..plan.views import FP8S, MEANS, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
 from .fit import (
     MAX_TOKENS,
     USERS_NAMES,
@@ -19,6 +19,7 @@ from .fit import (
     check_factor,
     check_heads,
     check_lengths,
+    check_means,
     check_pairs,
     check_position_ids,
     check_ranks,
@@ -49,6 +50,9 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if wants_grad and options.inplace and op.norm:
         text = f"{name}: it has no gradient in place, because that needs the old q and k; leave inplace=True out"
         raise InvalidInput(text)
+    if wants_grad and MEANS[0] in tensors:
+        instead = "use torch.no_grad(), or a norm in plain torch"
+        raise InvalidInput(f"{name}: mean_squares has no gradient, which needs another sum over the ranks; {instead}")
     learned = [
         label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]
@@ -245,8 +249,7 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with dynamic scales."""
     fail = failing(name)
     check_norm(name, tensors, options)
-    norm = norm_of(options)
-    if norm.across_heads:
+    if sums_heads(tensors, options):
         fail("across_heads does not go with dynamic scales; normalise in a call before")
     for own in [own for own in "qk" if f"{own}_scale" in tensors]:
         x = tensors.get(own, tensors["q"])
@@ -270,14 +273,14 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
     if options.hadamard and (size < 1 or size > MAX_HADAMARD or size & (size - 1)):
         part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
         fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}")
-    if options.hadamard and norm_of(options).across_heads:
+    if options.hadamard and sums_heads(tensors, options):
         fail("hadamard does not go with across_heads; normalise in a call before")
 
 
 def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with a norm that stores k and v in caches."""
     fail = failing(name)
-    if norm_of(options).across_heads:
+    if sums_heads(tensors, options):
         fail("across_heads does not go with a cache; normalise in a call before")
     check_kv_cache(name, tensors, options)
     _check_norm(fail, tensors, options)
@@ -290,6 +293,7 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     norm = norm_of(options)
     if "cu_seqlens" in tensors:
         fail("cu_seqlens does not go with a norm; pass positions as a tensor of ids")
+    check_means(tensors, options.layout, fail)
     weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
         owner, _, kind = label.partition("_")

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
-from ..plan.problem import DTYPE_NAMES, overlaps_itself, refuse_meeting
+from ..plan.memory import overlaps_itself, refuse_meeting
+from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
-from ..plan.views import Tensors, table_pair
+from ..plan.views import MEANS, Tensors, table_pair
 
 MAX_TOKENS = 2**31 - 1
 """CUDA's limit on the first grid axis."""
 
 Fail = Callable[[str], NoReturn]
-USERS_NAMES = {"q_factor": "q_scale"}
+USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for name in MEANS}}
 """The users' names of tables that have another name in a call."""
 
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}
@@ -216,16 +217,32 @@ def _is_one_of(x: Tensor, shapes: list[tuple[int, ...]]) -> bool:
 
 def check_factor(tensors: Tensors, q: Tensor, seqlen: int, layout: str, fail: Fail) -> None:
     """Check the scale of q, for that many tokens in each batch row."""
-    factor = tensors.get("q_factor")
-    if factor is None:
-        return
-    batch = sizes_of(q, layout)[0]
-    allowed = [(), (seqlen,), *([] if layout == "thd" else [(1, seqlen), (batch, seqlen)])]
-    if factor.dtype != torch.float32 or factor.device != q.device:
-        fail(f"q_scale is {factor.dtype} on {factor.device}; it must be fp32 on {q.device}")
-    if not _is_one_of(factor, allowed):
+    if "q_factor" in tensors:
+        batch = sizes_of(q, layout)[0]
+        allowed = [(), (seqlen,), *([] if layout == "thd" else [(1, seqlen), (batch, seqlen)])]
+        _check_of_tokens("q_factor", tensors["q_factor"], q, allowed, fail)
+
+
+def check_means(tensors: Tensors, layout: str, fail: Fail) -> None:
+    """Check the given means of squares of a norm across heads."""
+    for name in MEANS if MEANS[0] in tensors or MEANS[1] in tensors else ():
+        mean, x = tensors.get(name), tensors.get(name[0])
+        if mean is None or x is None:
+            given, missing = (name[0], USERS_NAMES[name]) if mean is None else (USERS_NAMES[name], name[0])
+            if mean is not x:
+                fail(f"{given} is given, but {missing} is not")
+            continue
+        batch, seqlen, *_ = sizes_of(x, layout)
+        _check_of_tokens(name, mean, x, [(seqlen,) if layout == "thd" else (batch, seqlen)], fail)
+
+
+def _check_of_tokens(name: str, x: Tensor, q: Tensor, allowed: list[tuple[int, ...]], fail: Fail) -> None:
+    """Refuse a tensor of a number for each token that has another dtype, device or shape."""
+    if x.dtype != torch.float32 or x.device != q.device:
+        fail(f"{USERS_NAMES[name]} is {x.dtype} on {x.device}; it must be fp32 on {q.device}")
+    if not _is_one_of(x, allowed):
         shapes = ", ".join(dict.fromkeys(map(str, allowed)))
-        fail(f"q_scale has shape {tuple(factor.shape)}; allowed are {shapes}")
+        fail(f"{USERS_NAMES[name]} has shape {tuple(x.shape)}; allowed are {shapes}")
 
 
 def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:

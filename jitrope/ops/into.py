@@ -12,7 +12,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.problem import Views
 from ..plan.spec import Options, changed, norm_of
-from ..plan.views import Tensors, by_rank
+from ..plan.views import Tensors, by_rank, sums_heads
 from . import checks, reference
 from .fit import require_apart
 from .formats import empty_scale
@@ -65,7 +65,7 @@ class Into(Operation):
             return False
         k, same_pairs = tensors.get("k"), options.interleaved == options.interleaved_out
         joins = k is not None and joins_k(tensors["v"], k, tensors["cos"])
-        return not (joins and same_pairs and not norm_of(options).across_heads)
+        return not (joins and same_pairs and not sums_heads(tensors, options))
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         _put(tensors["v_out"], tensors["v"], options)

@@ -22,7 +22,8 @@ from ..base.config import log
 from ..jit.kernels import get_kernel
 from ..jit.registry import KINDS
 from ..plan.arguments import address_names
-from ..plan.problem import extent, plan_call, refuse_meeting
+from ..plan.memory import extent, refuse_meeting
+from ..plan.problem import plan_call
 from ..plan.spec import ROPE_KINDS, Options, RopeSpec
 from ..plan.views import Tensors, table_pair
 from . import watch

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..plan.problem import Views, joint_parts
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, norm_of
-from ..plan.views import FORMATS, Tensors, cache_view, head_view
+from ..plan.views import FORMATS, MEANS, Tensors, cache_view, head_view
 from . import checks, reference
 from .by_rank import ByRank
 from .formats import empty_elements, empty_scale
@@ -36,6 +36,8 @@ from .pages import PAGE_TENSORS
 from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
 from .stand_ins import weight_sums
 from .words import resolved
+
+GIVEN_MEANS = tuple([f"{name}?" for name in MEANS])
 
 
 class _Rope(Operation):
@@ -114,7 +116,7 @@ class _RopeKVCache(Operation):
 
 class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
-    tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES)
+    tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options = (*SERVING, "inverse", "hadamard", "out_dtype")
     words = (*options, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
@@ -124,7 +126,7 @@ class _QKNormRopeScaled(Normed):
     """Heads of q and k, or groups of their elements, are divided by scales, which are returned too."""
 
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
-    tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES)
+    tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
     options = (*SERVING, "inverse", "hadamard", "out_dtype", "group", "scale_out")
     words = (*options, "norm", "check")
@@ -148,7 +150,7 @@ class _QKNormRopeScaled(Normed):
 
 class _QKNormRopeKVCache(Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
-    tensors = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES)
+    tensors = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
     tables = Normed.tables
@@ -173,7 +175,7 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 
 class _QKNormRope(Normed):
     name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
-    tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS, *BIASES)
+    tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options: tuple[str, ...] = (*NORMED, "inverse")
     words: tuple[str, ...] = (*NORMED, "norm", "check", "inplace")
     shards = True
@@ -184,6 +186,8 @@ class _QKNormRope(Normed):
         return {name: x for name, x in tensors.items() if not name.endswith("_v")}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        if MEANS[0] in saved:
+            return super().gradient(call, saved, grads, options)  # refused
         back = norm_turned_back(options)
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
         tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}

@@ -127,17 +127,26 @@ def _members(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 # ---- the norm -----------------------------------------------------------------
 
 
-def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: NormOptions, layout: str) -> Tensor:
+def normed(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: NormOptions,
+    layout: str,
+    mean_square: Tensor | None = None,
+) -> Tensor:
     """x / sqrt(mean(x^2) + eps) times weight plus bias, over each head or all heads of a token; the mean in fp32.
 
     With "layer_norm" the mean of x is subtracted first. The result is in fp32 with norm.rounding "none", else in x's
     dtype: "once" has the bits of torch.nn.RMSNorm and LayerNorm, "twice" those of the RMSNorm of transformers and
-    diffusers.
+    diffusers. mean_square: the given mean of x^2 of each token.
     """
     view = canonical(x, layout)
     rows = view.flatten(-2) if norm.across_heads else view
     layer = norm.kind == "layer_norm"
-    plain = not norm.zero_centered and all(p is None or p.dtype == x.dtype for p in (weight, bias))
+    plain = (
+        mean_square is None and not norm.zero_centered and all(p is None or p.dtype == x.dtype for p in (weight, bias))
+    )
     if norm.rounding == "once" and plain and layer:
         y = torch.nn.functional.layer_norm(rows, rows.shape[-1:], weight, bias, norm.eps)
     elif norm.rounding == "once" and plain:
@@ -145,7 +154,8 @@ def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: NormOpti
     else:
         y = rows.float()
         y = y - y.mean(-1, keepdim=True) if layer else y
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + norm.eps)
+        mean = y.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
+        y = y * torch.rsqrt(mean + norm.eps)
         if norm.rounding == "twice":
             y = y.to(x.dtype)
         if weight is not None:
@@ -165,7 +175,7 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
     out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
         x, to = t[name], out_dtype or t[name].dtype
-        own = t.get(f"{name}_weight"), t.get(f"{name}_bias"), norm, o.layout
+        own = t.get(f"{name}_weight"), t.get(f"{name}_bias"), norm, o.layout, t.get(f"{name}_mean_square")
         if norm.kind == "no_norm":
             out[name] = rotate(x, t, o, out_dtype=to)
         elif norm.after_rope:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from ..base.errors import InvalidInput
 from ..plan.spec import ALL_TOKENS, LAYOUT_AXES, Options
-from ..plan.views import TABLE_NAMES, Tensors
+from ..plan.views import MEANS, TABLE_NAMES, Tensors
 
 OUTPUTS = {
     "rope": ("q", "k"),
@@ -52,7 +52,7 @@ def _axes(label: str, x: Any, call: Mapping[str, Any]) -> dict[str, int]:
     elif label == "position_ids":  # (S) or (B, S), with an axis before them for mrope_section
         alone = x.ndim == 1 + any(call["mrope_section"]) or x.shape[-2] == 1
         axes = {"batch": None if alone else x.ndim - 2, "seq": x.ndim - 1}
-    elif label == "q_factor":  # a number, (S) or (B, S)
+    elif label in ("q_factor", *MEANS):  # a number, (S) or (B, S)
         axes = {"batch": 0 if x.ndim > 1 and x.shape[0] != 1 else None, "seq": x.ndim - 1 if x.ndim else None}
     elif label == "start_positions":
         axes["batch"] = 0

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..base.arguments import flag, number, refuse, shown, tensor, whole, wholes, word
+from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, wholes, word
+from ..base.errors import InvalidInput
 from ..plan.problem import constant
 from ..plan.spec import NORM_KINDS, NORM_ROUNDINGS, NormOptions
-from ..plan.views import Tensors
+from ..plan.views import MEANS, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -191,6 +192,11 @@ class Norm(Value):
         eps: added to the mean of the squares. Qwen3, FLUX, Qwen-Image and Wan have this default in transformers and
             diffusers.
         across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
+        mean_squares: (q's, k's) means of x^2 of each token over all heads of all ranks, with across_heads, where a rank
+            has a part of the heads (tensor parallelism of Wan, LTX-2, MiniMax-M2): fp32, (B, S), with "thd" (T). k's is
+            None without k. The weights are this rank's part. For ranks with as many heads each:
+            `mean = q.float().square().mean((-2, -1))`, and `all_reduce(mean, op=ReduceOp.AVG)`. Then every stage goes
+            with across_heads, such as a cache. It has no gradient, which needs another sum over the ranks.
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
             before.
@@ -219,6 +225,7 @@ class Norm(Value):
         kind: str = "rms_norm",
         eps: float = 1e-6,
         across_heads: bool = False,
+        mean_squares: Sequence[Tensor | None] | None = None,
         zero_centered: bool = False,
         after_rope: bool = False,
         v_norm: bool = False,
@@ -237,13 +244,31 @@ class Norm(Value):
             "v_norm": v_norm,
         }
         flags = {name: flag("Norm", name, value) for name, value in given.items()}
+        if mean_squares is not None:
+            refused = {"across_heads=False": not flags["across_heads"], "v_norm": flags["v_norm"]}
+            self.tensors.update(_means(mean_squares, {**refused, f"kind={kind!r}": kind == "layer_norm"}))
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
         self.words = {"norm": NormOptions(rounding, **flags, kind=kind, eps=number("Norm", "eps", eps))}
 
     def __repr__(self) -> str:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
-        parts = [f"{name}={shown(x)}" for name, x in (*self.tensors.items(), *norm.items()) if x != default.get(name)]
+        weights = {name: x for name, x in self.tensors.items() if name not in MEANS}
+        parts = [f"{name}={shown(x)}" for name, x in (*weights.items(), *norm.items()) if x != default.get(name)]
+        means = [shown(self.tensors.get(name)) for name in MEANS]
+        parts += [f"mean_squares=({', '.join(means)})"] if MEANS[0] in self.tensors else []
         return f"Norm({', '.join(parts)})"
+
+
+def _means(given: Any, words: dict[str, bool]) -> Tensors:
+    """The means of squares of q and k by name, without a missing one. words: those that are refused beside them."""
+    for label, refused in words.items():
+        if refused:
+            raise InvalidInput(f"Norm: mean_squares does not go with {label}")
+    must = "those of q and k: two tensors, or a tensor and None"
+    q, k = found if len(found := items("Norm", "mean_squares", given, must)) == 2 else (None, None)
+    if not isinstance(q, Tensor) or not (k is None or isinstance(k, Tensor)):
+        refuse("Norm", "mean_squares", given, must)
+    return {name: x for name, x in zip(MEANS, (q, k)) if x is not None}
 
 
 class KVCache(Value):

@@ -75,6 +75,10 @@ NORM_WORDS = (
 OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
     "scales_q": ((_argument("const float*", "q_factor"),), (_argument("Strides", "factor_stride"),)),
     "prefixed": ((), (_argument("long long", "unrotated"),)),
+    "given_means": (
+        (_argument("const float*", "mean_square", "q_mean_square k_mean_square"),),
+        (_argument("Strides", "mean_stride", "q_mean_square k_mean_square"),),
+    ),
     "head_scales": ((), (_argument("ScaleStrides", "scale_strides", "q_scale k_scale v_scale"),)),
     "paged": (
         (

@@ -14,11 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
 from .spec import ALL_TOKENS, INDICES, NormOptions, Options
-from .views import FORMATS, Tensors, factor_view, head_view, ids_view, in_groups, table_pair, table_view
+from .views import (
+    FORMATS,
+    MEANS,
+    Tensors,
+    factor_view,
+    head_view,
+    ids_view,
+    in_groups,
+    sums_heads,
+    table_pair,
+    table_view,
+)
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -41,73 +51,6 @@ def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor,
     tokens = q1.shape[1] + q2.shape[1]
     q, k, v = (x.new_empty((x.shape[0], tokens, *x.shape[2:])) for x in (q1, k1, v1))
     return q, k, v
-
-
-# ---- memory that is written --------------------------------------------------------------------
-
-
-def extent(x: Tensor) -> int:
-    """Bytes from the first to the last element."""
-    if x.numel() == 0:
-        return 0
-    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
-
-
-def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements share memory, as in an expanded tensor or in overlapping windows."""
-    axes = sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size > 1)
-    if x.numel() == 0 or not axes:
-        return False
-    if axes[0][0] == 0:  # expanded
-        return True
-    past = [sum((size - 1) * stride for stride, size in axes[:n]) for n in range(len(axes))]
-    if all(stride > reach for (stride, _), reach in zip(axes, past)):  # each axis steps over all smaller ones
-        return False
-    steps = [stride for stride, _ in axes]
-    return len(set(steps)) < len(steps) or _reaches(0, {stride: (1 - size, size - 1) for stride, size in axes}, True)
-
-
-def meet(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b share a byte."""
-    distance = b.data_ptr() - a.data_ptr()
-    if a.numel() == 0 or b.numel() == 0 or not -extent(b) < distance < extent(a):
-        return False
-    ranges: dict[int, tuple[int, int]] = {}
-    for x, sign in ((a, 1), (b, -1)):
-        size = x.element_size()
-        for step, count in ((1, size), *((stride * size, n) for n, stride in zip(x.shape, x.stride()))):
-            low, high = ranges.get(step, (0, 0))
-            ranges[step] = (low - (count - 1), high) if sign < 0 else (low, high + count - 1)
-    return _reaches(distance, ranges)
-
-
-def _reaches(target: int, ranges: dict[int, tuple[int, int]], moved: bool = False) -> bool:
-    """Whether steps, repeated within their ranges, can add up to the target; moved: not all zero times."""
-    axes = sorted(((step, low, high) for step, (low, high) in ranges.items() if low < high and step), reverse=True)
-    rest = [
-        (sum(s * low for s, low, _ in axes[n:]), sum(s * high for s, _, high in axes[n:])) for n in range(len(axes) + 1)
-    ]
-
-    def search(n: int, left: int, still: bool) -> bool:
-        if n == len(axes):
-            return left == 0 and not still
-        step, low, high = axes[n]
-        first, last = -((rest[n + 1][1] - left) // step), (left - rest[n + 1][0]) // step
-        return any(
-            search(n + 1, left - step * x, still and x == 0) for x in range(max(low, first), min(high, last) + 1)
-        )
-
-    return search(0, target, moved)
-
-
-def refuse_meeting(name: str, tensors: dict[str, Tensor], written: Sequence[str]) -> None:
-    """Refuse memory that one tensor writes and another reads or writes."""
-    for n, label in enumerate(written):
-        for other, x in tensors.items():
-            if other not in written[: n + 1] and meet(tensors[label], x):
-                raise InvalidInput(
-                    f"{name}: {label} and {other} share memory, which is written; pass tensors that do not overlap"
-                )
 
 
 # ---- constants -----------------------------------------------------------------------------------
@@ -178,7 +121,8 @@ class _Call:
         self.scales = [head_view(x if options.group else x.unsqueeze(-1), options.layout) for x in given]
         self._group()
         self.given_scales = [_scale_strides(tensors.get(f"{name}_scale")) for name in "qkv"]
-        self.factors = [factor_view(x, self.views[3].shape[:2]) for name, x in tensors.items() if name == "q_factor"]
+        given = [tensors[name] for name in ("q_factor", *MEANS) if name in tensors]
+        self.factors = [factor_view(x, self.views[3].shape[:2]) for x in given]
         if not self.second and not self.grads:
             self._merge_batch()
         self.sources = [*self.views[:3], *self.second] if self.second else []
@@ -264,7 +208,7 @@ class _Call:
             "copy_v": self.inputs[2] is not None,
             "v_per_k": self.v_per_k,
             "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
-            "scales_q": bool(self.factors),
+            "scales_q": "q_factor" in self.tensors,
             "prefixed": o.unrotated > 0,
             "head_scales": any(map(any, self.given_scales)),
             "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 31,
@@ -283,10 +227,13 @@ class _Call:
     def _norm_fields(self) -> dict[str, Any]:
         norm = self.options.norm or NormOptions("", kind="")
         weights = [x for name, x in self.tensors.items() if name.endswith(("_weight", "_bias"))]
-        rows = [x.shape[2] for x in self.inputs[:2] if x is not None] if norm.across_heads else []
+        across = sums_heads(self.tensors, self.options)
+        rows = [x.shape[2] for x in self.inputs[:2] if x is not None] if across else []
         limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
         return {
             **{name: getattr(norm, name) for name in _OF_NORM},
+            "across_heads": across,
+            "given_means": MEANS[0] in self.tensors,
             "norm_rounding": norm.rounding,
             "norm_kind": norm.kind,
             "row_heads": tuple(rows),
@@ -325,8 +272,10 @@ class _Call:
             given["scale_stride"] = [*self.scale_strides, *[[0] * 5] * 2][:2]
             given["second_table_stride"] = self.table_strides[2:] or [0] * 8
             given["split"] = self.views[0].shape[1]
+        means = self.factor_strides["q_factor" in self.tensors :]
         of_stages: dict[str, arguments.Word] = {
-            "factor_stride": self.factor_strides,
+            "factor_stride": self.factor_strides[: len(self.factors) - len(means)],
+            "mean_stride": [*means, *means][:2],
             "unrotated": self.options.unrotated,
             "scale_strides": self.given_scales if "head_scales" in stages else 0,
         }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .spec import LAYOUT_AXES, QKV_ORDERS, Options
+from .spec import LAYOUT_AXES, QKV_ORDERS, Options, norm_of
 
 FP8 = torch.float8_e4m3fn
 
@@ -40,6 +41,15 @@ Tensors = dict[str, Tensor]
 TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q_factor")
 """The tables, the tokens' positions in them, and the scale of q. Without sin, cos is a single table of the kind
 `Options.table`."""
+
+
+MEANS = ("q_mean_square", "k_mean_square")
+"""Given means of squares of a norm across heads, (B, S)."""
+
+
+def sums_heads(tensors: Container[str], options: Options) -> bool:
+    """Whether a norm sums over all heads of a token: it is across heads, and its means are not given."""
+    return norm_of(options).across_heads and MEANS[0] not in tensors
 
 
 def canonical(x: Tensor, layout: str) -> Tensor:

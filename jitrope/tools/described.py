@@ -106,6 +106,10 @@ class Described:
             if word in shapes:
                 x = self.empty(word, dtype, shapes[word])
                 words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
+        if label == "norm" and "mean_squares" in words:
+            shape = (_TOKENS,) if self.layout == "thd" else (self.batch, _TOKENS)
+            means = [self.empty("mean_squares", words["mean_squares"], shape) for _ in self.heads]
+            words["mean_squares"] = (*means, None)[:2]
         shifts = words.pop("shifts", False)
         places = Packed if self.packed else Shifts if shifts else Mrope if "position_ids" in words else Starts
         scaled = Quantize if {"q_scale", "k_scale"} & words.keys() else DynamicQuantize

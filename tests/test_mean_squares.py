@@ -1,0 +1,228 @@
+"""A norm across the heads of several ranks, from given means of squares: values, stages, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, planning
+from jitrope.ops.operations import QK_NORM_ROPE
+from jitrope.plan.spec import NormOptions, Options
+from jitrope.tools.prewarm import specs_of
+
+from .cases import op_arguments
+from .devices import DEVICES
+
+RANKS = 2
+FP8 = torch.float8_e4m3fn
+
+
+def inputs(device: str, dtype: torch.dtype = torch.bfloat16, dim: int = 64, b: int = 2) -> tuple[list[Tensor], Any]:
+    """[q, k, v] of 2 x 5 tokens with 6 and 4 heads, weights of all heads, and cos and sin."""
+    generator = torch.Generator().manual_seed(dim)
+    heads = [torch.randn(b, 5, n, dim, generator=generator).to(device, dtype) for n in (6, 4, 4)]
+    weights = [torch.randn(n * dim, generator=generator).to(device, dtype) for n in (6, 4)]
+    angles = torch.rand(5, dim // 2, generator=generator).to(device) * 50
+    return heads, (weights, (angles.cos(), angles.sin()))
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """The mean of squares of all heads of each token, (B, S)."""
+    return x.float().square().mean((-2, -1))
+
+
+def parts(x: Tensor, axis: int = 2) -> list[Tensor]:
+    """The part of each rank."""
+    return [*x.chunk(RANKS, axis)]
+
+
+def normed64(x: Tensor, weight: Tensor | None, mean: Tensor, eps: float = 1e-6) -> Tensor:
+    """The norm of one rank's heads in fp64, given the mean of all ranks."""
+    y = x.double() / (mean.double() + eps).sqrt()[..., None, None]
+    return y if weight is None else y * weight.double().unflatten(0, (x.shape[2], -1))
+
+
+WAYS = {
+    "wan": {"interleaved": True},
+    "ltx": {"rounding": "addcmul"},
+    "after": {"norm": {"after_rope": True}},
+    "once": {"norm": {"rounding": "once"}},
+    "twice": {"norm": {"rounding": "twice"}, "rounding": "dtype"},
+    "centered": {"norm": {"zero_centered": True}},
+    "partial": {"rotary_dim": 32, "dtype": torch.float32},
+    "d80": {"dim": 80, "dtype": torch.float16},
+    "linear": {"launch": "token_linear", "interleaved": True},
+    "odd": {"dim": 6, "dtype": torch.float32},
+    "scaled": {"q_scale": 0.125, "unrotated": 1},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_rank_has_its_part_of_the_whole(way: str, layout: str, device: str) -> None:
+    """Every rank's results are close to the heads of the call with all heads, and to fp64."""
+    words: dict[str, Any] = dict(WAYS[way])
+    jitrope.configure(launch=words.pop("launch", "auto"))
+    own, dtype = words.pop("norm", {}), words.pop("dtype", torch.bfloat16)
+    (q, k, _), (weights, tables) = inputs(device, dtype, words.pop("dim", 64), b=1 if layout == "thd" else 2)
+    tables = [x[:, : words.get("rotary_dim", 10**6) // 2] for x in tables]
+    whole = jitrope.prepare_qkv(q, k, None, *tables, norm=Norm(*weights, across_heads=True, **own), **words)[:2]
+
+    def laid(x: Tensor) -> Tensor:
+        return {"bshd": x, "sbhd": x.transpose(0, 1), "bhsd": x.transpose(1, 2), "thd": x[0]}[layout]
+
+    means = [mean_square(x)[0] if layout == "thd" else mean_square(x) for x in (q, k)]
+    # "once" and "twice" round to the dtype between; another order of the sum may move an element there.
+    rtol = {torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-6}[dtype]
+    for rank in range(RANKS):
+        mine = [parts(x)[rank] for x in (q, k)]
+        norm = Norm(*[parts(w, 0)[rank] for w in weights], across_heads=True, mean_squares=means, **own)
+        got = jitrope.prepare_qkv(*[laid(x) for x in mine], None, *tables, norm=norm, layout=layout, **words)[:2]
+        for x, y in zip(got, whole):
+            want = laid(parts(y)[rank])
+            torch.testing.assert_close(x, want, rtol=rtol, atol=rtol * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_mean_is_the_given_one(device: str) -> None:
+    """Without a table the results are those of fp64 with any numbers as means, each token its own; strides are free."""
+    (q, k, _), (weights, _) = inputs(device, torch.float32)
+    means = [torch.rand(5, 2, device=device).t() * 4 + 0.1 for _ in range(2)]
+    got = jitrope.prepare_qkv(q, k, None, norm=Norm(*weights, across_heads=True, mean_squares=means, eps=0.5))
+    for x, given, weight, mean in zip(got, (q, k), weights, means):
+        torch.testing.assert_close(x, normed64(given, weight, mean, 0.5).float())
+    alone = Norm(across_heads=True, mean_squares=(means[1], None), eps=0.5)
+    torch.testing.assert_close(
+        jitrope.prepare_qkv(k, None, None, norm=alone)[0], normed64(k, None, means[1], 0.5).float()
+    )
+    both = Norm(k_weight=weights[1], across_heads=True, mean_squares=torch.stack(means), eps=0.5)
+    q_out, k_out, _ = jitrope.prepare_qkv(q, k, None, norm=both)
+    torch.testing.assert_close(q_out, normed64(q, None, means[0], 0.5).float())
+    torch.testing.assert_close(k_out, normed64(k, weights[1], means[1], 0.5).float())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", ["out", "ulysses", "in place", "fp8", "dynamic", "cache", "linear", "decode"])
+def test_the_stages_after_it(stage: str, device: str) -> None:
+    """Each stage has the bits of the same stage behind q and k that were normalised and rotated before, in fp32."""
+    (q, k, v), (weights, tables) = inputs(device, torch.float32)
+    if stage == "decode":  # the batch rows are the tokens
+        q, k, v = (x[:, :1] for x in (q, k, v))
+    if stage == "linear":  # a thread has k's last head and v's first
+        jitrope.configure(launch="token_linear")
+        k, v, weights = k[:, :, :3], v[:, :, :3], (weights[0], weights[1][:192])
+    n = q.shape[1]
+    ids = torch.tensor([[3, 1, 4, 0, 2], [2, 2, 0, 4, 1]], device=device)[:, :n]
+    norm = Norm(*weights, across_heads=True, mean_squares=[mean_square(x) for x in (q, k)])
+    words: dict[str, Any] = {"positions": ids, "norm": norm}
+    want = jitrope.prepare_qkv(q, k, None, *tables, **words)[:2]
+    if stage == "out":
+        out = [torch.empty_like(x).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+        assert jitrope.prepare_qkv(q, k, v, *tables, out=out, **words)[0] is out[0]
+        got, want = out, (*want, v)
+    elif stage == "ulysses":
+        got = jitrope.prepare_qkv(q, k, v, *tables, out=jitrope.Ulysses(2), **words)
+        want = [torch.stack(parts(x)) for x in (*want, v)]
+    elif stage == "in place":
+        got = jitrope.prepare_qkv(q, k, None, *tables, inplace=True, **words)[:2]
+        assert got[0] is q
+    elif stage == "fp8":
+        quantize = Quantize(0.02, 0.03)
+        got = jitrope.prepare_qkv(q, k, None, *tables, quantize=quantize, **words)[:2]
+        want = jitrope.prepare_qkv(*want, None, quantize=quantize)[:2]
+    elif stage == "dynamic":
+        quantize = DynamicQuantize(hadamard=True)
+        given = jitrope.prepare_qkv(q, k, None, *tables, quantize=quantize, **words)[:2]
+        got = [x for pair in given for x in pair]
+        want = [x for pair in jitrope.prepare_qkv(*want, None, quantize=quantize)[:2] for x in pair]
+    else:
+        caches = [torch.zeros(2 * n + 1, *k.shape[2:], device=device) for _ in range(2)]
+        slots = torch.arange(2 * n, device=device).flip(0)
+        got = [jitrope.prepare_qkv(q, k, v, *tables, cache=KVCache(*caches, slots), **words)[0]]
+        got += [x[:-1].flip(0).unflatten(0, (2, n)) for x in caches]
+        want = (*want, v)
+    for x, y in zip(got, want):
+        assert x.dtype == y.dtype
+        assert torch.equal(x.float(), y.float())
+
+
+def test_torchs_machinery() -> None:
+    """Graphs, fake tensors, and torch's own checks of the op."""
+    (q, k, _), (weights, tables) = inputs("cpu")
+
+    def call(q: Tensor, k: Tensor) -> Any:
+        norm = Norm(*weights, across_heads=True, mean_squares=(mean_square(q), mean_square(k)))
+        return jitrope.prepare_qkv(q, k, None, *tables, norm=norm)[:2]
+
+    for x, y in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k), call(q, k)):
+        assert torch.equal(x, y)
+    given = [q, k, *weights, None, None, mean_square(q), mean_square(k)]
+    options = Options(rotary_dim=64, interleaved_out=False, norm=NormOptions(across_heads=True))
+    arguments = op_arguments(QK_NORM_ROPE, given, tables, options)
+    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope.default, arguments, test_utils=utils)
+
+
+def test_refusals() -> None:
+    (q, k, _), (weights, tables) = inputs("cpu")
+    means = [mean_square(x) for x in (q, k)]
+
+    def refused(match: str, *heads: Any, given: Any = means, **own: Any) -> None:
+        def call(*of_heads: Tensor, **words: Any) -> None:
+            norm = Norm(*of_heads, mean_squares=given, **{"across_heads": True, **words})
+            jitrope.prepare_qkv(*(heads or (q, k)), None, *tables, norm=norm)
+
+        with pytest.raises(InvalidInput, match=match):
+            call(*own.pop("weights", weights), **own)
+
+    refused("Norm: mean_squares does not go with across_heads=False", across_heads=False)
+    refused("Norm: mean_squares does not go with kind='layer_norm'", kind="layer_norm")
+    refused("Norm: mean_squares does not go with v_norm", v_norm=True)
+    refused("mean_squares is a list of 1; it must be those of q and k: two tensors", given=means[:1])
+    refused("mean_squares is .*it must be those of q and k", given=(None, means[1]))
+    refused("mean_squares is 0.5; it must be those of q and k", given=0.5)
+    refused("k is given, but mean_squares' k is not", given=(means[0], None))
+    refused("mean_squares' k is given, but k is not", q, None, weights=weights[:1])
+    refused(r"mean_squares' q has shape \(2, 5, 1\); allowed are \(2, 5\)", given=(means[0][..., None], means[1]))
+    refused(r"mean_squares' q has shape \(5, 2\); allowed are \(2, 5\)", given=[x.t() for x in means])
+    refused("mean_squares' k is torch.float64 on cpu; it must be fp32", given=(means[0], means[1].double()))
+    refused("mean_squares has no gradient, .*use torch.no_grad", q.clone().requires_grad_(), k)
+    refused("mean_squares has no gradient", given=[x.clone().requires_grad_() for x in means])
+    one = Norm(*[w[:64] for w in weights], across_heads=True, mean_squares=means)
+    with pytest.raises(InvalidInput, match=r"q_weight has shape \(64,\); it must be \(H D\), 384 numbers"):
+        jitrope.prepare_qkv(q, k, None, *tables, norm=one)
+    with pytest.raises(InvalidInput, match="q_mean_square does not go with"):
+        jitrope.prepare_joint_qkv((q, q, q), (q, q, q), *tables, norm=one)
+
+
+def test_a_known_call_has_no_gradient_either() -> None:
+    """The second call of a kind is not checked again, but it is not recorded without a refusal."""
+    (q, k, _), (weights, tables) = inputs("cpu")
+    norm = Norm(*weights, across_heads=True, mean_squares=[mean_square(x) for x in (q, k)])
+    for _ in range(3):
+        jitrope.prepare_qkv(q, k, None, *tables, norm=norm)
+    leaf = q.clone().requires_grad_()
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match="mean_squares has no gradient"):
+            jitrope.prepare_qkv(leaf, k, None, *tables, norm=norm)
+    with torch.no_grad():
+        assert not jitrope.prepare_qkv(leaf, k, None, *tables, norm=norm)[0].requires_grad
+
+
+def test_prewarmed_in_words_is_the_kernel_of_a_call() -> None:
+    norm = {"q_weight": "bf16", "k_weight": "bf16", "across_heads": True, "mean_squares": "fp32"}
+    described = specs_of(function="prepare_qkv", heads=[10, 10], norm=norm)
+    q, k = (torch.empty(1, 4096, 10, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    weights = [torch.empty(1280, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    means = torch.empty(2, 1, 4096, device="meta")
+    with planning() as called:
+        table = torch.empty(4096, 64, device="meta")
+        norm_of = Norm(*weights, across_heads=True, mean_squares=means)
+        jitrope.prepare_qkv(q, k, None, table, table, norm=norm_of)
+    assert {*called} <= {*described}, (called, described)
+    assert all(spec.given_means and not spec.across_heads and "given_means" in spec.name for spec in called)
