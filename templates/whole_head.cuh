@@ -197,6 +197,13 @@ __device__ __forceinline__ void scales_of_groups(
     sync_team();                                         // the next head may be written
 }
 
+// Raises the number at an address to x, if x is larger; both are at least 0, so their bits are ordered as they are, and
+// NaN is the largest. Few tokens have a larger one than those before them, so the number is read first.
+__device__ __forceinline__ void raise_to(unsigned int* address, float x) {
+    const unsigned int bits = __float_as_uint(x);
+    if (bits > *const_cast<volatile unsigned int*>(address)) atomicMax(address, bits);
+}
+
 // Stores a scale of a head. dim: the first element that has it.
 __device__ __forceinline__ void store_scale(
     const Params& p, const Head& head, const Place& place, int dim, float scale
@@ -206,5 +213,6 @@ __device__ __forceinline__ void store_scale(
         + head.step(stride.group, stride.head);
     if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
     if constexpr (GROUPED) out += dim / (GROUPED ? GROUP : 1);
-    *out = as_stored(scale);
+    if constexpr (PER_ROW) raise_to(reinterpret_cast<unsigned int*>(out), scale);
+    else *out = as_stored(scale);
 }

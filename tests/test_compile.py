@@ -128,6 +128,7 @@ LARGEST += [
              quantize={"dtype": "fp8", "hadamard": "rest"}),
     prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": "rotary"},
              cache={**FP8_CACHE, "page_size": 16}),
+    prepared(heads=[32, 8], norm=TWICE, positions=IDS, quantize={"dtype": "fp8", "per": "kv_head"}),
     prepared(heads=[32, 8], positions=IDS, quantize={"dtype": "fp8", "group": 32, "scale_dtype": "e8m0"}),
     prepared(heads=[32, 8], norm=ONCE, quantize={"dtype": "fp4", "group": 32, "scale_dtype": "e8m0"}),
     prepared(heads=[32, 8], interleaved=True,

@@ -50,6 +50,7 @@ BASE = RopeProblem(
     dynamic=False,
     group=0,
     scale_out="fp32",
+    per_row=False,
     norm_rounding="",
     norm_kind="",
     across_heads=False,

@@ -11,7 +11,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..base.signature import with_words
 from ..ops.dispatch import call
-from ..ops.gather import add, call_into, forget_positions, gather, placed, result, with_v
+from ..ops.gather import add, call_into, forget_positions, gather, placed, result, with_scales, with_v
 from ..ops.operations import PREPARED, QK_NORM_ROPE_JOINT, ROPE
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.values import KVCache, Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
@@ -202,13 +202,14 @@ def prepare_qkv(
     dynamic = isinstance(quantize, DynamicQuantize)
     if not dynamic and quantize is not None and not isinstance(quantize, Quantize):
         refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    stage = "dynamic" if dynamic else "" if quantize is None else "quantize"
+    stage = "" if quantize is None else "dynamic" if dynamic and quantize.per == "token" else "quantize"
     plain, normed = PREPARED[stage if cache is None else "cache dynamic" if dynamic else "cache"]
     op = plain if norm is None and (quantize is None or "hadamard" not in quantize.words) else normed
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
+    found: Any = {}
     asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
     if norm is not None:
         add("prepare_qkv", "norm", norm, Norm, tensors, asked)
@@ -229,10 +230,14 @@ def prepare_qkv(
             own, instead = ("k_global_scale", "leave it out") if dynamic else ("k_scale", "give it to KVCache")
             raise InvalidInput(f"prepare_qkv: quantize has a {own}, but k goes to the cache; {instead}")
         tensors.update(scales)
+        if quantize.per != "token":
+            found = with_scales(tensors, asked, quantize.per)
     if "out" in asked:
         out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
     else:
         out = call(op, tensors, asked)
+    if found:
+        out = {**out, **found}
     first, second = (result(out, "q"), result(out, "k")) if dynamic else (out["q"], out.get("k"))
     return first, second if cache is None else k if "rotate_k" in asked else None, out.get("v", v)
 

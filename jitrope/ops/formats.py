@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..plan.spec import LAYOUT_AXES, Options, transformed
-from ..plan.views import E8M0, FORMATS, SCALES
+from ..plan.views import E8M0, FORMATS, SCALES, canonical
 
 
 def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
@@ -47,8 +47,7 @@ def scaled_elements(y: Tensor, o: Options, whole: Tensor | None = None) -> tuple
     whole: a given scale, of which those of "fp8" are multiples.
     """
     rows = y.unflatten(-1, (-1, o.group or y.shape[-1]))
-    least = 1e-12 if o.scale_out == "fp32" else 0
-    scale = (rows.abs().amax(-1).clamp(min=least) * (1 / FORMATS[o.out_dtype].largest)).contiguous()
+    scale = _unit(rows.abs().amax(-1), o)
     stored = scale
     if o.scale_out == "e8m0":
         exponents = powers_of_two(scale)
@@ -60,6 +59,17 @@ def scaled_elements(y: Tensor, o: Options, whole: Tensor | None = None) -> tuple
         scale = scale.masked_fill(scale == 0, torch.inf)  # elements without a scale become zeros
     values = divided(rows, scale[..., None], o.out_dtype).reshape(*y.shape[:-1], -1)
     return values, stored if o.group else stored[..., 0]
+
+
+def row_scales(y: Tensor, o: Options) -> Tensor:
+    """The scales of the heads of each batch row of y, (B, H); zeros without tokens."""
+    view = canonical(y, o.layout)
+    return _unit(view.abs().amax((1, 3)), o) if view.shape[1] else view.sum((1, 3))
+
+
+def _unit(largest: Tensor, o: Options) -> Tensor:
+    least = 1e-12 if o.scale_out == "fp32" else 0
+    return (largest.clamp(min=least) * (1 / FORMATS[o.out_dtype].largest)).contiguous()
 
 
 def powers_of_two(x: Tensor) -> Tensor:

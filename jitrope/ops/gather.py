@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.spec import NormOptions
+from ..plan.spec import NO_NORM, NormOptions
 from ..plan.views import Tensors
 from .dispatch import call
 from .into import given_out, is_dense, joins_k
 from .operation import Operation
-from .operations import QK_NORM_ROPE, QKV_NORM_ROPE
+from .operations import QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE
 from .quantize import Scaled
 from .values import Positions, Ulysses, scales
 from .watch import sharded
@@ -91,6 +91,27 @@ def call_into(
         return call(op.by_rank, tensors, words)
     into = given_out(op, words, heads, tensors, v)
     return {**into, **call(op.into if into else op, tensors, words)}
+
+
+def with_scales(tensors: Tensors, words: dict[str, Any], per: str) -> Tensors:
+    """The scales of each head of a batch row, which a launch of its own computes; they are added to the tensors.
+
+    per: a word of `DynamicQuantize`. With "kv_head" the heads of q that share a head of k have the largest of theirs.
+    """
+    if "k_cache" in tensors:
+        raise InvalidInput(f"prepare_qkv: per={per!r} does not go with a cache; pass q's scales in Quantize")
+    rounding, across_heads, zero_centered, after_rope, _, kind, eps = words.get("norm", NO_NORM)
+    norm = NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)
+    own = {word: x for word, x in words.items() if word != "out"}
+    found = call(QK_NORM_ROPE_SCALES, dict(tensors), {**own, "norm": norm, "per_row": True})
+    tensors.update(found)
+    if per == "kv_head":
+        heads, of_k = (found[name].shape[-1] if name in found else 0 for name in ("q_scale", "k_scale"))
+        if not of_k or heads % of_k:
+            raise InvalidInput(f"prepare_qkv: per='kv_head' needs a multiple of k's heads; q has {heads}, k {of_k}")
+        found["q_scale"] = found["q_scale"].unflatten(-1, (of_k, -1)).amax(-1)
+        tensors["q_scale"] = found["q_scale"].repeat_interleave(heads // of_k, -1)
+    return found
 
 
 def result(out: Tensors, name: str) -> Any:

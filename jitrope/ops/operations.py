@@ -12,6 +12,7 @@ from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, norm_of
 from ..plan.views import FORMATS, MEANS, Tensors, cache_view, head_view
 from . import checks, reference
 from .by_rank import ByRank
+from .fit import sizes_of
 from .formats import empty_elements, empty_scale
 from .into import Into, ScaledInto
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
@@ -130,7 +131,7 @@ class _QKNormRopeScaled(Normed):
     labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
     options = (*SERVING, "inverse", "hadamard", "out_dtype", "group", "scale_out")
     words = (*options, "norm", "check")
-    results = ("q", "k", "q_scale", "k_scale")
+    results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
     check = staticmethod(checks.check_scaled)
     reference = staticmethod(reference.scaled)
@@ -146,6 +147,22 @@ class _QKNormRopeScaled(Normed):
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.results if "k" in given else self.results[::2]
+
+
+class _QKNormRopeScales(_QKNormRopeScaled):
+    """The scales alone, each of a head of a batch row; `gather.with_scales` converts by them in a second launch."""
+
+    name = "qk_norm_rope_scales"
+    options = (*SERVING, "inverse", "hadamard", "out_dtype", "per_row")
+    words = (*options, "norm", "check")
+    results = ("q_scale", "k_scale")
+    writes = ("q", "k", "v")
+    reference = staticmethod(reference.scales_of_rows)
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        given = [(name, tensors[name]) for name in ("q", "k") if name in tensors]
+        sizes = {name: sizes_of(x, options.layout) for name, x in given}
+        return {f"{name}_scale": x.new_zeros(sizes[name][:3:2], dtype=torch.float32) for name, x in given}
 
 
 class _QKNormRopeKVCache(Normed, _RopeKVCache):
@@ -297,6 +314,7 @@ QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNorm
 QKV_NORM_ROPE = _QKVNormRope()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()
+QK_NORM_ROPE_SCALES = _QKNormRopeScales()
 PREPARED: dict[str, tuple[Operation, Operation]] = {
     "cache": (ROPE_KV_CACHE, QK_NORM_ROPE_KV_CACHE),
     "quantize": (ROPE_FP8, QK_NORM_ROPE_FP8),
@@ -314,7 +332,7 @@ ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _PREPARED], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD),
-    *(QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+    *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
     *(QKV_NORM, QKV_NORM_BACKWARD),
 )
 """The operations with ops of torch."""

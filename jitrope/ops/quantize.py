@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import flag, refuse, shown, whole, word
+from ..base.errors import InvalidInput
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import HADAMARDS
 from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, scale_number, scales
+
+_LABELS = {"out_dtype": "dtype", "scale_out": "scale_dtype"}
+"""The names of arguments whose words have other names."""
 
 
 class Quantize(Value):
@@ -37,6 +41,8 @@ class Quantize(Value):
     Raises:
         InvalidInput: an argument has a wrong type.
     """
+
+    per = "token"  # of `DynamicQuantize`
 
     def __init__(
         self,
@@ -67,8 +73,9 @@ class Quantize(Value):
 class Scaled(NamedTuple):
     """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H): y is values times scale.
 
-    With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`. In fp4
-    the values are (B, S, H, D / 2), two in a byte, the first in the low bits.
+    With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`. With
+    per="head" it is (B, H), and y is values times `scale[:, None, :, None]`. In fp4 the values are (B, S, H, D / 2),
+    two in a byte, the first in the low bits.
 
     >>> q = torch.randn(1, 16, 8, 64)
     >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
@@ -80,7 +87,7 @@ class Scaled(NamedTuple):
 
 
 class DynamicQuantize(Value):
-    """Return q and k as `Scaled`, with scales for each token and head, which the same launch computes.
+    """Return q and k as `Scaled`, with scales that the call computes: of each token and head, in the same launch.
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -107,6 +114,11 @@ class DynamicQuantize(Value):
             scale times global. In arXiv:2509.25149 global is the tensor's largest element in size over 448 * 6. With a
             cache k has none.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
+        per: "token": a head has a scale for each token. "head": it has one for all tokens of a batch row, (B, H) in
+            fp32, with "thd" (1, H). "kv_head": the same, and the heads of q that share a head of k share the largest of
+            their scales, so both are (B, Hk), as FlashAttention-3 reads q_descale and k_descale. These take two
+            launches, the first of which only computes the scales, and go with no group, scale_dtype and cache. For
+            v_descale pass v as q, without k and a table.
 
     Raises:
         InvalidInput: an argument is wrong.
@@ -121,7 +133,9 @@ class DynamicQuantize(Value):
         q_global_scale: float | Tensor | None = None,
         k_global_scale: float | Tensor | None = None,
         hadamard: bool | str = False,
+        per: str = "token",
     ) -> None:
+        self.per = word("DynamicQuantize", "per", per, ("token", "head", "kv_head"))
         allowed = tuple([form.dtype for form in FORMATS.values()])
         self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
         given = {"q_scale": q_global_scale, "k_scale": k_global_scale}
@@ -143,6 +157,11 @@ class DynamicQuantize(Value):
                 refuse("DynamicQuantize", label, scale, f"None, because the scales are not {FP8}")
             if not isinstance(scale, Tensor):
                 scale_number("DynamicQuantize", label, scale)
+        for label in ("group", "scale_out"):
+            if self.per != "token" and label in self.words:
+                raise InvalidInput(f"DynamicQuantize: {_LABELS.get(label, label)} does not go with per={self.per!r}")
+        if self.per != "token" and self.words["out_dtype"] == "fp4":
+            raise InvalidInput(f"DynamicQuantize: fp4 does not go with per={self.per!r}; give it groups")
         self.words.update(_hadamard("DynamicQuantize", hadamard))
 
     def on(self, q: Tensor) -> Tensors:
@@ -151,14 +170,14 @@ class DynamicQuantize(Value):
 
     def __repr__(self) -> str:
         given = [f"{label.replace('_', '_global_')}={shown(x)}" for label, x in self.given.items()]
+        given += [] if self.per == "token" else [f"per={self.per!r}"]
         return f"DynamicQuantize({', '.join(_shown(self.words) + given)})"
 
 
 def _shown(words: dict[str, Any]) -> list[str]:
     """The words of a value as its arguments."""
-    dtypes = {"out_dtype": "dtype", "scale_out": "scale_dtype"}
     values = {**{name: form.dtype for name, form in FORMATS.items()}, **SCALES, "head": True}
-    return [f"{dtypes.get(name, name)}={shown(values.get(x, x))}" for name, x in words.items()]
+    return [f"{_LABELS.get(name, name)}={shown(values.get(x, x))}" for name, x in words.items()]
 
 
 def _hadamard(name: str, value: Any) -> dict[str, Any]:

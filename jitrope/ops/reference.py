@@ -14,7 +14,7 @@ from torch import Tensor
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
 from ..plan.views import FP8S, Tensors, canonical, factor_view, joined, packed_part, table_pair, table_view
-from .formats import divided, empty_elements, of_heads, scaled_elements, with_hadamard
+from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, with_hadamard
 from .pages import store_in_pages
 from .rows import gathered, table_rows
 
@@ -284,6 +284,11 @@ def scaled(t: Tensors, o: Options) -> Tensors:
         values, scale = scaled_elements(y, o, t.get(f"{name}_scale"))
         out[name], out[f"{name}_scale"] = empty_elements(t[name], o.out_dtype).copy_(values), scale
     return out
+
+
+def scales_of_rows(t: Tensors, o: Options) -> Tensors:
+    """The scale of each head of q and k in a batch row, as `scaled` computes that of a head."""
+    return {f"{name}_scale": row_scales(y, o) for name, y in _turned(t, o, torch.float32).items()}
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:

@@ -118,7 +118,12 @@ class _Call:
             for names in (("second_q", "second_k", "second_v"), ("dq", "dk"))
         )
         given = [tensors[name] for name in ("q_scale_out", "k_scale_out") if name in tensors]
-        self.scales = [head_view(x if options.group else x.unsqueeze(-1), options.layout) for x in given]
+        self.scales = [
+            x[:, None, :, None, None]  # (B, H)
+            if options.per_row
+            else head_view(x if options.group else x.unsqueeze(-1), options.layout)
+            for x in given
+        ]
         self._group()
         self.given_scales = [_scale_strides(tensors.get(f"{name}_scale")) for name in "qkv"]
         given = [tensors[name] for name in ("q_factor", *MEANS) if name in tensors]
@@ -165,7 +170,7 @@ class _Call:
         count = 4 if self.cached else 6  # the others are caches
         of_tokens = [*self.views[:count], *self.factors, *self.scales]
         counted = "start_positions" in self.tensors or 0 < self.options.unrotated < ALL_TOKENS
-        counted |= any(batch for batch, _ in self.given_scales)
+        counted |= self.options.per_row or any(batch for batch, _ in self.given_scales)
         if batch == 1 or (ids is not None and not shared) or counted:
             return
         if ids is not None:
@@ -192,8 +197,8 @@ class _Call:
             **self._norm_fields(),
             "dtype": DTYPE_NAMES[views[0].dtype],
             "table_dtype": DTYPE_NAMES[table.dtype],
-            "q_out": DTYPE_NAMES[views[3].dtype],
-            "kv_out": DTYPE_NAMES[views[4].dtype],
+            "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[3].dtype],
+            "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[4].dtype],
             "head_dim": self.head_dim,
             "dynamic": bool(self.scales),
             "freqs": o.table == "freqs",

@@ -59,6 +59,11 @@ inline unsigned int linear_thread() {
 unsigned int atomicInc(unsigned int* address, unsigned int limit);
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void __syncthreads();
+inline unsigned int atomicMax(unsigned int* address, unsigned int value) {
+    unsigned int old = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (old < value && !__atomic_compare_exchange_n(address, &old, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return old;
+}
 inline int atomicAdd(int* address, int value) { return __atomic_fetch_add(address, value, __ATOMIC_RELAXED); }
 int __syncthreads_or(int predicate);
 void __syncwarp(unsigned int = ~0u);

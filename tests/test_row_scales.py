@@ -1,0 +1,214 @@
+"""Dynamic scales of each head of a batch row, in two launches: values, stages, torch's machinery, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, planning
+from jitrope.ops.operations import QK_NORM_ROPE_SCALES
+from jitrope.plan.spec import NO_NORM, Options
+from jitrope.tools.prewarm import specs_of
+
+from .cases import op_arguments
+from .devices import DEVICE, DEVICES
+from .test_quantize import FP8, LARGEST, inputs
+
+AXES = {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1)}
+
+
+def converted(y: Tensor, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
+    """Elements and scales of y (B, S, H, D) in fp32, with a scale for each of `heads` groups of heads."""
+    rows = y.unflatten(2, (heads, -1))
+    scale = rows.abs().amax((1, 3, 4)).clamp(min=1e-12) * (1 / LARGEST[dtype])
+    units = (rows * (1 / scale)[:, None, :, None, None]).clamp(-LARGEST[dtype], LARGEST[dtype]).flatten(2, 3)
+    return (units.round() if dtype == torch.int8 else units).to(dtype), scale
+
+
+def assert_same(got: Any, want: tuple[Tensor, Tensor], layout: str = "bshd") -> None:
+    values, scale = got
+    order = (*AXES.get(layout, (0, 1, 2)), 3)
+    laid = want[0].permute(order) if layout != "thd" else want[0][0]
+    assert (values.dtype, values.shape) == (laid.dtype, laid.shape)
+    assert torch.equal(values.view(torch.uint8), laid.view(torch.uint8))
+    assert scale.dtype == torch.float32
+    assert torch.equal(scale, want[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("per", ["head", "kv_head"])
+@pytest.mark.parametrize("layout", [*AXES, "thd"])
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_a_head_has_one_scale_for_a_batch_row(dtype: torch.dtype, layout: str, per: str, device: str) -> None:
+    """The bits of a rotation in fp32, of its largest elements in plain torch, and of a division by them."""
+    q, k, cos, sin = inputs(device, 1 if layout == "thd" else 3, 7, 4, 64)
+    q[0, 2:] *= 8  # each row has other scales
+    rotated = jitrope.apply_rope(q.float(), k.float(), cos, sin)
+    given = [x[0] if layout == "thd" else x.permute(*AXES[layout], 3) for x in (q, k)]
+    got = jitrope.prepare_qkv(*given, None, cos, sin, quantize=DynamicQuantize(dtype, per=per), layout=layout)
+    assert got[2] is None
+    for x, want, heads in zip(got, rotated, (4 if per == "head" else 2, 2)):
+        assert_same(x, converted(want, dtype, heads), layout)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "tokens": {"shape": (2, 300, 2, 64)},
+    "linear": {"shape": (2, 33, 5, 128), "launch": "token_linear"},
+    "ids": {"shape": (2, 7, 4, 64), "positions": [[3, 1, 4, 1, 5, 2, 6], [0, 0, 6, 5, 4, 3, 2]]},
+    "decode": {"shape": (5, 1, 4, 64)},
+    "partial": {"shape": (2, 5, 3, 192), "rotary_dim": 64, "rotary_offset": 128, "interleaved": True},
+    "odd": {"shape": (2, 5, 3, 6)},
+    "wide": {"shape": (1, 5, 2, 512), "inverse": True},
+    "scaled": {"shape": (2, 5, 3, 64), "q_scale": 0.125, "unrotated": 2},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_a_call(way: str, device: str) -> None:
+    words = dict(WAYS[way])
+    jitrope.configure(launch=words.pop("launch", "auto"))
+    q, k, cos, sin = inputs(device, *words.pop("shape"), k_heads=1)
+    if "positions" in words:
+        words["positions"] = torch.tensor(words["positions"], device=device)
+    tables = [x[:, : words.get("rotary_dim", 10**6) // 2] for x in (cos, sin)]
+    rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
+    for per in ("head", "kv_head"):
+        got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(per=per), **words)
+        for x, want in zip(got, rotated):
+            assert_same(x, converted(want, FP8, want.shape[2] if per == "head" else 1))
+    alone, none, v = jitrope.prepare_qkv(q, None, k, *tables, quantize=DynamicQuantize(per="head"), **words)
+    assert none is None
+    assert v is k
+    assert_same(alone, converted(rotated[0], FP8, q.shape[2]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", ["norm", "after", "means", "hadamard", "both", "nope", "v_norm"])
+def test_the_scales_follow_the_other_stages(stage: str, device: str) -> None:
+    """The scales are those of q and k after norm, rotation and Hadamard transform, computed in fp32 before."""
+    q, k, cos, sin = inputs(device, 2, 6, 4, 64, dtype=torch.float32)
+    weight = torch.linspace(0.5, 2, 64, device=device)
+    norm: Norm | None = None
+    if stage in ("norm", "after", "both", "v_norm"):
+        norm = Norm(weight, weight.flip(0), after_rope=stage == "after", v_norm=stage == "v_norm")
+    elif stage == "means":
+        norm = Norm(across_heads=True, mean_squares=[x.square().mean((-2, -1)) for x in (q, k)])
+    tables = () if stage == "nope" else (cos, sin)
+    hadamard = stage in ("hadamard", "both")
+    quantize = DynamicQuantize(per="head", hadamard=hadamard)
+    *got, v = jitrope.prepare_qkv(q, k, k, *tables, norm=norm, quantize=quantize)
+    y = [q, k] if stage == "nope" else jitrope.prepare_qkv(q, k, k, *tables, norm=norm or Norm(), out=None)[:2]
+    if norm is None:
+        y = [q, k] if stage == "nope" else jitrope.apply_rope(q, k, cos, sin)
+    if stage == "v_norm":
+        torch.testing.assert_close(v, k * (k.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+    for x, want in zip(got, y):
+        if hadamard:  # another scale gives the transformed elements as they are
+            unit = jitrope.prepare_qkv(want, None, None, quantize=DynamicQuantize(hadamard=True))[0]
+            torch.testing.assert_close(x.scale, unit.scale.amax(1), rtol=1e-6, atol=0)
+            back, as_it_was = x.values.float() * x.scale[:, None, :, None], unit.values.float() * unit.scale[..., None]
+            assert (back - as_it_was).abs().max() <= 0.07 * as_it_was.abs().max()
+        else:
+            assert_same(x, converted(want, FP8, want.shape[2]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", ["out", "ulysses"])
+def test_results_in_other_tensors(how: str, device: str) -> None:
+    q, k, cos, sin = inputs(device, 2, 5, 4, 64)
+    quantize = DynamicQuantize(per="head")
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize)[:2]
+    if how == "out":
+        outs = [torch.empty(2, n, 5, 64, device=device).to(FP8).transpose(1, 2) for n in (4, 2)]
+        got = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize, out=(*outs, None))[:2]
+        assert got[0].values is outs[0]
+        expected = [x.values for x in want]
+    else:
+        got = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize, out=jitrope.Ulysses(2))[:2]
+        expected = [torch.stack([*x.values.view(torch.uint8).chunk(2, 2)]) for x in want]
+    for x, values, y in zip(got, expected, want):
+        assert torch.equal(x.values.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(x.scale, y.scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_zeros_and_no_tokens(device: str) -> None:
+    """A NaN anywhere makes its head's scale NaN; zeros have the smallest scale; a row without tokens has none."""
+    q, k, _, _ = inputs(device, 2, 9, 3, 64)
+    q[0, 4, 1, 7], k[0] = float("nan"), 0
+    a, b, _ = jitrope.prepare_qkv(q, k, None, quantize=DynamicQuantize(per="head"))
+    assert a.scale.isnan().tolist() == [[False, True, False], [False, False, False]]
+    assert torch.equal(b.scale[0], torch.full((2,), 1e-12, device=device) * (1 / 448))
+    none, _, _ = jitrope.prepare_qkv(q[:, :0], None, None, quantize=DynamicQuantize(per="head"))
+    assert none.values.shape == (2, 0, 3, 64)
+    assert none.scale.tolist() == [[0, 0, 0]] * 2
+
+
+@pytest.mark.gpu
+def test_every_run_has_the_same_bits() -> None:
+    """The largest of all blocks does not depend on their order, and each call begins with zeros."""
+    q, k, cos, sin = inputs(DEVICE, 2, 64, 4, 64)
+    quantize = DynamicQuantize(per="kv_head")
+    for factor in (4.0, 1.0, 0.25):  # smaller ones than those before
+        want = [converted(x, FP8, 2) for x in jitrope.apply_rope((q * factor).float(), (k * factor).float(), cos, sin)]
+        for _ in range(3):
+            for x, y in zip(jitrope.prepare_qkv(q * factor, k * factor, None, cos, sin, quantize=quantize), want):
+                assert_same(x, y)
+
+
+def test_torchs_machinery() -> None:
+    q, k, cos, sin = inputs("cpu", 2, 5, 4, 64)
+
+    def call(q: Tensor, k: Tensor) -> Any:
+        return jitrope.prepare_qkv(q, k, None, cos, sin, quantize=DynamicQuantize(per="kv_head"))[:2]
+
+    for x, y in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k), call(q, k)):
+        assert_same(x, tuple(y))
+    options = Options(rotary_dim=64, per_row=True, norm=NO_NORM)
+    arguments = op_arguments(QK_NORM_ROPE_SCALES, [q, k], [cos, sin], options)
+    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scales.default, arguments, test_utils=utils)
+
+
+def test_refusals() -> None:
+    q, k, cos, sin = inputs("cpu", 1, 5, 4, 64)
+
+    def refused(match: str, *heads: Any, **words: Any) -> None:
+        quantize = DynamicQuantize(per=words.pop("per", "head"))
+        with pytest.raises(InvalidInput, match=match):
+            jitrope.prepare_qkv(*(heads or (q, k, None)), cos, sin, quantize=quantize, **words)
+
+    for text, words in {
+        "group does not go with per='head'": {"group": 32},
+        "scale_dtype does not go with per='head'": {"scale_dtype": getattr(torch, "float8_e8m0fnu", torch.uint8)},
+        "per is 'row'; it must be": {"per": "row"},
+    }.items():
+        with pytest.raises(InvalidInput, match=text):
+            DynamicQuantize(**{"per": "head", **words})
+    cache = KVCache(*torch.zeros(2, 9, 2, 64, dtype=q.dtype), torch.arange(5))
+    refused("per='head' does not go with a cache; pass q's scales in Quantize", q, k, k, cache=cache)
+    refused("per='kv_head' needs a multiple of k's heads; q has 4, k 0", q, None, None, per="kv_head")
+    refused("per='kv_head' needs a multiple of k's heads; q has 4, k 3", q, q[:, :, :3], None, per="kv_head")
+    refused("q requires a gradient, but this call has none", q.clone().requires_grad_(), k, None)
+    refused("inplace does not go with dynamic scales", inplace=True)
+    refused("across_heads does not go with dynamic scales", norm=Norm(across_heads=True))
+    packed = Packed(torch.tensor([0, 5]))
+    refused("cu_seqlens does not go with dynamic scales", q[0], k[0], None, positions=packed)
+    assert repr(DynamicQuantize(per="head")).endswith("e4m3fn, per='head')")
+
+
+def test_prewarmed_in_words_are_the_kernels_of_a_call() -> None:
+    words = {"function": "prepare_qkv", "heads": [32, 8], "quantize": {"dtype": "fp8", "per": "kv_head"}}
+    described = specs_of(**words)
+    q, k = (torch.empty(1, 4096, n, 128, dtype=torch.bfloat16, device="meta") for n in (32, 8))
+    table = torch.empty(4096, 64, device="meta")
+    with planning() as called:
+        jitrope.prepare_qkv(q, k, None, table, table, quantize=DynamicQuantize(per="head"))
+    assert {*called} <= {*described}, (called, described)
+    assert {spec.kind for spec in called} == {"rope", "qk_norm_rope"}
+    assert any(spec.per_row and "per_row" in spec.name for spec in called)
