@@ -16,7 +16,7 @@ from jitrope.tools.prewarm import specs_of
 
 from .cases import op_arguments
 from .devices import DEVICE, DEVICES
-from .test_quantize import FP8, LARGEST, inputs
+from .test_quantize import FP4, FP8, LARGEST, inputs
 
 AXES = {"bshd": (0, 1, 2), "sbhd": (1, 0, 2), "bhsd": (0, 2, 1)}
 
@@ -42,7 +42,7 @@ def assert_same(got: Any, want: tuple[Tensor, Tensor], layout: str = "bshd") -> 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("per", ["head", "kv_head"])
 @pytest.mark.parametrize("layout", [*AXES, "thd"])
-@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in LARGEST if dtype != FP4], ids=str)
 def test_a_head_has_one_scale_for_a_batch_row(dtype: torch.dtype, layout: str, per: str, device: str) -> None:
     """The bits of a rotation in fp32, of its largest elements in plain torch, and of a division by them."""
     q, k, cos, sin = inputs(device, 1 if layout == "thd" else 3, 7, 4, 64)
@@ -187,6 +187,7 @@ def test_refusals() -> None:
         "group does not go with per='head'": {"group": 32},
         "scale_dtype does not go with per='head'": {"scale_dtype": getattr(torch, "float8_e8m0fnu", torch.uint8)},
         "per is 'row'; it must be": {"per": "row"},
+        "fp4 does not go with per='head'": {"dtype": FP4},
     }.items():
         with pytest.raises(InvalidInput, match=text):
             DynamicQuantize(**{"per": "head", **words})
