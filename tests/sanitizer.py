@@ -34,6 +34,7 @@ from .soak import in_host_memory
 from .soak_pool import (
     FP8,
     MASKS,
+    MEANS,
     MOVES,
     NORMED,
     SCALED,
@@ -45,6 +46,7 @@ from .soak_pool import (
     correction_job,
     fp8_job,
     latent_job,
+    means_job,
     norm_job,
     pages_job,
     qkv_job,
@@ -100,6 +102,7 @@ def _serving() -> Iterator[Job]:
     yield from (cache_job(case, not case.q_fp8, norm=True) for case in NORMED)
     yield from (fp8_job(case) for case in CASES if case.name in FP8)
     yield from (scaled_job(case) for case in CASES if case.name in SCALED)
+    yield from (means_job(case) for case in CASES if case.name in MEANS)
     yield pages_job(random.Random(1))
     yield from (ulysses_job(case) for case in CASES if case.name == "halves")
 

@@ -47,6 +47,7 @@ from .cases import (
 
 MOST_TOKENS = 40
 E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+FP4 = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
 
 Outputs = list["Tensor | None"]
 Call = Callable[[], Outputs]
@@ -213,21 +214,48 @@ def fp8_job(case: Case) -> Job:
     return Job("fp8", case.name, made, rope_slack(case))
 
 
+SCALED: dict[str, dict[str, Any]] = {
+    "halves": {"group": 32, "scale_dtype": E8M0, "hadamard": True},
+    "ids": {"dtype": torch.int8, "hadamard": True},
+    "partial-odd": {},
+    "d72": {},
+    "interleaved": {"dtype": FP4, "group": 32, "scale_dtype": E8M0},
+    "bhsd": {"dtype": FP4, "group": 16, "scale_dtype": torch.float8_e4m3fn, "q_global_scale": 0.01},
+    "sbhd": {"per": "head"},
+    "thd": {"per": "kv_head", "dtype": torch.float8_e5m2},
+}
+"""Arguments of `DynamicQuantize` by cases."""
+
+
 def scaled_job(case: Case) -> Job:
-    """Dynamic scales, of groups where they divide a head; heads of a power of two are transformed too."""
-    dtype = torch.int8 if case.name == "ids" else torch.float8_e4m3fn
-    group = 32 if case.shape[-1] % 32 == 0 and case.name != "ids" else None
+    """Dynamic scales."""
 
     def made(device: str, seed: int) -> Call:
         q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
         del words["rounding"]
-        scale_dtype = E8M0 if case.name == "halves" else torch.float32
-        hadamard = q.shape[-1] in (64, 128)
-        quantize = jitrope.DynamicQuantize(dtype, group=group, scale_dtype=scale_dtype, hadamard=hadamard)
+        quantize = jitrope.DynamicQuantize(**SCALED[case.name])
         tables = {**said(**words), "cos": cos, "sin": sin, "quantize": quantize}
-        return lambda: [x for y in jitrope.prepare_qkv(q, k, None, **tables)[:2] if y is not None for x in y]
+
+        def call() -> Outputs:
+            found = [x for y in jitrope.prepare_qkv(q, k, None, **tables)[:2] if y is not None for x in y]
+            return [x.view(torch.uint8) if x.dtype == FP4 else x for x in found]
+
+        return call
 
     return Job("scaled", case.name, made, rope_slack(case))
+
+
+def means_job(case: Case) -> Job:
+    """A norm across the heads of several ranks, by given means of squares."""
+
+    def made(device: str, seed: int) -> Call:
+        q, k, cos, sin, words = make(resized(case, random.Random(seed)), device, seed)
+        means = [x.float().cpu().square().mean((-2, -1)).to(device) + 1 for x in (q, k)]
+        norm = jitrope.Norm(across_heads=True, mean_squares=means, rounding="once")
+        tables = {**said(**words), "cos": cos, "sin": sin, "norm": norm}
+        return lambda: [*jitrope.prepare_qkv(q, k, None, **tables)[:2]]
+
+    return Job("means of squares", case.name, made, 1.0)
 
 
 def cache_job(case: CacheCase, in_place: bool = False, norm: bool = False) -> Job:
@@ -547,7 +575,7 @@ def attention_job(draw: random.Random) -> Job:
 # ---- the pool ----------------------------------------------------------------------------------------
 
 FP8 = ("halves", "ids", "partial-odd", "d72", "packed")
-SCALED = ("halves", "ids", "partial-odd", "d72")
+MEANS = ("halves", "ids", "interleaved")
 BY_RANK = ("halves", "interleaved", "packed", "scaled-tokens")
 PLACED = ("shifts", "prefix", "scaled")
 
@@ -575,6 +603,7 @@ def _serving(draw: random.Random) -> Iterator[Job]:
         yield cache_job(draw.choice(NORMED), in_place, norm=True)
         yield fp8_job(draw.choice([c for c in CASES if c.name in FP8]))
         yield scaled_job(draw.choice([c for c in CASES if c.name in SCALED]))
+        yield means_job(draw.choice([c for c in CASES if c.name in MEANS]))
 
 
 def _packed(draw: random.Random) -> Iterator[Job]:
