@@ -136,7 +136,7 @@ __device__ __forceinline__ ScaleOut as_stored(float scale) {
 }
 __device__ __forceinline__ float scale_for(float largest, float whole) {
     float scale = __fmul_rn(largest, 1.0f / largest_of(QOut{}));    // as torch divides by a number on a GPU
-    if constexpr (TWO_LEVELS) scale = __fmul_rn(scale, __frcp_rn(whole));
+    if constexpr (TWO_LEVELS) scale = whole == 0.0f ? 0.0f : __fmul_rn(scale, __frcp_rn(whole));
     return ROUNDED ? to_float(as_stored(scale)) : scale;
 }
 // The factor of elements with a scale. TWO_LEVELS: elements with the scale 0 become zeros.

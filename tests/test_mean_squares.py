@@ -65,7 +65,7 @@ WAYS = {
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_has_its_part_of_the_whole(way: str, layout: str, device: str) -> None:
-    """Every rank's results are close to the heads of the call with all heads, and to fp64."""
+    """Every rank's results are close to the heads of the call with all heads."""
     words: dict[str, Any] = dict(WAYS[way])
     jitrope.configure(launch=words.pop("launch", "auto"))
     own, dtype = words.pop("norm", {}), words.pop("dtype", torch.bfloat16)
@@ -196,7 +196,7 @@ def test_refusals() -> None:
     one = Norm(*[w[:64] for w in weights], across_heads=True, mean_squares=means)
     with pytest.raises(InvalidInput, match=r"q_weight has shape \(64,\); it must be \(H D\), 384 numbers"):
         jitrope.prepare_qkv(q, k, None, *tables, norm=one)
-    with pytest.raises(InvalidInput, match="q_mean_square does not go with"):
+    with pytest.raises(InvalidInput, match="mean_squares' q does not go with"):
         jitrope.prepare_joint_qkv((q, q, q), (q, q, q), *tables, norm=one)
 
 

@@ -708,6 +708,34 @@ def test_gradient_of_some_through_an_expanded_one(which: str, across_heads: bool
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_gradient_beside_k_without_heads(device: str) -> None:
+    """The weights of k get zeros, and q's get what they get alone."""
+    q, k, *weights = tensors(device, torch.float32, (1, 4, 2, 64), (1, 4, 0, 64), *[(64,)] * 4)
+    leaves = [x.requires_grad_() for x in (q, *weights)]
+    words = {
+        "norm_kind": "layer_norm",
+        "cos": torch.ones(4, 32, device=device),
+        "sin": torch.zeros(4, 32, device=device),
+    }
+    found = []
+    for keys, own in (((k,), weights), ((None,), (weights[0], None, weights[2], None))):
+        out = norm_rope(q, *keys, *own[:2], q_bias=own[2], k_bias=own[3], **words)
+        used = [x for x in (q, *own) if x is not None]
+        outputs = [x for x in out if x is not None]
+        found.append(
+            dict(
+                zip(
+                    map(id, used),
+                    torch.autograd.grad([x.square() for x in outputs], used, [torch.ones_like(x) for x in outputs]),
+                )
+            )
+        )
+    both, alone = found
+    for x in leaves:
+        assert torch.equal(both[id(x)], alone[id(x)] if id(x) in alone else torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_gradient_of_a_transposed_layout_and_one_weight(device: str) -> None:
     """(B, H, S, D) views of (B, S, H, D), a gradient that is not contiguous, no weight for k, no k."""
     q, k, weight = tensors("cpu", torch.float32, (2, 5, 3, 16), (2, 5, 3, 16), (16,))

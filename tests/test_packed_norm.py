@@ -150,7 +150,7 @@ def kernels(case: NormCase, v_norm: bool = False) -> list[Any]:
     return specs
 
 
-@pytest.mark.parametrize("case", [case for case in QKV_NORM_CASES if case.name != "prefix"], ids=str)
+@pytest.mark.parametrize("case", QKV_NORM_CASES, ids=str)
 def test_the_forward_and_the_gradient_are_one_launch_each(case: NormCase) -> None:
     """v and its gradient are copied in it. With v_norm the gradient of v has a launch of its own."""
     assert [(spec.gradient, spec.copy_v) for spec in kernels(case)] == [(False, True), (True, True)]

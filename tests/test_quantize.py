@@ -119,7 +119,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
 @pytest.mark.parametrize("head", HEADS)
 def test_groups_of_a_head_have_scales(head: str, group: int, device: str) -> None:
     """The bits of a rotation in fp32, and of each group of neighbouring elements divided by its own scale."""
@@ -132,7 +132,7 @@ def test_groups_of_a_head_have_scales(head: str, group: int, device: str) -> Non
     q = q.mT.contiguous().mT if strided else q
     width = words.get("rotary_dim", dim) // 2
     tables = cos[:, :width], sin[:, :width]
-    dtype = FP4 if dim == 256 else [*LARGEST][(dim + group) // 32 % 3]
+    dtype = [*LARGEST][(dim // 64 + group.bit_length()) % (3 if strided else 4)]  # fp4 needs neighbours in memory
     words = {**words, "inverse": group == 128}
     rotated = jitrope.apply_rope(q.float(), k.float(), *tables, **words)
     got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(dtype, group=group), **words)
@@ -142,7 +142,7 @@ def test_groups_of_a_head_have_scales(head: str, group: int, device: str) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("group", [None, 32, 64, 128])
+@pytest.mark.parametrize("group", [None, 16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
 def test_scales_are_powers_of_two(dtype: torch.dtype, group: int | None, device: str) -> None:
     """MXFP8, MXFP4 and their neighbours: each scale is the next power of two, so no element saturates."""
@@ -175,8 +175,38 @@ def test_the_bytes_of_powers_of_two(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dim", "words"), [(66, {"rotary_dim": 64}), (6, {"rotary_dim": 4}), (10, {"interleaved": True})], ids=str
+)
+def test_fp4_of_heads_with_an_odd_number_of_bytes(dim: int, words: dict[str, Any], device: str) -> None:
+    q, k, cos, sin = inputs(device, 2, 3, 4, dim)
+    width = words.get("rotary_dim", dim) // 2
+    tables = cos[:, :width], sin[:, :width]
+    got = jitrope.prepare_qkv(q, k, None, *tables, quantize=DynamicQuantize(FP4), **words)
+    for x, y in zip(got, jitrope.apply_rope(q.float(), k.float(), *tables, **words)):
+        assert_scaled(x, scaled(y, FP4))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zeros_by_the_scale_of_a_tensor_of_zeros(device: str) -> None:
+    q = torch.zeros(1, 2, 3, 64, device=device)
+    got, _, _ = jitrope.prepare_qkv(q, None, None, quantize=two_levels(q_global_scale=q.abs().amax() / (448 * 6)))
+    assert not got.values.view(torch.uint8).any()
+    assert not got.scale.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 64), (2, 0, 4, 64), (2, 3, 0, 64)], ids=str)
+@pytest.mark.parametrize("words", [{}, {"group": 32}, {"dtype": FP4, "group": 16, "scale_dtype": FP8}], ids=str)
+def test_nothing_to_convert(words: dict[str, Any], shape: tuple[int, ...]) -> None:
+    q, per_item = torch.empty(shape), 2 if words.get("dtype") == FP4 else 1
+    got, _, _ = jitrope.prepare_qkv(q, None, None, quantize=DynamicQuantize(**words))
+    assert got.values.shape == (*shape[:3], 64 // per_item)
+    assert got.scale.shape == (*shape[:3], *([64 // words["group"]] if words else []))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_each_number_of_fp4_and_the_ties_between(device: str) -> None:
-    """What is halfway between numbers, and its neighbours; two in a byte, the first in the low bits."""
+    """Numbers halfway between numbers, and its neighbours; two in a byte, the first in the low bits."""
     codes = torch.arange(7)
     positive = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     around = [torch.nextafter(positive, torch.full((), to)) for to in (0.0, 9.0)]
@@ -256,19 +286,23 @@ STAGES: dict[str, dict[str, Any]] = {
     "cache": {"cache": True},
     "out": {"out": True},
 }
+BESIDE = [
+    (stage, *form)
+    for stage in STAGES
+    for form in ((torch.int8, torch.float32), (FP8, E8M0), (FP4, E8M0))
+    if (stage, form[0]) != ("out", FP4)  # it is refused
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "scale_dtype"), [(torch.int8, torch.float32), (FP8, E8M0), (FP4, E8M0)], ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "dtype", "scale_dtype"), BESIDE, ids=str)
 def test_groups_beside_another_stage(stage: str, dtype: torch.dtype, scale_dtype: torch.dtype, device: str) -> None:
     """The elements and scales of the same call in fp32 without a conversion, and the same caches."""
     q, k, cos, sin = inputs(device, 1, 5, 4, 128, dtype=torch.float32)
     words = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in STAGES[stage].items()}
     if "layout" in words:
         q, k = (x.transpose(1, 2).contiguous() for x in (q, k))
-    cached, into = words.pop("cache", False), words.pop("out", False) and dtype != FP4
-    words.pop("out", None)
+    cached, into = words.pop("cache", False), words.pop("out", False)
     want = jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2]
     caches = [torch.zeros(1, 5, 2, 128, device=device) for _ in range(2)]
     if cached:
@@ -700,8 +734,15 @@ REFUSALS = {
         {"quantize": DynamicQuantize(FP4), "out": jitrope.Ulysses(2)},
         "prepare_qkv: out does not go with fp4",
     ),
-    "e4m3-scales": (lambda: DynamicQuantize(scale_dtype=FP8), "float8_e4m3fn; it must be .* only fp4 has scales in it"),
-    "global": (lambda: DynamicQuantize(FP4, q_global_scale=1.0), "q_global_scale is 1.0; it must be None, because the"),
+    "e4m3-scales": (
+        lambda: DynamicQuantize(scale_dtype=FP8),
+        "float8_e4m3fn; it must be .* only fp4 has scales in e4m3",
+    ),
+    "global": (
+        lambda: DynamicQuantize(FP4, q_global_scale=1.0),
+        "q_global_scale is 1.0; it must be None without scale_dtype",
+    ),
+    "global-sign": (lambda: two_levels(q_global_scale=-0.5), "q_global_scale is -0.5; it must be above 0"),
     "global-type": (lambda: two_levels(k_global_scale="1"), "k_global_scale is '1'; it must be a finite number"),
     "global-cache": (
         {"cache": CACHE, "v": K, "quantize": two_levels(k_global_scale=1.0)},
@@ -715,7 +756,7 @@ REFUSALS = {
         {"cache": CACHE, "v": K, "quantize": two_levels(q_global_scale=torch.ones(3))},
         r"q_global_scale is \(3,\) torch.float32 on cpu; it must be fp32",
     ),
-    "global-alone": (lambda: fp4_of(Q, quantize=two_levels(k_global_scale=1.0)), "k_global_scale is given, but it"),
+    "global-alone": (lambda: fp4_of(Q, quantize=two_levels(k_global_scale=1.0)), "k_global_scale is given, but no"),
     "fp4-static": (lambda: Quantize(1.0, dtype=FP4), "Quantize: dtype is .*; it must be .*e5m2"),
     "fp4-cache": (lambda: fp4_of(Q[..., :12], k=True), "k_cache is torch.uint8|k_cache is torch.float4"),
     "fp4-strides": (lambda: fp4_of(Q.mT.contiguous().mT), r"q has D=48, strides .*; fp4 needs aligned pairs"),

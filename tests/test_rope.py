@@ -910,7 +910,7 @@ CACHE_REFUSALS = {
     "slots": ({"slot_mapping": torch.zeros(5, dtype=torch.int64)}, "has shape \\(5,\\) for 6 tokens"),
     "slots-dtype": ({"slot_mapping": torch.zeros(6)}, "slot_mapping is torch.float32"),
     "slots-past": ({"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 11]), "check": True}, "goes up to 11, but"),
-    "scale-alone": ({"k_scale": 0.5}, "k_scale is given, but it scales no fp8 output"),
+    "scale-alone": ({"k_scale": 0.5}, "k_scale is given, but no output is divided by it"),
     "scale-missing": (
         {name: torch.zeros(11, 2, 64).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}, "k_scale is missing",
     ),

@@ -102,9 +102,11 @@ def test_the_scales_follow_the_other_stages(stage: str, device: str) -> None:
     hadamard = stage in ("hadamard", "both")
     quantize = DynamicQuantize(per="head", hadamard=hadamard)
     *got, v = jitrope.prepare_qkv(q, k, k, *tables, norm=norm, quantize=quantize)
-    y = [q, k] if stage == "nope" else jitrope.prepare_qkv(q, k, k, *tables, norm=norm or Norm(), out=None)[:2]
-    if norm is None:
-        y = [q, k] if stage == "nope" else jitrope.apply_rope(q, k, cos, sin)
+    y: Any = [q, k]
+    if norm is not None:
+        y = jitrope.prepare_qkv(q, k, k, *tables, norm=norm)[:2]
+    elif tables:
+        y = jitrope.apply_rope(q, k, cos, sin)
     if stage == "v_norm":
         torch.testing.assert_close(v, k * (k.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
     for x, want in zip(got, y):
@@ -209,7 +211,7 @@ def test_prewarmed_in_words_are_the_kernels_of_a_call() -> None:
     q, k = (torch.empty(1, 4096, n, 128, dtype=torch.bfloat16, device="meta") for n in (32, 8))
     table = torch.empty(4096, 64, device="meta")
     with planning() as called:
-        jitrope.prepare_qkv(q, k, None, table, table, quantize=DynamicQuantize(per="head"))
+        jitrope.prepare_qkv(q, k, None, table, table, quantize=DynamicQuantize(per="kv_head"))
     assert {*called} <= {*described}, (called, described)
     assert {spec.kind for spec in called} == {"rope", "qk_norm_rope"}
     assert any(spec.per_row and "per_row" in spec.name for spec in called)

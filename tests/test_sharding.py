@@ -319,6 +319,17 @@ def norms() -> None:
         inputs = [(q, [Shard(axis)]), (k, [Shard(axis)])]
         wide = [(weight(8 * D), [Partial()]), (weight(4 * D), [Partial()])]
         against_plain(normed(cos, sin, across_heads=True), inputs, wide)
+        means = [(x.square().mean((-2, -1)), [Shard(axis)]) for x in (q, k)]
+        with torch.no_grad():
+            want = across_ranks(q, k, *[mean for mean, _ in means])
+            placed = across_ranks(*[place(x, p) for x, p in (*inputs, *means)])
+        for x, y in zip(placed, want):
+            same(x, y, [Shard(axis)])
+
+
+def across_ranks(q: Any, k: Any, *mean_squares: Any) -> Any:
+    norm = jitrope.Norm(across_heads=True, mean_squares=mean_squares)
+    return jitrope.prepare_qkv(q, k, None, norm=norm)[:2]
 
 
 @case
@@ -410,6 +421,7 @@ def calls_that_take_local_tensors_only() -> None:
         ("kv_cache_", (q, q, q, cos, sin), slots),
         ("packed_qkv", (qkv, cos, sin), {}),
         ("packed_qkv_", (qkv, cos, sin), {}),
+        ("packed_qkv_norm", (qkv, None, None, cos, sin), {}),
         ("norm_rope_joint", ((q, q, q), (plain, plain, plain), None, None, cos, sin), {}),
     ):
         refuses("it takes no DTensors; pass x.to_local()", KINDS[name], *arguments, **keywords)

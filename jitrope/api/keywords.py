@@ -17,7 +17,7 @@ else:
 
 
 class JointWords(TypedDict, total=False):
-    """The keywords of all functions; see `apply_rope`."""
+    """The keywords of all functions except `prepare_mla_qkv`; see `apply_rope`."""
 
     interleaved: bool
     rotary_dim: int | None

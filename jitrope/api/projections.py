@@ -97,7 +97,7 @@ def prepare_packed_qkv(
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
             launch, and deterministic; in place there is none. across_heads is refused. With v_norm v is normalised in
             the same launch, in place too, and its gradient has a launch of its own. A norm cannot be combined with
-            `Packed`, cp_size, freqs, mscale and inverse.
+            `Packed`, `Shifts`, cp_size, freqs, mscale and inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
             Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of

@@ -164,7 +164,7 @@ def prepare_qkv(
     inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor | Scaled, Tensor | Scaled | None, Tensor | None]:
-    """Prepare q, k and v for attention in one launch: norm, rope, conversion to fp8, write to a KV cache.
+    """Prepare q, k and v for attention in one launch: norm, rope, conversion to fp8 or fp4, write to a KV cache.
 
     >>> q, k, v = torch.randn(3, 1, 16, 8, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -179,18 +179,19 @@ def prepare_qkv(
             returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch if it is like k (`Norm`).
         cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
             then q and k are not rotated, and positions and rotary_dim have no effect (layers without rope, "NoPE").
-        norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache only
-            with mean_squares.
+        norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache,
+            `DynamicQuantize` and hadamard only with mean_squares.
         cache: store the rotated k, and v, in a KV cache.
-        quantize: return q, and k if there is no cache, in fp8; with `DynamicQuantize`, for fp4 too, they are `Scaled`.
+        quantize: return q, and k if there is no cache, in fp8 with your scales (`Quantize`), or in fp8, int8 or fp4
+            with computed scales, as `Scaled` (`DynamicQuantize`; with its per="head" or "kv_head" in two launches).
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
             except v_out. v is copied to v_out, in the same launch if k and v have one shape and dtype, outside of
-            across_heads, interleaved_out and tables for each head. With a cache only q_out can be given, and with
-            `DynamicQuantize` too none.
+            across_heads without mean_squares, interleaved_out and tables for each head. With a cache only q_out can be
+            given, and with `DynamicQuantize` too none.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
-        interleaved_out, packed_table and cp_size. A norm cannot be combined with `Packed`, freqs and inverse, a cache
-        with `Packed`, rounding and inverse, quantize with rounding and inplace; `DynamicQuantize` and hadamard also not
-        with `Packed` and freqs.
+        interleaved_out, packed_table, cp_size and `Shifts`. A norm cannot be combined with `Packed`, freqs and inverse,
+        a cache with `Packed`, rounding and inverse, quantize with rounding and inplace; `DynamicQuantize` and hadamard
+        also not with `Packed` and freqs.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a

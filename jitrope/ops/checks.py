@@ -51,8 +51,8 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
         text = f"{name}: it has no gradient in place, because that needs the old q and k; leave inplace=True out"
         raise InvalidInput(text)
     if wants_grad and MEANS[0] in tensors:
-        instead = "use torch.no_grad(), or a norm in plain torch"
-        raise InvalidInput(f"{name}: mean_squares has no gradient, which needs another sum over the ranks; {instead}")
+        why = "because that needs another sum over the ranks; use torch.no_grad(), or a norm in plain torch"
+        raise InvalidInput(f"{name}: a norm with mean_squares has no gradient, {why}")
     learned = [
         label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]
@@ -250,7 +250,7 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     check_norm(name, tensors, options)
     if sums_heads(tensors, options):
-        fail("across_heads does not go with dynamic scales; normalise in a call before")
+        fail("across_heads does not go with dynamic scales; pass mean_squares, or normalise before")
     for own in [own for own in "qk" if f"{own}_scale" in tensors]:
         x = tensors.get(own, tensors["q"])
         check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
@@ -274,14 +274,14 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
         part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
         fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}")
     if options.hadamard and sums_heads(tensors, options):
-        fail("hadamard does not go with across_heads; normalise in a call before")
+        fail("hadamard does not go with across_heads; pass mean_squares, or normalise before")
 
 
 def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with a norm that stores k and v in caches."""
     fail = failing(name)
     if sums_heads(tensors, options):
-        fail("across_heads does not go with a cache; normalise in a call before")
+        fail("across_heads does not go with a cache; pass mean_squares, or normalise before")
     check_kv_cache(name, tensors, options)
     _check_norm(fail, tensors, options)
     _check_whole_head(fail, tensors, options)

@@ -20,7 +20,7 @@ MAX_TOKENS = 2**31 - 1
 
 Fail = Callable[[str], NoReturn]
 USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for name in MEANS}}
-"""The users' names of tables that have another name in a call."""
+"""The users' names of tensors that have another name in a call."""
 
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}
 """Layouts that are easily mistaken for each other."""
@@ -97,13 +97,13 @@ def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]
 
 
 def check_scale(label: str, scale: Tensor | None, x: Tensor, wanted: bool, options: Options, fail: Fail) -> None:
-    """Refuse a wrong scale of fp8 for the heads of x."""
+    """Refuse a wrong given scale for the heads of x."""
     if scale is None and wanted:
         fail(f"{label} is missing; pass it, because fp8 is stored divided by it")
     if scale is None:
         return
     if not wanted:
-        fail(f"{label} is given, but it scales no fp8 output; leave it out")
+        fail(f"{label} is given, but no output is divided by it; leave it out")
     batch, _, heads, _ = sizes_of(x, options.layout)
     fits = scale.numel() == 1 or tuple(scale.shape) in ((heads,), (batch, heads))
     if scale.dtype != torch.float32 or not fits or scale.device != x.device:
@@ -112,7 +112,7 @@ def check_scale(label: str, scale: Tensor | None, x: Tensor, wanted: bool, optio
 
 
 def check_pairs(tensors: Tensors, options: Options, fail: Fail) -> None:
-    """Refuse heads of which a thread cannot take neighbouring elements, two of which are a byte of fp4."""
+    """Refuse heads whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
     for label in [label for label in ("q", "k", "v", "k_cache", "v_cache") if label in tensors]:
         x = tensors[label]
         steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
@@ -226,14 +226,14 @@ def check_factor(tensors: Tensors, q: Tensor, seqlen: int, layout: str, fail: Fa
 def check_means(tensors: Tensors, layout: str, fail: Fail) -> None:
     """Check the given means of squares of a norm across heads."""
     for name in MEANS if MEANS[0] in tensors or MEANS[1] in tensors else ():
-        mean, x = tensors.get(name), tensors.get(name[0])
-        if mean is None or x is None:
-            given, missing = (name[0], USERS_NAMES[name]) if mean is None else (USERS_NAMES[name], name[0])
-            if mean is not x:
-                fail(f"{given} is given, but {missing} is not")
-            continue
-        batch, seqlen, *_ = sizes_of(x, layout)
-        _check_of_tokens(name, mean, x, [(seqlen,) if layout == "thd" else (batch, seqlen)], fail)
+        mean, x, label = tensors.get(name), tensors.get(name[0]), USERS_NAMES[name]
+        if mean is None and x is not None:
+            fail(f"{name[0]} is given, but {label} is not")
+        if mean is not None and x is None:
+            fail(f"{label} is given, but {name[0]} is not")
+        if mean is not None and x is not None:
+            batch, seqlen, *_ = sizes_of(x, layout)
+            _check_of_tokens(name, mean, x, [(seqlen,) if layout == "thd" else (batch, seqlen)], fail)
 
 
 def _check_of_tokens(name: str, x: Tensor, q: Tensor, allowed: list[tuple[int, ...]], fail: Fail) -> None:

@@ -41,10 +41,10 @@ def of_heads(scale: Tensor, o: Options) -> Tensor:
     return scale.reshape(shape)
 
 
-def scaled_elements(y: Tensor, o: Options, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def scaled_elements(y: Tensor, o: Options, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """y in a format, and the scale of each head or group: its largest element over the format's largest number.
 
-    whole: a given scale, of which those of "fp8" are multiples.
+    global_scale: the unit of scales in "fp8"; None: 1.
     """
     rows = y.unflatten(-1, (-1, o.group or y.shape[-1]))
     scale = _unit(rows.abs().amax(-1), o)
@@ -53,11 +53,12 @@ def scaled_elements(y: Tensor, o: Options, whole: Tensor | None = None) -> tuple
         exponents = powers_of_two(scale)
         scale, stored = value_of_powers(exponents), exponents.view(E8M0)
     elif o.scale_out == "fp8":
-        of_whole = torch.ones((), device=y.device) if whole is None else of_heads(whole, o)
-        stored = divided(scale, of_whole, "fp8")
-        scale = stored.float() * of_whole
+        unit = torch.ones((), device=y.device) if global_scale is None else of_heads(global_scale, o)
+        none = unit == 0  # as of a tensor of zeros
+        stored = divided(scale.masked_fill(none, 0), unit.masked_fill(none, 1), "fp8")
+        scale = stored.float() * unit
         scale = scale.masked_fill(scale == 0, torch.inf)  # elements without a scale become zeros
-    values = divided(rows, scale[..., None], o.out_dtype).reshape(*y.shape[:-1], -1)
+    values = divided(rows, scale[..., None], o.out_dtype).flatten(-2)
     return values, stored if o.group else stored[..., 0]
 
 

@@ -100,18 +100,23 @@ def with_scales(tensors: Tensors, words: dict[str, Any], per: str) -> Tensors:
     """
     if "k_cache" in tensors:
         raise InvalidInput(f"prepare_qkv: per={per!r} does not go with a cache; pass q's scales in Quantize")
-    rounding, across_heads, zero_centered, after_rope, _, kind, eps = words.get("norm", NO_NORM)
-    norm = NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)
     own = {word: x for word, x in words.items() if word != "out"}
-    found = call(QK_NORM_ROPE_SCALES, dict(tensors), {**own, "norm": norm, "per_row": True})
+    own.update(norm=_without_v(words.get("norm", NO_NORM)), per_row=True)
+    found = call(QK_NORM_ROPE_SCALES, dict(tensors), own)
     tensors.update(found)
     if per == "kv_head":
         heads, of_k = (found[name].shape[-1] if name in found else 0 for name in ("q_scale", "k_scale"))
-        if not of_k or heads % of_k:
+        if not heads or not of_k or heads % of_k:
             raise InvalidInput(f"prepare_qkv: per='kv_head' needs a multiple of k's heads; q has {heads}, k {of_k}")
         found["q_scale"] = found["q_scale"].unflatten(-1, (of_k, -1)).amax(-1)
         tensors["q_scale"] = found["q_scale"].repeat_interleave(heads // of_k, -1)
     return found
+
+
+def _without_v(norm: NormOptions) -> NormOptions:
+    """The norm of q and k alone. Dynamo of torch 2.6 cannot trace `_replace`."""
+    rounding, across_heads, zero_centered, after_rope, _, kind, eps = norm
+    return NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)
 
 
 def result(out: Tensors, name: str) -> Any:
@@ -143,9 +148,7 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tu
 def _normed_v(v: Tensor, words: dict[str, Any]) -> Tensor:
     """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
     norm = words["norm"]
-    # Dynamo of torch 2.6 cannot trace `_replace`.
-    rounding, across_heads, zero_centered, after_rope, _, kind, eps = norm
-    words["norm"] = NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)
+    words["norm"] = _without_v(norm)
     own = {"layout": words["layout"]} if "layout" in words else {}
-    plain = NormOptions(rounding, across_heads, kind=kind, eps=eps)
+    plain = NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
     return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]

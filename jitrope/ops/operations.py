@@ -299,7 +299,8 @@ class _QKNormRopeBackward(Operation):
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         out = {name: empty_like(tensors[name]) for name in "qk" if name in tensors}
         across, axis = norm_of(options).across_heads, LAYOUT_AXES[options.layout][2]
-        sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in out.items()}
+        given = {name: x for name, x in out.items() if name == "q" or x.shape[axis]}
+        sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
         return {**out, **weight_sums(tensors, sizes, blocks)}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:

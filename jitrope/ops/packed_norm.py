@@ -1,4 +1,4 @@
-"""The operations of packed QKV with a norm: its check, the same in plain torch, and its gradient."""
+"""The operations of packed QKV with a norm: their check, the same in plain torch, and its gradient."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _QKVNorm(Normed, RopeQKV):
     options = (*NORMED, "inverse", *PACKED)
     words = (*NORMED, *PACKED, "norm", "check", "inplace")
     check = staticmethod(check_qkv_norm)
-    goes_bare = Operation.goes_bare
+    goes_bare = Operation.goes_bare  # without a table there is the norm
 
     def saved(self, tensors: Tensors) -> Tensors:
         return dict(tensors)
@@ -51,13 +51,14 @@ class _QKVNorm(Normed, RopeQKV):
         if norm_of(options).v_norm and "v" in grads:
             from .operations import gradient_of_v
 
-            grads["v"] = gradient_of_v(call, packed_part(saved["qkv"], "v", options), grads["v"], options)
+            of_v = gradient_of_v(call, packed_part(saved["qkv"], "v", options), grads["v"], options)
+            grads = {**grads, "v": of_v}
         back = changed(norm_turned_back(options), copy_v=True)
         return call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
 
 
 class _QKVNormBackward(RopeQKVBackward):
-    """It reads q and k of the projection, and the gradient of v, and writes all to one tensor."""
+    """The kernel reads q and k of the projection and the gradient of v, and writes one tensor."""
 
     name = "qk_norm_rope_qkv_backward"
     tensors = (*RopeQKVBackward.tensors, "qkv", *WEIGHTS, *BIASES)
@@ -66,7 +67,7 @@ class _QKVNormBackward(RopeQKVBackward):
     reads = ("qkv", "qkv", "dv")
     norm = True
     reference = staticmethod(backward)
-    gradient = Operation.gradient
+    gradient = Operation.gradient  # there is no second derivative
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         qkv = tensors["qkv"]

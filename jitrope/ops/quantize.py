@@ -42,7 +42,7 @@ class Quantize(Value):
         InvalidInput: an argument has a wrong type.
     """
 
-    per = "token"  # of `DynamicQuantize`
+    per = "token"  # `prepare_qkv` reads it from both values
 
     def __init__(
         self,
@@ -74,8 +74,9 @@ class Scaled(NamedTuple):
     """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H): y is values times scale.
 
     With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`. With
-    per="head" it is (B, H), and y is values times `scale[:, None, :, None]`. In fp4 the values are (B, S, H, D / 2),
-    two in a byte, the first in the low bits.
+    per="head" it is (B, H), and y is values times `scale[:, None, :, None]`. With per="kv_head" q's scale is (B, Hk);
+    repeat it for the heads of q: `scale.repeat_interleave(Hq // Hk, 1)`. In fp4 the values are (B, S, H, D / 2), two in
+    a byte, the first in the low bits. With a global scale y is also multiplied by that.
 
     >>> q = torch.randn(1, 16, 8, 64)
     >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
@@ -96,29 +97,31 @@ class DynamicQuantize(Value):
     (torch.float8_e4m3fn, torch.Size([1, 16, 8]))
 
     Args:
-        dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, or fp4, torch.float4_e2m1fn_x2 (before torch 2.8
-            torch.uint8). The scale is a head's largest element in size, at least 1e-12, times 1 / 448, 1 / 57344,
-            1 / 127 or 1 / 6, the largest numbers of the dtypes, in fp32. fp4 is rounded to the nearest number, of two
-            the even one. It needs heads with neighbouring elements, and does not go with out.
-        group: 16, 32, 64 or 128 neighbouring elements of a head, a divisor of D, have a scale, computed in the same
+        dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, or for fp4 (e2m1) torch.float4_e2m1fn_x2, before
+            torch 2.8 torch.uint8. The scale is a head's largest element in size, at least 1e-12, times 1 / 448,
+            1 / 57344, 1 / 127 or 1 / 6, the largest numbers of the dtypes, in fp32. fp4 is rounded to the nearest
+            number, ties to even. It needs an even D, elements that are neighbours in memory, even strides and offsets,
+            an even rotary_offset, and a rotary_dim that is a multiple of 4 (interleaved: of 2). out is refused.
+        group: 16, 32, 64 or 128 neighbouring elements of a head, a divisor of D, share a scale, computed in the same
             way. None: the head has one scale.
         scale_dtype: torch.float32, or torch.float8_e8m0fnu (before torch 2.7 torch.uint8): the scale is then rounded up
-            to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With e4m3 and groups of 32 this
-            is MXFP8, with fp4 MXFP4 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales open;
-            rounding up is the rule of arXiv:2506.08027, cuDNN's block scale quantize and Megatron-core's
+            to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With groups of 32 this is
+            MXFP8 for e4m3 and MXFP4 for fp4 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales
+            open; rounding up is the rule of arXiv:2506.08027, cuDNN's block scale quantize and Megatron-core's
             `mxfp8_quantize`. No element saturates. A group of zeros has the byte 0. The bytes are in the order of the
-            shape, not swizzled. For fp4 also torch.float8_e4m3fn, with group=16 NVFP4: the scale is rounded to the
-            nearest number of e4m3, at most 448, and elements become zeros where it is 0.
-        q_global_scale, k_global_scale: the unit of scales in e4m3, numbers or tensors as in `Quantize`; default 1. The
-            scale is largest / 6 / global, rounded, elements are divided by that times global, and y is values times
-            scale times global. In arXiv:2509.25149 global is the tensor's largest element in size over 448 * 6. With a
-            cache k has none.
+            shape, not swizzled. Only for fp4 torch.float8_e4m3fn, with group=16 NVFP4: the scale is rounded to the
+            nearest number of e4m3, at most 448. If it becomes 0, its elements are 0.
+        q_global_scale, k_global_scale: the unit of scales in e4m3; positive numbers, or tensors as in `Quantize`;
+            default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times scale times
+            global. In arXiv:2509.25149 global is
+            the tensor's largest element in size, divided by 448 * 6. With a cache k_global_scale is refused.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
-        per: "token": a head has a scale for each token. "head": it has one for all tokens of a batch row, (B, H) in
-            fp32, with "thd" (1, H). "kv_head": the same, and the heads of q that share a head of k share the largest of
-            their scales, so both are (B, Hk), as FlashAttention-3 reads q_descale and k_descale. These take two
-            launches, the first of which only computes the scales, and go with no group, scale_dtype and cache. For
-            v_descale pass v as q, without k and a table.
+        per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
+            tokens of a batch row; the scales are (B, H) in fp32, with "thd" (1, H). "kv_head": the same, but the heads
+            of q that share a head of k have one scale; both scales are (B, Hk), as FlashAttention-3 reads q_descale and
+            k_descale, and k must be given. "head" and "kv_head" take two launches; the first only computes the scales.
+            They cannot be combined with fp4, group, scale_dtype and a cache. With `Ulysses` the scales are of all
+            heads. For v_descale pass v as q with per="head", without k and without a table.
 
     Raises:
         InvalidInput: an argument is wrong.
@@ -148,20 +151,25 @@ class DynamicQuantize(Value):
         if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in dtypes:
             refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, dtypes)))
         if scale_dtype == FP8 and self.words["out_dtype"] != "fp4":
-            refuse("DynamicQuantize", "scale_dtype", scale_dtype, "another one, because only fp4 has scales in it")
+            refuse(
+                "DynamicQuantize",
+                "scale_dtype",
+                scale_dtype,
+                "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3",
+            )
         if scale_dtype != torch.float32:
             self.words["scale_out"] = "e8m0" if scale_dtype == E8M0 else "fp8"
         for label, scale in self.given.items():
             label = label.replace("_", "_global_")
             if scale_dtype != FP8:
-                refuse("DynamicQuantize", label, scale, f"None, because the scales are not {FP8}")
-            if not isinstance(scale, Tensor):
-                scale_number("DynamicQuantize", label, scale)
+                refuse("DynamicQuantize", label, scale, f"None without scale_dtype={FP8}")
+            if not isinstance(scale, Tensor) and scale_number("DynamicQuantize", label, scale) <= 0:
+                refuse("DynamicQuantize", label, scale, "above 0")
         for label in ("group", "scale_out"):
             if self.per != "token" and label in self.words:
                 raise InvalidInput(f"DynamicQuantize: {_LABELS.get(label, label)} does not go with per={self.per!r}")
         if self.per != "token" and self.words["out_dtype"] == "fp4":
-            raise InvalidInput(f"DynamicQuantize: fp4 does not go with per={self.per!r}; give it groups")
+            raise InvalidInput(f"DynamicQuantize: fp4 does not go with per={self.per!r}; leave per out")
         self.words.update(_hadamard("DynamicQuantize", hadamard))
 
     def on(self, q: Tensor) -> Tensors:

@@ -30,18 +30,19 @@ def counters(x: Tensor) -> Tensor:
 def weight_sums(tensors: Tensors, widths: dict[str, int], blocks: int) -> Tensors:
     """The gradients of the given weights and biases, and the memory of the kernel that sums them over its blocks.
 
-    widths: the lengths of a weight of q, and of k if it is there, in the kernel's order.
+    widths: the lengths of a weight of q, and of k if it has heads, in the kernel's order.
     """
-    given = {name.rpartition("_")[2] for name in tensors}
-    kinds = ("weight", "bias") if "bias" in given else ("weight",) if "weight" in given else ()
-    sizes = {f"{name}_{kind}": size for kind in kinds for name, size in widths.items()}
-    if not sizes:
+    given = {name: x for name, x in tensors.items() if name.endswith(("_weight", "_bias"))}
+    if not given:
         return {}
-    some, width = next(tensors[name] for name in sizes if name in tensors), sum(sizes.values())  # all have one dtype
+    kinds = ("weight", "bias") if any(name.endswith("_bias") for name in given) else ("weight",)
+    sizes = {f"{name}_{kind}": size for kind in kinds for name, size in widths.items()}
+    some, width = next(iter(given.values())), sum(sizes.values())  # all have one dtype: `checks.check_norm`
     sums = some.new_empty(width) if blocks else some.new_zeros(width)
-    parts = zip(sizes, sums.split([*sizes.values()]))
+    parts = dict(zip(sizes, sums.split([*sizes.values()])))
+    out = {name: parts[name] if name in parts else torch.zeros_like(x) for name, x in given.items()}
     scratch = {"block_sums": some.new_empty((blocks, width), dtype=torch.float32), "counters": counters(some)}
-    return {"weight_grads": sums, **{name: part for name, part in parts if name in tensors}, **scratch}
+    return {"weight_grads": sums, **out, **scratch}
 
 
 def missing_weights(tensors: Tensors, options: Options) -> Tensors:

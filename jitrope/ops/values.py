@@ -192,11 +192,13 @@ class Norm(Value):
         eps: added to the mean of the squares. Qwen3, FLUX, Qwen-Image and Wan have this default in transformers and
             diffusers.
         across_heads: one mean over all heads of a token (Wan, LTX), not one for each head (FLUX, Qwen3).
-        mean_squares: (q's, k's) means of x^2 of each token over all heads of all ranks, with across_heads, where a rank
-            has a part of the heads (tensor parallelism of Wan, LTX-2, MiniMax-M2): fp32, (B, S), with "thd" (T). k's is
-            None without k. The weights are this rank's part. For ranks with as many heads each:
-            `mean = q.float().square().mean((-2, -1))`, and `all_reduce(mean, op=ReduceOp.AVG)`. Then every stage goes
-            with across_heads, such as a cache. It has no gradient, which needs another sum over the ranks.
+        mean_squares: only with across_heads, if each rank has a part of the heads (tensor parallelism of Wan, LTX-2,
+            MiniMax-M2): the means of x^2 of each token over the heads of all ranks, (q's, k's), in fp32, (B, S), with
+            "thd" (T). k's is None without k. Pass this rank's part of the weights. If all ranks have equally many
+            heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
+            `all_reduce(mean, op=ReduceOp.AVG)`. across_heads then also goes with a cache, `DynamicQuantize` and
+            hadamard. mean_squares cannot be combined with "layer_norm", v_norm, `prepare_joint_qkv` and
+            `prepare_packed_qkv`. There is no gradient, because it needs another sum over the ranks.
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
             before.
@@ -212,7 +214,7 @@ class Norm(Value):
             a few results differ in the last bit.
 
     Raises:
-        InvalidInput: an argument has a wrong type.
+        InvalidInput: an argument is wrong, or two do not fit together.
     """
 
     def __init__(

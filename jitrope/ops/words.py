@@ -97,7 +97,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     for label in (*asked, *[label for label in tensors if label not in op.names]):
         if label not in op.words and label not in op.tables:
             hint = "; pass positions as a tensor of ids" if label in ("cu_seqlens", "max_seqlen") else ""
-            raise InvalidInput(f"{name}: {label} does not go with {op.stage or 'this function'}{hint}")
+            raise InvalidInput(f"{name}: {_users_name(op, label)} does not go with {op.stage or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))
     first, cos = next(iter(full.values())), full.get("cos")
@@ -109,6 +109,11 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     except TypeError:  # a word without a hash
         options = _resolved(op, name, kind, words, *widths)
     return (options, full) if cos is not None else op.unrotated(name, full, options)
+
+
+def _users_name(op: Any, label: str) -> str:
+    """The user's name of a tensor or a word."""
+    return str({**USERS_NAMES, **op.labels}.get(label, label))
 
 
 def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:
@@ -124,7 +129,7 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]
     for label, x in tensors.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
-            shown = (kinds or ["cos"])[0] if label == "second_cos" else {**USERS_NAMES, **op.labels}.get(label, label)
+            shown = (kinds or ["cos"])[0] if label == "second_cos" else _users_name(op, label)
             hint = f"; pass torch.from_numpy({shown})" if type(x).__name__ == "ndarray" else ""
             refuse(name, shown, x, (tensor if label in needed else f"{tensor} or None") + hint)
     return kinds[0] if kinds else "cos_sin"

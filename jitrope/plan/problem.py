@@ -20,6 +20,7 @@ from .spec import ALL_TOKENS, INDICES, NormOptions, Options
 from .views import (
     FORMATS,
     MEANS,
+    PER_ITEM,
     Tensors,
     factor_view,
     head_view,
@@ -321,13 +322,14 @@ def _scale_strides(scale: Tensor | None) -> tuple[int, int]:
 
 
 def _elements_per_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> int:
-    """Elements that one aligned access may span, by addresses and strides."""
+    """Elements that one aligned access may span, by addresses and strides, which count items."""
     if any(inner != 1 for *_, inner in strides):
         return 1
     limits = []
     for view, (*outer, _) in zip(views, strides):
         size = view.element_size()
-        limits.append(max(1, math.gcd(ACCESS_BYTES, *(stride * size for stride in outer), _address(view)) // size))
+        items = math.gcd(ACCESS_BYTES, *(stride * size for stride in outer), _address(view)) // size
+        limits.append(max(1, items) * PER_ITEM.get(view.dtype, 1))
     return min(limits)
 
 

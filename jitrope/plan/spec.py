@@ -145,8 +145,8 @@ class Compiled:
 
     Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: the part of the heads of q and k
     that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head,
-    or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`; per_row: it only finds the
-    largest scale of a head in a batch row. With a slot_mapping or a page_table k and v go to a cache with pages of
+    or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`; per_row: it stores
+    only the scale of each head of a batch row. With a slot_mapping or a page_table k and v go to a cache with pages of
     page_size slots (0: no pages), and rotate_k also rotates k in place.
     page_indptr, cu_seqlens_q: beside the page table there are these; clear_page: the rest of a sequence's last page
     becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied,

@@ -28,6 +28,7 @@ FORMATS = {
     "fp4": Format(getattr(torch, "float4_e2m1fn_x2", torch.uint8), 6.0, 2),
 }
 """The formats by the words of `spec.SCALED_DTYPES`; before torch 2.8 fp4 is bytes."""
+PER_ITEM = {form.dtype: form.per_item for form in FORMATS.values()}
 E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)
 """Powers of two; before torch 2.7 their bytes."""
 SCALES = {"fp32": torch.float32, "e8m0": E8M0, "fp8": FP8}
@@ -41,8 +42,6 @@ Tensors = dict[str, Tensor]
 TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q_factor")
 """The tables, the tokens' positions in them, and the scale of q. Without sin, cos is a single table of the kind
 `Options.table`."""
-
-
 MEANS = ("q_mean_square", "k_mean_square")
 """Given means of squares of a norm across heads, (B, S)."""
 

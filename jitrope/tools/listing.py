@@ -51,7 +51,7 @@ def in_words(spec: Spec) -> str:
         "LayerNorm" if spec.norm_kind == "layer_norm" else "",
         f"Hadamard transform of the {spec.hadamard}" if spec.hadamard else "",
         f"a scale for each {f'{spec.group} elements' if spec.group else 'head'}" if spec.dynamic else "",
-        "only the largest of a batch row" if spec.per_row else "",
+        "only scales, each of all tokens of a batch row" if spec.per_row else "",
         {"e8m0": "scales in powers of two", "fp8": "scales in e4m3"}.get(spec.scale_out, ""),
         "norm of v" if spec.v_norm else "",
         f"norm across {' and '.join(map(str, spec.row_heads))} heads" if spec.across_heads else "",

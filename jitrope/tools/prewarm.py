@@ -85,8 +85,8 @@ def specs_of(**call: Any) -> list[RopeSpec]:
             for each stream.
         positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope`, `Starts`, or with "shifts"
             `Shifts`. norm, cache, quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without scales of
-            `DynamicQuantize`. Write a tensor as its dtype, as in {"cu_seqlens": "int32"}, and the dtype as "fp8_e5m2",
-            "fp4".
+            `DynamicQuantize`. Write a tensor as its dtype, as in {"cu_seqlens": "int32"}. A dtype of quantize is "fp8",
+            "fp8_e5m2", "int8" or "fp4", a scale_dtype "fp32", "e8m0" or "fp8".
             page_size, in cache: the rows of a page, if the pages are not neighbours in memory.
         backward: plan the gradient too.
 
