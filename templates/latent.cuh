@@ -1,27 +1,59 @@
 // Latent attention: what is not one head of q, k or v in, and one out.
 
-// Whether a lane stores its part of a head as of q and k elsewhere. A head of v is copied by `copy_value`. SUMS: the
+// Whether a lane stores its part of a head as of q and k elsewhere. A head of v is copied by all lanes. SUMS: the
 // rotary lanes store the sum over k's heads, and the others store the rest of each head.
 __device__ __forceinline__ bool stores(const Head& head, bool rotary) {
     return !head.is_v && (!SUMS || head.is_q || rotary == (head.index < 0));
 }
 
-// Copies a lane's accesses of a head of v, which has V_DIM elements.
-__device__ __forceinline__ void copy_value(const Params& p, const Head& head, const Place& place, int lane) {
-    for (int dim = lane * VEC; dim < V_DIM; dim += LANES * VEC)
-        store_whole(head.output<T>(p, place, dim).first, load_global<T, VEC>(head.input(p, place, dim).first));
+// Loads a lane's first accesses of a head of v, which has V_DIM elements.
+__device__ __forceinline__ Chunks load_value(const Params& p, const Head& head, const Place& place, int lane) {
+    Chunks chunks = {};
+    #pragma unroll
+    for (int n = 0; n < ACCESSES; ++n) {
+        const int dim = (n * LANES + lane) * VEC;
+        if (dim < V_DIM) chunks.x[n] = load_global<T, VEC>(head.input(p, place, dim).first);
+    }
+    return chunks;
 }
 
-// Sums a rotary lane's part of all heads of k in fp32, in their order.
-__device__ __forceinline__ void sum_heads(const Params& p, const Place& place, int lane, float* sum) {
+// Stores them, and copies the lane's other accesses.
+__device__ __forceinline__ void copy_value(
+    const Params& p, const Head& head, const Place& place, int lane, const Chunks& chunks
+) {
     #pragma unroll
-    for (int i = 0; i < 2 * PAIRS; ++i) sum[i] = 0.0f;
-    Head head(p, static_cast<int>(p.q_heads) + SUMS);
-    #pragma unroll (FULL_WIDTH ? 2 : 4)
-    for (int heads = static_cast<int>(p.k_heads); head.index < heads; ++head.index) {
-        float x[2 * PAIRS];
-        unpack_head(load_head(head.input(p, place, first_dim(lane, INTERLEAVED))), x);
-        #pragma unroll
-        for (int i = 0; i < 2 * PAIRS; ++i) sum[i] = __fadd_rn(sum[i], x[i]);
+    for (int n = 0; n * LANES * VEC < V_DIM; ++n) {
+        const int dim = (n * LANES + lane) * VEC;
+        if (dim >= V_DIM) return;
+        const bool loaded = n < ACCESSES;
+        const Vec<T, VEC> x = loaded ? chunks.x[n % ACCESSES] : load_global<T, VEC>(head.input(p, place, dim).first);
+        store_whole(head.output<T>(p, place, dim).first, x);
     }
+}
+
+// Sums the rotated elements of a token over all heads of k, in fp32 and in their order. All threads of the block load
+// a part of several heads at once.
+__device__ __forceinline__ void sum_heads(const Params& p, const Place& place, float* sums) {
+    constexpr int EACH = ROTARY_DIM / VEC;               // accesses of a head
+    constexpr int AT_ONCE = 16384 / static_cast<int>(ROTARY_DIM * sizeof(T));
+    __shared__ Vec<T, VEC> parts[AT_ONCE * EACH];
+    Head head(p, static_cast<int>(p.q_heads) + SUMS);
+    for (int heads = static_cast<int>(p.k_heads), done = 0; done < heads; done += AT_ONCE) {
+        const int count = min(AT_ONCE, heads - done);
+        __syncthreads();                                 // the parts before these have been added
+        #pragma unroll 4
+        for (int i = threadIdx.x; i < count * EACH; i += THREADS) {
+            head.index = done + i / EACH;
+            parts[i] = load_global<T, VEC>(head.input(p, place, ROTARY_OFFSET + i % EACH * VEC).first);
+        }
+        __syncthreads();
+        for (int element = threadIdx.x; element < ROTARY_DIM; element += THREADS) {
+            float sum = done ? sums[element] : 0.0f;
+            #pragma unroll 8
+            for (int i = 0; i < count; ++i)
+                sum = __fadd_rn(sum, to_float(parts[i * EACH + element / VEC].item[element % VEC]));
+            sums[element] = sum;
+        }
+    }
+    __syncthreads();
 }

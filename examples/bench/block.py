@@ -63,7 +63,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, between: Between, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, S, hidden)."""
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
-        q, k = between(q, k, *self.weights, cos, sin)
+        q, k = between(q, k, self.weights[0], self.weights[1], cos, sin)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))

@@ -270,7 +270,8 @@ PRESETS = {
     "qwen3.5": Preset(
         (1, 4096, 16, 2, 256),
         ours(lambda x: Norm(*x.weights, zero_centered=True, rounding="once"), rotary_dim=64),
-        both(lambda y, w, b: rms(y, 1 + w), rotary_dim=64), IN_AND_OUT, rotary_dim=64, trained=("q", "k"), make=gated,
+        both(lambda y, w, b: (rms(y.float()) * (1 + w.float())).to(y.dtype), rotary_dim=64),
+        IN_AND_OUT, rotary_dim=64, trained=("q", "k"), make=gated,
     ),
     "wan-ulysses": Preset((1, 8192, 40, 40, 128), to_ranks, wan, (4, 4, 4)),
     "flux-fp8": Preset((1, 4608, 24, 24, 128), to_operands, operands, (3, 3, 4), tolerance=(2**-3, 2**-4)),

@@ -24,9 +24,10 @@ access for each thread: on an H100, (1, 4608, 24 + 24, 128) bf16 halves, a block
 1.036 x the copy, 24 heads twice in flight 1.049 x, 16 heads three times 1.051 x. Above 768 threads full-width tables
 and packed input spill, because they need 80 registers a thread."""
 
-LATENT_BLOCK_THREADS = 512
-"""The same with latent attention, so that two blocks fit on an SM: its kernels need 40 to 64 registers a thread. Not
-measured yet."""
+LATENT_BLOCK_THREADS = 192
+"""The target with latent attention, where heads are always tiled, because there are hundreds. A tile has so many heads
+that whole warps rotate and whole warps copy. H200, x the copy, (1, 4096, 128 + 128, 192) bf16 with 64 rotated: 192
+threads forward 1.11, backward 1.21; 96 1.15, 1.25; 384 1.11, 1.29; 16 + 16 heads 1.00, 1.34; 1.04, 1.29; 1.04, 1.80."""
 
 FEW_THREADS_PER_SM = 1280
 """Heads are tiled too below this many threads an SM, counted with accesses of SMALL_ACCESS_BYTES. H100 (132 SMs), heads
@@ -136,18 +137,20 @@ def plan(problem: RopeProblem) -> Plan:
         return _plan_rows(p, spec, reason)
     if p.norm and not tiled:
         spec = replace(spec, heads_per_thread=_heads_per_thread(p, NORM_HEADS_PER_THREAD))
-    block_threads = LATENT_BLOCK_THREADS if p.v_dim else MAX_BLOCK_THREADS
-    tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, block_threads)
-    if tiled:
-        tokens, heads = 1, min(p.heads, max(1, SMALL_BLOCK_THREADS // spec.team))
-        grid = (p.tokens, -(-p.heads // heads))
+    tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, MAX_BLOCK_THREADS)
+    if tiled or p.v_dim:
+        sums = int(p.v_dim > 0 and p.inverse)  # a tile of its own
+        warp = 1 if tiled else WARP_THREADS // math.gcd(WARP_THREADS, spec.rotary_lanes)
+        threads = SMALL_BLOCK_THREADS if tiled else LATENT_BLOCK_THREADS
+        tokens, heads = 1, min(p.heads, max(1, threads // spec.team // warp) * warp)
+        grid = (p.tokens, sums + -(-(p.heads - sums) // heads))
     elif launch == "grid_2d":
         # A longer sequence than this is walked in several steps.
         length = longest_share(p) or -(-p.tokens // max(1, p.num_sequences))
         grid = (-(-min(p.tokens, length) // tokens), p.num_sequences + 1)
     else:
         grid = (-(-p.tokens // tokens), 1)
-    one_step = tiled or heads * spec.heads_per_thread >= p.heads
+    one_step = tiled or p.v_dim > 0 or heads * spec.heads_per_thread >= p.heads
     one_row = tiled and p.batch == 1  # elsewhere the division is free, and this saves a kernel
     spec = replace(spec, launch=launch, one_step=one_step, one_row=one_row)
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
@@ -198,6 +201,8 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     packed = p.cu_seqlens_dtype is not None
     if p.across_heads or p.gradient:
         return "token_linear", "across_heads: a block has whole rows"
+    if p.v_dim and packed:
+        return "token_linear", "latent attention: the second grid axis is over heads"
     if p.launch == "grid_2d" and packed and p.num_sequences >= MAX_GRID_Y:
         return "token_linear", f"{p.num_sequences} sequences exceed the grid's limit of {MAX_GRID_Y} rows"
     if p.launch != "auto":

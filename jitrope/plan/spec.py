@@ -284,17 +284,23 @@ class RopeSpec(Compiled, Spec):
     @property
     def lanes(self) -> int:
         """Threads along one head."""
-        return self.rotary_dim // (self.chunk * self.chunks) + self.copied // (self.vec * self.copy_accesses)
+        return self.rotary_lanes + self.copied // (self.vec * self.copy_accesses)
+
+    @property
+    def rotary_lanes(self) -> int:
+        """Threads along one head that rotate."""
+        return self.rotary_dim // (self.chunk * self.chunks)
 
     @property
     def copy_accesses(self) -> int:
         """Accesses of a thread that only copies.
 
-        Two, as many as a thread that rotates has, if a stage needs whole heads and what is copied is in one piece.
+        Two, as many as a thread that rotates has, if what is copied is in one piece. A norm adds in the order of one.
         """
         in_one_piece = self.copied % (2 * self.vec) == 0 and self.rotary_offset in (0, self.copied)
         two_each = self.chunks == 2 and self.chunk == self.vec
-        return 2 if (self.hadamard or self.dynamic) and in_one_piece and two_each else 1
+        wanted = self.hadamard or self.dynamic or not self.norm
+        return 2 if wanted and in_one_piece and two_each else 1
 
     @property
     def chunk(self) -> int:

@@ -24,7 +24,7 @@ FLAGS = (
 
 # Whether the threads of a block synchronise, if that varies: a word of the template, or never.
 COLLECTIVES = {
-    "jitrope_rope": "SHARES_WORK",
+    "jitrope_rope": "SHARES_WORK || SUMS",
     "jitrope_thd_rows": "SEARCHES",
     "jitrope_thd_tables": "false",
     "jitrope_cp_segment_rows": "false",
