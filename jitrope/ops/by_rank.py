@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
+from ..plan.memory import copy_heads
 from ..plan.spec import LAYOUT_AXES, Options, changed
 from ..plan.views import Tensors, by_rank, joined
 from .fit import check_ranks, failing
@@ -56,9 +57,9 @@ class ByRank(Into):
         return out
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        v, ranks = tensors["v"], options.ulysses_degree
-        split = v.dim() == len(options.layout)
-        outputs["v"].copy_(by_rank(v, options.layout, ranks) if split else joined(v, options.layout))
+        out, v, (layout, ranks) = outputs["v"], tensors["v"], (options.layout, options.ulysses_degree)
+        split = v.dim() == len(layout)
+        copy_heads(*((out, by_rank(v, layout, ranks)) if split else (by_rank(out, layout, ranks), v)))
         return outputs
 
     def reference(self, tensors: Tensors, options: Options) -> Tensors:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
+from ..plan.memory import copy_heads
 from ..plan.problem import Views
 from ..plan.spec import Options, changed, norm_of
 from ..plan.views import Tensors, by_rank, sums_heads
@@ -110,7 +111,7 @@ def joins_k(v: Tensor, k: Tensor, cos: Tensor | None = None) -> bool:
 
 def _put(out: Tensor, x: Tensor, options: Options) -> None:
     """Copy x to a tensor that may have a group of heads for each rank."""
-    out.copy_(x if x.dim() == out.dim() else by_rank(x, options.layout, len(out)))
+    copy_heads(out, x if x.dim() == out.dim() else by_rank(x, options.layout, len(out)))
 
 
 def given_out(

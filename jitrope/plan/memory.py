@@ -1,12 +1,24 @@
-"""Memory that a call writes: elements that overlap, and tensors that meet."""
+"""Memory that a call writes: elements that overlap, tensors that meet, and copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..base.errors import InvalidInput
+
+
+def copy_heads(out: Tensor, x: Tensor) -> None:
+    """Copy x to out, 16 bytes at a time if possible: torch's copy between layouts takes its time for each element."""
+    both = [out, x]
+    if out.dtype == x.dtype and not any(y.data_ptr() % 16 for y in both):
+        try:
+            both = [y.view(torch.complex128) for y in both]
+        except RuntimeError:
+            pass  # 16 bytes are not always neighbours
+    both[0].copy_(both[1])
 
 
 def extent(x: Tensor) -> int:
