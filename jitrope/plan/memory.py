@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -14,10 +15,8 @@ def copy_heads(out: Tensor, x: Tensor) -> None:
     """Copy x to out, 16 bytes at a time if possible: torch's copy between layouts takes its time for each element."""
     both = [out, x]
     if out.dtype == x.dtype and not any(y.data_ptr() % 16 for y in both):
-        try:
+        with suppress(RuntimeError):  # 16 bytes are not always neighbours
             both = [y.view(torch.complex128) for y in both]
-        except RuntimeError:
-            pass  # 16 bytes are not always neighbours
     both[0].copy_(both[1])
 
 
