@@ -140,9 +140,9 @@ def plan(problem: RopeProblem) -> Plan:
     tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, MAX_BLOCK_THREADS)
     if tiled or p.v_dim:
         sums = int(p.v_dim > 0 and p.inverse)  # a tile of its own
-        warp = 1 if tiled else WARP_THREADS // math.gcd(WARP_THREADS, spec.rotary_lanes)
-        threads = SMALL_BLOCK_THREADS if tiled else LATENT_BLOCK_THREADS
-        tokens, heads = 1, min(p.heads, max(1, threads // spec.team // warp) * warp)
+        most = max(1, (SMALL_BLOCK_THREADS if tiled else LATENT_BLOCK_THREADS) // spec.team)
+        warp = 1 if tiled else min(most, WARP_THREADS // math.gcd(WARP_THREADS, spec.rotary_lanes))
+        tokens, heads = 1, min(p.heads, most // warp * warp)
         grid = (p.tokens, sums + -(-(p.heads - sums) // heads))
     elif launch == "grid_2d":
         # A longer sequence than this is walked in several steps.
