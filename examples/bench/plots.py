@@ -21,6 +21,7 @@ CARD, EDGE, TEXT, QUIET = "#f6f8fa", "#d1d9e0", "#1f2328", "#59636e"
 COLOURS = {
     "jitrope": "#d9480f",
     "torch.compile": "#1767b3",
+    "torch": "#5b6bbf",
     "Liger": "#0b7a5c",
     "F.rms_norm + apply_rope": "#a8518a",
     "no rope": "#7d8894",

@@ -336,8 +336,8 @@ SECTION = Section(
     "From projection to attention",
     """
     GPU time of all that some models do between the projection and attention, over COPY of the bytes that it must read
-    and write. Each is one launch, except for the key of DeepSeek's indexer and, backward, the norm of v of Gemma 4,
-    which are a second one. The times of gemma4 and flux-fp8 are of two launches forward. A decode step is hot.
+    and write. Each is one launch; a second one makes the key of DeepSeek's indexer, copies Wan's v, and, backward,
+    normalises v of Gemma 4. A decode step is hot.
     """,
     "jitrope bench presets",
     (
