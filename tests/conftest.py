@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -27,9 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads do not speed up tiny tensors, and wait for each other if cores are shared; in child processes too.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    if "TEST_HOST_BUILDS" not in os.environ:  # one folder for the kernels of all these processes
-        made = os.environ["TEST_HOST_BUILDS"] = tempfile.mkdtemp(prefix="jitrope-host-")
-        config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
+    for folder in ("TEST_HOST_BUILDS", "TEST_KERNEL_CACHE"):  # one for the kernels of all these processes
+        if folder not in os.environ:
+            made = os.environ[folder] = tempfile.mkdtemp(prefix="jitrope-")
+            config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
     if ON_HOST:
         backend.install()
 
@@ -48,11 +49,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "test_host_path" not in item.nodeid)  # minutes each: the others run meanwhile
 
 
-@pytest.fixture(scope="session")
-def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture(autouse=True)
 def _launch() -> Iterator[None]:
     """After a test no launch is forced."""
@@ -62,6 +58,6 @@ def _launch() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _kernel_cache(monkeypatch: pytest.MonkeyPatch, session_cache: Path) -> None:
+def _kernel_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never use the user's own cache. Tests of the cache itself use `tmp_path`."""
-    monkeypatch.setenv("JITROPE_CACHE_DIR", str(session_cache))
+    monkeypatch.setenv("JITROPE_CACHE_DIR", os.environ["TEST_KERNEL_CACHE"])

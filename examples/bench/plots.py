@@ -102,14 +102,15 @@ def _points(plot: Plot) -> float:
 
 
 def _axes(axes: Any, plot: Plot) -> None:
-    """From 0; the names of the groups in lines that are as long as a group is wide."""
-    start, ticks, names = 0, [], []
+    """From 0; the names of the groups in lines that are as long as a group is wide, smaller if a word is longer."""
+    start, ticks, names, size = 0, [], [], 10.5
     for name, group in plot.groups.items():
         letters = int(_points(plot) * (len(group) + 0.7) / 6.2)
-        names.append(fill(name, letters, break_long_words=False, break_on_hyphens=False))
+        names.append(fill(name, letters, break_long_words=False))
+        size = min(size, 10.5 * letters / max(map(len, names[-1].split("\n"))))
         ticks.append(start + (len(group) - 1) / 2)
         start += len(group) + 1
-    axes.set_xticks(ticks, names)
+    axes.set_xticks(ticks, names, size=size)
     axes.set(xlim=(-1, start - 1), ylim=(0, axes.get_ylim()[1] * 1.04), facecolor="none")
     axes.set_ylabel(plot.unit, color=QUIET)
     axes.set_xlabel(plot.by, color=QUIET)
