@@ -14,7 +14,7 @@ struct Lane {
 };
 
 // Which tensor a head of a token is in: q's heads come first, then k's, then v's. SUMS: before them comes the sum over
-// k's heads, a head of k with a negative index.
+// k's heads, a head of k with a negative index. GATED: every second head of q's is a gate, which is copied as v is.
 struct Head {
     bool is_q, is_v;
     int tensor, index;                                   // q, k, v: 0, 1, 2; and the head's number in the tensor
@@ -22,10 +22,14 @@ struct Head {
     __device__ __forceinline__ Head(const Params& p, int head)
         : is_q((!SUMS || head > 0) && head - SUMS < static_cast<int>(p.q_heads)),
           is_v(COPY_V && head - SUMS >= static_cast<int>(p.q_heads + p.k_heads)), tensor(is_q ? 0 : is_v ? 2 : 1),
-          index(head - SUMS - static_cast<int>(is_q ? 0 : is_v ? p.q_heads + p.k_heads : p.q_heads)) {}
+          index(head - SUMS - static_cast<int>(is_q ? 0 : is_v ? p.q_heads + p.k_heads : p.q_heads)) {
+        if (GATED && is_q && index % 2) is_q = false, is_v = true;
+    }
     // The head `heads` further on in the same tensor.
     __device__ __forceinline__ Head(const Head& other, int heads)
         : is_q(other.is_q), is_v(other.is_v), tensor(other.tensor), index(other.index + heads) {}
+
+    __device__ __forceinline__ bool is_gate() const { return GATED && is_v && tensor == 0; }
 
     // The field of this head's tensor. With two tensors a choice is faster than an index into the arguments.
     template <typename Field>
@@ -38,7 +42,8 @@ struct Head {
 
     // The offset of this head in its tensor.
     __device__ __forceinline__ long long step(const Axis& group, const Axis& in_group) const {
-        if (Q_PER_GROUP > 1 && is_q) return group.step(index / Q_PER_GROUP) + in_group.step(index % Q_PER_GROUP);
+        if (Q_PER_GROUP > 1 && (GATED ? tensor == 0 : is_q))
+            return group.step(index / Q_PER_GROUP) + in_group.step(index % Q_PER_GROUP);
         if (KV_PER_GROUP > 1 && !is_q) return group.step(index / KV_PER_GROUP) + in_group.step(index % KV_PER_GROUP);
         return group.step(index);
     }
@@ -78,7 +83,15 @@ struct Head {
             const Head own = latent(dim);
             return own.in(static_cast<Out*>(own.of(p.out)), p.out_stride, place, dim);
         }
-        return in(static_cast<Out*>(of(p.out)), p.out_stride, place, dim);
+        return in(static_cast<Out*>(base_of<GATED>(p)), p.out_stride, place, dim);
+    }
+
+    // The output of this head. HAS: GATED; a template, because other kernels have no gate_out.
+    template <bool HAS, typename Arguments>
+    __device__ __forceinline__ void* base_of(const Arguments& p) const {
+        if constexpr (HAS)
+            if (is_gate()) return p.gate_out;
+        return of(p.out);
     }
 };
 
@@ -136,6 +149,29 @@ __device__ __forceinline__ void round_all(float (&x)[COUNT]) {
         Vec<T, VEC> stored;
         pack(x + i, stored);
         unpack(stored, x + i);
+    }
+}
+
+// ---- the projection's bias ---------------------------------------------------------------------
+
+// Adds a head's bias to the first `count` accesses of a lane's part of it, and rounds the sums to T. HAS: ADDED_BIAS; a
+// template, as in `factor_of`.
+template <bool HAS, int COUNT, typename Arguments>
+__device__ __forceinline__ void add_bias(
+    const Arguments& p, const Head& head, int lane, bool rotary, int count, Vec<T, VEC>* x
+) {
+    if constexpr (HAS) {
+        const Lane<const T> bias = head.in(head.of(p.added), p.added_stride, {}, first_dim(lane, INTERLEAVED));
+        #pragma unroll
+        for (int n = 0; n < COUNT; ++n) {
+            if (n >= count) continue;
+            float sum[VEC], own[VEC];
+            unpack(x[n], sum);
+            unpack(load_kept<T, VEC>(bias[dims_to(n, INTERLEAVED, rotary)]), own);
+            #pragma unroll
+            for (int i = 0; i < VEC; ++i) sum[i] = __fadd_rn(sum[i], own[i]);
+            pack(sum, x[n]);
+        }
     }
 }
 

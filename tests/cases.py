@@ -909,6 +909,24 @@ def qkv_norm_call(case: NormCase, device: str = "cpu", seed: int = 0) -> tuple[T
     return qkv, weights, {**words, **tables, "q_per_group": case.rope.shape[3]}
 
 
+BIASES = {
+    "flat": "one axis, as `Linear` has it",
+    "heads": "the last two axes of the projection's output",
+    "offset": "its address is off by one element",
+    "strided": "every other element of a longer tensor",
+}
+"""Forms of a projection's bias, each with its reason."""
+
+
+def make_bias(qkv: Tensor, form: str, seed: int = 0) -> Tensor:
+    """The bias of a projection with this output, in one of `BIASES`."""
+    shape = qkv.shape[-2:]
+    every = torch.randn(2 * shape.numel() + 1, generator=torch.Generator().manual_seed(seed + 2)).to(qkv)
+    begin, step = int(form == "offset"), 1 + (form == "strided")
+    flat = every[begin : begin + step * shape.numel() : step]
+    return flat.view(shape) if form == "heads" else flat
+
+
 def make_latent(case: LatentCase, device: str = "cpu", seed: int = 0, **changes: Any) -> tuple[list[Any], Options]:
     """([q, kv, k_pe, cos, sin, cu_seqlens, start_positions, ids], options) of a case."""
     (q, k, *tables), options = lower(make(case.rope, device, seed), **changes)

@@ -202,15 +202,21 @@ def join(parts: Any, q_per_group: int, order: str) -> Tensor:
     return torch.cat((torch.stack((q, *gate), -2).flatten(-3, -2) if gate else q, k, v), -2)
 
 
+def biased(qkv: Any, o: dict[str, Any]) -> Tensor:
+    """Packed QKV with its projection's bias, if there is one among the words."""
+    bias = o.pop("bias", None)
+    return exact(qkv) if bias is None else exact(qkv) + exact(bias).view(qkv.shape[-2:])
+
+
 def packed_qkv(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     o.pop("copy_v", None)
-    q, k, *rest = split(exact(qkv), int(q_per_group), str(o.pop("order", "grouped")))
+    q, k, *rest = split(biased(qkv, o), int(q_per_group), str(o.pop("order", "grouped")))
     return (*rope(q, k, cos, sin, **o)[0], *rest), {}
 
 
 def packed_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int = 1, **o: Any) -> Result:
     order = str(o.pop("order", "grouped"))
-    q, k, *rest = split(exact(qkv), int(q_per_group), order)
+    q, k, *rest = split(biased(qkv, o), int(q_per_group), order)
     out = join((*rope_(q, k, cos, sin, **o)[0], *rest), int(q_per_group), order)
     return (out,), {"qkv": out}
 
@@ -218,7 +224,7 @@ def packed_qkv_(qkv: Any, cos: Any = None, sin: Any = None, *, q_per_group: int 
 def packed_qkv_norm(qkv: Any, q_weight: Any = None, k_weight: Any = None, cos: Any = None, sin: Any = None, *,
                     q_per_group: int = 1, **o: Any) -> Result:  # fmt: skip
     o.pop("copy_v", None)
-    q, k, *rest = split(exact(qkv), int(q_per_group), str(o.pop("order", "grouped")))
+    q, k, *rest = split(biased(qkv, o), int(q_per_group), str(o.pop("order", "grouped")))
     return (*norm_rope(q, k, q_weight, k_weight, cos, sin, **o)[0], *rest), {}
 
 

@@ -95,7 +95,8 @@ def _rope(launch: str) -> Iterator[Job]:
 def _serving() -> Iterator[Job]:
     for case in QKV_CASES:
         yield from (qkv_job(case, mode) for mode in ("backward", "in place"))
-    yield from (qkv_norm_job(case, "backward") for case in QKV_NORM_CASES)
+        yield from (qkv_job(case, mode, biased=True) for mode in ("", "in place"))
+    yield from (qkv_norm_job(case, "backward", biased) for case in QKV_NORM_CASES for biased in (False, True))
     yield from map(latent_job, LATENT_CASES)
     for case in CACHE_CASES:
         yield cache_job(case, not case.q_fp8)

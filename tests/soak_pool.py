@@ -37,6 +37,7 @@ from .cases import (
     as_packed,
     latent_call,
     make,
+    make_bias,
     make_cache,
     make_norm,
     norm_call,
@@ -172,19 +173,20 @@ def ulysses_job(case: Case) -> Job:
     return Job("rope by rank, backward", case.name, made, rope_slack(case))
 
 
-def qkv_job(case: Case, mode: str) -> Job:
-    """Packed QKV; modes as `rope_job`'s."""
+def qkv_job(case: Case, mode: str, biased: bool = False) -> Job:
+    """Packed QKV, perhaps with its projection's bias; modes as `rope_job`'s."""
 
     def made(device: str, seed: int) -> Call:
         qkv, _, cos, sin, words = make(as_packed(resized(case, random.Random(seed))), device, seed)
-        words["q_per_group"] = case.shape[3]
+        words["q_per_group"], bias = case.shape[3], make_bias(qkv, "flat", seed) if biased else None
         if mode == "in place":
-            return lambda: [jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**words), inplace=True)]
-        call = lambda: [*jitrope.prepare_packed_qkv(qkv, cos, sin, **said(**words))]  # noqa: E731
-        return gradients(call, [qkv], torch.Generator().manual_seed(seed), device) if mode else call
+            return lambda: [jitrope.prepare_packed_qkv(qkv, cos, sin, bias=bias, **said(**words), inplace=True)]
+        call = lambda: [*jitrope.prepare_packed_qkv(qkv, cos, sin, bias=bias, **said(**words))]  # noqa: E731
+        return gradients(call, [qkv, bias], torch.Generator().manual_seed(seed), device) if mode else call
 
     op = {"": "packed_qkv", "in place": "packed_qkv_", "backward": "packed_qkv, backward"}[mode]
-    return Job(op, case.name, made, rope_slack(case))
+    slack = NORM_SLACK if biased and mode == "backward" else rope_slack(case)  # a bias' gradient is torch's sum
+    return Job(op + ", bias" * biased, case.name, made, slack)
 
 
 def latent_job(case: LatentCase) -> Job:
@@ -359,19 +361,21 @@ def norm_job(case: NormCase, mode: str) -> Job:
     return Job(op, case.name, made, NORM_SLACK)
 
 
-def qkv_norm_job(case: NormCase, mode: str) -> Job:
-    """Packed QKV with a norm; modes as `rope_job`'s."""
+def qkv_norm_job(case: NormCase, mode: str, biased: bool = False) -> Job:
+    """Packed QKV with a norm, perhaps with its projection's bias; modes as `rope_job`'s."""
 
     def made(device: str, seed: int) -> Call:
         qkv, weights, words = qkv_norm_call(resized_norm(case, random.Random(seed)), device, seed)
         norm, words = jitrope.Norm(**weights, **case.norm._asdict()), said(**words)
+        words["bias"] = bias = make_bias(qkv, "flat", seed) if biased else None
         if mode == "in place":
             return lambda: [jitrope.prepare_packed_qkv(qkv, norm=norm, **words, inplace=True)]
         call = lambda: [*jitrope.prepare_packed_qkv(qkv, norm=norm, **words)]  # noqa: E731
-        return gradients(call, [qkv, *weights.values()], torch.Generator().manual_seed(seed), device) if mode else call
+        leaves = [qkv, bias, *weights.values()]
+        return gradients(call, leaves, torch.Generator().manual_seed(seed), device) if mode else call
 
     op = {"": "packed_qkv_norm", "in place": "packed_qkv_norm_", "backward": "packed_qkv_norm, backward"}[mode]
-    return Job(op, case.name, made, NORM_SLACK)
+    return Job(op + ", bias" * biased, case.name, made, NORM_SLACK)
 
 
 # ---- packed batches between ranks ----------------------------------------------------------------------
@@ -632,6 +636,8 @@ def _qkvs(draw: random.Random) -> Iterator[Job]:
         yield qkv_job(draw.choice(QKV_CASES), mode)
         yield latent_job(draw.choice(LATENT_CASES))
         yield qkv_norm_job(draw.choice(QKV_NORM_CASES), mode)
+        yield qkv_job(draw.choice(QKV_CASES), mode, biased=True)
+        yield qkv_norm_job(draw.choice(QKV_NORM_CASES), mode, biased=True)
 
 
 def _attentions(draw: random.Random) -> Iterator[Job]:
@@ -641,7 +647,7 @@ def _attentions(draw: random.Random) -> Iterator[Job]:
 
 NORMED = [case for case in CACHE_CASES if case.table != "freqs" and not (case.fp8 or case.q_fp8)]
 """Calls with a cache that a norm goes with. fp8 would show another order of a sum as a whole step."""
-SHARES = ((_ropes, 12), (_norms, 7), (_packed, 6), (_serving, 3), (_placed, 2), (_qkvs, 3), (_attentions, 1))
+SHARES = ((_ropes, 12), (_norms, 7), (_packed, 6), (_serving, 3), (_placed, 2), (_qkvs, 5), (_attentions, 1))
 """Jobs of each kind in turn."""
 
 

@@ -41,7 +41,7 @@ from .matrix.situations import DROP, NO_TABLES, packed
 from .said import KINDS
 
 TENSORS = ("q", "k", "v", "qkv", "cos", "sin", "cos_sin_cache", "freqs", "freqs_cis", "position_ids", "cu_seqlens",
-           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias", "k_bias",
+           "start_positions", "k_cache", "v_cache", "slot_mapping", "q_weight", "k_weight", "q_bias", "k_bias", "bias",
            "q_mean_square", "k_mean_square", "q_out", "k_out", "v_out", "page_table", "page_indptr", "last_page_len",
            "seq_lens", "cu_seqlens_q", "errors")  # fmt: skip
 SEQUENCES = ("first", "second")
@@ -251,6 +251,8 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         plain = torch.tensor([2, 0], device=cell.device)
     elif parameter in ("q_bias", "k_bias"):
         changes, plain = {"norm_kind": "layer_norm"}, cell.rand(D, seed=3)
+    elif parameter == "bias":
+        plain = cell.rand(8 * D, seed=3)
     elif parameter in ("q_mean_square", "k_mean_square"):
         means = {name: cell.rand(B, S, seed=4).square() for name in ("q_mean_square", "k_mean_square")}
         changes = {**means, "across_heads": True, "q_weight": cell.rand(2 * D)}
@@ -418,6 +420,7 @@ def parameters() -> list[tuple[Function, str]]:
             *(() if any(x in f.name for x in ("joint", "kv_cache", "packed")) else ("across_heads",)),
         )
         norm += ("v_norm",) if "kv_cache" in f.name or "packed" in f.name else ()
+        names += ["bias"] if "packed" in f.name else []
         words = [*names, *sorted(op.tables), *op.words, *(norm if op.norm else ())]
         without = {"launch", "norm", "out_dtype", "shifts", *(("interleaved_out", "q_scale") if f.in_place else ())}
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone

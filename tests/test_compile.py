@@ -63,6 +63,9 @@ LARGEST = [
              backward=True),
     specs_of(function="prepare_packed_qkv", heads=[16, 16], layout="sbhd", batch=2, backward=True),
     specs_of(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, order="qkv_gated", backward=True),
+    specs_of(function="prepare_packed_qkv", heads=[32, 8], bias=True, table="freqs", width="full", positions=PACKED),
+    specs_of(function="prepare_packed_qkv", heads=[28, 4], order="qkv", bias=True, inplace=True),
+    specs_of(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, order="qkv_gated", bias=True, backward=True),
     # DeepSeek-V3, whole and on one of eight ranks.
     *(specs_of(function="prepare_mla_qkv", heads=heads, head_dim=192, rotary_dim=64, interleaved=True,
                interleaved_out=False, table="freqs", positions=[None, PACKED], backward=True)

@@ -165,6 +165,7 @@ def problems(draw: Any) -> RopeProblem:
     fp8_form = pick("fp8", "fp8_e5m2")
     dynamic = fp8 and normed and not row_heads and draw(FLAG)
     gradient = kind == "gradient"
+    added_bias = (kind == "qkv" or gradient) and draw(FLAG)
     prefixed = draw(FLAG) and not mixed and kind not in ("ids", "cache", "streams", "latent")
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
@@ -180,6 +181,7 @@ def problems(draw: Any) -> RopeProblem:
         if kind in ("plain", "packed") and not exact and not prefixed else None,
         cp_size=pick(1, 1, 2, 3, 8) if kind in ("plain", "packed", "qkv", "latent") and not prefixed else 1,
         scales_q=draw(FLAG) and kind != "latent", prefixed=prefixed, head_scales=draw(FLAG),
+        added_bias=added_bias, gated=added_bias and kind == "qkv" and q_per_group == 2 and draw(FLAG),
         position_ids_dtype=pick(*INDEX_DTYPES) if kind in ("ids", "cache") else None,
         shifts=kind == "ids" and not sections and not angles and draw(FLAG),
         mrope_section=sections, mrope_interleaved=bool(sections) and draw(FLAG),
@@ -222,7 +224,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     assert spec.threads % 32 == 0
     assert spec.lanes <= spec.team <= spec.threads
     run = spec.chunk * spec.chunks  # every element of a head has one lane
-    rest = 0 if p.in_place and not (p.cached or p.norm or p.scales_q) else p.head_dim - p.rotary_dim
+    rest = 0 if p.in_place and not (p.cached or p.norm or p.scales_q or p.added_bias) else p.head_dim - p.rotary_dim
     assert spec.lanes * run >= p.rotary_dim
     copied = spec.vec * spec.copy_accesses
     assert p.rotary_dim % run == rest % copied == p.rotary_offset % spec.vec == p.v_dim % spec.vec == 0

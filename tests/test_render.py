@@ -171,7 +171,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
     changes |= {"mrope_section": (16, 48), "mrope_interleaved": True, "one_row": True, "wide": True}
     changes |= {"slot_mapping_dtype": "int64", "page_size": 16, "rotate_k": True, "q_out": "fp8", "kv_out": "fp8"}
     changes |= {"table_step": 2, "v_dim": 64, "scales_q": True, "prefixed": True, "shifts": True}
-    changes |= {"head_scales": True}
+    changes |= {"head_scales": True, "added_bias": True, "gated": True}
     changes |= {"page_table_dtype": "int64", "page_indptr": True, "cu_seqlens_q": True, "clear_page": True}
     changes |= {"kv_per_group": 2, "v_per_k": 8}
     norms_own = {
@@ -237,7 +237,7 @@ def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec, stages: tu
         pytest.skip("this NVRTC has no __builtin_offsetof, which 13.5 has")
     if stages:
         own = dict.fromkeys(set(stages) - {"paged"}, True)
-        spec = replace(spec, **own, page_table_dtype="int32", page_size=16, copy_v=True)
+        spec = replace(spec, **own, page_table_dtype="int32", page_size=16, copy_v=True, q_per_group=2)
     assert spec.stages == stages
     own = [[argument for stage in stages for argument in arguments.OPTIONAL[stage][n]] for n in (0, 1)]
     names = arguments.address_names(spec.norm, stages)

@@ -445,11 +445,16 @@ PACKED = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("case", PACKED, ids=ident)
-def test_packed_qkv_is_the_same_chain(case: Case, device: str) -> None:
+def test_packed_qkv_is_the_same_chain(case: Case, biased: bool, device: str) -> None:
+    """biased: the chain is that of the sum with the projection's bias, rounded."""
     like, m = Made(case, "cpu"), Made(case, device)
     qkv = oracle.unheads(m.fused[..., : HEADS + 4, :], m.layout)
     words = {**m.call_words(), "q_per_group": HEADS // 2, "order": "qkv", "inplace": case["out"] == "inplace"}
+    if biased:
+        words["bias"] = m.noise(*qkv.shape[-2:]).to(m.dtype)
+        like.fused[..., : HEADS + 4, :] += words["bias"].cpu()
     got = jitrope.prepare_packed_qkv(qkv, **words)
     for letter, x in zip("qkv", oracle.split(qkv, HEADS // 2, "qkv") if got is qkv else got):
         check_heads(like, x, letter)

@@ -10,8 +10,8 @@ from ..base.signature import with_words
 from ..ops.dispatch import call
 from ..ops.gather import add, forget_positions, gather
 from ..ops.latent import ROPE_LATENT
-from ..ops.packed_norm import QKV_NORM
-from ..ops.projections import ROPE_QKV
+from ..ops.packed_norm import QKV_NORM, QKV_NORM_BIAS
+from ..ops.projections import ROPE_QKV, ROPE_QKV_BIAS
 from ..ops.values import Norm, Positions
 from .keywords import DEFAULTS, LatentWords, PackedWords
 
@@ -34,6 +34,7 @@ def prepare_packed_qkv(
     q_per_group: int = 1,
     order: Literal["grouped", "qkv"] = "grouped",
     copy_v: bool = True,
+    bias: Tensor | None = None,
     inplace: Literal[False] = False,
     **words: Unpack[PackedWords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -50,6 +51,7 @@ def prepare_packed_qkv(
     q_per_group: int = 1,
     order: Literal["qkv_gated"],
     copy_v: bool = True,
+    bias: Tensor | None = None,
     inplace: Literal[False] = False,
     **words: Unpack[PackedWords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
@@ -65,6 +67,7 @@ def prepare_packed_qkv(
     norm: Norm | None = None,
     q_per_group: int = 1,
     order: str = "grouped",
+    bias: Tensor | None = None,
     inplace: Literal[True],
     **words: Unpack[PackedWords],
 ) -> Tensor: ...
@@ -81,6 +84,7 @@ def prepare_packed_qkv(
     q_per_group: int = 1,
     order: str = "grouped",
     copy_v: bool = True,
+    bias: Tensor | None = None,
     inplace: bool = False,
     **words: Unpack[PackedWords],
 ) -> tuple[Tensor, ...] | Tensor:
@@ -104,16 +108,19 @@ def prepare_packed_qkv(
             q, then all of k, then all of v, (B, S, (q_per_group + 2) G, D) (vLLM, Phi-3, GPT-2). "qkv_gated": the same
             with a gate after each head of q, (B, S, (2 q_per_group + 2) G, D): q_0, gate_0, q_1, gate_1, ..., then k
             and v (Qwen3-Next, Qwen3.5).
-        copy_v: False: return v as a view of qkv, without a copy; not with v_norm.
+        copy_v: False: return v as a view of qkv, without a copy; not with v_norm or bias.
+        bias: the projection's, which is called without it: (W), as `Linear` has it, or qkv's last two axes, in qkv's
+            dtype. The results are those of qkv + bias, rounded to the dtype, in the same launch; v and the gate are
+            written too, and in place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
         inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
-            unless it is normalised.
+            unless it is normalised or gets a bias.
         The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
             Without a table nothing is rotated.
 
     Returns:
         q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
         sequence q and k are zero, and v is copied. With a gate it is the fourth result, a view of qkv with q's shape,
-        not rotated; a second launch copies its gradient into that of qkv. In place: qkv.
+        not rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In place: qkv.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
@@ -123,6 +130,8 @@ def prepare_packed_qkv(
     if norm is not None:
         op = QKV_NORM
         add("prepare_packed_qkv", "norm", norm, Norm, tensors, asked)
+    if bias is not None:
+        op, tensors["bias"] = ROPE_QKV_BIAS if norm is None else QKV_NORM_BIAS, bias
     if cos is None:
         forget_positions(tensors, asked)
     asked["q_per_group"] = q_per_group

@@ -25,7 +25,7 @@ from ..plan.arguments import address_names
 from ..plan.memory import extent, refuse_meeting
 from ..plan.problem import plan_call
 from ..plan.spec import ROPE_KINDS, Options, RopeSpec
-from ..plan.views import Tensors, table_pair
+from ..plan.views import Tensors, bias_views, table_pair
 from . import watch
 from .operation import Operation
 from .replay import SCRATCH, Form, maker, twice
@@ -199,6 +199,9 @@ def _offsets(
     found = {}
     for pointer, name, head in zip(HEADS, op.places(options), heads):  # no head of a missing k or v is read
         found[pointer] = (op.reads[0], 0) if head is None else (name, head.data_ptr() - named[name].data_ptr())
+    if "bias" in named:
+        for letter, part in zip("qkv", bias_views(named["bias"], named["qkv"], options)):
+            found[f"{letter}_added"] = ("bias", part.data_ptr() - named["bias"].data_ptr())
     for stream in ("", "second_"):
         cos = named.get(stream + "cos")
         if cos is not None and stream + "sin" not in named:

@@ -32,9 +32,9 @@ from .operation import (
     spare_stays,
     turned_back,
 )
-from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD
+from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS
 from .pages import PAGE_TENSORS
-from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
+from .projections import ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS
 from .stand_ins import weight_sums
 from .words import resolved
 
@@ -332,8 +332,8 @@ for _op in (*_PREPARED, *PREPARED[""][:1]):
 ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _PREPARED], *[op.by_rank for op in _PREPARED if "k" in op.results]),
-    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
-    *(QKV_NORM, QKV_NORM_BACKWARD),
+    *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS),
 )
 """The operations with ops of torch."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ..plan.problem import Views
 from ..plan.spec import Options, changed, norm_of
-from ..plan.views import Tensors, packed_part, packed_sizes, packed_views, separate_views
+from ..plan.views import Tensors, bias_like, packed_part, packed_sizes, packed_views, separate_views
 from . import reference
 from .checks import check_norm, check_qkv
 from .fit import failing
 from .operation import BIASES, NORMED, WEIGHTS, Call, Normed, Operation, empty_like, norm_turned_back
-from .projections import PACKED, RopeQKV, RopeQKVBackward, every_gradient
+from .projections import PACKED, Biased, RopeQKV, RopeQKVBackward, every_gradient
 from .stand_ins import weight_sums
 
 
@@ -29,7 +29,7 @@ def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
 
 def backward(t: Tensors, o: Options) -> Tensors:
     """The gradients of packed QKV, the weights and the biases; `o` rotates back."""
-    parts = {name: x.contiguous() for name, x in reference.split_qkv(t["qkv"], o).items()}
+    parts = {name: x.contiguous() for name, x in reference.split_qkv(reference.with_bias(t)["qkv"], o).items()}
     found = reference.qk_norm_rope_backward({**t, **parts}, o)
     gate = t.get("dgate", t["dq"].new_zeros(t["dq"].shape))
     own = {"q": found.pop("q"), "k": found.pop("k"), "v": t["dv"], "gate": gate}
@@ -38,7 +38,7 @@ def backward(t: Tensors, o: Options) -> Tensors:
 
 class _QKVNorm(Normed, RopeQKV):
     name, stage = "qk_norm_rope_qkv", "packed QKV with a norm"
-    tensors = ("qkv", *WEIGHTS, *BIASES)
+    tensors: tuple[str, ...] = ("qkv", *WEIGHTS, *BIASES)
     options = (*NORMED, "inverse", *PACKED)
     words = (*NORMED, *PACKED, "norm", "check", "inplace")
     check = staticmethod(check_qkv_norm)
@@ -51,17 +51,24 @@ class _QKVNorm(Normed, RopeQKV):
         if norm_of(options).v_norm and "v" in grads:
             from .operations import gradient_of_v
 
-            of_v = gradient_of_v(call, packed_part(saved["qkv"], "v", options), grads["v"], options)
-            grads = {**grads, "v": of_v}
+            v = packed_part(saved["qkv"], "v", options)
+            if "bias" in saved:
+                v = v + packed_part(bias_like(saved["bias"], saved["qkv"]), "v", options)
+            grads = {**grads, "v": gradient_of_v(call, v, grads["v"], options)}
         back = changed(norm_turned_back(options), copy_v=True)
         return call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
+
+
+class _BiasedQKVNorm(Biased, _QKVNorm):
+    name, stage = "qk_norm_rope_qkv_bias", "packed QKV with a norm and a bias"
+    tensors = ("qkv", "bias", *_QKVNorm.tensors[1:])
 
 
 class _QKVNormBackward(RopeQKVBackward):
     """The kernel reads q and k of the projection and the gradient of v, and writes one tensor."""
 
     name = "qk_norm_rope_qkv_backward"
-    tensors = (*RopeQKVBackward.tensors, "qkv", *WEIGHTS, *BIASES)
+    tensors = (*RopeQKVBackward.tensors, "qkv", *WEIGHTS, *BIASES, "bias?")
     options = _QKVNorm.options
     results = ("qkv", "q_weight", "k_weight", "q_bias", "k_bias")
     reads = ("qkv", "qkv", "dv")
@@ -92,4 +99,4 @@ class _QKVNormBackward(RopeQKVBackward):
         return {name: outputs[name] for name in self.results if name in outputs}
 
 
-QKV_NORM, QKV_NORM_BACKWARD = _QKVNorm(), _QKVNormBackward()
+QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS = _QKVNorm(), _QKVNormBackward(), _BiasedQKVNorm()

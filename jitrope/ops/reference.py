@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
-from ..plan.views import FP8S, Tensors, canonical, factor_view, joined, packed_part, table_pair, table_view
+from ..plan.views import FP8S, Tensors, bias_like, canonical, factor_view, joined, packed_part, table_pair, table_view
 from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, with_hadamard
 from .pages import store_in_pages
 from .rows import gathered, table_rows
@@ -333,7 +333,7 @@ def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
 
 def rope_qkv(t: Tensors, o: Options) -> Tensors:
     """Packed QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
-    parts = {name: x.contiguous() for name, x in split_qkv(t["qkv"], o).items()}
+    parts = {name: x.contiguous() for name, x in split_qkv(with_bias(t)["qkv"], o).items()}
     turned = (rope if o.norm is None else qk_norm_rope)({**t, **parts}, o)
     return {**turned, **{name: x.clone() for name, x in parts.items() if name not in turned}}
 
@@ -342,6 +342,11 @@ def rope_qkv_backward(t: Tensors, o: Options) -> Tensors:
     """dq, dk, dv and the gate's gradient -> the gradient of packed QKV; `o` rotates back."""
     out = rope({**t, "q": t["dq"].contiguous(), "k": t["dk"].contiguous()}, o)
     return {"qkv": join_qkv({**out, "v": t["dv"], "gate": t.get("dgate", torch.zeros_like(out["q"]))}, o)}
+
+
+def with_bias(t: Tensors) -> Tensors:
+    """A call's tensors; a projection's bias is added to qkv, and the sum is rounded."""
+    return {**t, "qkv": t["qkv"] + bias_like(t["bias"], t["qkv"])} if "bias" in t else t
 
 
 def split_qkv(qkv: Tensor, o: Options) -> Tensors:

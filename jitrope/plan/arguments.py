@@ -79,6 +79,11 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
         (_argument("const float*", "mean_square", "q_mean_square k_mean_square"),),
         (_argument("Strides", "mean_stride", "q_mean_square k_mean_square"),),
     ),
+    "added_bias": (
+        (_argument("const T*", "added", "q_added k_added v_added"),),
+        (_argument("Strides", "added_stride", "q_added k_added v_added"),),
+    ),
+    "gated": ((_argument("void*", "gate_out"),), ()),
     "head_scales": ((), (_argument("ScaleStrides", "scale_strides", "q_scale k_scale v_scale"),)),
     "paged": (
         (

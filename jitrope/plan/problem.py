@@ -22,6 +22,7 @@ from .views import (
     MEANS,
     PER_ITEM,
     Tensors,
+    bias_views,
     factor_view,
     head_view,
     ids_view,
@@ -127,6 +128,7 @@ class _Call:
         ]
         self._group()
         self.given_scales = [_scale_strides(tensors.get(f"{name}_scale")) for name in "qkv"]
+        self.added = [*bias_views(tensors["bias"], tensors["qkv"], options)] if "bias" in tensors else []
         given = [tensors[name] for name in ("q_factor", *MEANS) if name in tensors]
         self.factors = [factor_view(x, self.views[3].shape[:2]) for x in given]
         if not self.second and not self.grads:
@@ -134,8 +136,8 @@ class _Call:
         self.sources = [*self.views[:3], *self.second] if self.second else []
         if "second_cos" in tensors:
             self.tables += _table_views(tensors, options, "second_")
-        self.strides, self.source_strides, self.grad_strides, self.table_strides = (
-            [_strides(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.tables)
+        self.strides, self.source_strides, self.grad_strides, self.added_strides, self.table_strides = (
+            [_strides(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.added, self.tables)
         )
         self.scale_strides, self.factor_strides = ([_strides(x) for x in xs] for xs in (self.scales, self.factors))
         self.ids_strides = [0, 0, 0] if self.ids is None else [*_strides(self.ids)[:2], self.ids.stride(2)]
@@ -189,7 +191,7 @@ class _Call:
 
     def problem(self, sm_count: int) -> heuristics.RopeProblem:
         o, views, table = self.options, self.views, self.tables[0]
-        strides = [*self.strides, *self.source_strides, *self.grad_strides]
+        strides = [*self.strides, *self.source_strides, *self.grad_strides, *self.added_strides]
         steps = (*strides, *self.scale_strides, *self.factor_strides, *self.table_strides, self.ids_strides)
         table_step, table_vec_limit = _table_access(self.tables, self.table_strides)
         found = {
@@ -217,13 +219,15 @@ class _Call:
             "scales_q": "q_factor" in self.tensors,
             "prefixed": o.unrotated > 0,
             "head_scales": any(map(any, self.given_scales)),
+            "added_bias": bool(self.added),
+            "gated": bool(self.added) and o.order == "qkv_gated" and self.q_per_group == 2,
             "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 31,
             "batch": self.batch,
             "tokens": self.tokens,
             "heads": self.heads,
             "q_heads": self.q_heads,
             "num_sequences": self.sequences,
-            "vec_limit": _elements_per_access([*views, *self.sources, *self.grads], strides),
+            "vec_limit": _elements_per_access([*views, *self.sources, *self.grads, *self.added], strides),
             "table_vec_limit": table_vec_limit,
             "table_step_limit": table_step,
             "sm_count": sm_count,
@@ -283,6 +287,7 @@ class _Call:
             "factor_stride": self.factor_strides[: len(self.factors) - len(means)],
             "mean_stride": [*means, *means][:2],
             "unrotated": self.options.unrotated,
+            "added_stride": self.added_strides,
             "scale_strides": self.given_scales if "head_scales" in stages else 0,
         }
         given.update({field: value for field, value in of_stages.items() if value})

@@ -151,7 +151,8 @@ class Compiled:
     page_indptr, cu_seqlens_q: beside the page table there are these; clear_page: the rest of a sequence's last page
     becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied,
     v_per_k heads for each of k. v_dim: with latent attention, elements of a head of v, else 0. scales_q: q has a scale.
-    head_scales: each head has its own given scale of fp8.
+    head_scales: each head has its own given scale of fp8. added_bias: a projection's bias is added first; gated: behind
+    each head of q lies its gate, which is copied.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
@@ -220,6 +221,8 @@ class Compiled:
     scales_q: bool
     prefixed: bool
     head_scales: bool
+    added_bias: bool
+    gated: bool
 
     @property
     def norm(self) -> bool:
@@ -238,7 +241,7 @@ class Compiled:
     @property
     def copied(self) -> int:
         """Elements of a head that are copied without a rotation; in place they stay where they are."""
-        stay = self.in_place and not (self.cached or self.norm or self.scales_q)
+        stay = self.in_place and not (self.cached or self.norm or self.scales_q or self.added_bias)
         return 0 if stay else self.head_dim - self.rotary_dim
 
 

@@ -153,18 +153,36 @@ def packed_part(qkv: Tensor, name: str, options: Options) -> Tensor:
     return qkv[..., end : end + groups, :] if name == "k" else qkv[..., end + groups :, :]
 
 
-def packed_views(qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """The heads of q, k and v inside a packed tensor, (batch, seq, group, head of the group, dim)."""
+def packed_views(qkv: Tensor, options: Options, with_gate: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The heads of q, k and v inside a packed tensor, (batch, seq, group, head of the group, dim).
+
+    with_gate: a gate is the second head of its head of q.
+    """
     whole = canonical(qkv, options.layout)
     q, k, v = (packed_part(whole, name, options) for name in "qkv")
+    if with_gate and options.order == "qkv_gated":
+        q = whole[..., : 2 * q.shape[-2], :].unflatten(-2, (-1, 2))
     return q if q.dim() == 5 else q.unsqueeze(3), k.unsqueeze(3), v.unsqueeze(3)
 
 
-def separate_views(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """The same views of separate q (..., Hq, D), k and v (..., Hk, D)."""
+def separate_views(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, with_gate: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same views of separate q (..., Hq, D), k and v (..., Hk, D); a gate has the strides of q."""
     q, k, v = (canonical(x, options.layout) for x in (q, k, v))
-    groups = (-1, options.q_per_group) if options.order == "grouped" else (-1, 1)
-    return q.unflatten(2, groups), k.unsqueeze(3), v.unsqueeze(3)
+    q = q.unflatten(2, (-1, options.q_per_group) if options.order == "grouped" else (-1, 1))
+    q = q.expand(-1, -1, -1, 2, -1) if with_gate and options.order == "qkv_gated" else q
+    return q, k.unsqueeze(3), v.unsqueeze(3)
+
+
+def bias_like(bias: Tensor, qkv: Tensor) -> Tensor:
+    """A projection's bias with the last two axes of the projection's output."""
+    return bias.unflatten(0, qkv.shape[-2:]) if bias.dim() == 1 else bias
+
+
+def bias_views(bias: Tensor, qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """The views of a bias as one token of its packed tensor."""
+    return packed_views(bias_like(bias, qkv)[(None,) * (qkv.dim() - 2)], options, with_gate=True)
 
 
 def packed_outputs(qkv: Tensor, options: Options) -> Tensors:

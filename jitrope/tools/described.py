@@ -131,7 +131,10 @@ class Described:
                 arguments.refuse(self.name, "heads", self.heads, "[q's, k's], with q's a multiple of k's")
             order = arguments.word(self.name, "order", words.get("order", "grouped"), tuple(QKV_ORDERS))
             packed = Options(q_per_group=n, order=order)
-            given: list[Any] = [self.q_or_k(*packed_shape(self.heads[1], self.head_dim, packed))]
+            shape = packed_shape(self.heads[1], self.head_dim, packed)
+            given: list[Any] = [self.q_or_k(*shape)]
+            if arguments.flag(self.name, "bias", words.pop("bias", False)):
+                words["bias"] = self.trained(self.empty("dtype", self.dtype, shape))
         elif self.name == "prepare_mla_qkv":
             rotary = rotary_dim_of(self.name, {"rotary_dim": words.pop("rotary_dim", None)}, self.head_dim)
             v_dim = arguments.whole(self.name, "v_dim", words.pop("v_dim", self.head_dim - rotary), 1)

@@ -88,6 +88,7 @@ def specs_of(**call: Any) -> list[RopeSpec]:
             `DynamicQuantize`. Write a tensor as its dtype, as in {"cu_seqlens": "int32"}. A dtype of quantize is "fp8",
             "fp8_e5m2", "int8" or "fp4", a scale_dtype "fp32", "e8m0" or "fp8".
             page_size, in cache: the rows of a page, if the pages are not neighbours in memory.
+        bias: True: prepare_packed_qkv also gets the projection's bias.
         backward: plan the gradient too.
 
     Returns:

@@ -307,6 +307,11 @@ def _(cell: Cell) -> Args:
     return {"order": "qkv_gated", "qkv": cell.rand(B, S, 12, D, seed=4), "q_per_group": 2}
 
 
+@option("a projection's bias", "it is added first", only(right, lambda f: f.name.startswith("packed_qkv")))
+def _(cell: Cell) -> Args:
+    return {"bias": cell.rand(8 * D, seed=5)}
+
+
 @option("without weights", "the norm alone", only(right, named(NORMS)))
 def _(cell: Cell) -> Args:
     return dict.fromkeys(cell.function.weights)
