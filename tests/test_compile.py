@@ -146,7 +146,7 @@ LARGEST += [
     prepared(heads=[32, 8], norm={**TWICE, "after_rope": True}, q_scale=0.5, unrotated=1, backward=True),
     # Qwen3.5's packed projection with a gate.
     prepared(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, rotary_dim=64, order="qkv_gated",
-             norm={**FP32, "rounding": "once", "zero_centered": True}, backward=True),
+             norm={**FP32, "rounding": "once", "zero_centered": True}, bias=[False, True], backward=True),
 ]  # fmt: skip
 
 

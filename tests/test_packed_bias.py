@@ -153,6 +153,28 @@ def test_the_gradients_in_place(case: Case, form: str, device: str) -> None:
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("case", "form"), [CASES[0], NORMED[0]], ids=str)
+def test_the_gradient_of_a_learned_table(case: AnyCase, form: str, device: str) -> None:
+    ours, theirs = (Made(case, form, device, leaves=True) for _ in range(2))
+    for made in (ours, theirs):
+        made.leaves += [made.words[name].requires_grad_() for name in ("cos", "sin")]
+    gradients_are_those_of_the_sum(ours, theirs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("case", "form"), SOME, ids=str)
+def test_no_tokens(case: AnyCase, form: str, device: str) -> None:
+    """The bias then has a gradient of zeros."""
+    made = Made(case, form, device, leaves=True)
+    first = 0 if made.words.get("layout") in ("sbhd", "thd") else 1
+    made.words.pop("positions", None)
+    got = made.call(made.qkv.narrow(first, 0, 0), made.bias)
+    assert all(x.shape[first] == 0 for x in got)
+    found = torch.autograd.grad(got, made.leaves[:2], [torch.empty_like(x) for x in got])
+    assert not any(x.any() for x in found)
+
+
 def test_a_second_derivative() -> None:
     made = Made(QKV_CASES[-1], "flat", leaves=True)
     out = sum(x.square().sum() for x in made.call(bias=made.bias))
