@@ -656,14 +656,14 @@ def test_operands_of_attention_in_another_layout(how: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_compiled_and_again(device: str) -> None:
+@pytest.mark.parametrize("dtype", [FP8, FP4], ids=str)
+def test_compiled_and_again(dtype: torch.dtype, device: str) -> None:
     q, k, cos, sin = inputs(device, 2, 9, 4, 64)
     norm = Norm(torch.rand(64, device=device).bfloat16(), rounding="once")
+    quantize = DynamicQuantize(dtype, group=32, hadamard=True)
 
     def call(q: Tensor, k: Tensor) -> Any:
-        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=DynamicQuantize(group=32, hadamard=True))[
-            :2
-        ]
+        return jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=quantize)[:2]
 
     want = call(q, k)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
