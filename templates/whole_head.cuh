@@ -204,15 +204,26 @@ __device__ __forceinline__ void raise_to(unsigned int* address, float x) {
     if (bits > *const_cast<volatile unsigned int*>(address)) atomicMax(address, bits);
 }
 
+// SWIZZLED: the offset of a scale in those of its head, which are tiles of 128 tokens and 4 groups, one after the other
+// along the groups. In a tile tokens 32 apart are neighbours (cuBLAS' "1D Block Scaling Factors Layout").
+__device__ __forceinline__ long long offset_in_tiles(int token, int group) {
+    constexpr unsigned int TILES = (HEAD_DIM / (GROUPED ? GROUP : HEAD_DIM) + 3) / 4;
+    const unsigned int row = token, column = group;
+    const unsigned int in_tile = row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
+    return (static_cast<long long>(row / 128) * TILES + column / 4) * 512 + in_tile;
+}
+
 // Stores a scale of a head. dim: the first element that has it.
 __device__ __forceinline__ void store_scale(
     const Params& p, const Head& head, const Place& place, int dim, float scale
 ) {
     const Strides& stride = p.scale_stride[head.is_q ? 0 : 1];
-    ScaleOut* out = p.scale_out[head.is_q ? 0 : 1] + stride.token.step(place.token)
+    const int group = GROUPED ? dim / (GROUPED ? GROUP : 1) : 0;
+    ScaleOut* out = p.scale_out[head.is_q ? 0 : 1]
+        + (SWIZZLED ? offset_in_tiles(place.token, group) : stride.token.step(place.token))
         + head.step(stride.group, stride.head);
     if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
-    if constexpr (GROUPED) out += dim / (GROUPED ? GROUP : 1);
+    if constexpr (GROUPED && !SWIZZLED) out += group;
     if constexpr (PER_ROW) raise_to(reinterpret_cast<unsigned int*>(out), scale);
     else *out = as_stored(scale);
 }

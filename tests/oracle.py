@@ -312,6 +312,17 @@ def of_elements(scale: Tensor, x: Tensor) -> Tensor:
     return scale[..., None] if scale.dim() < x.dim() else scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
 
 
+def of_tiles(scale: Tensor, tokens: int, groups: int) -> Tensor:
+    """Scales (B, tokens, H, groups) of tiles (B, H, padded tokens, padded groups); the other bytes are zero."""
+    t, g = torch.arange(tokens, device=scale.device)[:, None], torch.arange(groups, device=scale.device)
+    at = (t // 128 * (scale.shape[-1] // 4) + g // 4) * 512 + t % 32 * 16 + t % 128 // 32 * 4 + g % 4
+    flat = scale.view(torch.uint8).flatten(2)
+    rest = flat.index_fill(2, at.flatten(), 0)
+    assert scale.is_contiguous()
+    assert not rest.any()
+    return flat[..., at].transpose(1, 2).contiguous().view(scale.dtype)
+
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 

@@ -221,7 +221,7 @@ SCALED: dict[str, dict[str, Any]] = {
     "ids": {"dtype": torch.int8, "hadamard": True},
     "partial-odd": {},
     "d72": {},
-    "interleaved": {"dtype": FP4, "group": 32, "scale_dtype": E8M0},
+    "interleaved": {"dtype": FP4, "group": 32, "scale_dtype": E8M0, "swizzled": True},
     "bhsd": {"dtype": FP4, "group": 16, "scale_dtype": torch.float8_e4m3fn, "q_global_scale": 0.01},
     "sbhd": {"per": "head"},
     "thd": {"per": "kv_head", "dtype": torch.float8_e5m2},

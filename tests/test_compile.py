@@ -134,8 +134,9 @@ LARGEST += [
     prepared(heads=[32, 8], norm=TWICE, positions=IDS, quantize={"dtype": "fp8", "per": "kv_head"}),
     prepared(heads=[32, 8], positions=IDS, quantize={"dtype": "fp8", "group": 32, "scale_dtype": "e8m0"}),
     prepared(heads=[32, 8], norm=ONCE, quantize={"dtype": "fp4", "group": 32, "scale_dtype": "e8m0"}),
-    prepared(heads=[32, 8], interleaved=True,
-             quantize={"dtype": "fp4", "group": 16, "scale_dtype": "fp8", "q_global_scale": 0.01}),
+    *(prepared(heads=[32, 8], interleaved=True, quantize={
+        "dtype": "fp4", "group": 16, "scale_dtype": "fp8", "q_global_scale": 0.01, "swizzled": swizzled,
+    }) for swizzled in (False, True)),
     prepared(heads=64, head_dim=512, rotary_dim=64, rotary_offset=448, interleaved=True, inverse=True,
              quantize={"dtype": "fp8", "group": 128}),
     prepared(heads=[2, 2], head_dim=6, rotary_dim=2, norm=NONE),

@@ -194,6 +194,7 @@ def problems(draw: Any) -> RopeProblem:
         hadamard=pick("", "head") if fp8 and normed and not row_heads and head_dim in (64, 128, 256) else "",
         dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
         scale_out=pick(*SCALE_DTYPES) if dynamic else "fp32", per_row=dynamic and draw(FLAG),
+        swizzled=dynamic and draw(FLAG),
         norm_kind=pick("no_norm", *NORM_KINDS) if normed else "", biased=weight is not None and draw(FLAG),
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, given_means=kind in ("norm", "cache") and normed and draw(FLAG),

@@ -52,6 +52,7 @@ BASE = RopeProblem(
     dynamic=False,
     group=0,
     scale_out="fp32",
+    swizzled=False,
     per_row=False,
     norm_rounding="",
     norm_kind="",

@@ -34,7 +34,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "part": ("whole", "last", "middle"),
     "more": ("none", "number", "tokens", "unrotated", "inverse"),  # number, tokens: q_scale
     "transform": ("none", "head", "rotary", "rest"),
-    "convert": ("none", "e4m3", "e5m2", "heads", "int8", "groups", "mxfp8", "mxfp4", "nvfp4"),
+    "convert": ("none", "e4m3", "e5m2", "heads", "int8", "groups", "mxfp8", "mxfp4", "nvfp4", "tiles"),
     "out": ("fresh", "inplace", "given", "ulysses", "slots", "pages", "fp8_slots", "fp8_pages", "own"),
     "layout": ("bshd", "sbhd", "bhsd", "thd"),
     "dtype": ("bf16", "fp16", "fp32"),
@@ -44,7 +44,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 PLAIN = {stage: values[0] for stage, values in STAGES.items()}
 NORMS, CONVERTED, TRANSFORMED = STAGES["norm"][1:], STAGES["convert"][1:], STAGES["transform"][1:]
 ANY_SIZE = (*CONVERTED[:4], "nvfp4")  # without groups of 32
-DYNAMIC, CACHES = ("heads", "int8", "groups", "mxfp8", "mxfp4", "nvfp4"), STAGES["out"][4:]
+DYNAMIC, CACHES = STAGES["convert"][3:], STAGES["out"][4:]
 UNSAID: dict[str, Any] = {"transform": TRANSFORMED, "convert": "none"}  # a transform is a word of a conversion
 
 # A combination, and the words of its refusal.
@@ -64,8 +64,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transform": "rest", "part": "whole", "convert": CONVERTED}, "the rest has 0"),
     ({"transform": "rest", "rotate": "none", "convert": CONVERTED}, "the rest has 0"),
     ({"transform": "rest", "part": "middle", "convert": CONVERTED}, "needs the rest in one piece"),
-    ({"size": "80", "convert": ("groups", "mxfp8", "mxfp4")}, "group is 32; it must divide D=80"),
+    ({"size": "80", "convert": ("groups", "mxfp8", "mxfp4", "tiles")}, "group is 32; it must divide D=80"),
     ({"convert": ("mxfp4", "nvfp4"), "out": ("given", "ulysses")}, "out does not go with fp4"),
+    ({"convert": "tiles", "out": "ulysses"}, "swizzled does not go with a group of heads for each rank"),
     (
         {"rotate": "none", "norm": "none", "convert": "none", "out": ("fresh", "inplace"),
          "more": ("none", "unrotated", "inverse")},
@@ -166,6 +167,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "mxfp8": {"dtype": E4M3, "group": 32, "scale_dtype": E8M0},
     "mxfp4": {"dtype": FP4, "group": 32, "scale_dtype": E8M0},
     "nvfp4": {"dtype": FP4, "group": 16, "scale_dtype": E4M3},
+    "tiles": {"dtype": E4M3, "group": 32, "scale_dtype": E8M0, "swizzled": True},
 }
 
 
@@ -294,12 +296,16 @@ def near_scaled(got: Scaled, want: Tensor, layout: str, form: dict[str, Any]) ->
     assert values.dtype == form["dtype"]
     assert scale.dtype == form.get("scale_dtype", torch.float32)
     relative, least = HALVES[E4M3] if scale.dtype == E4M3 else (1e-5, 0)
+    if form.get("swizzled"):
+        scale = oracle.of_tiles(scale, values.shape[1], values.shape[-1] // form["group"])
+    else:
+        scale = oracle.heads(scale if group else scale[..., None], layout)
     scale = torch.ldexp(torch.ones(()), scale.int() - 127) if scale.dtype == torch.uint8 else scale.float()
-    scale = oracle.heads(scale if group else scale[..., None], layout).double()
     want = want.cpu()
     largest = want.unflatten(-1, (-1, group or want.shape[-1])).abs().amax(-1) / LARGEST[values.dtype]
     if form.get("scale_dtype") == E8M0:
         largest = torch.exp2(torch.ceil(torch.log2(largest)))
+    scale = scale.double()
     torch.testing.assert_close(scale, largest, rtol=relative, atol=least)
     near_units(values, want / scale.repeat_interleave(want.shape[-1] // scale.shape[-1], -1))
 
@@ -504,7 +510,7 @@ def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: 
 
 def test_every_pair_is_in_a_call_or_refused() -> None:
     """Few calls hold every pair; a pair without a call is that of a rule, or a transform, which needs a conversion."""
-    assert len(CASES) + len(WITH_GRADIENT) <= 140
+    assert len(CASES) + len(WITH_GRADIENT) <= 145
     assert not any(is_refused(case) for case in (*CASES, *WITH_GRADIENT))
     covered = {pair for case in CASES for pair in pairs_of(case)}
     for a, b in itertools.combinations(STAGES, 2):

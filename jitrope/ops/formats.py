@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..plan.spec import LAYOUT_AXES, Options, transformed
 from ..plan.views import E8M0, FORMATS, SCALES, canonical
+
+TILE = (128, 4)
+"""Tokens and groups of a tile of swizzled scales."""
 
 
 def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
@@ -95,9 +99,31 @@ def empty_elements(x: Tensor, word: str) -> Tensor:
 
 
 def empty_scale(x: Tensor, o: Options) -> Tensor:
-    """A tensor for the scales of x."""
-    groups = (x.shape[-1] // o.group,) if o.group else ()
-    return x.new_empty((*x.shape[:-1], *groups), dtype=SCALES[o.scale_out])
+    """A tensor for the scales of x. Swizzled scales are padded with zeros to whole tiles."""
+    if not o.swizzled:
+        groups = (x.shape[-1] // o.group,) if o.group else ()
+        return x.new_empty((*x.shape[:-1], *groups), dtype=SCALES[o.scale_out])
+    batch, tokens, heads, dim = canonical(x, o.layout).shape
+    rows, columns = -(-tokens // TILE[0]) * TILE[0], -(-dim // (o.group * TILE[1])) * TILE[1]
+    whole = type(tokens) is int and (tokens, dim // o.group) == (rows, columns)  # every byte is written
+    made = (x.new_empty if whole else x.new_zeros)((batch, heads, rows, columns), dtype=torch.uint8)
+    return made.view(SCALES[o.scale_out])
+
+
+def stored_scale(scale: Tensor, o: Options) -> Tensor:
+    """The scales of groups, (..., D / group), as the call returns them: as they are, or swizzled.
+
+    Swizzled they are tiles of 128 tokens and 4 groups, one after the other along the groups. In a tile those of tokens
+    0, 32, 64 and 96 are neighbours, then come 1, 33, 65, 97 and so on. Source: NVIDIA's documentation of cuBLAS, "1D
+    Block Scaling Factors Layout".
+    """
+    if not o.swizzled:
+        return scale
+    by_head = canonical(scale, o.layout).transpose(1, 2).view(torch.uint8)
+    tokens, groups = by_head.shape[2:]
+    padded = pad(by_head, (0, -groups % TILE[1], 0, -tokens % TILE[0]))
+    tiles: Tensor = padded.unflatten(3, (-1, TILE[1])).unflatten(2, (-1, 4, TILE[0] // 4))
+    return tiles.permute(0, 1, 2, 5, 4, 3, 6).reshape(padded.shape).view(scale.dtype)
 
 
 def with_hadamard(x: Tensor, o: Options) -> Tensor:

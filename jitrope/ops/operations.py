@@ -129,7 +129,7 @@ class _QKNormRopeScaled(Normed):
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
-    options = (*SERVING, "inverse", "hadamard", "out_dtype", "group", "scale_out")
+    options = (*SERVING, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
@@ -179,7 +179,7 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
-    options = (*_QKNormRopeKVCache.options, "group", "scale_out")
+    options = (*_QKNormRopeKVCache.options, "group", "scale_out", "swizzled")
     words = tuple([word for word in (*options, "norm", "check") if word != "inplace"])
     results = ("q", "q_scale")
     inplace = False

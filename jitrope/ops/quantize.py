@@ -73,10 +73,11 @@ class Quantize(Value):
 class Scaled(NamedTuple):
     """Elements, (B, S, H, D) in the default layout, and their scale, (B, S, H): y is values times scale.
 
-    With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`. With
-    per="head" it is (B, H), and y is values times `scale[:, None, :, None]`. With per="kv_head" q's scale is (B, Hk);
-    repeat it for the heads of q: `scale.repeat_interleave(Hq // Hk, 1)`. In fp4 the values are (B, S, H, D / 2), two in
-    a byte, the first in the low bits. With a global scale y is also multiplied by that.
+    With groups the scale is (B, S, H, D / group), and y is values times `scale.repeat_interleave(group, -1)`; swizzled
+    it is (B, H, S, D / group), padded and in another order (`DynamicQuantize`). With per="head" it is (B, H), and y is
+    values times `scale[:, None, :, None]`. With per="kv_head" q's scale is (B, Hk); repeat it for the heads of q:
+    `scale.repeat_interleave(Hq // Hk, 1)`. In fp4 the values are (B, S, H, D / 2), two in a byte, the first in the low
+    bits. With a global scale y is also multiplied by that.
 
     >>> q = torch.randn(1, 16, 8, 64)
     >>> scaled, _, _ = jitrope.prepare_qkv(q, None, None, quantize=jitrope.DynamicQuantize(torch.int8))
@@ -108,9 +109,9 @@ class DynamicQuantize(Value):
             to a power of two, 2^ceil(log2(largest / 448)), without the bound of 1e-12. With groups of 32 this is
             MXFP8 for e4m3 and MXFP4 for fp4 (OCP Microscaling Formats 1.0). That text leaves the rounding of scales
             open; rounding up is the rule of arXiv:2506.08027, cuDNN's block scale quantize and Megatron-core's
-            `mxfp8_quantize`. No element saturates. A group of zeros has the byte 0. The bytes are in the order of the
-            shape, not swizzled. Only for fp4 torch.float8_e4m3fn, with group=16 NVFP4: the scale is rounded to the
-            nearest number of e4m3, at most 448. If it becomes 0, its elements are 0.
+            `mxfp8_quantize`. No element saturates. A group of zeros has the byte 0. Only for fp4
+            torch.float8_e4m3fn, with group=16 NVFP4: the scale is rounded to the nearest number of e4m3, at most 448.
+            If it becomes 0, its elements are 0.
         q_global_scale, k_global_scale: the unit of scales in e4m3; positive numbers, or tensors as in `Quantize`;
             default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times scale times
             global. In arXiv:2509.25149 global is
@@ -120,8 +121,14 @@ class DynamicQuantize(Value):
             tokens of a batch row; the scales are (B, H) in fp32, with "thd" (1, H). "kv_head": the same, but the heads
             of q that share a head of k have one scale; both scales are (B, Hk), as FlashAttention-3 reads q_descale and
             k_descale, and k must be given. "head" and "kv_head" take two launches; the first only computes the scales.
-            They cannot be combined with fp4, group, scale_dtype and a cache. With `Ulysses` the scales are of all
-            heads. For v_descale pass v as q with per="head", without k and without a table.
+            They cannot be combined with fp4, group, scale_dtype, swizzled and a cache. With `Ulysses` the scales are
+            of all heads. For v_descale pass v as q with per="head", without k and without a table.
+        swizzled: the scales are in the order in which cuBLAS, TensorRT-LLM and FlashInfer read block scales (NVIDIA's
+            documentation of cuBLAS, "1D Block Scaling Factors Layout"). Those of a head in a batch row are tiles of
+            128 tokens by 4 groups: (B, H, S, D / group) in every layout, contiguous, with S padded to a multiple of
+            128 and D / group to one of 4, by bytes of zero. With C padded groups the byte of token s and group g of a
+            head is number (s // 128 * (C // 4) + g // 4) * 512 + s % 32 * 16 + s % 128 // 32 * 4 + g % 4. With "thd"
+            B is 1 and S is T. group and a scale_dtype of one byte must be given. `Ulysses` is refused.
 
     Raises:
         InvalidInput: an argument is wrong.
@@ -137,6 +144,7 @@ class DynamicQuantize(Value):
         k_global_scale: float | Tensor | None = None,
         hadamard: bool | str = False,
         per: str = "token",
+        swizzled: bool = False,
     ) -> None:
         self.per = word("DynamicQuantize", "per", per, ("token", "head", "kv_head"))
         allowed = tuple([form.dtype for form in FORMATS.values()])
@@ -165,11 +173,15 @@ class DynamicQuantize(Value):
                 refuse("DynamicQuantize", label, scale, f"None without scale_dtype={FP8}")
             if not isinstance(scale, Tensor) and scale_number("DynamicQuantize", label, scale) <= 0:
                 refuse("DynamicQuantize", label, scale, "above 0")
-        for label in ("group", "scale_out"):
+        if flag("DynamicQuantize", "swizzled", swizzled):
+            self.words["swizzled"] = True
+        for label in ("group", "scale_out", "swizzled"):
             if self.per != "token" and label in self.words:
                 raise InvalidInput(f"DynamicQuantize: {_LABELS.get(label, label)} does not go with per={self.per!r}")
         if self.per != "token" and self.words["out_dtype"] == "fp4":
             raise InvalidInput(f"DynamicQuantize: fp4 does not go with per={self.per!r}; leave per out")
+        if swizzled and ("group" not in self.words or "scale_out" not in self.words):
+            raise InvalidInput("DynamicQuantize: swizzled needs scales of one byte; pass group and scale_dtype too")
         self.words.update(_hadamard("DynamicQuantize", hadamard))
 
     def on(self, q: Tensor) -> Tensors:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
 from ..plan.views import FP8S, Tensors, bias_like, canonical, factor_view, joined, packed_part, table_pair, table_view
-from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, with_hadamard
+from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, stored_scale, with_hadamard
 from .pages import store_in_pages
 from .rows import gathered, table_rows
 
@@ -282,7 +282,7 @@ def scaled(t: Tensors, o: Options) -> Tensors:
     out: Tensors = {}
     for name, y in _turned(t, o, torch.float32).items():
         values, scale = scaled_elements(y, o, t.get(f"{name}_scale"))
-        out[name], out[f"{name}_scale"] = empty_elements(t[name], o.out_dtype).copy_(values), scale
+        out[name], out[f"{name}_scale"] = empty_elements(t[name], o.out_dtype).copy_(values), stored_scale(scale, o)
     return out
 
 

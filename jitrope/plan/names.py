@@ -35,6 +35,7 @@ def name_of(spec: RopeSpec) -> str:
         "dynamic" if spec.dynamic else "",
         f"group{spec.group}" if spec.group else "",
         spec.scale_out if spec.scale_out != "fp32" else "",
+        "swizzled" if spec.swizzled else "",
         "per_row" if spec.per_row else "",
         "after_rope" if spec.after_rope else "",
         "v_norm" if spec.v_norm else "",

@@ -123,6 +123,8 @@ class _Call:
         self.scales = [
             x[:, None, :, None, None]  # (B, H)
             if options.per_row
+            else x.transpose(1, 2).unsqueeze(3)  # (B, H, S, groups)
+            if options.swizzled
             else head_view(x if options.group else x.unsqueeze(-1), options.layout)
             for x in given
         ]
@@ -173,7 +175,7 @@ class _Call:
         count = 4 if self.cached else 6  # the others are caches
         of_tokens = [*self.views[:count], *self.factors, *self.scales]
         counted = "start_positions" in self.tensors or 0 < self.options.unrotated < ALL_TOKENS
-        counted |= self.options.per_row or any(batch for batch, _ in self.given_scales)
+        counted |= self.options.per_row or self.options.swizzled or any(batch for batch, _ in self.given_scales)
         if batch == 1 or (ids is not None and not shared) or counted:
             return
         if ids is not None:

@@ -92,6 +92,7 @@ class Options(NamedTuple):
     out_dtype: str = "fp8"  # of elements that are divided by scales
     group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head
     scale_out: str = "fp32"  # the dtype of dynamic scales
+    swizzled: bool = False  # in tiles of 128 tokens and 4 groups
     per_row: bool = False  # dynamic scales alone, each of a head of a batch row
     norm: NormOptions | None = None
     inplace: bool = False
@@ -145,9 +146,9 @@ class Compiled:
 
     Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: the part of the heads of q and k
     that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head,
-    or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`; per_row: it stores
-    only the scale of each head of a batch row. With a slot_mapping or a page_table k and v go to a cache with pages of
-    page_size slots (0: no pages), and rotate_k also rotates k in place.
+    or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`; swizzled: in tiles;
+    per_row: only the scale of each head of a batch row. With a slot_mapping or a page_table k and v go to a cache
+    with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
     page_indptr, cu_seqlens_q: beside the page table there are these; clear_page: the rest of a sequence's last page
     becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied,
     v_per_k heads for each of k. v_dim: with latent attention, elements of a head of v, else 0. scales_q: q has a scale.
@@ -197,6 +198,7 @@ class Compiled:
     dynamic: bool
     group: int
     scale_out: str
+    swizzled: bool
     per_row: bool
     norm_rounding: str
     norm_kind: str
@@ -387,7 +389,7 @@ class RopeSpec(Compiled, Spec):
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
 _OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
-_NORM_FLAGS = ("dynamic", "per_row", "biased", "given_means", "two_streams", "two_tables", *_OF_NORM)
+_NORM_FLAGS = ("dynamic", "swizzled", "per_row", "biased", "given_means", "two_streams", "two_tables", *_OF_NORM)
 _NORM_SIZES = ("group", "weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,

@@ -52,6 +52,7 @@ def in_words(spec: Spec) -> str:
         f"Hadamard transform of the {spec.hadamard}" if spec.hadamard else "",
         f"a scale for each {f'{spec.group} elements' if spec.group else 'head'}" if spec.dynamic else "",
         "only scales, each of all tokens of a batch row" if spec.per_row else "",
+        "swizzled scales" if spec.swizzled else "",
         {"e8m0": "scales in powers of two", "fp8": "scales in e4m3"}.get(spec.scale_out, ""),
         "norm of v" if spec.v_norm else "",
         f"norm across {' and '.join(map(str, spec.row_heads))} heads" if spec.across_heads else "",
