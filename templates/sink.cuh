@@ -59,8 +59,10 @@ struct Sink {
             constexpr int EACH = PER_ITEM<KvOut>;
             put(head.output<KvOut>(p, CACHE ? slot.place : place, dim / EACH)[dims / EACH], x, y, factor);
             if constexpr (CLEAR_PAGE)
-                for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row)
-                    store_whole(head.output<KvOut>(p, {slot.place.batch, row}, dim)[dims], Vec<KvOut, VEC>{});
+                for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) {
+                    const Place cleared = {slot.place.batch, row};
+                    store_whole(head.output<KvOut>(p, cleared, dim / EACH)[dims / EACH], Vec<KvOut, VEC / EACH>{});
+                }
         }
     }
 

@@ -127,6 +127,7 @@ template <typename T> constexpr bool IS_FP8 = false;
 template <> constexpr bool IS_FP8<fp8> = true;
 constexpr bool TWO_LEVELS = IS_FP8<ScaleOut>;            // scales count in units of a given one, of the `whole` tensor
 constexpr bool ROUNDED = sizeof(ScaleOut) == 1;          // scales are rounded before elements are divided
+constexpr float LARGEST = BLOCK_CACHE ? largest_of(KvOut{}) : largest_of(QOut{});
 constexpr float SMALLEST = ROUNDED ? 0.0f : 1e-12f;      // in place of the largest of zeros
 
 __device__ __forceinline__ ScaleOut as_stored(float scale) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ ScaleOut as_stored(float scale) {
     return stored;
 }
 __device__ __forceinline__ float scale_for(float largest, float whole) {
-    float scale = __fmul_rn(largest, 1.0f / largest_of(QOut{}));    // as torch divides by a number on a GPU
+    float scale = __fmul_rn(largest, 1.0f / LARGEST);    // as torch divides by a number on a GPU
     if constexpr (TWO_LEVELS) scale = whole == 0.0f ? 0.0f : __fmul_rn(scale, __frcp_rn(whole));
     return ROUNDED ? to_float(as_stored(scale)) : scale;
 }
@@ -226,4 +227,25 @@ __device__ __forceinline__ void store_scale(
     if constexpr (GROUPED && !SWIZZLED) out += group;
     if constexpr (PER_ROW) raise_to(reinterpret_cast<unsigned int*>(out), scale);
     else *out = as_stored(scale);
+}
+
+// Stores a scale of a head of k or v beside the cache, in the row of the token; CLEAR_PAGE: and zeros in the rows after
+// the last. The rows are in fours: stride.token leads to the next four, stride.head to the next row. HAS: BLOCK_CACHE;
+// a template, because other kernels have no such arguments.
+template <bool HAS, typename Arguments>
+__device__ __forceinline__ void store_block_scale(
+    const Arguments& p, const Head& head, const Destination& slot, int dim, float scale
+) {
+    if constexpr (HAS) {
+        if (!slot.valid) return;
+        const Strides& stride = p.block_scale_stride[head.is_v];
+        fp8* scales = p.block_scale[head.is_v] + stride.batch.step(slot.place.batch) + stride.group.step(head.index)
+            + stride.dim.step(GROUPED ? dim / (GROUPED ? GROUP : 1) : 0);
+        const auto put = [&](int row, float x) {
+            from_float(x, scales[stride.token.step(row / 4) + stride.head.step(row % 4)]);
+        };
+        put(slot.place.token, scale);
+        if constexpr (CLEAR_PAGE)
+            for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) put(row, 0.0f);
+    }
 }

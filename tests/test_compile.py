@@ -132,6 +132,10 @@ LARGEST += [
     prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": "rotary"},
              cache={**FP8_CACHE, "page_size": 16}),
     prepared(heads=[32, 8], norm=TWICE, positions=IDS, quantize={"dtype": "fp8", "per": "kv_head"}),
+    *(prepared(heads=[32, 8], positions=IDS, norm=norm, cache={
+        **FP8_CACHE, "k_cache": "fp4", "v_cache": "fp4", "page_size": 16,
+        "k_block_scale": "fp8", "v_block_scale": "fp8",
+    }) for norm in (TWICE, None)),
     prepared(heads=[32, 8], positions=IDS, quantize={"dtype": "fp8", "group": 32, "scale_dtype": "e8m0"}),
     prepared(heads=[32, 8], norm=ONCE, quantize={"dtype": "fp4", "group": 32, "scale_dtype": "e8m0"}),
     *(prepared(heads=[32, 8], interleaved=True, quantize={
@@ -192,7 +196,10 @@ CACHED = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_in_place_ids_cac
 BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex64_round_none_layer_norm"
 # The gradient of a norm behind the rotation, with a scale of q and first tokens that are not rotated.
 SCALED = "qk_norm_rope_backward_bf16_d128_halves_fp32_half_table_backward_complex64_round_none_after_rope_scales_q"
-SMALL = {SCALED: (8, 0, 0, 0), BIASED: (56, 48, 0, 0), D256: (0, 16, 0, 0), D64: (8, 8, 0, 0), D80: (16, 8, 40, 40)}
+# As CACHED, with scales of groups: 80 registers.
+FP4_CACHE = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_ids_cache_fp4_round_twice_dynamic_group16"
+SMALL = {SCALED: (8, 0, 0, 0), BIASED: (56, 48, 0, 0), D256: (0, 16, 0, 0), D64: (8, 8, 0, 0), D80: (16, 8, 40, 40),
+         FP4_CACHE: (16, 24, 0, 0)}  # fmt: skip
 SPILLS = {
     (13, 2): {LARGE: (96, 40, 16, 16), CACHED: (40, 32, 32, 32), **SMALL},
     (13, 5): {LARGE: (88, 88, 16, 16), CACHED: (40, 32, 48, 32), **SMALL},

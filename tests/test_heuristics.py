@@ -53,6 +53,7 @@ BASE = RopeProblem(
     group=0,
     scale_out="fp32",
     swizzled=False,
+    block_cache=False,
     per_row=False,
     norm_rounding="",
     norm_kind="",

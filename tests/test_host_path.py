@@ -13,8 +13,8 @@ from .host import backend
 
 ROOT = Path(__file__).parent.parent
 FILES = [
-    "gpu gpu_thd packed_norm packed_bias mean_squares row_scales",
-    "rope out pages ulysses latent latent_cache quantize swizzled q_scale unrotated shifts learned transformers stages",
+    "gpu gpu_thd packed_norm packed_bias mean_squares row_scales swizzled fp4_cache",
+    "rope out pages ulysses latent latent_cache quantize q_scale unrotated shifts learned transformers stages",
 ]
 OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not test_stages or short"]
 

@@ -182,6 +182,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "group": 32,
         "scale_out": "e8m0",
         "swizzled": True,
+        "block_cache": True,
         "per_row": True,
         "biased": True,
         "across_heads": True,

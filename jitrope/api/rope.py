@@ -205,7 +205,8 @@ def prepare_qkv(
         refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
     stage = "" if quantize is None else "dynamic" if dynamic and quantize.per == "token" else "quantize"
     plain, normed = PREPARED[stage if cache is None else "cache dynamic" if dynamic else "cache"]
-    op = plain if norm is None and (quantize is None or "hadamard" not in quantize.words) else normed
+    alone = norm is None and (cache is None or not getattr(cache, "whole_heads", False))
+    op = plain if alone and (quantize is None or "hadamard" not in quantize.words) else normed
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:

@@ -148,7 +148,7 @@ def rotary_embedding_and_cache(
         InvalidInput, CompileError: as `rotary_embedding`; nothing was written.
     """
     axes = _token_axes(positions)
-    scales = {}
+    scales: dict[str, Any] = {}
     fp8 = _FP8.get(kv_cache_dtype)
     if fp8 is not None:
         scales = {"k_scale": k_scale, "v_scale": v_scale}

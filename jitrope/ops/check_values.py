@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..plan.spec import LAYOUT_AXES, Options
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
-from .checks import slots_of
 from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
-from .pages import slots_of_pages
+from .pages import slots_of, slots_of_pages
 from .rows import table_rows
 
 

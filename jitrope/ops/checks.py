@@ -11,9 +11,8 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.spec import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
-from ..plan.views import FP8S, MEANS, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
+from ..plan.views import BLOCK_SCALES, FP8S, MEANS, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
 from .fit import (
-    MAX_TOKENS,
     USERS_NAMES,
     Fail,
     check_factor,
@@ -35,7 +34,7 @@ from .fit import (
     rows_of,
     sizes_of,
 )
-from .pages import check_pages, check_slots
+from .pages import check_caches, check_pages, check_slots
 from .reference import of_stream
 
 WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
@@ -178,7 +177,7 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     check_heads(k, v, read_only, fail, "k", "v")
     if options.inplace:
         require_no_overlap("q", q, fail)
-    _refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache")
+    _refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
     if "cu_seqlens" in tensors:
         fail("cu_seqlens does not go with a cache; pass positions as a tensor of ids")
     if cos.dim() == 4 and cos.shape[2] != 1:
@@ -189,45 +188,19 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail(f"{had}; v must have as many heads, or a multiple of them")
     if options.rotate_k:
         require_no_overlap("k", k, fail)
-    _check_caches((k, v), caches, options, fail)
-    written, read = {**caches}, {"v": v}
+    check_caches((k, v), caches, tensors, options, fail)
+    written, read = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}, {"v": v}
     (written if options.inplace else read)["q"] = q
     (written if options.rotate_k else read)["k"] = k
     require_apart(name, written, read)
     (check_slots if "slot_mapping" in tensors else check_pages)(tensors, options, fail)
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
-    scaled, own = tensors["k_cache"].dtype in FP8S, "q_global_scale" if options.scale_out == "fp8" else "q_scale"
+    own = "q_global_scale" if options.scale_out == "fp8" else "q_scale"
     check_scale(own, tensors.get("q_scale"), q, "q_scale" in tensors, options, fail)
     for x, label in ((k, "k_scale"), (v, "v_scale")):
+        scaled = tensors["k_cache"].dtype in FP8S or (BLOCK_SCALES[0] in tensors and label in tensors)
         check_scale(label, tensors.get(label), x, scaled, options, fail)
-
-
-def _check_caches(heads_of: tuple[Tensor, Tensor], caches: Tensors, options: Options, fail: Fail) -> None:
-    k = heads_of[0]
-    for x, (label, cache) in zip(heads_of, caches.items()):
-        _, _, heads, head_dim = sizes_of(x, options.layout)
-        if cache.dim() not in (3, 4) or tuple(cache.shape[-2:]) != (heads, head_dim):
-            had = f"{label[0]} is {named(x, options.layout)} but {label} has shape {tuple(cache.shape)}"
-            fail(f"{had}; it must be (slots, H, D) or (pages, rows, H, D)")
-        if cache.device != k.device:
-            fail(f"{label} is on {cache.device} but k is on {k.device}")
-        if cache.dtype not in (k.dtype, *FP8S):
-            fail(f"{label} is {cache.dtype}; allowed are k's {k.dtype}, {FP8S[0]} and {FP8S[1]}")
-        require_no_overlap(label, cache, fail)
-    k_cache, v_cache = caches.values()
-    if k_cache.shape[:-2] != v_cache.shape[:-2] or k_cache.dtype != v_cache.dtype:
-        had = " but ".join([f"{label} is {tuple(x.shape)} {x.dtype}" for label, x in caches.items()])
-        fail(f"{had}; they must match")
-    paged = [c.dim() == 4 and c.stride(0) != c.shape[1] * c.stride(1) for c in (k_cache, v_cache)]
-    if paged[0] != paged[1]:
-        fail("k_cache and v_cache have their pages in different orders; give both the same strides")
-    if slots_of(k_cache) > MAX_TOKENS:
-        fail(f"the caches have {slots_of(k_cache)} slots; at most {MAX_TOKENS} are possible")
-
-
-def slots_of(cache: Tensor) -> int:
-    return cache.shape[0] * (cache.shape[1] if cache.dim() == 4 else 1)
 
 
 def check_norm(name: str, tensors: Tensors, options: Options) -> None:
@@ -264,7 +237,7 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
         fail("inverse does not go with norm")
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
-    if options.out_dtype == "fp4":
+    if options.out_dtype == "fp4" or BLOCK_SCALES[0] in tensors:
         check_pairs(tensors, options, fail)
     if options.hadamard == "rest" and first > 0 and last < dim:
         fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")

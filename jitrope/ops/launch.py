@@ -25,7 +25,7 @@ from ..plan.arguments import address_names
 from ..plan.memory import extent, refuse_meeting
 from ..plan.problem import plan_call
 from ..plan.spec import ROPE_KINDS, Options, RopeSpec
-from ..plan.views import Tensors, bias_views, table_pair
+from ..plan.views import BLOCK_SCALES, Tensors, bias_views, table_pair
 from . import watch
 from .operation import Operation
 from .replay import SCRATCH, Form, maker, twice
@@ -164,7 +164,7 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     inputs, results = op.heads(named, options)
     device, places = next(iter(tensors.values())).device, op.places(options)
     known.finished = op.finishes(named, options)
-    near = {name: extent(named[name]) for name in places if name in named}
+    near = {name: extent(named[name]) for name in (*places, *BLOCK_SCALES) if name in named}
     known.reach = max(near.values())
     close = tuple([name for name in near if name in known.names])
     if len(close) > 1 and any(name in close for name in op.written(options)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..plan.problem import Views, joint_parts
 from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, norm_of
-from ..plan.views import FORMATS, MEANS, Tensors, cache_view, head_view
+from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view
 from . import checks, reference
 from .by_rank import ByRank
 from .fit import sizes_of
@@ -91,7 +91,7 @@ class _RopeKVCache(Operation):
     tables = frozenset((*TABLE_WORDS, "q_factor"))
     results: tuple[str, ...] = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
-    mutated = ("k_cache", "v_cache", "errors")
+    mutated: tuple[str, ...] = ("k_cache", "v_cache", "errors")
     differentiable = False
     check = staticmethod(checks.check_kv_cache)
     reference = staticmethod(reference.rope_kv_cache)
@@ -104,7 +104,8 @@ class _RopeKVCache(Operation):
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         q, k, v, q_out = (head_view(tensors[name], options.layout) for name in ("q", "k", "v", "q_out"))
-        caches = [cache_view(tensors[name], "page_table" in tensors) for name in ("k_cache", "v_cache")]
+        paged = "page_table" in tensors or BLOCK_SCALES[0] in tensors
+        caches = [cache_view(tensors[name], paged) for name in ("k_cache", "v_cache")]
         return (q, k, v), (q_out, caches[0], caches[1])
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
@@ -167,7 +168,8 @@ class _QKNormRopeScales(_QKNormRopeScaled):
 
 class _QKNormRopeKVCache(Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
-    tensors = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
+    tensors = (*_RopeKVCache.tensors, *[f"{name}?" for name in BLOCK_SCALES], *WEIGHTS, *BIASES, *GIVEN_MEANS)
+    mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
     tables = Normed.tables
@@ -178,6 +180,7 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     """k and v go to a cache; q is divided by scales, which are returned too."""
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
+    tensors, mutated = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS), _RopeKVCache.mutated
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
     options = (*_QKNormRopeKVCache.options, "group", "scale_out", "swizzled")
     words = tuple([word for word in (*options, "norm", "check") if word != "inplace"])

@@ -13,9 +13,20 @@ from torch import Tensor
 
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
-from ..plan.views import FP8S, Tensors, bias_like, canonical, factor_view, joined, packed_part, table_pair, table_view
+from ..plan.views import (
+    FP8S,
+    NVFP4_GROUP,
+    Tensors,
+    bias_like,
+    canonical,
+    factor_view,
+    joined,
+    packed_part,
+    table_pair,
+    table_view,
+)
 from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, stored_scale, with_hadamard
-from .pages import store_in_pages
+from .pages import put, store_in_pages
 from .rows import gathered, table_rows
 
 
@@ -310,14 +321,19 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         slots = t["slot_mapping"].flatten().long()
     page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
     kept = (slots >= 0) & (slots < k_cache.shape[0] * page_size)
-    page, row = slots[kept] // page_size, slots[kept] % page_size
-    at = (page, row) if k_cache.dim() == 4 else (page,)
+    page, row = slots[kept] // page_size, slots[kept] % page_size if k_cache.dim() == 4 else None
     for name, x, in_fp32 in (("k", out["k"], exact["k"]), ("v", out.pop("v", t["v"]), exact.get("v", t["v"]))):
         cache = t[f"{name}_cache"]
-        stored, bits = x, cache.dtype
-        if cache.dtype in FP8S:  # index_put has no fp8
-            stored, bits = divided(in_fp32, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype]), torch.uint8
-        cache.view(bits)[at] = canonical(stored.view(bits), o.layout).flatten(0, 1)[kept]
+        made = {f"{name}_cache": x}
+        if f"{name}_block_scale" in t:
+            fp4 = changed(o, out_dtype="fp4", group=NVFP4_GROUP, scale_out="fp8")
+            pair = scaled_elements(in_fp32.float(), fp4, t.get(f"{name}_scale"))
+            made = dict(zip((f"{name}_cache", f"{name}_block_scale"), pair))
+        elif cache.dtype in FP8S:
+            made = {f"{name}_cache": divided(in_fp32, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}
+        for label, y in made.items():
+            bits = y.view(torch.uint8) if y.element_size() == 1 else y  # fp8 has no index
+            put(t[label], page, row, canonical(bits, o.layout).flatten(0, 1)[kept])
     return {**out, "q": divided(exact["q"], of_heads(t["q_scale"], o), o.out_dtype)} if "q_scale" in t else out
 
 

@@ -16,7 +16,7 @@ from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, 
 from ..base.errors import InvalidInput
 from ..plan.problem import constant
 from ..plan.spec import NORM_KINDS, NORM_ROUNDINGS, NormOptions
-from ..plan.views import MEANS, Tensors
+from ..plan.views import BLOCK_SCALES, MEANS, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -286,17 +286,28 @@ class KVCache(Value):
 
     Args:
         k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype, torch.float8_e4m3fn or
-            torch.float8_e5m2. Pass a cache with heads before rows as a transposed view. v and its cache may have a
-            multiple of Hk heads, such as the latents of MLA in pieces of k_pe's size.
+            torch.float8_e5m2, or fp4 with block scales. Pass a cache with heads before rows as a transposed view. v and
+            its cache may have a multiple of Hk heads, such as the latents of MLA in pieces of k_pe's size.
         slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
             row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
             tokens have one slot, either may be stored. Or `Pages`: the pages of each sequence.
-        k_scale, v_scale: only for fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`.
+        k_scale, v_scale: only for fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`. For fp4 the unit
+            of block scales, by default 1.
         rotate_k: also rotate k itself, in place.
+        k_block_scale, v_block_scale: for NVFP4 caches, (slots, Hk, D / 2) or (pages, rows, Hk, D / 2) in
+            torch.float4_e2m1fn_x2 (before torch 2.8 torch.uint8; view bytes as this dtype), two elements in a byte: the
+            scale of each 16 neighbouring elements of a head, which the call computes as `DynamicQuantize` does, in
+            torch.float8_e4m3fn. (slots, Hk, D / 16) or (pages, rows, Hk, D / 16), or with the rows in fours
+            (pages, rows / 4, 4, Hk, D / 16); any strides. k is values times k_block_scale times k_scale; v alike.
+            trtllm-gen reads v's scales with tokens innermost (FlashInfer's nvfp4_quantize_paged_kv_cache): give it
+            memory (pages, Hk, rows / 4, D / 16, 4) as its permute(0, 2, 4, 1, 3). q stays in its dtype, or is fp8 with
+            `Quantize`; `DynamicQuantize` and freqs are refused.
 
     Raises:
-        InvalidInput: an argument has a wrong type.
+        InvalidInput: an argument has a wrong type, or one of two is missing.
     """
+
+    whole_heads = False  # storing needs all elements of a head
 
     def __init__(
         self,
@@ -307,6 +318,8 @@ class KVCache(Value):
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
         rotate_k: bool = False,
+        k_block_scale: Tensor | None = None,
+        v_block_scale: Tensor | None = None,
     ) -> None:
         pages = slot_mapping if isinstance(slot_mapping, Value) and "page_table" in slot_mapping.tensors else None
         self.tensors = {
@@ -316,6 +329,10 @@ class KVCache(Value):
             **scales("KVCache", k_cache, k_scale=k_scale, v_scale=v_scale),
         }
         self.words = {"rotate_k": True} if flag("KVCache", "rotate_k", rotate_k) else {}
+        if k_block_scale is not None or v_block_scale is not None:
+            for label, scale in zip(BLOCK_SCALES, (k_block_scale, v_block_scale)):
+                self.tensors[label] = tensor("KVCache", label, scale)
+            self.whole_heads = True
         if pages:
             self.words.update(pages.words)
 

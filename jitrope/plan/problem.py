@@ -18,8 +18,10 @@ from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
 from .spec import ALL_TOKENS, INDICES, NormOptions, Options
 from .views import (
+    BLOCK_SCALES,
     FORMATS,
     MEANS,
+    NVFP4_GROUP,
     PER_ITEM,
     Tensors,
     bias_views,
@@ -130,6 +132,7 @@ class _Call:
         ]
         self._group()
         self.given_scales = [_scale_strides(tensors.get(f"{name}_scale")) for name in "qkv"]
+        self.block_scales = [_block_scale_strides(tensors[name]) for name in BLOCK_SCALES if name in tensors]
         self.added = [*bias_views(tensors["bias"], tensors["qkv"], options)] if "bias" in tensors else []
         given = [tensors[name] for name in ("q_factor", *MEANS) if name in tensors]
         self.factors = [factor_view(x, self.views[3].shape[:2]) for x in given]
@@ -194,9 +197,10 @@ class _Call:
     def problem(self, sm_count: int) -> heuristics.RopeProblem:
         o, views, table = self.options, self.views, self.tables[0]
         strides = [*self.strides, *self.source_strides, *self.grad_strides, *self.added_strides]
-        steps = (*strides, *self.scale_strides, *self.factor_strides, *self.table_strides, self.ids_strides)
+        beside = [*self.scale_strides, *self.block_scales, *self.factor_strides]
+        steps = (*strides, *beside, *self.table_strides, self.ids_strides)
         table_step, table_vec_limit = _table_access(self.tables, self.table_strides)
-        found = {
+        found: dict[str, Any] = {
             **{name: getattr(o, name) for name in _OF_OPTIONS},
             **{f"{name}_dtype": _name(self.tensors.get(name)) for name in INDICES},
             **self._norm_fields(),
@@ -205,7 +209,9 @@ class _Call:
             "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[3].dtype],
             "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[4].dtype],
             "head_dim": self.head_dim,
-            "dynamic": bool(self.scales),
+            "dynamic": bool(self.scales or self.block_scales),
+            "block_cache": bool(self.block_scales),
+            **({"group": NVFP4_GROUP, "scale_out": "fp8"} if self.block_scales else {}),
             "freqs": o.table == "freqs",
             "full_width": table.shape[-1] == o.rotary_dim,
             "per_head": any(step[2] for step in self.table_strides),
@@ -290,6 +296,7 @@ class _Call:
             "mean_stride": [*means, *means][:2],
             "unrotated": self.options.unrotated,
             "added_stride": self.added_strides,
+            "block_scale_stride": self.block_scales,
             "scale_strides": self.given_scales if "head_scales" in stages else 0,
         }
         given.update({field: value for field, value in of_stages.items() if value})
@@ -318,6 +325,15 @@ def _strides(view: Tensor) -> list[int]:
     """Strides in elements. An axis of size 1 is shared, so its stride is 0; the last axis has 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(view.shape, view.stride())]
     return [*strides[:-1], 1 if view.shape[-1] == 1 else strides[-1]]
+
+
+def _block_scale_strides(scale: Tensor) -> list[int]:
+    """The strides over pages, four rows, heads, a row and groups.
+
+    scale: (slots, H, G), (pages, rows, H, G), or (pages, rows / 4, 4, H, G).
+    """
+    page, *rows, head, group = scale.stride() if scale.dim() > 3 else (0, *scale.stride())
+    return [page, 4 * rows[0] if len(rows) == 1 else rows[0], head, rows[-1], group]
 
 
 def _scale_strides(scale: Tensor | None) -> tuple[int, int]:

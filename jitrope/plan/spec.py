@@ -145,15 +145,15 @@ class Compiled:
     neighbouring batch rows are neighbours in memory, and are taken in that order.
 
     Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: the part of the heads of q and k
-    that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head,
-    or with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`; swizzled: in tiles;
-    per_row: only the scale of each head of a batch row. With a slot_mapping or a page_table k and v go to a cache
-    with pages of page_size slots (0: no pages), and rotate_k also rotates k in place.
-    page_indptr, cu_seqlens_q: beside the page table there are these; clear_page: the rest of a sequence's last page
-    becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied,
-    v_per_k heads for each of k. v_dim: with latent attention, elements of a head of v, else 0. scales_q: q has a scale.
-    head_scales: each head has its own given scale of fp8. added_bias: a projection's bias is added first; gated: behind
-    each head of q lies its gate, which is copied.
+    that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head, or
+    with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`; swizzled: in tiles; per_row:
+    only the scale of each head of a batch row; block_cache: k and v have scales, beside a cache of theirs. With a
+    slot_mapping or a page_table k and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also
+    rotates k in place. page_indptr, cu_seqlens_q: beside the page table there are these; clear_page: the rest of a
+    sequence's last page becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1.
+    copy_v: v is copied, v_per_k heads for each of k. v_dim: with latent attention, elements of a head of v, else 0.
+    scales_q: q has a scale. head_scales: each head has its own given scale of fp8. added_bias: a projection's bias is
+    added first; gated: behind each head of q lies its gate, which is copied.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
@@ -199,6 +199,7 @@ class Compiled:
     group: int
     scale_out: str
     swizzled: bool
+    block_cache: bool
     per_row: bool
     norm_rounding: str
     norm_kind: str
@@ -335,7 +336,7 @@ class RopeSpec(Compiled, Spec):
             refuse_unless("RopeSpec", getattr(self, name) in ACCESSES, f"{name} must be one of {ACCESSES}")
         for name in _COUNTS.split():
             refuse_unless("RopeSpec", getattr(self, name) > 0, f"{name} must be at least 1")
-        refuse_unless("RopeSpec", self.vec > 1 or self.q_out != "fp4", "fp4 needs accesses of two elements at least")
+        refuse_unless("RopeSpec", self.vec > 1 or "fp4" not in (self.q_out, self.kv_out), "fp4 needs vec above 1")
         refuse_unless("RopeSpec", 0 < self.threads <= MAX_THREADS, f"a block must have 1 to {MAX_THREADS} threads")
 
     def constants(self) -> dict[str, Any]:
@@ -389,8 +390,8 @@ class RopeSpec(Compiled, Spec):
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
 _OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
-_NORM_FLAGS = ("dynamic", "swizzled", "per_row", "biased", "given_means", "two_streams", "two_tables", *_OF_NORM)
-_NORM_SIZES = ("group", "weight_vec", "heads_per_thread", "blocks_per_sm")
+_NORM_FLAGS = ("dynamic", "swizzled", "block_cache", "per_row", "biased", "two_streams", "two_tables", *_OF_NORM)
+_NORM_SIZES = ("given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm")
 _WORDS = {
     "dtype": DTYPES,
     "table_dtype": (*DTYPES, "fp64"),

@@ -35,6 +35,8 @@ SCALES = {"fp32": torch.float32, "e8m0": E8M0, "fp8": FP8}
 """The dtypes of dynamic scales by the words of `spec.SCALE_DTYPES`."""
 GROUPS = (16, 32, 64, 128)
 """Numbers of neighbouring elements of a head that may share a scale."""
+BLOCK_SCALES, NVFP4_GROUP = ("k_block_scale", "v_block_scale"), 16
+"""The scales beside a cache in fp4, in e4m3, and the neighbouring elements of a head that share one."""
 FP8S = tuple(form.dtype for name, form in FORMATS.items() if name.startswith("fp8"))
 """The dtypes with scales of the caller."""
 Tensors = dict[str, Tensor]

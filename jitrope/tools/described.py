@@ -16,7 +16,7 @@ from ..ops.values import KVCache, Mrope, Norm, Packed, Shifts, Starts
 from ..ops.words import rotary_dim_of
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import LAYOUT_AXES, QKV_ORDERS, SCALE_DTYPES, SCALED_DTYPES, TABLES, Options
-from ..plan.views import FORMATS, SCALES, packed_shape
+from ..plan.views import BLOCK_SCALES, FORMATS, NVFP4_GROUP, SCALES, packed_shape
 
 _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4
 """Sizes on which no kernel depends: tokens of a sequence, rows of a table, sequences of a packed batch."""
@@ -99,12 +99,14 @@ class Described:
             "slot_mapping": (self.batch * _TOKENS,),
             "k_cache": cache,
             "v_cache": cache,
+            **{name: [*cache[:-1], self.head_dim // NVFP4_GROUP] for name in BLOCK_SCALES},
             **dict.fromkeys(("q_weight", "q_bias"), (self.head_dim * (self.heads[0] if across else 1),)),
             **dict.fromkeys(("k_weight", "k_bias"), (self.head_dim * (k_heads if across else 1),)),
         }
         for word, dtype in words.items():
             if word in shapes:
-                x = self.empty(word, dtype, shapes[word])
+                *rows, last = shapes[word]
+                x = self.empty(word, dtype, (*rows, last // 2 if dtype == "fp4" else last))
                 words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
         if label == "norm" and "mean_squares" in words:
             shape = (_TOKENS,) if self.layout == "thd" else (self.batch, _TOKENS)
