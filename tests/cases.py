@@ -15,7 +15,7 @@ from torch import Tensor
 from jitrope.ops import library, reference
 from jitrope.ops.operation import Operation
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
-from jitrope.plan.spec import LAYOUT_AXES, NormOptions, Options
+from jitrope.plan.options import LAYOUT_AXES, NormOptions, Options
 from jitrope.plan.views import FORMATS, TABLE_NAMES, canonical, head_view, packed_shape
 from tests.said import norm_rope, norm_rope_joint
 

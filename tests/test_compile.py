@@ -24,8 +24,9 @@ from jitrope.jit import compiler
 from jitrope.jit.render import Source, render
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import QK_NORM_ROPE_BACKWARD
+from jitrope.plan.options import Options
 from jitrope.plan.problem import plan_call
-from jitrope.plan.spec import Options, RopeSpec
+from jitrope.plan.spec import RopeSpec
 from jitrope.tools.prewarm import default_specs, specs_of
 
 from .cases import (

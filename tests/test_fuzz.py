@@ -21,7 +21,8 @@ from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import partition
 from jitrope.plan.arguments import declarations
 from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
-from jitrope.plan.spec import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DTYPES, RopeSpec
+from jitrope.plan.options import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DTYPES
+from jitrope.plan.spec import RopeSpec
 from jitrope.plan.views import GROUPS
 from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
 from jitrope.tools.prewarm import specs_of

@@ -29,7 +29,7 @@ from jitrope.ops.operations import (
     ROPE_QKV,
     ROPE_QKV_BACKWARD,
 )
-from jitrope.plan.spec import Options
+from jitrope.plan.options import Options
 from jitrope.plan.views import FORMATS
 from tests.said import KINDS, kv_cache, norm_fp8, norm_kv_cache, norm_rope, norm_rope_joint, said
 

@@ -22,8 +22,8 @@ from jitrope.ops.operations import (
     ROPE_QKV_BACKWARD,
 )
 from jitrope.plan import heuristics, partition
+from jitrope.plan.options import NO_NORM, Options
 from jitrope.plan.problem import plan_call
-from jitrope.plan.spec import NO_NORM, Options
 from jitrope.plan.views import (
     FORMATS,
     cache_view,

@@ -7,7 +7,7 @@ import torch
 
 import jitrope
 from jitrope.ops.operations import OPERATIONS, ROPE_LATENT, ROPE_LATENT_BACKWARD
-from jitrope.plan.spec import LAYOUT_AXES, Options
+from jitrope.plan.options import LAYOUT_AXES, Options
 from jitrope.tools import prewarm
 from tests.said import said
 

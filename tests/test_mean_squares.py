@@ -11,7 +11,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, planning
 from jitrope.ops.operations import QK_NORM_ROPE
-from jitrope.plan.spec import NormOptions, Options
+from jitrope.plan.options import NormOptions, Options
 from jitrope.tools.prewarm import specs_of
 
 from .cases import op_arguments

@@ -15,7 +15,7 @@ import jitrope
 from jitrope.ops import reference, stand_ins
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QK_NORM_ROPE_JOINT, QKV_NORM_ROPE
 from jitrope.plan import views
-from jitrope.plan.spec import Options
+from jitrope.plan.options import Options
 from tests.said import KINDS, norm_rope, norm_rope_joint, said
 
 from .cases import NORM_CASES, NormCase, make_norm, norm_call, op_arguments, random_norm_case

@@ -15,7 +15,7 @@ from jitrope.ops import dispatch
 from jitrope.ops import launch as runtime
 from jitrope.ops.operation import Operation
 from jitrope.ops.operations import QK_NORM_ROPE, ROPE
-from jitrope.plan.spec import NormOptions, Options
+from jitrope.plan.options import NormOptions, Options
 from tests.said import said
 
 from .cases import CASES, Case, make, op_arguments

@@ -13,7 +13,7 @@ import jitrope
 from jitrope.ops import library
 from jitrope.ops.packed_norm import QKV_NORM_BIAS
 from jitrope.ops.projections import ROPE_QKV_BIAS
-from jitrope.plan.spec import NormOptions
+from jitrope.plan.options import NormOptions
 
 from . import oracle
 from .cases import BIASES, QKV_CASES, QKV_NORM_CASES, Case, NormCase, as_packed, lower, make, make_bias, named

@@ -12,7 +12,7 @@ import jitrope
 from jitrope import Norm
 from jitrope.ops import library
 from jitrope.ops.packed_norm import QKV_NORM, QKV_NORM_BACKWARD
-from jitrope.plan.spec import NormOptions
+from jitrope.plan.options import NormOptions
 
 from . import oracle
 from .cases import QKV_NORM_CASES, NormCase, as_packed, lower, make, named, qkv_norm_call

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope import InvalidInput, KVCache, Norm, Packed, Quantize
+from jitrope.plan.options import LAUNCHES
 from jitrope.plan.problem import plan_call
-from jitrope.plan.spec import LAUNCHES
 
 from .cases import CASES, Case, head_views, lower, make, named_tables
 from .said import said

@@ -27,8 +27,8 @@ from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, Entry
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import heuristics
+from jitrope.plan.options import NormOptions, Options
 from jitrope.plan.partition import Mask
-from jitrope.plan.spec import NormOptions, Options
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec
 from jitrope.tools.doctor import Check
 from jitrope.tools.prewarm import DEFAULT_CALLS, Built, default_specs, read_calls, specs_of

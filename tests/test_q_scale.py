@@ -12,7 +12,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Packed, Quantize
 from jitrope.ops.operations import ROPE
-from jitrope.plan.spec import Options
+from jitrope.plan.options import Options
 
 from .cases import op_arguments
 from .devices import DEVICES

@@ -14,7 +14,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, KVCache, Norm, Quantize
 from jitrope.ops.operations import QK_NORM_ROPE_SCALED
-from jitrope.plan.spec import NO_NORM, Options
+from jitrope.plan.options import NO_NORM, Options
 
 from .cases import op_arguments
 from .devices import DEVICES

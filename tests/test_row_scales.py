@@ -11,7 +11,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, planning
 from jitrope.ops.operations import QK_NORM_ROPE_SCALES
-from jitrope.plan.spec import NO_NORM, Options
+from jitrope.plan.options import NO_NORM, Options
 from jitrope.tools.prewarm import specs_of
 
 from .cases import op_arguments

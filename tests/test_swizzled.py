@@ -12,7 +12,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Pages, Scaled, Ulysses, planning
 from jitrope.ops.operations import QK_NORM_ROPE_SCALED
-from jitrope.plan.spec import NO_NORM, Options
+from jitrope.plan.options import NO_NORM, Options
 from jitrope.tools.prewarm import specs_of
 
 from .cases import op_arguments

@@ -12,7 +12,7 @@ from torch import Tensor
 import jitrope
 from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize, Scaled, Ulysses
 from jitrope.ops import launch as runtime
-from jitrope.plan.spec import LAYOUT_AXES
+from jitrope.plan.options import LAYOUT_AXES
 
 from .devices import DEVICE, DEVICES
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..ops.values import Ulysses
-from ..plan.spec import Options
+from ..plan.options import Options
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict

@@ -16,7 +16,7 @@ from ..ops.operations import PREPARED, QK_NORM_ROPE_JOINT, ROPE
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.values import KVCache, Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
 from ..ops.words import parts, refuse_table_as_v, second_tables
-from ..plan.spec import NO_NORM
+from ..plan.options import NO_NORM
 from .keywords import DEFAULTS, JointWords, RopeWords
 
 if TYPE_CHECKING:

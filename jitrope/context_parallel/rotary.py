@@ -14,7 +14,7 @@ from ..ops.dispatch import call
 from ..ops.operation import turned_back
 from ..ops.operations import ROPE, ROPE_INTO
 from ..ops.words import resolved
-from ..plan.spec import HeadWords, Options
+from ..plan.options import HeadWords, Options
 from ..plan.views import Tensors
 from .interface import NAME
 from .schedule import Schedule

@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import Any
 
 from ..plan.memory import copy_heads
-from ..plan.spec import LAYOUT_AXES, Options, changed
+from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import Tensors, by_rank, joined
 from .fit import check_ranks, failing
 from .formats import empty_scale

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.spec import LAYOUT_AXES, Options
+from ..plan.options import LAYOUT_AXES, Options
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from .fit import SWAPPED, Fail, failing, label_of_table, rows_of, sizes_of
 from .pages import slots_of, slots_of_pages

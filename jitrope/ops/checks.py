@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.spec import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
+from ..plan.options import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
 from ..plan.views import BLOCK_SCALES, FP8S, MEANS, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
 from .fit import (
     USERS_NAMES,

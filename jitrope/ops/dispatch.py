@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ..base import config
 from ..base.errors import InvalidInput
-from ..plan.spec import Options, changed
+from ..plan.options import Options, changed
 from ..plan.views import Tensors
 from . import checks, launch, library, watch
 from .check_values import check_values

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..base.errors import InvalidInput
 from ..base.spec import DTYPES, MAX_AXES
 from ..plan.memory import overlaps_itself, refuse_meeting
+from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.problem import DTYPE_NAMES
-from ..plan.spec import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.views import MEANS, Tensors, table_pair
 
 MAX_TOKENS = 2**31 - 1

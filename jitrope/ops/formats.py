@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..plan.spec import LAYOUT_AXES, Options, transformed
+from ..plan.options import LAYOUT_AXES, Options, transformed
 from ..plan.views import E8M0, FORMATS, SCALES, canonical
 
 TILE = (128, 4)

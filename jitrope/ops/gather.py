@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.spec import NO_NORM, NormOptions
+from ..plan.options import NO_NORM, NormOptions
 from ..plan.views import Tensors
 from .dispatch import call
 from .into import given_out, is_dense, joins_k

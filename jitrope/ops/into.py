@@ -11,8 +11,8 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.memory import copy_heads
+from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.spec import Options, changed, norm_of
 from ..plan.views import Tensors, by_rank, sums_heads
 from . import checks, reference
 from .fit import require_apart

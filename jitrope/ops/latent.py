@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..plan.spec import LAYOUT_AXES, Options, changed
+from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors
 from .checks import check
 from .fit import check_heads, failing, label_of_table, named

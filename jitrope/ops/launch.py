@@ -23,8 +23,9 @@ from ..jit.kernels import get_kernel
 from ..jit.registry import KINDS
 from ..plan.arguments import address_names
 from ..plan.memory import extent, refuse_meeting
+from ..plan.options import Options
 from ..plan.problem import plan_call
-from ..plan.spec import ROPE_KINDS, Options, RopeSpec
+from ..plan.spec import ROPE_KINDS, RopeSpec
 from ..plan.views import BLOCK_SCALES, Tensors, bias_views, table_pair
 from . import watch
 from .operation import Operation

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.spec import NormOptions, Options, changed
+from ..plan.options import NormOptions, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
 from .checks import TABLES

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import JitropeError
 from ..plan import partition
+from ..plan.options import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.spec import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.views import FORMATS, Tensors, head_view
 from . import checks
 from .rows import RULE

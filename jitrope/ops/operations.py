@@ -7,8 +7,8 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor
 
+from ..plan.options import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, norm_of
 from ..plan.problem import Views, joint_parts
-from ..plan.spec import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, norm_of
 from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view
 from . import checks, reference
 from .by_rank import ByRank

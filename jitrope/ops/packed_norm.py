@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.spec import Options, changed, norm_of
 from ..plan.views import Tensors, bias_like, packed_part, packed_sizes, packed_views, separate_views
 from . import reference
 from .checks import check_norm, check_qkv

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..base.arguments import flag, refuse, tensor
-from ..plan.spec import Options
+from ..plan.options import Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, NVFP4_GROUP, Tensors
 from .fit import MAX_TOKENS, Fail, check_integers, named, require_no_overlap, sizes_of
 from .values import Value

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 from ..base.arguments import items, whole, word
+from ..plan.options import LAUNCHES, Options, changed
 from ..plan.problem import plan_call
-from ..plan.spec import LAUNCHES, Options, RopeSpec, changed
+from ..plan.spec import RopeSpec
 from ..plan.views import Tensors
 from . import launch
 from .operation import Operation

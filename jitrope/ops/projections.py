@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.spec import Options, changed, norm_of
 from ..plan.views import Tensors, packed_outputs, packed_part, packed_shape, packed_views, separate_views
 from . import checks, reference
 from .fit import failing

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, shown, whole, word
 from ..base.errors import InvalidInput
+from ..plan.options import HADAMARDS
 from ..plan.problem import DTYPE_NAMES
-from ..plan.spec import HADAMARDS
 from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, scale_number, scales
 

@@ -11,8 +11,8 @@ from functools import wraps
 import torch
 from torch import Tensor
 
+from ..plan.options import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
 from ..plan.problem import DTYPE_NAMES
-from ..plan.spec import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
 from ..plan.views import (
     FP8S,
     NVFP4_GROUP,

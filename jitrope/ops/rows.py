@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..plan import partition
-from ..plan.spec import Options
+from ..plan.options import Options
 from ..plan.views import Tensors, ids_view
 
 RULE = "dual_chunk"

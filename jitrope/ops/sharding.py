@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..base.errors import InvalidInput
-from ..plan.spec import ALL_TOKENS, LAYOUT_AXES, Options
+from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
 
 OUTPUTS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..plan.options import LAYOUT_AXES, Options, norm_of
 from ..plan.problem import constant
-from ..plan.spec import LAYOUT_AXES, Options, norm_of
 from ..plan.views import Tensors, packed_part
 from . import watch
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, wholes, word
 from ..base.errors import InvalidInput
+from ..plan.options import NORM_KINDS, NORM_ROUNDINGS, NormOptions
 from ..plan.problem import constant
-from ..plan.spec import NORM_KINDS, NORM_ROUNDINGS, NormOptions
 from ..plan.views import BLOCK_SCALES, MEANS, Tensors
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base import config
 from ..base.arguments import flag, number, refuse, whole, wholes, word
 from ..base.errors import InvalidInput
-from ..plan.spec import (
+from ..plan.options import (
     HADAMARDS,
     HEAD_WORDS,
     LAYOUT_AXES,

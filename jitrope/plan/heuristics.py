@@ -9,8 +9,9 @@ from itertools import accumulate
 from typing import Any
 
 from ..base.spec import ACCESS_BYTES, ITEM_SIZES
+from .options import rotated
 from .partition import number_of_chunks
-from .spec import Compiled, RopeSpec, rotated
+from .spec import Compiled, RopeSpec
 
 MAX_GRID_Y = 65_535
 """CUDA's limit on the second grid axis, in blocks."""

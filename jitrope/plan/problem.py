@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
-from .spec import ALL_TOKENS, INDICES, NormOptions, Options
+from .options import ALL_TOKENS, NormOptions, Options
+from .spec import INDICES
 from .views import (
     BLOCK_SCALES,
     FORMATS,

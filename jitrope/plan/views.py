@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .spec import LAYOUT_AXES, QKV_ORDERS, Options, norm_of
+from .options import LAYOUT_AXES, QKV_ORDERS, Options, norm_of
 
 FP8 = torch.float8_e4m3fn
 

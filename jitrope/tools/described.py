@@ -14,8 +14,8 @@ from ..base.spec import DTYPES
 from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import KVCache, Mrope, Norm, Packed, Shifts, Starts
 from ..ops.words import rotary_dim_of
+from ..plan.options import LAYOUT_AXES, QKV_ORDERS, SCALE_DTYPES, SCALED_DTYPES, TABLES, Options
 from ..plan.problem import DTYPE_NAMES
-from ..plan.spec import LAYOUT_AXES, QKV_ORDERS, SCALE_DTYPES, SCALED_DTYPES, TABLES, Options
 from ..plan.views import BLOCK_SCALES, FORMATS, NVFP4_GROUP, SCALES, packed_shape
 
 _TOKENS, _ROWS, _SEQUENCES = 4096, 1 << 20, 4

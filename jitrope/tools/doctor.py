@@ -20,7 +20,7 @@ from ..base.errors import CompileError, MissingKernel
 from ..jit import compiler, kernels, render
 from ..jit.entry import Listing
 from ..ops import reference
-from ..plan.spec import Options
+from ..plan.options import Options
 from .prewarm import specs_of
 
 ROOM = 1 << 20
