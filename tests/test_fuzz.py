@@ -168,6 +168,8 @@ def problems(draw: Any) -> RopeProblem:
     dynamic = fp8 and normed and not row_heads and draw(FLAG)
     gradient = kind == "gradient"
     added_bias = (kind == "qkv" or gradient) and draw(FLAG)
+    norm_kind = pick("no_norm", *NORM_KINDS) if normed else ""
+    given_means = kind in ("norm", "cache") and norm_kind == "rms_norm" and draw(FLAG)
     prefixed = draw(FLAG) and not mixed and kind not in ("ids", "cache", "streams", "latent")
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
@@ -197,11 +199,11 @@ def problems(draw: Any) -> RopeProblem:
         dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
         scale_out=pick(*SCALE_DTYPES) if dynamic else "fp32", per_row=dynamic and draw(FLAG),
         swizzled=dynamic and draw(FLAG), block_cache=dynamic and kind == "cache" and draw(FLAG),
-        norm_kind=pick("no_norm", *NORM_KINDS) if normed else "", biased=weight is not None and draw(FLAG),
+        norm_kind=norm_kind, biased=weight is not None and draw(FLAG),
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
-        row_heads=row_heads, given_means=kind in ("norm", "cache") and normed and draw(FLAG),
+        row_heads=row_heads, given_means=given_means,
         zero_centered=normed and draw(FLAG), after_rope=normed and draw(FLAG),
-        v_norm=normed and kind == "cache" and draw(FLAG),
+        v_norm=normed and kind == "cache" and not given_means and draw(FLAG),
         weight_dtype=weight, two_streams=kind == "streams",
         two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, copy_v=values,
         v_per_k=1, kv_per_group=pick(1, 1, heads_each) if kind in ("plain", "norm", "gradient") else 1,
