@@ -10,6 +10,16 @@ __device__ __forceinline__ float rounded(float value) {
     return to_float(stored);
 }
 
+// Writes cos and sin: (a, b) of an entry, or the cosine and sine of the angle a.
+__device__ __forceinline__ void write_turn(const Params& p, float a, float b, float* out) {
+    if constexpr (FREQS) {
+        float sine, cosine;
+        sincosf(a, &sine, &cosine);
+        a = __fmul_rn(cosine, p.scalars.mscale), b = __fmul_rn(sine, p.scalars.mscale);
+    }
+    out[0] = ROUNDING == DTYPE ? rounded(a) : a, out[1] = ROUNDING == DTYPE ? rounded(b) : b;
+}
+
 // The cosine and sine of each member of a pair; usually they are equal.
 struct Turn { Real cos0, sin0, cos1, sin1; };
 
@@ -54,7 +64,7 @@ __device__ __forceinline__ void load_table(
         for (int n = 0; n < LOADED; n += TABLE_STEP)
             out[i + n / TABLE_STEP] = second ? loaded[n + TABLE_STEP - 1] : loaded[n];
     }
-    if constexpr (ROUNDING == DTYPE) {
+    if constexpr (ROUNDING == DTYPE && !FREQS) {
         #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) out[i] = rounded(out[i]);
     }
@@ -78,13 +88,22 @@ __device__ __forceinline__ Angles load_angles(const TablePair& t, const Row& row
         return a;
     }
     load_table(a.cos, t.cos, t.cos_stride, row, head, lane);
-    load_table(a.sin, t.sin, t.sin_stride, row, head, lane);
+    if constexpr (!FREQS) load_table(a.sin, t.sin, t.sin_stride, row, head, lane);
     if (SHIFTS && row.row[0] < 0) turn_back(a);
     return a;
 }
 __device__ __forceinline__ Angles load_angles(const Params& p, const Row& row, int head, int lane) {
     const TablePair t = {p.cos, p.sin, p.cos_stride, p.sin_stride};
-    return load_angles(t, row, outside(p, row), head, lane);
+    Angles a = load_angles(t, row, outside(p, row), head, lane);
+    if constexpr (FREQS) {
+        #pragma unroll
+        for (int i = 0; i < ENTRIES; ++i) {
+            float both[2];
+            write_turn(p, a.cos[i], 0.0f, both);
+            a.cos[i] = both[0], a.sin[i] = both[1];
+        }
+    }
+    return a;
 }
 
 // ---- staged: a token's angles in shared memory -------------------------------------------------
@@ -109,16 +128,6 @@ struct Staged {
 __device__ __forceinline__ float entry(const Table* row, const TableStrides& stride, int column) {
     row += TABLE_VEC == 1 ? stride.dim.step(column) : column * TABLE_STEP;
     return to_float(load_kept<Table, 1>(row).item[0]);
-}
-
-// Writes cos and sin: (a, b) of an entry, or the cosine and sine of the angle a.
-__device__ __forceinline__ void write_turn(const Params& p, float a, float b, float* out) {
-    if constexpr (FREQS) {
-        float sine, cosine;
-        sincosf(a, &sine, &cosine);
-        a = __fmul_rn(cosine, p.scalars.mscale), b = __fmul_rn(sine, p.scalars.mscale);
-    }
-    out[0] = ROUNDING == DTYPE ? rounded(a) : a, out[1] = ROUNDING == DTYPE ? rounded(b) : b;
 }
 
 // Stages the pairs of every token of the block: each entry is loaded once, and each sine and cosine computed once.

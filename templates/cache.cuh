@@ -4,10 +4,10 @@
 struct Destination { Place place; bool valid, last; };
 
 // PAGED: the new tokens of a sequence are its last ones. Tokens after the last sequence, and those of a sequence
-// without a length, are padding. Where a table leads out of a tensor, the first thread of the token counts an error.
+// without a length, are padding. Where a table leads out of a tensor, the token's thread that `counts` adds an error.
 // Numbers are unsigned, so those below zero are far too large. Arguments: `Params`; other kernels have no tables.
 template <typename Arguments>
-__device__ __forceinline__ Destination destination_in_pages(const Arguments& p, long long token) {
+__device__ __forceinline__ Destination destination_in_pages(const Arguments& p, long long token, bool counts) {
     using Count = unsigned long long;
     long long sequence;
     Count left;                                          // tokens of the sequence from this one on
@@ -37,7 +37,7 @@ __device__ __forceinline__ Destination destination_in_pages(const Arguments& p, 
         const Place found = {static_cast<int>(page), static_cast<int>(position % PAGE_SIZE)};
         if (page < static_cast<Count>(p.page_count)) return {found, true, left == 1};
     }
-    if (p.errors && blockIdx.y == 0 && threadIdx.x % (HEADS_PER_BLOCK * TEAM) == 0) atomicAdd(p.errors, 1);
+    if (p.errors && blockIdx.y == 0 && counts) atomicAdd(p.errors, 1);
     return {};
 }
 
@@ -50,8 +50,8 @@ __device__ __forceinline__ Destination destination_of_slot(const Arguments& p, l
     return {found, slot >= 0 && slot < p.slot_count, false};
 }
 
-__device__ __forceinline__ Destination destination_of(const Params& p, const Place& place) {
+__device__ __forceinline__ Destination destination_of(const Params& p, const Place& place, bool counts) {
     const long long token = ONE_ROW ? place.token : place.batch * p.seqlen + place.token;
-    if constexpr (PAGED) return destination_in_pages(p, token);
+    if constexpr (PAGED) return destination_in_pages(p, token, counts);
     else return destination_of_slot(p, token);
 }

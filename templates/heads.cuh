@@ -1,4 +1,4 @@
-// A head: where it lies, a lane's part of it, the rotation, and the store.
+// A head: where it lies, a lane's part of it, the projection's bias, and the rotation.
 
 struct Chunks { Vec<T, VEC> x[ACCESSES]; };              // a lane's part of a head
 

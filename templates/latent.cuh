@@ -38,7 +38,7 @@ __device__ __forceinline__ void sum_heads(const Params& p, const Place& place, f
     constexpr int AT_ONCE = 16384 / static_cast<int>(ROTARY_DIM * sizeof(T));
     __shared__ Vec<T, VEC> parts[AT_ONCE * EACH];
     Head head(p, static_cast<int>(p.q_heads) + SUMS);
-    for (int heads = static_cast<int>(p.k_heads), done = 0; done < heads; done += AT_ONCE) {
+    for (int heads = static_cast<int>(p.k_heads), done = 0; done < max(heads, 1); done += AT_ONCE) {
         const int count = min(AT_ONCE, heads - done);
         __syncthreads();                                 // the parts before these have been added
         #pragma unroll 4

@@ -16,7 +16,7 @@ constexpr bool WEIGHS_HEADS = ACROSS_HEADS || GIVEN_MEANS;                  // e
 constexpr int WEIGHT_SETS = WEIGHS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
-static_assert(!PACKED && !FREQS && CP_SIZE == 1 && !MIXED, "refused by the host");
+static_assert(!MIXED, "refused by the host");
 static_assert(!V_NORM || COPY_V, "refused by the host");
 static_assert(!GIVEN_MEANS || !(ACROSS_HEADS || V_NORM || LAYER || TWO_STREAMS), "refused by the host");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V && !HADAMARD && !DYNAMIC), "refused by the host");

@@ -63,6 +63,16 @@ __device__ __forceinline__ Row row_of(const Params& p, const Place& place, long 
     return {place.batch, {row}, false};
 }
 
+// The same, where each thread searches for the sequence of its token.
+__device__ __forceinline__ Row row_of(const Params& p, const Place& place, long long index) {
+    long long sequence = 0;
+    if constexpr (PACKED) {
+        const int rank = static_cast<int>(p.cp_rank);
+        sequence = find_between(p.cu_seqlens, 0, p.sequences, offset_past(index, CP_SIZE, SEQUENCE_CHUNKS, rank));
+    }
+    return row_of(p, place, index, sequence);
+}
+
 // The rows of a block's tokens, first to last. PACKED: the block's warps search for the sequences of the first and the
 // last token. Each thread searches for its token's sequence between them.
 __device__ __forceinline__ void find_rows(

@@ -382,7 +382,7 @@ LATENT_CASES = [
 
 @dataclass(frozen=True)
 class NormCase:
-    """A call with a norm before the rotation of a `Case` without cu_seqlens and angles."""
+    """A call with a norm before the rotation of a `Case`, or behind it."""
 
     name: str
     why: str
@@ -524,6 +524,21 @@ NORM_CASES = [
             norm="once"),
     _normed("joint-two-cis", "complex64 rows of each stream", (1, 4, 2, 2, 64), first=3, two_tables=True,
             table="freqs_cis", interleaved=True, norm="twice", rounding="complex64"),
+    _normed("thd", "Qwen3 with packed sequences, an empty one, spare tokens", (1, 11, 4, 2, 128), layout="thd",
+            lengths=(5, 0, 3), norm="twice"),
+    _normed("thd-cp", "a rank's chunks, first positions, spare tokens with biases behind the rotation",
+            (1, 7, 4, 2, 64), **LAYER, layout="thd", lengths=(8, 3), cp=(2, 1), starts=(1, 4), table_rows=12,
+            biases=True, after_rope=True),
+    _normed("thd-across", "a row is a token, angles, a row of them for each token", (1, 9, 3, 2, 64), layout="thd",
+            lengths=(2, 5), across_heads=True, table="angles", options={"packed_table": True}, norm="once"),
+    _normed("thd-prefix", "first tokens of each sequence, a number for each, int64", (1, 9, 4, 2, 80), layout="thd",
+            lengths=(2, 5), index_dtype=torch.int64, rotary_dim=48, q_scale="shared", options={"unrotated": 3}),
+    _normed("thd-none", "no sequence at all", (1, 3, 2, 1, 64), layout="thd", lengths=(), norm="once"),
+    _normed("cp", "chunks of batch rows", (2, 4, 4, 2, 64), cp=(2, 1), table_rows=8, norm="once", interleaved=True),
+    _normed("angles", "Megatron: sines in the kernel, a scale of them, each pair twice", (2, 3, 4, 2, 80),
+            table="angles_repeated", options={"mscale": 1.5}, layout="sbhd", norm="once"),
+    _normed("angles-dtype", "sines rounded, positions, behind the rotation", (2, 3, 4, 2, 64), table="angles",
+            ids="rows", table_rows=9, rounding="dtype", after_rope=True, norm="twice", interleaved=True),
 ]  # fmt: skip
 
 
@@ -551,6 +566,10 @@ QKV_NORM_CASES = [
     _normed("scalar", "a head that no access divides, fp32", (1, 3, 2, 3, 6), dtype="fp32", weight_dtype="fp32"),
     _normed("unaligned", "addresses off by one element, one first position for each row", (2, 3, 1, 2, 64),
             strides="offset", starts=(1, 4), table_rows=9, options={"order": "qkv"}),
+    _normed("grouped-thd", "Megatron with packed sequences and context parallelism, angles, spare tokens",
+            (1, 7, 2, 2, 64), layout="thd", lengths=(6, 5), cp=(2, 0), table="angles_repeated", norm="once"),
+    _normed("flat-thd", "packed sequences", (1, 9, 1, 4, 64), layout="thd", lengths=(4, 3), norm="twice",
+            options={"order": "qkv"}),
 ]  # fmt: skip
 
 
@@ -627,18 +646,21 @@ def random_norm_case(seed: int) -> NormCase:
     joint, across = draw.random() < 0.3, draw.random() < 0.4
     across = across and not joint
     heads = draw.randint(1, 6)
-    table = draw.choice(("half", "full", "fused") if joint else ("half", "full", "fused", "per_head"))
+    table = draw.choice(("half", "full", "fused") if joint else ("half", "full", "fused", "per_head", "angles_full"))
     k_heads = heads if table == "per_head" else draw.randint(1 if joint else 0, heads)
     tokens = draw.randint(1, 6)
     rotary = draw.choice((None, 2 * draw.randint(1, dim // 2)))
     layout = "bshd" if joint else draw.choice(list(LAYOUT_AXES))
     ids = "" if joint else draw.choice(("", "", "shared" if layout == "thd" else "rows"))
+    packed = layout == "thd" and not ids and draw.random() < 0.7
+    rounding = draw.choice(("fp32", "dtype", "complex128"))
     dtype = draw.choice(("bf16", "fp16", "fp32"))
     case = Case(
         "", "", shape=(1 if layout == "thd" else draw.randint(1, 2), tokens, heads, k_heads, dim), layout=layout,
         dtype=dtype, interleaved=draw.random() < 0.5, rotary_dim=rotary, table=table, ids=ids,
         table_rows=tokens + draw.randint(0, 3), strides=draw.choice(("plain", "plain", "offset", "reversed")),
-        rounding=draw.choice(("fp32", "dtype", "complex128")),
+        rounding="fp32" if packed or table == "angles_full" else rounding,
+        lengths=(draw.randint(0, 2), 0, draw.randint(0, tokens)) if packed else None,
     )  # fmt: skip
     layer = draw.random() < 0.3
     kind = {"kind": "layer_norm", "biases": draw.random() < 0.5} if layer else {}

@@ -267,7 +267,8 @@ def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: A
     parts = ((q, q_weight, o.get("q_bias")), (k, k_weight, o.get("k_bias")))
 
     def both(x: Tensor, *own: Any) -> Tensor:
-        return normed(rotated(x, o), *own, o) if o.get("after_rope") else rotated(normed(x, *own, o), o)
+        y = normed(rotated(x, o), *own, o) if o.get("after_rope") else rotated(normed(x, *own, o), o)
+        return kept(torch.zeros_like(y), y, o)
 
     return tuple(None if x is None else unheads(both(heads(exact(x), layout), *own), layout) for x, *own in parts), {}
 

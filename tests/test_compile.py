@@ -114,6 +114,9 @@ LARGEST += [
     prepared(heads=[32, 32], head_dim=64, norm=ACROSS, rounding="addcmul", backward=True),
     prepared(heads=[32, 8], norm=NONE, positions=IDS, backward=True),
     prepared(heads=[32, 8], norm=TWICE, rounding="dtype", positions=IDS, inplace=True),
+    prepared(heads=[32, 8], norm=TWICE, positions=PACKED, table=["cos_sin", "freqs"], backward=True),
+    prepared(function="prepare_packed_qkv", heads=[32, 8], norm=ONCE, positions={**PACKED, "cp_size": 2}, table="freqs",
+             width="full", backward=True),
     prepared(heads=[32, 8], norm=TWICE,
          positions={"position_ids": IDS, "mrope_section": [24, 20, 20], "mrope_interleaved": True}),
     prepared(heads=[16, 8], head_dim=256, norm={**FP32, "rounding": "once", "zero_centered": True}, rotary_dim=64,
@@ -197,10 +200,12 @@ CACHED = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_in_place_ids_cac
 BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex64_round_none_layer_norm"
 # The gradient of a norm behind the rotation, with a scale of q and first tokens that are not rotated.
 SCALED = "qk_norm_rope_backward_bf16_d128_halves_fp32_half_table_backward_complex64_round_none_after_rope_scales_q"
+# Angles of both members of a pair, and their sines.
+ANGLES = "qk_norm_rope_backward_bf16_d128_halves_fp32_full_freqs"
 # As CACHED, with scales of groups: 80 registers.
 FP4_CACHE = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_ids_cache_fp4_round_twice_dynamic_group16"
 SMALL = {SCALED: (8, 0, 0, 0), BIASED: (56, 48, 0, 0), D256: (0, 16, 0, 0), D64: (8, 8, 0, 0), D80: (16, 8, 40, 40),
-         FP4_CACHE: (16, 24, 0, 0)}  # fmt: skip
+         FP4_CACHE: (16, 24, 0, 0), ANGLES: (56, 0, 0, 0)}  # fmt: skip
 SPILLS = {
     (13, 2): {LARGE: (96, 40, 16, 16), CACHED: (40, 32, 32, 32), **SMALL},
     (13, 5): {LARGE: (88, 88, 16, 16), CACHED: (40, 32, 48, 32), **SMALL},

@@ -18,8 +18,9 @@ from .test_arguments import STRANGERS
 from .test_quantize import FP4, FP8, inputs, numbers, scaled_in_two_levels
 
 PAGES, ROWS = 5, 8
-FORMS = ("slots", "NHD", "HND", "fours", "one page")
-"""fours: the rows of v's scales are in fours, as trtllm-gen reads them; one page: values and scales in one page."""
+FORMS = ("slots", "NHD", "HND", "fours", "one page", "odd rows", "two orders")
+"""fours: the rows of v's scales are in fours, as trtllm-gen reads them; one page: values and scales in one page; odd
+rows: a byte behind each head; two orders: k's heads lie before the rows of a page, v's behind."""
 
 
 class Caches:
@@ -34,9 +35,12 @@ class Caches:
             values, scales = whole.split([count * ROWS * dim // 2, count * ROWS * dim // 16], 1)
             if form != "one page":
                 values, scales = values.clone(), scales.clone()
-            self.words[f"{letter}_cache"] = self._shaped(values, count, dim // 2).view(FP4)
+            values = self._shaped(values, count, dim // 2, letter)
+            if form == "odd rows":
+                values = torch.nn.functional.pad(values, (0, 1))[..., :-1]
+            self.words[f"{letter}_cache"] = values.view(FP4)
             fours = form == "fours" and letter == "v"
-            found = self._shaped(scales, count, dim // 16) if not fours else (
+            found = self._shaped(scales, count, dim // 16, letter) if not fours else (
                 scales.view(PAGES, count, ROWS // 4, dim // 16, 4).permute(0, 2, 4, 1, 3)
             )  # fmt: skip
             self.words[f"{letter}_block_scale"] = found.view(FP8)
@@ -47,8 +51,8 @@ class Caches:
     def _noise(self, *shape: int) -> Tensor:
         return torch.randint(1, 120, shape, generator=self.generator, dtype=torch.uint8).to(self.device)
 
-    def _shaped(self, flat: Tensor, heads: int, size: int) -> Tensor:
-        if self.form in ("slots", "NHD"):
+    def _shaped(self, flat: Tensor, heads: int, size: int, letter: str) -> Tensor:
+        if self.form in ("slots", "NHD", "odd rows") or (self.form, letter) == ("two orders", "v"):
             return flat.view(PAGES, ROWS, heads, size)
         return flat.view(PAGES, heads, ROWS, size).transpose(1, 2)
 
@@ -244,7 +248,8 @@ def test_refusals() -> None:
             k_cache=torch.zeros(PAGES, ROWS, 2, 20, dtype=torch.uint8).view(FP4))  # fmt: skip
     refused("k_scale is .*; it must be fp32 on q's device", k_scale=torch.ones(3))
     refused("k_block_scale does not go with dynamic scales with cache", quantize=DynamicQuantize())
-    refused("freqs does not go with norm with cache", freqs=torch.zeros(6, 32))
+    refused("k_cache has strides .*; the last must be 1", k_cache=torch.zeros(PAGES, ROWS, 32, 2).to(FP8).view(
+        torch.uint8).view(FP4).mT)  # fmt: skip
     refused("fp4 needs aligned pairs", q=q.mT.contiguous().mT)
     words = Caches("NHD", (2, 2), 64, "cpu").words
     shared = words["k_cache"].view(torch.uint8).flatten()[: scale.numel()].view(FP8).view(scale.shape)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import jitrope
+from jitrope.ops.dispatch import call
 from jitrope.ops.operations import OPERATIONS, ROPE_LATENT, ROPE_LATENT_BACKWARD
 from jitrope.plan.options import LAYOUT_AXES, Options
 from jitrope.tools import prewarm
@@ -79,6 +80,16 @@ def test_the_gradient_of_some_results(given: tuple[int, ...], device: str) -> No
         assert (got is None) == (wanted is None)
         if got is not None:
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_sum_over_no_heads_is_zero(device: str) -> None:
+    cos, sin = torch.rand(2, 6, 8, device=device)
+    options = Options(rotary_dim=16, rotary_offset=32, v_dim=24, inverse=True)
+    for heads in (3, 0):  # the second finds what the first has left
+        dq, dk, dv = (torch.randn(1, 6, n, d, device=device) for n, d in ((200, 48), (heads, 48), (heads, 24)))
+        found = call(ROPE_LATENT_BACKWARD, {"dq": dq, "dk": dk, "dv": dv, "cos": cos, "sin": sin}, options)
+    assert not found["k_pe"].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -175,6 +175,12 @@ def test_no_tokens(case: AnyCase, form: str, device: str) -> None:
     assert not any(x.any() for x in found)
 
 
+def test_forward_mode_is_refused() -> None:
+    made = Made(QKV_CASES[-1], "flat")
+    with pytest.raises(jitrope.InvalidInput, match="forward-mode"):
+        torch.func.jvp(lambda bias: made.call(bias=bias)[0], (made.bias,), (made.bias,))
+
+
 def test_a_second_derivative() -> None:
     made = Made(QKV_CASES[-1], "flat", leaves=True)
     out = sum(x.square().sum() for x in made.call(bias=made.bias))

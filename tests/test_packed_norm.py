@@ -213,7 +213,7 @@ def test_there_is_no_second_derivative() -> None:
         first.sum().backward()
 
 
-W, OFFSETS = torch.ones(8), torch.tensor([0, 6])
+W = torch.ones(8)
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "across heads": ({"norm": Norm(across_heads=True)}, "across_heads does not go with packed QKV; split it"),
     "a view of v": ({"norm": Norm(v_norm=True), "copy_v": False}, "copy_v=False does not go with v_norm"),
@@ -222,11 +222,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "a bias": ({"norm": Norm(W, q_bias=W)}, "q_bias goes with kind='layer_norm'"),
     "dtypes": ({"norm": Norm(W, W.half())}, "they must match"),
     "another value": ({"norm": W}, "norm is .*; it must be a jitrope.Norm"),
-    "packed": ({"positions": jitrope.Packed(OFFSETS), "qkv": torch.ones(6, 2, 32)},
-               "cu_seqlens does not go with packed QKV with a norm"),
-    "ranks": ({"positions": jitrope.Starts(cp_size=2)}, "cp_size does not go with packed QKV with a norm"),
-    "angles": ({"freqs": torch.zeros(6, 4), "cos": None, "sin": None}, "freqs does not go with packed QKV with a norm"),
-    "mscale": ({"mscale": 2.0}, "mscale does not go with packed QKV with a norm"),
     "inverse": ({"inverse": True}, "inverse does not go with packed QKV with a norm"),
     "shifts": ({"positions": jitrope.Shifts(torch.zeros(6, dtype=torch.int64))}, "shifts does not go with"),
     "tables for each head": ({"cos": torch.zeros(1, 6, 2, 4), "sin": torch.zeros(1, 6, 2, 4)}, "must share it"),

@@ -268,6 +268,22 @@ def test_wild_tables_write_nothing_and_are_counted(name: str, device: str) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", ["plain", "partial", "norm", "partial norm"])
+@pytest.mark.parametrize("token", [0, 1, 3, 7, 10])
+def test_each_token_is_counted_once(token: int, stage: str, device: str) -> None:
+    """Also by the threads of a block of several tokens, of which some only copy."""
+    words: dict[str, Any] = {**(STAGES["partial"] if "partial" in stage else {})}
+    words.update(STAGES["norm"] if "norm" in stage else {})
+    m = made(Form("", lengths=(1,) * 11, new=(1,) * 11, counts=False), device)
+    m.pages["page_table"][token, 0] = -1
+    errors = torch.zeros(1, dtype=torch.int32, device=device)
+    for launch in ("token_linear", "grid_2d"):
+        jitrope.configure(launch=launch)
+        run(m, words, errors)
+    assert errors.item() == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ends", [(0, -5, 3, 40), (7, 5, 2, 1), (FAR, FAR, -FAR, FAR), (-(2**63), 2**63 - 1, 0, 4)])
 def test_wild_offsets_of_new_tokens_stay_inside(ends: tuple[int, ...], device: str) -> None:
     """Only pages of the table are written, whatever the offsets say; under ASan nothing else is touched."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Mrope, Norm, Pages, Quantize, Scaled, Ulysses
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Mrope, Norm, Packed, Pages, Quantize, Scaled, Ulysses
 
 from . import oracle
 from .devices import DEVICES
@@ -29,7 +29,7 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The first value of each stage is the one of a plain call.
 STAGES: dict[str, tuple[str, ...]] = {
     "norm": ("none", "rms", "layer", "l2", "across", "after", "zero", "v_norm"),
-    "rotate": ("rows", "ids", "mrope", "per_head", "none"),
+    "rotate": ("rows", "ids", "mrope", "per_head", "none", "angles", "packed"),  # packed: sequences, and spare tokens
     "pairs": ("halves", "interleaved", "full"),  # full: halves, by a table with an entry for each element
     "part": ("whole", "last", "middle"),
     "more": ("none", "number", "tokens", "unrotated", "inverse"),  # number, tokens: q_scale
@@ -56,6 +56,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "rotate": "per_head"}, "tables for each head do not go with a cache"),
+    ({"out": CACHES, "rotate": "packed", "layout": "thd"}, "cu_seqlens does not go with"),
+    ({"rotate": "packed", "layout": STAGES["layout"][:3]}, "needs 3 axes"),
     ({"out": "inplace", "convert": CONVERTED}, "inplace does not go with"),
     ({"rotate": ("ids", "mrope"), "more": "unrotated"}, "does not go with unrotated"),
     ({"transform": "head", "size": "80", "convert": ANY_SIZE}, "a power of two of elements up to 256; q has D=80"),
@@ -130,7 +132,7 @@ def covering(stages: dict[str, tuple[str, ...]]) -> tuple[list[Case], list[Case]
 
 CASES, NEVER = covering(STAGES)
 DIFFERENTIABLE = {
-    "rotate": ("rows", "ids", "per_head", "none"),
+    "rotate": ("rows", "ids", "per_head", "none", "angles", "packed"),
     "transform": ("none",),
     "convert": ("none",),
     "out": ("fresh", "ulysses"),
@@ -193,6 +195,8 @@ class Made:
         if leaves:
             self.weights = {name: x.requires_grad_() for name, x in self.weights.items()}
         self.turn = self._rotation()
+        last = self.tokens - 2 * (case["convert"] not in DYNAMIC)  # a head of zeros has no scale of its own
+        self.ends = (0, 4, 4, last) if case["rotate"] == "packed" else (0, self.tokens)
         shape = {"number": (), "tokens": (self.batch, self.tokens)}.get(case["more"])
         self.factor = None if shape is None else (self.noise(*shape).abs() + 0.5).requires_grad_(leaves)
 
@@ -214,7 +218,9 @@ class Made:
         o["interleaved"] = self.case["pairs"] == "interleaved"
         width = rotary if self.case["pairs"] == "full" else rotary // 2
         shape = (1, rows, HEADS, width) if kind == "per_head" else (rows, width)
-        if kind != "none":
+        if kind == "angles":
+            o.update(freqs=self.noise(*shape) * 3)
+        elif kind != "none":
             o.update(cos=self.noise(*shape), sin=self.noise(*shape))
         ids = (3,) if kind == "mrope" else ()
         if kind in ("ids", "mrope", "none"):
@@ -229,6 +235,9 @@ class Made:
         words, kind = {**self.turn, "layout": self.layout}, self.case["norm"]
         ids, sections = words.pop("position_ids", None), words.pop("mrope_section", None)
         words["positions"] = Mrope(ids, sections) if sections else ids
+        if self.case["rotate"] == "packed":
+            words["positions"] = Packed(torch.tensor(self.ends, dtype=torch.int32, device=self.device))
+            del words["layout"]
         if self.case["more"] == "unrotated":
             words["unrotated"] = SKIPPED
         if self.factor is not None:
@@ -251,12 +260,15 @@ class Made:
         own = self.weights.get(f"{letter}_weight"), self.weights.get(f"{letter}_bias")
         if letter == "v":
             return oracle.normed(x, None, None, o) if n == "v_norm" else x
-        skipped = SKIPPED if self.case["more"] == "unrotated" else 0
+        before, skipped = x, SKIPPED if self.case["more"] == "unrotated" else 0
         if n not in ("none", "after"):
             x = oracle.normed(x, *own, o)
-        x = torch.cat((x[:, :skipped], oracle.rotated(x[:, skipped:], self.turn)), 1)
+        sequences = [x[:, first:end].split([min(skipped, end - first), max(0, end - first - skipped)], 1)
+                     for first, end in itertools.pairwise(self.ends)]  # fmt: skip
+        x = torch.cat([torch.cat((head, oracle.rotated(tail, self.turn)), 1) for head, tail in sequences], 1)
         if n == "after":
             x = oracle.normed(x, *own, o)
+        x = torch.cat((x, 0 * before[:, self.ends[-1] :]), 1)
         if letter == "q" and self.factor is not None:
             factor = oracle.exact(self.factor)
             x = x * (factor[..., None, None] if factor.dim() else factor)
@@ -264,7 +276,8 @@ class Made:
         parts = {"head": (0, self.size), "rotary": (first, first + rotary), "rest": (0, first)}
         begin, end = parts.get(self.case["transform"], (0, 0))
         turned = x[..., begin:end] @ oracle.hadamard_matrix(end - begin).to(x) if end else x[..., :0]
-        return torch.cat((x[..., :begin], turned, x[..., end:]), -1)
+        x = torch.cat((x[..., :begin], turned, x[..., end:]), -1)
+        return x if self.case["out"] != "inplace" else torch.cat((x[:, : self.ends[-1]], before[:, self.ends[-1] :]), 1)
 
 
 # ---- comparisons -----------------------------------------------------------------------------------
@@ -510,7 +523,7 @@ def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: 
 
 def test_every_pair_is_in_a_call_or_refused() -> None:
     """Few calls hold every pair; a pair without a call is that of a rule, or a transform, which needs a conversion."""
-    assert len(CASES) + len(WITH_GRADIENT) <= 145
+    assert len(CASES) + len(WITH_GRADIENT) <= 170
     assert not any(is_refused(case) for case in (*CASES, *WITH_GRADIENT))
     covered = {pair for case in CASES for pair in pairs_of(case)}
     for a, b in itertools.combinations(STAGES, 2):

@@ -101,7 +101,7 @@ def prepare_packed_qkv(
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
             launch, and deterministic; in place there is none. across_heads is refused. With v_norm v is normalised in
             the same launch, in place too, and its gradient has a launch of its own. A norm cannot be combined with
-            `Packed`, `Shifts`, cp_size, freqs, mscale and inverse.
+            `Shifts` and inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,
             Falcon); with q_per_group 1 that is q, k and v of each head in turn (GPT-NeoX, BLOOM). "qkv": all heads of
@@ -110,8 +110,9 @@ def prepare_packed_qkv(
             and v (Qwen3-Next, Qwen3.5).
         copy_v: False: return v as a view of qkv, without a copy; not with v_norm or bias.
         bias: the projection's, which is called without it: (W), as `Linear` has it, or qkv's last two axes, in qkv's
-            dtype. The results are those of qkv + bias, rounded to the dtype, in the same launch; v and the gate are
-            written too, and in place all of qkv is. Its gradient is the sum of qkv's over the tokens, by torch.
+            dtype. The results are those of qkv + bias, rounded to the dtype, in the same launch; with a norm to the bit
+            only if the bias is contiguous. v and the gate are written too, and in place all of qkv is. Its gradient is
+            the sum of qkv's over the tokens, by torch.
         inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
             unless it is normalised or gets a bias.
         The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.

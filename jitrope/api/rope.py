@@ -188,10 +188,9 @@ def prepare_qkv(
             except v_out. v is copied to v_out, in the same launch if k and v have one shape and dtype, outside of
             across_heads without mean_squares, interleaved_out and tables for each head. With a cache only q_out can be
             given, and with `DynamicQuantize` too none.
-        The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with mscale,
-        interleaved_out, packed_table, cp_size and `Shifts`. A norm cannot be combined with `Packed`, freqs and inverse,
-        a cache with `Packed`, rounding and inverse, quantize with rounding and inplace; `DynamicQuantize` and hadamard
-        also not with `Packed` and freqs.
+        The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with interleaved_out
+        and `Shifts`, cache and quantize with mscale, packed_table and cp_size, a norm with inverse, a cache with
+        `Packed`, rounding and inverse, quantize with rounding and inplace.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a

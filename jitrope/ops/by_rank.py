@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from ..plan.memory import copy_heads
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import Tensors, by_rank, joined
 from .fit import check_ranks, failing
 from .formats import empty_scale
-from .into import Into
+from .into import Into, copy_heads
 from .operation import Call, Operation, turned_back
 
 

@@ -46,6 +46,8 @@ MAX_HADAMARD = 256
 def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
     """Refuse tensors that torch does not let a call write, or that autograd cannot keep for a backward."""
     name = op.function
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors.values()):
+        raise InvalidInput(f"{name}: forward-mode derivatives (jvp) are not supported; use the backward")
     if wants_grad and options.inplace and op.norm:
         text = f"{name}: it has no gradient in place, because that needs the old q and k; leave inplace=True out"
         raise InvalidInput(text)
@@ -97,7 +99,7 @@ def _refuse_transforms(name: str, written: bool = False) -> None:
     """Refuse torch.func's transforms, except vmap where nothing is written."""
     for interpreter in torch._C._functorch.get_interpreter_stack() or ():
         kind = interpreter.key().name.lower()
-        if kind != "jvp" and (written or kind != "vmap"):  # `check` refuses jvp
+        if kind != "jvp" and (written or kind != "vmap"):  # jvp is refused before
             instead = "give the tensors a batch axis" if kind == "vmap" else "use torch.autograd.grad"
             raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
 
@@ -112,9 +114,6 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
     """
     q, k = tensors["q"], tensors.get("k")
     fail = failing(name)
-    given = [tensors[x] for x in ("q", "k", "v", "cos", "sin") if x in tensors]
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
-        fail("forward-mode derivatives (jvp) are not supported; use the backward")
     for table, x in _tables(tensors).items():
         if x.device != q.device:
             table = label_of_table(options) if table == "cos" and "sin" not in tensors else table
@@ -264,8 +263,6 @@ def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
 def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     """Refuse weights that do not fit q and k."""
     norm = norm_of(options)
-    if "cu_seqlens" in tensors:
-        fail("cu_seqlens does not go with a norm; pass positions as a tensor of ids")
     check_means(tensors, options.layout, fail)
     weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():

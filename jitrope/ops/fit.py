@@ -113,7 +113,7 @@ def check_scale(label: str, scale: Tensor | None, x: Tensor, wanted: bool, optio
 
 def check_pairs(tensors: Tensors, options: Options, fail: Fail) -> None:
     """Refuse heads whose elements cannot be taken in aligned pairs: fp4 stores two in a byte."""
-    for label in [label for label in ("q", "k", "v", "k_cache", "v_cache") if label in tensors]:
+    for label in [label for label in ("q", "k", "v") if label in tensors]:
         x = tensors[label]
         steps = [stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1]
         offset = 0 if torch.compiler.is_compiling() else x.storage_offset()  # Dynamo has none; a plan refuses odd ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.memory import copy_heads
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import Tensors, by_rank, sums_heads
@@ -107,6 +107,15 @@ def joins_k(v: Tensor, k: Tensor, cos: Tensor | None = None) -> bool:
     """Whether a kernel can store heads of v as it stores those of k."""
     shared = cos is None or cos.dim() < 4 or cos.shape[2] == 1
     return shared and v.shape == k.shape and v.dtype == k.dtype
+
+
+def copy_heads(out: Tensor, x: Tensor) -> None:
+    """Copy x to out, 16 bytes at a time if possible: torch's copy between layouts takes its time for each element."""
+    both = [out, x]
+    if out.dtype == x.dtype and not any(y.data_ptr() % 16 for y in both):
+        with suppress(RuntimeError):  # 16 bytes are not always neighbours
+            both = [y.view(torch.complex128) for y in both]
+    both[0].copy_(both[1])
 
 
 def _put(out: Tensor, x: Tensor, options: Options) -> None:

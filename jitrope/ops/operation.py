@@ -29,7 +29,8 @@ empty_like = torch.empty_like
 NORMED = (*HEAD_WORDS, "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
 SERVING = tuple(word for word in NORMED if word != "rounding")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
-ROTATION = (*NORMED, "mscale", "inverse", "max_seqlen", "packed_table", "cp_size", "cp_rank", "interleaved_out")
+PLACED = ("mscale", "max_seqlen", "packed_table", "cp_size", "cp_rank")
+ROTATION = (*NORMED, *PLACED, "inverse", "interleaved_out")
 WEIGHTS = ("q_weight?", "k_weight?")
 BIASES = ("q_bias?", "k_bias?")
 
@@ -185,7 +186,6 @@ class Normed(Operation):
     """An operation that normalises q and k. Without a table it does not rotate them."""
 
     norm = True
-    tables: frozenset[str] = frozenset((*TABLE_WORDS[:-1], "q_factor"))
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
         return options, self.with_one_row(name, tensors, options)

@@ -19,6 +19,7 @@ from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
 from .operation import (
     BIASES,
     NORMED,
+    PLACED,
     ROTATION,
     SERVING,
     TABLE_WORDS,
@@ -119,7 +120,7 @@ class _RopeKVCache(Operation):
 class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options = (*SERVING, "inverse", "hadamard", "out_dtype")
+    options = (*SERVING, "max_seqlen", "inverse", "hadamard", "out_dtype")
     words = (*options, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
 
@@ -130,7 +131,7 @@ class _QKNormRopeScaled(Normed):
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
-    options = (*SERVING, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
+    options = (*SERVING, "max_seqlen", "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
@@ -154,7 +155,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
     """The scales alone, each of a head of a batch row; `gather.with_scales` converts by them in a second launch."""
 
     name = "qk_norm_rope_scales"
-    options = (*SERVING, "inverse", "hadamard", "out_dtype", "per_row")
+    options = (*SERVING, "max_seqlen", "inverse", "hadamard", "out_dtype", "per_row")
     words = (*options, "norm", "check")
     results = ("q_scale", "k_scale")
     writes = ("q", "k", "v")
@@ -172,7 +173,7 @@ class _QKNormRopeKVCache(Normed, _RopeKVCache):
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
-    tables = Normed.tables
+    tables = _RopeKVCache.tables
     check = staticmethod(checks.check_norm_kv_cache)
 
 
@@ -196,8 +197,8 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 class _QKNormRope(Normed):
     name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
     tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options: tuple[str, ...] = (*NORMED, "inverse")
-    words: tuple[str, ...] = (*NORMED, "norm", "check", "inplace")
+    options: tuple[str, ...] = (*NORMED, *PLACED, "inverse")
+    words: tuple[str, ...] = (*NORMED, *PLACED, "norm", "check", "inplace")
     shards = True
     check = staticmethod(checks.check_norm)
     reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
@@ -224,7 +225,7 @@ class _QKVNormRope(_QKNormRope):
 
     name = "qkv_norm_rope"
     tensors = ("q", "k", "v", *WEIGHTS, *BIASES)
-    words = (*NORMED, "norm", "check")
+    words = (*NORMED, *PLACED, "norm", "check")
     results = ("q", "k", "v")
     inplace = shards = False
 

@@ -8,7 +8,7 @@ from ..plan.views import Tensors, bias_like, packed_part, packed_sizes, packed_v
 from . import reference
 from .checks import check_norm, check_qkv
 from .fit import failing
-from .operation import BIASES, NORMED, WEIGHTS, Call, Normed, Operation, empty_like, norm_turned_back
+from .operation import BIASES, NORMED, PLACED, WEIGHTS, Call, Normed, Operation, empty_like, norm_turned_back
 from .projections import PACKED, Biased, RopeQKV, RopeQKVBackward, every_gradient
 from .stand_ins import weight_sums
 
@@ -39,8 +39,8 @@ def backward(t: Tensors, o: Options) -> Tensors:
 class _QKVNorm(Normed, RopeQKV):
     name, stage = "qk_norm_rope_qkv", "packed QKV with a norm"
     tensors: tuple[str, ...] = ("qkv", *WEIGHTS, *BIASES)
-    options = (*NORMED, "inverse", *PACKED)
-    words = (*NORMED, *PACKED, "norm", "check", "inplace")
+    options = (*NORMED, *PLACED, "inverse", *PACKED)
+    words = (*NORMED, *PLACED, *PACKED, "norm", "check", "inplace")
     check = staticmethod(check_qkv_norm)
     goes_bare = Operation.goes_bare  # without a table there is the norm
 

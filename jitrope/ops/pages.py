@@ -92,6 +92,8 @@ def check_caches(
         if not blocks and cache.dtype not in (k.dtype, *FP8S):
             fail(f"{label} is {cache.dtype}; allowed are k's {k.dtype}, {FP8S[0]} and {FP8S[1]}")
         require_no_overlap(label, cache, fail)
+        if blocks and cache.stride(-1) != 1:
+            fail(f"{label} has strides {tuple(cache.stride())}; the last must be 1")
         if blocks:
             _check_block_scale(f"{label[0]}_block_scale", tensors, cache, head_dim, fail)
     k_cache, v_cache = caches.values()
@@ -99,7 +101,7 @@ def check_caches(
         had = " but ".join([f"{label} is {tuple(x.shape)} {x.dtype}" for label, x in caches.items()])
         fail(f"{had}; they must match")
     paged = [c.dim() == 4 and c.stride(0) != c.shape[1] * c.stride(1) for c in (k_cache, v_cache)]
-    if paged[0] != paged[1]:
+    if paged[0] != paged[1] and not blocks:
         fail("k_cache and v_cache have their pages in different orders; give both the same strides")
     if slots_of(k_cache) > MAX_TOKENS:
         fail(f"the caches have {slots_of(k_cache)} slots; at most {MAX_TOKENS} are possible")

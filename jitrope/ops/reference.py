@@ -85,9 +85,16 @@ def rotate(
     y = _rotate(heads, cos, sin, o)
     y = torch.where(below, heads, y) if o.unrotated else y
     view.copy_(y.float() if o.rounding == "complex128" else y)
+    return out if spare is None else _cleared(out, t, o)
+
+
+def _cleared(x: Tensor, t: Tensors, o: Options) -> Tensor:
+    """x, in which tokens after the last sequence become zero."""
+    view = canonical(x, o.layout)
+    spare = table_rows(view.shape[1], x.device, t, o)[1]
     if spare is not None:
         view[:, spare] = 0
-    return out
+    return x
 
 
 # ---- the rotation ----------------------------------------------------------------------------------
@@ -192,7 +199,7 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
         elif norm.after_rope:
             exact = norm.rounding == "none" and o.rounding != "dtype"
             rotated_x = rotate(x, t, o, out_dtype=torch.float32 if exact else x.dtype)
-            out[name] = normed(rotated_x, *own).to(to)
+            out[name] = _cleared(normed(rotated_x, *own).to(to), t, o)
         else:
             out[name] = rotate(normed(x, *own), t, o, out_dtype=to, storage=x.dtype)
     if norm.v_norm:
@@ -255,6 +262,9 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
         rows = rows - rows.mean(-1, keepdim=True) if layer else rows
         scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps)
         y = rows * scale
+        spare = table_rows(y.shape[1], y.device, t, o)[1]
+        if spare is not None:
+            y, g = (part.masked_fill(spare.view(-1, *[1] * (y.dim() - 2)), 0) for part in (y, g))
         if bias is not None:
             out[f"{name}_bias"] = g.sum(tuple(range(g.dim() - 1))).to(bias.dtype)
         if weight is not None:
@@ -262,7 +272,7 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
             g = g * (weight.float() + norm.zero_centered)
         dx = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
         dx = _as_laid_out(dx.view(canonical(x, o.layout).shape), o.layout)
-        dx = rotate(dx, t, back, out_dtype=torch.float32) if norm.after_rope else dx
+        dx = rotate(dx, t, back, out_dtype=torch.float32) if norm.after_rope else _cleared(dx, t, o)
         out[name] = torch.empty_like(t[name]).copy_(dx)
     return out
 

@@ -27,7 +27,7 @@ and packed input spill, because they need 80 registers a thread."""
 
 LATENT_BLOCK_THREADS = 192
 """The target with latent attention, where heads are always tiled, because there are hundreds. A tile has so many heads
-that whole warps rotate and whole warps copy. H200, x the copy, (1, 4096, 128 + 128, 192) bf16 with 64 rotated: 192
+that whole warps rotate. H200, x the copy, (1, 4096, 128 + 128, 192) bf16 with 64 rotated: 192
 threads forward 1.11, backward 1.21; 96 1.15, 1.25; 384 1.11, 1.29; 16 + 16 heads 1.00, 1.34; 1.04, 1.29; 1.04, 1.80."""
 
 FEW_THREADS_PER_SM = 1280
@@ -127,7 +127,7 @@ def plan(problem: RopeProblem) -> Plan:
     """Choose the kernel and the grid of a call that has at least one token."""
     p = problem
     launch, reason = choose_launch(p)
-    tiled = launch == "grid_2d" and not p.cu_seqlens_dtype
+    tiled = launch == "grid_2d" and not by_sequence(p)
     vec, chunks = widest_access(p, tiled)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
     chosen: dict[str, Any] = {"vec": vec, "chunks": chunks, "weight_vec": math.gcd(vec, p.weight_vec_limit)}
@@ -155,7 +155,8 @@ def plan(problem: RopeProblem) -> Plan:
     one_row = tiled and p.batch == 1  # elsewhere the division is free, and this saves a kernel
     spec = replace(spec, launch=launch, one_step=one_step, one_row=one_row)
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
-    if p.norm and not tiled and not p.full_width and p.rounding != "complex128":  # else registers are short
+    short = p.full_width or p.freqs or p.rounding == "complex128"  # of registers
+    if p.norm and not tiled and not short:
         threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
         spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads))
     return Plan(spec, grid, spec.threads, reason)
@@ -199,7 +200,7 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     with token_linear, and 482, 405, 401, 404, 405, 406 and 420 with grid_2d, which uneven lengths make slower. Small
     packed batches are the exception (`FEW_PACKED_HEADS`).
     """
-    packed = p.cu_seqlens_dtype is not None
+    packed = by_sequence(p)
     if p.across_heads or p.gradient:
         return "token_linear", "across_heads: a block has whole rows"
     if p.v_dim and packed:
@@ -217,6 +218,11 @@ def choose_launch(p: RopeProblem) -> tuple[str, str]:
     if threads < FEW_THREADS_PER_SM * p.sm_count and p.heads > 1:
         return "grid_2d", f"{p.tokens} tokens leave room on {p.sm_count} SMs: heads are tiled too"
     return "token_linear", f"{p.tokens} tokens fill {p.sm_count} SMs"
+
+
+def by_sequence(p: RopeProblem) -> bool:
+    """Whether the grid depends on the sequences of a packed batch. With a norm each thread searches for its own."""
+    return p.cu_seqlens_dtype is not None and not p.norm
 
 
 def longest_share(p: RopeProblem) -> int:

@@ -1,23 +1,12 @@
-"""Memory that a call writes: elements that overlap, tensors that meet, and copies."""
+"""Memory that a call writes: elements that overlap, and tensors that meet."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from ..base.errors import InvalidInput
-
-
-def copy_heads(out: Tensor, x: Tensor) -> None:
-    """Copy x to out, 16 bytes at a time if possible: torch's copy between layouts takes its time for each element."""
-    both = [out, x]
-    if out.dtype == x.dtype and not any(y.data_ptr() % 16 for y in both):
-        with suppress(RuntimeError):  # 16 bytes are not always neighbours
-            both = [y.view(torch.complex128) for y in both]
-    both[0].copy_(both[1])
 
 
 def extent(x: Tensor) -> int:
