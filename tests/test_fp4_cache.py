@@ -107,6 +107,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "in place": {"inplace": True},
     "k too": {"rotate_k": True},
     "q_scale": {"q_scale": 0.25},
+    "angles": {"freqs": True},
     "out": {"out": True},
     "heads first": {"layout": "bhsd"},
     "latent": {"v_heads": 4},
@@ -126,6 +127,8 @@ def test_beside_other_stages(stage: str, launch: str, device: str) -> None:
     v = torch.cat([k.flip(1)] * (v_heads // 2), 2) + 1
     tables = (cos[:, : words.get("rotary_dim", 64) // 2], sin[:, : words.get("rotary_dim", 64) // 2])
     tables = tables if words.pop("tables", True) else ()
+    if "freqs" in words:
+        tables, words["freqs"] = (), torch.rand(6, 32, device=device) * 6
     if words.get("layout") == "bhsd":
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     slots = torch.randperm(PAGES * ROWS, generator=torch.Generator().manual_seed(1))[:12]

@@ -97,6 +97,20 @@ def test_with_a_norm(after_rope: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm", [{}, {"norm": Norm()}], ids=["rope", "norm"])
+def test_what_spare_tokens_hold_reaches_no_table(norm: dict[str, Any], device: str) -> None:
+    q, leaves = rand(7, 4, D).to(device), [x.to(device).requires_grad_() for x in pair(S, D // 2).values()]
+    packed = jitrope.Packed(torch.tensor([0, 2, 5], device=device))
+    found = []
+    for filled in (0.0, torch.nan, torch.inf):
+        q[5:] = filled
+        out = jitrope.prepare_qkv(q, None, None, *leaves, positions=packed, **norm)[0]
+        found.append(torch.autograd.grad(out.sin().sum(), leaves))
+    for got in found[1:]:
+        assert all(map(torch.equal, got, found[0]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_packed_qkv_and_two_streams(device: str) -> None:
     qkv, tables = rand(B, S, 2, 4 * D).to(device), [x.to(device).requires_grad_() for x in pair(S, D // 2).values()]
     out = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=2)

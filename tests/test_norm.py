@@ -587,6 +587,20 @@ def test_in_place_gives_the_same_bits(case: NormCase) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_no_table_beside_positions(device: str) -> None:
+    """They say which tokens are spare; nothing is rotated, whatever they count."""
+    q, k = tensors(device, torch.float32, (6, 4, 16), (6, 2, 16))
+    norm, offsets = jitrope.Norm(), torch.tensor([0, 1, 9], device=device)
+    want = jitrope.prepare_qkv(q, k, None, norm=norm, layout="thd")
+    for rank, owned in ((0, 5), (1, 4)):
+        packed = jitrope.Packed(offsets, 100, cp_size=2, cp_rank=rank)
+        got = jitrope.prepare_qkv(q, k, None, norm=norm, positions=packed)
+        assert_equal(got, [None if x is None else torch.cat((x[:owned], 0 * x[owned:])) for x in want])
+    got = jitrope.prepare_qkv(q[None], k[None], None, norm=norm, positions=jitrope.Starts(cp_size=2))
+    assert_equal(got, [None if x is None else x[None] for x in want])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("which", ["q", "weight"])
 def test_in_place_has_no_gradient(which: str, device: str) -> None:
     q, weight = tensors(device, torch.float32, (1, 3, 2, 8), (8,))

@@ -120,8 +120,9 @@ def prepare_packed_qkv(
 
     Returns:
         q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
-        sequence q and k are zero, and v is copied. With a gate it is the fourth result, a view of qkv with q's shape,
-        not rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In place: qkv.
+        sequence q and k are zero, and v is as elsewhere. With a gate it is the fourth result, a view of qkv with q's
+        shape, not rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In
+        place: qkv.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.

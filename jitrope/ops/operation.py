@@ -188,6 +188,8 @@ class Normed(Operation):
     norm = True
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+        if "cu_seqlens" in tensors or options.cp_size > 1:  # a table would need rows for their positions
+            return super().unrotated(name, tensors, options)
         return options, self.with_one_row(name, tensors, options)
 
 

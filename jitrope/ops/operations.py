@@ -173,7 +173,6 @@ class _QKNormRopeKVCache(Normed, _RopeKVCache):
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
-    tables = _RopeKVCache.tables
     check = staticmethod(checks.check_norm_kv_cache)
 
 

@@ -79,13 +79,17 @@ def rotate(
     sin = _transposed(sin, o) if o.inverse else sin
     rows, spare = table_rows(view.shape[1], cos.device, t, o)
     heads, below = canonical(x, o.layout).to(compute_dtype), (rows[0] < 0)[..., None, None]
+    if spare is not None:  # they may hold NaN, which must not reach the gradients of the tables
+        heads = heads.masked_fill(spare[:, None, None], 0)
     rows = rows.clamp(min=0) if o.unrotated else rows.abs() if o.shifts else rows
     cos, sin = gathered(cos, rows, o), gathered(sin, rows, o)
     sin = torch.where(below, _transposed(sin, o), sin) if o.shifts else sin
     y = _rotate(heads, cos, sin, o)
     y = torch.where(below, heads, y) if o.unrotated else y
     view.copy_(y.float() if o.rounding == "complex128" else y)
-    return out if spare is None else _cleared(out, t, o)
+    if spare is not None:
+        view[:, spare] = 0
+    return out
 
 
 def _cleared(x: Tensor, t: Tensors, o: Options) -> Tensor:

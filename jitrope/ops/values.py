@@ -61,8 +61,8 @@ class Packed(Positions):
 
     Args:
         cu_seqlens: int32 or int64 offsets (N + 1) of N sequences, on q's device, ascending from 0. The host does not
-            read them. Tokens after the last sequence become zero; in place they do not change. Tokens past the end of
-            the table become NaN.
+            read them. Tokens after the last sequence become zero; in place they do not change, unless a bias is
+            added. Tokens past the end of the table become NaN.
         max_seqlen: the length of the longest sequence, if known on the host.
         start_positions: int32 or int64, (N): the position of the first token of each sequence; default 0.
         packed_table: the table has a row for each token of the batch, so positions do not restart (as in tables of
@@ -301,7 +301,7 @@ class KVCache(Value):
             (pages, rows / 4, 4, Hk, D / 16); any strides. k is values times k_block_scale times k_scale; v alike.
             trtllm-gen reads v's scales with tokens innermost (FlashInfer's nvfp4_quantize_paged_kv_cache): give it
             memory (pages, Hk, rows / 4, D / 16, 4) as its permute(0, 2, 4, 1, 3). q stays in its dtype, or is fp8 with
-            `Quantize`; `DynamicQuantize` and freqs are refused.
+            `Quantize`; `DynamicQuantize` is refused.
 
     Raises:
         InvalidInput: an argument has a wrong type, or one of two is missing.
