@@ -791,7 +791,6 @@ REFUSALS = {
     "inplace": ({"inplace": True}, "inplace does not go with dynamic scales"),
     "rounding": ({"rounding": "dtype"}, "rounding does not go with dynamic scales"),
     "out-dtype": ({"out": (torch.empty_like(Q), None, None)}, r"out's q is .*bfloat16.*; it must be .*float8_e4m3fn"),
-    "packed": ({"positions": jitrope.Packed(torch.tensor([0, 4]))}, "cu_seqlens does not go with dynamic scales"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -53,6 +54,28 @@ def test_a_head_has_one_scale_for_a_batch_row(dtype: torch.dtype, layout: str, p
     assert got[2] is None
     for x, want, heads in zip(got, rotated, (4 if per == "head" else 2, 2)):
         assert_same(x, converted(want, dtype, heads), layout)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_packed_sequences_share_a_scale(normed: bool, launch: Any, device: str) -> None:
+    """A head has one scale for all sequences; spare tokens, NaN here, have no part in it, and become zeros."""
+    jitrope.configure(launch=launch)
+    (q,), (k,), cos, sin = inputs(device, 1, 12, 4, 64, dtype=torch.float32)
+    q[9:] = k[9:] = math.nan
+    cu_seqlens = torch.tensor([0, 2, 2, 9], dtype=torch.int32, device=device)
+    norm = Norm(*torch.linspace(0.5, 2, 128, device=device).view(2, 64)) if normed else None
+    parts = [
+        jitrope.prepare_qkv(q[rows], k[rows], None, cos, sin, norm=norm, layout="thd")[:2]
+        for rows in (slice(0, 2), slice(2, 9))
+    ]
+    wanted = [torch.cat([*rows, torch.zeros_like(x[9:])]) for x, *rows in zip((q, k), *parts)]
+    for per in ("head", "kv_head"):
+        given: dict[str, Any] = {"positions": Packed(cu_seqlens), "quantize": DynamicQuantize(per=per)}
+        got = jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, **given)
+        for x, want, heads in zip(got, wanted, (4 if per == "head" else 2, 2)):
+            assert_same(x, converted(want[None], FP8, heads), "thd")
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -200,8 +223,6 @@ def test_refusals() -> None:
     refused("q requires a gradient, but this call has none", q.clone().requires_grad_(), k, None)
     refused("inplace does not go with dynamic scales", inplace=True)
     refused("across_heads does not go with dynamic scales", norm=Norm(across_heads=True))
-    packed = Packed(torch.tensor([0, 5]))
-    refused("cu_seqlens does not go with dynamic scales", q[0], k[0], None, positions=packed)
     assert repr(DynamicQuantize(per="head")).endswith("e4m3fn, per='head')")
 
 

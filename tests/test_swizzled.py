@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Pages, Scaled, Ulysses, planning
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Pages, Scaled, Ulysses, planning
 from jitrope.ops.operations import QK_NORM_ROPE_SCALED
 from jitrope.plan.options import NO_NORM, Options
 from jitrope.tools.prewarm import specs_of
@@ -82,6 +82,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "heads first": {"layout": "bhsd"},
     "tokens first": {"layout": "sbhd"},
     "packed rows": {"layout": "thd", "shape": (1, 131, 4, 128)},
+    "packed sequences": {"layout": "thd", "shape": (1, 131, 4, 128), "packed": True, "positions": [0, 2, 2, 130]},
     "ids": {"positions": [3, 0, 2, 2, 1, 4, 5]},
     "ids of rows": {"positions": [[3, 0, 2, 2, 1, 4, 5]] * 2},
     "decode": {"shape": (5, 1, 4, 128), "positions": [[0], [0], [0], [0], [0]]},
@@ -105,6 +106,8 @@ def test_beside_other_stages(way: str, form: str, device: str) -> None:
     tables = tuple([x[:, : words.get("rotary_dim", 128) // 2] for x in tables])
     if "positions" in words:
         words["positions"] = torch.tensor(words["positions"], device=device)
+    if words.pop("packed", False):
+        words["positions"] = Packed(words["positions"])
     q, k = (unheads(x, layout).contiguous() for x in (q, k))
     if cached:
         own.pop("k_global_scale", None)
@@ -187,7 +190,4 @@ def test_refusals() -> None:
     for out in (Ulysses(2), (ranks, None, None)):
         with pytest.raises(InvalidInput, match="swizzled does not go with a group of heads for each rank"):
             jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantized(**mx), out=out)
-    packed = jitrope.Packed(torch.tensor([0, 4]))
-    with pytest.raises(InvalidInput, match="cu_seqlens does not go with dynamic scales"):
-        jitrope.prepare_qkv(q[0], k[0], None, cos, sin, quantize=quantized(**mx), positions=packed)
     assert repr(quantized(**mx)).endswith("swizzled=True)")

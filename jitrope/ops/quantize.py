@@ -118,11 +118,12 @@ class DynamicQuantize(Value):
             the tensor's largest element in size, divided by 448 * 6. With a cache k_global_scale is refused.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
         per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
-            tokens of a batch row; the scales are (B, H) in fp32, with "thd" (1, H). "kv_head": the same, but the heads
-            of q that share a head of k have one scale; both scales are (B, Hk), as FlashAttention-3 reads q_descale and
-            k_descale, and k must be given. "head" and "kv_head" take two launches; the first only computes the scales.
-            They cannot be combined with fp4, group, scale_dtype, swizzled and a cache. With `Ulysses` the scales are
-            of all heads. For v_descale pass v as q with per="head", without k and without a table.
+            tokens of a batch row; the scales are (B, H) in fp32, with "thd" (1, H), of all sequences. "kv_head": the
+            same, but the heads of q that share a head of k have one scale; both scales are (B, Hk), as FlashAttention-3
+            reads q_descale and k_descale, and k must be given. "head" and "kv_head" take two launches; the first only
+            computes the scales. They cannot be combined with fp4, group, scale_dtype, swizzled and a cache. With
+            `Ulysses` the scales are of all heads. For v_descale pass v as q with per="head", without k and without a
+            table.
         swizzled: the scales are in the order in which cuBLAS, TensorRT-LLM and FlashInfer read block scales (NVIDIA's
             documentation of cuBLAS, "1D Block Scaling Factors Layout"). Those of a head in a batch row are tiles of
             128 tokens by 4 groups: (B, H, S, D / group) in every layout, contiguous, with S padded to a multiple of
