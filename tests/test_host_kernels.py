@@ -597,3 +597,9 @@ def test_shim_runs_barriers_and_shuffles() -> None:
     harness.run(Source(COLLECTIVES, "probe", "probe"), (1, 1), 64, [out], [])
     expected = [63 * 32 + 1 + 10000 * (3 + t // 32 * 32) for t in range(63)] + [0]
     assert out.tolist() == expected
+
+
+def test_shim_refuses_barriers_that_never_open() -> None:
+    text = COLLECTIVES.replace("if (t == 63) return;", "if (t % 2) __syncthreads(); else __syncwarp();")
+    with pytest.raises(AssertionError, match="the threads of a block wait at barriers that never open"):
+        harness.run(Source(text, "probe", "probe"), (1, 1), 64, [torch.zeros(64, dtype=torch.int32)], [])

@@ -22,14 +22,6 @@ FLAGS = (
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden",
 )  # fmt: skip
 
-# Whether the threads of a block synchronise, if that varies: a word of the template, or never.
-COLLECTIVES = {
-    "jitrope_rope": "SHARES_WORK || SUMS",
-    "jitrope_thd_rows": "SEARCHES",
-    "jitrope_thd_tables": "false",
-    "jitrope_cp_segment_rows": "false",
-}
-
 
 @cache
 def folder() -> Path:
@@ -67,9 +59,8 @@ def sanitizers() -> tuple[str, ...]:
 
 def build(source: Source) -> Path:
     """A kernel as a library: its `run` launches it once."""
-    meets = COLLECTIVES.get(source.entry, "true")
     call = f"[](const void* p) {{ {source.entry}(*static_cast<const Params*>(p)); }}"
-    text = f"{source.text}\nconst Built built{{sizeof(Params), {meets}, {call}}};\n"
+    text = f"{source.text}\nconst Built built{{sizeof(Params), {call}}};\n"
     made = folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not made.exists():
         code = made.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")

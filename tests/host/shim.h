@@ -8,8 +8,8 @@
 #include <math.h>
 #undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
-// Linked with runtime.cpp: one kernel, and whether the threads of a block synchronise.
-struct Built { std::size_t parameters; bool meets; void (*call)(const void* parameters); };
+// Linked with runtime.cpp: one kernel.
+struct Built { std::size_t parameters; void (*call)(const void* parameters); };
 extern const Built built;
 
 #define __global__
@@ -26,8 +26,7 @@ struct alignas(8) uint2 { unsigned int x, y; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct dim3 { unsigned int x = 1, y = 1, z = 1; };
 
-extern constinit thread_local dim3 threadIdx, blockIdx;
-extern dim3 blockDim, gridDim;
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 template <typename T> constexpr T min(T a, T b) { return b < a ? b : a; }
 template <typename T> constexpr T max(T a, T b) { return a < b ? b : a; }
