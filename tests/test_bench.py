@@ -157,6 +157,7 @@ BY = {
         "torch.ops.jitrope.rope",
     },
     "cold": {"empty cache", "from disk"},
+    "roofline": {"jitrope", "jitrope in place", "jitrope, position_ids", "jitrope, fp8 KV cache"},
 }
 
 

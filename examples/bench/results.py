@@ -12,7 +12,7 @@ import typer
 
 from jitrope import JitropeError
 
-from . import block, cold, cp, decode, diffusion, host, layer, plots, presets, qk_norm, rope, train
+from . import block, cold, cp, decode, diffusion, host, layer, plots, presets, qk_norm, roofline, rope, train
 from .report import Rows, app, say
 from .sections import Section, markdown
 
@@ -30,6 +30,7 @@ SECTIONS: dict[str, Section] = {
     "cp": cp.SECTION,
     "diffusion": diffusion.SECTION,
     "cold": cold.SECTION,
+    "roofline": roofline.SECTION,
 }
 """By the first part of the JSON files' names, NAME_DEVICE.json, in the order of the page."""
 
