@@ -221,6 +221,7 @@ def bounds() -> dict[str, tuple[int, ...]]:
     return SPILLS[version]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: str, tmp_path: Path) -> None:
     specs = PREWARM if arch in SWEPT else DEFAULT

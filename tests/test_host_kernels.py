@@ -64,6 +64,7 @@ from .cases import (
 from .host import harness
 from .oracle import of_elements
 
+pytestmark = pytest.mark.slow
 SM_COUNT = 4  # so few that small cases choose token_linear
 LAUNCHES = ("token_linear", "grid_2d")
 

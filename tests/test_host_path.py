@@ -13,12 +13,15 @@ from .host import backend
 
 ROOT = Path(__file__).parent.parent
 FILES = [
-    "gpu gpu_thd packed_norm packed_bias mean_squares row_scales swizzled fp4_cache",
-    "rope out pages ulysses latent latent_cache quantize q_scale unrotated shifts learned transformers stages",
+    "gpu gpu_thd mean_squares row_scales",
+    "packed_norm packed_bias swizzled fp4_cache transformers stages",
+    "quantize q_scale unrotated shifts learned",
+    "rope out pages ulysses latent latent_cache",
 ]
 OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not test_stages or short"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", FILES)
 def test_gpu_tests_on_the_host(files: str) -> None:
     paths = [f"tests/test_{file}.py" for file in files.split()]
