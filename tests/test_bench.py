@@ -161,6 +161,7 @@ BY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", BY)
 def test_a_smoke_run(command: str) -> None:
     if command.startswith("diffusion"):

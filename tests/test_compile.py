@@ -265,6 +265,7 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         assert spec.freqs or allowed[spec] or not local, spec.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
 def test_every_case_compiles(arch: str) -> None:
     """Each case of the numeric tests, for the architectures in turn, and for the oldest one."""

@@ -33,6 +33,7 @@ OPS = {
     "norm_rope_", "norm_rope, backward", "norm_rope_joint", "thd order", "thd rows", "thd tables",
     "thd corrections", "cp segments", "all_gather_attention", "pages", "rope by rank, backward",
 }  # fmt: skip
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
