@@ -41,6 +41,11 @@ __device__ __forceinline__ int pair_of(int column) {
     return !FULL_WIDTH ? column : INTERLEAVED ? column / 2 : column % (ROTARY_DIM / 2);
 }
 
+// Pairs from an entry of a run to a later one.
+__device__ __forceinline__ constexpr int pairs_in(int entries) {
+    return FULL_WIDTH && INTERLEAVED ? entries / 2 : entries;
+}
+
 // A table that the heads share is much smaller than q and k, and every layer reads it, so it is kept in L2
 // (1.036 -> 1.024 x a copy on an H100, out of place). A table with entries for each head is as large as q.
 __device__ __forceinline__ void load_table(
@@ -54,7 +59,9 @@ __device__ __forceinline__ void load_table(
     #pragma unroll
     for (int i = 0; i < ENTRIES; i += TABLE_VEC) {
         const int step = i / RUN * RUN_STEP + i % RUN;
-        const Stride pair_row = row_of_pair(row, pair_of(lane * RUN + step));
+        const Stride pair_row = MROPE_INTERLEAVED
+            ? Alternating(row, pair_of(lane * RUN + i / RUN * RUN_STEP)).of(pairs_in(i % RUN))
+            : row_of_pair(row, pair_of(lane * RUN + step));
         constexpr int LOADED = TABLE_VEC * TABLE_STEP;
         const Table* address = table + row_offset(pair_row, stride);
         address += TABLE_VEC == 1 ? stride.dim.step(step) : step * TABLE_STEP;
@@ -68,6 +75,22 @@ __device__ __forceinline__ void load_table(
         #pragma unroll
         for (int i = 0; i < ENTRIES; ++i) out[i] = rounded(out[i]);
     }
+}
+
+// Asks L2 for a lane's entries.
+__device__ __forceinline__ void ask_for_table(
+    const Table* table, const TableStrides& stride, const Row& row, int lane
+) {
+#if defined(__CUDA_ARCH__)
+    if constexpr (!ONE_ROW) table += stride.batch.step(row.batch);
+    constexpr int SECTOR = 32 / sizeof(Table) / TABLE_STEP;
+    #pragma unroll
+    for (int i = 0; i < ENTRIES; i += RUN < SECTOR ? RUN : SECTOR) {
+        const int step = lane * RUN + i / RUN * RUN_STEP + i % RUN;
+        const Table* address = table + row_offset(row_of_pair(row, pair_of(step)), stride) + stride.dim.step(step);
+        asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
+    }
+#endif
 }
 
 // Makes a rotation its transpose: each sine is negated, and belongs to the partner.
@@ -104,6 +127,17 @@ __device__ __forceinline__ Angles load_angles(const Params& p, const Row& row, i
         }
     }
     return a;
+}
+
+// Asks L2 for what `load_angles` will load.
+__device__ __forceinline__ void ask_for_angles(const TablePair& t, const Row& row, int lane) {
+    if (PER_HEAD || (COPY_LANES > 0 && lane >= ROTARY_LANES)) return;
+    ask_for_table(t.cos, t.cos_stride, row, lane);
+    if constexpr (!FREQS) ask_for_table(t.sin, t.sin_stride, row, lane);
+}
+__device__ __forceinline__ void ask_for_angles(const Params& p, const Row& row, int lane) {
+    if (row.spare || is_unrotated(row) || outside(p, row)) return;
+    ask_for_angles({p.cos, p.sin, p.cos_stride, p.sin_stride}, row, lane);
 }
 
 // ---- staged: a token's angles in shared memory -------------------------------------------------

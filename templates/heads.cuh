@@ -53,11 +53,11 @@ struct Head {
         Element* base, const Strides (&strides)[3], const Place& place, int dim
     ) const {
         const Axis group = of(strides, &Strides::group), dims = of(strides, &Strides::dim);
+        const Axis in_group = is_q ? strides[0].head : of(strides, &Strides::head);
+        Element* first = base + (step(group, in_group) + (VEC == 1 ? dims.step(dim) : dim));    // of every token
         long long offset = of(strides, &Strides::token).step(place.token);
         if constexpr (!ONE_ROW || PAGE_SIZE) offset += of(strides, &Strides::batch).step(place.batch);
-        const Axis in_group = is_q ? strides[0].head : of(strides, &Strides::head);
-        offset += step(group, in_group);
-        return {base + offset + (VEC == 1 ? dims.step(dim) : dim), dims};
+        return {first + offset, dims};
     }
 
     // LATENT: kv (tensor 1) holds the first part of each head of k, and then v. k_pe (tensor 2) holds the rotated part,
@@ -145,11 +145,7 @@ __device__ __forceinline__ void pack_head(const float* y, Chunks& chunks) {
 template <int COUNT>
 __device__ __forceinline__ void round_all(float (&x)[COUNT]) {
     #pragma unroll
-    for (int i = 0; i < COUNT; i += VEC) {
-        Vec<T, VEC> stored;
-        pack(x + i, stored);
-        unpack(stored, x + i);
-    }
+    for (int i = 0; i < COUNT; i += 2) round_pair(x[i], x[i + 1], T{});
 }
 
 // ---- the projection's bias ---------------------------------------------------------------------

@@ -46,11 +46,21 @@ __device__ __forceinline__ Lane<const T> source_of(const Params& p, const Head& 
     return lane_of(p.source[number], p.source_stride[number], own, head, dim);
 }
 
+__device__ __forceinline__ TablePair second_tables(const Params& p) {
+    return {p.second_table[0], p.second_table[1], p.second_table_stride[0], p.second_table_stride[1]};
+}
+
 __device__ __forceinline__ Angles angles_of(const Params& p, const Place& place, Row row, int head, int lane) {
     if (!TWO_TABLES || !in_second_stream(p, place)) return load_angles(p, row, head, lane);
     row.row[0] -= p.split;
-    const TablePair second = {p.second_table[0], p.second_table[1], p.second_table_stride[0], p.second_table_stride[1]};
-    return load_angles(second, row, false, head, lane);
+    return load_angles(second_tables(p), row, false, head, lane);
+}
+
+// Asks L2 for what `angles_of` will load.
+__device__ __forceinline__ void ask_for_angles(const Params& p, const Place& place, Row row, int lane) {
+    if (!TWO_TABLES || !in_second_stream(p, place)) return ask_for_angles(p, row, lane);
+    row.row[0] -= p.split;
+    ask_for_angles(second_tables(p), row, lane);
 }
 
 // ---- the weights -------------------------------------------------------------------------------

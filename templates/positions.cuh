@@ -129,6 +129,31 @@ __device__ __forceinline__ Stride row_of_pair(const Row& row, int pair) {
     return found;
 }
 
+// MROPE_INTERLEAVED: the rows for neighbouring pairs from `first` on. Pair first + i has row i % AXES, or from that
+// row's end on the row of the first axis. No pair needs a division.
+struct Alternating {
+    Stride first_axis, row[AXES];
+    int first, end[AXES];
+
+    __device__ __forceinline__ Alternating(const Row& rows, int first)
+        : first_axis(static_cast<Stride>(rows.row[0])), first(first) {
+        const int axis = first % AXES;                   // of the first pair
+        #pragma unroll
+        for (int i = 0; i < AXES; ++i) {
+            row[i] = first_axis, end[i] = ROTARY_DIM;
+            #pragma unroll
+            for (int other = 1; other < AXES; ++other) {
+                if (axis != (other - i + AXES) % AXES) continue;
+                row[i] = static_cast<Stride>(rows.row[other]);
+                end[i] = AXES * (mrope_section_end(other) - mrope_section_end(other - 1));
+            }
+        }
+    }
+    __device__ __forceinline__ Stride of(int i) const {
+        return first + i < end[i % AXES] ? row[i % AXES] : first_axis;
+    }
+};
+
 __device__ __forceinline__ long long row_offset(Stride row, const TableStrides& stride) {
     return static_cast<unsigned long long>(row) * static_cast<Stride>(stride.row.stride);
 }

@@ -37,41 +37,42 @@ struct Sink {
     const Destination& slot;                             // CACHE: of its k and v
     int lane;
 
-    // Stores access n of the lane's part of a head that was read from `source`: x unchanged, or y times factor.
-    __device__ __forceinline__ void store_access(
-        const Params& p, const Head& head, const Lane<const T>& source, int n, const Vec<T, VEC>& x, const float* y,
-        float factor
-    ) const {
-        const int dim = first_dim(lane, INTERLEAVED_OUT);
-        const int dims = dims_to(n, INTERLEAVED_OUT, COPY_LANES == 0 || lane < ROTARY_LANES);
-        if (IN_PLACE && (!CACHE || head.is_q)) {
-            store_x(const_cast<T*>(source[dims]), x, true);
-        } else if constexpr (!CONVERTS && !CACHE) {
-            store_x(head.output<T>(p, place, dim)[dims], x, false);
-        } else if (COPY_V && !CACHE && head.is_v) {
-            store_x(head.output<T>(p, place, dim)[dims], x, false);
-        } else if (head.is_q) {
-            constexpr int EACH = PER_ITEM<QOut>;
-            put(head.output<QOut>(p, place, dim / EACH)[dims / EACH], x, y, factor);
-        } else {
-            if (ROTATE_K && !head.is_v) store_x(const_cast<T*>(source[dims]), x, true);
-            if (CACHE && !slot.valid) return;
-            constexpr int EACH = PER_ITEM<KvOut>;
-            put(head.output<KvOut>(p, CACHE ? slot.place : place, dim / EACH)[dims / EACH], x, y, factor);
-            if constexpr (CLEAR_PAGE)
-                for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) {
-                    const Place cleared = {slot.place.batch, row};
-                    store_whole(head.output<KvOut>(p, cleared, dim / EACH)[dims / EACH], Vec<KvOut, VEC / EACH>{});
-                }
-        }
+    // Calls `store_one` for the first `count` accesses, with the dims from the lane's first one.
+    template <typename Store>
+    __device__ __forceinline__ void each(int count, const Store& store_one) const {
+        #pragma unroll
+        for (int n = 0; n < ACCESSES; ++n)
+            if (n < count) store_one(n, dims_to(n, INTERLEAVED_OUT, COPY_LANES == 0 || lane < ROTARY_LANES));
     }
 
-    // Stores the first `count` accesses.
+    // Stores the first `count` accesses of the lane's part of a head that was read from `source`: access n of x
+    // unchanged, or of y times factors[n].
     __device__ __forceinline__ void store(
         const Params& p, const Head& head, const Lane<const T>& source, const Vec<T, VEC>* x, const float* y,
-        float factor, int count
+        const float* factors, int count
     ) const {
-        #pragma unroll
-        for (int n = 0; n < count; ++n) store_access(p, head, source, n, x[n], y + n * VEC, factor);
+        const int dim = first_dim(lane, INTERLEAVED_OUT);
+        const auto in_place = [&](int n, int dims) { store_x(const_cast<T*>(source[dims]), x[n], true); };
+        if (IN_PLACE && (!CACHE || head.is_q)) {
+            each(count, in_place);
+        } else if ((!CONVERTS && !CACHE) || (COPY_V && !CACHE && head.is_v)) {
+            const Lane<T> out = head.output<T>(p, place, dim);
+            each(count, [&](int n, int dims) { store_x(out[dims], x[n], false); });
+        } else if (head.is_q) {
+            constexpr int EACH = PER_ITEM<QOut>;
+            const Lane<QOut> out = head.output<QOut>(p, place, dim / EACH);
+            each(count, [&](int n, int dims) { put(out[dims / EACH], x[n], y + n * VEC, factors[n]); });
+        } else {
+            if (ROTATE_K && !head.is_v) each(count, in_place);
+            if (CACHE && !slot.valid) return;
+            constexpr int EACH = PER_ITEM<KvOut>;
+            const Lane<KvOut> out = head.output<KvOut>(p, CACHE ? slot.place : place, dim / EACH);
+            each(count, [&](int n, int dims) { put(out[dims / EACH], x[n], y + n * VEC, factors[n]); });
+            if constexpr (CLEAR_PAGE)
+                for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) {
+                    const Lane<KvOut> next = head.output<KvOut>(p, {slot.place.batch, row}, dim / EACH);
+                    each(count, [&](int, int dims) { store_whole(next[dims / EACH], Vec<KvOut, VEC / EACH>{}); });
+                }
+        }
     }
 };

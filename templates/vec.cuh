@@ -245,6 +245,18 @@ __device__ __forceinline__ void unpack(const Vec<bf16, 4>& v, float* out) {     
         out[i] = __uint_as_float(i % 2 ? v.quad[i / 2] & 0xffff0000u : v.quad[i / 2] << 16);
 }
 
+// Two neighbouring elements as they come back from a store.
+template <typename T>
+__device__ __forceinline__ void round_pair(float& first, float& second, T type) {
+    const unsigned int word = pack(first, second, type);
+    first = half_to_float(word & 0xffffu), second = half_to_float(word >> 16);
+}
+__device__ __forceinline__ void round_pair(float& first, float& second, bf16 type) {
+    const unsigned int word = pack(first, second, type);
+    first = __uint_as_float(word << 16), second = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void round_pair(float&, float&, float) {}
+
 template <typename T, int N>
 __device__ __forceinline__ void pack(const float* x, Vec<T, N>& v) {
     if constexpr (sizeof(T) == 2 && N > 1) {

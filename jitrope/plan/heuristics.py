@@ -56,13 +56,23 @@ long as rows of q and of k fit in a block. 24 accesses of 16 bytes take 96 regis
 many accesses of the output's gradient, and a sum for each element."""
 
 NORM_HEADS_PER_THREAD = 2
-NORM_THREADS_PER_SM = 768
-MAX_NORM_THREADS_PER_SM = 1024
-"""With a norm, a thread takes several neighbouring heads, with one set of weights and angles. The threads on an SM are
-limited so that each has enough registers; the limit is higher if some threads of a head idle. H100, x the copy,
-(1, 4608, 24 + 24, 128) interleaved / (1, 8192, 32 + 8, 128) halves, bf16, out of place: two heads with 768 threads
-1.015 / 1.038, 960 1.025 / 1.050, 1152 1.165 / 1.329; one head with 768 1.091 / 1.189, 1280 1.017 / 1.040; four with 640
-1.032 / 1.058. Heads of 80: two with 768 threads 1.12, 1024 1.04."""
+FEW_ELEMENTS = 8
+NORM_THREADS_PER_SM = 640
+MAX_NORM_THREADS_PER_SM = 768
+"""With a norm, a thread takes several neighbouring heads, with one set of weights and angles, and twice as many if it
+has FEW_ELEMENTS of each. The threads on an SM are limited so that each has enough registers; the limit is higher if
+some threads of a head idle. H200, x the copy, (1, 8192, 32 + 8, 128) halves rounded twice / (1, 4608, 24 + 24, 128)
+interleaved rounded twice: 640 threads 1.10 / 1.10, 512 1.09 / 1.18, 768 1.10 / 1.17. (1, 4096, 16 + 16, 80): 819
+threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80, two 1.96."""
+
+MIN_RING_ACCESS = 8
+RING_BYTES = 40 * 1024
+"""The most shared memory of a block for its next heads, which are on their way while it works on others (`ring.cuh`);
+48 kB are the limit. Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as many blocks as fit on
+the GPU at once. H200, x the copy, with / without: the calls above 1.09 / 1.19 and 1.10 / 1.18, the first one by ids and
+not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. With two tokens on their way, not one, by rows
+1.12. Without a norm a thread needs few registers, so enough threads run to hide the latency, and a walk costs more than
+it gains: rope of the same tokens 1.07 / 1.04, of 1024 packed sequences 1.10 / 1.04."""
 
 GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
@@ -70,8 +80,7 @@ GRADIENT_THREADS_PER_SM = 384
 ROW_GRADIENT_THREADS_PER_SM = 256
 """The same for the gradient of a norm: its blocks walk over the tokens and sum the weights' gradients. H100, x the copy
 of all bytes read and written, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 / 1.37; one
-head with 480 1.29 / 1.20. Loading the next token before the work on this one gains nothing. Across heads a thread holds
-sums of several heads, and 384 threads spill."""
+head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill."""
 
 FEW_PACKED_HEADS = 8192
 """Up to this many tokens x heads of a packed batch, a second grid axis over the sequences is faster than the search, if
@@ -131,13 +140,14 @@ def plan(problem: RopeProblem) -> Plan:
     vec, chunks = widest_access(p, tiled)
     of_call: dict[str, Any] = {field.name: getattr(p, field.name) for field in fields(Compiled)}
     chosen: dict[str, Any] = {"vec": vec, "chunks": chunks, "weight_vec": math.gcd(vec, p.weight_vec_limit)}
-    spec = RopeSpec(**of_call, **chosen, **_SMALLEST, launch="token_linear", one_step=False, one_row=False)
+    spec = RopeSpec(**of_call, **chosen, **_SMALLEST, launch="token_linear", one_step=False, one_row=False, ring=False)
     table_vec = table_access(p, spec)
     spec = replace(spec, table_vec=table_vec, table_step=p.table_step_limit if table_vec > 1 else 1)
     if p.across_heads or p.gradient:
         return _plan_rows(p, spec, reason)
     if p.norm and not tiled:
-        spec = replace(spec, heads_per_thread=_heads_per_thread(p, NORM_HEADS_PER_THREAD))
+        most = NORM_HEADS_PER_THREAD * (2 if spec.chunks * spec.chunk <= FEW_ELEMENTS else 1)
+        spec = replace(spec, heads_per_thread=_heads_per_thread(p, most))
     tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, MAX_BLOCK_THREADS)
     if tiled or p.v_dim:
         sums = int(p.v_dim > 0 and p.inverse)  # a tile of its own
@@ -156,9 +166,12 @@ def plan(problem: RopeProblem) -> Plan:
     spec = replace(spec, launch=launch, one_step=one_step, one_row=one_row)
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
     short = p.full_width or p.freqs or p.rounding == "complex128"  # of registers
-    if p.norm and not tiled and not short:
+    if p.norm and not tiled:
         threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
-        spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads))
+        resident = max(1, threads // spec.threads)
+        spec = replace(spec, blocks_per_sm=1 if short else resident, ring=has_ring(spec))
+        if spec.ring:
+            grid = (min(grid[0], p.sm_count * resident), 1)
     return Plan(spec, grid, spec.threads, reason)
 
 
@@ -182,14 +195,35 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
     groups = -(-p.tokens // tokens)
     if p.gradient:
         threads = ROW_GRADIENT_THREADS_PER_SM if p.across_heads else GRADIENT_THREADS_PER_SM
-        spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads))
+        spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads), ring=has_ring(spec))
         groups = min(groups, max(1, p.sm_count * spec.blocks_per_sm // tiles))
     return Plan(spec, (groups, tiles), spec.threads, reason)
 
 
+def has_ring(spec: RopeSpec) -> bool:
+    """Whether the next heads of a block with a norm are on their way while it works on others.
+
+    The gradients of biases take the registers that this needs: it spills, and is as fast as without.
+    """
+    access, item = spec.vec * ITEM_SIZES[spec.dtype], ITEM_SIZES[spec.dtype]
+    heads = -(-max(spec.row_heads) // spec.heads_per_block) if spec.across_heads else spec.heads_per_thread
+    of_thread = (2 if spec.gradient else 1) * heads * spec.chunks * spec.chunk * item
+    if not spec.one_step or access < MIN_RING_ACCESS or (spec.gradient and spec.biased):
+        return False
+    return spec.threads * of_thread <= RING_BYTES - shared_by_stages(spec)
+
+
+def shared_by_stages(spec: RopeSpec) -> int:
+    """Bytes of shared memory that a transform and the scales of groups take at most."""
+    teams = spec.threads // spec.team
+    transformed = teams * spec.head_dim * 4 if spec.hadamard else 0
+    return transformed + (teams * spec.head_dim // spec.vec * 4 if spec.dynamic else 0)
+
+
 def _heads_per_thread(p: RopeProblem, most: int) -> int:
-    """The number of neighbouring heads of a thread: all of q, or of k and v."""
-    return math.gcd(p.q_heads, p.heads, most) if not p.per_head else 1
+    """The number of neighbouring heads of a thread: all of q, of k or of v."""
+    k_heads = (p.heads - p.q_heads) // (1 + p.v_per_k * p.copy_v)
+    return math.gcd(p.q_heads, k_heads, most) if not p.per_head else 1
 
 
 def choose_launch(p: RopeProblem) -> tuple[str, str]:

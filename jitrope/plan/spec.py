@@ -158,7 +158,8 @@ class RopeSpec(Compiled, Spec):
     the weights; 1 serves any element stride. table_step: the element stride of the tables, 1 or 2. chunks: a thread
     holds one or two runs of neighbouring elements of a head (halves: always two). A block takes tokens_per_block
     tokens, and heads_per_block x heads_per_thread heads of each at a time; one_step: it takes its heads in one step.
-    blocks_per_sm: the least number of blocks on an SM, with a norm.
+    blocks_per_sm: the least number of blocks on an SM, with a norm. ring: blocks walk the tokens, and their next heads
+    are on their way to shared memory.
     """
 
     one_row: bool
@@ -170,6 +171,7 @@ class RopeSpec(Compiled, Spec):
     weight_vec: int
     heads_per_thread: int
     blocks_per_sm: int
+    ring: bool
     tokens_per_block: int
     heads_per_block: int
     one_step: bool
@@ -293,7 +295,7 @@ class RopeSpec(Compiled, Spec):
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
 _OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
 _NORM_FLAGS = ("dynamic", "swizzled", "block_cache", "per_row", "biased", "two_streams", "two_tables", *_OF_NORM)
-_NORM_SIZES = ("given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm")
+_NORM_SIZES = ("given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm", "ring")
 _WORDS = {
     "dtype": DTYPES,
     "table_dtype": (*DTYPES, "fp64"),

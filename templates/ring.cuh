@@ -1,0 +1,50 @@
+// RING: a thread's next heads, on their way to shared memory while it works on its heads of this token.
+//
+// A thread copies them to slots of its own, asynchronously, after it has taken what is there. No other thread reads the
+// slots, so there is no barrier.
+
+// Begins to copy an access of 8 or 16 bytes. Before sm_80 it is copied at once.
+template <typename Element, int N>
+__device__ __forceinline__ void begin_copy(Vec<Element, N>* to, const Element* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const unsigned int address = static_cast<unsigned int>(__cvta_generic_to_shared(to));
+    if constexpr (sizeof(Element) * N == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+            :: "r"(address), "l"(from), "n"(sizeof(Element) * N) : "memory");
+#else
+    *to = load<Element, N>(from);
+#endif
+}
+
+// Waits until all copies of the thread are there.
+__device__ __forceinline__ void wait_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// COUNT accesses of each thread. Neighbouring threads have neighbouring slots.
+template <int COUNT>
+struct Slots {
+    Vec<T, VEC> (*slots)[THREADS];                       // COUNT of them, in shared memory
+
+    // Begins to copy a lane's part of a head to the slots from `first` on.
+    __device__ __forceinline__ void fill(int first, const Lane<const T>& head, int lane, bool interleaved) const {
+        const bool rotary = COPY_LANES == 0 || lane < ROTARY_LANES;
+        #pragma unroll
+        for (int n = 0; n < ACCESSES; ++n)
+            if (rotary || n < COPY_ACCESSES)
+                begin_copy(&slots[first + n][threadIdx.x], head[dims_to(n, interleaved, rotary)]);
+    }
+
+    // The first `accesses` of them, and zeros.
+    __device__ __forceinline__ Chunks take(int first, int accesses) const {
+        Chunks chunks = {};
+        #pragma unroll
+        for (int n = 0; n < ACCESSES; ++n)
+            if (n < accesses) chunks.x[n] = slots[first + n][threadIdx.x];
+        return chunks;
+    }
+};
