@@ -58,7 +58,7 @@ def build(folder: str) -> None:
     pdoc.render.configure(docformat="google", footer_text=footer, show_source=False, template_directory=templates)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pdoc.pdoc(*MODULES, *GUIDES, "!jitrope.context_parallel.backends", output_directory=Path(folder))
+        pdoc.pdoc(*MODULES, *GUIDES, output_directory=Path(folder))
 
 
 def described(module: ModuleType) -> None:

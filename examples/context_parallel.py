@@ -47,7 +47,7 @@ class Model(nn.Module):
         x = self.embedding(tokens)  # (rows, HIDDEN)
         q, k, v = self.qkv(x).unflatten(-1, (-1, HEAD_DIM)).split((HEADS, KV_HEADS, KV_HEADS), 1)
         q, k = jitrope.apply_rope(q, k, freqs=freqs, positions=positions)
-        y = all_gather_attention(q, k, v, schedule=schedule)
+        y = all_gather_attention(q, k, v, schedule)
         return self.head(x + self.projection(y.flatten(1)))
 
 

@@ -568,8 +568,8 @@ def attention_job(draw: random.Random) -> Job:
             noise(batch.generator, (batch.tokens, heads, 64), torch.bfloat16, device).to(dtype) for heads in (4, 2, 2)
         )
         real, slots = batch.cu_seqlens.to(device), batch.slots.to(device) if padded else None
-        words = {"cu_seqlens_padded": slots, "window": window, "tokens": batch.tokens}
-        call = lambda: [all_gather_attention(q, k, v, real, **words)]  # noqa: E731
+        words = {"cu_seqlens_padded": slots, "window": window}
+        call = lambda: [all_gather_attention(q, k, v, Schedule(real, batch.tokens, **words))]  # noqa: E731
         both = gradients(call, [q, k, v], batch.generator, device, torch.bfloat16)
         return lambda: [x.to(torch.bfloat16) for x in both() if x is not None]
 

@@ -153,11 +153,7 @@ def fixed(**arguments: Any) -> Any:
 
 def roped(**arguments: Any) -> Any:
     q = rows(8, 2, 4)
-    return cp.all_gather_attention(q, q, q, cu(0, 3, 8), rope=cp.Rope(**arguments))
-
-
-def backends_of(**fields: Any) -> Any:
-    return cp.backends(cp.Case(**fields))
+    return cp.all_gather_attention(q, q, q, cp.Schedule(cu(0, 3, 8), 8), rope=cp.Rope(**arguments))
 
 
 def recorded(path: Any) -> Any:
@@ -200,10 +196,9 @@ SCALE = {"attention_factor": FLOAT | NEGATIVE}
 TABLE = {"positions": 6, "inv_freq": rows(4)}
 LSE = {"lse": rows(2, 8), "lse_per_step": rows(2, 4), "cu_seqlens": cu(0, 4, 8), "lse_packed": True}
 ATTEND = {
-    "q": rows(8, 2, 4), "k": rows(8, 1, 4), "v": rows(8, 1, 4), "cu_seqlens": cu(0, 3, 8), "layout": "thd",
-    "max_seqlen": 8, "tokens": 8, "causal": True, "window": (4, 0), "softmax_scale": 0.5, "rule": "contiguous",
-    "backend": "math", "return_lse": True, "return_max_logit": True, "keep_gathered": False, "head_groups": 1,
-    "check": True, "group": None, "schedule": None, "rope": None, "cu_seqlens_padded": cu(0, 3, 8),
+    "q": rows(8, 2, 4), "k": rows(8, 1, 4), "v": rows(8, 1, 4), "schedule": cp.Schedule(cu(0, 3, 8), 8),
+    "layout": "thd", "softmax_scale": 0.5, "backend": "math", "return_lse": True, "return_max_logit": True,
+    "keep_gathered": False, "head_groups": 1, "check": True, "rope": None,
 }  # fmt: skip
 
 ROWS: dict[str, Row] = {
@@ -291,16 +286,10 @@ ROWS: dict[str, Row] = {
         "window": (3, 1), "rule": "contiguous",
     }, {"batch": {"int"}, "cp_rank": {"int"}, "cp_size": {"int"}}),
     "all_gather_attention": Row(cp.all_gather_attention, ATTEND,
-        {"max_seqlen": set(), "softmax_scale": FLOAT | NEGATIVE, "head_groups": {"int"}}),
+        {"softmax_scale": FLOAT | NEGATIVE, "head_groups": {"int"}}),
     "Rope": Row(roped, {"cos": rows(8, 2), "sin": rows(8, 2), "interleaved": True, "rotary_dim": 4, "rotary_offset": 0,
                         "rounding": "complex64"},
         {"rotary_offset": set()}),
-    "backends": Row(cp.backends, {"case": cp.Case(torch.device("cpu"), torch.float32, 2, 1, 8, 8)}),
-    "Case": Row(backends_of, {
-        "device": torch.device("cpu"), "dtype": torch.float32, "heads": 2, "kv_heads": 1, "head_dim": 8,
-        "head_dim_v": 8, "mask": (4, 0), "segments": 2, "equal": False, "grad": True, "lse": True, "max_logit": True,
-    }, {"device": {"device", "int"}, "dtype": {"dtype"}, "heads": {"int"}, "kv_heads": {"int"}, "head_dim": {"int"},
-        "head_dim_v": {"int"}, "segments": {"int"}}),
     "configure": Row(configured, {"compile": False}, {"compile": {"bool"}}),
     "record": Row(recorded, {"path": Path("run.json")}, {"path": PATHS}),
     "KernelCache": Row(kernel_cache, {"root": Path("kernels"), "system": (Path("layer"),)},
@@ -427,7 +416,7 @@ def test_every_parameter_has_cells() -> None:
             left = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - given
             assert not left - {"theta", "device"}, (name, left)
     for module, rows_of in ((thd, ROWS), (cp, ROWS)):
-        covered = {row.function.__name__ for row in rows_of.values()} | {"Partition", "Schedule", "Rope", "Case"}
+        covered = {row.function.__name__ for row in rows_of.values()} | {"Partition", "Schedule", "Rope"}
         assert set(module.__all__) <= covered, set(module.__all__) - covered
 
 

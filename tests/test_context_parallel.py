@@ -19,9 +19,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import jitrope
 from jitrope import InvalidInput
-from jitrope.context_parallel import Case, Partition, Rope, Schedule, all_gather_attention, backends
+from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
+from jitrope.context_parallel.backends import BACKENDS
 from jitrope.context_parallel.flex import _block_mask
-from jitrope.context_parallel.interface import Varlen, key_ranges
+from jitrope.context_parallel.interface import Case, Varlen, key_ranges
 from jitrope.context_parallel.plain import Math
 from jitrope.plan.partition import RULES, Mask, capacity, chunks_of, exchange_rows, number_of_chunks
 from jitrope.thd import get_partitioned_indices
@@ -375,18 +376,17 @@ REFUSED = [  # (backend, case, reason)
 @pytest.mark.parametrize(("name", "case", "why"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_a_backend_refuses(name: str, case: Case, why: str) -> None:
     """A backend names the reason why it refuses a case, and "math" refuses none."""
-    reasons = backends(case)
-    assert re.search(why, reasons[name])
-    assert reasons["math"] is None
+    assert re.search(why, BACKENDS[name].refuses(case))
+    assert BACKENDS["math"].refuses(case) is None
 
 
 def test_a_refused_backend_is_not_replaced() -> None:
     """A backend selected by name raises its reason; "auto" selects another backend."""
-    q, cu = torch.randn(6, 2, 16, requires_grad=True), torch.tensor([0, 6])
+    q, schedule = torch.randn(6, 2, 16, requires_grad=True), Schedule(torch.tensor([0, 6]), 6)
     for name, why in (("flash", "CUDA"), ("cudnn", "CUDA"), ("flex", "no backward"), ("flash5", "one of 'auto'")):
         with pytest.raises(InvalidInput, match=f"backend (is )?'{name}'.*{why}"):
-            all_gather_attention(q, q, q, cu, backend=name)
-    assert all_gather_attention(q, q, q, cu).shape == q.shape
+            all_gather_attention(q, q, q, schedule, backend=name)
+    assert all_gather_attention(q, q, q, schedule).shape == q.shape
 
 
 def test_without_process_groups() -> None:
@@ -395,18 +395,18 @@ def test_without_process_groups() -> None:
     case = Attention("alone", RAGGED, pads=8, spare=3)
     made, pack = make(case), case.pack
     q, k, v, dout = (x.clone().requires_grad_() for x in made.inputs)
-    out = all_gather_attention(
-        q, k, v, pack.cu_seqlens, cu_seqlens_padded=pack.cu_seqlens_padded, tokens=pack.tokens, check=True
-    )
+    schedule = Schedule(pack.cu_seqlens, pack.tokens, cu_seqlens_padded=pack.cu_seqlens_padded)
+    out = all_gather_attention(q, k, v, schedule, check=True)
     for name, x, want in zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, (q, k, v), dout)), made.want):
         assert_rows(x, want, made.spare, 1e-10 * largest(want), name)
 
 
-GOOD: dict[str, Any] = {"q": (6, 4, 8), "k": (6, 2, 8), "v": (6, 2, 8), "cu_seqlens": torch.tensor([0, 2, 6])}
+BATCH: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 2, 6]), "tokens": 6}
+GOOD: dict[str, Any] = {"q": (6, 4, 8), "k": (6, 2, 8), "v": (6, 2, 8)}
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({"layout": "tdh"}, "layout is 'tdh'; it must be one of 'thd'"),
     ({"q": (6, 4)}, r"q has shape \(6, 4\), layout 'thd' needs 3 axes"),
-    ({"layout": "bshd", "cu_seqlens": None}, "needs 4 axes"),
+    ({"layout": "bshd"}, "needs 4 axes"),
     ({"k": (5, 2, 8), "v": (5, 2, 8)}, r"q is \(T=6, H=4, D=8\), k is \(T=5, H=2, D=8\)"),
     ({"v": (6, 1, 8)}, "k's H must be v's"),
     ({"k": (6, 2, 4)}, "k's D must be q's"),
@@ -416,7 +416,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({name: torch.zeros(6, 2, 8, dtype=torch.int32) for name in "qkv"}, "q is torch.int32; allowed are"),
     ({"v": torch.zeros(6, 2, 8, dtype=torch.float16)}, "v is torch.float16 on cpu but q is torch.float32"),
     ({"k": None}, "k is None; it must be a tensor"),
-    ({"cu_seqlens": None}, "cu_seqlens is missing"),
+    ({"schedule": None}, "schedule is None; it must be a Schedule"),
     ({"cu_seqlens": [0, 6]}, r"cu_seqlens is \[0, 6\]; it must be a tensor"),
     ({"cu_seqlens": torch.tensor([0.0, 6.0])}, "int32 or int64"),
     ({"cu_seqlens": torch.tensor([0])}, "with one sequence at least"),
@@ -432,18 +432,19 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"head_groups": 3}, "head_groups is 3, which does not divide k's H=2"),
     ({"head_groups": 0}, "head_groups is 0"),
     ({"backend": "best"}, "backend is 'best'"),
-    ({"layout": "bshd", **dict.fromkeys("qkv", (2, 3, 2, 8))}, "cu_seqlens given with layout 'bshd'"),
+    ({"layout": "bshd", **dict.fromkeys("qkv", (2, 3, 2, 8))}, "make the schedule with Schedule.fixed"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), INVALID, ids=[message for _, message in INVALID])
 def test_invalid_input(change: dict[str, Any], message: str) -> None:
     """Wrong arguments are refused before anything is sent, and the message names them."""
-    arguments = {
-        name: torch.zeros(x) if isinstance(x, tuple) and name in "qkv" else x for name, x in (GOOD | change).items()
-    }
+    of_batch = BATCH.keys() | {"cu_seqlens_padded", "max_seqlen", "rule", "window"}
+    batch = BATCH | {name: x for name, x in change.items() if name in of_batch}
+    call = GOOD | {name: x for name, x in change.items() if name not in of_batch}
+    call = {name: torch.zeros(x) if isinstance(x, tuple) and name in "qkv" else x for name, x in call.items()}
     with pytest.raises(InvalidInput, match=message):
-        all_gather_attention(**arguments)
+        all_gather_attention(**{"schedule": Schedule(**batch), **call})
 
 
 def test_invalid_schedules_and_partitions() -> None:
@@ -451,7 +452,7 @@ def test_invalid_schedules_and_partitions() -> None:
     cu, x = torch.tensor([0, 6]), torch.zeros(3, 1, 8)
     of_two = Schedule(cu, 6, cp_size=2, cp_rank=1)
     for message, call in (
-        ("made with cp_size and cp_rank", lambda: all_gather_attention(x, x, x, schedule=of_two)),
+        ("made with cp_size and cp_rank", lambda: all_gather_attention(x, x, x, of_two)),
         (
             "make the schedule with Schedule.fixed",
             lambda: all_gather_attention(*[x[None]] * 3, layout="bshd", schedule=of_two),
@@ -487,6 +488,7 @@ class Attention(NamedTuple):
     scale: float | None = None
     backend: str = "auto"
     grad: bool = True
+    max_seqlen: int | None = None
 
     @property
     def mask(self) -> Mask:
@@ -499,12 +501,13 @@ class Attention(NamedTuple):
             pads = tuple(-(-n // pads) * pads for n in self.lengths)
         return Pack(list(self.lengths), list(pads), sum(pads) + self.spare)
 
-    def words(self, device: str = "cpu") -> dict[str, Any]:
-        """The arguments of `all_gather_attention` for the batch, the mask and the options."""
+    def schedule(self, device: str = "cpu", **more: Any) -> Schedule:
+        """The batch and the mask. more: other arguments of `Schedule`."""
         pack = self.pack
         padded = None if pack.cu_seqlens_padded is None else pack.cu_seqlens_padded.to(device)
-        batch = {"cu_seqlens": pack.cu_seqlens.to(device), "cu_seqlens_padded": padded, "tokens": pack.tokens}
-        return {**batch, "causal": self.causal, "window": self.window, "rule": self.rule, **self.options}
+        words: dict[str, Any] = {"causal": self.causal, "window": self.window, "rule": self.rule}
+        words |= {"max_seqlen": self.max_seqlen, **more}
+        return Schedule(pack.cu_seqlens.to(device), pack.tokens, cu_seqlens_padded=padded, **words)
 
 
 RAGGED = (37, 0, 141, 29, 1, 3)
@@ -547,7 +550,7 @@ CASES = [
     Attention("kept, groups", RAGGED, heads=(8, 4, 8, 6), options={"keep_gathered": True, "head_groups": 4}),
     Attention("groups", RAGGED, heads=(8, 4, 8, 6), options={"head_groups": 2}, pads=8),
     Attention("groups, exchange", (203, 98), heads=(4, 4, 8, 8), window=(3, 0), options={"head_groups": 4}),
-    Attention("checked", RAGGED, pads=16, options={"check": True, "max_seqlen": 144}),
+    Attention("checked", RAGGED, pads=16, options={"check": True}, max_seqlen=144),
     Attention("fp32", RAGGED, dtype=torch.float32, pads=8),
     Attention("fp32, two-sided", RAGGED, dtype=torch.float32, causal=False, window=(7, 5)),
     Attention("bf16", RAGGED, dtype=torch.bfloat16, pads=8),
@@ -611,7 +614,8 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
     max_logit = case.backend in ("auto", "math")
     with torch.set_grad_enabled(case.grad):
         asked: dict[str, Any] = {"return_lse": True, "return_max_logit": max_logit, "backend": case.backend}
-        out, lse, *rest = all_gather_attention(q, k, v, softmax_scale=case.scale, **asked, **case.words(device))
+        asked |= {"softmax_scale": case.scale, **case.options}
+        out, lse, *rest = all_gather_attention(q, k, v, case.schedule(device), **asked)
     if case.grad:
         out.backward(dout)
     # No assertion before this line: if a rank fails earlier, the others wait for ever.
@@ -640,12 +644,11 @@ def check_fixed(layout: str) -> None:
 
     q, k, v, dout = (cut(x).requires_grad_() for x in made.inputs)
     schedule = Schedule.fixed(3, 5 * size, "cpu", causal=False, window=(6, 2))
-    for options in ({"schedule": schedule}, {"causal": False, "window": (6, 2)}):
-        out, lse = all_gather_attention(q, k, v, layout=layout, return_lse=True, **options)
-        gradients = torch.autograd.grad(out, (q, k, v), dout)
-        for name, x, want in zip(("out", "dq", "dk", "dv"), (out, *gradients), made.want):
-            assert_rows(x, cut(want), None, 1e-10, name)
-        assert_rows(lse, cut(made.want[4]), None, 1e-5, "lse")
+    out, lse = all_gather_attention(q, k, v, schedule, layout=layout, return_lse=True)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    for name, x, want in zip(("out", "dq", "dk", "dv"), (out, *gradients), made.want):
+        assert_rows(x, cut(want), None, 1e-10, name)
+    assert_rows(lse, cut(made.want[4]), None, 1e-5, "lse")
 
 
 ROPED = [
@@ -670,10 +673,10 @@ def check_rope(case: Attention) -> None:
     for fused in (True, False):
         q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
         if fused:
-            out = all_gather_attention(q, k, v, rope=Rope(**words), **case.words())
+            out = all_gather_attention(q, k, v, case.schedule(), rope=Rope(**words), **case.options)
         else:
             rotated = jitrope.apply_rope(q, k, **said(layout="thd", position_ids=part.position_ids, **words))
-            out = all_gather_attention(*rotated, v, **case.words())
+            out = all_gather_attention(*rotated, v, case.schedule(), **case.options)
         results.append((out, *torch.autograd.grad(out, (q, k, v), dout)))
     spare = made.spare[part.indices.long()]
     for name, got, want in zip(("out", "dq", "dk", "dv"), *results):
@@ -681,11 +684,12 @@ def check_rope(case: Attention) -> None:
 
 
 def check_rope_is_refused() -> None:
-    q, cu = torch.randn(4, 2, 8), torch.tensor([0, 4 * dist.get_world_size()])
+    q, tokens = torch.randn(4, 2, 8), 4 * dist.get_world_size()
+    schedule = Schedule(torch.tensor([0, tokens]), tokens)
     with pytest.raises(InvalidInput, match=r"rope is \{\}; it must be a Rope"):
-        all_gather_attention(q, q, q, cu, rope={})  # type: ignore[arg-type]
+        all_gather_attention(q, q, q, schedule, rope={})  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="all_gather_attention: pass cos and sin, or one of"):
-        all_gather_attention(q, q, q, cu, rope=Rope())
+        all_gather_attention(q, q, q, schedule, rope=Rope())
 
 
 def check_unshard() -> None:
@@ -702,7 +706,7 @@ def check_unshard() -> None:
 
 
 def check_schedule_of_many_layers() -> None:
-    """One schedule serves many calls, with gradients and without. Its own arguments are refused beside it."""
+    """One schedule serves many calls, with gradients and without."""
     case = Attention("schedule", RAGGED, causal=False, window=(5, 5))
     made, pack = make(case), case.pack
     part, schedule = (
@@ -711,16 +715,11 @@ def check_schedule_of_many_layers() -> None:
     )
     q, k, v, _ = (part.shard(x) for x in made.inputs)
     with torch.inference_mode():
-        assert_rows(
-            all_gather_attention(q, k, v, schedule=schedule), made.want[0][part.indices.long()], None, 1e-10, ""
-        )
-    out = all_gather_attention(q.requires_grad_(), k, v, schedule=schedule)
+        assert_rows(all_gather_attention(q, k, v, schedule), made.want[0][part.indices.long()], None, 1e-10, "")
+    out = all_gather_attention(q.requires_grad_(), k, v, schedule)
     out.sum().backward()
     assert q.grad is not None
     assert k.grad is None
-    for name, value in (("causal", False), ("tokens", pack.tokens), ("rule", "dual_chunk")):
-        with pytest.raises(InvalidInput, match=f"{name} given besides a schedule"):
-            all_gather_attention(q, k, v, schedule=schedule, **{name: value})
 
 
 COUNTS = [  # (case, collectives of the forward, collectives of the backward), by kind
@@ -739,7 +738,7 @@ def check_collectives() -> None:
         part = Partition(pack.offsets, pack.tokens)
         q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
         with CommDebugMode() as there:
-            out = all_gather_attention(q, k, v, **case.words())
+            out = all_gather_attention(q, k, v, case.schedule(), **case.options)
         with CommDebugMode() as back:
             out.backward(dout)
         for mode, want in ((there, forward), (back, backward)):
@@ -757,7 +756,7 @@ def check_subgroup() -> None:
     made, pack = make(case), case.pack
     part = Partition(pack.offsets, pack.tokens, group=group)
     q, k, v, dout = (part.shard(x).requires_grad_() for x in made.inputs)
-    out = all_gather_attention(q, k, v, group=group, **case.words())
+    out = all_gather_attention(q, k, v, case.schedule(group=group), **case.options)
     out.backward(dout)
     assert_rows(part.unshard(out.detach()), made.want[0], None, 1e-10, "out")
     assert_rows(part.unshard(k.grad), made.want[2], None, 1e-10, "dk")
@@ -790,8 +789,8 @@ def check_faults() -> None:
         ]
     for message, options in faults:
         with pytest.raises(InvalidInput, match=message):
-            all_gather_attention(q, q, q, check=True, **options)
-    all_gather_attention(q, q, q, good, check=True)
+            all_gather_attention(q, q, q, Schedule(tokens=tokens, **options), check=True)
+    all_gather_attention(q, q, q, Schedule(good, tokens), check=True)
 
 
 CHECKS: list[tuple[str, Callable[[], None]]] = [
@@ -833,19 +832,14 @@ def test_on_processes(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
-@pytest.mark.parametrize("given", [True, False], ids=["schedule", "no schedule"])
-def test_sequences_without_tokens(layout: str, given: bool) -> None:
+def test_sequences_without_tokens(layout: str) -> None:
     shape = (2, 0) if layout == "bshd" else (0, 2)
     q, k, v = (torch.randn(*shape, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    schedule = Schedule.fixed(2, 0, "cpu") if given else None
-    out, lse, most = all_gather_attention(
-        q, k, v, layout=layout, schedule=schedule, return_lse=True, return_max_logit=True
-    )
+    schedule = Schedule.fixed(2, 0, "cpu")
+    out, lse, most = all_gather_attention(q, k, v, schedule, layout=layout, return_lse=True, return_max_logit=True)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
     assert most.tolist() == [-torch.inf] * 4
     out.sum().backward()
     assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
-    with pytest.raises(InvalidInput, match=r"q has B=0; it must be at least 1|q has B=0 in layout"):
-        all_gather_attention(
-            *(torch.randn(4, 0, 2, 8).view(0, 4, 2, 8) for _ in range(3)), layout="bshd", schedule=schedule
-        )
+    with pytest.raises(InvalidInput, match="q has B=0 in layout"):
+        all_gather_attention(*(torch.randn(0, 4, 2, 8) for _ in range(3)), schedule, layout="bshd")

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import jitrope
-from jitrope.context_parallel import Case, Partition, Rope, Schedule, all_gather_attention, backends
+from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
 from jitrope.context_parallel.backends import BACKENDS, choose
 from jitrope.context_parallel.flex import _module
-from jitrope.context_parallel.interface import Gradients, Result, Varlen
+from jitrope.context_parallel.interface import Case, Gradients, Result, Varlen
 from jitrope.context_parallel.plain import Math
 from jitrope.context_parallel.steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
 
@@ -145,7 +145,7 @@ def small(case: Attention, dtype: torch.dtype, backend: str) -> Attention:
 def taken_or_skipped(case: Attention, installed: bool) -> None:
     """Skip FlashAttention implementations from missing packages; all others must accept the case."""
     hq, hk, d, dv = case.heads
-    why = backends(Case(torch.device("cuda"), case.dtype, hq, hk, d, dv, case.mask))[case.backend]
+    why = BACKENDS[case.backend].refuses(Case(torch.device("cuda"), case.dtype, hq, hk, d, dv, case.mask))
     if why is not None and not installed:
         pytest.skip(f"{case.backend}: {why}")
     assert why is None
@@ -249,16 +249,16 @@ def test_cudnn(length: int, dtype: torch.dtype, rule: str) -> None:
 # ---- one call ----------------------------------------------------------------------------------------
 
 
-def local(case: Attention) -> tuple[list[Tensor], Tensor]:
-    return [x.cuda().requires_grad_() for x in make(case).inputs], case.pack.cu_seqlens.cuda()
+def local(case: Attention) -> list[Tensor]:
+    return [x.cuda().requires_grad_() for x in make(case).inputs]
 
 
 @pytest.mark.gpu
 def test_max_logit() -> None:
     """ "auto" skips a backend without max_logit, and equals the oracle."""
     case = Attention("max", LONG, heads=GQA, dtype=torch.bfloat16)
-    (q, k, v, dout), cu = local(case)
-    out, max_logit = all_gather_attention(q, k, v, cu, return_max_logit=True)
+    q, k, v, dout = local(case)
+    out, max_logit = all_gather_attention(q, k, v, case.schedule("cuda"), return_max_logit=True)
     out.backward(dout)
     made = make(case)
     torch.testing.assert_close(max_logit.cpu().double(), made.want[5], rtol=2e-2, atol=2e-2)
@@ -270,11 +270,11 @@ def test_max_logit() -> None:
 def test_no_wait_for_the_device(case: Attention) -> None:
     """In a whole step with its tables, the host reads nothing."""
     case = small(case, torch.bfloat16, "flash")
-    (q, k, v, dout), cu = local(case)
+    (q, k, v, dout), cu = local(case), case.pack.cu_seqlens.cuda()
 
     def step() -> None:
-        out = all_gather_attention(q, k, v, cu, causal=case.causal, window=case.window, return_lse=True)[0]
-        out.backward(dout)
+        schedule = Schedule(cu, case.pack.tokens, causal=case.causal, window=case.window)
+        all_gather_attention(q, k, v, schedule, return_lse=True)[0].backward(dout)
 
     step()  # kernels are compiled
     torch.cuda.synchronize()
@@ -290,11 +290,11 @@ def test_graph_of_other_lengths() -> None:
     """A captured step is right for later lengths with the same number of sequences and rows."""
     first = Attention("captured", (100, 200, 50), heads=GQA, dtype=torch.bfloat16, spare=30)
     then = first._replace(name="replayed", lengths=(7, 0, 310), spare=63)
-    (q, k, v, dout), cu = local(first)
+    (q, k, v, dout), cu = local(first), first.pack.cu_seqlens.cuda()
     tensors = [q, k, v]
 
     def step() -> tuple[Tensor, ...]:
-        out = all_gather_attention(q, k, v, cu, backend="flash")
+        out = all_gather_attention(q, k, v, Schedule(cu, first.pack.tokens), backend="flash")
         return (out, *torch.autograd.grad(out, tensors, dout))
 
     stream = torch.cuda.Stream()
@@ -371,9 +371,9 @@ def test_rope_on_the_way(spare: int) -> None:
     dout = torch.randn_like(q)
     schedule = Schedule(cu_seqlens, tokens, max_seqlen=2041)
     rotated = jitrope.apply_rope(q, k, freqs=freqs, positions=jitrope.Packed(cu_seqlens))
-    want = all_gather_attention(*rotated, v, schedule=schedule)
+    want = all_gather_attention(*rotated, v, schedule)
     wants = torch.autograd.grad(want, (q, k, v), dout)
-    out = all_gather_attention(q, k, v, schedule=schedule, rope=Rope(freqs=freqs))
+    out = all_gather_attention(q, k, v, schedule, rope=Rope(freqs=freqs))
     assert torch.equal(out, want)
     for got, expected in zip(torch.autograd.grad(out, (q, k, v), dout), wants):
         torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))

@@ -21,7 +21,8 @@ import torch
 
 import jitrope
 from jitrope.base.errors import CompileError
-from jitrope.context_parallel import Case, Partition, Rope, Schedule, all_gather_attention
+from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
+from jitrope.context_parallel.interface import Case
 from jitrope.jit import compiler, kernels, recording
 from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import CUBIN, Entry
@@ -341,7 +342,7 @@ def test_objects_are_pickled_copied_and_printed(what: str, used: bool, copied) -
     assert repr(x).startswith(text)
     if isinstance(x, Schedule):
         q = torch.randn(x.shape.rows, 2, 4)
-        assert torch.equal(*(all_gather_attention(q, q, q, schedule=one) for one in (x, again)))
+        assert torch.equal(*(all_gather_attention(q, q, q, one) for one in (x, again)))
     if isinstance(x, Partition):
         assert torch.equal(again.indices, x.indices)
         rows = torch.arange(float(x.shape.tokens)).unsqueeze(1)

@@ -236,6 +236,6 @@ def _rank_rows(heads: Heads, mask: str, batch: Batch) -> Rows:
 
 def user_step(x: Local, schedule: Any, **words: Any) -> None:
     """Forward and backward of `all_gather_attention`."""
-    out = all_gather_attention(*x[:3], schedule=schedule, **words)
+    out = all_gather_attention(*x[:3], schedule, **words)
     assert isinstance(out, Tensor)
     torch.autograd.grad(out, x[:3], x.dout)

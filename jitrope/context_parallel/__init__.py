@@ -4,20 +4,18 @@ Every rank gathers the keys and values that its queries see. It has two chunks o
 all ranks equal work. Llama 3 was trained this way (arXiv:2407.21783, section 3.3.2), and TransformerEngine's
 `all_gather` does the same, but here sequences may have any length.
 
->>> from jitrope.context_parallel import Partition, Schedule, all_gather_attention
+>>> from jitrope.context_parallel import Schedule, all_gather_attention
 >>> cu_seqlens, qkv = torch.tensor([0, 7, 10]), torch.randn(10, 12, 64)  # the whole batch, the same on all ranks
->>> part, schedule = Partition(cu_seqlens, 10), Schedule(cu_seqlens, 10)
->>> q, k, v = part.shard(qkv).split((8, 2, 2), dim=1)  # this rank's rows
->>> out = part.unshard(all_gather_attention(q, k, v, schedule=schedule))  # (10, 8, 64)
+>>> schedule = Schedule(cu_seqlens, 10)
+>>> q, k, v = schedule.shard(qkv).split((8, 2, 2), dim=1)  # this rank's rows
+>>> out = schedule.unshard(all_gather_attention(q, k, v, schedule))  # (10, 8, 64)
 
 .. include:: README.md
 """
 
 from .attention import all_gather_attention
-from .backends import backends
-from .interface import Case
 from .rotary import Rope
 from .schedule import Schedule
 from .shards import Partition
 
-__all__ = ["Case", "Partition", "Rope", "Schedule", "all_gather_attention", "backends"]
+__all__ = ["Partition", "Rope", "Schedule", "all_gather_attention"]

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from ..base import arguments
-from ..ops.fit import sizes_of
 from .backends import choose
 from .checks import check_heads, check_ranks, check_rows, checked_head_groups
-from .groups import Pending, all_gather, all_reduce_max, all_to_all, ranks_of
-from .interface import NAME, Case, Result, fail
+from .groups import Pending, all_gather, all_reduce_max, all_to_all
+from .interface import NAME, Case, Result
 from .rotary import Rope, rotation_of
 from .schedule import Schedule
 from .steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
@@ -26,18 +24,10 @@ def all_gather_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | None = None,
+    schedule: Schedule,
     *,
-    group: ProcessGroup | None = None,
     layout: str = "thd",
-    cu_seqlens_padded: Tensor | None = None,
-    max_seqlen: int | None = None,
-    tokens: int | None = None,
-    causal: bool | None = None,
-    window: tuple[int, int] | None = None,
     softmax_scale: float | None = None,
-    rule: str | None = None,
-    schedule: Schedule | None = None,
     rope: Rope | None = None,
     backend: str = "auto",
     return_lse: bool = False,
@@ -54,24 +44,22 @@ def all_gather_attention(
     shorter than the sequences, only the rows that some query sees (`Schedule.saving`). Gradients are sent in the dtype
     of the inputs, and added up in fp32. This does not wait for the device.
 
-    >>> cu_seqlens, q, (k, v) = torch.tensor([0, 7, 10]), torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64)
-    >>> part = Partition(cu_seqlens, 10)  # of torch's default group; here of one process
-    >>> q, k, v = (part.shard(x) for x in (q, k, v))  # or computed from part.shard(hidden_states)
-    >>> out = all_gather_attention(q, k, v, cu_seqlens, tokens=10)
+    >>> q, (k, v) = torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64)
+    >>> schedule = Schedule(torch.tensor([0, 7, 10]), 10)  # of torch's default group; here of one process
+    >>> q, k, v = (schedule.shard(x) for x in (q, k, v))  # or computed from schedule.shard(hidden_states)
+    >>> out = all_gather_attention(q, k, v, schedule)
 
     Args:
         q: (t, Hq, D), this rank's rows in the order of `Partition`; fp16, bf16, fp32 or fp64.
         k, v: (t, Hk, D) and (t, Hk, Dv). Hk must divide Hq (GQA, MQA).
-        cu_seqlens, cu_seqlens_padded, tokens, max_seqlen: the batch (N + 1 offsets), for layout "thd"; see `Schedule`.
-            tokens defaults to t times the group's size.
-        group, causal, window, rule: see `Schedule`, which also has their defaults.
-        layout: "thd", or "bshd" and "sbhd" for sequences of one length: (B, S / cp_size, H, D). The rows of a sequence
-            are this rank's chunks in order, as in `Partition`.
+        schedule: the batch, its mask and the group, made once for all layers.
+        layout: "thd", or "bshd" and "sbhd" with `Schedule.fixed`: (B, S / cp_size, H, D). The rows of a sequence are
+            this rank's chunks in order, as in `Partition`.
         softmax_scale: default 1 / sqrt(D) (arXiv:1706.03762).
-        schedule: a `Schedule`, made once for all layers; it replaces the arguments that it has.
         rope: rotate q and k first, by their positions. The launch that packs keys and values also rotates if
             head_groups is 1, all rows are gathered, and k and v have the same shape; otherwise another launch does it.
-        backend: "auto", or one of `backends`. A named backend is never replaced by another.
+        backend: "auto", "flash4", "flash3", "flash", "cudnn", "flex" or "math". A named backend is never replaced by
+            another.
         return_lse: also return the logarithm of each softmax's sum, fp32, (t, Hq), or as q without D; -inf for rows
             that see no key. It has no gradient.
         return_max_logit: also return the largest logit of each head over all ranks, (Hq), fp32. It has no gradient.
@@ -90,9 +78,8 @@ def all_gather_attention(
     check_heads(q, k, v, layout)
     head_groups = checked_head_groups(head_groups, k.shape[-2])
     flag = partial(arguments.flag, NAME)
-    batch: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded, "tokens": tokens}
-    batch |= {"max_seqlen": max_seqlen, "group": group, "causal": causal, "window": window, "rule": rule}
-    schedule = _schedule(schedule, q, layout, {name: x for name, x in batch.items() if x is not None})
+    if not isinstance(schedule, Schedule):
+        arguments.refuse(NAME, "schedule", schedule, "a Schedule")
     shape = q.shape
     q, k, v = (_packed(x, layout) for x in (q, k, v))
     check_rows(q, shape, layout, schedule)
@@ -114,28 +101,6 @@ def all_gather_attention(
 
 
 # ---- arguments -------------------------------------------------------------------------------------
-
-
-def _schedule(schedule: Schedule | None, q: Tensor, layout: str, batch: dict[str, Any]) -> Schedule:
-    """The schedule, if nothing else was given, or a new one for this call."""
-    if schedule is not None:
-        if not isinstance(schedule, Schedule):
-            arguments.refuse(NAME, "schedule", schedule, "a Schedule")
-        if batch:
-            fail(f"{', '.join(batch)} given besides a schedule, which already sets them")
-        return schedule
-    size = ranks_of(NAME, batch.get("group")).cp_size
-    if layout == "thd":
-        if "cu_seqlens" not in batch:
-            fail("cu_seqlens is missing; layout 'thd' needs it, or a schedule")
-        return Schedule(**{"tokens": len(q) * size, **batch})
-    given = [name for name in ("cu_seqlens", "cu_seqlens_padded", "tokens", "max_seqlen") if name in batch]
-    if given:
-        fail(f"{', '.join(given)} given with layout {layout!r}; pass them only with layout 'thd'")
-    rows, seqlen, *_ = sizes_of(q, layout)
-    if rows <= 0:
-        fail("q has B=0; it must be at least 1")
-    return Schedule.fixed(rows, seqlen * size, q.device, **batch)
 
 
 def _case(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, head_groups: int) -> Case:

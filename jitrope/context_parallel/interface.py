@@ -19,10 +19,6 @@ fail = failing(NAME)
 class Case(NamedTuple):
     """The parts of a rank's attention that are known without the GPU. A backend may refuse a case.
 
-    >>> case = Case(torch.device("cpu"), torch.float32, heads=8, kv_heads=2, head_dim=64, head_dim_v=64)
-    >>> case.mask
-    Mask(left=-1, right=0)
-
     Attributes:
         device, dtype: of q, k and v.
         heads, kv_heads: heads of q, and of k and v, in one head group.

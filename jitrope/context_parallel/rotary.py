@@ -26,7 +26,7 @@ class Rope(HeadWords):
 
     >>> rope = Rope(freqs=jitrope.tables.freqs(7, jitrope.tables.inv_freq(rotary_dim=64)[0]))
     >>> q, k, v = torch.randn(3, 10, 8, 64)
-    >>> out = all_gather_attention(q, k, v, torch.tensor([0, 7, 10]), rope=rope)
+    >>> out = all_gather_attention(q, k, v, Schedule(torch.tensor([0, 7, 10]), 10), rope=rope)
 
     Attributes:
         cos, sin: tables over positions, (P, W), with a row for each position of the longest sequence, including its
