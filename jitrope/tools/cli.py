@@ -18,33 +18,16 @@ from ..base.errors import CacheError, InvalidInput, JitropeError
 from ..base.spec import Spec
 from ..jit.kernels import kernel_cache
 from ..jit.render import render as render_source
-from . import bundle, verify
+from . import bundle, options, verify
 from . import doctor as checks
 from .console import answer, architectures, build_all, print_entries, say, total
 from .listing import details, paragraph, rows
 from .models import specs_of_model
-from .options import (
-    ARCHS,
-    BUNDLE,
-    CALL,
-    COLD,
-    DRY_RUN,
-    FROM,
-    JOBS,
-    JSON,
-    KEY,
-    MODEL,
-    OLDER,
-    WRITTEN,
-    Option,
-    Parser,
-    wants_json,
-)
 from .prewarm import default_specs, read_calls, specs_of, this_versions
 from .prewarm import prewarm as build
 
 Options = argparse.Namespace
-COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[Option, ...]]] = {}
+COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[options.Option, ...]]] = {}
 GROUPS = {"cache": "List, show, check and remove the kernels on disk.", "bundle": "Move kernels to other machines."}
 HELP = """Rotary position embeddings, compiled on first call.
 
@@ -56,9 +39,9 @@ Examples:
 Exit codes: 0 done, 1 something failed, was damaged or missing, 2 wrong usage."""
 
 
-def _command(name: str, *options: Option) -> Callable[[Callable[[Options], Any]], Callable[[Options], Any]]:
+def _command(name: str, *takes: options.Option) -> Callable[[Callable[[Options], Any]], Callable[[Options], Any]]:
     """Make a function a command. Its docstring is the help text; if it returns False, the exit code is 1."""
-    return lambda function: COMMANDS.setdefault(name, (function, options))[0]
+    return lambda function: COMMANDS.setdefault(name, (function, takes))[0]
 
 
 def main() -> None:
@@ -74,7 +57,7 @@ def main() -> None:
     except argparse.ArgumentError as error:
         given.parser.error(str(error))
     except JitropeError as error:
-        if wants_json():
+        if options.wants_json():
             answer(True, {"error": str(error)}, "")
         else:
             say(f"error: {error}")
@@ -87,7 +70,7 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    top = Parser(prog="jitrope", description=HELP)
+    top = options.Parser(prog="jitrope", description=HELP)
     top.add_argument("--version", action="version", version=__version__)
     top.set_defaults(run=None, parser=top)
     parents: dict[str, Any] = {"": top.add_subparsers(metavar="command")}
@@ -100,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, text in GROUPS.items():
         parents[name] = add(name, text, None).add_subparsers(metavar="command")
-    for name, (function, options) in COMMANDS.items():
+    for name, (function, takes) in COMMANDS.items():
         made = add(name, inspect.getdoc(function) or "", function)
-        for names, more in (*options, JSON):
+        for names, more in (*takes, options.JSON):
             made.add_argument(*names, **more)
     add("bench", inspect.getdoc(bench) or "", None)
     return top
@@ -111,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@_command("prewarm", *CALL, MODEL, ARCHS, JOBS, DRY_RUN)
+@_command("prewarm", *options.CALL, options.MODEL, options.ARCHS, options.JOBS, options.DRY_RUN)
 def prewarm(given: Options) -> bool:
     """Compile kernels ahead of time, for this machine or others, without a GPU.
 
@@ -132,7 +115,7 @@ def prewarm(given: Options) -> bool:
     return build_all(work, given.dry_run, given.json, lambda: build(specs, archs, given.jobs))
 
 
-@_command("render", *CALL)
+@_command("render", *options.CALL)
 def render(given: Options) -> None:
     """Print the CUDA text of a kernel; with --from, of the first kernel.
 
@@ -186,7 +169,7 @@ def cache_ls(given: Options) -> None:
     print_entries(cache.entries(), cache.root, given.json)
 
 
-@_command("cache info", KEY)
+@_command("cache info", options.KEY)
 def cache_info(given: Options) -> None:
     """Show one kernel: spec, options, compiler and files.
 
@@ -196,7 +179,7 @@ def cache_info(given: Options) -> None:
     answer(given.json, *details(kernel_cache().entries(), given.key))
 
 
-@_command("cache verify", COLD)
+@_command("cache verify", options.COLD)
 def cache_verify(given: Options) -> bool:
     """Check every kernel of every cache; exit code 1 if one is damaged.
 
@@ -225,13 +208,13 @@ def cache_verify(given: Options) -> bool:
     return not wrong
 
 
-@_command("cache clear", DRY_RUN)
+@_command("cache clear", options.DRY_RUN)
 def cache_clear(given: Options) -> None:
     """Remove every kernel from your folder. Read-only caches are not changed."""
     _report(kernel_cache().clear(given.dry_run), given)
 
 
-@_command("cache prune", OLDER, DRY_RUN)
+@_command("cache prune", options.OLDER, options.DRY_RUN)
 def cache_prune(given: Options) -> None:
     """Remove the kernels older than a given age.
 
@@ -251,7 +234,7 @@ def _report(removed: list[Path], given: Options) -> None:
 # ---- bundle --------------------------------------------------------------------------------------
 
 
-@_command("bundle write", WRITTEN, FROM, ARCHS, JOBS, DRY_RUN)
+@_command("bundle write", options.WRITTEN, options.FROM, options.ARCHS, options.JOBS, options.DRY_RUN)
 def bundle_write(given: Options) -> bool:
     """Write kernels to a file and compile those that are not cached.
 
@@ -283,14 +266,14 @@ def _cached() -> list[tuple[Spec, str]]:
     return [(spec, entry.arch) for spec, entry in zip(specs, entries) if spec is not None]
 
 
-@_command("bundle load", BUNDLE)
+@_command("bundle load", options.BUNDLE)
 def bundle_load(given: Options) -> None:
     """Check a bundle's kernels, and copy them into your cache."""
     loaded = bundle.load(given.path)
     answer(given.json, {"loaded": rows(loaded)}, f"{total(loaded)} copied to {kernel_cache().root}")
 
 
-@_command("bundle ls", BUNDLE)
+@_command("bundle ls", options.BUNDLE)
 def bundle_ls(given: Options) -> None:
     """List a bundle's kernels; exit code 1 if one does not match its checksums."""
     print_entries(bundle.entries(given.path), given.path, given.json)
