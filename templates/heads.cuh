@@ -53,11 +53,11 @@ struct Head {
         Element* base, const Strides (&strides)[3], const Place& place, int dim
     ) const {
         const Axis group = of(strides, &Strides::group), dims = of(strides, &Strides::dim);
-        const Axis in_group = is_q ? strides[0].head : of(strides, &Strides::head);
-        Element* first = base + (step(group, in_group) + (VEC == 1 ? dims.step(dim) : dim));    // of every token
         long long offset = of(strides, &Strides::token).step(place.token);
         if constexpr (!ONE_ROW || PAGE_SIZE) offset += of(strides, &Strides::batch).step(place.batch);
-        return {first + offset, dims};
+        const Axis in_group = is_q ? strides[0].head : of(strides, &Strides::head);
+        offset += step(group, in_group);
+        return {base + offset + (VEC == 1 ? dims.step(dim) : dim), dims};
     }
 
     // LATENT: kv (tensor 1) holds the first part of each head of k, and then v. k_pe (tensor 2) holds the rotated part,

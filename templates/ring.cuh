@@ -25,6 +25,15 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
+// Rows that must be loaded are found one token earlier, so that their angles can be asked for with the heads.
+constexpr bool EARLY_ROWS = RING && (POSITION_IDS || PACKED);
+
+// Where a token of a walk lies. Most calls have one batch row, and then nothing is divided.
+__device__ __forceinline__ Place place_in_walk(const Params& p, unsigned int index) {
+    if (RING && p.batch == 1) return {0, static_cast<int>(index)};
+    return place_of(p, index);
+}
+
 // COUNT accesses of each thread. Neighbouring threads have neighbouring slots.
 template <int COUNT>
 struct Slots {

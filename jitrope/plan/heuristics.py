@@ -203,13 +203,13 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
 def has_ring(spec: RopeSpec) -> bool:
     """Whether the next heads of a block with a norm are on their way while it works on others.
 
-    The gradients of biases take the registers that this needs: it spills, and is as fast as without.
+    Some kernels have no registers for it: the gradients of biases, of rows across heads and with angles, and gates.
     """
     access, item = spec.vec * ITEM_SIZES[spec.dtype], ITEM_SIZES[spec.dtype]
-    heads = -(-max(spec.row_heads) // spec.heads_per_block) if spec.across_heads else spec.heads_per_thread
-    of_thread = (2 if spec.gradient else 1) * heads * spec.chunks * spec.chunk * item
-    if not spec.one_step or access < MIN_RING_ACCESS or (spec.gradient and spec.biased):
+    full = spec.gated or (spec.gradient and (spec.biased or spec.across_heads or spec.freqs))
+    if full or not spec.one_step or access < MIN_RING_ACCESS:
         return False
+    of_thread = (2 if spec.gradient else 1) * spec.heads_per_thread * spec.chunks * spec.chunk * item
     return spec.threads * of_thread <= RING_BYTES - shared_by_stages(spec)
 
 
