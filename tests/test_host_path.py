@@ -14,7 +14,7 @@ from .host import backend
 ROOT = Path(__file__).parent.parent
 FILES = [
     "gpu gpu_thd mean_squares row_scales",
-    "packed_norm packed_bias swizzled fp4_cache transformers stages",
+    "packed_norm packed_bias swizzled fp4_cache transformers stages presets",
     "quantize q_scale unrotated shifts learned",
     "rope out pages ulysses latent latent_cache",
 ]
