@@ -56,7 +56,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "rotate": "per_head"}, "tables for each head do not go with a cache"),
-    ({"out": CACHES, "rotate": "packed", "layout": "thd"}, "cu_seqlens does not go with"),
     ({"rotate": "packed", "layout": STAGES["layout"][:3]}, "needs 3 axes"),
     ({"out": "inplace", "convert": CONVERTED}, "inplace does not go with"),
     ({"rotate": ("ids", "mrope"), "more": "unrotated"}, "does not go with unrotated"),
@@ -196,7 +195,8 @@ class Made:
             self.weights = {name: x.requires_grad_() for name, x in self.weights.items()}
         self.turn = self._rotation()
         last = self.tokens - 2 * (case["convert"] not in DYNAMIC)  # a head of zeros has no scale of its own
-        self.ends = (0, 4, 4, last) if case["rotate"] == "packed" else (0, self.tokens)
+        packed = (0, 4, last) if case["out"].endswith("pages") else (0, 4, 4, last)  # as many as in the page table
+        self.ends = packed if case["rotate"] == "packed" else (0, self.tokens)
         shape = {"number": (), "tokens": (self.batch, self.tokens)}.get(case["more"])
         self.factor = None if shape is None else (self.noise(*shape).abs() + 0.5).requires_grad_(leaves)
 
@@ -277,7 +277,8 @@ class Made:
         begin, end = parts.get(self.case["transform"], (0, 0))
         turned = x[..., begin:end] @ oracle.hadamard_matrix(end - begin).to(x) if end else x[..., :0]
         x = torch.cat((x[..., :begin], turned, x[..., end:]), -1)
-        return x if self.case["out"] != "inplace" else torch.cat((x[:, : self.ends[-1]], before[:, self.ends[-1] :]), 1)
+        stays = self.case["out"] == "inplace" or is_own(self.case)
+        return x if not stays else torch.cat((x[:, : self.ends[-1]], before[:, self.ends[-1] :]), 1)
 
 
 # ---- comparisons -----------------------------------------------------------------------------------
@@ -389,7 +390,9 @@ class Caches:
 
     def check(self, m: Made) -> None:
         assert self.errors.item() == 0
-        named = {slot: token for token, slot in enumerate(self.slots.tolist()) if 0 <= slot < PAGES * ROWS}
+        stays = is_own(m.case) and m.case["rotate"] == "packed"  # spare tokens in place are not stored
+        slots = self.slots.tolist()[: m.ends[-1] if stays else None]
+        named = {slot: token for token, slot in enumerate(slots) if 0 <= slot < PAGES * ROWS}
         for letter, cache, before in zip("kv", self.caches, self.before):
             want = m.expected(letter).flatten(0, 1)[[*named.values()]]
             flat, before = cache.flatten(0, 1), before.flatten(0, 1)

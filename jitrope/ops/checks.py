@@ -177,8 +177,6 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.inplace:
         require_no_overlap("q", q, fail)
     _refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
-    if "cu_seqlens" in tensors:
-        fail("cu_seqlens does not go with a cache; pass positions as a tensor of ids")
     if cos.dim() == 4 and cos.shape[2] != 1:
         fail("tables for each head do not go with a cache")
     heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, v))
@@ -188,6 +186,8 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.rotate_k:
         require_no_overlap("k", k, fail)
     check_caches((k, v), caches, tensors, options, fail)
+    if options.rounding == "dtype" and (caches["k_cache"].dtype != k.dtype or "q_scale" in tensors):
+        fail("rounding='dtype' does not go with a conversion, which rounds once from fp32; leave rounding out")
     written, read = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}, {"v": v}
     (written if options.inplace else read)["q"] = q
     (written if options.rotate_k else read)["k"] = k
