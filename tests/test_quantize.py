@@ -785,7 +785,10 @@ REFUSALS = {
         {"quantize": DynamicQuantize(hadamard="rest"), "rotary_dim": 16, "rotary_offset": 16, **PARTIAL},
         "in one piece; elements 16 to 31 of 48 are rotated",
     ),
-    "cache-out": ({"cache": CACHE, "v": K, "out": (Q, None, None)}, "out does not go with dynamic scales with cache"),
+    "cache-ranks": (
+        {"cache": CACHE, "v": K, "out": jitrope.Ulysses(2)},
+        "Ulysses does not go with dynamic scales with",
+    ),
     "across": ({"norm": Norm(across_heads=True)}, "across_heads does not go with dynamic scales"),
     "inverse": ({"norm": Norm(), "inverse": True}, "inverse does not go with norm"),
     "inplace": ({"inplace": True}, "inplace does not go with dynamic scales"),

@@ -328,13 +328,14 @@ PREPARED: dict[str, tuple[Operation, Operation]] = {
 }
 """The operations of `prepare_qkv`, without a norm and with one."""
 _PREPARED: tuple[Operation, ...] = (ROPE, *PREPARED["cache"], *PREPARED["quantize"], QK_NORM_ROPE_SCALED, QK_NORM_ROPE)
-for _op in (*_PREPARED, *PREPARED[""][:1]):
-    _op.into = (ScaledInto if _op is QK_NORM_ROPE_SCALED else Into)(_op)
+_INTO = (*_PREPARED, QK_NORM_ROPE_KV_CACHE_SCALED)
+for _op in (*_INTO, *PREPARED[""][:1]):
+    _op.into = (ScaledInto if "q_scale" in _op.results else Into)(_op)
     if "k" in _op.results:
         _op.by_rank = ByRank(_op)
 ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
 OPERATIONS: tuple[Operation, ...] = (
-    *(*_PREPARED, *[op.into for op in _PREPARED], *[op.by_rank for op in _PREPARED if "k" in op.results]),
+    *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
     *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS),
