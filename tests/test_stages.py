@@ -66,7 +66,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transform": "rest", "rotate": "none", "convert": CONVERTED}, "the rest has 0"),
     ({"transform": "rest", "part": "middle", "convert": CONVERTED}, "needs the rest in one piece"),
     ({"size": "80", "convert": ("groups", "mxfp8", "mxfp4", "tiles")}, "group is 32; it must divide D=80"),
-    ({"convert": ("mxfp4", "nvfp4"), "out": ("given", "ulysses")}, "out does not go with fp4"),
     ({"convert": "tiles", "out": "ulysses"}, "swizzled does not go with a group of heads for each rank"),
     (
         {"rotate": "none", "norm": "none", "convert": "none", "out": ("fresh", "inplace"),
@@ -326,7 +325,11 @@ def near_scaled(got: Scaled, want: Tensor, layout: str, form: dict[str, Any]) ->
 
 def joined(x: Tensor, case: Case) -> Tensor:
     """Heads of all ranks, one after the other, if they are apart."""
-    return torch.cat([*x], case["layout"].index("h")) if case["out"] == "ulysses" else x
+    if case["out"] != "ulysses":
+        return x
+    if x.dtype == FP4:  # torch joins its bytes alone
+        return torch.cat([*x.view(torch.uint8)], case["layout"].index("h")).view(FP4)
+    return torch.cat([*x], case["layout"].index("h"))
 
 
 def check_heads(m: Made, got: Any, letter: str) -> None:
@@ -357,15 +360,18 @@ class Given:
         dtypes = (form["dtype"], form["dtype"], m.dtype)
         self.wholes, self.out = [], []
         for x, dtype in zip((m.q, m.k, m.v), dtypes):
-            first, second, *rest = x.shape
-            whole = torch.full((second, first, *rest[:-1], rest[-1] + 8), 7.0, device=m.device).to(dtype)
+            first, second, *rest, width = x.shape
+            width = width // 2 if dtype == FP4 else width
+            whole = torch.full((second, first, *rest, width + 8), 7.0, device=m.device)
+            whole = whole.byte().view(dtype) if dtype == FP4 else whole.to(dtype)
             self.wholes.append(whole)
-            self.out.append(whole[..., : rest[-1]].transpose(0, 1))
+            self.out.append(whole[..., :width].transpose(0, 1))
 
     def check(self, got: Any) -> None:
         for x, given, whole in zip(got, self.out, self.wholes):
             assert (x.values if isinstance(x, Scaled) else x) is given
-            assert (whole[..., -8:].float() == 7).all()
+            rest = whole[..., -8:]
+            assert ((rest.view(torch.uint8) if whole.dtype == FP4 else rest.float()) == 7).all()
 
 
 class Caches:
