@@ -259,6 +259,8 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
         plain = means[parameter]
     elif parameter in ("cp_size", "cp_rank"):
         changes = {n: cell.rand(B, 4, *SIZES[n][2:], seed=5) for n in f.turned}
+        if "kv_cache" in f.name:
+            changes |= {"v": cell.rand(B, 4, *SIZES["v"][2:]), "slot_mapping": torch.arange(4 * B, device=cell.device)}
         changes |= {"cos": cell.rand(12, 4), "sin": cell.rand(12, 4), "cp_size": 2, "cp_rank": 1}
         plain = {"cp_size": 2, "cp_rank": 1}[parameter]
     elif parameter == "rotary_dim":

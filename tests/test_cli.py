@@ -319,12 +319,14 @@ SLOTS = {"slot_mapping": "int64", "k_cache": "bf16", "v_cache": "bf16"}
 PACKED, NORM, PREPARED = {"cu_seqlens": "int32"}, {"rounding": "once"}, {"function": "prepare_qkv"}
 NO_FUNCTION_TAKES = [
     ({**PREPARED, "cache": SLOTS, "backward": True}, "q requires a gradient"),
-    ({**PREPARED, "cache": SLOTS, "positions": PACKED}, "cu_seqlens does not go with cache"),
+    ({**PREPARED, "cache": SLOTS, "positions": PACKED, "inverse": True}, "inverse does not go with cache"),
     ({**PREPARED, "norm": {"across_heads": True}, "cache": SLOTS}, "across_heads does not go with a cache"),
-    ({**PREPARED, "norm": NORM, "cache": SLOTS, "rounding": "dtype"}, "rounding does not go with norm with cache"),
+    (
+        {**PREPARED, "quantize": {"q_scale": 1.0}, "cache": SLOTS, "rounding": "dtype"},
+        "rounding='dtype' does not go with",
+    ),
     ({**PREPARED, "norm": NORM, "quantize": {"q_scale": 1.0}, "inplace": True}, "inplace does not go with quantize"),
     ({**PREPARED, "norm": NORM, "interleaved_out": True}, "interleaved_out does not go with norm"),
-    ({**PREPARED, "norm": NORM, "cache": SLOTS, "positions": PACKED}, "cu_seqlens does not go with"),
     ({**PREPARED, "cache": {**SLOTS, "k_cache": "fp8", "v_cache": "fp8"}}, "k_scale is missing"),
     ({**PREPARED, "cache": {"k_cache": "bf16"}}, "missing 2 required positional arguments"),
     ({"function": "prepare_joint_qkv", "norm": {**NORM, "across_heads": True}}, "across_heads does not go with two"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -80,6 +82,67 @@ def test_the_gradient_of_some_results(given: tuple[int, ...], device: str) -> No
         assert (got is None) == (wanted is None)
         if got is not None:
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["number", "tokens"])
+@pytest.mark.parametrize("case", [LATENT_CASES[i] for i in (0, 2, 6, 8)], ids=str)
+def test_q_has_a_scale(case: LatentCase, form: str, device: str) -> None:
+    """Whole heads of q, and the gradients of q and of the scale, are those of the plain chain."""
+    tensors, words, whole = latent_call(case, device)
+    o, batch = make_latent(case)[1], () if case.rope.layout == "thd" else (case.rope.shape[0],)
+    shape = () if form == "number" else (*batch, case.rope.shape[1])
+    factor = torch.rand(shape, generator=torch.Generator().manual_seed(5)).to(device) + 0.5
+    found = []
+    for function in (
+        lambda xs, words: jitrope.prepare_mla_qkv(*xs, **words),
+        lambda xs, _: plain(xs, o, said(**whole)),
+    ):
+        leaves, scale = [x.detach().clone().requires_grad_() for x in tensors], factor.clone().requires_grad_()
+        q, k, v = function(leaves, {**said(**words), "q_scale": scale})
+        if len(found):
+            q = (q.double() * (scale if form == "number" else view_of_tokens(scale, o.layout))).to(q.dtype)
+        weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(6)).to(y) for y in (q, k, v)]
+        found.append((q, k, v, *torch.autograd.grad((q, k, v), (*leaves, scale), weights)))
+    unit = torch.finfo(tensors[0].dtype).eps
+    for got, want in zip(*found):
+        most = max(1.0, float(want.detach().abs().max()))
+        torch.testing.assert_close(got, want, rtol=4 * unit, atol=4 * unit * most)
+
+
+def view_of_tokens(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """A number for each token, (B, S) or (T), against heads."""
+    return {"bshd": x[..., None, None], "thd": x[..., None, None], "bhsd": x[..., None, :, None]}[layout]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "bhsd", "thd"])
+def test_without_a_table_heads_are_joined(layout: str, device: str) -> None:
+    """Kimi Linear: the same bits as a concatenation, and its gradients; positions have no effect."""
+    axis = LAYOUT_AXES[layout][2]
+    lead = {"bshd": (2, 6), "sbhd": (6, 2), "bhsd": (2, 6), "thd": (11,)}[layout]
+    tensors = []
+    for heads, size in ((4, 48), (3, 56), (1, 16)):
+        shape = [*lead, size]
+        shape.insert(axis, heads)
+        tensors.append(torch.randn(shape, dtype=torch.bfloat16).to(device).requires_grad_())
+    words: dict[str, Any] = {"layout": layout, "positions": torch.arange(lead[-1]).to(device) * 1000}
+    if layout == "thd":  # a rank's tokens of sequences of 20 and 0 tokens, and a spare one
+        words = {"positions": jitrope.Packed(torch.tensor([0, 20, 20], device=device), cp_size=2, cp_rank=1)}
+    elif layout != "bshd":
+        del words["positions"]
+    q, kv, k_pe = tensors
+    k = torch.cat((kv[..., :32], k_pe.expand(*kv.shape[:-1], -1)), -1)
+    want = [q, k, kv[..., 32:]]
+    if layout == "thd":
+        kept = (torch.arange(11) < 10).to(device)[:, None, None]
+        want[:2] = [x * kept for x in want[:2]]
+    got = jitrope.prepare_mla_qkv(*tensors, **words)
+    weights = [torch.randn(x.shape).to(x) for x in want]
+    grads = [torch.autograd.grad(xs, tensors, weights) for xs in (got, want)]
+    for ours, theirs in zip((*got, *grads[0][:2]), (*want, *grads[1][:2])):
+        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(grads[0][2], grads[1][2], rtol=2**-6, atol=2**-5)  # plain torch rounds each sum
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -189,7 +252,9 @@ def test_refusals_name_the_argument(name: str) -> None:
     assert str(error.value).startswith("prepare_mla_qkv: ")
 
 
-@pytest.mark.parametrize("word", ["inverse", "inplace", "rotary_dim", "rotary_offset", "norm", "cu_seqlens"])
+@pytest.mark.parametrize(
+    "word", ["inverse", "inplace", "rotary_dim", "rotary_offset", "norm", "unrotated", "cu_seqlens"]
+)
 def test_other_words_are_refused(word: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{word}'"):
         jitrope.prepare_mla_qkv(Q, KV, K_PE, TABLE[0], TABLE[0], **{word: True})

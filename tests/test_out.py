@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope import InvalidInput, KVCache, Norm, Quantize
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Quantize
 from jitrope.ops import dispatch
 from jitrope.ops import launch as runtime
 from jitrope.ops.operation import Operation
@@ -168,19 +168,24 @@ def test_a_missing_item_is_a_fresh_tensor(kind: str, missing: str, device: str) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("words", [{}, {"quantize": Quantize(0.5)}, {"norm": Norm(v_norm=True)}], ids=str)
+@pytest.mark.parametrize("words", [
+    {}, {"quantize": Quantize(0.5)}, {"norm": Norm(v_norm=True)}, {"quantize": DynamicQuantize(torch.int8)},
+    {"quantize": DynamicQuantize(group=32), "norm": Norm()},
+], ids=str)  # fmt: skip
 def test_a_call_with_a_cache_writes_q_to_the_given_tensor(words: dict[str, Any], device: str) -> None:
     q, k, v = tensors(device, 4, 2, 2)
     results = []
     for given in (False, True):
         caches = [torch.zeros(12, 2, 64, dtype=q.dtype, device=device) for _ in range(2)]
         kept, cache = k.clone(), KVCache(*caches, torch.arange(12, device=device).flip(0), rotate_k=True)
+        scaled = isinstance(words.get("quantize"), DynamicQuantize)
         out = elsewhere(results[0][0]) if given else None
         got = jitrope.prepare_qkv(q, kept, v, *tables(device), cache=cache, out=(out, None, None), **words)
         assert got[1] is kept
         assert got[2] is v
-        assert not given or (got[0] is out and untouched(out))
-        results.append((got[0], kept, *caches))
+        values, scale = got[0] if scaled else (got[0], k)
+        assert not given or (values is out and untouched(out))
+        results.append((values, scale, kept, *caches))
     assert [bits(x) for x in results[0]] == [bits(x) for x in results[1]]
 
 

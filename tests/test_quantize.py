@@ -724,6 +724,7 @@ def fp4_of(q: Tensor, k: bool = False, **words: Any) -> Any:
 
 Q, K, COS, SIN = inputs("cpu", 1, 4, 4, 48)
 CACHE = jitrope.KVCache(torch.zeros(4, 2, 48).bfloat16(), torch.zeros(4, 2, 48).bfloat16(), torch.arange(4))
+FP4_OUT = torch.zeros(1, 4, 4, 24, dtype=torch.uint8).view(FP4)
 PARTIAL = {"cos": COS[:, :8], "sin": SIN[:, :8]}
 REFUSALS = {
     "dtype": (
@@ -731,8 +732,12 @@ REFUSALS = {
         "DynamicQuantize: dtype is torch.float16; it must be torch.float8",
     ),
     "fp4-out": (
-        {"quantize": DynamicQuantize(FP4), "out": jitrope.Ulysses(2)},
-        "prepare_qkv: out does not go with fp4",
+        {"quantize": DynamicQuantize(FP4), "out": (FP4_OUT.transpose(2, 3).contiguous().transpose(2, 3), None, None)},
+        r"out's q has strides \(.*\); for fp4 the last must be 1",
+    ),
+    "fp4-width": (
+        {"quantize": DynamicQuantize(FP4), "out": (FP4_OUT[..., :12], None, None)},
+        r"out's q is \(1, 4, 4, 12\) .*; it must be \(1, 4, 4, 24\)",
     ),
     "e4m3-scales": (
         lambda: DynamicQuantize(scale_dtype=FP8),
@@ -785,7 +790,10 @@ REFUSALS = {
         {"quantize": DynamicQuantize(hadamard="rest"), "rotary_dim": 16, "rotary_offset": 16, **PARTIAL},
         "in one piece; elements 16 to 31 of 48 are rotated",
     ),
-    "cache-out": ({"cache": CACHE, "v": K, "out": (Q, None, None)}, "out does not go with dynamic scales with cache"),
+    "cache-ranks": (
+        {"cache": CACHE, "v": K, "out": jitrope.Ulysses(2)},
+        "Ulysses does not go with dynamic scales with",
+    ),
     "across": ({"norm": Norm(across_heads=True)}, "across_heads does not go with dynamic scales"),
     "inverse": ({"norm": Norm(), "inverse": True}, "inverse does not go with norm"),
     "inplace": ({"inplace": True}, "inplace does not go with dynamic scales"),

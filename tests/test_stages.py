@@ -56,7 +56,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "rotate": "per_head"}, "tables for each head do not go with a cache"),
-    ({"out": CACHES, "rotate": "packed", "layout": "thd"}, "cu_seqlens does not go with"),
     ({"rotate": "packed", "layout": STAGES["layout"][:3]}, "needs 3 axes"),
     ({"out": "inplace", "convert": CONVERTED}, "inplace does not go with"),
     ({"rotate": ("ids", "mrope"), "more": "unrotated"}, "does not go with unrotated"),
@@ -67,7 +66,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transform": "rest", "rotate": "none", "convert": CONVERTED}, "the rest has 0"),
     ({"transform": "rest", "part": "middle", "convert": CONVERTED}, "needs the rest in one piece"),
     ({"size": "80", "convert": ("groups", "mxfp8", "mxfp4", "tiles")}, "group is 32; it must divide D=80"),
-    ({"convert": ("mxfp4", "nvfp4"), "out": ("given", "ulysses")}, "out does not go with fp4"),
     ({"convert": "tiles", "out": "ulysses"}, "swizzled does not go with a group of heads for each rank"),
     (
         {"rotate": "none", "norm": "none", "convert": "none", "out": ("fresh", "inplace"),
@@ -196,7 +194,8 @@ class Made:
             self.weights = {name: x.requires_grad_() for name, x in self.weights.items()}
         self.turn = self._rotation()
         last = self.tokens - 2 * (case["convert"] not in DYNAMIC)  # a head of zeros has no scale of its own
-        self.ends = (0, 4, 4, last) if case["rotate"] == "packed" else (0, self.tokens)
+        packed = (0, 4, last) if case["out"].endswith("pages") else (0, 4, 4, last)  # as many as in the page table
+        self.ends = packed if case["rotate"] == "packed" else (0, self.tokens)
         shape = {"number": (), "tokens": (self.batch, self.tokens)}.get(case["more"])
         self.factor = None if shape is None else (self.noise(*shape).abs() + 0.5).requires_grad_(leaves)
 
@@ -277,7 +276,8 @@ class Made:
         begin, end = parts.get(self.case["transform"], (0, 0))
         turned = x[..., begin:end] @ oracle.hadamard_matrix(end - begin).to(x) if end else x[..., :0]
         x = torch.cat((x[..., :begin], turned, x[..., end:]), -1)
-        return x if self.case["out"] != "inplace" else torch.cat((x[:, : self.ends[-1]], before[:, self.ends[-1] :]), 1)
+        stays = self.case["out"] == "inplace" or is_own(self.case)
+        return x if not stays else torch.cat((x[:, : self.ends[-1]], before[:, self.ends[-1] :]), 1)
 
 
 # ---- comparisons -----------------------------------------------------------------------------------
@@ -325,7 +325,11 @@ def near_scaled(got: Scaled, want: Tensor, layout: str, form: dict[str, Any]) ->
 
 def joined(x: Tensor, case: Case) -> Tensor:
     """Heads of all ranks, one after the other, if they are apart."""
-    return torch.cat([*x], case["layout"].index("h")) if case["out"] == "ulysses" else x
+    if case["out"] != "ulysses":
+        return x
+    if x.dtype == FP4:  # torch joins its bytes alone
+        return torch.cat([*x.view(torch.uint8)], case["layout"].index("h")).view(FP4)
+    return torch.cat([*x], case["layout"].index("h"))
 
 
 def check_heads(m: Made, got: Any, letter: str) -> None:
@@ -356,15 +360,18 @@ class Given:
         dtypes = (form["dtype"], form["dtype"], m.dtype)
         self.wholes, self.out = [], []
         for x, dtype in zip((m.q, m.k, m.v), dtypes):
-            first, second, *rest = x.shape
-            whole = torch.full((second, first, *rest[:-1], rest[-1] + 8), 7.0, device=m.device).to(dtype)
+            first, second, *rest, width = x.shape
+            width = width // 2 if dtype == FP4 else width
+            whole = torch.full((second, first, *rest, width + 8), 7.0, device=m.device)
+            whole = whole.byte().view(dtype) if dtype == FP4 else whole.to(dtype)
             self.wholes.append(whole)
-            self.out.append(whole[..., : rest[-1]].transpose(0, 1))
+            self.out.append(whole[..., :width].transpose(0, 1))
 
     def check(self, got: Any) -> None:
         for x, given, whole in zip(got, self.out, self.wholes):
             assert (x.values if isinstance(x, Scaled) else x) is given
-            assert (whole[..., -8:].float() == 7).all()
+            rest = whole[..., -8:]
+            assert ((rest.view(torch.uint8) if whole.dtype == FP4 else rest.float()) == 7).all()
 
 
 class Caches:
@@ -389,7 +396,9 @@ class Caches:
 
     def check(self, m: Made) -> None:
         assert self.errors.item() == 0
-        named = {slot: token for token, slot in enumerate(self.slots.tolist()) if 0 <= slot < PAGES * ROWS}
+        stays = is_own(m.case) and m.case["rotate"] == "packed"  # spare tokens in place are not stored
+        slots = self.slots.tolist()[: m.ends[-1] if stays else None]
+        named = {slot: token for token, slot in enumerate(slots) if 0 <= slot < PAGES * ROWS}
         for letter, cache, before in zip("kv", self.caches, self.before):
             want = m.expected(letter).flatten(0, 1)[[*named.values()]]
             flat, before = cache.flatten(0, 1), before.flatten(0, 1)

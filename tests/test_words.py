@@ -120,10 +120,6 @@ WITHOUT_MEANING = {
         "across_heads does not go with a cache",
     ),
     "two scales of k": ({"cache": VALUES["cache"], "quantize": VALUES["quantize"]}, "give it to KVCache"),
-    "lengths of a cache": (
-        {"cache": VALUES["cache"], "positions": VALUES["packed"]},
-        "max_seqlen does not go with cache",
-    ),
     "fp8 in place": ({"quantize": VALUES["quantize"], "inplace": True}, "inplace does not go with quantize"),
     "fp8 of a q in place": ({"cache": VALUES["cache"], "quantize": Quantize(0.5), "inplace": True}, "in place"),
     "ids in a list": ({"positions": [0, 1]}, "positions is .*it must be a tensor of ids, or a jitrope.Packed"),

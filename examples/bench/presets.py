@@ -6,65 +6,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from jitrope import (
+    DynamicQuantize,
+    KVCache,
+    Mrope,
+    Norm,
+    Packed,
+    Ulysses,
+    prepare_mla_qkv,
+    prepare_packed_qkv,
+    prepare_qkv,
+)
 
-from jitrope import DynamicQuantize, KVCache, Mrope, Norm, Ulysses, prepare_mla_qkv, prepare_qkv
-
+from . import chains
 from . import peers as others
-from .harness import COPY, DEVICE, Call, Case, bf16, measure
+from .chains import RANKS, ROTARY, SECTIONS, Inputs, both, centered, layer, rms
+from .harness import COPY, Call, Case, measure
 from .harness import rows as rows_of
 from .plots import Plot
 from .report import AS_JSON, ONLY, PEERS, SMOKE, Rows, app, chosen, show
 from .rope import Shape, line_of, name_of, small
 from .sections import PLAIN, Row, Section, Table, grouped, of, span
-
-FP8 = torch.float8_e4m3fn
-PAGE = 16
-RANKS = 4
-SECTIONS = (24, 20, 20)
-
-
-class Inputs(NamedTuple):
-    """bf16 activations, weights and biases; fp32 half-width tables (S, rotary_dim / 2)."""
-
-    q: Tensor  # (B, S, Hq, D); k and v (B, S, Hk, D)
-    k: Tensor
-    v: Tensor
-    cos: Tensor
-    sin: Tensor
-    weights: tuple[Tensor, Tensor]  # of q and k, (D,)
-    biases: tuple[Tensor, Tensor]
-    ids: Tensor  # (3, S)
-    caches: tuple[Tensor, ...]  # k's and v's, (pages, PAGE, Hk, D) in e4m3, and the slots
-    out: tuple[Tensor, ...]  # q, k in e4m3 and v, (B, H, S, D)
-
-
-def inputs(shape: Shape, rotary_dim: int) -> Inputs:
-    """Return random inputs."""
-    b, s, hq, hk, d = shape
-    angles = torch.rand(s, rotary_dim // 2, device=DEVICE) * 2 * torch.pi
-    weights, biases = ((bf16(d) / 8 + one, bf16(d) / 8 + one) for one in (1, 0))
-    ids, slots = torch.randint(s, (3, s), device=DEVICE), torch.randperm(-(-b * s // PAGE) * PAGE, device=DEVICE)
-    caches = [torch.zeros(len(slots) // PAGE, PAGE, hk, d, device=DEVICE).to(FP8) for _ in range(2)]
-    out = [torch.empty(b, h, s, d, device=DEVICE, dtype=dtype) for h, dtype in ((hq, FP8), (hk, FP8), (hk, None))]
-    out[2] = out[2].bfloat16()
-    q, k, v = (bf16(b, s, h, d) for h in (hq, hk, hk))
-    return Inputs(q, k, v, angles.cos(), angles.sin(), weights, biases, ids, (*caches, slots[: b * s]), tuple(out))
-
-
-def latent(shape: Shape, rotary_dim: int) -> Inputs:
-    """Return random inputs of latent attention: k is kv, with values of 128, and v is k_pe."""
-    b, s, _, hk, d = shape
-    own = inputs(shape, rotary_dim)
-    return own._replace(k=bf16(b, s, hk, d - rotary_dim + 128), v=bf16(b, s, 1, rotary_dim))
-
-
-def gated(shape: Shape, rotary_dim: int) -> Inputs:
-    """Return random inputs whose q is a view beside its gate."""
-    b, s, hq, _, d = shape
-    return inputs(shape, rotary_dim)._replace(q=bf16(b, s, hq, 2 * d)[..., :d])
 
 
 class Preset(NamedTuple):
@@ -76,97 +38,13 @@ class Preset(NamedTuple):
     shape: Shape
     ours: Call
     plain: Call
-    moved: tuple[int, int, int]
+    moved: tuple[float, float, float]
     rotary_dim: int = 0  # 0: the whole head
     hot: bool = False
     trained: tuple[str, ...] = ()
     tolerance: tuple[float, float] = (2**-6, 2**-5)
-    make: Callable[[Shape, int], Inputs] = inputs
+    make: Callable[[Shape, int], Inputs] = chains.inputs
     backward: float = 1.5  # bytes of the backward over those of the forward
-
-
-# ---- in plain torch ----------------------------------------------------------------------------------------
-
-
-def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
-
-
-def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, rotary_dim: int = 0) -> Tensor:
-    """x (B, S, H, D), rotated from its first element on."""
-    cos, sin = cos[None, :, None], sin[None, :, None]
-    n = rotary_dim or x.shape[-1]
-    return torch.cat((others.rotate(x[..., :n], cos, sin, interleaved), x[..., n:]), -1)
-
-
-def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3, and the scale of each head."""
-    scale = x.float().abs().amax(-1).clamp(min=1e-12) / 448
-    return (x * (1 / scale)[..., None]).to(FP8), scale
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """Times the orthogonal Hadamard matrix."""
-    y = x.float()
-    for bit in range(x.shape[-1].bit_length() - 1):
-        a, b = y.unflatten(-1, (-1, 2, 1 << bit)).unbind(-2)
-        y = torch.stack((a + b, a - b), -2).flatten(-3)
-    return y / torch.tensor(x.shape[-1]).sqrt()
-
-
-def qwen3_vl(x: Inputs) -> Any:
-    """Rows of three axes, alternating; k and v to the pages; a scale for each head of q."""
-    pair = torch.arange(x.cos.shape[-1], device=x.q.device)
-    axis = pair % 3 * (pair < 3 * SECTIONS[1])  # the second and third section are equally long
-    cos, sin = (table[x.ids[axis], pair[:, None]].T for table in (x.cos, x.sin))
-    q, k = (others.rotate(rms(y, w), cos[:, None], sin[:, None]) for y, w in zip((x.q, x.k), x.weights))
-    *caches, slots = x.caches
-    for cache, y, scale in zip(caches, (k, x.v), (0.05, 0.02)):
-        units = (y.float() * (1 / scale)).clamp(-448, 448).to(FP8)
-        cache.flatten(0, 1).view(torch.uint8)[slots] = units.view(torch.uint8).flatten(0, 1)
-    return scaled(q)
-
-
-def indexer(x: Inputs) -> Any:
-    """The queries, and the one key with its LayerNorm."""
-    k = layer(x.k, x.weights[1], x.biases[1])
-    return [
-        *scaled(hadamard(turned(x.q, x.cos, x.sin, False, 64))),
-        *scaled(hadamard(turned(k, x.cos, x.sin, False, 64))),
-    ]
-
-
-def operands(x: Inputs) -> Any:
-    """q and k in e4m3 and v, heads first."""
-    q, k = (scaled(turned(rms(y, w), x.cos, x.sin, True)) for y, w in zip((x.q, x.k), x.weights))
-    return [*(y.transpose(1, 2).contiguous() for y in (q[0], k[0], x.v)), q[1], k[1]]
-
-
-def wan(x: Inputs) -> Any:
-    """The mean is over all heads; q, k and v as `RANKS` ranks exchange them."""
-    q, k = (
-        F.rms_norm(y.flatten(2), (y[0, 0].numel(),), w.repeat(y.shape[2]), 1e-6).view_as(y)
-        for y, w in zip((x.q, x.k), x.weights)
-    )
-    parts = (turned(q, x.cos, x.sin, True), turned(k, x.cos, x.sin, True), x.v)
-    return [y.unflatten(2, (RANKS, -1)).permute(2, 0, 1, 3, 4).contiguous() for y in parts]
-
-
-def mla(x: Inputs) -> Any:
-    """q, k and v of latent attention, from interleaved pairs to halves."""
-    cos, sin = x.cos[None, :, None], x.sin[None, :, None]
-    n, rotary_dim = x.q.shape[-1] - x.v.shape[-1], x.v.shape[-1]
-    first, v = x.k.split([n, x.k.shape[-1] - n], -1)
-    q_pe, k_pe = (
-        others.rotate(y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, False)
-        for y in (x.q[..., n:], x.v)
-    )
-    k = torch.cat((first, k_pe.expand(*first.shape[:-1], rotary_dim)), -1)
-    return torch.cat((x.q[..., :n], q_pe), -1), k, v.contiguous()
 
 
 # ---- with jitrope ------------------------------------------------------------------------------------------
@@ -188,8 +66,36 @@ def to_ranks(x: Inputs) -> Any:
     return prepare_qkv(x.q, x.k, x.v, x.cos, x.sin, norm=norm, interleaved=True, out=Ulysses(RANKS))
 
 
-def to_mla(x: Inputs) -> Any:
-    return prepare_mla_qkv(x.q, x.k, x.v, x.cos, x.sin, interleaved=True, interleaved_out=False)
+def to_gated(x: Inputs) -> Any:
+    words: Any = {"norm": Norm(*x.weights, zero_centered=True, rounding="once"), "rotary_dim": 64}
+    heads = x.k.shape[2]
+    return prepare_packed_qkv(
+        x.q, x.cos, x.sin, order="qkv_gated", q_per_group=x.q.shape[2] // (2 * heads) - 1, **words
+    )
+
+
+def to_te_mha(x: Inputs) -> Any:
+    norm = Norm(*x.weights, after_rope=True, rounding="once")
+    return prepare_qkv(x.q, x.k, None, freqs=x.freqs, norm=norm, layout="sbhd")[:2]
+
+
+def to_cogview4(x: Inputs) -> Any:
+    norm = Norm(kind="layer_norm", eps=1e-5, rounding="once")
+    return prepare_qkv(x.q, x.k, None, x.cos, x.sin, norm=norm, unrotated=chains.text_tokens(x))[:2]
+
+
+def to_mla(x: Inputs, cp_size: int = 0) -> Any:
+    """cp_size: packed sequences, of which this is the first of so many ranks."""
+    words: Any = {"positions": Packed(x.cu_seqlens, cp_size=cp_size)} if cp_size else {}
+    return prepare_mla_qkv(x.q, x.k, x.v, x.cos, x.sin, interleaved=True, interleaved_out=False, **words)
+
+
+def to_mla_decode(x: Inputs) -> Any:
+    cache, slots = x.caches
+    c_kv, k_pe = cache.split([cache.shape[-1] - ROTARY, ROTARY], -1)
+    into = KVCache(k_pe.unsqueeze(-2), c_kv.unflatten(-1, (-1, ROTARY)), slots)
+    words: Any = {"positions": x.ids[0], "interleaved": True, "cache": into, "inplace": True}
+    return prepare_qkv(x.q[..., -ROTARY:], x.k, x.v, x.cos, x.sin, **words)[0]
 
 
 def to_cache(x: Inputs) -> Any:
@@ -207,33 +113,26 @@ def to_indexer(x: Inputs) -> Any:
     return [*q, *k]
 
 
-def to_operands(x: Inputs) -> Any:
+def to_operands(x: Inputs, per: str = "token") -> Any:
     out = [y.transpose(1, 2) for y in x.out]
     words: Any = {"norm": Norm(*x.weights, rounding="once"), "interleaved": True, "out": out}
-    q, k, _ = prepare_qkv(x.q, x.k, x.v, x.cos, x.sin, quantize=DynamicQuantize(), **words)
+    q, k, _ = prepare_qkv(x.q, x.k, x.v, x.cos, x.sin, quantize=DynamicQuantize(per=per), **words)
     return [*x.out, q.scale, k.scale]
 
 
-def both(
-    norm: Callable[[Tensor, Tensor, Tensor], Tensor],
-    after: bool = False,
-    interleaved: bool = False,
-    v: bool = False,
-    rotary_dim: int = 0,
-) -> Call:
-    """Plain torch: norm(x, weight, bias) before or after the rotation, and v's norm."""
-
-    def call(x: Inputs) -> Any:
-        parts = zip((x.q, x.k), x.weights, x.biases)
-        turn = partial(turned, cos=x.cos, sin=x.sin, interleaved=interleaved, rotary_dim=rotary_dim)
-        made = [norm(turn(y), *own) if after else turn(norm(y, *own)) for y, *own in parts]
-        return (*made, rms(x.v)) if v else tuple(made)
-
-    return call
-
-
 IN_AND_OUT = (4, 4, 0)
+LAYER_NORM = ours(
+    lambda x: Norm(*x.weights, q_bias=x.biases[0], k_bias=x.biases[1], kind="layer_norm", rounding="once"),
+    interleaved=True,
+)
+MLA = (1, 4096, 128, 128, 192)
+MLA_WORDS: Any = {"rotary_dim": ROTARY, "trained": ("q", "k", "v"), "backward": 1}
+FP8_WORDS: Any = {"tolerance": (2**-3, 2**-4)}
 PRESETS = {
+    "qwen3": Preset(
+        (1, 4096, 32, 8, 128), ours(lambda x: Norm(*x.weights, rounding="once")), both(lambda y, w, b: rms(y, w)),
+        IN_AND_OUT, trained=("q", "k"),
+    ),
     "gemma4": Preset(
         (1, 4096, 16, 8, 256), ours(lambda x: Norm(*x.weights, v_norm=True, rounding="once")),
         both(lambda y, w, b: rms(y, w), v=True), (4, 4, 4), trained=("q", "k", "v"),
@@ -246,35 +145,49 @@ PRESETS = {
         (1, 4096, 32, 8, 128), ours(lambda x: Norm(*x.weights, after_rope=True, rounding="once")),
         both(lambda y, w, b: rms(y, w), after=True), IN_AND_OUT, trained=("q", "k"),
     ),
+    "te-mha": Preset(
+        (2, 4096, 32, 8, 128), to_te_mha, chains.te_mha, IN_AND_OUT, trained=("q", "k"), make=chains.sequence_first,
+    ),
     "cogvideox": Preset(
-        (1, 17776, 48, 48, 64),
-        ours(lambda x: Norm(*x.weights, q_bias=x.biases[0], k_bias=x.biases[1], kind="layer_norm", rounding="once"),
-             interleaved=True),
-        both(layer, interleaved=True), IN_AND_OUT, trained=("q", "k"),
+        (1, 17776, 48, 48, 64), LAYER_NORM, both(layer, interleaved=True), IN_AND_OUT, trained=("q", "k"),
     ),
-    "hunyuandit": Preset(
-        (2, 4096, 16, 16, 88),
-        ours(lambda x: Norm(*x.weights, q_bias=x.biases[0], k_bias=x.biases[1], kind="layer_norm", rounding="once"),
-             interleaved=True),
-        both(layer, interleaved=True), IN_AND_OUT,
+    "cogview4": Preset((1, 4352, 32, 32, 128), to_cogview4, chains.cogview4, IN_AND_OUT, trained=("q", "k")),
+    "hunyuandit": Preset((2, 4096, 16, 16, 88), LAYER_NORM, both(layer, interleaved=True), IN_AND_OUT),
+    "qwen3-vl-decode": Preset(
+        (1, 64, 32, 8, 128), to_cache, chains.qwen3_vl, (3, 3, 3), hot=True, tolerance=(2**-3, 2**-5),
     ),
-    "qwen3-vl-decode": Preset((1, 64, 32, 8, 128), to_cache, qwen3_vl, (3, 3, 3), hot=True, tolerance=(2**-3, 2**-5)),
-    "qwen3-vl-prefill": Preset((1, 4096, 32, 8, 128), to_cache, qwen3_vl, (3, 3, 3), tolerance=(2**-3, 2**-5)),
+    "qwen3-vl-prefill": Preset((1, 4096, 32, 8, 128), to_cache, chains.qwen3_vl, (3, 3, 3), tolerance=(2**-3, 2**-5)),
     "deepseek-indexer": Preset(
-        (1, 4096, 64, 1, 128), to_indexer, indexer, (3, 3, 0), rotary_dim=64, tolerance=(2**-2, 2.0)
+        (1, 4096, 64, 1, 128), to_indexer, chains.indexer, (3, 3, 0), rotary_dim=64, tolerance=(2**-2, 2.0),
     ),
-    "deepseek-mla": Preset(
-        (1, 4096, 128, 128, 192), to_mla, mla, (4, 6, 0), rotary_dim=64, trained=("q", "k", "v"), make=latent,
-        backward=1,
+    "deepseek-mla": Preset(MLA, to_mla, chains.mla, (4, 6, 0), make=chains.latent, **MLA_WORDS),
+    "deepseek-mla-thd": Preset(
+        MLA, partial(to_mla, cp_size=1), partial(chains.mla, rows=partial(chains.positions, cp_size=1)), (4, 6, 0),
+        make=chains.latent_packed, **MLA_WORDS,
+    ),
+    "deepseek-mla-cp": Preset(
+        MLA, partial(to_mla, cp_size=2), partial(chains.mla, rows=partial(chains.positions, cp_size=2)), (4, 6, 0),
+        make=partial(chains.latent_packed, cp_size=2), **MLA_WORDS,
+    ),
+    "deepseek-mla-decode": Preset(
+        (1, 64, 128, 1, 576), to_mla_decode, chains.mla_decode, (4 * ROTARY / 576, 4, 0), rotary_dim=ROTARY, hot=True,
+        make=chains.absorbed,
     ),
     "qwen3.5": Preset(
-        (1, 4096, 16, 2, 256),
-        ours(lambda x: Norm(*x.weights, zero_centered=True, rounding="once"), rotary_dim=64),
-        both(lambda y, w, b: (rms(y.float()) * (1 + w.float())).to(y.dtype), rotary_dim=64),
-        IN_AND_OUT, rotary_dim=64, trained=("q", "k"), make=gated,
+        (1, 4096, 16, 2, 256), ours(lambda x: Norm(*x.weights, zero_centered=True, rounding="once"), rotary_dim=64),
+        both(lambda y, w, b: centered(y, w), rotary_dim=64), IN_AND_OUT, rotary_dim=64, trained=("q", "k"),
+        make=chains.gated,
     ),
-    "wan-ulysses": Preset((1, 8192, 40, 40, 128), to_ranks, wan, (4, 4, 4)),
-    "flux-fp8": Preset((1, 4608, 24, 24, 128), to_operands, operands, (3, 3, 4), tolerance=(2**-3, 2**-4)),
+    "qwen3.5-packed": Preset(
+        (1, 4096, 16, 2, 256), to_gated, chains.qwen3_next, (4, 4, 4), rotary_dim=64, trained=("q",), make=chains.fused,
+        backward=2.25,
+    ),
+    "wan-ulysses": Preset((1, 8192, 40, 40, 128), to_ranks, chains.wan, (4, 4, 4)),
+    "flux-fp8": Preset((1, 4608, 24, 24, 128), to_operands, chains.operands, (3, 3, 4), **FP8_WORDS),
+    "flux-fp8-heads": Preset(
+        (1, 4608, 24, 24, 128), partial(to_operands, per="head"), lambda x: chains.operands(x, 1), (3, 3, 4),
+        **FP8_WORDS,
+    ),
 }  # fmt: skip
 """Tokens, heads and head sizes are the models'. A rounding of "once" is that of the norms of plain torch."""
 
@@ -336,8 +249,8 @@ SECTION = Section(
     "From projection to attention",
     """
     GPU time of all that some models do between the projection and attention, over COPY of the bytes that it must read
-    and write. Each is one launch; a second one makes the key of DeepSeek's indexer, copies Wan's v, and, backward,
-    normalises v of Gemma 4. A decode step is hot.
+    and write. Each is one launch; a second one makes the key of DeepSeek's indexer, the scales of flux-fp8-heads, a
+    copy of Wan's v, and, backward, normalises v of Gemma 4 and copies the gate of Qwen3.5. A decode step is hot.
     """,
     "jitrope bench presets",
     (

@@ -17,7 +17,7 @@ else:
 
 
 class JointWords(TypedDict, total=False):
-    """The keywords of all functions except `prepare_mla_qkv`; see `apply_rope`."""
+    """The keywords of `prepare_joint_qkv`, which most functions have; see `apply_rope`."""
 
     interleaved: bool
     rotary_dim: int | None
@@ -52,6 +52,7 @@ class LatentWords(TypedDict, total=False):
     interleaved: bool
     interleaved_out: bool | None
     rounding: str
+    q_scale: float | Tensor | None
     cos_sin_cache: Tensor | None
     freqs: Tensor | None
     freqs_cis: Tensor | None

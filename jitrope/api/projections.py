@@ -177,7 +177,8 @@ def prepare_mla_qkv(
         k_pe: (B, S, 1, R); R is even and at most D.
         interleaved, interleaved_out: DeepSeek's checkpoints have interleaved pairs; their reference code, and
             `fused_apply_mla_rope_for_q` and `fused_apply_mla_rope_for_kv` of Megatron-core, rotate them into halves.
-        The other arguments are those of `apply_rope`. Tables for each head are refused.
+        The other arguments are those of `apply_rope`. q_scale multiplies whole heads of q (the softmax's scale, with
+            DeepSeek's YaRN). Tables for each head are refused. Without a table nothing is rotated (Kimi Linear).
 
     Returns:
         q like the input, k (B, S, Hk, D) and v (B, S, Hk, Dv), contiguous. For tokens after the last sequence q and k
@@ -188,6 +189,7 @@ def prepare_mla_qkv(
     """
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
     asked = gather(ROPE_LATENT, tensors, words, _LATENT_WORDS, positions)
+    forget_positions(tensors, asked)
     tensors_given = isinstance(q, Tensor) and isinstance(kv, Tensor) and isinstance(k_pe, Tensor)
     if tensors_given and q.dim() and kv.dim() and k_pe.dim():  # elsewhere the check refuses them
         asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]

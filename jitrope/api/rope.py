@@ -187,10 +187,11 @@ def prepare_qkv(
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
             except v_out. v is copied to v_out, in the same launch if k and v have one shape and dtype, outside of
             across_heads without mean_squares, interleaved_out and tables for each head. With a cache only q_out can be
-            given, and with `DynamicQuantize` too none.
+            given.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with interleaved_out
-        and `Shifts`, cache and quantize with mscale, packed_table and cp_size, a norm with inverse, a cache with
-        `Packed`, rounding and inverse, quantize with rounding and inplace.
+        and `Shifts`, a norm with inverse, a cache with inverse, quantize with inplace, and conversions with rounding.
+        With a cache and `Packed`, `Pages` must describe as many sequences, and tokens after the last one are stored
+        where a slot says so: as zeros, and in place not at all.
 
     Returns:
         (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a

@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import Any
 
 from ..plan.options import LAYOUT_AXES, Options, changed
-from ..plan.views import Tensors, by_rank, joined
+from ..plan.views import FORMATS, Tensors, by_rank, joined
 from .fit import check_ranks, failing
 from .formats import empty_scale
 from .into import Into, copy_heads
@@ -39,7 +39,7 @@ class ByRank(Into):
         return (*self.base.made(given, options), *(("v",) if "v" in given else ()))
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        dtypes = self.base.converted(tensors, options)
+        dtypes, per_item = self.base.converted(tensors, options), FORMATS[options.out_dtype].per_item
         out: Tensors = {}
         for name in self.made(tensors, options):
             x, axis = tensors[name[0]], LAYOUT_AXES[options.layout][2]
@@ -50,8 +50,9 @@ class ByRank(Into):
                 shape = [*x.shape[1:]]
                 shape[axis] *= len(x)
             if name.endswith("_scale"):
-                out[name] = empty_scale(out[name[0]], options)
+                out[name] = empty_scale(out[name[0]], options, per_item)
             else:
+                shape[-1] //= per_item if name in dtypes else 1
                 out[name] = x.new_empty(shape, dtype=dtypes.get(name, x.dtype))
         return out
 

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
-from ..plan.views import BLOCK_SCALES, FP8S, MEANS, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
+from ..plan.views import BLOCK_SCALES, FP8S, MEANS, PER_ITEM, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
 from .fit import (
     USERS_NAMES,
     Fail,
@@ -177,8 +177,6 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.inplace:
         require_no_overlap("q", q, fail)
     _refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
-    if "cu_seqlens" in tensors:
-        fail("cu_seqlens does not go with a cache; pass positions as a tensor of ids")
     if cos.dim() == 4 and cos.shape[2] != 1:
         fail("tables for each head do not go with a cache")
     heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, v))
@@ -188,6 +186,8 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.rotate_k:
         require_no_overlap("k", k, fail)
     check_caches((k, v), caches, tensors, options, fail)
+    if options.rounding == "dtype" and (caches["k_cache"].dtype != k.dtype or "q_scale" in tensors):
+        fail("rounding='dtype' does not go with a conversion, which rounds once from fp32; leave rounding out")
     written, read = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}, {"v": v}
     (written if options.inplace else read)["q"] = q
     (written if options.rotate_k else read)["k"] = k
@@ -347,11 +347,14 @@ def check_into(
         if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
             check_ranks(letter, x, len(out), options, fail)
             x = by_rank(x, options.layout, len(out))
-        if out.shape != x.shape or out.dtype != dtype or out.device != q.device:
-            swapped = out.dim() == 4 and out.transpose(1, 2).shape == x.shape
+        shape = (*x.shape[:-1], x.shape[-1] // (PER_ITEM.get(dtype, 1) if letter in dtypes else 1))
+        if out.shape != shape or out.dtype != dtype or out.device != q.device:
+            swapped = out.dim() == 4 and out.transpose(1, 2).shape == shape
             hint = "; pass its transpose(1, 2)" if swapped else ""
             had = f"{label} is {tuple(out.shape)} {out.dtype} on {out.device}"
-            fail(f"{had}; it must be {tuple(x.shape)} {dtype} on {q.device}{hint}")
+            fail(f"{had}; it must be {shape} {dtype} on {q.device}{hint}")
+        if shape[-1] != x.shape[-1] and out.stride(-1) != 1:
+            fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
         require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
     read = {label: x for label, x in tensors.items() if label not in labels}
     _refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")

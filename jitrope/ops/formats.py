@@ -98,12 +98,16 @@ def empty_elements(x: Tensor, word: str) -> Tensor:
     return torch.empty_like(x if per_item == 1 else x[..., : x.shape[-1] // per_item], dtype=dtype)
 
 
-def empty_scale(x: Tensor, o: Options) -> Tensor:
-    """A tensor for the scales of x. Swizzled scales are padded with zeros to whole tiles."""
+def empty_scale(x: Tensor, o: Options, per_item: int = 1) -> Tensor:
+    """A tensor for the scales of x. Swizzled scales are padded with zeros to whole tiles.
+
+    per_item: the elements of a head in an item of x.
+    """
     if not o.swizzled:
-        groups = (x.shape[-1] // o.group,) if o.group else ()
+        groups = (x.shape[-1] * per_item // o.group,) if o.group else ()
         return x.new_empty((*x.shape[:-1], *groups), dtype=SCALES[o.scale_out])
     batch, tokens, heads, dim = canonical(x, o.layout).shape
+    dim *= per_item
     rows, columns = -(-tokens // TILE[0]) * TILE[0], -(-dim // (o.group * TILE[1])) * TILE[1]
     whole = type(tokens) is int and (tokens, dim // o.group) == (rows, columns)  # every byte is written
     made = (x.new_empty if whole else x.new_zeros)((batch, heads, rows, columns), dtype=torch.uint8)

@@ -80,8 +80,6 @@ def call_into(
     op: Operation, tensors: Tensors, words: dict[str, Any], heads: Mapping[str, Any], v: Any = None
 ) -> Tensors:
     """The results of a call with the word `out`: `Ulysses`, or tensors; see `given_out`."""
-    if words.get("out_dtype") == "fp4":
-        raise InvalidInput(f"{op.function}: out does not go with fp4; copy its results")
     if isinstance(words["out"], Ulysses):
         if not hasattr(op, "by_rank"):
             raise InvalidInput(f"{op.function}: Ulysses does not go with {op.stage}")

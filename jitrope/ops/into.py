@@ -13,7 +13,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import Tensors, by_rank, sums_heads
+from ..plan.views import FORMATS, Tensors, by_rank, sums_heads
 from . import checks, reference
 from .fit import require_apart
 from .formats import empty_scale
@@ -87,14 +87,17 @@ class Into(Operation):
 class ScaledInto(Into):
     """The same for an operation that also returns scales."""
 
-    results = ("q_scale", "k_scale")
+    def __init__(self, base: Any) -> None:
+        super().__init__(base)
+        self.results = tuple([name for name in base.results if name.endswith("_scale")])
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         given = [(name, tensors[f"{name[0]}_out"]) for name in self.made(tensors, options)]
-        return {name: empty_scale(x, options) for name, x in given}
+        per_item = FORMATS[options.out_dtype].per_item
+        return {name: empty_scale(x, options, per_item) for name, x in given}
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return self.results if "k" in given else self.results[:1]
+        return tuple([name for name in self.results if name[0] in given])
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         made = self.fresh(tensors, options, 0)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import Any
-
 import torch
 
 from ..plan.options import LAYOUT_AXES, Options, changed
@@ -12,7 +9,7 @@ from ..plan.views import TABLE_NAMES, Tensors
 from .checks import check
 from .fit import check_heads, failing, label_of_table, named
 from .operation import ROTATION, Call, Operation, empty_like, turned_back
-from .reference import rotate
+from .reference import rope, rotate
 
 _OPTIONS = (*ROTATION, "v_dim")
 
@@ -40,7 +37,7 @@ def latent(t: Tensors, o: Options) -> Tensors:
     first, v = t["kv"].split([o.rotary_offset, o.v_dim], -1)
     k = torch.cat((first, t["k_pe"].expand(*first.shape[:-1], -1)), -1)
     copied = v.clone(memory_format=torch.contiguous_format)
-    return {"q": rotate(t["q"], t, o), "k": rotate(k, t, o), "v": copied}
+    return {**rope(t, o), "k": rotate(k, t, o), "v": copied}
 
 
 def latent_backward(t: Tensors, o: Options) -> Tensors:
@@ -49,7 +46,7 @@ def latent_backward(t: Tensors, o: Options) -> Tensors:
     summed = dk[..., offset:].float().sum(LAYOUT_AXES[o.layout][2], keepdim=True)
     k_pe = rotate(summed, t, changed(o, rotary_offset=0), out_dtype=dk.dtype, storage=dk.dtype)
     kv = torch.cat((rotate(dk, t, o)[..., :offset], t["dv"]), -1)
-    return {"q": rotate(t["dq"], t, o), "kv": kv, "k_pe": k_pe}
+    return {**rope({**t, "q": t["dq"]}, o), "kv": kv, "k_pe": k_pe}
 
 
 class _Latent(Operation):
@@ -63,8 +60,13 @@ class _Latent(Operation):
     check = staticmethod(check_latent)
     reference = staticmethod(latent)
 
-    def goes_bare(self, tensors: Container[str], asked: Mapping[str, Any]) -> bool:
-        return False
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+        """A rotation by angles of zero: the sum over k's heads is made where it is rotated."""
+        return options, self.with_one_row(name, tensors, options)
+
+    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
+        """A rank has at least so many tokens of a sequence that these rows hold all its positions."""
+        return (super().unrotated_rows(tensors, options) + 2) * options.cp_size
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         q, kv = tensors["q"], tensors["kv"]

@@ -69,7 +69,7 @@ class _RopePrepared(_Rope):
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
     tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?")
-    options: tuple[str, ...] = (*SERVING, "max_seqlen", "inverse", "out_dtype")
+    options: tuple[str, ...] = (*SERVING, *PLACED, "inverse", "out_dtype")
     words: tuple[str, ...] = (*options, "check")
     inplace = differentiable = False
     check = staticmethod(checks.check_fp8)
@@ -87,9 +87,8 @@ class _RopeKVCache(Operation):
         *("q_scale?", "k_scale?", "v_scale?"),
         *PAGE_TENSORS,
     )
-    options: tuple[str, ...] = (*SERVING, "rotate_k", "out_dtype", "clear_page")
+    options: tuple[str, ...] = (*NORMED, *PLACED, "rotate_k", "out_dtype", "clear_page")
     words: tuple[str, ...] = (*options, "check", "inplace")
-    tables = frozenset((*TABLE_WORDS, "q_factor"))
     results: tuple[str, ...] = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
     mutated: tuple[str, ...] = ("k_cache", "v_cache", "errors")
@@ -111,16 +110,17 @@ class _RopeKVCache(Operation):
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         results = self.reference(tensors, options)
-        if options.rotate_k:
-            tensors["k"].copy_(results["k"])
-        made = {name: results[name] for name in self.results}
-        return {"q": tensors["q"].copy_(made["q"])} if options.inplace else made
+        names = (*(("q",) if options.inplace else ()), *(("k",) if options.rotate_k else ()))
+        for name in names:
+            x = spare_stays(tensors[name], results[name], tensors, options) if options.inplace else results[name]
+            tensors[name].copy_(x)
+        return {name: tensors[name] if name in names else results[name] for name in self.results}
 
 
 class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options = (*SERVING, "max_seqlen", "inverse", "hadamard", "out_dtype")
+    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype")
     words = (*options, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
 
@@ -131,7 +131,7 @@ class _QKNormRopeScaled(Normed):
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
-    options = (*SERVING, "max_seqlen", "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
+    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
@@ -155,7 +155,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
     """The scales alone, each of a head of a batch row; `gather.with_scales` converts by them in a second launch."""
 
     name = "qk_norm_rope_scales"
-    options = (*SERVING, "max_seqlen", "inverse", "hadamard", "out_dtype", "per_row")
+    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype", "per_row")
     words = (*options, "norm", "check")
     results = ("q_scale", "k_scale")
     writes = ("q", "k", "v")
@@ -182,8 +182,8 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     tensors, mutated = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS), _RopeKVCache.mutated
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
-    options = (*_QKNormRopeKVCache.options, "group", "scale_out", "swizzled")
-    words = tuple([word for word in (*options, "norm", "check") if word != "inplace"])
+    options = (*SERVING, *PLACED, "rotate_k", "out_dtype", "clear_page", "hadamard", "group", "scale_out", "swizzled")
+    words = (*options, "norm", "check")
     results = ("q", "q_scale")
     inplace = False
     reference = staticmethod(reference.kv_cache_scaled)
@@ -328,13 +328,14 @@ PREPARED: dict[str, tuple[Operation, Operation]] = {
 }
 """The operations of `prepare_qkv`, without a norm and with one."""
 _PREPARED: tuple[Operation, ...] = (ROPE, *PREPARED["cache"], *PREPARED["quantize"], QK_NORM_ROPE_SCALED, QK_NORM_ROPE)
-for _op in (*_PREPARED, *PREPARED[""][:1]):
-    _op.into = (ScaledInto if _op is QK_NORM_ROPE_SCALED else Into)(_op)
+_INTO = (*_PREPARED, QK_NORM_ROPE_KV_CACHE_SCALED)
+for _op in (*_INTO, *PREPARED[""][:1]):
+    _op.into = (ScaledInto if "q_scale" in _op.results else Into)(_op)
     if "k" in _op.results:
         _op.by_rank = ByRank(_op)
 ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
 OPERATIONS: tuple[Operation, ...] = (
-    *(*_PREPARED, *[op.into for op in _PREPARED], *[op.by_rank for op in _PREPARED if "k" in op.results]),
+    *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
     *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS),

@@ -169,6 +169,8 @@ def check_pages(tensors: Tensors, options: Options, fail: Fail) -> None:
             fail(f"{label} has {len(tensors[label])} entries and {lengths} has {count}; {label} must have one more")
     if not ragged and len(table) < count:
         fail(f"page_table has {len(table)} rows and seq_lens has {count} entries; it must have as many rows")
+    if "cu_seqlens" in tensors and len(tensors["cu_seqlens"]) != count + 1:
+        fail(f"cu_seqlens has {len(tensors['cu_seqlens'])} entries and {lengths} has {count}; it must have one more")
     tokens = batch * seqlen
     if "cu_seqlens_q" not in tensors and tokens and (not count or tokens % count):
         fail(f"{lengths} has {count} entries for {tokens} tokens; pass cu_seqlens_q")

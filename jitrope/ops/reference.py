@@ -335,6 +335,8 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         slots = t["slot_mapping"].flatten().long()
     page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
     kept = (slots >= 0) & (slots < k_cache.shape[0] * page_size)
+    spare = table_rows(len(slots), slots.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
+    kept = kept if spare is None else kept & ~spare
     page, row = slots[kept] // page_size, slots[kept] % page_size if k_cache.dim() == 4 else None
     for name, x, in_fp32 in (("k", out["k"], exact["k"]), ("v", out.pop("v", t["v"]), exact.get("v", t["v"]))):
         cache = t[f"{name}_cache"]

@@ -1,0 +1,117 @@
+"""The presets of `examples/bench/presets.py`, at a few tokens, against plain torch: results, gradients, launches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from examples.bench import chains, harness
+from examples.bench.presets import PRESETS, Preset, case
+from examples.bench.rope import small
+
+from .devices import DEVICES
+from .host import backend
+
+GUIDE = (Path(__file__).parent.parent / "examples" / "README.md").read_text()
+MODELS = {
+    "qwen3": "Qwen3",
+    "gemma4": "Gemma 4",
+    "llama4": "Llama 4",
+    "hunyuan": "Hunyuan",
+    "te-mha": "TransformerEngine",
+    "cogvideox": "CogVideoX, HunyuanDiT",
+    "cogview4": "CogView4",
+    "hunyuandit": "CogVideoX, HunyuanDiT",
+    "qwen3-vl-decode": "Qwen3-VL, decode and prefill",
+    "qwen3-vl-prefill": "Qwen3-VL, decode and prefill",
+    "deepseek-indexer": "DeepSeek V3.2's indexer",
+    "deepseek-mla": "DeepSeek V3",
+    "deepseek-mla-thd": "DeepSeek V3, packed",
+    "deepseek-mla-cp": "DeepSeek V3, packed",
+    "deepseek-mla-decode": "DeepSeek V3, decode",
+    "qwen3.5": "Qwen3-Next, 3.5",
+    "qwen3.5-packed": "Qwen3-Next, 3.5",
+    "wan-ulysses": "Wan on several GPUs",
+    "flux-fp8": "FLUX, fp8 attention",
+    "flux-fp8-heads": "FLUX, fp8 attention",
+}
+"""The names in the guide's table of models."""
+LAUNCHES = {"deepseek-indexer": 2, "flux-fp8-heads": 2}
+BACKWARD = {"gemma4": 2}
+"""Launches of a call, where there is more than one."""
+TRAINED = [name for name, preset in PRESETS.items() if preset.trained]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of a preset's inputs."""
+    for module in (chains, harness):
+        monkeypatch.setattr(module, "DEVICE", request.param)
+    return str(request.param)
+
+
+def made(preset: Preset) -> chains.Inputs:
+    torch.manual_seed(3)
+    return preset.make(small(preset.shape), preset.rotary_dim or preset.shape[-1])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_results_are_those_of_plain_torch(name: str, device: str) -> None:
+    torch.manual_seed(3)
+    own = case(name, False, smoke=True)
+    inputs = own.inputs()
+    assert inputs.q.device.type == device
+    harness.agree(own, inputs)
+
+
+def leaves_of(x: chains.Inputs, trained: tuple[str, ...], dtype: torch.dtype) -> tuple[chains.Inputs, list[Tensor]]:
+    """The inputs in a dtype, and those of them that get gradients: the trained ones, weights and biases."""
+    fields: dict[str, Any] = {name: getattr(x, name).detach().to(dtype).requires_grad_() for name in trained}
+    pairs = {name: tuple([w.to(dtype).requires_grad_() for w in getattr(x, name)]) for name in ("weights", "biases")}
+    return x._replace(**fields, **pairs), [*fields.values(), *[w for pair in pairs.values() for w in pair]]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_gradients_are_those_of_plain_torch(name: str, device: str) -> None:
+    """Those of the chain in fp32, and of weights and biases where it has them."""
+    preset = PRESETS[name]
+    inputs, found = made(preset), []
+    for call, dtype in ((preset.ours, torch.bfloat16), (preset.plain, torch.float32)):
+        x, leaves = leaves_of(inputs, preset.trained, dtype)
+        outputs = tree_leaves(call(x))
+        generator = torch.Generator().manual_seed(4)
+        grads = [torch.randn(y.shape, generator=generator).to(y.device).bfloat16().to(y.dtype) for y in outputs]
+        found.append(torch.autograd.grad(outputs, leaves, grads, allow_unused=True))
+    assert all(x is not None for x in found[0][: len(preset.trained)])
+    for got, want in zip(*found):
+        assert (got is None) == (want is None)
+        if got is not None:
+            torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=2**-8 * float(want.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(backend.DEVICE != "cpu", reason="launches are counted on the host's kernels")
+@pytest.mark.parametrize("name", PRESETS)
+def test_launches(name: str) -> None:
+    preset = PRESETS[name]
+    x, leaves = leaves_of(made(preset), preset.trained, torch.bfloat16)
+    before = backend.launched.total()
+    with torch.set_grad_enabled(bool(preset.trained)):
+        outputs = tree_leaves(preset.ours(x))
+    forward = backend.launched.total()
+    assert forward - before == LAUNCHES.get(name, 1)
+    if preset.trained:
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
+        assert backend.launched.total() - forward == BACKWARD.get(name, 1)
+
+
+def test_each_preset_is_in_the_guide() -> None:
+    _, _, models = GUIDE.partition("\n## Models\n")
+    rows = [line.strip("|").split("|")[0].strip() for line in models.split("\n## ")[0].splitlines() if line[:1] == "|"]
+    assert set(MODELS) == set(PRESETS)
+    assert set(MODELS.values()) <= set(rows)
