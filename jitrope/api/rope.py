@@ -11,8 +11,8 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..base.signature import with_words
 from ..ops.dispatch import call
-from ..ops.gather import add, call_into, forget_positions, gather, placed, result, with_scales, with_v
-from ..ops.operations import PREPARED, QK_NORM_ROPE_JOINT, ROPE
+from ..ops.gather import add, call_into, chosen, forget_positions, gather, placed, result, with_scales, with_v
+from ..ops.operations import QK_NORM_ROPE_JOINT, ROPE
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.values import KVCache, Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
 from ..ops.words import parts, refuse_table_as_v, second_tables
@@ -144,6 +144,7 @@ def prepare_qkv(
     norm: Norm | None = None,
     cache: KVCache | None = None,
     quantize: Quantize | None = None,
+    hadamard: bool | str = False,
     inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
@@ -161,6 +162,7 @@ def prepare_qkv(
     norm: Norm | None = None,
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
+    hadamard: bool | str = False,
     inplace: bool = False,
     **words: Unpack[RopeWords],
 ) -> tuple[Tensor | Scaled, Tensor | Scaled | None, Tensor | None]:
@@ -184,6 +186,8 @@ def prepare_qkv(
         cache: store the rotated k, and v, in a KV cache.
         quantize: return q, and k if there is no cache, in fp8 with your scales (`Quantize`), or in fp8, int8 or fp4
             with computed scales, as `Scaled` (`DynamicQuantize`; with its per="head" or "kv_head" in two launches).
+        hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's
+            indexer in training): True, "rotary" or "rest", as in `Quantize`. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
             except v_out. v is copied to v_out, in the same launch if k and v have one shape and dtype, outside of
             across_heads without mean_squares, interleaved_out and tables for each head. With a cache only q_out can be
@@ -203,10 +207,7 @@ def prepare_qkv(
     dynamic = isinstance(quantize, DynamicQuantize)
     if not dynamic and quantize is not None and not isinstance(quantize, Quantize):
         refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    stage = "" if quantize is None else "dynamic" if dynamic and quantize.per == "token" else "quantize"
-    plain, normed = PREPARED[stage if cache is None else "cache dynamic" if dynamic else "cache"]
-    alone = norm is None and (cache is None or not getattr(cache, "whole_heads", False))
-    op = plain if alone and (quantize is None or "hadamard" not in quantize.words) else normed
+    op, own = chosen(norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
@@ -225,12 +226,12 @@ def prepare_qkv(
             forget_positions(tensors, asked)
     if cache is not None:
         add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
+    asked.update(own)
     if quantize is not None:
-        asked.update(quantize.words)
         scales = quantize.on(q) if quantize.given else {}
         if cache is not None and "k_scale" in scales:
-            own, instead = ("k_global_scale", "leave it out") if dynamic else ("k_scale", "give it to KVCache")
-            raise InvalidInput(f"prepare_qkv: quantize has a {own}, but k goes to the cache; {instead}")
+            label, instead = ("k_global_scale", "leave it out") if dynamic else ("k_scale", "give it to KVCache")
+            raise InvalidInput(f"prepare_qkv: quantize has a {label}, but k goes to the cache; {instead}")
         tensors.update(scales)
         if quantize.per != "token":
             found = with_scales(tensors, asked, quantize.per)

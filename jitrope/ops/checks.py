@@ -208,6 +208,12 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
     _check_norm(failing(name), tensors, options)
 
 
+def check_hadamard(name: str, tensors: Tensors, options: Options) -> None:
+    """The check of a call with a Hadamard transform."""
+    check_norm(name, tensors, options)
+    _check_whole_head(failing(name), tensors, options)
+
+
 def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with a norm and fp8 outputs."""
     fail = failing(name)

@@ -14,13 +14,31 @@ from ..plan.views import Tensors
 from .dispatch import call
 from .into import given_out, is_dense, joins_k
 from .operation import Operation
-from .operations import QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE
-from .quantize import Scaled
+from .operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE
+from .quantize import DynamicQuantize, Scaled, hadamard_words
 from .values import Positions, Ulysses, scales
 from .watch import sharded
 from .words import ONE_TABLE, rotates_heads, unexpected
 
 _TABLE_NAMES = (*ONE_TABLE, "cos", "sin")
+
+
+def chosen(norm: Any, cache: Any, quantize: Any, hadamard: Any) -> tuple[Operation, dict[str, Any]]:
+    """(the operation of `prepare_qkv` with these stages, the words of its conversion or its transform)."""
+    dynamic = isinstance(quantize, DynamicQuantize)
+    if quantize is None:
+        words = {} if hadamard is False else hadamard_words("prepare_qkv", hadamard)
+        stage = "hadamard" if words else ""
+    else:
+        if hadamard is not False:
+            raise InvalidInput("prepare_qkv: hadamard is given beside quantize, which has its own; give it to that")
+        words, stage = quantize.words, "dynamic" if dynamic and quantize.per == "token" else "quantize"
+    if cache is not None:
+        stage = "cache dynamic" if dynamic else "cache"
+    whole_heads = (
+        norm is not None or "hadamard" in words or (cache is not None and getattr(cache, "whole_heads", False))
+    )
+    return PREPARED[stage][whole_heads], words
 
 
 def gather(

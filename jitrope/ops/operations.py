@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor
 
-from ..plan.options import HEAD_WORDS, LAYOUT_AXES, NormOptions, Options, norm_of
+from ..plan.options import HEAD_WORDS, LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
 from ..plan.problem import Views, joint_parts
 from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view
 from . import checks, reference
@@ -219,6 +219,29 @@ class _QKNormRope(Normed):
         return {names[name[0]] + name[1:]: x for name, x in found.items()}
 
 
+class _QKNormRopeHadamard(_QKNormRope):
+    """q and k are multiplied by the Hadamard matrix last."""
+
+    name, stage = "qk_norm_rope_hadamard", "hadamard"
+    options = (*_QKNormRope.options, "hadamard")
+    words = (*options, "norm", "check", "inplace")
+    shards = False
+    check = staticmethod(checks.check_hadamard)
+    reference = staticmethod(reference.turned)
+
+    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        """The gradients are transformed by a launch of their own, because the matrix is its own transpose."""
+        own = dict(zip("qk", grads.values()))
+        words = {name: getattr(options, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
+        alone, tensors = resolved(self, own, {**words, "norm": NO_NORM})
+        grads = dict(zip(grads, call(self, tensors, alone).values()))
+        before = changed(options, hadamard="")
+        if norm_of(options).kind != NO_NORM.kind:
+            return super().gradient(call, saved, grads, before)
+        tables = {name: x for name, x in saved.items() if name not in self.names}
+        return ROPE.gradient(call, tables, grads, changed(before, norm=None))
+
+
 class _QKVNormRope(_QKNormRope):
     """v is normalised too, like q and k but without a weight. `gather.with_v` chooses it."""
 
@@ -315,7 +338,7 @@ class _QKNormRopeBackward(Operation):
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
 QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
-QKV_NORM_ROPE = _QKVNormRope()
+QKV_NORM_ROPE, QK_NORM_ROPE_HADAMARD = _QKVNormRope(), _QKNormRopeHadamard()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()
 QK_NORM_ROPE_SCALES = _QKNormRopeScales()
@@ -324,10 +347,14 @@ PREPARED: dict[str, tuple[Operation, Operation]] = {
     "quantize": (ROPE_FP8, QK_NORM_ROPE_FP8),
     "dynamic": (QK_NORM_ROPE_SCALED,) * 2,
     "cache dynamic": (QK_NORM_ROPE_KV_CACHE_SCALED,) * 2,
+    "hadamard": (QK_NORM_ROPE_HADAMARD,) * 2,
     "": (_RopePrepared(), QK_NORM_ROPE),
 }
 """The operations of `prepare_qkv`, without a norm and with one."""
-_PREPARED: tuple[Operation, ...] = (ROPE, *PREPARED["cache"], *PREPARED["quantize"], QK_NORM_ROPE_SCALED, QK_NORM_ROPE)
+_PREPARED: tuple[Operation, ...] = (
+    *(ROPE, *PREPARED["cache"], *PREPARED["quantize"]),
+    *(QK_NORM_ROPE_SCALED, QK_NORM_ROPE, QK_NORM_ROPE_HADAMARD),
+)
 _INTO = (*_PREPARED, QK_NORM_ROPE_KV_CACHE_SCALED)
 for _op in (*_INTO, *PREPARED[""][:1]):
     _op.into = (ScaledInto if "q_scale" in _op.results else Into)(_op)

@@ -56,7 +56,7 @@ class Quantize(Value):
         for label, scale in self.given.items():
             if not isinstance(scale, Tensor) and (scale is not None or label == "q_scale"):
                 scale_number("Quantize", label, scale)
-        self.tensors, self.words = {}, _hadamard("Quantize", hadamard)
+        self.tensors, self.words = {}, hadamard_words("Quantize", hadamard)
         form = _format("Quantize", dtype, FP8S)
         if form != "fp8":
             self.words["out_dtype"] = form
@@ -183,7 +183,7 @@ class DynamicQuantize(Value):
             raise InvalidInput(f"DynamicQuantize: fp4 does not go with per={self.per!r}; leave per out")
         if swizzled and ("group" not in self.words or "scale_out" not in self.words):
             raise InvalidInput("DynamicQuantize: swizzled needs scales of one byte; pass group and scale_dtype too")
-        self.words.update(_hadamard("DynamicQuantize", hadamard))
+        self.words.update(hadamard_words("DynamicQuantize", hadamard))
 
     def on(self, q: Tensor) -> Tensors:
         """The scales of whole tensors on q's device. Shapes and errors are those of `Quantize`."""
@@ -201,7 +201,7 @@ def _shown(words: dict[str, Any]) -> list[str]:
     return [f"{_LABELS.get(name, name)}={shown(values.get(x, x))}" for name, x in words.items()]
 
 
-def _hadamard(name: str, value: Any) -> dict[str, Any]:
+def hadamard_words(name: str, value: Any) -> dict[str, Any]:
     """The word for a Hadamard transform, if there is one."""
     if isinstance(value, str):
         return {"hadamard": word(name, "hadamard", value, HADAMARDS[2:])}

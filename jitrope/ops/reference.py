@@ -293,7 +293,7 @@ def _as_laid_out(view: Tensor, layout: str) -> Tensor:
 # ---- fp8 and caches --------------------------------------------------------------------------------
 
 
-def _turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
+def turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
     """q and k rotated, and normalised and transformed if asked."""
     turn = rope if o.norm is None else qk_norm_rope
     if not o.hadamard:
@@ -305,7 +305,7 @@ def _turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Ten
 def scaled(t: Tensors, o: Options) -> Tensors:
     """q and k divided by the scale of each head or group, whose largest element becomes the dtype's largest number."""
     out: Tensors = {}
-    for name, y in _turned(t, o, torch.float32).items():
+    for name, y in turned(t, o, torch.float32).items():
         values, scale = scaled_elements(y, o, t.get(f"{name}_scale"))
         out[name], out[f"{name}_scale"] = empty_elements(t[name], o.out_dtype).copy_(values), stored_scale(scale, o)
     return out
@@ -313,12 +313,12 @@ def scaled(t: Tensors, o: Options) -> Tensors:
 
 def scales_of_rows(t: Tensors, o: Options) -> Tensors:
     """The scale of each head of q and k in a batch row, as `scaled` computes that of a head."""
-    return {f"{name}_scale": row_scales(y, o) for name, y in _turned(t, o, torch.float32).items()}
+    return {f"{name}_scale": row_scales(y, o) for name, y in turned(t, o, torch.float32).items()}
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
     """Normalise q and k if asked, rotate them and divide them by their scales."""
-    made = _turned(t, o, torch.float32)
+    made = turned(t, o, torch.float32)
     return {name: divided(y, of_heads(t[f"{name}_scale"], o), o.out_dtype) for name, y in made.items()}
 
 
@@ -327,7 +327,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
 
     The caches are (slots, heads, dim) or (pages, rows, heads, dim).
     """
-    out, exact = _turned(t, o), _turned(t, o, torch.float32)
+    out, exact = turned(t, o), turned(t, o, torch.float32)
     k_cache = t["k_cache"]
     if "page_table" in t:
         slots = store_in_pages(t, canonical(t["q"], o.layout)[..., 0, 0].numel(), o.clear_page)
