@@ -20,7 +20,7 @@ static_assert(!MIXED, "refused by the host");
 static_assert(!V_NORM || COPY_V, "refused by the host");
 static_assert(!GIVEN_MEANS || !(ACROSS_HEADS || V_NORM || LAYER || TWO_STREAMS), "refused by the host");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V && !HADAMARD && !DYNAMIC), "refused by the host");
-static_assert(!(HADAMARD || DYNAMIC) || (CONVERTS && (!IN_PLACE || BLOCK_CACHE)), "refused by the host");
+static_assert(!DYNAMIC || (CONVERTS && (!IN_PLACE || BLOCK_CACHE)), "refused by the host");
 static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
 
 // ---- two streams -------------------------------------------------------------------------------
