@@ -131,7 +131,7 @@ __device__ __forceinline__ Angles load_angles(const Params& p, const Row& row, i
 
 // Asks L2 for what `load_angles` will load.
 __device__ __forceinline__ void ask_for_angles(const TablePair& t, const Row& row, int lane) {
-    if (PER_HEAD || (COPY_LANES > 0 && lane >= ROTARY_LANES)) return;
+    if (PER_HEAD || lane >= ROTARY_LANES) return;
     ask_for_table(t.cos, t.cos_stride, row, lane);
     if constexpr (!FREQS) ask_for_table(t.sin, t.sin_stride, row, lane);
 }

@@ -25,7 +25,7 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// Rows that must be loaded are found one token earlier, so that their angles can be asked for with the heads.
+// Rows that must be loaded or searched for are kept for the next token, and not found again.
 constexpr bool EARLY_ROWS = RING && (POSITION_IDS || PACKED);
 
 // Where a token of a walk lies. Most calls have one batch row, and then nothing is divided.

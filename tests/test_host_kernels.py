@@ -458,7 +458,7 @@ def test_norm_in_place_matches_reference(case: NormCase) -> None:
     assert_close(outputs, expected)
 
 
-@pytest.mark.parametrize("seed", [*range(8), 13])  # 13: a thread has k's last head and v's first
+@pytest.mark.parametrize("seed", [*range(8), 13])  # 13: an odd number of heads of k, before those of v
 def test_norm_seeded_sweep(seed: int) -> None:
     outputs, expected, _ = run_norm(random_norm_case(seed), ("auto", "token_linear", "grid_2d")[seed % 3])
     assert_close(outputs, expected)

@@ -113,7 +113,7 @@ def test_the_stages_after_it(stage: str, device: str) -> None:
     (q, k, v), (weights, tables) = inputs(device, torch.float32)
     if stage == "decode":  # the batch rows are the tokens
         q, k, v = (x[:, :1] for x in (q, k, v))
-    if stage == "linear":  # a thread has k's last head and v's first
+    if stage == "linear":  # an odd number of heads of k, before those of v
         jitrope.configure(launch="token_linear")
         k, v, weights = k[:, :, :3], v[:, :, :3], (weights[0], weights[1][:192])
     n = q.shape[1]

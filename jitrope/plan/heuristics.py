@@ -59,19 +59,21 @@ NORM_HEADS_PER_THREAD = 2
 FEW_ELEMENTS = 8
 NORM_THREADS_PER_SM = 640
 MAX_NORM_THREADS_PER_SM = 768
+SHORT_THREADS_PER_SM = 512
 """With a norm, a thread takes several neighbouring heads, with one set of weights and angles, and twice as many if it
 has FEW_ELEMENTS of each. The threads on an SM are limited so that each has enough registers; the limit is higher if
-some threads of a head idle. H200, x the copy, (1, 8192, 32 + 8, 128) halves rounded twice / (1, 4608, 24 + 24, 128)
-interleaved rounded twice: 640 threads 1.10 / 1.10, 512 1.09 / 1.18, 768 1.10 / 1.17. (1, 4096, 16 + 16, 80): 819
-threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80, two 1.96."""
+some threads of a head idle, and lower with wide angles, sines or fp64. H200, x the copy, (1, 8192, 32 + 8, 128) halves
+rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 640 threads 1.10 / 1.10, 512 1.09 / 1.18, 768 1.10 /
+1.17. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80,
+two 1.96."""
 
 MIN_RING_ACCESS = 8
 RING_BYTES = 40 * 1024
 """The most shared memory of a block for its next heads, which are on their way while it works on others (`ring.cuh`);
-48 kB are the limit. Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as many blocks as fit on
+48 kB is the limit. Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as many blocks as fit on
 the GPU at once. H200, x the copy, with / without: the calls above 1.09 / 1.19 and 1.10 / 1.18, the first one by ids and
-not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. With two tokens on their way, not one, by rows
-1.12. Without a norm a thread needs few registers, so enough threads run to hide the latency, and a walk costs more than
+not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on their way are slower than one (by
+rows 1.16, one 1.10 at that time). Without a norm a thread needs few registers, so enough threads run to hide the latency, and a walk costs more than
 it gains: rope of the same tokens 1.07 / 1.04, of 1024 packed sequences 1.10 / 1.04."""
 
 GRADIENT_HEADS_PER_THREAD = 2
@@ -168,10 +170,10 @@ def plan(problem: RopeProblem) -> Plan:
     short = p.full_width or p.freqs or p.rounding == "complex128"  # of registers
     if p.norm and not tiled:
         threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
-        resident = max(1, threads // spec.threads)
-        spec = replace(spec, blocks_per_sm=1 if short else resident, ring=has_ring(spec))
+        threads = min(threads, SHORT_THREADS_PER_SM) if short else threads
+        spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads), ring=has_ring(spec))
         if spec.ring:
-            grid = (min(grid[0], p.sm_count * resident), 1)
+            grid = (min(grid[0], p.sm_count * spec.blocks_per_sm), 1)
     return Plan(spec, grid, spec.threads, reason)
 
 
@@ -179,7 +181,9 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
     """The plan of a norm across heads, and of a norm's gradient, whose blocks walk over many tokens."""
     tiles = 1
     if not p.across_heads:
-        spec = replace(spec, heads_per_thread=_heads_per_thread(p, GRADIENT_HEADS_PER_THREAD))
+        # One head may be of k and the next of v.
+        of_thread = 1 if p.per_head else math.gcd(p.q_heads, p.heads, GRADIENT_HEADS_PER_THREAD)
+        spec = replace(spec, heads_per_thread=of_thread)
         teams = p.heads // spec.heads_per_thread
         tokens, heads = tile(teams, spec.team, GRADIENT_BLOCK_THREADS)
         tiles = -(-teams // heads)
