@@ -31,16 +31,19 @@ NAMES = re.compile(r"\w*apply_\w*rotary\w*")
 """The names of rope functions."""
 
 FUSED = "norm and rope fused"
-_ROPE_ONLY, _LEFT = "rope only: ", "left alone: "
+_ROPE_ONLY, _LEFT, _NO_NORM = "rope only: ", "left alone: ", "no norm of q and k was found"
 
 
 def attention(model: nn.Module) -> dict[type, list[nn.Module]]:
     """The modules of a model with a method that calls a rope function, by their classes."""
-    found: dict[type, list[nn.Module]] = {}
+    modules: dict[type, list[nn.Module]] = {}
     for module in model.modules():
-        owner = next((cls for cls in type(module).__mro__ if _calls_rope(cls)), None)
+        modules.setdefault(type(module), []).append(module)
+    found: dict[type, list[nn.Module]] = {}
+    for cls, some in modules.items():
+        owner = next((base for base in cls.__mro__ if _calls_rope(base)), None)
         if owner is not None:
-            found.setdefault(owner, []).append(module)
+            found.setdefault(owner, []).extend(some)
     return found
 
 
@@ -83,9 +86,8 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
         _host.placed[forward] = Placed(report.host, "forward", original, plan, undo)
         report._undo.append(partial(_host.restore, [forward]))
     else:
-        for name in plan.norms:
-            forms = {form for m in modules if isinstance(form := _form(m, name), NormForm)}
-            plan.norms[name] = tuple(dict.fromkeys((*plan.norms[name], *forms)))
+        for name, forms in plan.norms.items():
+            plan.norms[name] = tuple(dict.fromkeys((*forms, *_forms(modules, name)[0])))
     forms_of = {str(form) for forms in plan.norms.values() for form in forms}
     return f"{FUSED}{', the norm last' if plan.after else ''} ({'; '.join(sorted(forms_of))})"
 
@@ -112,24 +114,38 @@ def forwards(module: Any) -> Iterator[FunctionType]:
             yield function
 
 
-def _form(module: nn.Module, name: str) -> NormForm | str:
-    norm = getattr(module, name, None)
-    return recognise(norm) if isinstance(norm, nn.Module) else ""
+def _forms(modules: list[nn.Module], name: str) -> tuple[tuple[NormForm, ...], dict[type, str]]:
+    """The forms of the modules' norms of this name; by class, why other modules of this name have none."""
+    forms: list[NormForm] = []
+    reasons: dict[type, str] = {}
+    for module in modules:
+        norm = getattr(module, name, None)
+        if not isinstance(norm, nn.Module) or type(norm) in reasons or any(form.fits(norm) for form in forms):
+            continue
+        form = recognise(norm)
+        if isinstance(form, str):
+            reasons[type(norm)] = form
+        else:
+            forms.append(form)
+    return tuple(forms), reasons
 
 
 def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Placed], host: str) -> tuple[Plan, Any]:
     """The plan and the code of a forward. Raises ValueError with the reason why there are none."""
     source = Source(forward, {name: names(place.original) for name, place in places.items()})
-    called = {name: {_form(module, name) for module in modules} - {""} for name in source.modules()}
-    found = {name: tuple(f for f in forms if isinstance(f, NormForm)) for name, forms in called.items()}
-    norms = {name: forms for name, forms in found.items() if forms}
+    called = {name: _forms(modules, name) for name in source.modules()}
+    norms = {name: forms for name, (forms, _) in called.items() if forms}
     order = source.order(norms)
     if not order:
-        others = [name for name, forms in called.items() if forms and not found[name]]
-        some = sorted(f for name in others if source.order([*norms, name]) for f in called[name] if "orm" in str(f))
-        if some:
-            raise ValueError(str(some[0]))
-        raise ValueError("q or k is changed between norm and rope" if norms else "it has no norm of q and k")
+        unknown = {
+            name: why
+            for name, (_, reasons) in called.items()
+            for cls, why in reasons.items()
+            if "norm" in cls.__name__.lower()
+        }
+        if source.order([*norms, *unknown]):
+            raise ValueError(min(unknown.values()))
+        raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
     ropes = {name: Rope(FORMS[names(place.original)], place.what) for name, place in places.items()}
     plan = Plan(host, norms, ropes, order == "after")
     _try(plan, {name: place.original for name, place in places.items()}, modules)
@@ -141,19 +157,21 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
 
 def _try(plan: Plan, hosts: dict[str, Function], modules: list[nn.Module]) -> None:
     """Compare with the host. Raises ValueError if the bits differ, and notes whether norms may be across heads."""
-    across = []
-    for norm, forms in plan.norms.items():
-        some = {form: m for module in modules if (m := getattr(module, norm, None)) for form in forms if form.fits(m)}
-        for (form, module), (rope, host) in product(some.items(), hosts.items()):
-            variant = plan.ropes[rope].variant
-            for shape in variant.shapes:
-                for dtypes in _dtypes(variant):
-                    trial = partial(_same, plan, norm, form, module, rope, host, probe(host, variant, shape, 1, dtypes))
-                    if not trial():
-                        raise ValueError(f"{type(module).__name__} and {rope} in {dtypes[0]} have other bits")
-                    if shape[0] == 4 and not plan.after:
-                        plan.across = True
-                        across.append(trial(across=2 if shape[2] == shape[1] - 2 else 1))
+    across, plan.across = [], True
+    some = {
+        form: (name, norm)
+        for (name, forms), module in product(plan.norms.items(), modules)
+        for form in forms
+        if isinstance(norm := getattr(module, name, None), nn.Module) and form.fits(norm)
+    }
+    for (form, (name, norm)), (rope, host) in product(some.items(), hosts.items()):
+        variant = plan.ropes[rope].variant
+        for shape, dtypes in product(variant.shapes, _dtypes(variant)):
+            trial = partial(_same, plan, name, form, norm, rope, host, probe(host, variant, shape, 1, dtypes))
+            if not trial():
+                raise ValueError(f"{type(norm).__name__} and {rope} in {dtypes[0]} have other bits")
+            if shape[0] == 4 and not plan.after:
+                across.append(trial(across=2 if shape[2] == shape[1] - 2 else 1))
     plan.across = bool(across) and all(across)
 
 

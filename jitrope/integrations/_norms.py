@@ -62,8 +62,10 @@ def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
     plain = all(x is None or (type(x) in (nn.Parameter, Tensor) and x.dim() == 1) for x in (weight, bias))
-    if hooks or "forward" in own or not plain:
-        raise InvalidInput("a norm has hooks or an unusual weight")
+    if hooks or "forward" in own:
+        raise InvalidInput("a norm has hooks")
+    if not plain:
+        raise InvalidInput("a norm's weight is not a plain tensor with one axis")
     return weight, bias
 
 

@@ -62,7 +62,8 @@ class Source:
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Call):
                 continue
-            if self._rope(node) and all(map(_Names(self, norms, False, node.lineno).later, self._heads(node))):
+            heads = self._heads(node) if self._rope(node) else []
+            if heads and all(map(_Names(self, norms, False, node.lineno).later, heads)):
                 return "before"
             if self._called(node) in norms and _Names(self, (), True, node.lineno).later(node.args[0]):
                 found = "after"
@@ -80,8 +81,8 @@ class Source:
         """Whether a node is the function's definition."""
         if not isinstance(node, ast.FunctionDef) or node.name != self.function.__code__.co_name:
             return False
-        first = min(part.lineno for part in (node, *node.decorator_list))
-        return first == self.function.__code__.co_firstlineno  # type: ignore[no-any-return]
+        lines = [node.lineno, *(part.lineno for part in node.decorator_list)]
+        return min(lines) == self.function.__code__.co_firstlineno  # type: ignore[no-any-return]
 
     def _compiled(self, tree: ast.FunctionDef) -> CodeType:
         """The code of the function, compiled in a class of its name, as the host's."""
@@ -109,9 +110,11 @@ class Source:
         return node.func.id if named else ""  # type: ignore[attr-defined]
 
     def _heads(self, call: ast.Call) -> list[ast.expr]:
-        """The arguments of a rope function that are rotated."""
-        given = {**dict(zip(self.ropes[self._rope(call)], call.args)), **{w.arg or "": w.value for w in call.keywords}}
-        return [given[name] for name in ("q", "k", "x") if name in given]
+        """The arguments of a rope function that are rotated; none if one is missing."""
+        names = self.ropes[self._rope(call)]
+        given = {**dict(zip(names, call.args)), **{word.arg or "": word.value for word in call.keywords}}
+        heads = [name for name in names if name in ("q", "k", "x")]
+        return [given[name] for name in heads] if all(name in given for name in heads) else []
 
 
 def _statement(text: str, place: ast.stmt) -> ast.stmt:
