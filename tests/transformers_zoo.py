@@ -22,7 +22,8 @@ from jitrope.integrations import _attention
 
 SIZES = {
     r"(\w+_)?vocab_size(_\w+)?": 64,
-    r"d_model|((n|out|projection|model|hidden|text|decoder)_)?(embed_dim|embd|dim|hidden_size|embed)|width|output_dim": 32,
+    r"((n|out|projection|model|hidden|text|decoder)_)?(embed_dim|embd|dim|hidden_size|embed)": 32,
+    r"d_model|width|output_dim": 32,
     r".*(intermediate_size|ffn_dim|mlp_dim|n_inner|mlp_hidden_size|ffn_hidden_size).*|d_ff": 48,
     r"(num_)?(encoder_|decoder_|hidden_|n_)?layers?|depth|n_layer": 2,
     r"(num_|n_|encoder_|decoder_)?(attention_)?heads?": 4,
@@ -223,4 +224,6 @@ def choice(module: nn.Module) -> tuple[int, bool, bool] | None:
 
 def first(out: Any) -> Tensor:
     """The first tensor of a result."""
-    return out if isinstance(out, Tensor) else next(first(part) for part in out if part is not None)
+    if isinstance(out, Tensor):
+        return out
+    return next(first(part) for part in (out.values() if isinstance(out, dict) else out) if part is not None)

@@ -114,9 +114,9 @@ def forwards(module: Any) -> Iterator[FunctionType]:
             yield function
 
 
-def _forms(modules: list[nn.Module], name: str) -> tuple[tuple[NormForm, ...], dict[type, str]]:
-    """The forms of the modules' norms of this name; by class, why other modules of this name have none."""
-    forms: list[NormForm] = []
+def _forms(modules: list[nn.Module], name: str) -> tuple[dict[NormForm, nn.Module], dict[type, str]]:
+    """The forms of the norms of this name, each with a norm; by class, why other modules of this name have none."""
+    forms: dict[NormForm, nn.Module] = {}
     reasons: dict[type, str] = {}
     for module in modules:
         norm = getattr(module, name, None)
@@ -126,15 +126,16 @@ def _forms(modules: list[nn.Module], name: str) -> tuple[tuple[NormForm, ...], d
         if isinstance(form, str):
             reasons[type(norm)] = form
         else:
-            forms.append(form)
-    return tuple(forms), reasons
+            forms[form] = norm
+    return forms, reasons
 
 
 def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Placed], host: str) -> tuple[Plan, Any]:
     """The plan and the code of a forward. Raises ValueError with the reason why there are none."""
     source = Source(forward, {name: names(place.original) for name, place in places.items()})
     called = {name: _forms(modules, name) for name in source.modules()}
-    norms = {name: forms for name, (forms, _) in called.items() if forms}
+    found = {name: forms for name, (forms, _) in called.items() if forms}
+    norms = {name: tuple(forms) for name, forms in found.items()}
     order = source.order(norms)
     if not order:
         unknown = {
@@ -148,22 +149,20 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
         raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
     ropes = {name: Rope(FORMS[names(place.original)], place.what) for name, place in places.items()}
     plan = Plan(host, norms, ropes, order == "after")
-    _try(plan, {name: place.original for name, place in places.items()}, modules)
+    some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}
+    _try(plan, {name: place.original for name, place in places.items()}, some)
     return plan, source.rewritten(norms, _alias(forward))
 
 
 # ---- the trial -----------------------------------------------------------------------------------------
 
 
-def _try(plan: Plan, hosts: dict[str, Function], modules: list[nn.Module]) -> None:
-    """Compare with the host. Raises ValueError if the bits differ, and notes whether norms may be across heads."""
+def _try(plan: Plan, hosts: dict[str, Function], some: dict[NormForm, tuple[str, nn.Module]]) -> None:
+    """Compare with the host. Raises ValueError if the bits differ, and notes whether norms may be across heads.
+
+    some: a norm of each form, with its name.
+    """
     across, plan.across = [], True
-    some = {
-        form: (name, norm)
-        for (name, forms), module in product(plan.norms.items(), modules)
-        for form in forms
-        if isinstance(norm := getattr(module, name, None), nn.Module) and form.fits(norm)
-    }
     for (form, (name, norm)), (rope, host) in product(some.items(), hosts.items()):
         variant = plan.ropes[rope].variant
         for shape, dtypes in product(variant.shapes, _dtypes(variant)):

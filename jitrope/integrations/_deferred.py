@@ -157,7 +157,7 @@ class Turn:
         self.q, self.k, self.cos, self.sin, self.axis = rope.read(*arguments, **words)
         self.single = self.k is None
         self.out: tuple[Any, ...] = ()  # results of the host's function, or of ours
-        self.pending = True
+        self.pending, self.alone = True, False  # alone: the norms after it are computed, without its own results
 
     def like(self, other: Turn) -> bool:
         """Whether the heads of two calls can be rotated together."""
@@ -230,12 +230,17 @@ class Pass:
         except (InvalidInput, TypeError):
             return self._call(function, arguments, words)
         heads = (turn.q,) if turn.single else (turn.q, turn.k)
-        kind = Tensor if self.plan.after else Normed
-        if not self.plan.active or not all(isinstance(x, kind) for x in heads):
+        if not self.plan.active or not all(map(self._waits, heads)):
             return self._call(function, arguments, words)
         self.turns.append(turn)
         made = tuple([Turned(self, turn, i) for i in range(len(heads))])
         return made[0] if turn.single else made
+
+    def _waits(self, x: Any) -> bool:
+        """Whether a rotation of x can be in the launch of a norm: of one to come, or of one that is pending."""
+        if self.plan.after:
+            return isinstance(x, Tensor)
+        return isinstance(x, Normed) and x.norming.out is None and isinstance(x.norming.source, Tensor)
 
     def _call(self, function: Function, arguments: Any, words: Any) -> Any:
         return function(*[self.real(x) for x in arguments], **{name: self.real(x) for name, x in words.items()})
@@ -245,13 +250,14 @@ class Pass:
         if isinstance(x, tuple):
             return tuple([self.real(part) for part in x])
         if isinstance(x, Turned):
-            if x.turn.pending:
+            while x.turn.pending:
                 self._settle(x.turn)
             return _replay(x.turn.out[x.index], x.steps)
         if isinstance(x, Normed):
             norming = x.norming
-            if norming.out is None and isinstance(norming.source, Turned) and norming.source.turn.pending:
-                self._settle(norming.source.turn)
+            source = norming.source
+            if norming.out is None and isinstance(source, Turned) and source.turn.pending and not source.turn.alone:
+                self._settle(source.turn)
             if norming.out is None:
                 norming.finish(norming.module(self.real(norming.source)))
             self.norms = [other for other in self.norms if other is not norming]
@@ -262,6 +268,8 @@ class Pass:
         """Compute a call of rope with its norms, and all that goes into the same launch."""
         device = turn.cos.device.type
         try:
+            if turn.alone:
+                raise InvalidInput("a rotated tensor has another use than its norm")
             self._launch(self._together(turn))
         except InvalidInput as error:
             _host.note(self.plan.host, "host", f"not fused: {error.args[0]}", 0)
@@ -269,7 +277,7 @@ class Pass:
             turn.finish((out,) if turn.single else out)
         else:
             _host.note(self.plan.host, "fused", device=device)
-        self.turns = [other for other in self.turns if other.pending]
+        self.turns = [other for other in self.turns if other.pending and not other.alone]
 
     def _together(self, turn: Turn) -> list[Turn]:
         """The calls for the same launch: q's and k's, if they are two."""
@@ -280,8 +288,10 @@ class Pass:
         """Compute all results of one or two calls, their norms and perhaps v's."""
         heads = [(turn, i, x) for turn in turns for i, x in enumerate((turn.q, turn.k)) if x is not None]
         normed = [self._norm_of(turn, i) if self.plan.after else x for turn, i, x in heads]
-        tensors = [x if self.plan.after else x.x for _, _, x in heads]
         norms = [x.norming for x in normed]
+        if any(norm.out is not None for norm in norms):
+            raise InvalidInput("a normalised tensor has another use than its rotation")
+        tensors = [x if self.plan.after else x.x for _, _, x in heads]
         words, flat = _words(turns[0], tensors), tensors[0].dim() == 3
         across = [_is_across(x, tensor, words["layout"]) for x, tensor in zip(normed, tensors)]
         if across[0] and not self.plan.across:
@@ -301,13 +311,15 @@ class Pass:
         finished = norms if v is None else [*norms, v]
         if v is not None:
             v.finish(made[2])
-        if self.plan.after:
-            for norm, x in zip(norms, out):
+        for (turn, _, _), norm, x in zip(heads, norms, out):
+            if self.plan.after:
+                turn.alone = True
                 norm.finish(x)
+            else:
+                turn.out = (*turn.out, x)
         for turn in turns:
-            size = 1 if turn.single else 2
-            turn.finish(tuple(out[:size]))
-            out = out[size:]
+            if not self.plan.after:
+                turn.finish(turn.out)
         self.norms = [other for other in self.norms if not any(other is norm for norm in finished)]
 
     def _norm_of(self, turn: Turn, index: int) -> Normed:
