@@ -118,7 +118,7 @@ def _own(family: str) -> list[type]:
 
 
 def attention_classes(family: str) -> list[type]:
-    return [cls for cls in _own(family) if _attention._calls_rope(cls)]
+    return [cls for cls in _own(family) if _attention.calls_rope(cls)]
 
 
 def models(family: str) -> list[type]:

@@ -41,13 +41,14 @@ def attention(model: nn.Module) -> dict[type, list[nn.Module]]:
         modules.setdefault(type(module), []).append(module)
     found: dict[type, list[nn.Module]] = {}
     for cls, some in modules.items():
-        owner = next((base for base in cls.__mro__ if _calls_rope(base)), None)
+        owner = next((base for base in cls.__mro__ if calls_rope(base)), None)
         if owner is not None:
             found.setdefault(owner, []).extend(some)
     return found
 
 
-def _calls_rope(cls: type) -> bool:
+def calls_rope(cls: type) -> bool:
+    """Whether a class of modules has a method that calls a rope function."""
     methods = (_unwrapped(method) for method in vars(cls).values())
     return issubclass(cls, nn.Module) and any(f is not None and _ropes(f) for f in methods)
 
@@ -73,7 +74,7 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
     places = {name: _host.placed[f] for name, f in ropes.items() if f in _host.placed}
     if not places:
         return _LEFT + "jitrope does not replace its rope function"
-    plan = _plan_of(forward)
+    plan = plan_of(forward)
     if plan is None:
         try:
             plan, code = _made(forward, modules, places, report.host)
@@ -96,14 +97,41 @@ def _alias(forward: FunctionType) -> str:
     return "_jitrope_" + re.sub(r"\W", "_", forward.__qualname__)
 
 
-def _plan_of(forward: FunctionType) -> Plan | None:
-    placed = _host.placed.get(forward)
+def plan_of(forward: Any) -> Plan | None:
+    """The plan of a forward that is rewritten now."""
+    placed = _host.placed.get(_unwrapped(forward))
     return placed.what if placed is not None and isinstance(placed.what, Plan) else None
 
 
 def _restore(forward: FunctionType, code: Any, plan: Plan) -> None:
     plan.active = False
     forward.__code__ = code
+
+
+def turned(layer: Any, rope: Function, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """q and k, (B, S, H, D), transposed and rotated as in a layer, with its norms if they are fused."""
+    plan = None if layer is None else plan_of(type(layer).forward)
+    if plan is None:
+        return rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    run = Strict(plan)
+
+    def normed(x: Any, heads: Tensor) -> Any:
+        for name in plan.norms:
+            norm = getattr(layer, name)
+            width = heads.shape[-1] if getattr(norm, "weight", None) is None else norm.weight.numel()
+            if width == heads.shape[-1]:
+                return run.norm(name, norm, x)
+            if width == heads.shape[-2] * heads.shape[-1]:
+                return run.norm(name, norm, x.flatten(2)).view(heads.shape)
+        raise InvalidInput("the norms of this layer have other sizes than its heads")
+
+    def both(q: Any, k: Any) -> Any:
+        return run.rope(rope.__name__, rope, q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+    if plan.after:
+        last = [normed(x, heads) for x, heads in zip(both(q, k), (q, k))]
+        return tuple([run.real(x) for x in last])
+    return run.real(both(normed(q, q), normed(k, k)))
 
 
 def forwards(module: Any) -> Iterator[FunctionType]:

@@ -142,7 +142,8 @@ def _same(form: NormForm, module: nn.Module) -> bool:
 def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, 5, 3, PROBE_DIM, generator=generator, device="cpu")
-    x = (x * torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0]).view(-1, 1, 1)).to(dtype)  # eps matters in small rows
+    sizes = torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0], device="cpu")  # eps matters in small rows
+    x = (x * sizes.view(-1, 1, 1)).to(dtype)
     try:
         want = module(x)
         weight, bias = parameters_of(module)
