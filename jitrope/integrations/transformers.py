@@ -1,4 +1,4 @@
-"""transformers: rope of its model files, for every variant.
+"""transformers: rope of its model files, for every variant, in one launch with the norms of q, k and v.
 
 >>> from jitrope.integrations import transformers as jitrope_transformers
 >>> import transformers
@@ -16,6 +16,15 @@ calls each function that it finds, on small CPU tensors, and replaces it if one 
 bits in fp32. In bf16 and fp16 jitrope rounds once, so results may differ in the last bits. The other functions are not
 replaced, and the report gives the reason.
 
+Attention classes with norms of q and k directly before or after rope get norms and rope, and v's norm, in one launch.
+They are found by their code, and a class is fused only if a trial has the host's bits, in bf16 too:
+
+>>> qwen3 = transformers.Qwen3Model(transformers.Qwen3Config(num_hidden_layers=1, num_key_value_heads=2, **small))
+>>> with jitrope_transformers.enable(qwen3) as report:
+...     out = qwen3(torch.tensor([[1, 2, 3]]))
+>>> report.calls["fused"]
+1
+
 With the `kernels` library: `register_kernel_mapping(kernel_mapping())`, then `kernelize(model, mode=...)`.
 """
 
@@ -24,7 +33,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -73,7 +82,6 @@ def apply_rotary_pos_emb(
 # ---- replacing the hosts' functions --------------------------------------------------------------------
 
 
-@dataclass(repr=False)
 class Report(_host.Report):
     """The result of `enable`. As a context manager it undoes that `enable`, and no other.
 
@@ -86,8 +94,9 @@ class Report(_host.Report):
         attention: by the name of an attention class, whether its norms are fused with rope, or why not.
     """
 
-    host: str = "transformers"
-    attention: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__("transformers")
+        self.attention: dict[str, str] = {}
 
     def _replaced(self) -> str:
         fused = sum(what.startswith(FUSED) for what in self.attention.values())
