@@ -24,6 +24,7 @@ from jitrope.integrations import _host, _variants
 from jitrope.integrations import transformers as integration
 
 from .devices import DEVICES
+from .host import backend
 from .hosts import missing
 
 HOST = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
@@ -121,6 +122,22 @@ FUSED = {"qwen3": 2, "gemma3": 2, "gemma3n": 2, "gemma4": 2, "olmo2": 2, "qwen3-
 CLOSE = {"glm", "glm4", "phi3", "gpt-neox"}
 
 
+ON_HOST = backend.DEVICE == "cpu"  # CPU tensors stand in for those of a GPU
+
+
+@pytest.fixture(autouse=True)
+def _trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of norms are in plain torch, as beside a GPU."""
+
+    def fuse(*arguments: Any) -> str:
+        with backend.plain():
+            return original(*arguments)
+
+    original = integration.fuse
+    if ON_HOST:
+        monkeypatch.setattr(integration, "fuse", fuse)
+
+
 @pytest.fixture(autouse=True)
 def _stock() -> Iterator[None]:
     """After each test, no function is replaced."""
@@ -166,7 +183,8 @@ def test_model_and_gradients(name: str, device: str) -> None:
     assert report.calls == counts(name)
     assert stock.keys() == ours.keys()
     assert stock["logits"].std() > 0.01
-    if name not in CLOSE:
+    # Kernels sum the squares of such small heads in another order than torch.
+    if name not in CLOSE and not (name in FUSED and (ON_HOST or device != "cpu")):
         assert torch.equal(ours["logits"], stock["logits"])
     for key, want in stock.items():  # strides of gradients differ, and with them the order of sums over positions
         for got in (ours, back):
