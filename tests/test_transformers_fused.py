@@ -24,6 +24,7 @@ else:
     transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOST}")
 
 from . import transformers_zoo as zoo  # noqa: E402  it imports transformers
+from .hosts import group  # noqa: E402
 
 
 def words(text: str) -> list[str]:
@@ -69,8 +70,8 @@ qwen4_exp.Qwen4ExpTextQSAIndexer stablelm.StableLmAttention youtu.YoutuAttention
 )
 """Latent attention, which norms the latents; slices or products between norm and rope."""
 UNKNOWN = {
-    "chameleon.ChameleonAttention": "ChameleonLayerNorm: a norm's weight is not a plain tensor with one axis",
-    "cohere.CohereAttention": "CohereLayerNorm: a norm's weight is not a plain tensor with one axis",
+    "chameleon.ChameleonAttention": "ChameleonLayerNorm: a norm's weight must have one axis",
+    "cohere.CohereAttention": "CohereLayerNorm: a norm's weight must have one axis",
     "dory.DoryAttention": "DoryL2Norm: jitrope has no norm with its results",
 }
 COUNTS = {"fused": 64, "apart": 27, "unknown": 3, "no norm": 124, "no rope of jitrope": 17, "not made": 13}
@@ -219,7 +220,7 @@ def language_model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module
 
 @pytest.mark.parametrize("family", MODELS)
 def test_model(family: str) -> None:
-    """Logits and gradients, in fp32 and bf16, and restored afterwards."""
+    """Logits in fp32 and bf16, and all is restored afterwards."""
     for dtype in (torch.float32, torch.bfloat16):
         model = language_model(family, dtype)
         with torch.no_grad():
@@ -280,3 +281,74 @@ def test_v_is_in_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_deferred, "prepare_qkv", spy)
         zoo.run(model)
     assert seen == [True, True]
+
+
+# ---- other libraries around a layer --------------------------------------------------------------------
+
+
+def fused_calls(model: nn.Module, stock: Tensor, **words: Any) -> dict[str, int]:
+    """The calls of an enabled model, which must give the stock bits."""
+    with integration.enable(model, **words) as report, torch.no_grad():
+        assert torch.equal(zoo.run(model), stock)
+    return report.calls
+
+
+def test_accelerate_hooks() -> None:
+    """A hooked layer is fused; a hooked norm is called, because hooks may load its weight."""
+    qwen3 = language_model("qwen3")
+    hooks = pytest.importorskip("accelerate.hooks", reason="pip install accelerate")
+    with torch.no_grad():
+        want = zoo.run(qwen3)
+    first, second = (layer.self_attn for layer in qwen3.model.layers)
+    hooks.add_hook_to_module(first, hooks.ModelHook())
+    assert fused_calls(qwen3, want) == {"jitrope": 0, "host": 0, "fused": 2}
+    hooks.add_hook_to_module(second.q_norm, hooks.ModelHook())
+    with integration.enable(qwen3) as report, torch.no_grad():
+        assert torch.equal(zoo.run(qwen3), want)
+    assert report.calls == {"jitrope": 1, "host": 0, "fused": 1}
+    assert report.reasons == {"not fused: a norm has its own forward": 1}
+
+
+def test_peft() -> None:
+    """Adapters of projections; a norm in an adapter is another module, and is called."""
+    qwen3 = language_model("qwen3")
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    model = peft.get_peft_model(qwen3, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)).eval()
+    with torch.no_grad():
+        assert fused_calls(model, zoo.run(model)) == {"jitrope": 0, "host": 0, "fused": 2}
+    words = {"target_modules": ["q_proj"], "modules_to_save": ["k_norm"], "r": 2}
+    model = peft.get_peft_model(language_model("qwen3"), peft.LoraConfig(**words)).eval()
+    with torch.no_grad():
+        assert fused_calls(model, zoo.run(model)) == {"jitrope": 2, "host": 0}
+
+
+def test_gradient_checkpointing() -> None:
+    qwen3 = language_model("qwen3")
+    qwen3.train()
+    want = outcome(qwen3, {"input_ids": zoo.IDS})
+    qwen3.gradient_checkpointing_enable()
+    with integration.enable(qwen3) as report:
+        got = outcome(qwen3, {"input_ids": zoo.IDS})
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 4}
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))
+
+
+def test_fsdp2() -> None:
+    """Sharded layers are of derived classes, and hold plain parameters in a forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = language_model("qwen3")
+    want = outcome(model, {"input_ids": zoo.IDS})
+    with group(1):
+        for layer in model.model.layers:
+            fully_shard(layer.self_attn)
+            fully_shard(layer)
+        fully_shard(model)
+        with integration.enable(model) as report:
+            got = outcome(model, {"input_ids": zoo.IDS})
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 2}
+    assert torch.equal(got["out"], want["out"])
+    for name, value in want.items():
+        if name != "out":
+            torch.testing.assert_close(got[name].to_local(), value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))

@@ -57,15 +57,22 @@ def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         InvalidInput: the module must be called, because it has hooks or its own `forward` (both serve to offload), or a
             weight or bias that is not a plain tensor with one axis.
     """
+    weight, bias = _unhooked(module)
+    if not all(x is None or type(x) in (nn.Parameter, Tensor) for x in (weight, bias)):
+        raise InvalidInput("a norm's weight is not a plain tensor")
+    return weight, bias
+
+
+def _unhooked(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     # The module's own attribute access takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
     own, parameters = module.__dict__, module._parameters
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
-    plain = all(x is None or (type(x) in (nn.Parameter, Tensor) and x.dim() == 1) for x in (weight, bias))
-    if hooks or "forward" in own:
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise InvalidInput("a norm has hooks")
-    if not plain:
-        raise InvalidInput("a norm's weight is not a plain tensor with one axis")
+    if "forward" in own:
+        raise InvalidInput("a norm has its own forward")
+    weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
+    if not all(x is None or x.dim() == 1 for x in (weight, bias)):
+        raise InvalidInput("a norm's weight must have one axis")
     return weight, bias
 
 
@@ -82,7 +89,7 @@ def recognise(module: nn.Module) -> NormForm | str:
     """The form of a norm module, or the reason why it has none."""
     name = type(module).__name__
     try:
-        weight = parameters_of(module)[0]
+        weight = _unhooked(module)[0]  # it may be sharded now
     except InvalidInput as error:
         return f"{name}: {error.args[0]}"
     others = set(module._parameters) | set(module._buffers) | set(module._modules)
