@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from jitrope.integrations import _host, _variants
 from jitrope.integrations import transformers as integration
 
 from .devices import DEVICES
+from .host import backend
 from .hosts import missing
 
 HOST = "pip install 'transformers>=5.17' 'kernels>=0.17.2'"
@@ -83,26 +85,26 @@ DEEPSEEK = numbers(
 )
 QWEN2 = numbers("embed_dim=32 hidden_size=32")
 QWEN3 = numbers("intermediate_size=32 out_hidden_size=32 num_position_embeddings=16")
-# a model, and the calls of its rope functions in a forward pass
+# a model, and the calls of its rope functions in a forward pass that are not fused
 CASES: dict[str, tuple[Any, int]] = {
     "llama": (lambda: text("Llama"), 2),
     "llama-mqa": (lambda: text("Llama", num_key_value_heads=1), 2),
     "qwen2": (lambda: text("Qwen2"), 2),
-    "qwen3": (lambda: text("Qwen3", head_dim=16), 2),
+    "qwen3": (lambda: text("Qwen3", head_dim=16), 0),
     "gemma2": (lambda: text("Gemma2", head_dim=8), 2),
-    "gemma3": (lambda: text("Gemma3", "ForText", head_dim=8), 2),
+    "gemma3": (lambda: text("Gemma3", "ForText", head_dim=8), 0),
     "gemma3n": (  # q and k separately
         lambda: text("Gemma3n", "ForText", **GEMMA, num_kv_shared_layers=0, laurel_rank=4, layer_types=LAYERS),
-        4,
+        0,
     ),
-    "gemma4": (lambda: text("Gemma4", "ForText", **GEMMA, global_head_dim=16, layer_types=LAYERS), 4),
+    "gemma4": (lambda: text("Gemma4", "ForText", **GEMMA, global_head_dim=16, layer_types=LAYERS), 0),
     "glm": (lambda: text("Glm", head_dim=8), 2),
     "glm4": (lambda: text("Glm4", head_dim=8, rope_parameters=PARTIAL), 2),
     "phi": (lambda: text("Phi", rope_parameters=PARTIAL), 2),
     "phi3": (lambda: text("Phi3", rope_parameters=PARTIAL), 2),
     "gpt-neox": (lambda: text("GPTNeoX", rope_parameters=PARTIAL), 2),
     "cohere": (lambda: text("Cohere"), 2),
-    "olmo2": (lambda: text("Olmo2"), 2),
+    "olmo2": (lambda: text("Olmo2"), 0),
     "ernie": (lambda: text("Ernie4_5"), 2),
     "gpt-oss": (lambda: text("GptOss", head_dim=8, **MOE), 2),  # tables of half width
     "deepseek-v3": (lambda: text("DeepseekV3", **DEEPSEEK), 2),  # interleaved pairs into halves, k with one head
@@ -111,12 +113,29 @@ CASES: dict[str, tuple[Any, int]] = {
         lambda: vision_language(
             "Qwen3VL", {"rope_parameters": MROPE, "head_dim": 8}, {**QWEN3, "deepstack_visual_indexes": [0]}
         ),
-        4,
+        2,
     ),
 }
 # With partial rotary ours keeps the strides, while the hosts' concatenation is contiguous, so later matrix products may
 # sum in another order.
+FUSED = {"qwen3": 2, "gemma3": 2, "gemma3n": 2, "gemma4": 2, "olmo2": 2, "qwen3-vl": 2}  # launches with norms
 CLOSE = {"glm", "glm4", "phi3", "gpt-neox"}
+
+
+ON_HOST = backend.DEVICE == "cpu"  # CPU tensors stand in for those of a GPU
+
+
+@pytest.fixture(autouse=True)
+def _trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of norms are in plain torch, as beside a GPU."""
+
+    def fuse(*arguments: Any) -> str:
+        with backend.plain():
+            return original(*arguments)
+
+    original = integration.fuse
+    if ON_HOST:
+        monkeypatch.setattr(integration, "fuse", fuse)
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +152,12 @@ def prepared(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32)
     for parameter in model.parameters():  # some initialisations are zero, or too small to show rope
         parameter.data = torch.randn(parameter.shape) * 0.2
     return model.to(device, dtype).eval(), {key: value.to(device) for key, value in inputs.items()}
+
+
+def counts(name: str) -> dict[str, int]:
+    """The calls of a model's forward pass."""
+    fused = {"fused": FUSED[name]} if name in FUSED else {}
+    return {"jitrope": CASES[name][1], "host": 0, **fused}
 
 
 def outcome(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -155,10 +180,11 @@ def test_model_and_gradients(name: str, device: str) -> None:
     with integration.enable(model) as report:
         ours = outcome(model, inputs)
     back = outcome(model, inputs)
-    assert report.calls == {"jitrope": CASES[name][1], "host": 0}
+    assert report.calls == counts(name)
     assert stock.keys() == ours.keys()
     assert stock["logits"].std() > 0.01
-    if name not in CLOSE:
+    # Kernels sum the squares of such small heads in another order than torch.
+    if name not in CLOSE and not (name in FUSED and (ON_HOST or device != "cpu")):
         assert torch.equal(ours["logits"], stock["logits"])
     for key, want in stock.items():  # strides of gradients differ, and with them the order of sums over positions
         for got in (ours, back):
@@ -188,20 +214,19 @@ def test_generation_with_a_cache(device: str) -> None:
     assert report.calls["host"] == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "glm", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["llama", "glm", "deepseek-v3", "qwen3", "gemma4", "olmo2"])
 def test_compiled_fullgraph(name: str) -> None:
     model, inputs = prepared(name)
     torch.compiler.reset()
-    with integration.enable(model) as report:
+    with integration.enable(model):
         want = outcome(model, inputs)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        before = report.calls["jitrope"]
+        before = integration.calls.copy()
         for _ in range(10):  # more often than torch would recompile one function
             got = outcome(compiled, inputs)
             for key, value in want.items():
                 torch.testing.assert_close(got[key if key == "logits" else f"_orig_mod.{key}"], value)
-    assert report.calls["jitrope"] - before == CASES[name][1]  # counted when they are traced
-    assert report.calls["host"] == 0
+    assert integration.calls - before == Counter({k: n for k, n in counts(name).items() if n})  # counted when traced
 
 
 def test_compiled_fullgraph_of_calls_that_are_refused() -> None:
@@ -381,7 +406,7 @@ def test_nothing_is_copied(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rotate = _variants.apply_rope
 
     def spy(*arguments: Any, **words: Any) -> Any:
-        seen.append([x.data_ptr() for x in arguments])
+        seen.append([x.data_ptr() for x in (*arguments, words["cos"], words["sin"])])
         return rotate(*arguments, **words)
 
     monkeypatch.setattr(_variants, "apply_rope", spy)

@@ -102,12 +102,16 @@ def _device(*arguments: Any) -> str:
 
 
 class Placed(NamedTuple):
-    """The host, the name and the original of a replaced function, and a description of its replacement."""
+    """The host, the name and the original of a replaced function, and a description of its replacement.
+
+    undo: restores it, if it is not held by modules under its name.
+    """
 
     host: str
     name: str
     original: Any
     what: Any
+    undo: Function | None = None
 
 
 placed: dict[Any, Placed] = {}
@@ -251,7 +255,9 @@ def restore(functions: Iterable[Function]) -> None:
     """Undo replacements. Calls that still run reach the host's own function as before."""
     for function in functions:
         place = placed.pop(function, None)
-        if place is not None:
+        if place is not None and place.undo is not None:
+            place.undo()
+        elif place is not None:
             for holder in _holders(place.name, function):
                 setattr(holder, place.name, place.original)
 

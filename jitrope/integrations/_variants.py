@@ -33,6 +33,7 @@ class Variant(NamedTuple):
     partial: bool = False  # narrower tables rotate the first part of a head
     widens: bool = False  # the result has the dtype that q and the tables promote to, not q's
     axis: int = 1  # where the tables get the heads' axis, by default
+    bits: tuple[str, str] = ("", "")  # `rounding` with the host's bits in bf16, with bf16 and fp32 tables; "": none
     shapes: tuple[Shape, ...] = SHAPES  # the shapes for which this was tested
 
     def __str__(self) -> str:
@@ -42,29 +43,42 @@ class Variant(NamedTuple):
 
 
 Pair = tuple[Tensor, "Tensor | None"]
+Read = tuple[Tensor, "Tensor | None", Tensor, Tensor, "int | None"]
 
 
-def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> Pair:
-    """q and k rotated by variant v.
+def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> dict[str, Any]:
+    """The words of `apply_rope` for variant v.
 
     Args:
-        q, k: (B, H, S, D), (B, S, H, D), (H, S, D) or (S, H, D).
+        q: a tensor (B, H, S, D), (B, S, H, D), (H, S, D) or (S, H, D), or its stand-in with a shape. With three axes it
+            must get a first axis of size 1.
         cos, sin: (S, W) or (B, S, W).
         unsqueeze_dim: the place of the heads' axis in the tables, from the front or the end; default: v.axis.
 
     Raises:
-        InvalidInput: v was not tested with these shapes, or jitrope refuses the call.
+        InvalidInput: v was not tested with these shapes.
     """
     axis = v.axis if unsqueeze_dim is None else unsqueeze_dim
-    axes, width, dim = cos.dim(), cos.shape[-1], q.shape[-1]
+    axes, width, dim, q_axes = cos.dim(), cos.shape[-1], q.shape[-1], len(q.shape)
     axis = axis if axis >= 0 else axis + axes + 1
     rotary = 2 * width if v.table == "half" else width
     layout, position = ("bhsd", -2) if axis == axes - 2 else ("bshd", -3)
-    known = (q.dim(), axes, axis) in v.shapes and (rotary == dim or v.partial)
+    known = (q_axes, axes, axis) in v.shapes and (rotary == dim or v.partial)
     if not known or q.shape[position] != cos.shape[-2]:
         raise InvalidInput(f"q has shape {tuple(q.shape)} and cos {tuple(cos.shape)}, with {axis=}")
     if v.table == "first":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
+    words = {"cos": cos, "sin": sin, "layout": layout, "rotary_dim": rotary, "interleaved": v.interleaved}
+    return words if v.interleaved == v.interleaved_out else {**words, "interleaved_out": v.interleaved_out}
+
+
+def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> Pair:
+    """q and k rotated by variant v; the arguments are those of `words_of`.
+
+    Raises:
+        InvalidInput: v was not tested with these shapes, or jitrope refuses the call.
+    """
+    words = words_of(v, q, cos, sin, unsqueeze_dim)
     flat = q.dim() == 3
 
     def prepared(x: Tensor) -> Tensor:
@@ -72,41 +86,42 @@ def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, un
             x = x.to(torch.promote_types(x.dtype, cos.dtype))
         return x.unsqueeze(0) if flat else x
 
-    words: dict[str, Any] = {"interleaved": v.interleaved, "interleaved_out": v.interleaved_out, "rotary_dim": rotary}
-    out = apply_rope(prepared(q), None if k is None else prepared(k), cos, sin, layout=layout, **words)
+    out = apply_rope(prepared(q), None if k is None else prepared(k), **words)
     return (out[0].squeeze(0), None if out[1] is None else out[1].squeeze(0)) if flat else out
 
 
-# ---- the hosts' signatures, after the variant ------------------------------------------------------------
+# ---- the hosts' signatures -----------------------------------------------------------------------------
 
 
-def rotate_pair(
-    v: Variant, q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int | None = None
-) -> Pair:
-    """`rotate`, but k must be given."""
+def _pair(q: Any, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int | None = None) -> Read:
     if k is None:
         raise InvalidInput("k is None; the hosts' functions return different results for that")
-    return rotate(v, q, k, cos, sin, unsqueeze_dim)
+    return q, k, cos, sin, unsqueeze_dim
 
 
-def _rotate_pair_by_ids(
-    v: Variant, q: Tensor, k: Tensor, cos: Any, sin: Any, position_ids: Any = None, unsqueeze_dim: int | None = None
-) -> Pair:
+def _pair_by_ids(
+    q: Any, k: Any, cos: Any, sin: Any, position_ids: Any = None, unsqueeze_dim: int | None = None
+) -> Read:
     if position_ids is not None:
         raise InvalidInput("position_ids are given; the hosts' functions differ in their use")
-    return rotate_pair(v, q, k, cos, sin, unsqueeze_dim)
+    return _pair(q, k, cos, sin, unsqueeze_dim)
 
 
-def _rotate_single(v: Variant, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> Tensor:
-    return rotate(v, x, None, cos, sin, unsqueeze_dim)[0]
+def _single(x: Any, cos: Any, sin: Any, unsqueeze_dim: int | None = None) -> Read:
+    return x, None, cos, sin, unsqueeze_dim
 
 
-FORMS: dict[tuple[str, ...], Function] = {  # by the names of the parameters
-    ("q", "k", "cos", "sin", "unsqueeze_dim"): rotate_pair,
-    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _rotate_pair_by_ids,
-    ("x", "cos", "sin", "unsqueeze_dim"): _rotate_single,
-    ("q", "k", "cos", "sin"): rotate_pair,  # the axis is fixed in the function
+FORMS: dict[tuple[str, ...], Function] = {  # by the names of the parameters: read q, k or None, cos, sin, unsqueeze_dim
+    ("q", "k", "cos", "sin", "unsqueeze_dim"): _pair,
+    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _pair_by_ids,
+    ("x", "cos", "sin", "unsqueeze_dim"): _single,
+    ("q", "k", "cos", "sin"): _pair,  # the axis is fixed in the function
 }
+
+
+def rotate_pair(v: Variant, *arguments: Any, **words: Any) -> Pair:
+    """`rotate`, but k must be given."""
+    return rotate(v, *_pair(*arguments, **words))
 
 
 def _parameters(host: Function) -> list[inspect.Parameter]:
@@ -124,7 +139,12 @@ def names(host: Function) -> tuple[str, ...]:
 
 def replacement(host: Function, v: Variant) -> Function:
     """Our function with the host's signature for variant v. It raises InvalidInput for calls that v does not cover."""
-    return partial(FORMS[names(host)], v)
+    return partial(_replaced, v, FORMS[names(host)])
+
+
+def _replaced(v: Variant, read: Function, *arguments: Any, **words: Any) -> Any:
+    q, k = rotate(v, *read(*arguments, **words))
+    return q if k is None else (q, k)
 
 
 # ---- recognising ---------------------------------------------------------------------------------------
@@ -164,7 +184,22 @@ def _completed(host: Function, v: Variant) -> Variant | str:
     wide = [_same(host, v._replace(widens=widens), shape, dtypes=(bf16, fp32)) for widens in (False, True)]
     if True not in wide or not _same(host, v, shape, dtypes=(bf16, bf16)):
         return "the dtype of its results is not one of jitrope's"
-    return v._replace(widens=wide[0] is not True)
+    v = v._replace(widens=wide[0] is not True)
+    return v._replace(bits=(_rounding(host, v, bf16), "" if v.widens else _rounding(host, v, fp32)))
+
+
+def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
+    """The rounding that has the host's bits for heads in bf16 and these tables, or ""."""
+    arguments = probe(host, v, v.shapes[0], dtypes=(torch.bfloat16, tables))
+    q, k, cos, sin, axis = FORMS[names(host)](*arguments)
+    words = words_of(v, q, cos, sin, axis)
+    want = host(*arguments)
+    for rounding in ("dtype", "fp32"):
+        heads = [x if x is None or x.dim() == 4 else x.unsqueeze(0) for x in (q, k)]
+        out = apply_rope(*heads, rounding=rounding, **words)
+        if all(torch.equal(a.view_as(b), b) for a, b in zip(out, [want] if k is None else want) if a is not None):
+            return rounding
+    return ""
 
 
 def probe(host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any = (torch.float32,) * 2) -> list[Any]:

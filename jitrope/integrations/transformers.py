@@ -1,4 +1,4 @@
-"""transformers: rope of its model files, for every variant.
+"""transformers: rope of its model files, for every variant, in one launch with the norms of q, k and v.
 
 >>> from jitrope.integrations import transformers as jitrope_transformers
 >>> import transformers
@@ -16,13 +16,21 @@ calls each function that it finds, on small CPU tensors, and replaces it if one 
 bits in fp32. In bf16 and fp16 jitrope rounds once, so results may differ in the last bits. The other functions are not
 replaced, and the report gives the reason.
 
+Attention classes with norms of q and k directly before or after rope get norms and rope, and v's norm, in one launch.
+They are found by their code, and a class is fused only if a trial has the host's bits, in bf16 too:
+
+>>> qwen3 = transformers.Qwen3Model(transformers.Qwen3Config(num_hidden_layers=1, num_key_value_heads=2, **small))
+>>> with jitrope_transformers.enable(qwen3) as report:
+...     out = qwen3(torch.tensor([[1, 2, 3]]))
+>>> report.calls["fused"]
+1
+
 With the `kernels` library: `register_kernel_mapping(kernel_mapping())`, then `kernelize(model, mode=...)`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +43,7 @@ from torch import Tensor, nn
 
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
-from ._host import Report
+from ._attention import FUSED, NAMES, attention, forwards, fuse
 from ._variants import Variant, recognise, replacement, rotate, rotate_pair
 
 calls = _host.calls["transformers"]
@@ -73,22 +81,48 @@ def apply_rotary_pos_emb(
 
 # ---- replacing the hosts' functions --------------------------------------------------------------------
 
-_NAMES = re.compile(r"\w*apply_\w*rotary\w*")
+
+class Report(_host.Report):
+    """The result of `enable`. As a context manager it undoes that `enable`, and no other.
+
+    `calls` also counts the "fused" launches, each with the norms of a layer.
+
+    >>> Report().calls
+    {'jitrope': 0, 'host': 0}
+
+    Attributes:
+        attention: by the name of an attention class, whether its norms are fused with rope, or why not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("transformers")
+        self.attention: dict[str, str] = {}
+
+    def _replaced(self) -> str:
+        fused = sum(what.startswith(FUSED) for what in self.attention.values())
+        classes = "1 attention class" if fused == 1 else f"{fused} attention classes"
+        return super()._replaced() + (f", {FUSED} in {classes}" if fused else "")
+
+    def table(self) -> str:
+        """A line for each function and for each attention class of the model: what was done, or why it was not."""
+        return "\n".join([super().table(), *(f"{name}: {what}" for name, what in self.attention.items())])
 
 
-def enable(model: nn.Module | None = None) -> Report:
-    """Use jitrope's rope in a model, or in every model with a loaded file.
+def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
+    """Use jitrope's rope in a model, or in every model with a loaded file, and fuse it with the norms of q, k and v.
 
     Functions of a model file are replaced for all models of that file, wherever they are held. Enabling twice changes
     nothing.
 
     Args:
-        model: its files are searched; None: all loaded model files.
+        model: its files are searched; None: all loaded model files, without their norms.
+        fuse_norm: True: the norms of q, k and v are in the launch of rope, in the attention classes of the model where
+            a trial gives the host's bits. False: only rope is replaced.
 
     Returns:
         A report: `replaced` (each function's name and variant), `left` (functions that are not replaced, and why),
-        `calls` since then, by jitrope or, for dtypes and shapes that jitrope refuses, by the host, and the `reasons`.
-        It is a context manager.
+        `attention` (each attention class, and whether its norms are fused), `calls` since then, by jitrope, fused or,
+        for dtypes and shapes that jitrope refuses, by the host, and the `reasons`. It is a context manager.
 
     Raises:
         ImportError: transformers is not installed.
@@ -102,10 +136,10 @@ def enable(model: nn.Module | None = None) -> Report:
         (module, name, function)
         for module in _files(model)
         for name, function in list(vars(module).items())
-        if _NAMES.fullmatch(name) and callable(function)
+        if NAMES.fullmatch(name) and callable(function)
     ]
     variants = {f: _host.placed[f].what if f in _host.placed else recognise(f) for _, _, f in found}
-    report = Report("transformers")
+    report = Report()
     for module, name, function in found:
         variant = variants[function]
         if isinstance(variant, str):
@@ -117,6 +151,8 @@ def enable(model: nn.Module | None = None) -> Report:
         where = "the loaded model files have" if model is None else f"the file of {type(model).__name__} has"
         hint = "" if model is not None or why else "; load the model first, or pass it"
         raise JitropeError(f"{where} no rope function that jitrope can replace{why}{hint}")
+    for cls, modules in attention(model).items() if model is not None and fuse_norm else ():
+        report.attention[f"{cls.__module__}.{cls.__name__}"] = fuse(cls, modules, report)
     return report
 
 
@@ -126,6 +162,7 @@ def disable(model: nn.Module | None = None) -> None:
         _host.disable("transformers")
     else:
         held = [function for module in _files(model) for function in vars(module).values() if callable(function)]
+        held += [function for module in _files(model) for function in forwards(module)]
         _host.restore([ours for ours in list(_host.placed) if any(ours is function for function in held)])
 
 

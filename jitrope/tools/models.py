@@ -7,11 +7,13 @@ import inspect
 import json
 import re
 import textwrap
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.arguments import word
 from ..base.config import log
@@ -112,10 +114,11 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
     try:
         file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         others = [n for n in vars(file) if re.match(r"apply_(?!rotary_pos_emb(_vision)?$)\w*rotary", n)]
-        with drop_in.enable(), planning() as specs:
+        layers = _layers(file, config, named)
+        with drop_in.enable(layers if len(layers) else None), planning() as specs:
             for tables in [] if others else _tables(file, config, named):
-                for batch in _BATCHES:
-                    _call(file, config, batch, tables)
+                for batch, layer in product(_BATCHES, layers or [None]):
+                    _call(file, config, named, batch, tables, layer)
     except (ImportError, AttributeError, KeyError, TypeError, RuntimeError, InvalidInput) as error:
         raise JitropeError(f"the rope of {kind} models is not known ({_short(error)}); {RECORD}") from error
     except JitropeError as error:
@@ -144,21 +147,36 @@ def _tables(file: Any, config: Any, dtype: torch.dtype) -> list[tuple[Tensor, ..
     return found
 
 
-def _call(file: Any, config: Any, batch: int, tables: tuple[Tensor, ...]) -> None:
+def _layers(file: Any, config: Any, dtype: torch.dtype) -> nn.ModuleList:
+    """A layer of each attention class for text, without its weights' values."""
+    from ..integrations._attention import calls_rope
+
+    layers = nn.ModuleList()
+    for name, cls in vars(file).items():
+        if isinstance(cls, type) and "Vision" not in name and cls.__module__ == file.__name__ and calls_rope(cls):
+            with suppress(Exception), torch.device("meta"):  # a class of another part has another configuration
+                layers.append(cls(config, layer_idx=0).to(dtype))
+    return layers
+
+
+def _call(file: Any, config: Any, dtype: torch.dtype, batch: int, tables: tuple[Tensor, ...], layer: Any) -> None:
     """Rotate q and k as attention has them, transposed views of a projection's output, forward and backward.
 
     The gradient of k is dense from fused attention. From eager attention with as many heads of k as of q it is the
     transpose of a product.
     """
+    from ..integrations._attention import turned
+
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     counts = heads, getattr(config, "num_key_value_heads", None) or heads
     shapes = [(batch, _TOKENS, count, size) for count in counts]
-    leaves = [torch.empty(s, dtype=tables[0].dtype, device="meta", requires_grad=True) for s in shapes]
+    leaves = [torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
     with torch.enable_grad():
-        out = file.apply_rotary_pos_emb(*(leaf.transpose(1, 2) for leaf in leaves), *tables)
+        out = turned(layer, file.apply_rotary_pos_emb, *leaves, *tables)
     dense = [torch.empty_like(x) for x in out]
-    torch.autograd.grad(out, leaves, dense, retain_graph=True)
+    leaves += [] if layer is None else [x for x in layer.parameters() if x.dim() == 1]
+    torch.autograd.grad(out, leaves, dense, retain_graph=True, allow_unused=True)
     if counts[0] == counts[1]:
         eager = [torch.empty_like(dense[0]), torch.empty_like(dense[1].mT, memory_format=torch.contiguous_format).mT]
-        torch.autograd.grad(out, leaves, eager)
+        torch.autograd.grad(out, leaves, eager, allow_unused=True)

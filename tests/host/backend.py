@@ -18,6 +18,7 @@ import ctypes
 import os
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,18 @@ class Kernel:
                 _library(self.spec).run(arguments, *grid, block)
 
         return enqueue
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """After `install`: CPU tensors run in plain torch here, as beside a GPU."""
+    on_gpu, watch.on_gpu = watch.on_gpu, lambda x: False
+    library.register("CPU", library._on_cpu)
+    try:
+        yield
+    finally:
+        watch.on_gpu = on_gpu
+        library.register("CPU", library.on_gpu)
 
 
 @cache

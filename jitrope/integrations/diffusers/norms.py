@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...api import prepare_joint_qkv, prepare_qkv
 from ...base.errors import InvalidInput
 from ...ops.values import Norm
+from .._norms import DEFAULT_EPS, in_autocast, parameters_of
 
 Pair = tuple[Tensor, Tensor]
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -25,9 +26,6 @@ _NORM_ROUNDING = {  # by a norm's class; see `jitrope.Norm`
     ("torch.nn.modules.normalization", "RMSNorm"): "once",
     ("diffusers.models.normalization", "RMSNorm"): "twice",
 }
-# A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
-# (its documentation, and ATen's rms_norm on CPU and CUDA).
-_DEFAULT_EPS = torch.finfo(torch.float32).eps
 
 
 class Norms(NamedTuple):
@@ -55,15 +53,10 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     rounding = _NORM_ROUNDING.get((type(module).__module__, type(module).__name__))
     if rounding is None:
         raise InvalidInput("there is no norm" if module is None else f"a norm is {type(module).__name__}")
-    # The module's own attribute access takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
-    parameters = module._parameters
-    weight = module.__dict__.get("weight", parameters.get("weight"))
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    plain = weight is None or (type(weight) in (nn.Parameter, Tensor) and weight.dim() == 1)
-    biased = module.__dict__.get("bias", parameters.get("bias")) is not None
-    if hooks or "forward" in module.__dict__ or biased or not plain:
-        raise InvalidInput("a norm has hooks, a bias or an unusual weight")
-    return weight, _DEFAULT_EPS if module.eps is None else module.eps, rounding
+    weight, bias = parameters_of(module)
+    if bias is not None:
+        raise InvalidInput("a norm has a bias")
+    return weight, DEFAULT_EPS if module.eps is None else module.eps, rounding
 
 
 def norms_of(x: Tensor, *modules: Any) -> Norms:
@@ -72,8 +65,7 @@ def norms_of(x: Tensor, *modules: Any) -> Norms:
     Raises:
         InvalidInput: one launch cannot compute them.
     """
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # torch has no autocast for meta tensors
+    if in_autocast(x):
         raise InvalidInput("autocast")
     weights, epsilons, roundings = zip(*map(norm_of, modules))
     if len(set(epsilons)) > 1 or len(set(roundings)) > 1:

@@ -1,0 +1,161 @@
+"""Recognise the norm modules of a host that has many, by calling them; and read a norm's weight for our launch.
+
+A `NormForm` describes the arithmetic and the module's attributes. `recognise` calls a copy of a module, with small
+random CPU parameters, and looks for the `jitrope.Norm` that gives the same bits in fp32 and bf16.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..api import prepare_qkv
+from ..base.errors import InvalidInput
+from ..ops.values import Norm
+
+PROBE_DIM = 8  # of a copy's weight
+# A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
+# (its documentation, and ATen's rms_norm on CPU and CUDA).
+DEFAULT_EPS = torch.finfo(torch.float32).eps
+
+
+class NormForm(NamedTuple):
+    """The arithmetic of a norm's class, and the attributes that it was found with."""
+
+    cls: type[nn.Module]
+    eps: str  # the attribute
+    kind: str
+    rounding: str
+    zero_centered: bool
+    mixed: bool = False  # with an fp32 weight the result keeps the dtype and the bits of x's norm
+    fixed: tuple[tuple[str, Any], ...] = ()  # other plain attributes, which must be the same
+    sizes: tuple[str, ...] = ()  # the attributes that are the width of its weight
+
+    def __str__(self) -> str:
+        kinds = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
+        return f"{kinds[self.kind]}{' of 1 + weight' if self.zero_centered else ''}, rounded {self.rounding}"
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether a module is of this form."""
+        return type(module) is self.cls and all(getattr(module, name) == value for name, value in self.fixed)
+
+    def words(self, module: nn.Module) -> dict[str, Any]:
+        """The words of `jitrope.Norm` for a module of this form."""
+        eps = getattr(module, self.eps)
+        own = {"kind": self.kind, "rounding": self.rounding, "zero_centered": self.zero_centered}
+        return {**own, "eps": DEFAULT_EPS if eps is None else eps}
+
+
+def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """A norm's weight and bias.
+
+    Raises:
+        InvalidInput: the module must be called, because it has hooks or its own `forward` (both serve to offload), or a
+            weight or bias that is not a plain tensor with one axis.
+    """
+    weight, bias = _unhooked(module)
+    if not all(x is None or type(x) in (nn.Parameter, Tensor) for x in (weight, bias)):
+        raise InvalidInput("a norm's weight is not a plain tensor")
+    return weight, bias
+
+
+def _unhooked(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    # The module's own attribute access takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
+    own, parameters = module.__dict__, module._parameters
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise InvalidInput("a norm has hooks")
+    if "forward" in own:
+        raise InvalidInput("a norm has its own forward")
+    weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
+    if not all(x is None or x.dim() == 1 for x in (weight, bias)):
+        raise InvalidInput("a norm's weight must have one axis")
+    return weight, bias
+
+
+def in_autocast(x: Tensor) -> bool:
+    """Whether autocast may change the dtypes of the host's norm of x."""
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)  # torch has no autocast for meta tensors
+
+
+# ---- recognising ---------------------------------------------------------------------------------------
+
+
+def recognise(module: nn.Module) -> NormForm | str:
+    """The form of a norm module, or the reason why it has none."""
+    name = type(module).__name__
+    try:
+        weight = _unhooked(module)[0]  # it may be sharded now
+    except InvalidInput as error:
+        return f"{name}: {error.args[0]}"
+    others = set(module._parameters) | set(module._buffers) | set(module._modules)
+    if others - {"weight", "bias"}:
+        return f"{name} has other parameters than a weight and a bias"
+    width = PROBE_DIM if weight is None else weight.shape[0]
+    plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and _is_plain(v)}
+    sizes = tuple(k for k, v in plain.items() if type(v) is not bool and v in (width, (width,)))
+    with torch.no_grad():
+        for eps, kind, rounding, zero_centered in product(
+            [k for k, v in plain.items() if type(v) is float or v is None],
+            ("rms_norm", "layer_norm"),
+            ("once", "twice"),
+            (False, True),
+        ):
+            fixed = tuple((k, v) for k, v in plain.items() if k not in sizes and k != eps)
+            form = NormForm(type(module), eps, kind, rounding, zero_centered, fixed=fixed, sizes=sizes)
+            if _same(form, module):
+                bf16, fp32 = torch.bfloat16, torch.float32
+                return form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
+    return f"{name}: jitrope has no norm with its results"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, tuple, list, type(None)))
+
+
+def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM, seed: int = 1) -> nn.Module:
+    """A copy of a norm with a random weight (and bias) of a few elements on the CPU."""
+    made = copy.copy(module)
+    generator = torch.Generator().manual_seed(seed)
+    given = {name: module.__dict__.get(name, module._parameters.get(name)) for name in ("weight", "bias")}
+    parameters: dict[str, Any] = dict.fromkeys(module._parameters)
+    for name, x in given.items():
+        made.__dict__.pop(name, None)
+        if x is not None:
+            value = torch.randn(width, generator=generator, device="cpu").to(dtype)
+            parameters[name] = nn.Parameter(value, requires_grad=False)
+    made.__dict__["_parameters"] = parameters
+    for name in form.sizes:
+        made.__dict__[name] = width if isinstance(getattr(module, name), int) else (width,)
+    return made
+
+
+def _same(form: NormForm, module: nn.Module) -> bool:
+    """Whether a form has a module's bits, also with another eps."""
+    for dtype in (torch.float32, torch.bfloat16):
+        probe = small(form, module, dtype)
+        if not _alike(form, probe, dtype):
+            return False
+        probe.__dict__[form.eps] = 0.01
+        if not _alike(form, probe, dtype):
+            return False
+    return True
+
+
+def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 5, 3, PROBE_DIM, generator=generator, device="cpu")
+    sizes = torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0], device="cpu")  # eps matters in small rows
+    x = (x * sizes.view(-1, 1, 1)).to(dtype)
+    try:
+        want = module(x)
+        weight, bias = parameters_of(module)
+        norm = Norm(weight, q_bias=bias, **form.words(module))
+        ours = prepare_qkv(x, None, None, norm=norm)[0]
+    except Exception:  # the host's code computes something else
+        return False
+    return isinstance(want, Tensor) and want.dtype == x.dtype and torch.equal(want, ours)

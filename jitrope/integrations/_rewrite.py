@@ -1,0 +1,213 @@
+"""Rewrite the code of an attention's forward, so that its norms and rope functions are called through a `Pass`.
+
+`self.q_norm(x)` becomes `_pass.norm("q_norm", self.q_norm, x)`, and `apply_rotary_pos_emb(q, k, cos, sin)` becomes
+`_pass.rope("apply_rotary_pos_emb", apply_rotary_pos_emb, q, k, cos, sin)`. Their results may be deferred (`_deferred`).
+A name to which such a result, or a view of it, is assigned anywhere may hold one too. These expressions stay where they
+are assigned to names, viewed, normalised or rotated. Everywhere else they become `_pass.real(...)`. All else stays.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import linecache
+import math
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+from ._deferred import VIEWS
+
+_PASS = "_jitrope_pass"
+_NOT_THE_CODE = "its loaded code is not that of its source"
+
+
+class Source:
+    """The source of a function, and what flows from norms to rope functions in it.
+
+    Args:
+        function: the host's, without decorators.
+        ropes: the parameters of each rope function, by its name in the code.
+
+    Raises:
+        ValueError: the code cannot be rewritten; the message is the reason.
+    """
+
+    def __init__(self, function: Any, ropes: dict[str, tuple[str, ...]]) -> None:
+        self.function, self.ropes = function, ropes
+        lines = linecache.getlines(function.__code__.co_filename, function.__globals__)
+        try:
+            whole = ast.parse("".join(lines))
+        except SyntaxError:
+            raise ValueError(_NOT_THE_CODE) from None
+        # The compiler treats calls of imported names in its own way, so the imports are compiled too.
+        self.imports = [node for node in whole.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        found = [node for node in ast.walk(whole) if self._is_it(node)]
+        if len(found) != 1 or not isinstance(found[0], ast.FunctionDef):
+            raise ValueError(_NOT_THE_CODE if lines else "its source is not there")
+        self.tree = found[0]
+        self.me = self.tree.args.args[0].arg if self.tree.args.args else ""
+        same = ("co_code", "co_names", "co_varnames", "co_freevars")
+        code = self._compiled(self.tree)
+        if any(getattr(code, name) != getattr(function.__code__, name) for name in same):
+            raise ValueError(_NOT_THE_CODE)
+
+    def modules(self) -> list[str]:
+        """The names of the modules that are called with one argument."""
+        return sorted({name for node in ast.walk(self.tree) if (name := self._called(node))})
+
+    def order(self, norms: Iterable[str]) -> str:
+        """ "before" or "after": the place of the norms at a rope function. "": some or all are at none."""
+        found, norms = "", set(norms)
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            heads = self._heads(node) if self._rope(node) else []
+            if heads and all(map(_Names(self, norms, False, node.lineno).later, heads)):
+                return "before"
+            if self._called(node) in norms and _Names(self, (), True, node.lineno).later(node.args[0]):
+                found = "after"
+        return found
+
+    def rewritten(self, norms: Iterable[str], plan: str) -> CodeType:
+        """The function's code with a `Pass` of the plan with this global name."""
+        tree = _Rewriter(self, _Names(self, norms, True)).visit(copy.deepcopy(self.tree))
+        tree.body = [_statement(f"{_PASS} = {plan}.begin()", tree.body[0]), *tree.body]
+        host = self.function.__code__
+        place = {name: getattr(host, name) for name in ("co_firstlineno", "co_qualname") if hasattr(host, name)}
+        return self._compiled(tree).replace(**place)
+
+    def _is_it(self, node: ast.AST) -> bool:
+        """Whether a node is the function's definition."""
+        if not isinstance(node, ast.FunctionDef) or node.name != self.function.__code__.co_name:
+            return False
+        lines = [node.lineno, *(part.lineno for part in node.decorator_list)]
+        return min(lines) == self.function.__code__.co_firstlineno  # type: ignore[no-any-return]
+
+    def _compiled(self, tree: ast.FunctionDef) -> CodeType:
+        """The code of the function, compiled in a class of its name, as the host's."""
+        bare = ast.FunctionDef(**{**vars(tree), "decorator_list": [], "returns": None})
+        owner = self.function.__qualname__.split(".")[-2:][0]
+        made: Any = ast.parse(f"class {owner}: pass")
+        made.body[0].body = [ast.fix_missing_locations(bare)]
+        made.body = [*self.imports, *made.body]
+        code: Any = compile(made, self.function.__code__.co_filename, "exec", dont_inherit=True)
+        for name in (owner, tree.name):
+            code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+        return code  # type: ignore[no-any-return]
+
+    def _called(self, node: ast.AST) -> str:
+        """The name of the module that is called: `self.name(x)`; "" for other code."""
+        if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
+            return ""
+        f = node.func
+        mine = isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id == self.me
+        return f.attr if mine and isinstance(f, ast.Attribute) else ""
+
+    def _rope(self, node: ast.AST) -> str:
+        """The name of the rope function that is called, or ""."""
+        named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self.ropes
+        return node.func.id if named else ""  # type: ignore[attr-defined]
+
+    def _heads(self, call: ast.Call) -> list[ast.expr]:
+        """The arguments of a rope function that are rotated; none if one is missing."""
+        names = self.ropes[self._rope(call)]
+        given = {**dict(zip(names, call.args)), **{word.arg or "": word.value for word in call.keywords}}
+        heads = [name for name in names if name in ("q", "k", "x")]
+        return [given[name] for name in heads] if all(name in given for name in heads) else []
+
+
+def _statement(text: str, place: ast.stmt) -> ast.stmt:
+    made = ast.parse(text).body[0]
+    for node in ast.walk(made):
+        ast.copy_location(node, place)
+    return made
+
+
+class _Names:
+    """The names that may hold a deferred result: of these norms, and of rope functions if asked; before a line."""
+
+    def __init__(self, source: Source, norms: Iterable[str], turned: bool, line: float = math.inf) -> None:
+        self.source, self.norms, self.turned = source, set(norms), turned
+        self.names: set[str] = set()
+        assigned = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign) and node.lineno < line]
+        size = -1
+        while size != len(self.names):
+            size = len(self.names)
+            for node in assigned:
+                for target in node.targets:
+                    self._assign(target, node.value)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            if self.later(value):
+                self.names.add(target.id)
+        elif isinstance(target, ast.Tuple):
+            same = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
+            parts = value.elts if same else [value] * len(target.elts)  # type: ignore[attr-defined]
+            for part, given in zip(target.elts, parts):
+                self._assign(part, given)
+
+    def later(self, node: ast.AST) -> bool:
+        """Whether an expression may be deferred."""
+        if isinstance(node, ast.Name):
+            return node.id in self.names and isinstance(node.ctx, ast.Load)
+        if not isinstance(node, ast.Call):
+            return False
+        if self.source._called(node) in self.norms or (self.turned and bool(self.source._rope(node))):
+            return True
+        return isinstance(node.func, ast.Attribute) and node.func.attr in VIEWS and self.later(node.func.value)
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, source: Source, names: _Names) -> None:
+        self.source, self.names = source, names
+
+    def visit(self, node: ast.AST) -> Any:
+        """Rewrite any code; a deferred expression becomes real."""
+        if self.names.later(node):
+            return ast.copy_location(_call("real", self.kept(node)), node)
+        return super().visit(node)
+
+    def kept(self, node: Any) -> Any:
+        """Rewrite an expression whose result may stay deferred."""
+        if not self.names.later(node) or isinstance(node, ast.Name):
+            return node if isinstance(node, ast.Name) else self.visit(node)
+        name, rope = self.source._called(node), self.source._rope(node)
+        if name in self.names.norms:
+            made = _call("norm", ast.Constant(name), node.func, self.kept(node.args[0]))
+        elif rope:
+            made = _call("rope", ast.Constant(rope), node.func, *map(self.kept, node.args))
+            made.keywords = [ast.keyword(word.arg, self.kept(word.value)) for word in node.keywords]
+        else:
+            node.func.value = self.kept(node.func.value)
+            node.args = [self.visit(x) for x in node.args]
+            node.keywords = [ast.keyword(word.arg, self.visit(word.value)) for word in node.keywords]
+            made = node
+        return ast.copy_location(made, node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        """A deferred result may be assigned to names."""
+        node.value = self._kept_for(node.targets, node.value)
+        node.targets = [self.visit(target) for target in node.targets]
+        return node
+
+    def _kept_for(self, targets: list[ast.expr], value: ast.expr) -> Any:
+        if len(targets) == 1 and isinstance(targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = zip(targets[0].elts, value.elts)
+            value.elts = [self._kept_for([target], part) for target, part in pairs]
+            return value
+        parts = [part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        return self.kept(value) if all(isinstance(part, ast.Name) for part in parts) else self.visit(value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
+        """A name that is changed in place must hold a tensor."""
+        self.generic_visit(node)
+        before: list[ast.stmt] = []
+        if isinstance(node.target, ast.Name) and node.target.id in self.names.names:
+            before = [_statement(f"{node.target.id} = {_PASS}.real({node.target.id})", node)]
+        return [*before, node]
+
+
+def _call(method: str, *arguments: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(_PASS, ast.Load()), method, ast.Load()), list(arguments), [])

@@ -1,0 +1,376 @@
+"""Norms in the launch of rope, in transformers: recognised modules and code, and what may surround a layer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import itertools
+import os
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from jitrope.integrations import _host, _norms, _rewrite
+from jitrope.integrations import transformers as integration
+
+HOST = "pip install 'transformers>=5.17'"
+if os.environ.get("CI"):  # CI has every host
+    import transformers
+else:
+    transformers = pytest.importorskip("transformers", reason=f"the host library is not installed: {HOST}")
+
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402  the layers below call it
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm  # noqa: E402
+
+from . import transformers_zoo as zoo  # noqa: E402
+from .test_transformers_fused import fused_calls, language_model  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _stock() -> Iterator[None]:
+    """After each test, no function is replaced."""
+    assert not _host.placed
+    yield
+    integration.disable()
+
+
+# ---- norms ---------------------------------------------------------------------------------------------
+
+
+class Double(nn.Module):
+    """A norm with another result."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class FixedEps(Double):
+    """A norm that does not use its eps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+
+
+class Grouped(Double):
+    """A norm with an option, which must be the same in other modules."""
+
+    def __init__(self, groups: int = 1) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unflatten(-1, (self.groups, -1))
+        return F.rms_norm(rows, rows.shape[-1:], None, self.eps).flatten(-2) * self.weight
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+RECOGNISED = {
+    "torch": (lambda: nn.RMSNorm(8, 1e-5), "RMSNorm, rounded once"),
+    "torch-default-eps": (lambda: nn.RMSNorm(8), "RMSNorm, rounded once"),
+    "layer": (lambda: nn.LayerNorm(8), "LayerNorm, rounded once"),
+    "layer-no-bias": (lambda: nn.LayerNorm(8, bias=False), "LayerNorm, rounded once"),
+    "wide": (lambda: nn.LayerNorm(64), "LayerNorm, rounded once"),
+    "qwen3": (lambda: Qwen3RMSNorm(16), "RMSNorm, rounded twice"),
+    "option": (Grouped, "RMSNorm, rounded twice"),
+    "bf16": (lambda: Qwen3RMSNorm(16).bfloat16(), "RMSNorm, rounded twice"),
+    "meta": (lambda: Qwen3RMSNorm(16).to("meta"), "RMSNorm, rounded twice"),
+    "double": (Double, "Double: jitrope has no norm with its results"),
+    "fixed-eps": (FixedEps, "FixedEps: jitrope has no norm with its results"),
+    "groups": (lambda: Grouped(2), "Grouped: jitrope has no norm with its results"),
+    "linear": (lambda: nn.Linear(8, 8), "Linear: a norm's weight must have one axis"),
+    "batch": (lambda: nn.BatchNorm1d(8), "BatchNorm1d has other parameters than a weight and a bias"),
+    "identity": (nn.Identity, "Identity: jitrope has no norm with its results"),
+    "hooked": (lambda: hooked(Qwen3RMSNorm(16)), "Qwen3RMSNorm: a norm has hooks"),
+}
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_norms(name: str) -> None:
+    make, what = RECOGNISED[name]
+    module = make()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    assert str(_norms.recognise(module)) == what
+    for key, value in module.state_dict().items():
+        assert value.device.type == "meta" or torch.equal(value, before[key])
+
+
+def test_options_of_a_norm_are_fixed() -> None:
+    form = _norms.recognise(Grouped())
+    assert isinstance(form, _norms.NormForm)
+    assert form.fits(Grouped())
+    assert not form.fits(Grouped(2))
+    assert not form.fits(Double())
+
+
+# ---- code ----------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """The parts of an attention, which each class below uses in its way."""
+
+    def __init__(self, k_eps: float = 1e-6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.q_norm, self.k_norm = Qwen3RMSNorm(8), Qwen3RMSNorm(8, k_eps)
+        for norm in (self.q_norm, self.k_norm):
+            norm.weight.data = torch.randn(8)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k, (B, H, S, D)."""
+        return tuple(y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(x)))
+
+
+class Nested(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        return apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+
+
+class Tuples(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        both = apply_rotary_pos_emb(q, k, cos=cos, sin=sin)
+        return both[0], both[1]
+
+
+class Views(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q = self.q_norm(q.transpose(1, 2)).transpose(1, 2)
+        k = self.k_norm(k).reshape(2, 2, 3, 2, 8).flatten(2, 3)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q.permute(0, 2, 1, 3).flatten(2), [y.sum() for y in (q, k)], (lambda: k)()
+
+
+class Branches(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        if x.shape[0] == 2:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if cos is not None:
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+
+
+class InPlace(Layer):
+    """The rotated tensors are changed."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q *= 2
+        k[..., 0] = 0
+        return q, k
+
+
+class Between(Layer):
+    """The normalised tensors are changed."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        k[..., 0] = 0
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class Twice(Layer):
+    """The normalised tensors have another use."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        turned = apply_rotary_pos_emb(q, k, cos, sin)
+        return q + turned[0], k
+
+
+class Last(Layer):
+    """The norm comes last, and the result of the rotation has another use."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        q_last = self.q_norm(q)
+        k_last = self.k_norm(k)
+        return q, q_last, k_last, k
+
+
+class Sliced(Layer):
+    """Only a part of the normalised head is rotated."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = self.heads(x)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return apply_rotary_pos_emb(q[..., :8], k[..., :8], cos, sin)
+
+
+class Parent(Layer):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        q, k = super().heads(x)
+        return apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+
+
+CODE = {  # the launches, or why the class is left
+    "nested": (Nested, 1),
+    "tuples": (Tuples, 1),
+    "views": (Views, 1),
+    "branches": (Branches, 1),
+    "in-place": (InPlace, 1),
+    "between": (Between, 0),
+    "twice": (Twice, 0),
+    "last": (Last, 1),
+    "sliced": (Sliced, "its norms are not directly"),
+    "parent": (Parent, 1),
+    "two-eps": (lambda: Nested(1e-2), 0),
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code(name: str) -> None:
+    """Any use of the tensors gives the host's bits."""
+    make, expected = CODE[name]
+    layer, (cos, sin) = make(), torch.randn(2, 2, 6, 8)
+    x = torch.randn(2, 6, 16)
+    want = layer(x, cos, sin)
+    with integration.enable(layer) as report:
+        got = layer(x, cos, sin)
+    (what,) = report.attention.values()
+    if isinstance(expected, str):
+        assert what.startswith(f"rope only: {expected}")
+    else:
+        assert what.startswith("norm and rope fused")
+        assert report.calls.get("fused", 0) == expected
+    flat = [torch.utils._pytree.tree_leaves(result) for result in (got, want)]
+    assert len(flat[0]) == len(flat[1])
+    assert all(torch.equal(a, b) for a, b in zip(*flat))
+
+
+def test_code_that_cannot_be_rewritten() -> None:
+    made: dict[str, Any] = {"Layer": Layer, "apply_rotary_pos_emb": apply_rotary_pos_emb}
+    exec(inspect.getsource(Nested), made)
+    with pytest.raises(ValueError, match="its source is not there"):
+        _rewrite.Source(made["Nested"].forward, {})
+    code = Nested.forward.__code__
+    moved = type(Nested.forward)(code.replace(co_firstlineno=code.co_firstlineno - 3), made)
+    with pytest.raises(ValueError, match="its loaded code is not that of its source"):
+        _rewrite.Source(moved, {})
+
+
+# ---- around the layers ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def qwen3() -> nn.Module:
+    return language_model("qwen3")
+
+
+def test_report(qwen3: nn.Module) -> None:
+    with integration.enable(qwen3) as report:
+        name = "transformers.models.qwen3.modeling_qwen3.Qwen3Attention"
+        assert report.attention == {name: "norm and rope fused (RMSNorm, rounded twice)"}
+        assert f"{name}: norm and rope fused" in report.table()
+        assert str(report).startswith("1 function replaced, norm and rope fused in 1 attention class; 0 calls since")
+        with integration.enable(qwen3) as again:  # changes nothing, and undoes nothing
+            assert again.attention == report.attention
+        assert len(_host.placed) == 2
+    assert not _host.placed
+
+
+def test_rope_alone(qwen3: nn.Module) -> None:
+    with torch.no_grad():
+        assert fused_calls(qwen3, zoo.run(qwen3), fuse_norm=False) == {"jitrope": 2, "host": 0}
+
+
+def test_code_is_swapped_and_restored(qwen3: nn.Module) -> None:
+    """Hooks that hold the function call the current code; models hold nothing of jitrope."""
+    cls = type(qwen3.model.layers[0].self_attn)
+    outer, function = cls.forward, inspect.unwrap(cls.forward)
+    code, signature = function.__code__, inspect.signature(outer)
+    integration.enable(qwen3)
+    assert cls.forward is outer
+    assert function.__code__ is not code
+    assert function.__code__.co_firstlineno == code.co_firstlineno
+    assert inspect.signature(outer) == signature
+    assert b"jitrope" not in pickle.dumps(qwen3)
+    other = pickle.loads(pickle.dumps(copy.deepcopy(qwen3)))
+    with torch.no_grad():
+        assert torch.equal(zoo.run(other), zoo.run(qwen3))
+    integration.disable(language_model("gemma3"))
+    assert function.__code__ is not code
+    integration.disable(qwen3)
+    assert function.__code__ is code
+
+
+def test_enable_and_disable_in_the_midst_of_a_forward(qwen3: nn.Module) -> None:
+    steps = itertools.cycle([integration.disable, lambda: integration.enable(qwen3)])
+    with torch.no_grad():
+        want = zoo.run(qwen3)
+        for layer in qwen3.model.layers:
+            for module in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.o_proj):
+                module.register_forward_pre_hook(lambda *_: next(steps)() and None)
+        assert all(torch.equal(zoo.run(qwen3), want) for _ in range(3))
+
+
+def test_calls_that_are_not_fused(qwen3: nn.Module) -> None:
+    """Autocast and a weight of another dtype change the dtypes of the host's norm, so that one runs."""
+    with integration.enable(qwen3) as report, torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            got = zoo.run(qwen3)
+        qwen3.bfloat16().model.layers[0].self_attn.float()
+        with contextlib.suppress(RuntimeError):  # of the host: linear layers of two dtypes
+            zoo.run(qwen3)
+    assert report.reasons["not fused: autocast"] == 4
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(got, zoo.run(language_model("qwen3")), rtol=0.1, atol=0.05)
+
+
+def test_another_model_of_the_class() -> None:
+    """The second model's norms have no weight, which is another form; `enable` of that model adds it."""
+    first, second = language_model("neomme"), language_model("neomme")
+    for layer in (module for module in second.modules() if hasattr(module, "q_norm")):
+        for norm in (layer.q_norm, layer.k_norm):
+            norm.with_scale, norm.weight = True, nn.Parameter(torch.rand(16))
+    with torch.no_grad():
+        want = zoo.run(second)
+        with integration.enable(first) as report:
+            assert torch.equal(zoo.run(second), want)
+            assert "fused" not in report.calls
+            assert any("another NeoMMERMSNorm" in reason for reason in report.reasons)
+            with integration.enable(second):
+                assert torch.equal(zoo.run(second), want)
+                assert report.calls["fused"] > 0
+
+
+def test_tensors_are_let_go(qwen3: nn.Module) -> None:
+    """Attention runs without the tensors before the norm, as in the host's code."""
+    alive = []
+    attention = qwen3.model.layers[0].self_attn
+    made: list[Any] = []
+    attention.q_proj.register_forward_hook(lambda _, __, out: made.append(weakref.ref(out)) and None)
+    attention.o_proj.register_forward_pre_hook(lambda *_: alive.append(made[0]()))
+    gc.disable()
+    try:
+        with integration.enable(qwen3) as report, torch.no_grad():
+            zoo.run(qwen3)
+    finally:
+        gc.enable()
+    assert report.calls["fused"] == 2
+    assert alive == [None]

@@ -1,0 +1,229 @@
+"""A tiny random model of every family of transformers with rope, made by shrinking its default configuration.
+
+The sizes of a configuration are found by the names of its attributes; a family that needs others is in `WORDS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from jitrope.integrations import _attention
+
+SIZES = {
+    r"(\w+_)?vocab_size(_\w+)?": 64,
+    r"((n|out|projection|model|hidden|text|decoder)_)?(embed_dim|embd|dim|hidden_size|embed)": 32,
+    r"d_model|width|output_dim": 32,
+    r".*(intermediate_size|ffn_dim|mlp_dim|n_inner|mlp_hidden_size|ffn_hidden_size).*|d_ff": 48,
+    r"(num_)?(encoder_|decoder_|hidden_|n_)?layers?|depth|n_layer": 2,
+    r"(num_|n_|encoder_|decoder_)?(attention_)?heads?": 4,
+    r"(\w+_)?(num_)?(global_)?(key_value|kv)_heads|n_kv_heads": 2,
+    r"((global|swa|v|attention|index|qk_rope|qk_nope|qk)_)?head_(dim|size)": 8,
+    r"(q_|kv_|o_|laurel_)?(lora_)?rank": 16,
+    r"(moe_)?(num|n)_(local_|routed_)?experts": 4,
+    r"(moe_)?(top_?k|k)|num_experts_per_tok(en)?": 2,
+    r"n_group|topk_group|num_expert_groups?|n_groups": 1,
+    r"max_(position_embeddings|seq_len|sequence_length)": 64,
+}
+COMPUTED = {"layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types", "kv_sharing_modes", "per_layer_config"}
+TEXT = "text_config"
+MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+CONV = {"layer_types": ["conv", "full_attention"]}
+INDEXER = dict(zip(("n_heads", "kv_heads", "head_dim", "budget", "compress_ratio"), (2, 1, 8, 4, 2)))
+INDEXED = {**MIXED, **{f"indexer_{name}": value for name, value in INDEXER.items()}}
+WORDS: dict[str, dict[str, Any]] = {
+    "cohere": {"use_qk_norm": True},
+    "dots1": {"n_routed_experts": 4, "num_local_experts": 4},
+    "esmfold2": {"head_dim": 32},
+    "neomme": {"head_dim": 16},
+    "esmc": {"num_key_value_heads": 4},
+    "glm4_moe": {"use_qk_norm": True},
+    "stablelm": {"qk_layernorm": True},
+    "phi": {"qk_layernorm": True},
+    "idefics": {"qk_layer_norms": True},
+    "sapiens2": {"use_qk_norm": True},
+    "gemma3n": {"num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl": {"head_dim": 8, TEXT: {"head_dim": 8}},
+    "lfm2_moe": CONV,
+    "lfm3": CONV,
+    "ministral": {"head_dim": 8},
+    "qwen3_5": {**MIXED, TEXT: MIXED},
+    "qwen3_5_moe": {**MIXED, TEXT: MIXED},
+    "qwen3_next": MIXED,
+    "qwen4_exp": INDEXED,
+}
+ALIKE = """axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dory dots3_note glm4_moe_lite glm_moe_dsa hy_v4
+kimi_k25 minicpm3 mistral4 mistral_large4 nemotron3_5_transcribe unlimited_ocr youtu"""
+"""Families with as many heads of k as of q."""
+for _family in ALIKE.split():
+    WORDS[_family] = {"num_key_value_heads": 4, TEXT: {"num_key_value_heads": 4}, **WORDS.get(_family, {})}
+
+
+def small(name: str, value: Any) -> Any:
+    """A configuration's value, small if it is a size."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    for pattern, size in SIZES.items():
+        if re.fullmatch(pattern, name):
+            return min(value, size)
+    return 3 + len(name) if name.endswith("_id") and value > 63 else value
+
+
+def config_of(cls: Any, words: dict[str, Any]) -> Any:
+    """A small configuration; `words` have those of its parts too."""
+    base, made = cls(), {}
+    for name, plain in base.to_dict().items():
+        try:
+            value = getattr(base, name)
+        except Exception:  # some differ between the layers, each with an error of its own
+            value = plain
+        if isinstance(value, PreTrainedConfig):
+            made[name] = config_of(type(value), words.get(name, {}))
+        elif name not in COMPUTED and small(name, value) is not value:
+            made[name] = small(name, value)
+    made.update({name: value for name, value in words.items() if not isinstance(made.get(name), PreTrainedConfig)})
+    known = inspect.signature(cls.__init__).parameters
+    loose = any(p.kind == p.VAR_KEYWORD for p in known.values())
+    return cls(**{name: value for name, value in made.items() if loose or name in known})
+
+
+@cache
+def families() -> list[str]:
+    """The families with an attention class that calls a rope function."""
+    names = [m.name for m in pkgutil.iter_modules(transformers.models.__path__)]
+    return [name for name in sorted(names) if _has_rope(name) and attention_classes(name)]
+
+
+def _has_rope(family: str) -> bool:
+    spec = importlib.util.find_spec(f"transformers.models.{family}.modeling_{family}")
+    with open(spec.origin if spec and spec.origin else "/dev/null", encoding="utf-8") as file:
+        return bool(re.search(r"apply_\w*rotary", file.read()))
+
+
+def _own(family: str) -> list[type]:
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+
+
+def attention_classes(family: str) -> list[type]:
+    return [cls for cls in _own(family) if _attention.calls_rope(cls)]
+
+
+def models(family: str) -> list[type]:
+    """The model classes of a file, with those first that are likely to be the smallest."""
+    found = [c for c in _own(family) if issubclass(c, PreTrainedModel) and c.config_class is not None]
+    found = [c for c in found if not c.__name__.endswith("PreTrainedModel")]
+    kinds = ("ForCausalLM", "TextModel", "Model")
+    return sorted(found, key=lambda c: ([not c.__name__.endswith(kind) for kind in kinds], len(c.__name__)))
+
+
+def made(cls: Any, family: str) -> nn.Module:
+    """A model on the CPU, with random parameters of a size that shows rope."""
+    torch.manual_seed(0)
+    config = config_of(cls.config_class, WORDS.get(family, {}))
+    config._attn_implementation = "eager"
+    model = cls(config)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape) * 0.2
+    return model.eval()
+
+
+IDS = torch.tensor([[5, 9, 17, 33, 3, 8, 21, 40], [7, 6, 5, 4, 33, 22, 11, 3]])
+
+
+def run(model: nn.Module) -> Tensor:
+    """The logits or hidden states of a language model."""
+    out = model(input_ids=IDS)
+    return out.logits if getattr(out, "logits", None) is not None else out.last_hidden_state
+
+
+def attention_modules(family: str) -> dict[str, nn.Module]:
+    """A module of each attention class, of a model or made alone, by the name of its class."""
+    needed = {cls.__name__: cls for cls in attention_classes(family)}
+    found = {name: m for name, cls in needed.items() if (m := _alone(cls, family)) is not None}
+    for cls in models(family):
+        if needed.keys() <= found.keys():
+            break
+        try:
+            model = made(cls, family)
+        except Exception:  # another model may be made
+            continue
+        for owner, modules in _attention.attention(model).items():
+            if owner.__name__ in needed:
+                found.setdefault(owner.__name__, modules[0])
+    for module in found.values():
+        torch.manual_seed(0)
+        for parameter in module.parameters():
+            parameter.data = torch.randn(parameter.shape) * 0.2
+    return found
+
+
+def _alone(attention: Any, family: str) -> nn.Module | None:
+    """A layer's attention by itself, from one of the family's configurations."""
+    names = list(inspect.signature(attention).parameters)
+    module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
+    for cls in vars(module).values():
+        if isinstance(cls, type) and issubclass(cls, PreTrainedConfig) and cls.__module__ == module.__name__:
+            try:
+                whole = config_of(cls, WORDS.get(family, {}))
+            except Exception:  # another configuration may fit
+                continue
+            for config in (whole, *(part for part in vars(whole).values() if isinstance(part, PreTrainedConfig))):
+                config._attn_implementation = "eager"
+                try:
+                    return attention(**{name: 0 if name == "layer_idx" else config for name in names})
+                except Exception:
+                    continue
+    return None
+
+
+def arguments(module: nn.Module, width: int, flat: bool, masked: bool) -> dict[str, Any]:
+    """Arguments of an attention's forward by their names, with tables of a width."""
+    generator = torch.Generator().manual_seed(3)
+    size = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
+    tokens = (6,) if flat else (2, 6)
+    hidden, other = (torch.randn(*tokens, size, generator=generator) for _ in range(2))
+    cos, sin = (torch.randn(*tokens, width, generator=generator) for _ in range(2))
+    known = {
+        "hidden_states": hidden,
+        "position_embeddings": (cos, sin),
+        "encoder_hidden_states": other,
+        "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32),
+        "shared_kv_states": {},
+        "position_ids": torch.arange(6).expand(2, 6),
+        "attention_mask": torch.zeros(2, 1, 6, 6) if masked else None,
+    }
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return {p.name: known.get(p.name) for p in needed if p.name in known or p.default is p.empty}
+
+
+def choice(module: nn.Module) -> tuple[int, bool, bool] | None:
+    """The width of tables, and the other words of `arguments`, with which the stock forward runs."""
+    for chosen in product((8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
+        try:
+            with torch.no_grad():
+                module(**arguments(module, *chosen))
+        except Exception:  # others may fit
+            continue
+        return chosen
+    return None
+
+
+def first(out: Any) -> Tensor:
+    """The first tensor of a result."""
+    if isinstance(out, Tensor):
+        return out
+    return next(first(part) for part in (out.values() if isinstance(out, dict) else out) if part is not None)
