@@ -190,25 +190,16 @@ def compiled(spec: RopeSpec, arch: str) -> tuple[bytes, str]:
 # of ARCHS, for norms with limited registers.
 # Two rows of 40 heads, their gradients and sums: 320 threads with 168 registers each, one block at a time.
 LARGE = "qk_norm_rope_backward_bf16_d128_interleaved_fp32_half_table_backward_complex64_round_none_across_40_40"
-D256 = "qk_norm_rope_backward_bf16_d256r64_halves"
-# 64 to 80 registers, so enough threads run to hide memory latency.
-D64 = "qk_norm_rope_bf16_d64_halves_fp32_half_table_forward_round_twice_token_linear"
-D80 = "qk_norm_rope_bf16_d80_halves_fp32_half_table_forward_round_once_token_linear"
-# The same. With 640 threads an SM, which spill nothing, 4,096 tokens on an H200 take 1.57 x the copy, with 768 1.43.
-CACHED = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_in_place_ids_cache_bf16_round_twice_token_linear"
 # Gradients of weights and biases: two sums for each element.
 BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex64_round_none_layer_norm"
-# The gradient of a norm behind the rotation, with a scale of q and first tokens that are not rotated.
-SCALED = "qk_norm_rope_backward_bf16_d128_halves_fp32_half_table_backward_complex64_round_none_after_rope_scales_q"
 # Angles of both members of a pair, and their sines.
 ANGLES = "qk_norm_rope_backward_bf16_d128_halves_fp32_full_freqs"
-# As CACHED, with scales of groups: 80 registers.
+# Keys and values in a cache with scales of groups: 80 registers.
 FP4_CACHE = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_ids_cache_fp4_round_twice_dynamic_group16"
-SMALL = {SCALED: (8, 0, 0, 0), BIASED: (56, 48, 0, 0), D256: (0, 16, 0, 0), D64: (8, 8, 0, 0), D80: (16, 8, 40, 40),
-         FP4_CACHE: (16, 24, 0, 0), ANGLES: (56, 0, 0, 0)}  # fmt: skip
+SMALL = {BIASED: (48, 48, 0, 0), FP4_CACHE: (8, 8, 0, 0), ANGLES: (56, 0, 0, 0)}
 SPILLS = {
-    (13, 2): {LARGE: (96, 40, 16, 16), CACHED: (40, 32, 32, 32), **SMALL},
-    (13, 5): {LARGE: (88, 88, 16, 16), CACHED: (40, 32, 48, 32), **SMALL},
+    (13, 2): {LARGE: (96, 40, 16, 16), **SMALL},
+    (13, 5): {LARGE: (88, 88, 16, 16), **SMALL},
 }
 
 

@@ -72,9 +72,9 @@ RING_BYTES = 40 * 1024
 """The most shared memory of a block for its next heads, which are on their way while it works on others (`ring.cuh`);
 48 kB is the limit. Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as many blocks as fit on
 the GPU at once. H200, x the copy, with / without: the calls above 1.09 / 1.19 and 1.10 / 1.18, the first one by ids and
-not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on their way are slower than one (by
-rows 1.16, one 1.10 at that time). Without a norm a thread needs few registers, so enough threads run to hide the latency, and a walk costs more than
-it gains: rope of the same tokens 1.07 / 1.04, of 1024 packed sequences 1.10 / 1.04."""
+not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on their way are slower than one: by
+rows 1.16, when one took 1.10. Without a norm a thread needs few registers, so enough threads run to hide the latency,
+and a walk costs more than it gains: rope of the same tokens 1.07 / 1.04, of 1024 packed sequences 1.10 / 1.04."""
 
 GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
