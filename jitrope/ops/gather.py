@@ -38,7 +38,8 @@ def chosen(norm: Any, cache: Any, quantize: Any, hadamard: Any) -> tuple[Operati
     whole_heads = (
         norm is not None or "hadamard" in words or (cache is not None and getattr(cache, "whole_heads", False))
     )
-    return PREPARED[stage][whole_heads], words
+    plain, normed = PREPARED[stage]
+    return normed if whole_heads else plain, words
 
 
 def gather(
