@@ -85,7 +85,7 @@ def to_cogview4(x: Inputs) -> Any:
 
 
 def to_mla(x: Inputs, cp_size: int = 0) -> Any:
-    """cp_size: packed sequences, of which this is the first of so many ranks."""
+    """cp_size: the sequences are packed, and the tensors are those of the first of so many ranks."""
     words: Any = {"positions": Packed(x.cu_seqlens, cp_size=cp_size)} if cp_size else {}
     return prepare_mla_qkv(x.q, x.k, x.v, x.cos, x.sin, interleaved=True, interleaved_out=False, **words)
 
