@@ -46,7 +46,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=unfit)
         without = set(unfit)
         items[:] = [item for item in items if item not in without]
-    items.sort(key=lambda item: "test_host_path" not in item.nodeid)  # minutes each: the others run meanwhile
 
 
 @pytest.fixture(autouse=True)

@@ -439,7 +439,16 @@ def test_every_parameter_is_known(function: Function) -> None:
     assert {word for f, word in parameters() if f is function} <= KNOWN
 
 
-@pytest.mark.parametrize(("function", "parameter"), parameters(), ids=lambda x: getattr(x, "name", x))
+def with_marks() -> Iterator[Any]:
+    """The calls of all functions take the same way, so every parameter but its first is marked slow."""
+    seen: set[str] = set()
+    for function, parameter in parameters():
+        marks = [pytest.mark.slow] if parameter in seen else []
+        seen.add(parameter)
+        yield pytest.param(function, parameter, marks=marks, id=f"{function.name}-{parameter}")
+
+
+@pytest.mark.parametrize(("function", "parameter"), with_marks())
 def test_any_type(function: Function, parameter: str) -> None:
     rows = table(function, parameter, "cpu")
     wrong = [f"{kind}: {text}" for kind, ended, text in rows if ended == "WRONG"]

@@ -755,6 +755,7 @@ AS_OTHERS_MAY += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 """A file's mode restricts root too once CAP_DAC_OVERRIDE (1) is removed from the bounding set (24)."""
 
 
+@pytest.mark.slow
 def test_doctor_of_a_read_only_folder_of_kernels(jitrope, tmp_path: Path) -> None:
     """An image may contain its kernels in a read-only folder. That is a fault only if kernels have to be stored."""
     folder = tmp_path / "kernels"
@@ -890,6 +891,7 @@ def fails_with(done: subprocess.CompletedProcess[str], remedy: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @needs_a_cpu_torch
 def test_without_nvrtc(without: Callable[[str], Run]) -> None:
     run = without("nvidia*")
@@ -902,6 +904,7 @@ def test_without_nvrtc(without: Callable[[str], Run]) -> None:
     assert status(run("doctor", "--json", JITROPE_NO_COMPILE="1"), "NVRTC")[0]
 
 
+@pytest.mark.slow
 @needs_a_cpu_torch
 def test_without_cupy_and_without_a_gpu(without: Callable[[str], Run]) -> None:
     """CPU tensors need no CuPy: it is a note. A dry run still lists the kernels."""

@@ -108,6 +108,7 @@ def test_gradients_are_the_hosts(name) -> None:
             torch.testing.assert_close(fused[key], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()) + 1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fuse_norm"), COMPILED)
 def test_compiled_fullgraph_without_recompiles(name, fuse_norm) -> None:
     (name,) = [key for key in MODELS if re.fullmatch(rf"{name}Transformer[23]DModel", key)]

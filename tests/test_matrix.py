@@ -42,7 +42,12 @@ def judge(function: Function, situation: Situation, ends: str, device: str) -> s
 
 
 def params(device: str) -> list[Any]:
-    return [pytest.param(*cell, id=f"{cell[0].title}-{cell[1].name}") for cell in cells(device)]
+    """Of the situations that compile a call, "torch.compile" alone is not marked slow."""
+    found = []
+    for function, situation, ends in cells(device):
+        marks = [pytest.mark.slow] if situation.slow and situation.name != "torch.compile" else []
+        found.append(pytest.param(function, situation, ends, marks=marks, id=f"{function.title}-{situation.name}"))
+    return found
 
 
 @pytest.mark.parametrize(("function", "situation", "ends"), params("cpu"))

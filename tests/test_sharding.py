@@ -555,6 +555,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {name: [rank.get(name, "it did not get there") for rank in ranks] for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, found: dict[str, list[str]]) -> None:
     assert found[name] == [""] * WORLD, "\n".join(f"rank {n}: {text}" for n, text in enumerate(found[name]) if text)

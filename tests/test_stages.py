@@ -138,7 +138,7 @@ DIFFERENTIABLE = {
 }
 WITH_GRADIENT, _ = covering({**STAGES, **DIFFERENTIABLE})
 SHORT = [*CASES[:: len(CASES) // 8], *WITH_GRADIENT[:: len(WITH_GRADIENT) // 4]]
-"""The calls that `test_host_path` builds."""
+"""The calls that `python -m tests.host` builds."""
 
 
 # ---- tensors ---------------------------------------------------------------------------------------

@@ -282,12 +282,14 @@ def every_kind() -> list[ThdSpec]:
     return [*moving, *tables, *sums, *segments, *corrections]
 
 
+@pytest.mark.slow
 def test_every_kind_compiles() -> None:
     """CI runs this with the oldest supported NVRTC too."""
     for spec in every_kind():
         assert compiler.compile_source(render(spec), "sm_90")[0].startswith(b"\x7fELF"), spec.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHS])
 def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
     """No spills and no 64-bit divisions, and rows are stored in 16 bytes. sm_90 gets all specs, others a fifth each."""

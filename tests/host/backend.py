@@ -8,7 +8,7 @@ tensor that torch allocates has redzones:
     TEST_DEVICE=host LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \\
         ASAN_OPTIONS=detect_leaks=0 pytest tests/test_gpu.py
 
-runs the tests marked `gpu` this way, except those marked `hardware` (`tests/test_host_path.py` runs each file).
+runs the tests marked `gpu` this way, except those marked `hardware`. `python -m tests.host` sets all that.
 """
 
 from __future__ import annotations

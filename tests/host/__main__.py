@@ -1,0 +1,30 @@
+"""`python -m tests.host`: the tests marked `gpu`, on the CPU, through the real launch path (`backend.py`).
+
+Options are pytest's, such as -n 2; without a file they are for all of FILES.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from . import backend
+
+FILES = (
+    "fp4_cache gpu gpu_thd hadamard latent latent_cache learned mean_squares out packed_bias packed_cache packed_norm "
+    "pages presets q_scale quantize rope row_scales shifts stages swizzled transformers ulysses unrotated"
+)
+SHORT = "not test_stages or short"
+"""Other calls of test_stages take a minute for each kernel."""
+
+
+def main(options: list[str]) -> None:
+    """Replace this process: the sanitizers must be loaded at its start."""
+    named = [option for option in options if option.startswith("tests/")]
+    files = [] if named else [*(f"tests/test_{name}.py" for name in FILES.split()), "-k", SHORT]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *files, *options]
+    os.execve(sys.executable, command, backend.environment())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
