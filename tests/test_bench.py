@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
@@ -218,6 +219,24 @@ def test_a_step_that_fails_is_named_and_the_others_are_shown(capsys) -> None:
     assert "one failed: NotImplementedError: no code for this" in said.err
     assert "jitrope" in said.out
     assert "1.500" in said.out
+
+
+def test_a_stopped_run_prints_its_finished_rows() -> None:
+    """`timeout` sends SIGTERM, and again to the whole process group; rows are on stderr as soon as they are there."""
+    command = [sys.executable, "-m", "examples.bench", "presets", "--no-peers", "--smoke", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    pipe: Any = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT) as run:
+        first = next(line for line in run.stderr if line.startswith("{"))
+        for _ in range(2):
+            run.send_signal(signal.SIGTERM)
+        out, err = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "stopped in " in err
+    assert "Traceback" not in err
+    rows = json.loads(out)["rows"]
+    assert rows[0] == json.loads(first)
+    assert {row["case"] for row in rows} < {*presets.PRESETS}
 
 
 def test_tables_are_readable_at_80_columns() -> None:
