@@ -97,6 +97,10 @@ def peak(step: Step) -> float | None:
 def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
     """The rows of a model, in each mode stock and ours."""
     host = HOSTS[name]
+    torch._dynamo.reset()
+    gc.collect()  # the model before, which has cycles
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
     with ExitStack() as stack:
         try:
             version = getattr(importlib.import_module(host.package), "__version__", "")
@@ -107,11 +111,6 @@ def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
         head = {"host": f"{host.package.split('.')[0]} {version}".strip(), "model": host.model, "step": host.step}
         for mode in modes:
             yield from measured(pair, {**head, "mode": mode}, smoke)
-    del pair
-    torch._dynamo.reset()
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
 
 
 def measured(pair: Pair, head: Row, smoke: bool) -> Iterator[Row]:
