@@ -8,13 +8,15 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +38,8 @@ from examples.bench import (
     diffusion,
     harness,
     host,
+    host_models,
+    hosts,
     layer,
     plots,
     presets,
@@ -46,8 +50,10 @@ from examples.bench import (
     sections,
     train,
 )
+from jitrope.integrations import _host
 
 from . import fresh
+from .hosts import missing, triton
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
@@ -156,6 +162,7 @@ BY = {
         "apply_rope, recorded for backward",
         "torch.ops.jitrope.rope",
     },
+    "hosts --only qwen3-decode": {"stock", "jitrope"},
     "cold": {"empty cache", "from disk"},
     "roofline": {"jitrope", "jitrope in place", "jitrope, position_ids", "jitrope, fp8 KV cache"},
 }
@@ -166,6 +173,8 @@ BY = {
 def test_a_smoke_run(command: str) -> None:
     if command.startswith("diffusion"):
         pytest.importorskip("diffusers", reason="the bench runs its transformers")
+    if command.startswith("hosts"):
+        pytest.importorskip("transformers", reason="the bench runs its models")
     done = bench(*command.split(), "--smoke", "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
@@ -184,6 +193,56 @@ def test_a_smoke_run(command: str) -> None:
             assert row["against eager stock"] == (None if "no rope" in row["by"] else "same bits")
             assert row["host calls"] in (0, None)
             assert row["by"][:7] != "jitrope" or row["jitrope calls"] + row["fused calls"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hosts.HOSTS)
+def test_a_smoke_run_of_hosts(name: str) -> None:
+    """Each model eager and compiled; jitrope takes every call, and nothing of it stays."""
+    package = hosts.HOSTS[name].package.partition(".")[0]
+    if find_spec(package) is None:
+        missing(f"pip install {package}")
+    with triton() if package == "torchtitan" else nullcontext():
+        done = bench("hosts", "--only", name, "--smoke", "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["mode"], row["by"]) for row in rows] == [*product(("eager", "compiled"), ("stock", "jitrope"))]
+    for row in rows[1::2]:
+        assert row["jitrope calls"] + row["fused calls"] > 0 == row["host calls"]
+        assert row["off %"] < 2
+    assert not _host.placed
+    assert not [module for module in sys.modules if module.endswith("_stock")]
+
+
+@pytest.mark.parametrize("name", ["qwen3-train", "qwen3-decode", "gemma4-train"])
+def test_models_of_hosts_have_their_real_widths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides of a step run at full size on the meta device."""
+    pytest.importorskip("transformers", reason="the bench runs its models")
+    for module in (harness, host_models, hosts):
+        monkeypatch.setattr(module, "DEVICE", "meta")
+    with hosts.HOSTS[name].make(False) as pair:
+        stock, ours = (step() for step in hosts.steps_of(pair).values())
+        assert pair.calls()["fused"] > 0
+    assert [x.shape for x in ours] == [x.shape for x in stock]
+    batch, tokens, width = stock[0].shape
+    assert (batch * tokens, width) == (8 if name == "qwen3-decode" else 4096, 2304 if name == "gemma4-train" else 4096)
+
+
+def test_a_host_that_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hosts.HOSTS["qwen3-train"]._replace(package="a_host_that_nobody_has")
+    monkeypatch.setitem(hosts.HOSTS, "qwen3-train", model)
+    done = bench("hosts", "--only", "qwen3-train", "--smoke", "--json")
+    assert (done.exit_code, json.loads(done.stdout)["rows"]) == (0, [])
+    assert "qwen3-train is left out: a_host_that_nobody_has cannot be imported" in done.stderr
+
+
+def test_a_wrong_result_of_a_host_is_not_timed() -> None:
+    x = torch.randn(64)
+    steps = {"stock": lambda: [x], "jitrope": lambda: [1.1 * x]}
+    with pytest.raises(AssertionError, match=r"off by 0\.1 of its norm"):
+        hosts.difference(steps, lambda: {"jitrope": 1})
+    with pytest.raises(AssertionError, match="jitrope was not called"):
+        hosts.difference({**steps, "jitrope": steps["stock"]}, lambda: {"jitrope": 1})
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +277,24 @@ def test_a_step_that_fails_is_named_and_the_others_are_shown(capsys) -> None:
     assert "one failed: NotImplementedError: no code for this" in said.err
     assert "jitrope" in said.out
     assert "1.500" in said.out
+
+
+def test_a_stopped_run_prints_its_finished_rows() -> None:
+    """`timeout` sends SIGTERM, and again to the whole process group; rows are on stderr as soon as they are there."""
+    command = [sys.executable, "-m", "examples.bench", "presets", "--no-peers", "--smoke", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    pipe: Any = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT) as run:
+        first = next(line for line in run.stderr if line.startswith("{"))
+        for _ in range(2):
+            run.send_signal(signal.SIGTERM)
+        out, err = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert "stopped in " in err
+    assert "Traceback" not in err
+    rows = json.loads(out)["rows"]
+    assert rows[0] == json.loads(first)
+    assert {row["case"] for row in rows} < {*presets.PRESETS}
 
 
 def test_tables_are_readable_at_80_columns() -> None:

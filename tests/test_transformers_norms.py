@@ -75,6 +75,14 @@ class Grouped(Double):
         return F.rms_norm(rows, rows.shape[-1:], None, self.eps).flatten(-2) * self.weight
 
 
+class Projected(Double):
+    """A norm with a product, which autocast computes in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return F.linear(y.float(), torch.eye(y.shape[-1])).to(x.dtype)
+
+
 def hooked(module: nn.Module) -> nn.Module:
     module.register_forward_hook(lambda *_: None)
     return module
@@ -116,6 +124,27 @@ def test_options_of_a_norm_are_fixed() -> None:
     assert form.fits(Grouped())
     assert not form.fits(Grouped(2))
     assert not form.fits(Double())
+
+
+def test_norms_that_autocast_changes() -> None:
+    for module, devices in ((Qwen3RMSNorm(16), ("cpu",)), (nn.RMSNorm(8), ("cpu",)), (Projected(), ())):
+        form = _norms.recognise(module)
+        assert isinstance(form, _norms.NormForm)
+        assert form.autocast[:1] == devices
+
+
+@pytest.mark.gpu
+def test_norms_that_autocast_of_a_gpu_changes() -> None:
+    """It computes torch's own norms in fp32."""
+    torch.cuda.init()
+    for module, devices in (
+        (Qwen3RMSNorm(16), ("cpu", "cuda")),
+        (nn.RMSNorm(8), ("cpu",)),
+        (nn.LayerNorm(8), ("cpu",)),
+    ):
+        form = _norms.recognise(module)
+        assert isinstance(form, _norms.NormForm)
+        assert form.autocast == devices
 
 
 # ---- code ----------------------------------------------------------------------------------------------
@@ -329,17 +358,38 @@ def test_enable_and_disable_in_the_midst_of_a_forward(qwen3: nn.Module) -> None:
         assert all(torch.equal(zoo.run(qwen3), want) for _ in range(3))
 
 
-def test_calls_that_are_not_fused(qwen3: nn.Module) -> None:
-    """Autocast and a weight of another dtype change the dtypes of the host's norm, so that one runs."""
+def test_calls_that_are_not_fused(qwen3: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of another dtype changes the dtype of the host's norm, and autocast may change it, so that one runs."""
     with integration.enable(qwen3) as report, torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             got = zoo.run(qwen3)
+        assert report.reasons == {"not fused: a norm's weight has another dtype": 4}
         qwen3.bfloat16().model.layers[0].self_attn.float()
         with contextlib.suppress(RuntimeError):  # of the host: linear layers of two dtypes
             zoo.run(qwen3)
-    assert report.reasons["not fused: autocast"] == 4
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(got, zoo.run(language_model("qwen3")), rtol=0.1, atol=0.05)
+    monkeypatch.setattr(_norms, "_same_in_autocast", lambda *_: ())
+    with integration.enable(qwen3.bfloat16()) as report, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        zoo.run(qwen3)
+    assert report.reasons == {"not fused: autocast may change the norm": 4}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4", "olmo3", "hunyuan_v1_dense"])
+def test_autocast(family: str) -> None:
+    """A model in bf16 under autocast has the stock bits with one launch a layer, and its gradients."""
+    model = language_model(family).bfloat16()
+    results = []
+    for on in (False, True):
+        with integration.enable(model) if on else contextlib.nullcontext() as report:
+            with torch.autocast("cpu", torch.bfloat16):
+                out = zoo.run(model)
+            grads = torch.autograd.grad(out.float().square().mean(), [*model.parameters()], allow_unused=True)
+        results.append([out, *(grad for grad in grads if grad is not None)])
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 2}, report.reasons
+    assert torch.equal(results[0][0], results[1][0])
+    for want, got in zip(*results):
+        assert (got - want).float().norm() <= 0.03 * want.float().norm()
 
 
 def test_another_model_of_the_class() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby, zip_longest
@@ -25,8 +26,8 @@ app = typer.Typer(
 )
 
 Rows = list[dict[str, Any]]
-Steps = Mapping[str, Callable[[], Rows]]
-"""The parts of a benchmark, by a name for the progress bar; each makes some rows."""
+Steps = Mapping[str, Callable[[], Iterable[dict[str, Any]]]]
+"""The parts of a benchmark, by a name for the progress bar; each makes some rows, or yields them one by one."""
 
 ONLY = Annotated[str, typer.Option(help="Cases to run, by name, as flux,wan.")]
 PEERS = Annotated[bool, typer.Option("--peers/--no-peers", help="Time what else is installed.")]
@@ -51,7 +52,8 @@ def say(text: str) -> None:
 def show(steps: Steps, smoke: bool, as_json: bool) -> None:
     """Run the steps and print their rows.
 
-    A step that fails is named on stderr, the others go on, and the command exits with 1.
+    A step that fails is named on stderr, the others go on, and the command exits with 1. If the run is stopped, by
+    Ctrl-C or SIGTERM (`timeout`, a job's end), the finished rows are printed all the same.
 
     Raises:
         JitropeError: there is no GPU, and this is no smoke run.
@@ -59,26 +61,53 @@ def show(steps: Steps, smoke: bool, as_json: bool) -> None:
     if not (smoke or torch.cuda.is_available()):
         raise JitropeError("jitrope bench needs a CUDA device (or --smoke)")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    rows: Rows = []
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        failed = _run(steps, rows)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if as_json:
+            head = {"device": name, "torch": torch.__version__, "jitrope": __version__}
+            print(json.dumps({**head, "rows": rows}, indent=1, default=str), flush=True)
+        else:
+            say(f"{name}, torch {torch.__version__}, jitrope {__version__}")
+            print(table(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None), flush=True)
+        signal.signal(signal.SIGTERM, before)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _stop(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
+    raise KeyboardInterrupt
+
+
+def _run(steps: Steps, rows: Rows) -> bool:
+    """Add the rows of the steps to `rows`, each as soon as it is there. Returns whether a step failed.
+
+    On a terminal a bar shows how far the run is. Elsewhere each row is a line on stderr, so that a log has the rows of
+    a run that is killed.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    err, rows, failed = Console(stderr=True), [], False
+    err, failed = Console(stderr=True), False
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=len(steps))
         for what, step in steps.items():
             progress.update(task, description=what)
             try:
-                rows += step()
+                for row in step():
+                    rows.append(row)
+                    if not err.is_terminal:
+                        say(json.dumps(row, default=str))
             except Exception as error:  # say so in place of rows; hours of others' are kept
                 say(f"{what} failed: {type(error).__name__}: {error}")
                 failed = True
+            except KeyboardInterrupt:
+                say(f"stopped in {what}; {len(rows)} rows are finished")
+                raise
             progress.advance(task)
-    if as_json:
-        head = {"device": name, "torch": torch.__version__, "jitrope": __version__}
-        print(json.dumps({**head, "rows": rows}, indent=1, default=str))
-    else:
-        say(f"{name}, torch {torch.__version__}, jitrope {__version__}")
-        print(table(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-    if failed:
-        raise typer.Exit(1)
+    return failed
 
 
 # ---- tables ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import typer
 
 from jitrope import JitropeError
 
-from . import block, cold, cp, decode, diffusion, host, layer, plots, presets, qk_norm, roofline, rope, train
+from . import block, cold, cp, decode, diffusion, host, hosts, layer, plots, presets, qk_norm, roofline, rope, train
 from .report import Rows, app, say
 from .sections import Section, markdown
 
@@ -29,6 +29,7 @@ SECTIONS: dict[str, Section] = {
     "block": block.SECTION,
     "cp": cp.SECTION,
     "diffusion": diffusion.SECTION,
+    "hosts": hosts.SECTION,
     "cold": cold.SECTION,
     "roofline": roofline.SECTION,
 }

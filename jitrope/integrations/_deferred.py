@@ -213,8 +213,8 @@ class Pass:
         forms = [form for form in self.plan.norms[name] if form.fits(module)]
         if not forms:
             return f"not fused: {name} is another {type(module).__name__} than in the model that was enabled"
-        if in_autocast(source):
-            return "not fused: autocast"
+        if in_autocast(source) and not any(source.device.type in form.autocast for form in forms):
+            return "not fused: autocast may change the norm"
         try:
             weight, _ = parameters_of(module)
         except InvalidInput as error:

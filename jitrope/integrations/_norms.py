@@ -34,6 +34,7 @@ class NormForm(NamedTuple):
     mixed: bool = False  # with an fp32 weight the result keeps the dtype and the bits of x's norm
     fixed: tuple[tuple[str, Any], ...] = ()  # other plain attributes, which must be the same
     sizes: tuple[str, ...] = ()  # the attributes that are the width of its weight
+    autocast: tuple[str, ...] = ()  # types of devices on which autocast leaves its results as they are
 
     def __str__(self) -> str:
         kinds = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
@@ -77,7 +78,7 @@ def _unhooked(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
 
 def in_autocast(x: Tensor) -> bool:
-    """Whether autocast may change the dtypes of the host's norm of x."""
+    """Whether autocast is on for x's device, where it may change the results of the host's norm of x."""
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)  # torch has no autocast for meta tensors
 
@@ -109,7 +110,8 @@ def recognise(module: nn.Module) -> NormForm | str:
             form = NormForm(type(module), eps, kind, rounding, zero_centered, fixed=fixed, sizes=sizes)
             if _same(form, module):
                 bf16, fp32 = torch.bfloat16, torch.float32
-                return form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
+                form = form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
+                return form._replace(autocast=_same_in_autocast(form, module))
     return f"{name}: jitrope has no norm with its results"
 
 
@@ -146,11 +148,38 @@ def _same(form: NormForm, module: nn.Module) -> bool:
     return True
 
 
-def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype) -> bool:
+def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
+    """The types of devices on which autocast leaves a norm's results as they are.
+
+    CUDA's autocast computes `torch.nn.RMSNorm` and LayerNorm in fp32, the CPU's does not. So the norm is called on
+    both, but on a GPU only if CUDA is in use already: a process that has begun CUDA cannot be forked.
+    """
+    half = (torch.bfloat16, torch.float16)
+    dtypes = [(x, x) for x in (*half, torch.float32)] + [(x, torch.float32) for x in half if form.mixed]
+
+    def same(device: str, x_dtype: torch.dtype, weight_dtype: torch.dtype, autocast: torch.dtype) -> bool:
+        probe, x = small(form, module, weight_dtype).to(device), _probe().to(device, x_dtype)
+        try:
+            want = probe(x)
+            with torch.autocast(device, autocast):
+                got = probe(x)
+        except Exception:  # the host's code does not take these dtypes
+            return False
+        return got.dtype == want.dtype and torch.equal(got, want)
+
+    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    return tuple(d for d in devices if all(same(d, *pair, to) for pair in dtypes for to in half))
+
+
+def _probe() -> Tensor:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, 5, 3, PROBE_DIM, generator=generator, device="cpu")
     sizes = torch.tensor([1e-3, 0.1, 1.0, 4.0, 30.0], device="cpu")  # eps matters in small rows
-    x = (x * sizes.view(-1, 1, 1)).to(dtype)
+    return x * sizes.view(-1, 1, 1)
+
+
+def _alike(form: NormForm, module: nn.Module, dtype: torch.dtype) -> bool:
+    x = _probe().to(dtype)
     try:
         want = module(x)
         weight, bias = parameters_of(module)

@@ -1,0 +1,300 @@
+"""The models of `bench hosts`, each twice with the same weights: as its library makes it, and with jitrope enabled.
+
+Real widths, random bf16 weights and a few of the layers. `enable` replaces the functions of a file for all its models,
+so transformers' stock model comes from a second import of its file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import diffusion
+from .harness import DEVICE, angles, bf16, twice
+
+COUNTS = ("jitrope", "fused", "host")
+"""The keys of a report's calls: rope, rope with norms, and left to the host."""
+
+
+class Side(NamedTuple):
+    """A model and the arguments of its forward."""
+
+    model: nn.Module
+    words: dict[str, Any]
+
+
+class Pair(NamedTuple):
+    """A model twice. trained: a step is forward and backward. calls: jitrope's so far, by kind."""
+
+    stock: Side
+    ours: Side
+    calls: Callable[[], Mapping[str, int]]
+    trained: bool = True
+    compile_mode: str = "default"
+
+
+class Host(NamedTuple):
+    """A model of a library. package: the library's module. make: the pair, on real widths or tiny."""
+
+    package: str
+    model: str
+    step: str
+    make: Callable[[bool], AbstractContextManager[Pair]]
+
+
+def random_weights(model: nn.Module) -> None:
+    """bf16 parameters, with those of norms near 1; buffers keep their dtypes."""
+    for x in model.parameters():
+        x.data = 1 + 0.1 * bf16(*x.shape) if x.dim() == 1 else 0.02 * bf16(*x.shape)
+
+
+def share(model: nn.Module, weights_of: nn.Module) -> None:
+    """Give a model the parameters of another one."""
+    for x, y in zip(model.parameters(), weights_of.parameters(), strict=True):
+        x.data = y.data
+
+
+# ---- transformers --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def second_import(name: str) -> Iterator[Any]:
+    """A module with functions and classes of its own, from the file of a model."""
+    spec: Any = importlib.util.find_spec(name)
+    copied: Any = importlib.util.spec_from_file_location(f"{name}_stock", spec.origin)
+    module = importlib.util.module_from_spec(copied)
+    sys.modules[copied.name] = module  # dataclasses look here for it
+    try:
+        copied.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[copied.name]
+
+
+@contextmanager
+def transformers_pair(
+    family: str,
+    cls: str,
+    config: Mapping[str, Any],
+    tiny: Mapping[str, Any],
+    words: Callable[[nn.Module, bool], dict[str, Any]],
+    smoke: bool,
+    trained: bool = False,
+    compile_mode: str = "default",
+) -> Iterator[Pair]:
+    """A model class of a family. words: the arguments of a step of a model."""
+    from jitrope.integrations import transformers as integration
+
+    name = f"transformers.models.{family}.modeling_{family}"
+    configs = importlib.import_module(name.replace("modeling", "configuration"))
+    made = getattr(configs, cls.removesuffix("Model") + "Config")(**{**config, **(tiny if smoke else {})})
+    made._attn_implementation = "sdpa"
+    with second_import(name) as file:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            stock, ours = (getattr(of, cls)(made).eval() for of in (file, importlib.import_module(name)))
+        random_weights(stock)
+        for module in stock.modules():
+            if getattr(module, "scaling", 0) == 1 and hasattr(module, "q_norm"):  # its trained weight has the scale
+                module.q_norm.weight.data *= module.head_dim**-0.5
+        share(ours, stock)
+
+        def side(model: nn.Module) -> Side:
+            torch.manual_seed(1)
+            return Side(model, words(model, smoke))
+
+        with integration.enable(ours) as report:
+            yield Pair(side(stock), side(ours), lambda: report.calls, trained, compile_mode)
+
+
+def train_words(model: Any, smoke: bool) -> dict[str, Any]:
+    """Embeddings of 4096 tokens."""
+    return {"inputs_embeds": bf16(1, 6 if smoke else 4096, model.config.hidden_size).requires_grad_()}
+
+
+@torch.no_grad()
+def decode_words(model: Any, smoke: bool) -> dict[str, Any]:
+    """Embeddings of one token in each of 8 sequences, with a cache of 1024 earlier ones and place for as many."""
+    from transformers import StaticCache
+
+    batch, length = (2, 8) if smoke else (8, 1024)
+    cache = StaticCache(config=model.config, max_cache_len=length + 1024)
+    known = inspect.signature(type(model).forward).parameters
+    words = {"cache" if "cache" in known else "past_key_values": cache, "use_cache": True}
+    model(inputs_embeds=bf16(batch, length, model.config.hidden_size), **words)
+    return {"inputs_embeds": bf16(batch, 1, model.config.hidden_size), **words}
+
+
+def tower_words(model: Any, smoke: bool) -> dict[str, Any]:
+    """The patches of a picture of 1024 x 1024 pixels."""
+    config, side = model.config, 4 if smoke else 64
+    size = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    grid = torch.tensor([[1, side, side]], device=DEVICE)
+    return {"hidden_states": bf16(side * side, size), "grid_thw": grid}
+
+
+_SMALL = {"hidden_size": 32, "intermediate_size": 48}
+_LM_TINY = {**_SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+QWEN3 = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "num_hidden_layers": 2, "vocab_size": 8,
+}  # fmt: skip
+GEMMA4 = {  # the widths are the configuration's defaults
+    "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "vocab_size": 8,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+TOWER = {"depth": 4, "deepstack_visual_indexes": ()}
+TOWER_TINY = {**_SMALL, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
+_qwen3 = partial(transformers_pair, "qwen3", "Qwen3Model", QWEN3, _LM_TINY)
+_gemma4 = partial(transformers_pair, "gemma4", "Gemma4TextModel", GEMMA4, {**_LM_TINY, "global_head_dim": 32})
+_tower = partial(transformers_pair, "qwen3_vl", "Qwen3VLVisionModel", TOWER, TOWER_TINY)
+
+
+# ---- other libraries -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def diffusers_pair(name: str, smoke: bool) -> Iterator[Pair]:
+    """A model of `bench diffusion`, which has more of them and more variants."""
+    from jitrope.integrations import diffusers as integration
+
+    model = diffusion.MODELS[name]
+    transformer, words, _ = diffusion.build(model, tuple(1 for _ in model.blocks) if smoke else model.blocks, smoke)
+    words["return_dict"] = False
+    ours = diffusion.sharing(transformer)
+    report = integration.enable(ours)
+    yield Pair(Side(transformer, words), Side(ours, words), lambda: report.calls, trained=False)
+
+
+class Chain(nn.Module):
+    """Layers in turn, with the same further arguments."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, **words: Any) -> Tensor:
+        """x through all layers; of a layer's tuple its first result."""
+        for layer in self.layers:
+            out = layer(x, **words)
+            x = out[0] if isinstance(out, tuple) else out
+        return x
+
+
+@contextmanager
+def torchtitan_pair(smoke: bool) -> Iterator[Pair]:
+    """Two layers of torchtitan's Llama 3 8B, without and with jitrope's overrides."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import llama3_configs
+
+    from jitrope.integrations import torchtitan as integration
+
+    integration.register()
+    imports = [f"jitrope.integrations.torchtitan.{name}" for name in ("cos_sin_rope", "complex_rope")]
+    models = []
+    for given in ([], imports):
+        config = llama3_configs["debugmodel" if smoke else "8B"](attn_backend="flex")
+        config.layers = config.layers[:2]
+        for layer in config.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        apply_overrides(OverrideConfig(imports=given), config)
+        with torch.device(DEVICE):
+            layers = [layer.build() for layer in config.layers]
+            for each in layers:
+                each.init_states()
+        models.append(Chain(layers))
+    stock, ours = models
+    random_weights(stock)
+    share(ours, stock)
+    words = {"x": bf16(1, 6 if smoke else 4096, config.dim).requires_grad_(), "attention_masks": None}
+    yield Pair(Side(stock, words), Side(ours, words), lambda: integration.calls)
+
+
+class Sdpa(nn.Module):
+    """torch's attention in place of Megatron's own without TransformerEngine, which keeps all scores in memory."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        """q, k, v (S, B, H, D)."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, with Megatron's groups in it."""
+    from megatron.core import parallel_state
+
+    dist: Any = torch.distributed
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def megatron_pair(smoke: bool) -> Iterator[Pair]:
+    """Two layers as large as Qwen3-8B's, of Megatron-core without TransformerEngine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from jitrope.integrations import megatron as integration
+
+    sizes = dict(zip(("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+                     (32, 48, 4, 2, 16) if smoke else (4096, 12288, 32, 8, 128)))  # fmt: skip
+    words: dict[str, Any] = {"use_cpu_initialization": True, "bf16": True, "params_dtype": torch.bfloat16}
+    words |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False, "add_bias_linear": False}
+    words |= {"normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True, "activation_func": F.silu}
+    with one_rank(), integration.enable() as report:
+        spec: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        spec.submodules.self_attention.submodules.core_attention = Sdpa
+        stock, ours = (
+            Chain([build_module(spec, config=config, layer_number=1 + i).to(DEVICE) for i in range(2)])
+            for config in (
+                TransformerConfig(num_layers=2, apply_rope_fusion=on, **sizes, **words) for on in (False, True)
+            )
+        )
+        random_weights(stock)
+        share(ours, stock)
+        length = 6 if smoke else 4096
+        freqs = twice(angles(length, sizes["kv_channels"])).float()[:, None, None]
+        x = bf16(length, 1, sizes["hidden_size"]).requires_grad_()
+        given = {"x": x, "attention_mask": None, "rotary_pos_emb": freqs}
+        yield Pair(Side(stock, given), Side(ours, given), lambda: report.calls)
+
+
+HOSTS = {
+    "qwen3-train": Host(
+        "transformers", "Qwen3-8B", "train, 4096 tokens, 2 layers", partial(_qwen3, train_words, trained=True)
+    ),
+    "qwen3-decode": Host(
+        "transformers", "Qwen3-8B", "decode, 8 sequences, 2 layers",
+        partial(_qwen3, decode_words, compile_mode="reduce-overhead"),
+    ),
+    "gemma4-train": Host(
+        "transformers", "Gemma 4", "train, 4096 tokens, 2 layers", partial(_gemma4, train_words, trained=True)
+    ),
+    "qwen3-vl-tower": Host(
+        "transformers", "Qwen3-VL's tower", "forward, 4096 patches, 4 blocks", partial(_tower, tower_words)
+    ),
+    "flux": Host("diffusers", "FLUX.1", "denoise, 4608 tokens, 12 blocks", partial(diffusers_pair, "flux")),
+    "llama3-train": Host("torchtitan", "Llama 3 8B", "train, 4096 tokens, 2 layers", torchtitan_pair),
+    "megatron-train": Host("megatron.core", "Qwen3-8B", "train, 4096 tokens, 2 layers", megatron_pair),
+}  # fmt: skip

@@ -1,0 +1,226 @@
+"""`bench hosts`: a step of a model of each library that jitrope has a module for, stock and with jitrope enabled.
+
+Stock and ours take turns in one process, after a check that they give the same within rounding. A library that is not
+installed is named on stderr and left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .harness import DEVICE, in_rounds, stream_time
+from .host_models import COUNTS, HOSTS, Pair, Side
+from .plots import Plot
+from .report import AS_JSON, ONLY, SMOKE, app, chosen, say, show
+from .sections import Row, Section, Table, grouped, of, span
+
+TOLERANCE = 2**-4
+"""Of the norm of a result or gradient: bf16 rounds q and k by 2**-9, and two layers and softmax make more of it."""
+OFF = "off %"
+Step = Callable[[], list[Tensor]]
+
+
+def results(side: Side, cotangents: dict[str, Tensor], trained: bool) -> list[Tensor]:
+    """A step's output; with `trained` also the gradients of its inputs and parameters."""
+    model, words = side
+    with torch.set_grad_enabled(trained):
+        out: Tensor = tree_leaves(model(**words))[0]
+    if not trained:
+        return [out]
+    if not cotangents:
+        cotangents["out"] = torch.randn_like(out)
+    leaves = [x for x in (*words.values(), *model.parameters()) if isinstance(x, Tensor) and x.requires_grad]
+    grads = torch.autograd.grad(out, leaves, cotangents["out"], allow_unused=True)
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def steps_of(pair: Pair) -> dict[str, Step]:
+    """A call of each side, with the same cotangent."""
+    cotangents: dict[str, Tensor] = {}
+
+    def run(side: Side) -> list[Tensor]:
+        if pair.compile_mode == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()
+        return results(side, cotangents, pair.trained)
+
+    return {"stock": partial(run, pair.stock), "jitrope": partial(run, pair.ours)}
+
+
+def compile_in_place(side: Side, mode: str, smoke: bool) -> None:
+    """Compile a model; diffusers compiles one block of each kind."""
+    model: Any = side.model
+    words: dict[str, Any] = {"backend": "eager"} if smoke else {"mode": mode}
+    if hasattr(model, "compile_repeated_blocks"):
+        model.compile_repeated_blocks(fullgraph=True, **words)
+    else:
+        model.compile(**words)
+
+
+def difference(steps: Mapping[str, Step], calls: Callable[[], Mapping[str, int]]) -> tuple[float, Counter[str]]:
+    """(The largest difference between two steps over the norm of stock's, jitrope's calls in a step).
+
+    A compiled step is traced here, and its calls count then.
+    """
+    want = [x.clone() for x in steps["stock"]()]
+    before = Counter(calls())
+    got = [x.clone() for x in steps["jitrope"]()]
+    counted = Counter(calls())
+    counted.subtract(before)
+    off = max(float((x - y).float().norm() / y.float().norm()) for x, y in zip(got, want, strict=True))
+    assert off <= TOLERANCE, f"with jitrope a result is off by {off:.3g} of its norm"
+    assert counted["jitrope"] + counted["fused"] > 0, "jitrope was not called"
+    return off, counted
+
+
+def peak(step: Step) -> float | None:
+    """Memory of a step above what is held before it, in MiB."""
+    if DEVICE != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - held) / 2**20
+
+
+def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
+    """The rows of a model, in each mode stock and ours."""
+    host = HOSTS[name]
+    torch._dynamo.reset()
+    gc.collect()  # the model before, which has cycles
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    with ExitStack() as stack:
+        try:
+            version = getattr(importlib.import_module(host.package), "__version__", "")
+            pair = stack.enter_context(host.make(smoke))
+        except ImportError as error:
+            say(f"{name} is left out: {host.package} cannot be imported ({error})")
+            return
+        head = {"host": f"{host.package.split('.')[0]} {version}".strip(), "model": host.model, "step": host.step}
+        for mode in modes:
+            yield from measured(pair, {**head, "mode": mode}, smoke)
+
+
+def measured(pair: Pair, head: Row, smoke: bool) -> Iterator[Row]:
+    """Two rows of a mode."""
+    if head["mode"] == "compiled":
+        for side in (pair.stock, pair.ours):
+            compile_in_place(side, pair.compile_mode, smoke)
+    steps = steps_of(pair)
+    off, counted = difference(steps, pair.calls)
+
+    def silent(step: Step) -> None:
+        step()
+
+    for step in [*steps.values()] * 2:  # a graph is captured at its second call
+        step()
+    memory = {by: peak(step) for by, step in steps.items()}
+    us = in_rounds({by: partial(stream_time, [partial(silent, step)], 3) for by, step in steps.items()}, rounds=5)
+    for by in steps:
+        row = {**head, "by": by, "ms": us[by] / 1e3, "x stock": us["stock"] / us[by], "peak MiB": memory[by]}
+        row |= {f"{kind} calls": counted[kind] if by == "jitrope" else None for kind in COUNTS}
+        yield {**row, OFF: 100 * off if by == "jitrope" else None}
+
+
+@app.command("hosts")
+def command(
+    only: ONLY = "",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time compiled models too.")] = True,
+    smoke: SMOKE = False,
+    as_json: AS_JSON = False,
+) -> None:
+    """A training step, a decoding step or a forward of each host's models, random weights: stock and with jitrope."""
+    modes = ("eager", "compiled")[: 1 + compiled]
+    show({name: partial(rows, name, modes, smoke) for name in chosen(only, HOSTS)}, smoke, as_json)
+
+
+# ---- in examples/results/README.md -----------------------------------------------------------------------
+
+EAGER, COMPILED = {"mode": "eager"}, {"mode": "compiled"}
+
+
+def line(row: Row) -> str:
+    """The library, the model and its step."""
+    return f"{row['host']}: {row['model']}, {row['step']}"
+
+
+def ms(row: Row) -> str:
+    """A step's time, and how many times as fast as stock it is."""
+    return f"{row['ms']:.2f}" + (f" ({row['x stock']:.2f})" if row["by"] != "stock" else "")
+
+
+def mebibytes(row: Row) -> str:
+    """Peak memory, where it was measured."""
+    return "" if row["peak MiB"] is None else f"{row['peak MiB']:.0f}"
+
+
+def launches(row: Row) -> str:
+    """Calls of a step with norms, with rope alone, and left to the host."""
+    return f"{row['fused calls']} + {row['jitrope calls']}, {row['host calls']} left"
+
+
+def plot(rows: list[Row]) -> Plot:
+    """How many times as fast as stock."""
+    shown = [{**row, "by": row["mode"]} for row in rows if row["by"] == "jitrope"]
+    series = {"eager": "jitrope", "compiled": "jitrope, both compiled"}
+    groups = grouped(
+        shown,
+        lambda row: f"{row['host'].split()[0]} {row['model']} {row['step'].split(',')[0]}",
+        series,
+        value="x stock",
+    )
+    message = f"A model's step with jitrope is {span(row['x stock'] for row in shown)} times as fast"
+    return Plot(message, "times as fast as stock", groups, "stock")
+
+
+_BY = (("", "stock"), (", jitrope", "jitrope"))
+SECTION = Section(
+    "Models of other libraries",
+    """
+    Wall time of one step of a few layers with real widths and random bf16 weights: as the library makes the model,
+    and with jitrope enabled. Both take turns in one process; in brackets, times as fast as stock. "Train" is forward
+    and backward without an optimizer. "Decode" is one token of each of 8 sequences, with a static cache of 2048
+    tokens, 1024 of them filled; compiled, it uses CUDA graphs, as transformers' `generate` does. Memory is the peak
+    of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from stock's, in
+    percent of its norm. "Diffusion" has more models of diffusers.
+    """,
+    "jitrope bench hosts",
+    (
+        Table(
+            "ms of a step",
+            line,
+            {
+                f"{name}{label}": of(ms, by=by, **mode)
+                for name, mode in (("eager", EAGER), ("compiled", COMPILED))
+                for label, by in _BY
+            },
+        ),
+        Table(
+            "MiB of a step, calls, difference",
+            line,
+            {
+                **{
+                    f"{name}{label}": of(mebibytes, by=by, **mode)
+                    for name, mode in (("eager", EAGER), ("compiled", COMPILED))
+                    for label, by in _BY
+                },
+                "launches with norms + rope alone": of(launches, by="jitrope", **EAGER),
+                "off, %": of(OFF, by="jitrope", **EAGER),
+                "off compiled, %": of(OFF, by="jitrope", **COMPILED),
+            },
+        ),
+    ),
+    plot,
+)
