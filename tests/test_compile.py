@@ -129,6 +129,10 @@ LARGEST += [
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8"},
          positions={"position_ids": IDS, "mrope_section": [24, 20, 20]}),
     prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}),
+    prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}, norm={
+        "k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k",
+    }),
+    prepared(heads=[32, 8], norm={"k_weight": "bf16", "of": "k"}, backward=True),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "hadamard": True}),
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8_e5m2", "group": 32}),
     prepared(heads=[32, 1], head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True,

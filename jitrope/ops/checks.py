@@ -270,6 +270,8 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     """Refuse weights that do not fit q and k."""
     norm = norm_of(options)
     check_means(tensors, options.layout, fail)
+    if norm.of == "k" and "k" not in tensors:
+        fail("the norm has of='k', but k is not given")
     weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
         owner, _, kind = label.partition("_")

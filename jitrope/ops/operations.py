@@ -210,6 +210,8 @@ class _QKNormRope(Normed):
             return super().gradient(call, saved, grads, options)  # refused
         back = norm_turned_back(options)
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
+        if names["q"] == "k" and (of := norm_of(back).of) != "qk":
+            back = changed(back, norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
         tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
         for ending in ("", "_weight", "_bias"):
             given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}

@@ -198,7 +198,7 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
     for name in [name for name in ("q", "k") if name in t]:
         x, to = t[name], out_dtype or t[name].dtype
         own = t.get(f"{name}_weight"), t.get(f"{name}_bias"), norm, o.layout, t.get(f"{name}_mean_square")
-        if norm.kind == "no_norm":
+        if not norm.takes(name):
             out[name] = rotate(x, t, o, out_dtype=to)
         elif norm.after_rope:
             exact = norm.rounding == "none" and o.rounding != "dtype"
@@ -253,7 +253,8 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
     for name in [name for name in ("q", "k") if name in t]:
         x, weight, bias, grad = t[name], t.get(f"{name}_weight"), t.get(f"{name}_bias"), joined(t[f"d{name}"], o.layout)
         back = changed(o, rounding="fp32")
-        if norm.after_rope:
+        after_rope = norm.after_rope and norm.takes(name)
+        if after_rope:
             x = rotate(x, t, changed(back, inverse=not o.inverse), out_dtype=torch.float32)
         else:
             grad = rotate(grad, t, back, out_dtype=torch.float32)
@@ -274,9 +275,10 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
         if weight is not None:
             out[f"{name}_weight"] = (g * y).sum(tuple(range(g.dim() - 1))).to(weight.dtype)
             g = g * (weight.float() + norm.zero_centered)
-        dx = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
-        dx = _as_laid_out(dx.view(canonical(x, o.layout).shape), o.layout)
-        dx = rotate(dx, t, back, out_dtype=torch.float32) if norm.after_rope else _cleared(dx, t, o)
+        if norm.takes(name):
+            g = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
+        dx = _as_laid_out(g.view(canonical(x, o.layout).shape), o.layout)
+        dx = rotate(dx, t, back, out_dtype=torch.float32) if after_rope else _cleared(dx, t, o)
         out[name] = torch.empty_like(t[name]).copy_(dx)
     return out
 
