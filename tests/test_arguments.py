@@ -77,6 +77,7 @@ class Word(str, enum.Enum):
     auto = "auto"
     none = "none"
     rms_norm = "rms_norm"
+    qk = "qk"
 
 
 # Names that a refusal may have in place of the parameter's.
@@ -230,6 +231,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     changes: Args = {}
     plain: Any = None
     ids = torch.tensor([[3, 0, 5], [1, 4, 2]], device=cell.device)
+    ids = torch.cat((ids, ids[:, :2]), 1) if f.name == "norm_rope_joint" else ids  # tokens of both streams
     if parameter == "cos_sin_cache":
         changes, plain = dict(NO_TABLES), cell.rand(P, D)
     elif parameter == "freqs":

@@ -108,6 +108,8 @@ LARGEST += [
     prepared(heads=[24, 24], interleaved=True, table="freqs_cis", rounding="complex64", norm=TWICE, inplace=True),
     prepared(function="prepare_joint_qkv", heads=[24, 24], interleaved=True, norm=ONCE),
     prepared(function="prepare_joint_qkv", heads=[24, 24], norm={**FP32, "rounding": "twice", "zero_centered": True}),
+    prepared(function="prepare_joint_qkv", heads=[24, 24], interleaved=True, positions=IDS, backward=True),
+    prepared(function="prepare_joint_qkv", heads=[24, 24], norm={**ONCE, "v_norm": True}, table="freqs", unrotated=512),
     *(prepared(heads=heads, norm=ACROSS, interleaved=True, **more) for heads in ([12, 12], [40, 40])
       for more in ({"inplace": True}, {"backward": True})),
     prepared(heads=40, norm={"q_weight": "bf16", "rounding": "once", "across_heads": True}, interleaved=True),

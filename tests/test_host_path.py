@@ -16,7 +16,7 @@ FILES = [
     "gpu gpu_thd mean_squares row_scales",
     "packed_norm packed_bias swizzled fp4_cache transformers stages presets",
     "quantize hadamard q_scale unrotated shifts learned",
-    "rope out pages ulysses latent latent_cache packed_cache",
+    "rope out pages ulysses latent latent_cache packed_cache joint",
 ]
 OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not test_stages or short"]
 

@@ -1102,7 +1102,7 @@ JOINT_REFUSALS = {
     "dtype": ((stream(), stream(5, dtype=torch.bfloat16)), {}, "second's q is .* torch.bfloat16"),
     "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v must have as many heads as k"),
     "rank": (((*stream()[:2], torch.ones(3)), stream(5)), {}, "first's v is not a tensor"),
-    "rows": ((stream(), stream(6)), {}, "9 tokens but the table has 8 rows"),
+    "rows": ((stream(), stream(6)), {}, "S=9.* but cos has 8 rows; it needs 9"),
     "weights": ((stream(), stream(5)), {"second": (ONES.half(), ONES.half())}, "the weights are"),
     "weight-shape": ((stream(), stream(5)), {"second": (ONES, torch.ones(4))}, "k_weight has shape"),
     "per-head": (

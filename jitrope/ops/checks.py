@@ -31,11 +31,9 @@ from .fit import (
     named,
     require_apart,
     require_no_overlap,
-    rows_of,
     sizes_of,
 )
 from .pages import check_caches, check_pages, check_slots
-from .reference import of_stream
 
 WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
 TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
@@ -73,7 +71,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if not wants_grad or not op.differentiable:
         return
     _refuse_transforms(name)
-    for label, x in op.saved(tensors).items():
+    for label, x in op.saved(tensors, options).items():
         if x.is_inference():
             label = op.labels.get(label, label)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
@@ -295,50 +293,6 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     if len({weight.dtype for weight in weights.values()}) > 1:
         had = " but ".join([f"{label} is {weight.dtype}" for label, weight in weights.items()])
         fail(f"{had}; they must match")
-
-
-def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with two streams."""
-    fail = failing(name)
-    _check_streams(tensors, fail)
-    given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
-    if len(given) >= 2:
-        fail(f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
-    for stream in ("first", "second"):
-        check_norm(name, of_stream(tensors, stream, whole_tables=True), options)
-    cos, other = tensors["cos"], tensors.get("second_cos", tensors["cos"])
-    if cos.dtype != other.dtype:
-        fail(f"the first table is {cos.dtype} but the second {other.dtype}")
-    if cos.shape[-1] != other.shape[-1]:
-        fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
-    tokens = tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
-    check_factor(tensors, tensors["first_q"], tokens, "bshd", fail)
-    if "second_cos" not in tensors and rows_of(cos) < tokens:
-        fail(f"the streams have {tokens} tokens but the table has {rows_of(cos)} rows")
-    for word in ("across_heads", "v_norm"):
-        if getattr(norm_of(options), word):
-            fail(f"{word} does not go with two streams")
-    for table in (cos, other):
-        if table.dim() == 4 and table.shape[2] != 1:
-            fail("tables for each head do not go with two streams")
-
-
-def _check_streams(tensors: Tensors, fail: Fail) -> None:
-    for letter in "qkv":
-        for stream in ("first", "second"):
-            x, like, q = tensors[f"{stream}_{letter}"], tensors[f"{stream}_q"], tensors["first_q"]
-            if x.dim() != 4:
-                fail(f"{stream}'s {letter} is not a tensor (B, S, H, D)")
-            same = x.shape[:2] == like.shape[:2] and x.shape[-1] == like.shape[-1]
-            if not same or x.dtype != q.dtype or x.device != q.device:
-                owner, other = ("first", q) if same else (stream, like)
-                had = f"{stream}'s {letter} is {named(x, 'bshd')} {x.dtype} on {x.device}"
-                fail(f"{had}; {owner}'s q is {named(other, 'bshd')} {other.dtype} on {other.device}")
-        a, b = tensors[f"first_{letter}"], tensors[f"second_{letter}"]
-        if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
-            fail(f"first's {letter} is {named(a, 'bshd')}, second's {named(b, 'bshd')}; only S may differ")
-    if tensors["first_k"].shape != tensors["first_v"].shape:
-        fail("v must have as many heads as k")
 
 
 def check_into(

@@ -216,36 +216,6 @@ def normed_v(v: Tensor, norm: NormOptions, layout: str) -> Tensor:
     return normed(v, None, None, norm._replace(zero_centered=False), layout)
 
 
-def qk_norm_rope_joint(t: Tensors, o: Options) -> Tensors:
-    """Concatenate q, k and v of two streams along the sequence; q and k are normalised and rotated."""
-    parts = []
-    for stream in ("first", "second"):
-        own = of_stream(t, stream)
-        parts.append({**qk_norm_rope(own, o), "v": own["v"]})
-    return {name: torch.cat([part[name].contiguous() for part in parts], 1) for name in "qkv"}
-
-
-def names_of_stream(stream: str) -> dict[str, str]:
-    """The names of one stream's tensors in a joint call, by their names in a separate call."""
-    weights = "second_" if stream == "second" else ""
-    heads = {name: f"{stream}_{name}" for name in "qkv"}
-    return {**heads, **{name: weights + name for name in ("q_weight", "k_weight", "q_bias", "k_bias")}}
-
-
-def of_stream(t: Tensors, stream: str, whole_tables: bool = False) -> Tensors:
-    """One stream of a joint call as a separate call, with its rows of the tables."""
-    own = {name: t[joint] for name, joint in names_of_stream(stream).items() if joint in t}
-    prefix = "second_" if stream == "second" and "second_cos" in t else ""
-    tables = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
-    begin = t["first_q"].shape[1] if stream == "second" else 0
-    end = begin + own["q"].shape[1]
-    if "second_cos" not in t and not whole_tables:
-        tables = {name: x[begin:end] if x.dim() == 2 else x[:, begin:end] for name, x in tables.items()}
-    if "q_factor" in t and not whole_tables:
-        tables["q_factor"] = t["q_factor"][..., begin:end] if t["q_factor"].dim() else t["q_factor"]
-    return {**own, **tables}
-
-
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
     """The gradients of q, k, their weights and biases, in fp32, rounded once at the end; `o` rotates back."""
     norm = norm_of(o)
