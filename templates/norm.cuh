@@ -19,7 +19,7 @@ constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
 static_assert(!MIXED, "refused by the host");
 static_assert(!V_NORM || COPY_V, "refused by the host");
-static_assert(!GIVEN_MEANS || !(ACROSS_HEADS || V_NORM || LAYER || TWO_STREAMS), "refused by the host");
+static_assert(!GIVEN_MEANS || !(V_NORM || LAYER || TWO_STREAMS), "refused by the host");
 static_assert(!GIVEN_MEANS || NORM_BOTH, "refused by the host");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V && !HADAMARD && !DYNAMIC), "refused by the host");
 static_assert(!DYNAMIC || (CONVERTS && (!IN_PLACE || BLOCK_CACHE)), "refused by the host");

@@ -157,7 +157,7 @@ LARGEST += [
     prepared(heads=[32, 8], norm={**LAYER, "after_rope": True}),
     prepared(heads=[16, 8], norm={"rounding": "once"}, interleaved=True),
     *(prepared(heads=heads, norm={**ACROSS, "mean_squares": "fp32"}, **more) for heads, more in
-      (([10, 10], {"interleaved": True}), ([24, 4], {"positions": IDS, "cache": FP8_CACHE}))),
+      (([10, 10], {"interleaved": True, "backward": True}), ([24, 4], {"positions": IDS, "cache": FP8_CACHE}))),
     prepared(heads=[32, 8], norm={**TWICE, "after_rope": True}, q_scale=0.5, unrotated=1, backward=True),
     # Qwen3.5's packed projection with a gate.
     prepared(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, rotary_dim=64, order="qkv_gated",

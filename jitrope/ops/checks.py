@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
-from ..plan.views import BLOCK_SCALES, FP8S, MEANS, PER_ITEM, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
+from ..plan.views import BLOCK_SCALES, FP8S, PER_ITEM, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
 from .fit import (
     USERS_NAMES,
     Fail,
@@ -49,9 +49,6 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if wants_grad and options.inplace and op.norm:
         text = f"{name}: it has no gradient in place, because that needs the old q and k; leave inplace=True out"
         raise InvalidInput(text)
-    if wants_grad and MEANS[0] in tensors:
-        why = "because that needs another sum over the ranks; use torch.no_grad(), or a norm in plain torch"
-        raise InvalidInput(f"{name}: a norm with mean_squares has no gradient, {why}")
     learned = [
         label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]

@@ -206,19 +206,21 @@ class _QKNormRope(Normed):
         return dict(tensors)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        if MEANS[0] in saved:
-            return super().gradient(call, saved, grads, options)  # refused
         back = norm_turned_back(options)
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
         if names["q"] == "k" and (of := norm_of(back).of) != "qk":
             back = changed(back, norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
         tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
-        for ending in ("", "_weight", "_bias"):
+        for ending in ("", "_weight", "_bias", "_mean_square"):
             given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
             tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
         tables = {name: x for name, x in saved.items() if name not in self.names}
         found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **(tables if "q" in grads else of_k(tables))}, back)
-        return {names[name[0]] + name[1:]: x for name, x in found.items()}
+        found = {names[name[0]] + name[1:]: x for name, x in found.items()}
+        means = {name: saved[name] for name in MEANS if name in saved and saved[name].requires_grad}
+        eps, layout = norm_of(options).eps, options.layout
+        own = {name: (mean, saved[name[0]], found[name[0]]) for name, mean in means.items() if name[0] in found}
+        return {**found, **{name: reference.gradient_of_mean(*xs, eps, layout) for name, xs in own.items()}}
 
 
 class _QKNormRopeHadamard(_QKNormRope):
@@ -271,7 +273,7 @@ def gradient_of_v(call: Call, v: Tensor, grad: Tensor, options: Options) -> Tens
 
 class _QKNormRopeBackward(Operation):
     name = "qk_norm_rope_backward"
-    tensors = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES)
+    tensors = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options = _QKNormRope.options
     results = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
     norm = True

@@ -235,7 +235,9 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
             rows, g = rows.flatten(-2), g.flatten(-2)
         layer = norm.kind == "layer_norm"
         rows = rows - rows.mean(-1, keepdim=True) if layer else rows
-        scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps)
+        mean_square = t.get(f"{name}_mean_square")
+        mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
+        scale = torch.rsqrt(mean + norm.eps)
         y = rows * scale
         spare = table_rows(y.shape[1], y.device, t, o)[1]
         if spare is not None:
@@ -245,12 +247,25 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
         if weight is not None:
             out[f"{name}_weight"] = (g * y).sum(tuple(range(g.dim() - 1))).to(weight.dtype)
             g = g * (weight.float() + norm.zero_centered)
-        if norm.takes(name):
+        if mean_square is not None:
+            g = scale * g
+        elif norm.takes(name):
             g = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
         dx = _as_laid_out(g.view(canonical(x, o.layout).shape), o.layout)
         dx = rotate(dx, t, back, out_dtype=torch.float32) if after_rope else _cleared(dx, t, o)
         out[name] = torch.empty_like(t[name]).copy_(dx)
     return out
+
+
+def gradient_of_mean(mean: Tensor, x: Tensor, dx: Tensor, eps: float, layout: str) -> Tensor:
+    """The gradient of a given mean of squares of x, whose gradient by the other factors is dx.
+
+    1 / sqrt(mean + eps) is a factor of x, so it is the sum of dx x over a token's heads, times -1/2 / (mean + eps).
+    Elements without a gradient may be anything.
+    """
+    both = torch.where(dx == 0, 0, dx.float() * x.float())
+    total = canonical(both, layout).sum((-2, -1))
+    return total.view(mean.shape) * (-0.5 / (mean + eps))
 
 
 def _as_laid_out(view: Tensor, layout: str) -> Tensor:

@@ -198,7 +198,8 @@ class Norm(Value):
             heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
             `all_reduce(mean, op=ReduceOp.AVG)`. across_heads then also goes with a cache, `DynamicQuantize` and
             hadamard. mean_squares cannot be combined with "layer_norm", v_norm, `prepare_joint_qkv` and
-            `prepare_packed_qkv`. There is no gradient, because it needs another sum over the ranks.
+            `prepare_packed_qkv`. They get a gradient. To train, use an all_reduce that passes it on, such as
+            `torch.distributed.nn.functional.all_reduce(mean, op=ReduceOp.AVG)`, which returns the mean of all ranks.
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
             before.
