@@ -12,16 +12,23 @@ constexpr int STEPS = ACROSS_HEADS ? (ROW_HEADS + HEADS_PER_BLOCK - 1) / HEADS_P
 constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
 constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
 constexpr bool LAYER = NORM_KIND == LAYER_NORM;
+constexpr bool NORM_BOTH = NORM_Q && NORM_K;
 constexpr bool WEIGHS_HEADS = ACROSS_HEADS || GIVEN_MEANS;                  // each head has its own weights
 constexpr int WEIGHT_SETS = WEIGHS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
 static_assert(!MIXED, "refused by the host");
 static_assert(!V_NORM || COPY_V, "refused by the host");
-static_assert(!GIVEN_MEANS || !(ACROSS_HEADS || V_NORM || LAYER || TWO_STREAMS), "refused by the host");
+static_assert(!GIVEN_MEANS || !(V_NORM || LAYER || TWO_STREAMS), "refused by the host");
+static_assert(!GIVEN_MEANS || NORM_BOTH, "refused by the host");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V && !HADAMARD && !DYNAMIC), "refused by the host");
 static_assert(!DYNAMIC || (CONVERTS && (!IN_PLACE || BLOCK_CACHE)), "refused by the host");
 static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
+
+// Whether a head of q or k is not normalised, beside one that is.
+__device__ __forceinline__ bool is_plain(const Head& head) {
+    return !NORM_BOTH && !head.is_v && !(head.is_q ? NORM_Q : NORM_K);
+}
 
 // ---- two streams -------------------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ struct Factors {
     __device__ __forceinline__ void load(
         const Params& p, const Head& head, bool second, int dim, bool rotary, bool with_bias = BIASED
     ) {
-        if (!WEIGHTED || head.is_v) return;
+        if (!WEIGHTED || head.is_v || (!NORM_BOTH && is_plain(head))) return;
         const int number = head.tensor + (second ? 2 : 0);
         dim += WEIGHS_HEADS ? head.index * HEAD_DIM : 0;
         load_from(p.weight[number] + dim, x, rotary);

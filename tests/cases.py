@@ -397,13 +397,15 @@ class NormCase:
     after_rope: bool = False
     kind: str = "rms_norm"  # norm_kind
     biases: bool = False  # beside each weight
+    of: str = "qk"  # is normalised
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def norm(self) -> NormOptions:
-        return NormOptions(self.rounding, self.across_heads, self.zero_centered, self.after_rope, kind=self.kind)
+        flags = self.across_heads, self.zero_centered, self.after_rope
+        return NormOptions(self.rounding, *flags, kind=self.kind, of=self.of)
 
 
 def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **words: Any) -> NormCase:
@@ -418,6 +420,7 @@ def _normed(name: str, why: str, shape: tuple[int, ...] = (1, 3, 4, 2, 64), **wo
         "two_tables",
         "kind",
         "biases",
+        "of",
     )
     norm = {n: words.pop(n) for n in own if n in words}
     norm["rounding"] = words.pop("norm", "none")
@@ -450,6 +453,14 @@ NORM_CASES = [
     _normed("unweighted", "no weights", weights="", norm="once"),
     _normed("only-q-weight", "k has none", weights="q", norm="once"),
     _normed("only-k-weight", "q has none, 1 + weight", weights="k", zero_centered=True),
+    _normed("of-k", "DeepSeek's indexer: LayerNorm of k alone", (1, 4, 6, 1, 128), **LAYER, of="k", weights="k",
+            biases=True, rotary_dim=64, norm="once"),
+    _normed("of-k-after", "behind the rotation, rounded between; q has no norm", (2, 3, 5, 2, 80), of="k",
+            weights="", after_rope=True, rotary_dim=48, norm="twice", q_scale="rows"),
+    _normed("of-q-after", "behind the rotation, kept in fp32, tables of each head", (2, 3, 2, 2, 64), of="q",
+            weights="q", after_rope=True, table="per_head"),
+    _normed("of-q-across", "a row is a token", (1, 3, 6, 2, 64), **LAYER, of="q", weights="q", across_heads=True),
+    _normed("of-q-joint", "two streams", (2, 5, 4, 2, 64), of="q", weights="q", first=2, norm="once"),
     _normed("across-d128", "Wan: a row is a token", (1, 3, 3, 3, 128), across_heads=True, norm="once",
             interleaved=True),
     _normed("across-d64", "heads that a warp does not divide, GQA", (1, 4, 7, 2, 64), across_heads=True, norm="twice"),
@@ -563,6 +574,8 @@ QKV_NORM_CASES = [
     _normed("prefix", "first tokens without a rotation, complex64, q alone has a weight", (2, 5, 2, 3, 64),
             weights="q", table="freqs_cis", table_rows=4, interleaved=True, rounding="complex64", norm="twice",
             options={"unrotated": 1}),
+    _normed("of-k", "k alone", (2, 3, 2, 2, 64), of="k", weights="k", norm="once", options={"order": "qkv"}),
+    _normed("of-q-gated", "q alone, and a gate", (2, 3, 2, 4, 64), of="q", weights="q", options={"order": "qkv_gated"}),
     _normed("scalar", "a head that no access divides, fp32", (1, 3, 2, 3, 6), dtype="fp32", weight_dtype="fp32"),
     _normed("unaligned", "addresses off by one element, one first position for each row", (2, 3, 1, 2, 64),
             strides="offset", starts=(1, 4), table_rows=9, options={"order": "qkv"}),
@@ -611,7 +624,7 @@ def make_norm(case: NormCase, device: str = "cpu", seed: int = 0, **changes: Any
                 x = torch.randn(dim * (heads if case.across_heads else 1), generator=generator) if given else None
                 made.append(None if x is None else x.to(DTYPES[case.weight_dtype]).to(device))
     words = {"norm_rounding": case.rounding, "zero_centered": case.zero_centered, "after_rope": case.after_rope,
-             "norm_kind": case.kind}  # fmt: skip
+             "norm_kind": case.kind, "of": case.of}  # fmt: skip
     if number == 1:
         words["across_heads"] = case.across_heads
     else:

@@ -266,11 +266,14 @@ def norm_rope(q: Any, k: Any, q_weight: Any = None, k_weight: Any = None, cos: A
     o, layout = {**o, "cos": cos, "sin": sin}, o.get("layout", "bshd")
     parts = ((q, q_weight, o.get("q_bias")), (k, k_weight, o.get("k_bias")))
 
-    def both(x: Tensor, *own: Any) -> Tensor:
-        y = normed(rotated(x, o), *own, o) if o.get("after_rope") else rotated(normed(x, *own, o), o)
+    def both(name: str, x: Tensor, *own: Any) -> Tensor:
+        norm = (lambda y: normed(y, *own, o)) if name in o.get("of", "qk") else (lambda y: y)
+        y = norm(rotated(x, o)) if o.get("after_rope") else rotated(norm(x), o)
         return kept(torch.zeros_like(y), y, o)
 
-    return tuple(None if x is None else unheads(both(heads(exact(x), layout), *own), layout) for x, *own in parts), {}
+    given = {name: None if x is None else heads(exact(x), layout) for name, (x, *_) in zip("qk", parts)}
+    found = [None if x is None else both(name, x, *own) for (name, x), (_, *own) in zip(given.items(), parts)]
+    return tuple(None if y is None else unheads(y, layout) for y in found), {}
 
 
 def norm_rope_(q: Any, k: Any, *rest: Any, **o: Any) -> Result:

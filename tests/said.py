@@ -24,6 +24,7 @@ _OF = {
         "across_heads",
         "zero_centered",
         "after_rope",
+        "of",
         "v_norm",
         "norm_rounding",
         "q_mean_square",

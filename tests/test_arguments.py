@@ -50,7 +50,7 @@ FLAGS = ("interleaved", "interleaved_out", "mrope_interleaved", "inverse", "pack
          "across_heads", "zero_centered", "after_rope", "v_norm", "copy_v", "inplace", "hadamard",
          "clear_page")  # fmt: skip
 NUMBERS = ("mscale", "eps")
-WORDS = ("layout", "rounding", "norm_rounding", "norm_kind", "order")
+WORDS = ("layout", "rounding", "norm_rounding", "norm_kind", "of", "order")
 SCALES = ("q_scale", "k_scale", "v_scale", "q_factor")
 SECTIONS = ("mrope_section",)
 FLAT = ("slot_mapping", "errors")  # any axes
@@ -77,6 +77,7 @@ class Word(str, enum.Enum):
     auto = "auto"
     none = "none"
     rms_norm = "rms_norm"
+    qk = "qk"
 
 
 # Names that a refusal may have in place of the parameter's.
@@ -230,6 +231,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     changes: Args = {}
     plain: Any = None
     ids = torch.tensor([[3, 0, 5], [1, 4, 2]], device=cell.device)
+    ids = torch.cat((ids, ids[:, :2]), 1) if f.name == "norm_rope_joint" else ids  # tokens of both streams
     if parameter == "cos_sin_cache":
         changes, plain = dict(NO_TABLES), cell.rand(P, D)
     elif parameter == "freqs":
@@ -298,7 +300,7 @@ def context(cell: Cell, parameter: str) -> tuple[Args, Any] | None:
     elif parameter in NUMBERS:
         plain = 0.25
     elif parameter in WORDS:
-        words = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none", "norm_kind": "rms_norm"}
+        words = {"layout": "bshd", "rounding": "fp32", "norm_rounding": "none", "norm_kind": "rms_norm", "of": "qk"}
         plain = {**words, "order": "grouped"}[parameter]
     args = {n: x for n, x in cell.args(**changes).items() if x is not DROP}
     args = f.packed(cell.fitted(args))
@@ -419,6 +421,7 @@ def parameters() -> list[tuple[Function, str]]:
             "after_rope",
             "norm_rounding",
             "norm_kind",
+            "of",
             *(() if any(x in f.name for x in ("joint", "kv_cache", "packed")) else ("across_heads",)),
         )
         norm += ("v_norm",) if "kv_cache" in f.name or "packed" in f.name else ()

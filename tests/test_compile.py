@@ -108,6 +108,8 @@ LARGEST += [
     prepared(heads=[24, 24], interleaved=True, table="freqs_cis", rounding="complex64", norm=TWICE, inplace=True),
     prepared(function="prepare_joint_qkv", heads=[24, 24], interleaved=True, norm=ONCE),
     prepared(function="prepare_joint_qkv", heads=[24, 24], norm={**FP32, "rounding": "twice", "zero_centered": True}),
+    prepared(function="prepare_joint_qkv", heads=[24, 24], interleaved=True, positions=IDS, backward=True),
+    prepared(function="prepare_joint_qkv", heads=[24, 24], norm={**ONCE, "v_norm": True}, table="freqs", unrotated=512),
     *(prepared(heads=heads, norm=ACROSS, interleaved=True, **more) for heads in ([12, 12], [40, 40])
       for more in ({"inplace": True}, {"backward": True})),
     prepared(heads=40, norm={"q_weight": "bf16", "rounding": "once", "across_heads": True}, interleaved=True),
@@ -129,6 +131,10 @@ LARGEST += [
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8"},
          positions={"position_ids": IDS, "mrope_section": [24, 20, 20]}),
     prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}),
+    prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}, norm={
+        "k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k",
+    }),
+    prepared(heads=[32, 8], norm={"k_weight": "bf16", "of": "k"}, backward=True),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "hadamard": True}),
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8_e5m2", "group": 32}),
     prepared(heads=[32, 1], head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True,
@@ -151,7 +157,7 @@ LARGEST += [
     prepared(heads=[32, 8], norm={**LAYER, "after_rope": True}),
     prepared(heads=[16, 8], norm={"rounding": "once"}, interleaved=True),
     *(prepared(heads=heads, norm={**ACROSS, "mean_squares": "fp32"}, **more) for heads, more in
-      (([10, 10], {"interleaved": True}), ([24, 4], {"positions": IDS, "cache": FP8_CACHE}))),
+      (([10, 10], {"interleaved": True, "backward": True}), ([24, 4], {"positions": IDS, "cache": FP8_CACHE}))),
     prepared(heads=[32, 8], norm={**TWICE, "after_rope": True}, q_scale=0.5, unrotated=1, backward=True),
     # Qwen3.5's packed projection with a gate.
     prepared(function="prepare_packed_qkv", heads=[16, 2], head_dim=256, rotary_dim=64, order="qkv_gated",

@@ -203,6 +203,7 @@ def problems(draw: Any) -> RopeProblem:
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, given_means=given_means,
         zero_centered=normed and draw(FLAG), after_rope=normed and draw(FLAG),
+        norm_q=given_means or draw(FLAG), norm_k=given_means or draw(FLAG),
         v_norm=normed and kind == "cache" and not given_means and draw(FLAG),
         weight_dtype=weight, two_streams=kind == "streams",
         two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, copy_v=values,

@@ -191,8 +191,6 @@ def test_refusals() -> None:
     refused(r"mean_squares' q has shape \(2, 5, 1\); allowed are \(2, 5\)", given=(means[0][..., None], means[1]))
     refused(r"mean_squares' q has shape \(5, 2\); allowed are \(2, 5\)", given=[x.t() for x in means])
     refused("mean_squares' k is torch.float64 on cpu; it must be fp32", given=(means[0], means[1].double()))
-    refused("mean_squares has no gradient, .*use torch.no_grad", q.clone().requires_grad_(), k)
-    refused("mean_squares has no gradient", given=[x.clone().requires_grad_() for x in means])
     one = Norm(*[w[:64] for w in weights], across_heads=True, mean_squares=means)
     with pytest.raises(InvalidInput, match=r"q_weight has shape \(64,\); it must be \(H D\), 384 numbers"):
         jitrope.prepare_qkv(q, k, None, *tables, norm=one)
@@ -200,18 +198,74 @@ def test_refusals() -> None:
         jitrope.prepare_joint_qkv((q, q, q), (q, q, q), *tables, norm=one)
 
 
-def test_a_known_call_has_no_gradient_either() -> None:
-    """The second call of a kind is not checked again, but it is not recorded without a refusal."""
-    (q, k, _), (weights, tables) = inputs("cpu")
-    norm = Norm(*weights, across_heads=True, mean_squares=[mean_square(x) for x in (q, k)])
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "centered": {"norm": {"zero_centered": True}, "interleaved": True},
+    "after": {"norm": {"after_rope": True, "rounding": "once"}, "rotary_dim": 32},
+    "scaled": {"q_scale": 0.125, "unrotated": 1},
+    "bf16": {"dtype": torch.bfloat16, "norm": {"rounding": "twice"}},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_gradients_are_those_of_the_call_with_all_heads(way: str, layout: str, device: str) -> None:
+    """Each rank's part of the heads and weights, where the mean of all ranks passes the gradient on; of k alone too."""
+    words = dict(GRADIENTS[way])
+    own, dtype = words.pop("norm", {}), words.pop("dtype", torch.float32)
+    (q, k, _), (weights, tables) = inputs(device, dtype, b=1 if layout == "thd" else 2)
+    tables = [x[: 5 - words.get("unrotated", 0), : words.get("rotary_dim", 64) // 2] for x in tables]
+    leaves = [x.requires_grad_() for x in (q, k, *weights)]
+
+    def laid(x: Tensor) -> Tensor:
+        return {"bshd": x, "sbhd": x.transpose(0, 1), "thd": x[0]}[layout]
+
+    def call(of: list[Tensor], ws: Any, **more: Any) -> Any:
+        norm = Norm(*ws, across_heads=True, **own, **more)
+        return jitrope.prepare_qkv(*[laid(x) for x in of], None, *tables, norm=norm, layout=layout, **words)[:2]
+
+    means = [mean_square(x)[0] if layout == "thd" else mean_square(x) for x in (q, k)]
+    split = [parts(x) for x in (q, k)], [parts(w, 0) for w in weights]
+    ranks = [call([x[r] for x in split[0]], [w[r] for w in split[1]], mean_squares=means) for r in range(RANKS)]
+    axis = 1 if layout == "thd" else 2
+    got = [torch.cat(xs, axis) for xs in zip(*ranks)]
+    want = call([q, k], weights)
+    grads = [torch.sin(torch.arange(x.numel(), device=device).float() * 3).view(x.shape).to(dtype) for x in want]
+    rtol = {torch.float32: 2e-5, torch.bfloat16: 2**-6}[dtype]
+    for some, of in (((0, 1), (0, 1, 2, 3)), ((0,), (0, 2)), ((1,), (1, 3))):
+        found = [
+            torch.autograd.grad([xs[n] for n in some], [leaves[n] for n in of], [grads[n] for n in some], True)
+            for xs in (got, want)
+        ]
+        for x, y in zip(*found):
+            torch.testing.assert_close(x, y, rtol=rtol, atol=rtol * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_a_mean_alone(device: str) -> None:
+    """It has one where q and k have none, in a known call too; without it q's gradient takes the mean as a constant."""
+    (q, k, _), (weights, tables) = inputs(device, torch.float32)
+    means = [mean_square(x).requires_grad_() for x in (q, k)]
+    ones = [torch.ones_like(x) for x in (q, k)]
     for _ in range(3):
-        jitrope.prepare_qkv(q, k, None, *tables, norm=norm)
+        norm = Norm(*weights, across_heads=True, mean_squares=means)
+        out = jitrope.prepare_qkv(q, k, None, *tables, norm=norm)[:2]
+        found = torch.autograd.grad(out, means, ones)
+        for n, (x, mean) in enumerate(zip((q, k), means)):
+            exact = mean.detach().double().requires_grad_()
+            y = normed64(x, weights[n], exact).float()
+            turned = jitrope.apply_rope(y, None, *tables)[0]
+            torch.testing.assert_close(
+                found[n], torch.autograd.grad(turned.sum(), exact)[0].float(), rtol=1e-4, atol=1e-4
+            )
     leaf = q.clone().requires_grad_()
-    for _ in range(2):
-        with pytest.raises(InvalidInput, match="mean_squares has no gradient"):
-            jitrope.prepare_qkv(leaf, k, None, *tables, norm=norm)
-    with torch.no_grad():
-        assert not jitrope.prepare_qkv(leaf, k, None, *tables, norm=norm)[0].requires_grad
+    norm = Norm(*weights, across_heads=True, mean_squares=[x.detach() for x in means])
+    (dq,) = torch.autograd.grad(jitrope.prepare_qkv(leaf, k, None, *tables, norm=norm)[0].sum(), leaf)
+    (want,) = torch.autograd.grad(
+        jitrope.apply_rope(normed64(leaf, weights[0], means[0].detach()).float(), None, *tables)[0].sum(), leaf
+    )
+    torch.testing.assert_close(dq, want, rtol=1e-4, atol=1e-5)
 
 
 def test_prewarmed_in_words_is_the_kernel_of_a_call() -> None:

@@ -48,7 +48,7 @@ def assert_equal(got, want) -> None:
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-NORM_WORDS = ("norm_rounding", "norm_kind", "zero_centered", "after_rope", "across_heads")
+NORM_WORDS = ("norm_rounding", "norm_kind", "of", "zero_centered", "after_rope", "across_heads")
 
 # ---- values against fp64 -----------------------------------------------------------------------------
 
@@ -78,7 +78,8 @@ def values64(case: NormCase, call) -> list[torch.Tensor | None]:
     given = [x for x in (q, k) if x is not None]
 
     def normed(xs):
-        return [normed64(x, *own, case).float() for x, *own in zip(xs, call.weights, call.biases)]
+        named = zip("qk", xs, call.weights, call.biases)
+        return [normed64(x, *own, case).float() if name in case.of else x for name, x, *own in named]
 
     def rotated(xs):
         return autograd_reference(case.rope, *xs, *(xs if len(xs) == 1 else ()), *tables, words)[: len(xs)]
@@ -702,6 +703,36 @@ def test_gradient_against_fp64(words, per_head: bool, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("of", ["q", "k"])
+@pytest.mark.parametrize("kind", ["partial", "after", "across-interleaved", "layer-after", "layer-across"])
+def test_a_norm_of_one_beside_a_rotation_of_the_other(kind: str, of: str, device: str) -> None:
+    """The bits are those of a norm of both and of `apply_rope`, and so are the gradients, also those of one alone."""
+    words, across = GRADIENTS[kind], "across" in kind
+    q, k, *grads = [x.to(device) for x in tensors("cpu", torch.float32, *[(2, 11, h, 16) for h in (4, 2)] * 2)]
+    names = ("q_weight", "k_weight", *(("q_bias", "k_bias") if "layer" in kind else ()))
+    sizes = [(16 * (4, 2)[name[0] == "k"] if across else 16,) for name in names]
+    weights = dict(zip(names, tensors(device, torch.float32, *sizes, seed=1)))
+    own = {name: x.requires_grad_() for name, x in weights.items() if name[0] == of}
+    rest = {"cos": tables_of(device, 11, words.get("rotary_dim", 16) // 2)[0], "sin": torch.ones(11, 8, device=device)}
+    rest["sin"] = rest["sin"][:, : rest["cos"].shape[-1]]
+    for wanted in ((q, k), (q,), (k,)):
+        for x in (q, k):
+            x.requires_grad_(any(x is y for y in wanted))
+        given = [x.clone() for x in (q, k)]
+        got = norm_rope(*given, **own, **rest, **words, of=of, q_factor=0.5)
+        rotation = {name: x for name, x in words.items() if name in ("interleaved", "rotary_dim", "rotary_offset")}
+        plain = jitrope.apply_rope(*given, **rest, **rotation, q_scale=0.5)
+        both = norm_rope(*given, **weights, **rest, **words, q_factor=0.5)
+        want = [both[0], plain[1]] if of == "q" else [plain[0], both[1]]
+        assert_equal(got, want)
+        leaves = [*wanted, *(own.values() if any(x is (q, k)["qk".index(of)] for x in wanted) else ())]
+        some = [n for n, x in enumerate((q, k)) if any(x is y for y in wanted)]
+        found = [torch.autograd.grad([xs[n] for n in some], leaves, [grads[n] for n in some], retain_graph=True)
+                 for xs in (got, want)]  # fmt: skip
+        assert_gradients(found[0], [x.double() for x in found[1]], torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("across_heads", [False, True])
 @pytest.mark.parametrize("which", ["q", "k", "both", "weights"])
 def test_gradient_of_some_through_an_expanded_one(which: str, across_heads: bool, device: str) -> None:
@@ -1014,6 +1045,13 @@ REFUSALS = {
         arguments(q_bias=ONES.half(), norm_kind="layer_norm"),
         "k_weight is torch.float32 but q_bias is torch.float16; they must match",
     ),
+    "of": (arguments(of="kq"), "of is 'kq'; it must be one of 'qk', 'q', 'k'"),
+    "of-weight": (arguments(of="k", q_weight=ONES), "q_weight does not go with of='k'"),
+    "of-means": (
+        arguments(of="q", k_weight=None, across_heads=True, q_mean_square=ONES),
+        "mean_squares does not go with of='q'",
+    ),
+    "of-without-k": (arguments(of="k", k=None, q_weight=None, k_weight=None), "the norm has of='k', but k is not"),
     "kind": (arguments(norm_kind="batch_norm"), "kind is 'batch_norm'; it must be one of 'rms_norm', 'layer_norm'"),
     "norm-rounding": (
         arguments(norm_rounding="thrice"),
@@ -1064,7 +1102,7 @@ JOINT_REFUSALS = {
     "dtype": ((stream(), stream(5, dtype=torch.bfloat16)), {}, "second's q is .* torch.bfloat16"),
     "v": (((*stream()[:2], stream()[0]), (*stream(5)[:2], stream(5)[0])), {}, "v must have as many heads as k"),
     "rank": (((*stream()[:2], torch.ones(3)), stream(5)), {}, "first's v is not a tensor"),
-    "rows": ((stream(), stream(6)), {}, "9 tokens but the table has 8 rows"),
+    "rows": ((stream(), stream(6)), {}, "S=9.* but cos has 8 rows; it needs 9"),
     "weights": ((stream(), stream(5)), {"second": (ONES.half(), ONES.half())}, "the weights are"),
     "weight-shape": ((stream(), stream(5)), {"second": (ONES, torch.ones(4))}, "k_weight has shape"),
     "per-head": (

@@ -190,6 +190,8 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "given_means": True,
         "zero_centered": True,
         "after_rope": True,
+        "norm_q": False,
+        "norm_k": False,
     }
     norms_own |= {
         "weight_dtype": "fp32",

@@ -28,7 +28,7 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # The first value of each stage is the one of a plain call.
 STAGES: dict[str, tuple[str, ...]] = {
-    "norm": ("none", "rms", "layer", "l2", "across", "after", "zero", "v_norm"),
+    "norm": ("none", "rms", "layer", "l2", "across", "after", "zero", "v_norm", "of_q", "of_k"),
     "rotate": ("rows", "ids", "mrope", "per_head", "none", "angles", "packed"),  # packed: sequences, and spare tokens
     "pairs": ("halves", "interleaved", "full"),  # full: halves, by a table with an entry for each element
     "part": ("whole", "last", "middle"),
@@ -157,6 +157,8 @@ NORM_WORDS: dict[str, dict[str, Any]] = {
     "after": {"after_rope": True},
     "zero": {"zero_centered": True},
     "v_norm": {"v_norm": True},
+    "of_q": {"of": "q", "after_rope": True},
+    "of_k": {"of": "k", "kind": "layer_norm"},
 }
 CONVERSIONS: dict[str, dict[str, Any]] = {
     "e4m3": {"dtype": E4M3},
@@ -206,9 +208,10 @@ class Made:
         kind = self.case["norm"]
         if kind in ("none", "l2"):
             return {}
-        names = ("q_weight", "k_weight", *(("q_bias", "k_bias") if kind == "layer" else ()))
+        names = ("q_weight", "k_weight", *(("q_bias", "k_bias") if kind in ("layer", "of_k") else ()))
         sizes = [self.size * (count if kind == "across" else 1) for count in counts[:2]] * 2
-        return {name: self.noise(size) / 4 + (kind != "zero") for name, size in zip(names, sizes)}
+        made = {name: self.noise(size) / 4 + (kind != "zero") for name, size in zip(names, sizes)}
+        return {name: x for name, x in made.items() if name[0] in NORM_WORDS.get(kind, {}).get("of", "qk")}
 
     def _rotation(self) -> dict[str, Any]:
         """The words of the rotation, as the oracle has them."""
@@ -260,12 +263,13 @@ class Made:
         if letter == "v":
             return oracle.normed(x, None, None, o) if n == "v_norm" else x
         before, skipped = x, SKIPPED if self.case["more"] == "unrotated" else 0
-        if n not in ("none", "after"):
+        normed, after = n != "none" and letter in o.get("of", "qk"), o.get("after_rope")
+        if normed and not after:
             x = oracle.normed(x, *own, o)
         sequences = [x[:, first:end].split([min(skipped, end - first), max(0, end - first - skipped)], 1)
                      for first, end in itertools.pairwise(self.ends)]  # fmt: skip
         x = torch.cat([torch.cat((head, oracle.rotated(tail, self.turn)), 1) for head, tail in sequences], 1)
-        if n == "after":
+        if normed and after:
             x = oracle.normed(x, *own, o)
         x = torch.cat((x, 0 * before[:, self.ends[-1] :]), 1)
         if letter == "q" and self.factor is not None:
@@ -532,7 +536,7 @@ def test_a_refusal_is_by_name_and_writes_nothing(case: Case, text: str, device: 
 
 def test_every_pair_is_in_a_call_or_refused() -> None:
     """Few calls hold every pair; a pair without a call is that of a rule, or a transform, which needs a conversion."""
-    assert len(CASES) + len(WITH_GRADIENT) <= 170
+    assert len(CASES) + len(WITH_GRADIENT) <= 190
     assert not any(is_refused(case) for case in (*CASES, *WITH_GRADIENT))
     covered = {pair for case in CASES for pair in pairs_of(case)}
     for a, b in itertools.combinations(STAGES, 2):

@@ -24,6 +24,8 @@ class JointWords(TypedDict, total=False):
     rotary_offset: int
     rounding: str
     q_scale: float | Tensor | None
+    mscale: float
+    unrotated: int
 
 
 class PackedWords(JointWords, total=False):
@@ -32,10 +34,8 @@ class PackedWords(JointWords, total=False):
     cos_sin_cache: Tensor | None
     freqs: Tensor | None
     freqs_cis: Tensor | None
-    mscale: float
     layout: str
     inverse: bool
-    unrotated: int
     check: bool
 
 

@@ -12,7 +12,8 @@ from ..base.errors import InvalidInput
 from ..base.signature import with_words
 from ..ops.dispatch import call
 from ..ops.gather import add, call_into, chosen, forget_positions, gather, placed, result, with_scales, with_v
-from ..ops.operations import QK_NORM_ROPE_JOINT, ROPE
+from ..ops.joint import QK_NORM_ROPE_JOINT
+from ..ops.operations import ROPE
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.values import KVCache, Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
 from ..ops.words import parts, refuse_table_as_v, second_tables
@@ -252,8 +253,10 @@ def prepare_joint_qkv(
     cos: Tensor | Sequence[Tensor] | None = None,
     sin: Tensor | Sequence[Tensor] | None = None,
     *,
-    norm: Norm | Sequence[Norm],
+    positions: Tensor | Positions | None = None,
+    norm: Norm | Sequence[Norm] | None = None,
     cos_sin_cache: Tensor | Sequence[Tensor] | None = None,
+    freqs: Tensor | None = None,
     freqs_cis: Tensor | Sequence[Tensor] | None = None,
     **words: Unpack[JointWords],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,7 +264,7 @@ def prepare_joint_qkv(
 
     It serves text and image tokens that have their own projections and norms (FLUX, Qwen-Image, HunyuanVideo). q and k
     of both streams are normalised and rotated, v is copied, and the streams are concatenated along the sequence. The
-    gradient is one launch for each stream.
+    gradient is one launch for each stream, and with v_norm another one.
 
     >>> text_qkv, image_qkv = (torch.randn(3, 1, tokens, 8, 64).unbind() for tokens in (4, 12))
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -271,10 +274,13 @@ def prepare_joint_qkv(
         first, second: (q, k, v) of each stream in the order of the result, (B, S1, H, D) and (B, S2, H, D), with the
             same H and D; any strides.
         cos, sin, or another table: as in `apply_rope`, for both streams, with at least S1 + S2 rows; or a pair, one for
-            each stream. To leave a stream unrotated, pass cosines of one and sines of zero for it. Without a table q
-            and k are normalised and not rotated.
-        norm: the `Norm` of each stream, or one for both. Only their weights may differ; across_heads is refused.
-        The other arguments are those of `apply_rope`.
+            each stream, except freqs. To leave the first stream unrotated, pass unrotated=S1 and a table for the second
+            alone. Without a table q and k are not rotated.
+        positions: the row of each token of both streams, (S1 + S2) or (B, S1 + S2), or `Mrope`. It goes with one table.
+        norm: the `Norm` of each stream, or one for both. Only their weights may differ; across_heads is refused. None:
+            the streams are rotated and concatenated.
+        The other arguments are those of `apply_rope`. unrotated counts from the first stream's first token, and goes
+            with one table.
 
     Returns:
         q, k and v, (B, S1 + S2, H, D), contiguous.
@@ -288,10 +294,21 @@ def prepare_joint_qkv(
         tensors.update(zip((f"{label}_q", f"{label}_k", f"{label}_v"), parts(name, label, stream, 3)))
         if not isinstance(q := tensors[f"{label}_q"], Tensor) or q.is_nested or q.dim() != 4:
             refuse(name, f"{label}'s q", q, "a tensor (B, S, H, D)")
-    tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache, "freqs_cis": freqs_cis}
+    tables: dict[str, Any] = {"cos": cos, "sin": sin, "cos_sin_cache": cos_sin_cache}
+    tables.update(freqs=freqs, freqs_cis=freqs_cis)
     tensors.update({**second_tables(name, tables), **tables})
-    asked = gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS)
+    asked = gather(QK_NORM_ROPE_JOINT, tensors, words, _JOINT_WORDS, positions)
     forget_positions(tensors, asked)
+    if norm is None:
+        asked["norm"] = NO_NORM
+    else:
+        _add_norms(name, norm, tensors, asked)
+    out = call(QK_NORM_ROPE_JOINT, tensors, asked)
+    return out["q"], out["k"], out["v"]
+
+
+def _add_norms(name: str, norm: Any, tensors: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Add the norms of two streams to the tensors and words of a call."""
     norms = (norm, norm) if isinstance(norm, Norm) else parts(name, "norm", norm, 2)
     of_second: dict[str, Any] = {}
     for value, given in zip(norms, (tensors, of_second)):
@@ -299,5 +316,3 @@ def prepare_joint_qkv(
     if norms[0].words["norm"] != norms[1].words["norm"]:
         raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
     tensors.update({"second_" + label: weight for label, weight in of_second.items()})
-    out = call(QK_NORM_ROPE_JOINT, tensors, asked)
-    return out["q"], out["k"], out["v"]

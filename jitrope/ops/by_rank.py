@@ -75,8 +75,8 @@ class ByRank(Into):
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         return Operation.on_cpu(self, tensors, options)
 
-    def saved(self, tensors: Tensors) -> Tensors:
-        return {name: x for name, x in self.base.saved(tensors).items() if name != "v"}
+    def saved(self, tensors: Tensors, options: Options) -> Tensors:
+        return {name: x for name, x in self.base.saved(tensors, options).items() if name != "v"}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         found: Tensors = {}

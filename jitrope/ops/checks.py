@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
-from ..plan.views import BLOCK_SCALES, FP8S, MEANS, PER_ITEM, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
+from ..plan.views import BLOCK_SCALES, FP8S, PER_ITEM, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
 from .fit import (
     USERS_NAMES,
     Fail,
@@ -31,11 +31,9 @@ from .fit import (
     named,
     require_apart,
     require_no_overlap,
-    rows_of,
     sizes_of,
 )
 from .pages import check_caches, check_pages, check_slots
-from .reference import of_stream
 
 WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
 TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
@@ -51,9 +49,6 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if wants_grad and options.inplace and op.norm:
         text = f"{name}: it has no gradient in place, because that needs the old q and k; leave inplace=True out"
         raise InvalidInput(text)
-    if wants_grad and MEANS[0] in tensors:
-        why = "because that needs another sum over the ranks; use torch.no_grad(), or a norm in plain torch"
-        raise InvalidInput(f"{name}: a norm with mean_squares has no gradient, {why}")
     learned = [
         label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]
@@ -73,7 +68,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if not wants_grad or not op.differentiable:
         return
     _refuse_transforms(name)
-    for label, x in op.saved(tensors).items():
+    for label, x in op.saved(tensors, options).items():
         if x.is_inference():
             label = op.labels.get(label, label)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
@@ -270,6 +265,8 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     """Refuse weights that do not fit q and k."""
     norm = norm_of(options)
     check_means(tensors, options.layout, fail)
+    if norm.of == "k" and "k" not in tensors:
+        fail("the norm has of='k', but k is not given")
     weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
         owner, _, kind = label.partition("_")
@@ -293,50 +290,6 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     if len({weight.dtype for weight in weights.values()}) > 1:
         had = " but ".join([f"{label} is {weight.dtype}" for label, weight in weights.items()])
         fail(f"{had}; they must match")
-
-
-def check_norm_joint(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with two streams."""
-    fail = failing(name)
-    _check_streams(tensors, fail)
-    given = {x.dtype for label, x in tensors.items() if label.endswith(("_weight", "_bias"))}
-    if len(given) >= 2:
-        fail(f"the weights are {', '.join(sorted(map(str, given)))}; they must match")
-    for stream in ("first", "second"):
-        check_norm(name, of_stream(tensors, stream, whole_tables=True), options)
-    cos, other = tensors["cos"], tensors.get("second_cos", tensors["cos"])
-    if cos.dtype != other.dtype:
-        fail(f"the first table is {cos.dtype} but the second {other.dtype}")
-    if cos.shape[-1] != other.shape[-1]:
-        fail(f"the first table is {cos.shape[-1]} wide but the second {other.shape[-1]}")
-    tokens = tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
-    check_factor(tensors, tensors["first_q"], tokens, "bshd", fail)
-    if "second_cos" not in tensors and rows_of(cos) < tokens:
-        fail(f"the streams have {tokens} tokens but the table has {rows_of(cos)} rows")
-    for word in ("across_heads", "v_norm"):
-        if getattr(norm_of(options), word):
-            fail(f"{word} does not go with two streams")
-    for table in (cos, other):
-        if table.dim() == 4 and table.shape[2] != 1:
-            fail("tables for each head do not go with two streams")
-
-
-def _check_streams(tensors: Tensors, fail: Fail) -> None:
-    for letter in "qkv":
-        for stream in ("first", "second"):
-            x, like, q = tensors[f"{stream}_{letter}"], tensors[f"{stream}_q"], tensors["first_q"]
-            if x.dim() != 4:
-                fail(f"{stream}'s {letter} is not a tensor (B, S, H, D)")
-            same = x.shape[:2] == like.shape[:2] and x.shape[-1] == like.shape[-1]
-            if not same or x.dtype != q.dtype or x.device != q.device:
-                owner, other = ("first", q) if same else (stream, like)
-                had = f"{stream}'s {letter} is {named(x, 'bshd')} {x.dtype} on {x.device}"
-                fail(f"{had}; {owner}'s q is {named(other, 'bshd')} {other.dtype} on {other.device}")
-        a, b = tensors[f"first_{letter}"], tensors[f"second_{letter}"]
-        if a.shape[0] != b.shape[0] or a.shape[2:] != b.shape[2:]:
-            fail(f"first's {letter} is {named(a, 'bshd')}, second's {named(b, 'bshd')}; only S may differ")
-    if tensors["first_k"].shape != tensors["first_v"].shape:
-        fail("v must have as many heads as k")
 
 
 def check_into(

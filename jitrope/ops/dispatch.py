@@ -161,7 +161,7 @@ def _alone(op: Operation, tensors: Tensors) -> bool:
 def _write_views(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     with torch.no_grad():
         call(op, tensors, options)
-    tables, outputs = op.saved(tensors), {name: tensors[name] for name in op.produced(tensors, options)}
+    tables, outputs = op.saved(tensors, options), {name: tensors[name] for name in op.produced(tensors, options)}
     for name, x in outputs.items():
         if x.requires_grad:
             kept = {"q": x, **tables}

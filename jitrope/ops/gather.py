@@ -132,8 +132,8 @@ def with_scales(tensors: Tensors, words: dict[str, Any], per: str) -> Tensors:
 
 def _without_v(norm: NormOptions) -> NormOptions:
     """The norm of q and k alone. Dynamo of torch 2.6 cannot trace `_replace`."""
-    rounding, across_heads, zero_centered, after_rope, _, kind, eps = norm
-    return NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, eps=eps)
+    rounding, across_heads, zero_centered, after_rope, _, kind, of, eps = norm
+    return NormOptions(rounding, across_heads, zero_centered, after_rope, kind=kind, of=of, eps=eps)
 
 
 def result(out: Tensors, name: str) -> Any:

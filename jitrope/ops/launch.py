@@ -80,7 +80,7 @@ class Known:
         self.written = tuple([name for name in op.written(options) if name in given])
         self.alignments = tuple([x.data_ptr() & 15 for x in given.values()])
         self.results = op.produced(given, options)
-        self.saved = tuple(op.saved(given))  # tensors for the backward
+        self.saved = tuple(op.saved(given, options))  # tensors for the backward
         self.heads = tuple([name for name in given if name in op.names])  # tensors with gradients
         self.blocks, self.finished = 0, False
         self.pointers, self.fixed, self.kept = (), [], ()

@@ -201,7 +201,7 @@ def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, output
     The gradient of a learned table needs q and k too.
     """
     learned = tuple([name for name in TABLES if name in tensors and tensors[name].requires_grad])
-    saved = tensors if learned else op.saved(tensors)
+    saved = tensors if learned else op.saved(tensors, options)
     ctx.kept = op, tuple(saved), names, tuple(outputs), options, learned
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved.values())
@@ -214,7 +214,7 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     op, saved, names, results, options, learned = ctx.kept
     given = {name: grad for name, grad in zip(results, grads) if name and grad is not None}
     tensors = dict(zip(saved, ctx.saved_tensors))  # a checkpoint allows one access
-    needed = op.saved(tensors) if learned else tensors
+    needed = op.saved(tensors, options) if learned else tensors
     found = op.gradient(call, needed, dict(given), options) if given else {}
     if learned and given:
         found.update(_of_tables(op, tensors, learned, given, options))

@@ -173,7 +173,7 @@ class Operation:
             tensors[name].copy_(spare_stays(tensors[name], result, tensors, options))
         return {name: tensors[name] for name in results}
 
-    def saved(self, tensors: Tensors) -> Tensors:
+    def saved(self, tensors: Tensors, options: Options) -> Tensors:
         """The tensors that the backward needs."""
         return {name: x for name, x in tensors.items() if name not in self.names}
 

@@ -7,14 +7,15 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor
 
-from ..plan.options import HEAD_WORDS, LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
-from ..plan.problem import Views, joint_parts
+from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
+from ..plan.problem import Views
 from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view
 from . import checks, reference
 from .by_rank import ByRank
 from .fit import sizes_of
 from .formats import empty_elements, empty_scale
 from .into import Into, ScaledInto
+from .joint import QK_NORM_ROPE_JOINT
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
 from .operation import (
     BIASES,
@@ -22,7 +23,6 @@ from .operation import (
     PLACED,
     ROTATION,
     SERVING,
-    TABLE_WORDS,
     WEIGHTS,
     Call,
     Normed,
@@ -202,21 +202,25 @@ class _QKNormRope(Normed):
     check = staticmethod(checks.check_norm)
     reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
 
-    def saved(self, tensors: Tensors) -> Tensors:
-        return {name: x for name, x in tensors.items() if not name.endswith("_v")}
+    def saved(self, tensors: Tensors, options: Options) -> Tensors:
+        return dict(tensors)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        if MEANS[0] in saved:
-            return super().gradient(call, saved, grads, options)  # refused
         back = norm_turned_back(options)
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
+        if names["q"] == "k" and (of := norm_of(back).of) != "qk":
+            back = changed(back, norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
         tensors = {"d" + as_name: grads[name] for as_name, name in names.items()}
-        for ending in ("", "_weight", "_bias"):
+        for ending in ("", "_weight", "_bias", "_mean_square"):
             given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
             tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
         tables = {name: x for name, x in saved.items() if name not in self.names}
         found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **(tables if "q" in grads else of_k(tables))}, back)
-        return {names[name[0]] + name[1:]: x for name, x in found.items()}
+        found = {names[name[0]] + name[1:]: x for name, x in found.items()}
+        means = {name: saved[name] for name in MEANS if name in saved and saved[name].requires_grad}
+        eps, layout = norm_of(options).eps, options.layout
+        own = {name: (mean, saved[name[0]], found[name[0]]) for name, mean in means.items() if name[0] in found}
+        return {**found, **{name: reference.gradient_of_mean(*xs, eps, layout) for name, xs in own.items()}}
 
 
 class _QKNormRopeHadamard(_QKNormRope):
@@ -267,55 +271,9 @@ def gradient_of_v(call: Call, v: Tensor, grad: Tensor, options: Options) -> Tens
     return QK_NORM_ROPE.gradient(call, alone, {"q": grad}, of_v)["q"]
 
 
-class _QKNormRopeJoint(_QKNormRope):
-    name, function = "qk_norm_rope_joint", "prepare_joint_qkv"
-    tensors = (
-        *("first_q", "first_k", "first_v", "second_q", "second_k", "second_v"),
-        *WEIGHTS,
-        *("second_q_weight?", "second_k_weight?", "second_cos?", "second_sin?"),
-        *BIASES,
-        *("second_q_bias?", "second_k_bias?"),
-    )
-    options = NORMED
-    words = (*HEAD_WORDS, "norm", "launch")
-    tables = frozenset((*TABLE_WORDS[:4], "q_factor"))
-    labels = {  # noqa: RUF012
-        **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in ("first", "second") for letter in "qkv"},
-        **{name: f"first's {name}" for name in checks.WEIGHTS},
-        **{f"second_{name}": f"second's {name}" for name in checks.WEIGHTS},
-    }
-    results = ("q", "k", "v")
-    reads = ("first_q", "first_k", "first_v")
-    inplace = shards = False
-    check = staticmethod(checks.check_norm_joint)
-    reference = staticmethod(reference.qk_norm_rope_joint)
-
-    def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
-        return tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
-
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return dict(zip("qkv", joint_parts(*[tensors[name] for name in ("first_q", "first_k", "first_v", "second_q")])))
-
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        """The gradients of each stream, from its tokens and its rows of the tables."""
-        found: Tensors = {}
-        begin = 0
-        for stream in ("first", "second"):
-            kept, names = reference.of_stream(saved, stream), reference.names_of_stream(stream)
-            end = begin + kept["q"].shape[1]
-            own = {name: x[:, begin:end] for name, x in grads.items()}
-            if "v" in own:
-                found[names["v"]] = own.pop("v")
-            if own:
-                of_stream = QK_NORM_ROPE.gradient(call, kept, own, options)
-                found.update({names[name]: x for name, x in of_stream.items()})
-            begin = end
-        return found
-
-
 class _QKNormRopeBackward(Operation):
     name = "qk_norm_rope_backward"
-    tensors = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES)
+    tensors = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options = _QKNormRope.options
     results = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
     norm = True
@@ -337,7 +295,7 @@ class _QKNormRopeBackward(Operation):
 
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
-QK_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeJoint(), _QKNormRopeBackward()
+QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeBackward()
 QKV_NORM_ROPE, QK_NORM_ROPE_HADAMARD = _QKVNormRope(), _QKNormRopeHadamard()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()

@@ -44,7 +44,7 @@ class _QKVNorm(Normed, RopeQKV):
     check = staticmethod(check_qkv_norm)
     goes_bare = Operation.goes_bare  # without a table there is the norm
 
-    def saved(self, tensors: Tensors) -> Tensors:
+    def saved(self, tensors: Tensors, options: Options) -> Tensors:
         return dict(tensors)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:

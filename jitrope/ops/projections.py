@@ -118,8 +118,8 @@ class Biased(RopeQKV):
         super().put(biased, results, options)
         return {"qkv": tensors["qkv"].copy_(biased["qkv"])}
 
-    def saved(self, tensors: Tensors) -> Tensors:
-        return {**super().saved(tensors), "bias": tensors["bias"]}
+    def saved(self, tensors: Tensors, options: Options) -> Tensors:
+        return {**super().saved(tensors, options), "bias": tensors["bias"]}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """As without a bias; that of the bias is the sum over tokens."""

@@ -198,7 +198,7 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
     for name in [name for name in ("q", "k") if name in t]:
         x, to = t[name], out_dtype or t[name].dtype
         own = t.get(f"{name}_weight"), t.get(f"{name}_bias"), norm, o.layout, t.get(f"{name}_mean_square")
-        if norm.kind == "no_norm":
+        if not norm.takes(name):
             out[name] = rotate(x, t, o, out_dtype=to)
         elif norm.after_rope:
             exact = norm.rounding == "none" and o.rounding != "dtype"
@@ -216,36 +216,6 @@ def normed_v(v: Tensor, norm: NormOptions, layout: str) -> Tensor:
     return normed(v, None, None, norm._replace(zero_centered=False), layout)
 
 
-def qk_norm_rope_joint(t: Tensors, o: Options) -> Tensors:
-    """Concatenate q, k and v of two streams along the sequence; q and k are normalised and rotated."""
-    parts = []
-    for stream in ("first", "second"):
-        own = of_stream(t, stream)
-        parts.append({**qk_norm_rope(own, o), "v": own["v"]})
-    return {name: torch.cat([part[name].contiguous() for part in parts], 1) for name in "qkv"}
-
-
-def names_of_stream(stream: str) -> dict[str, str]:
-    """The names of one stream's tensors in a joint call, by their names in a separate call."""
-    weights = "second_" if stream == "second" else ""
-    heads = {name: f"{stream}_{name}" for name in "qkv"}
-    return {**heads, **{name: weights + name for name in ("q_weight", "k_weight", "q_bias", "k_bias")}}
-
-
-def of_stream(t: Tensors, stream: str, whole_tables: bool = False) -> Tensors:
-    """One stream of a joint call as a separate call, with its rows of the tables."""
-    own = {name: t[joint] for name, joint in names_of_stream(stream).items() if joint in t}
-    prefix = "second_" if stream == "second" and "second_cos" in t else ""
-    tables = {name: t[prefix + name] for name in ("cos", "sin") if prefix + name in t}
-    begin = t["first_q"].shape[1] if stream == "second" else 0
-    end = begin + own["q"].shape[1]
-    if "second_cos" not in t and not whole_tables:
-        tables = {name: x[begin:end] if x.dim() == 2 else x[:, begin:end] for name, x in tables.items()}
-    if "q_factor" in t and not whole_tables:
-        tables["q_factor"] = t["q_factor"][..., begin:end] if t["q_factor"].dim() else t["q_factor"]
-    return {**own, **tables}
-
-
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
     """The gradients of q, k, their weights and biases, in fp32, rounded once at the end; `o` rotates back."""
     norm = norm_of(o)
@@ -253,7 +223,8 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
     for name in [name for name in ("q", "k") if name in t]:
         x, weight, bias, grad = t[name], t.get(f"{name}_weight"), t.get(f"{name}_bias"), joined(t[f"d{name}"], o.layout)
         back = changed(o, rounding="fp32")
-        if norm.after_rope:
+        after_rope = norm.after_rope and norm.takes(name)
+        if after_rope:
             x = rotate(x, t, changed(back, inverse=not o.inverse), out_dtype=torch.float32)
         else:
             grad = rotate(grad, t, back, out_dtype=torch.float32)
@@ -264,7 +235,9 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
             rows, g = rows.flatten(-2), g.flatten(-2)
         layer = norm.kind == "layer_norm"
         rows = rows - rows.mean(-1, keepdim=True) if layer else rows
-        scale = torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps)
+        mean_square = t.get(f"{name}_mean_square")
+        mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
+        scale = torch.rsqrt(mean + norm.eps)
         y = rows * scale
         spare = table_rows(y.shape[1], y.device, t, o)[1]
         if spare is not None:
@@ -274,11 +247,25 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
         if weight is not None:
             out[f"{name}_weight"] = (g * y).sum(tuple(range(g.dim() - 1))).to(weight.dtype)
             g = g * (weight.float() + norm.zero_centered)
-        dx = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
-        dx = _as_laid_out(dx.view(canonical(x, o.layout).shape), o.layout)
-        dx = rotate(dx, t, back, out_dtype=torch.float32) if norm.after_rope else _cleared(dx, t, o)
+        if mean_square is not None:
+            g = scale * g
+        elif norm.takes(name):
+            g = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
+        dx = _as_laid_out(g.view(canonical(x, o.layout).shape), o.layout)
+        dx = rotate(dx, t, back, out_dtype=torch.float32) if after_rope else _cleared(dx, t, o)
         out[name] = torch.empty_like(t[name]).copy_(dx)
     return out
+
+
+def gradient_of_mean(mean: Tensor, x: Tensor, dx: Tensor, eps: float, layout: str) -> Tensor:
+    """The gradient of a given mean of squares of x, whose gradient by the other factors is dx.
+
+    1 / sqrt(mean + eps) is a factor of x, so it is the sum of dx x over a token's heads, times -1/2 / (mean + eps).
+    Elements without a gradient may be anything.
+    """
+    both = torch.where(dx == 0, 0, dx.float() * x.float())
+    total = canonical(both, layout).sum((-2, -1))
+    return total.view(mean.shape) * (-0.5 / (mean + eps))
 
 
 def _as_laid_out(view: Tensor, layout: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, wholes, word
 from ..base.errors import InvalidInput
-from ..plan.options import NORM_KINDS, NORM_ROUNDINGS, NormOptions
+from ..plan.options import NORM_KINDS, NORM_OF, NORM_ROUNDINGS, NormOptions
 from ..plan.problem import constant
 from ..plan.views import BLOCK_SCALES, MEANS, Tensors
 
@@ -198,10 +198,13 @@ class Norm(Value):
             heads, in the default layout: `mean = q.float().square().mean((-2, -1))`, then
             `all_reduce(mean, op=ReduceOp.AVG)`. across_heads then also goes with a cache, `DynamicQuantize` and
             hadamard. mean_squares cannot be combined with "layer_norm", v_norm, `prepare_joint_qkv` and
-            `prepare_packed_qkv`. There is no gradient, because it needs another sum over the ranks.
+            `prepare_packed_qkv`. They get a gradient. To train, use an all_reduce that passes it on, such as
+            `torch.distributed.nn.functional.all_reduce(mean, op=ReduceOp.AVG)`, which returns the mean of all ranks.
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
             before.
+        of: "qk", "q" or "k". A q or k that is not normalised is only rotated, with the bits of a call without a norm
+            (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused.
         v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache it has a launch
             of its own if v has another shape or dtype than k, in place, with across_heads, tables for each head,
             DTensors, Ulysses, a rotation of parts of heads, or quantize and no tensor for v in out. Its gradient has
@@ -230,6 +233,7 @@ class Norm(Value):
         mean_squares: Sequence[Tensor | None] | None = None,
         zero_centered: bool = False,
         after_rope: bool = False,
+        of: str = "qk",
         v_norm: bool = False,
         rounding: str = "none",
     ) -> None:
@@ -239,6 +243,10 @@ class Norm(Value):
             if weight is not None:
                 self.tensors[name] = tensor("Norm", name, weight)
         kind = word("Norm", "kind", kind, NORM_KINDS)
+        of = word("Norm", "of", of, NORM_OF)
+        for name in self.tensors:
+            if name[0] not in of:
+                raise InvalidInput(f"Norm: {name} does not go with of={of!r}")
         given = {
             "across_heads": across_heads,
             "zero_centered": zero_centered,
@@ -248,9 +256,10 @@ class Norm(Value):
         flags = {name: flag("Norm", name, value) for name, value in given.items()}
         if mean_squares is not None:
             refused = {"across_heads=False": not flags["across_heads"], "v_norm": flags["v_norm"]}
+            refused[f"of={of!r}"] = of != "qk"
             self.tensors.update(_means(mean_squares, {**refused, f"kind={kind!r}": kind == "layer_norm"}))
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
-        self.words = {"norm": NormOptions(rounding, **flags, kind=kind, eps=number("Norm", "eps", eps))}
+        self.words = {"norm": NormOptions(rounding, **flags, kind=kind, of=of, eps=number("Norm", "eps", eps))}
 
     def __repr__(self) -> str:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()

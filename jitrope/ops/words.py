@@ -63,7 +63,7 @@ _STAGES = ("norm", "cache", "quantize")
 _HAVE = {
     **dict.fromkeys(("apply_rope", "prepare_mla_qkv"), ("positions",)),
     "prepare_packed_qkv": ("positions", "norm"),
-    "prepare_joint_qkv": ("norm",),
+    "prepare_joint_qkv": ("positions", "norm"),
 }
 """The allowed values for functions that do not take all values."""
 

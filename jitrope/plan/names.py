@@ -38,6 +38,7 @@ def name_of(spec: RopeSpec) -> str:
         "swizzled" if spec.swizzled else "",
         "per_row" if spec.per_row else "",
         "after_rope" if spec.after_rope else "",
+        "" if spec.norm_q and spec.norm_k else "of_q" if spec.norm_q else "of_k",
         "v_norm" if spec.v_norm else "",
         "_".join(map(str, ("across", *spec.row_heads))) if spec.across_heads else "",
         "two_streams" if spec.two_streams else "",

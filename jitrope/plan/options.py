@@ -13,6 +13,7 @@ TABLES = ("cos_sin", "freqs", "cos_sin_cache", "freqs_cis")
 ROUNDINGS = ("fp32", "complex64", "complex128", "dtype", "addcmul")
 NORM_ROUNDINGS = ("none", "once", "twice")
 NORM_KINDS = ("rms_norm", "layer_norm")
+NORM_OF = ("qk", "q", "k")
 SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
 SCALE_DTYPES = ("fp32", "e8m0", "fp8")
 HADAMARDS = ("", "head", "rotary", "rest")
@@ -51,7 +52,12 @@ class NormOptions(NamedTuple):
     after_rope: bool = False
     v_norm: bool = False
     kind: str = "rms_norm"
+    of: str = "qk"  # one of `NORM_OF`
     eps: float = 1e-6
+
+    def takes(self, name: str) -> bool:
+        """Whether q or k is normalised."""
+        return self.kind != "no_norm" and name in self.of
 
 
 class Options(NamedTuple):

@@ -255,6 +255,8 @@ class _Call:
             "given_means": MEANS[0] in self.tensors,
             "norm_rounding": norm.rounding,
             "norm_kind": norm.kind,
+            "norm_q": "q" in norm.of,
+            "norm_k": "k" in norm.of,
             "row_heads": tuple(rows),
             "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
             "biased": any(name.endswith("_bias") for name in self.tensors),

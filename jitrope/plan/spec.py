@@ -60,10 +60,10 @@ class Compiled:
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
     given_means: a token's means of squares are given, and each head has its own weights; across_heads is then False.
-    zero_centered: the factor is 1 + weight. after_rope: the norm follows the rotation. v_norm: v, which is copied, is
-    normalised too. weight_dtype: of weights and biases, None without them. biased: there are biases. two_streams,
-    two_tables: q, k and v (and cos and sin) come from two tensors each. gradient: the kernel computes the gradients of
-    q, k, the weights and the biases.
+    zero_centered: the factor is 1 + weight. after_rope: the norm follows the rotation. norm_q, norm_k: whether q and k
+    are normalised. v_norm: v, which is copied, is normalised too. weight_dtype: of weights and biases, None without
+    them. biased: there are biases. two_streams, two_tables: q, k and v (and cos and sin) come from two tensors each.
+    gradient: the kernel computes the gradients of q, k, the weights and the biases.
     """
 
     dtype: str
@@ -110,6 +110,8 @@ class Compiled:
     given_means: bool
     zero_centered: bool
     after_rope: bool
+    norm_q: bool
+    norm_k: bool
     v_norm: bool
     weight_dtype: str | None
     biased: bool
@@ -295,7 +297,7 @@ class RopeSpec(Compiled, Spec):
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
 _OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
 _NORM_FLAGS = ("dynamic", "swizzled", "block_cache", "per_row", "biased", "two_streams", "two_tables", *_OF_NORM)
-_NORM_SIZES = ("given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm", "ring")
+_NORM_SIZES = ("norm_q", "norm_k", "given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm", "ring")
 _WORDS = {
     "dtype": DTYPES,
     "table_dtype": (*DTYPES, "fp64"),

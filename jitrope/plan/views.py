@@ -49,8 +49,8 @@ MEANS = ("q_mean_square", "k_mean_square")
 
 
 def sums_heads(tensors: Container[str], options: Options) -> bool:
-    """Whether a norm sums over all heads of a token: it is across heads, and its means are not given."""
-    return norm_of(options).across_heads and MEANS[0] not in tensors
+    """Whether a kernel takes all heads of a token: a norm across heads without given means, or its gradient."""
+    return norm_of(options).across_heads and (MEANS[0] not in tensors or "dq" in tensors)
 
 
 def canonical(x: Tensor, layout: str) -> Tensor:

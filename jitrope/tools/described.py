@@ -82,8 +82,9 @@ class Described:
 
     def value(self, label: str, given: Any) -> Any:
         """A value object, made from its words; tensors are made from their dtypes."""
+        tokens = _TOKENS * (2 if self.name == "prepare_joint_qkv" else 1)  # of both streams
         if label == "positions" and isinstance(given, str):
-            return self.empty(label, given, (_TOKENS,))
+            return self.empty(label, given, (tokens,))
         if not isinstance(given, Mapping):
             or_dtype = "the dtype of a tensor of ids, or " if label == "positions" else ""
             arguments.refuse(self.name, label, given, f"{or_dtype}a table of its words")
@@ -95,7 +96,7 @@ class Described:
         shapes: dict[str, Sequence[int]] = {
             "cu_seqlens": (_SEQUENCES + 1,),
             "start_positions": (_SEQUENCES if self.packed else self.batch,),
-            "position_ids": (len(axes) if isinstance(axes, (list, tuple)) else 1, _TOKENS),
+            "position_ids": (len(axes) if isinstance(axes, (list, tuple)) else 1, tokens),
             "slot_mapping": (self.batch * _TOKENS,),
             "k_cache": cache,
             "v_cache": cache,
