@@ -1,12 +1,12 @@
-"""SGLang: rope of its language models; the same launch also writes the KV buffers if SGLang requests it.
+"""SGLang: rope of its language models, with norms, the write to the KV buffers, and the indexer of DeepSeek-V3.2.
 
 >>> from jitrope.integrations import sglang as jitrope_sglang
 >>> report = jitrope_sglang.enable()  # before the model is made
 >>> jitrope_sglang.disable()
 
-The signatures are those of sglang.kernels.ops.attention.rope (0.5.23; sglang.jit_kernel.rope in older versions), and
-for `apply_rope_with_cos_sin_cache_inplace` those of the sgl_kernel package. All functions work in place, with any even
-rotary width, any head size up to 512, and tables in fp32, fp16 or bf16.
+The signatures are those of the modules of sglang.kernels.ops.attention (0.5.23; sglang.jit_kernel.rope in older
+versions), and for `apply_rope_with_cos_sin_cache_inplace` those of the sgl_kernel package. All functions take any even
+rotary width, any head size up to 512, and tables in fp32, fp16 or bf16; those that return nothing work in place.
 """
 
 from __future__ import annotations
@@ -14,26 +14,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import KVCache, Mrope
+from ..ops.values import KVCache, Mrope, Norm
 from ..plan.views import FP8S
 from . import _host, vllm
-from .vllm import heads
+from ._serving import heads, indexer_q, norm_once, prepare
 
 
 def apply_rope_with_cos_sin_cache_inplace(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-    fused_set_kv_buffer_arg: Any = None,
-    enable_pdl: bool | None = None,
-) -> None:
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True,
+    fused_set_kv_buffer_arg: Any = None, enable_pdl: bool | None = None
+) -> None:  # fmt: skip
     """Rotate query and key in place, in one launch; with fused_set_kv_buffer_arg, the launch also stores k and v.
 
     >>> query, key = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
@@ -80,18 +75,9 @@ def apply_rope_inplace(
 
 
 def apply_rope_inplace_with_kvcache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    out_loc: Tensor,
-    *,
-    is_neox: bool,
-    rope_dim: int = 0,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos_sin_cache: Tensor, positions: Tensor,
+    out_loc: Tensor, *, is_neox: bool, rope_dim: int = 0
+) -> None:  # fmt: skip
     """`apply_rope_inplace` that also stores the rotated k and v in their slots, in the same launch.
 
     >>> q, (k, v), buffers = torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64), torch.zeros(2, 32, 2, 64)
@@ -135,18 +121,10 @@ def rotary_embedding(
 
 
 def triton_mrope_fused(
-    q: Tensor,
-    k: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    mrope_section: Sequence[int],
-    head_size: int,
-    rotary_dim: int,
-    mrope_interleaved: bool,
-    mrope_interleaved_glm: bool,
-    is_neox_style: bool,
-    axis_map: Tensor | None,
-) -> None:
+    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, mrope_section: Sequence[int], head_size: int,
+    rotary_dim: int, mrope_interleaved: bool, mrope_interleaved_glm: bool, is_neox_style: bool,
+    axis_map: Tensor | None
+) -> None:  # fmt: skip
     """Rotate q and k in place by positions (3, T), along time, height and width, like `MRotaryEmbedding`.
 
     >>> q, k, ids = torch.randn(10, 8, 64), torch.randn(10, 2, 64), torch.randint(16, (3, 10))
@@ -169,13 +147,84 @@ def triton_mrope_fused(
     apply_rope(q, k, cos_sin_cache=cos_sin_cache, rotary_dim=rotary_dim, layout="thd", inplace=True, **words)
 
 
+def table_qk_norm_rope_(
+    qkv: Tensor, positions: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, num_q_heads: int,
+    num_k_heads: int, head_dim: int, eps: float
+) -> None:  # fmt: skip
+    """RMSNorm and rope of halves of q and k inside qkv, (T, H * head_dim), in one launch, rounded in between.
+
+    The errors are those of `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> given = torch.randn(10, 12 * 64), torch.arange(10), torch.ones(64), torch.ones(64), cache
+    >>> jitrope_sglang.table_qk_norm_rope_(*given, 8, 2, 64, 1e-6)
+    """
+    q, k = heads("qkv", qkv, 1, head_dim)[:, : num_q_heads + num_k_heads].tensor_split([num_q_heads], 1)
+    prepare(q, k, None, cos_sin_cache, positions, True, norm=norm_once(q_weight, k_weight, eps), inplace=True)
+
+
+def fused_qk_gemma_rmsnorm_rope_gate(
+    q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, positions: Tensor,
+    eps: float, num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, has_gate: bool = True,
+    mrope_axis_map: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`jitrope.integrations.vllm.fused_qk_rmsnorm_rope_gate` with the factor 1 + weight.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=32)[0])
+    >>> given = torch.randn(10, 2 * 8 * 64), torch.randn(10, 2 * 64), torch.zeros(64), torch.zeros(64), cache
+    >>> q, k, gate = jitrope_sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, torch.arange(10), 1e-6, 8, 2, 64, 32)
+
+    has_gate must be True, positions (T), and mrope_axis_map, which is on the device, None. The errors are those of
+    `rotary_embedding`.
+    """
+    if mrope_axis_map is not None or not has_gate:
+        raise InvalidInput(f"has_gate is {has_gate}; it must be True, and mrope_axis_map, which is on the device, None")
+    given = q_gate, k, q_weight, k_weight, cos_sin_cache, positions, eps
+    return vllm.fused_qk_rmsnorm_rope_gate(*given, num_q_heads, num_kv_heads, head_dim, rotary_dim, norm_beta=1.0)
+
+
+def fused_k_indexer_norm_rope(
+    k_input: Tensor, weight: Tensor, bias: Tensor, eps: float, cos_sin_cache: Tensor, positions: Tensor
+) -> Tensor:  # fmt: skip
+    """k of the indexer of DeepSeek-V3.2, (T, D): LayerNorm, and rope of neighbours of its first part, in one launch.
+
+    The errors are those of `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> given = torch.randn(10, 128), torch.ones(128), torch.zeros(128), 1e-6, cache, torch.arange(10)
+    >>> k = jitrope_sglang.fused_k_indexer_norm_rope(*given)
+    """
+    norm = Norm(weight, q_bias=bias, kind="layer_norm", eps=eps)
+    k: Tensor = prepare(k_input[:, None], None, None, cos_sin_cache, positions, False, norm=norm)[0]
+    return k.squeeze(1)
+
+
+def fused_q_indexer_rope_first_quant(
+    q_input: Tensor, weight: Tensor, weight_scale: float, cos_sin_cache: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q of that indexer, (T, H, D), rotated alike and in fp8, and (T, H, 1): weight * weight_scale * the scale of q.
+
+    The errors are those of `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> given = torch.randn(10, 8, 128), torch.randn(10, 8), 0.1, cache, torch.arange(10)
+    >>> q, weights = jitrope_sglang.fused_q_indexer_rope_first_quant(*given)
+    """
+    q, weights = indexer_q(q_input, weight, weight_scale, cos_sin_cache, positions, False, torch.float32)
+    return q, weights.unsqueeze(-1)
+
+
 _KERNELS = (apply_rope_inplace, apply_rope_inplace_with_kvcache, rotary_embedding)
-_FUNCTIONS: dict[str, _host.Function] = {
-    # The models call these two modules' apply_rope_with_cos_sin_cache_inplace, which calls the first two functions.
-    **{f"sglang.kernels.ops.attention.rope:{function.__name__}": function for function in _KERNELS},
-    **{f"sglang.jit_kernel.rope:{function.__name__}": function for function in _KERNELS},
-    "sglang.kernels.ops.attention.rotary_triton:triton_mrope_fused": triton_mrope_fused,
-    "sgl_kernel:apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace,
+_FUNCTIONS = {
+    # The models call the first two modules' apply_rope_with_cos_sin_cache_inplace, which calls the first two functions.
+    **_host.named("sglang.kernels.ops.attention.rope", *_KERNELS),
+    **_host.named("sglang.jit_kernel.rope", *_KERNELS),
+    **_host.named("sglang.kernels.ops.attention.rotary_triton", triton_mrope_fused),
+    **_host.named("sglang.kernels.ops.attention.table_qk_norm_rope", table_qk_norm_rope_),
+    **_host.named("sglang.kernels.ops.attention.fused_qk_rmsnorm_rope_gate", fused_qk_gemma_rmsnorm_rope_gate),
+    **_host.named("sglang.kernels.ops.attention.dsa.indexer_k", fused_k_indexer_norm_rope),
+    **_host.named("sglang.kernels.ops.attention.dsa.indexer_q", fused_q_indexer_rope_first_quant),
+    **_host.named("sgl_kernel", apply_rope_with_cos_sin_cache_inplace),
 }
 
 
