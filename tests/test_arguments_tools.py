@@ -291,6 +291,8 @@ ROWS: dict[str, Row] = {
                         "rounding": "complex64"},
         {"rotary_offset": set()}),
     "configure": Row(configured, {"compile": False}, {"compile": {"bool"}}),
+    "on_compile": Row(lambda callback: jitrope.on_compile(callback)(), {"callback": print},
+        {"callback": {"class", "function", "module"}}),
     "record": Row(recorded, {"path": Path("run.json")}, {"path": PATHS}),
     "KernelCache": Row(kernel_cache, {"root": Path("kernels"), "system": (Path("layer"),)},
         {"root": PATHS, "system": {"empty list", "empty tuple", "list of words"}}),

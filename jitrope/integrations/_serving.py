@@ -19,12 +19,9 @@ _FP8S = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2"
 
 
 def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
-    """View x, (..., H * head_size) or (..., H, head_size) after its token axes, as (..., H, head_size).
+    """View x, (..., H * head_size) or (..., H, head_size) after its token axes, as (..., H, head_size), or refuse it.
 
     Splitting the last axis never copies, so results written to the view are written to x.
-
-    Raises:
-        InvalidInput: x has neither shape.
     """
     axes, width = x.dim() - token_axes, x.shape[-1] if x.dim() else 0
     if axes == 1 and head_size > 0 and width % head_size == 0:
@@ -39,11 +36,7 @@ def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
 
 
 def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int) -> Sequence[Tensor]:
-    """Views of the heads of x, (T, H * head_size): as many as `counts` says, one after the other.
-
-    Raises:
-        InvalidInput: x has another number of heads.
-    """
+    """Views of the heads of x, (T, H * head_size): `counts` of them, or x is refused."""
     whole = heads(name, x, 1, head_size)
     if whole.shape[1] != sum(counts):
         raise InvalidInput(f"{name} has {whole.shape[1]} heads of {head_size} elements; it must have {sum(counts)}")
@@ -72,13 +65,8 @@ def cache_of(k_cache: Tensor, v_cache: Tensor, slots: Tensor, kind: str, k_scale
 
 
 def latent_cache(name: str, rope: Tensor, latent: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, ...]:
-    """Views of MLA's k and its caches as `KVCache` takes them: (T, 1, R), the latent in pieces of R, and both caches.
-
-    Raises:
-        InvalidInput: the latent is no multiple of R wide, or a cache has another width.
-    """
-    width, size = rope.shape[-1], latent.shape[-1]
-    found = v_cache.shape[-1], k_cache.shape[-1]
+    """Views for `KVCache` of MLA's k, (T, 1, R), of the latent in pieces of R, and of their caches."""
+    width, size, found = rope.shape[-1], latent.shape[-1], (v_cache.shape[-1], k_cache.shape[-1])
     if latent.dim() != 2 or size % width or found != (size, width):
         had = f"{name} has shape {tuple(latent.shape)}, beside {width} rotated elements, and its caches hold {found}"
         raise InvalidInput(f"{had}; it must be (T, a multiple of {width}), and the caches of these widths")

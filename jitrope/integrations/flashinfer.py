@@ -1,4 +1,4 @@
-"""FlashInfer: rope, alone, with a conversion to fp8, and with norms and the write to the paged KV cache.
+"""FlashInfer: rope, alone, with a conversion to fp8, and with the write to the paged KV cache.
 
 >>> from jitrope.integrations import flashinfer as jitrope_flashinfer
 >>> report = jitrope_flashinfer.enable()
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from ..base.errors import InvalidInput
-from ..ops.pages import Pages
 from ..ops.quantize import Quantize
-from ..ops.values import KVCache, Norm, Packed
+from ..ops.values import KVCache
 from ..plan.views import FORMATS, FP8
 from . import _host, vllm
-from ._serving import heads, latent_cache, packed, prepare
+from ._serving import latent_cache, prepare
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -35,20 +34,6 @@ def apply_rope_with_cos_sin_cache_inplace(
     >>> jitrope_flashinfer.apply_rope_with_cos_sin_cache_inplace(torch.arange(10), query, key, 64, cache)
     """
     vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
-
-
-def apply_rope_with_cos_sin_cache(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
-) -> tuple[Tensor, Tensor]:
-    """`apply_rope_with_cos_sin_cache_inplace` out of place, with its errors.
-
-    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> given = torch.arange(10), torch.randn(10, 8 * 64), torch.randn(10, 2 * 64), 64, cache
-    >>> query, key = jitrope_flashinfer.apply_rope_with_cos_sin_cache(*given)
-    """
-    q, k = (heads(name, x, 1, head_size) for name, x in (("query", query), ("key", key)))
-    q, k, _ = prepare(q, k, None, cos_sin_cache, positions, is_neox)
-    return q.reshape(query.shape), k.reshape(key.shape)
 
 
 def rope_quantize_fp8(
@@ -155,48 +140,6 @@ def rope_quantize_fp8_append_paged_kv_cache(
     return q, prepare(q_nope, None, None, None, ids, is_neox, out=(q_nope_out, None, None), quantize=quantize)[0]
 
 
-def cake_fused_qk_rmsnorm_rope_append_paged_kv_cache(
-    qkv: Tensor, cos_sin: Tensor, seq_lens: Tensor, q_indptr: Tensor, page_indices: Tensor, key_cache: Tensor,
-    value_cache: Tensor, *, num_q_heads: int, num_kv_heads: int, qk_norm_policy: int = 0,
-    q_norm_weight: Tensor | None = None, k_norm_weight: Tensor | None = None, eps: float = 1e-6,
-    out_q: Tensor | None = None, out_k: Tensor | None = None, out_v: Tensor | None = None,
-    clear_unused_last_page_rows: bool = True
-) -> Tensor:  # fmt: skip
-    """RMSNorm, rope of halves and the write to pages, in one launch. The new tokens are the last ones of each request.
-
-    >>> cos_sin = jitrope.tables.cos_sin_cache(32, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> lengths, offsets, pages = torch.tensor([18, 7]), torch.tensor([0, 3, 10]), torch.tensor([[3, 1], [2, 0]])
-    >>> given = torch.randn(10, 12 * 64), cos_sin, lengths, offsets, pages, *torch.zeros(2, 4, 16, 2, 64)
-    >>> append = jitrope_flashinfer.cake_fused_qk_rmsnorm_rope_append_paged_kv_cache
-    >>> append(*given, num_q_heads=8, num_kv_heads=2).shape
-    torch.Size([10, 8, 64])
-
-    Args:
-        qkv: (T, (num_q_heads + 2 num_kv_heads) D). D is the width of cos_sin.
-        seq_lens: (N), with the new tokens. q_indptr: (N + 1). page_indices: (N, max_pages). All of one integer dtype.
-        key_cache, value_cache: (pages, page_size, num_kv_heads, D).
-        qk_norm_policy: 0: no norm; 1: the norm follows the rotation; 2: it is before.
-        out_k, out_v: refused.
-        clear_unused_last_page_rows: write zeros to the rest of each last page that gets a token.
-
-        The errors are those of `prepare_qkv`.
-
-    Returns:
-        q, (T, num_q_heads, D).
-    """
-    given = [name for name, x in (("out_k", out_k), ("out_v", out_v)) if x is not None]
-    if given or qk_norm_policy not in (0, 1, 2):
-        raise InvalidInput(f"qk_norm_policy={qk_norm_policy}, {given}: it must be 0, 1 or 2, and out_k and out_v None")
-    q, k, v = packed("qkv", qkv, (num_q_heads, num_kv_heads, num_kv_heads), cos_sin.shape[-1])
-    pages = Pages(page_indices, seq_lens=seq_lens, cu_seqlens_q=q_indptr, clear_page=clear_unused_last_page_rows)
-    words: dict[str, Any] = {"cache": KVCache(key_cache, value_cache, pages), "out": (out_q, None, None)}
-    if qk_norm_policy:
-        words["norm"] = Norm(q_norm_weight, k_norm_weight, eps=eps, after_rope=qk_norm_policy == 1)
-    at = Packed(q_indptr, start_positions=seq_lens - q_indptr.diff())
-    out: Tensor = prepare(q, k, v, cos_sin, at, True, **words)[0]
-    return out
-
-
 def _dtype(given: torch.dtype | None, outs: Sequence[Tensor | None]) -> torch.dtype:
     return given or next((x.dtype for x in outs if x is not None), FP8)
 
@@ -234,11 +177,11 @@ def _slots(indices: Tensor, indptr: Tensor, requests: Tensor, positions: Tensor,
     return torch.where(requests < 0, -1, pages * page_size + positions % page_size)
 
 
-_ROPE = apply_rope_with_cos_sin_cache, apply_rope_with_cos_sin_cache_inplace, rope_quantize_fp8, mla_rope_quantize_fp8
-_FUNCTIONS = {
-    **_host.named("flashinfer.rope", *_ROPE, rope_quantize_fp8_append_paged_kv_cache),
-    **_host.named("flashinfer.cake_fused_qk_rope_append", cake_fused_qk_rmsnorm_rope_append_paged_kv_cache),
-}
+_FUNCTIONS = _host.named(
+    "flashinfer.rope",
+    *(apply_rope_with_cos_sin_cache_inplace, rope_quantize_fp8, mla_rope_quantize_fp8),
+    rope_quantize_fp8_append_paged_kv_cache,
+)
 
 
 def enable() -> _host.Report:

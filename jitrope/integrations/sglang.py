@@ -22,7 +22,7 @@ from ..base.errors import InvalidInput
 from ..ops.values import KVCache, Mrope, Norm
 from ..plan.views import FP8S
 from . import _host, vllm
-from ._serving import heads, indexer_q, norm_once, prepare
+from ._serving import heads, indexer_q, prepare
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -147,22 +147,6 @@ def triton_mrope_fused(
     apply_rope(q, k, cos_sin_cache=cos_sin_cache, rotary_dim=rotary_dim, layout="thd", inplace=True, **words)
 
 
-def table_qk_norm_rope_(
-    qkv: Tensor, positions: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, num_q_heads: int,
-    num_k_heads: int, head_dim: int, eps: float
-) -> None:  # fmt: skip
-    """RMSNorm and rope of halves of q and k inside qkv, (T, H * head_dim), in one launch, rounded in between.
-
-    The errors are those of `rotary_embedding`.
-
-    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> given = torch.randn(10, 12 * 64), torch.arange(10), torch.ones(64), torch.ones(64), cache
-    >>> jitrope_sglang.table_qk_norm_rope_(*given, 8, 2, 64, 1e-6)
-    """
-    q, k = heads("qkv", qkv, 1, head_dim)[:, : num_q_heads + num_k_heads].tensor_split([num_q_heads], 1)
-    prepare(q, k, None, cos_sin_cache, positions, True, norm=norm_once(q_weight, k_weight, eps), inplace=True)
-
-
 def fused_qk_gemma_rmsnorm_rope_gate(
     q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, positions: Tensor,
     eps: float, num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, has_gate: bool = True,
@@ -220,7 +204,6 @@ _FUNCTIONS = {
     **_host.named("sglang.kernels.ops.attention.rope", *_KERNELS),
     **_host.named("sglang.jit_kernel.rope", *_KERNELS),
     **_host.named("sglang.kernels.ops.attention.rotary_triton", triton_mrope_fused),
-    **_host.named("sglang.kernels.ops.attention.table_qk_norm_rope", table_qk_norm_rope_),
     **_host.named("sglang.kernels.ops.attention.fused_qk_rmsnorm_rope_gate", fused_qk_gemma_rmsnorm_rope_gate),
     **_host.named("sglang.kernels.ops.attention.dsa.indexer_k", fused_k_indexer_norm_rope),
     **_host.named("sglang.kernels.ops.attention.dsa.indexer_q", fused_q_indexer_rope_first_quant),
