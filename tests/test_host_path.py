@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FILES = [
     "gpu gpu_thd mean_squares row_scales",
     "packed_norm packed_bias swizzled fp4_cache transformers stages presets",
-    "quantize hadamard q_scale unrotated shifts learned serving_fused",
+    "quantize hadamard q_scale unrotated shifts learned serving_fused same_bits",
     "rope out pages ulysses latent latent_cache packed_cache",
 ]
 OPTIONS = ["-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not test_stages or short"]
