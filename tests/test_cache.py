@@ -645,7 +645,9 @@ def test_what_happened_is_counted_and_said(own_cache: KernelCache, caplog) -> No
 def test_a_monitor_is_told_of_compiles(own_cache) -> None:
     """An exception of a callback reaches the caller; the kernel is kept, and its text is a file for `--from`."""
     seen: list[jitrope.KernelEvent] = []
-    remove = jitrope.on_compile(seen.append)
+    remove, other = jitrope.on_compile(seen.append), jitrope.on_compile(seen.append)
+    other()
+    other()  # nothing is left to remove
     for _ in range(2):
         kernels.build(SPEC, "sm_90")
     found = [(event.name, event.arch, event.source) for event in seen]
@@ -653,7 +655,6 @@ def test_a_monitor_is_told_of_compiles(own_cache) -> None:
     assert seen[0].seconds > seen[1].seconds > 0
     assert seen[0].spec == json.dumps({"spec": [SPEC.to_dict()]})
     remove()
-    remove()  # nothing is left to remove
 
     def refuse(event: jitrope.KernelEvent) -> None:
         raise RuntimeError(event.source)

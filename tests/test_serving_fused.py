@@ -82,13 +82,11 @@ def test_norm_rope_and_gate(section: list[int] | None, device: str) -> None:
     rows = cache[IDS] if section is None else pick_rows(cache, ids, section, True)
     wants = [turn(normed(x, 1 + w), rows, True) for x, w in zip((q_gate[:, :, 0], k), weights)]
     given = [x.to(device) for x in (q_gate.flatten(1), k.flatten(1), *weights, cache, ids)]
-    counts = 1e-6, HQ, HK, D, 32
-    found = [vllm.fused_qk_rmsnorm_rope_gate(*given, *counts, mrope_section=section, norm_beta=1.0)]
-    found += [] if section else [sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, *counts)]
-    for q, keys, gate in found:
-        assert near(q, wants[0].flatten(1))
-        assert near(keys, wants[1].flatten(1))
-        assert torch.equal(gate.cpu(), q_gate[:, :, 1].flatten(1))
+    words = {"mrope_section": section, "norm_beta": 1.0}
+    q, keys, gate = vllm.fused_qk_rmsnorm_rope_gate(*given, 1e-6, HQ, HK, D, 32, **words)
+    assert near(q, wants[0].flatten(1))
+    assert near(keys, wants[1].flatten(1))
+    assert torch.equal(gate.cpu(), q_gate[:, :, 1].flatten(1))
 
 
 # ---- with a cache --------------------------------------------------------------------------------
@@ -149,9 +147,8 @@ def test_rope_quantize(mla: bool, outs: bool, dtype: torch.dtype, device: str) -
     given = [torch.empty(x.shape, dtype=dtype, device=device) for x in parts] if outs else [None] * 4
     words = {"quant_scale_q": 0.5, "quant_scale_kv": 2.0}
     words.update(zip(("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"), given))
-    call: Callable[..., Any] = flashinfer.mla_rope_quantize_fp8 if mla else flashinfer.rope_quantize_fp8
     at = cache.to(device), IDS.to(device), False, None if outs else dtype
-    found = call(*[x.to(device) for x in parts], *at, **words)
+    found = flashinfer.rope_quantize_fp8(*[x.to(device) for x in parts], *at, **words)
     rows = cache[IDS]
     turned = [turn(ropes[0], rows, False), turn(ropes[1].view(T, -1, D), rows, False).view(ropes[1].shape)]
     for got, out, x, factor in zip(found, given, (*turned, *rests), (0.5, 2.0) * 2):
@@ -256,12 +253,6 @@ AT = IDS, PAGES, torch.tensor([0]), torch.tensor([0, 1]), 0 * IDS, IDS
                 IDS, X, X[:, 0], X[:, 0, :50], CACHE, True, IDS, torch.zeros(4, 16, 114), "auto", torch.ones(1)
             ),
             r"kv_c has shape \(10, 50\)",
-        ),
-        (
-            lambda: sglang.fused_qk_gemma_rmsnorm_rope_gate(
-                X, X, W, W, CACHE, IDS, 1e-6, 4, HQ, D, D, mrope_axis_map=IDS
-            ),
-            "mrope_axis_map",
         ),
         (lambda: APPEND(X, X, None, None, X, CACHE, *AT, kv_layout="DHN"), "kv_layout is 'DHN'"),
         (lambda: APPEND(X, X, None, None, X, CACHE, *AT, page_size=8), "page_size=8"),

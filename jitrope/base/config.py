@@ -60,20 +60,17 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any
         InvalidInput: an argument has another value; nothing was changed.
     """
     global _may_compile, _launch, _batch_invariant
-    before = _launch, _batch_invariant
     if compile is not _KEPT:
         compile = None if compile is None else arguments.flag("configure", "compile", compile)
-    if batch_invariant is not _KEPT:
-        batch_invariant = arguments.flag("configure", "batch_invariant", batch_invariant)
-    if launch is not _KEPT:
-        _launch = arguments.word("configure", "launch", launch, LAUNCHES)
-    if batch_invariant is not _KEPT:
-        _batch_invariant = batch_invariant
-    if compile is not _KEPT:
-        _may_compile = compile
-    if before != (_launch, _batch_invariant):
+    given = _batch_invariant if batch_invariant is _KEPT else batch_invariant
+    invariant = arguments.flag("configure", "batch_invariant", given)
+    found = arguments.word("configure", "launch", _launch if launch is _KEPT else launch, LAUNCHES), invariant
+    if found != (_launch, _batch_invariant):
+        _launch, _batch_invariant = found
         for react in _reactions:
             react()
+    if compile is not _KEPT:
+        _may_compile = compile
 
 
 def on_change(react: Callable[[], None]) -> Callable[[], None]:

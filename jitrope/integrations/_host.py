@@ -213,7 +213,7 @@ _PLACES = {"cuda": "on the GPU", "cpu": "on the CPU in plain torch"}
 
 
 def named(module: str, *functions: Function) -> dict[str, Function]:
-    """Our functions by the places of a module's functions of the same names, for `enable`."""
+    """Our functions by the places of a module's functions of the same names."""
     return {f"{module}:{function.__name__}": function for function in functions}
 
 

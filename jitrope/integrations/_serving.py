@@ -40,16 +40,15 @@ def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int) -> Seque
     whole = heads(name, x, 1, head_size)
     if whole.shape[1] != sum(counts):
         raise InvalidInput(f"{name} has {whole.shape[1]} heads of {head_size} elements; it must have {sum(counts)}")
-    found: Sequence[Tensor] = whole.split([*counts], 1)
-    return found
+    return [*whole.split([*counts], 1)]
 
 
 def prepare(
     q: Tensor, k: Tensor | None, v: Tensor | None, table: Tensor | None, positions: Any, is_neox: bool, **words: Any
 ) -> Any:
     """`prepare_qkv` of tokens without a batch axis. Without a table nothing is rotated."""
-    words.update(interleaved=not is_neox, layout="thd")
-    return prepare_qkv(q, k, v, cos_sin_cache=table, positions=positions, **words)
+    words.update(positions=positions, interleaved=not is_neox, layout="thd")
+    return prepare_qkv(q, k, v, cos_sin_cache=table, **words)
 
 
 def cache_of(k_cache: Tensor, v_cache: Tensor, slots: Tensor, kind: str, k_scale: Any, v_scale: Any) -> KVCache:
@@ -70,8 +69,8 @@ def latent_cache(name: str, rope: Tensor, latent: Tensor, k_cache: Tensor, v_cac
     if latent.dim() != 2 or size % width or found != (size, width):
         had = f"{name} has shape {tuple(latent.shape)}, beside {width} rotated elements, and its caches hold {found}"
         raise InvalidInput(f"{had}; it must be (T, a multiple of {width}), and the caches of these widths")
-    pieces = [x.unflatten(-1, (size // width, width)) for x in (latent, v_cache)]
-    return rope.reshape(-1, 1, width), pieces[0], k_cache.unsqueeze(-2), pieces[1]
+    v, stored = (x.unflatten(-1, (size // width, width)) for x in (latent, v_cache))
+    return rope.reshape(-1, 1, width), v, k_cache.unsqueeze(-2), stored
 
 
 def norm_once(q_weight: Tensor, k_weight: Tensor, eps: float, added: float = 0.0) -> Norm:

@@ -46,39 +46,20 @@ def rope_quantize_fp8(
     """Rotate q_rope and k_rope, and convert them and the rest of the heads to fp8: a launch for each.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q_rope, k_rope = torch.randn(10, 8, 64), torch.randn(10, 64)
-    >>> given = q_rope, k_rope, torch.randn(10, 8, 512), torch.randn(10, 512), cache, torch.arange(10)
+    >>> given = torch.randn(10, 8, 64), torch.randn(10, 64), None, None, cache, torch.arange(10)
     >>> q_rope, k_rope, q_nope, k_nope = jitrope_flashinfer.rope_quantize_fp8(*given)
 
     q_rope and q_nope are (T, H, R) and (T, H, N), k_rope and k_nope alike, or in MLA (T, R) and (T, N). The results are
-    y times quant_scale_q or quant_scale_kv, in the outputs if they are given. backend is ignored. The
-    errors are those of `prepare_qkv`.
+    y times quant_scale_q or quant_scale_kv, in the outputs if they are given. backend is ignored. The errors are those
+    of `prepare_qkv`.
     """
     outs = q_rope_out, k_rope_out, q_nope_out, k_nope_out
     scales = _unit("quant_scale_q", quant_scale_q), _unit("quant_scale_kv", quant_scale_kv)
-    quantize = Quantize(*scales, dtype=_dtype(quantize_dtype, outs))
+    quantize = Quantize(*scales, dtype=quantize_dtype or next((x.dtype for x in outs if x is not None), FP8))
     q_nope, k_nope = (x[..., :0] if nope is None else nope for x, nope in ((q_rope, q_nope), (k_rope, k_nope)))
     q_rope, k_rope = _converted(q_rope, k_rope, outs[:2], quantize, cos_sin_cache, pos_ids, is_neox)
     q_nope, k_nope = _converted(q_nope, k_nope, outs[2:], quantize, None, pos_ids, is_neox)
     return q_rope, k_rope, q_nope, k_nope
-
-
-def mla_rope_quantize_fp8(
-    q_rope: Tensor, k_rope: Tensor, q_nope: Tensor, k_nope: Tensor, cos_sin_cache: Tensor, pos_ids: Tensor,
-    is_neox: bool = True, quantize_dtype: torch.dtype | None = None, quant_scale_q: float = 1.0,
-    quant_scale_kv: float = 1.0, q_rope_out: Tensor | None = None, k_rope_out: Tensor | None = None,
-    q_nope_out: Tensor | None = None, k_nope_out: Tensor | None = None, enable_pdl: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`rope_quantize_fp8` with k_rope (T, R) and k_nope (T, N), and its errors.
-
-    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q_rope, k_rope, ids = torch.randn(10, 8, 64), torch.randn(10, 64), torch.arange(10)
-    >>> given = q_rope, k_rope, torch.randn(10, 8, 512), torch.randn(10, 512), cache, ids
-    >>> q_rope, k_rope, q_nope, k_nope = jitrope_flashinfer.mla_rope_quantize_fp8(*given)
-    """
-    scales = quantize_dtype, quant_scale_q, quant_scale_kv
-    outs = q_rope_out, k_rope_out, q_nope_out, k_nope_out
-    return rope_quantize_fp8(q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox, *scales, *outs)
 
 
 def rope_quantize_fp8_append_paged_kv_cache(
@@ -100,32 +81,27 @@ def rope_quantize_fp8_append_paged_kv_cache(
     >>> given = q, k, None, None, v, cache, ids, caches, torch.tensor([0]), torch.tensor([0, 1]), 0 * ids, ids
     >>> q_rope, q_nope = jitrope_flashinfer.rope_quantize_fp8_append_paged_kv_cache(*given)
 
-    Args:
-        v: (T, H, D); with MLA None.
-        paged_kv_cache: k's and v's, (pages, page_size, H, D), or with kv_layout="HND" (pages, H, page_size, D); with
-            MLA the latent's and k_rope's, (pages, page_size, N) and (pages, page_size, R).
-        kv_indices, kv_indptr: the pages of request i are kv_indices[kv_indptr[i] : kv_indptr[i + 1]].
-        batch_indices, positions: the request of each token, and the token's place in its cache. A token with a
-            negative index is not stored.
-        The other arguments and the errors are those of `rope_quantize_fp8`.
+    v is (T, H, D), in MLA None. paged_kv_cache are k's and v's, (pages, page_size, H, D), or with kv_layout="HND"
+    (pages, H, page_size, D); in MLA the latent's and k_rope's, (pages, page_size, N) and (pages, page_size, R). The
+    pages of request i are kv_indices[kv_indptr[i] : kv_indptr[i + 1]]. batch_indices and positions are the request of
+    each token, and the token's place in its cache; with a negative index it is not stored. The others, and the errors,
+    are those of `rope_quantize_fp8`.
     """
     if kv_layout not in ("NHD", "HND"):
         raise InvalidInput(f"kv_layout is {kv_layout!r}; it must be NHD or HND")
     latent, caches = k_rope.dim() == 2, list(paged_kv_cache)
     if kv_layout == "HND" and not latent:
         caches = [x.transpose(1, 2) for x in caches]
-    dtype = _dtype(quantize_dtype, (q_rope_out, q_nope_out))
+    dtype = quantize_dtype or next((x.dtype for x in (q_rope_out, q_nope_out) if x is not None), FP8)
     if any(x.dtype != dtype or x.shape[1] != page_size for x in caches):
         had = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in caches)
         raise InvalidInput(f"paged_kv_cache is {had}; it must have pages of page_size={page_size} rows in {dtype}")
-    quantize, unit = (
-        Quantize(_unit("quant_scale_q", quant_scale_q), dtype=dtype),
-        _unit("quant_scale_kv", quant_scale_kv),
-    )
-    slots, ids = _slots(kv_indices, kv_indptr, batch_indices, positions, page_size), pos_ids
+    quantize, ids = Quantize(_unit("quant_scale_q", quant_scale_q), dtype=dtype), pos_ids
+    units: Any = dict.fromkeys(("k_scale", "v_scale"), _unit("quant_scale_kv", quant_scale_kv))
+    slots = _slots(kv_indices, kv_indptr, batch_indices, positions, page_size)
     words: dict[str, Any] = {"quantize": quantize}
     if not latent:
-        cache = KVCache(caches[0], caches[1], slots, k_scale=unit, v_scale=unit)
+        cache = KVCache(caches[0], caches[1], slots, **units)
         q, k = (x if rest is None else torch.cat((x, rest), -1) for x, rest in ((q_rope, q_nope), (k_rope, k_nope)))
         words.update(cache=cache, rotary_dim=q_rope.shape[-1])
         whole = prepare(q, k, v, cos_sin_cache, ids, is_neox, **words)[0]
@@ -135,13 +111,9 @@ def rope_quantize_fp8_append_paged_kv_cache(
     if v is not None or k_nope is None or q_nope is None:
         raise InvalidInput("with k_rope (T, R), v must be None, and k_nope and q_nope must be given")
     k, v, k_cache, v_cache = latent_cache("k_nope", k_rope, k_nope, caches[1], caches[0])
-    words["cache"] = KVCache(k_cache, v_cache, slots, k_scale=unit, v_scale=unit)
+    words["cache"] = KVCache(k_cache, v_cache, slots, **units)
     q = prepare(q_rope, k, v, cos_sin_cache, ids, is_neox, out=(q_rope_out, None, None), **words)[0]
     return q, prepare(q_nope, None, None, None, ids, is_neox, out=(q_nope_out, None, None), quantize=quantize)[0]
-
-
-def _dtype(given: torch.dtype | None, outs: Sequence[Tensor | None]) -> torch.dtype:
-    return given or next((x.dtype for x in outs if x is not None), FP8)
 
 
 def _unit(name: str, scale: float) -> float:
@@ -152,13 +124,7 @@ def _unit(name: str, scale: float) -> float:
 
 
 def _converted(
-    q: Tensor,
-    k: Tensor,
-    outs: tuple[Tensor | None, ...],
-    quantize: Quantize,
-    table: Tensor | None,
-    ids: Any,
-    neox: bool,
+    q: Tensor, k: Tensor, outs: Sequence[Any], quantize: Quantize, table: Tensor | None, ids: Tensor, neox: bool
 ) -> tuple[Tensor, Tensor]:
     """q and k in fp8, rotated if there is a table. k may lack its axis of heads."""
     keys, k_out = (x.unsqueeze(1) if x is not None and k.dim() == 2 else x for x in (k, outs[1]))
@@ -177,18 +143,12 @@ def _slots(indices: Tensor, indptr: Tensor, requests: Tensor, positions: Tensor,
     return torch.where(requests < 0, -1, pages * page_size + positions % page_size)
 
 
-_FUNCTIONS = _host.named(
-    "flashinfer.rope",
-    *(apply_rope_with_cos_sin_cache_inplace, rope_quantize_fp8, mla_rope_quantize_fp8),
-    rope_quantize_fp8_append_paged_kv_cache,
-)
+_QUANTIZE = rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache  # mla_rope_quantize_fp8 calls the first one
+_FUNCTIONS = _host.named("flashinfer.rope", apply_rope_with_cos_sin_cache_inplace, *_QUANTIZE)
 
 
 def enable() -> _host.Report:
-    """Replace FlashInfer's rope in this process. Calls that jitrope refuses go to FlashInfer's own functions.
-
-    Raises ImportError if FlashInfer is not installed.
-    """
+    """Replace FlashInfer's rope. Refused calls go to its own functions. Raises ImportError if it is not installed."""
     return _host.enable("flashinfer", _FUNCTIONS, optional=_FUNCTIONS)
 
 

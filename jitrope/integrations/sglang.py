@@ -1,4 +1,4 @@
-"""SGLang: rope of its language models, with norms, the write to the KV buffers, and the indexer of DeepSeek-V3.2.
+"""SGLang: rope of its language models, with the write to the KV buffers, and the indexer of DeepSeek-V3.2.
 
 >>> from jitrope.integrations import sglang as jitrope_sglang
 >>> report = jitrope_sglang.enable()  # before the model is made
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_qkv
+from ..api import apply_rope
 from ..base.errors import InvalidInput
 from ..ops.values import KVCache, Mrope, Norm
 from ..plan.views import FP8S
@@ -54,8 +54,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     q, k, v = (heads(name, x, 1, head_size) for name, x in (("query", query), ("key", key), ("value", to.value)))
     scales = (getattr(to, name, None) for name in ("k_scale", "v_scale"))
     cache = _cache(k, to.k_buffer, to.v_buffer, to.cache_loc, *scales)
-    words: Any = {"positions": positions, "interleaved": not is_neox}
-    prepare_qkv(q, k, v, cos_sin_cache=cos_sin_cache, cache=cache, layout="thd", inplace=True, **words)
+    prepare(q, k, v, cos_sin_cache, positions, is_neox, cache=cache, inplace=True)
 
 
 def apply_rope_inplace(
@@ -91,10 +90,8 @@ def apply_rope_inplace_with_kvcache(
         out_loc: int32 or int64 (T), the slot of each token; negative: padding.
         The other arguments and the errors are those of `apply_rope_inplace`.
     """
-    words: Any = {"positions": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
-    words["cache"] = _cache(k, k_cache, v_cache, out_loc)
-    v = heads("v", v, 1, k.shape[-1])
-    prepare_qkv(q, k, v, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
+    words: Any = {"cache": _cache(k, k_cache, v_cache, out_loc), "rotary_dim": rope_dim or None, "inplace": True}
+    prepare(q, k, heads("v", v, 1, k.shape[-1]), cos_sin_cache, positions, is_neox, **words)
 
 
 def _cache(
@@ -147,32 +144,10 @@ def triton_mrope_fused(
     apply_rope(q, k, cos_sin_cache=cos_sin_cache, rotary_dim=rotary_dim, layout="thd", inplace=True, **words)
 
 
-def fused_qk_gemma_rmsnorm_rope_gate(
-    q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, positions: Tensor,
-    eps: float, num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, has_gate: bool = True,
-    mrope_axis_map: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`jitrope.integrations.vllm.fused_qk_rmsnorm_rope_gate` with the factor 1 + weight.
-
-    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=32)[0])
-    >>> given = torch.randn(10, 2 * 8 * 64), torch.randn(10, 2 * 64), torch.zeros(64), torch.zeros(64), cache
-    >>> q, k, gate = jitrope_sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, torch.arange(10), 1e-6, 8, 2, 64, 32)
-
-    has_gate must be True, positions (T), and mrope_axis_map, which is on the device, None. The errors are those of
-    `rotary_embedding`.
-    """
-    if mrope_axis_map is not None or not has_gate:
-        raise InvalidInput(f"has_gate is {has_gate}; it must be True, and mrope_axis_map, which is on the device, None")
-    given = q_gate, k, q_weight, k_weight, cos_sin_cache, positions, eps
-    return vllm.fused_qk_rmsnorm_rope_gate(*given, num_q_heads, num_kv_heads, head_dim, rotary_dim, norm_beta=1.0)
-
-
 def fused_k_indexer_norm_rope(
     k_input: Tensor, weight: Tensor, bias: Tensor, eps: float, cos_sin_cache: Tensor, positions: Tensor
 ) -> Tensor:  # fmt: skip
-    """k of the indexer of DeepSeek-V3.2, (T, D): LayerNorm, and rope of neighbours of its first part, in one launch.
-
-    The errors are those of `rotary_embedding`.
+    """k of DeepSeek-V3.2's indexer, (T, D): LayerNorm, then rope of its first part; errors as in `rotary_embedding`.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> given = torch.randn(10, 128), torch.ones(128), torch.zeros(128), 1e-6, cache, torch.arange(10)
@@ -186,9 +161,7 @@ def fused_k_indexer_norm_rope(
 def fused_q_indexer_rope_first_quant(
     q_input: Tensor, weight: Tensor, weight_scale: float, cos_sin_cache: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q of that indexer, (T, H, D), rotated alike and in fp8, and (T, H, 1): weight * weight_scale * the scale of q.
-
-    The errors are those of `rotary_embedding`.
+    """q of it, (T, H, D), rotated alike, in fp8, and weight * weight_scale * q's scale; errors: `rotary_embedding`.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> given = torch.randn(10, 8, 128), torch.randn(10, 8), 0.1, cache, torch.arange(10)
@@ -204,7 +177,6 @@ _FUNCTIONS = {
     **_host.named("sglang.kernels.ops.attention.rope", *_KERNELS),
     **_host.named("sglang.jit_kernel.rope", *_KERNELS),
     **_host.named("sglang.kernels.ops.attention.rotary_triton", triton_mrope_fused),
-    **_host.named("sglang.kernels.ops.attention.fused_qk_rmsnorm_rope_gate", fused_qk_gemma_rmsnorm_rope_gate),
     **_host.named("sglang.kernels.ops.attention.dsa.indexer_k", fused_k_indexer_norm_rope),
     **_host.named("sglang.kernels.ops.attention.dsa.indexer_q", fused_q_indexer_rope_first_quant),
     **_host.named("sgl_kernel", apply_rope_with_cos_sin_cache_inplace),

@@ -147,16 +147,14 @@ def fused_qk_norm_rope(
 ) -> None:  # fmt: skip
     """RMSNorm and rope of q and k inside qkv, (T, H * head_dim), in one launch. Nothing is rounded in between.
 
-    position_ids are (T). forced_token_heads_per_warp is ignored. The other arguments and the errors are those of
-    `rotary_embedding`.
+    forced_token_heads_per_warp is ignored. The other arguments and the errors are those of `rotary_embedding`.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> weights, qkv, ids = (torch.ones(64), torch.ones(64)), torch.randn(10, 12 * 64), torch.arange(10)
     >>> jitrope_vllm.fused_qk_norm_rope(qkv, 8, 2, 2, 64, 1e-6, *weights, cache, True, ids)
     """
     q, k, _ = packed("qkv", qkv, (num_heads_q, num_heads_k, num_heads_v), head_dim)
-    norm = Norm(q_weight, k_weight, eps=eps)
-    prepare(q, k, None, cos_sin_cache, position_ids, is_neox, norm=norm, inplace=True)
+    prepare(q, k, None, cos_sin_cache, position_ids, is_neox, norm=Norm(q_weight, k_weight, eps=eps), inplace=True)
 
 
 def fused_qknorm_rope_cache(
@@ -197,11 +195,9 @@ def fused_qk_rmsnorm_rope_gate(
     >>> given = torch.randn(10, 2 * 8 * 64), torch.randn(10, 2 * 64), *weights, cache, ids, 1e-6, 8, 2, 64, 32
     >>> q, k, gate = jitrope_vllm.fused_qk_rmsnorm_rope_gate(*given, mrope_section=[6, 5, 5], norm_beta=1.0)
 
-    Args:
-        q_gate: (T, 2 * num_q_heads * head_dim): each head of q is followed by its gate.
-        positions: (T); or (3, T) with mrope_section, whose sections are interleaved as in Qwen3-VL.
-        norm_beta: 0, or 1: the factor is 1 + weight. The normalised heads are rounded before the rotation.
-        The errors are those of `rotary_embedding`.
+    q_gate is (T, 2 * num_q_heads * head_dim): each head of q is followed by its gate. positions are (T); or (3, T) with
+    mrope_section, whose sections are interleaved as in Qwen3-VL. norm_beta is 0, or 1: the factor is 1 + weight. The
+    normalised heads are rounded before the rotation. The errors are those of `rotary_embedding`.
     """
     (both,) = packed("q_gate", q_gate, (2 * num_q_heads,), head_dim)
     norm = norm_once(q_weight, k_weight, eps, norm_beta)
@@ -266,8 +262,7 @@ def enable(*, rounding: str = "fp32") -> _host.Report:
     process. Enabling twice changes nothing; call `disable` before you change the rounding.
 
     Args:
-        rounding: "dtype" for the bits of 16-bit arithmetic; see `rotary_embedding`. It is that of `rotary_embedding`
-            and `triton_mrope`.
+        rounding: "dtype" for the bits of 16-bit arithmetic in `rotary_embedding` and `triton_mrope`.
 
     Raises:
         InvalidInput: rounding is neither "fp32" nor "dtype".

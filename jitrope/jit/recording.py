@@ -60,11 +60,7 @@ class KernelEvent(NamedTuple):
 
     >>> event = jitrope.KernelEvent("rope_bf16_d128", "sm_90", "{}", 0.2, "compiled")
 
-    Attributes:
-        name, arch: the kernel's.
-        spec: JSON for `jitrope prewarm --from`.
-        seconds: the time that it took.
-        source: "compiled", or "disk": from the kernel cache or a bundle.
+    spec is JSON for `jitrope prewarm --from`. source is "compiled", or "disk": from the kernel cache or a bundle.
     """
 
     name: str
@@ -74,36 +70,35 @@ class KernelEvent(NamedTuple):
     source: str
 
 
-_callbacks: list[Callable[[KernelEvent], object]] = []
+_callbacks: dict[object, Callable[[KernelEvent], object]] = {}
 
 
 def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], None]:
     """Call a function for each kernel that this process compiles, or reads from a cache, from now on.
 
     For a server's monitor of compiles after its warm-up. The thread that needs the kernel calls it, before the launch;
-    an exception reaches the caller of jitrope, and nothing was written. A loaded kernel makes no event.
+    an exception reaches the caller of jitrope, and nothing was written. A loaded kernel makes no event. Returns a
+    function that removes the callback. Raises InvalidInput if callback cannot be called.
 
     >>> remove = jitrope.on_compile(lambda event: print(event.name, event.source, event.seconds))
     >>> remove()
-
-    Returns:
-        A function that removes the callback.
-
-    Raises:
-        InvalidInput: callback cannot be called.
     """
     if not callable(callback):
         arguments.refuse("on_compile", "callback", callback, "a function of a KernelEvent")
-    _callbacks.append(callback)
-    return lambda: _callbacks.remove(callback) if callback in _callbacks else None
+    _callbacks[key := object()] = callback
+
+    def remove() -> None:
+        _callbacks.pop(key, None)
+
+    return remove
 
 
 def tell(spec: Spec, arch: str, since: float, source: str) -> None:
     """Tell the callbacks of a kernel. since: its start, of `time.perf_counter`."""
     if _callbacks:
-        text = json.dumps({"spec": [spec.to_dict()]})
-        event = KernelEvent(spec.name, arch, text, time.perf_counter() - since, source)
-        for callback in [*_callbacks]:
+        seconds, text = time.perf_counter() - since, json.dumps({"spec": [spec.to_dict()]})
+        event = KernelEvent(spec.name, arch, text, seconds, source)
+        for callback in [*_callbacks.values()]:
             callback(event)
 
 

@@ -12,23 +12,16 @@ from ..plan.spec import RopeSpec
 from .models import read, specs_of_model
 from .prewarm import specs_of_each
 
-_SLOTS = {"slot_mapping": "int64", "rotate_k": True}
 _PAGES: tuple[dict[str, Any], ...] = ({}, *[{"page_size": rows} for rows in (16, 32, 64)])  # {}: slots, or whole pages
 
 
 def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1) -> list[Spec]:
-    """The kernels that vLLM and SGLang ask for with the drop-ins, for both launches.
+    """The kernels that vLLM and SGLang ask for with the drop-ins, for both launches, of a language model.
 
     They are those of rope in place, with the model's norm of q and k and without, alone and with the write to a cache
     in the model's dtype or e4m3; for int64 positions, tables in fp32 and in the model's dtype, and caches of slots and
-    of pages of 16, 32 and 64 rows. For multi-head latent attention record a run.
-
-    Args:
-        path, dtype: as in `specs_of_model`, of a language model.
-        ranks: of tensor parallelism. A rank has as many heads as it gets.
-
-    Raises:
-        InvalidInput, JitropeError: as `specs_of_model`; or ranks does not divide the heads.
+    of pages of 16, 32 and 64 rows. A rank of tensor parallelism has its part of the heads. For multi-head latent
+    attention record a run. The errors are those of `specs_of_model`.
     """
     found = read(path / "config.json" if path.is_dir() else path)
     config = found.get("text_config") or found
@@ -50,8 +43,8 @@ def _calls(model: RopeSpec, heads: list[int]) -> list[dict[str, Any]]:
         axes = {"mrope_section": list(model.mrope_section), "mrope_interleaved": model.mrope_interleaved}
         words["positions"] = {"position_ids": "int64", **axes}
     stored: dict[str, Any] = {model.dtype: {}, "fp8": {"k_scale": 1.0, "v_scale": 1.0}}
-    caches = [{**_SLOTS, "k_cache": x, "v_cache": x, **scales, **p} for x, scales in stored.items() for p in _PAGES]
-    rope = {**words, "inplace": True}
+    slots, rope = {"slot_mapping": "int64", "rotate_k": True}, {**words, "inplace": True}
+    caches = [{**slots, "k_cache": x, "v_cache": x, **scales, **p} for x, scales in stored.items() for p in _PAGES]
     found = [{**rope, "function": "apply_rope"}, {**rope, "cache": caches}]
     if model.norm:
         own = {name: getattr(model, name) for name in ("zero_centered", "after_rope", "across_heads")}
