@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 MODULES = (
     "jitrope", "jitrope.tables", "jitrope.thd", "jitrope.context_parallel", "jitrope.integrations",
     "jitrope.integrations.transformers", "jitrope.integrations.diffusers", "jitrope.integrations.vllm",
-    "jitrope.integrations.sglang", "jitrope.integrations.torchtitan", "jitrope.integrations.transformer_engine",
-    "jitrope.integrations.megatron", "jitrope.integrations.deepspeed", "jitrope.jit", "jitrope.jit.cache",
-    "jitrope.tools.prewarm", "jitrope.tools.bundle",
+    "jitrope.integrations.sglang", "jitrope.integrations.flashinfer", "jitrope.integrations.torchtitan",
+    "jitrope.integrations.transformer_engine", "jitrope.integrations.megatron", "jitrope.integrations.deepspeed",
+    "jitrope.jit", "jitrope.jit.cache", "jitrope.tools.prewarm", "jitrope.tools.bundle",
 )  # fmt: skip
 
 GUIDES = {

@@ -11,14 +11,16 @@
 - `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
 - `prepare_mla_qkv` rotates, and makes k and v of multi-head latent attention (DeepSeek).
 - `Packed`, `Starts`, `Mrope` and `Shifts` are kinds of `positions=`.
-- `configure` changes settings; `record` and `planning` list the kernels that a run needs.
+- `configure` changes settings; `record` and `planning` list the kernels that a run needs, and `on_compile` tells of
+  each kernel that is compiled.
 
 More modules:
 
 - `jitrope.tables`: frequencies, cosines and sines of every common kind of RoPE
 - `jitrope.integrations`: drop-ins for hosts, `jitrope.integrations.transformers`, `jitrope.integrations.diffusers`,
-  `jitrope.integrations.vllm`, `jitrope.integrations.sglang`, `jitrope.integrations.torchtitan`,
-  `jitrope.integrations.transformer_engine`, `jitrope.integrations.megatron` and `jitrope.integrations.deepspeed`
+  `jitrope.integrations.vllm`, `jitrope.integrations.sglang`, `jitrope.integrations.flashinfer`,
+  `jitrope.integrations.torchtitan`, `jitrope.integrations.transformer_engine`, `jitrope.integrations.megatron` and
+  `jitrope.integrations.deepspeed`
 - `jitrope.context_parallel`: packed batches cut between ranks, and attention over them
 - `jitrope.thd`: the rows of packed batches, under TransformerEngine's names
 - `jitrope.tools.prewarm`, `jitrope.tools.bundle`, `jitrope.jit`, `jitrope.jit.cache`: kernels built ahead of time, in a
@@ -38,7 +40,7 @@ from .api import apply_rope, prepare_joint_qkv, prepare_mla_qkv, prepare_packed_
 from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
-from .jit.recording import record
+from .jit.recording import KernelEvent, on_compile, record
 from .ops.pages import Pages
 from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
@@ -63,6 +65,8 @@ __all__ = [  # noqa: RUF022  in the order of the documentation
     "Ulysses",
     "configure",
     "record",
+    "on_compile",
+    "KernelEvent",
     "planning",
     "JitropeError",
     "InvalidInput",

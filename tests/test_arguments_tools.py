@@ -171,6 +171,14 @@ def configured(compile: Any) -> Any:
         jitrope.configure(compile=None)
 
 
+def invariant(batch_invariant: Any) -> Any:
+    try:
+        jitrope.configure(batch_invariant=batch_invariant)
+        return config.batch_invariant()
+    finally:
+        jitrope.configure(batch_invariant=False)
+
+
 def kernel_cache(**arguments: Any) -> Any:
     cache = KernelCache(**arguments)
     return cache.root, [layer.root for layer in cache.system]
@@ -291,6 +299,9 @@ ROWS: dict[str, Row] = {
                         "rounding": "complex64"},
         {"rotary_offset": set()}),
     "configure": Row(configured, {"compile": False}, {"compile": {"bool"}}),
+    "configure batch_invariant": Row(invariant, {"batch_invariant": True}, {"batch_invariant": {"bool"}}),
+    "on_compile": Row(lambda callback: jitrope.on_compile(callback)(), {"callback": print},
+        {"callback": {"class", "function", "module"}}),
     "record": Row(recorded, {"path": Path("run.json")}, {"path": PATHS}),
     "KernelCache": Row(kernel_cache, {"root": Path("kernels"), "system": (Path("layer"),)},
         {"root": PATHS, "system": {"empty list", "empty tuple", "list of words"}}),

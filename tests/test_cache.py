@@ -642,6 +642,33 @@ def test_what_happened_is_counted_and_said(own_cache: KernelCache, caplog) -> No
     assert kernels.build(SPEC, "sm_90", rebuild=True).compiled
 
 
+def test_a_monitor_is_told_of_compiles(own_cache) -> None:
+    """An exception of a callback reaches the caller; the kernel is kept, and its text is a file for `--from`."""
+    seen: list[jitrope.KernelEvent] = []
+    remove, other = jitrope.on_compile(seen.append), jitrope.on_compile(seen.append)
+    other()
+    other()  # nothing is left to remove
+    for _ in range(2):
+        kernels.build(SPEC, "sm_90")
+    found = [(event.name, event.arch, event.source) for event in seen]
+    assert found == [(SPEC.name, "sm_90", source) for source in ("compiled", "disk")]
+    assert seen[0].seconds > seen[1].seconds > 0
+    assert seen[0].spec == json.dumps({"spec": [SPEC.to_dict()]})
+    remove()
+
+    def refuse(event: jitrope.KernelEvent) -> None:
+        raise RuntimeError(event.source)
+
+    remove = jitrope.on_compile(refuse)
+    try:
+        with pytest.raises(RuntimeError, match="compiled"):
+            kernels.build(SPEC, "sm_80")
+    finally:
+        remove()
+    assert not kernels.build(SPEC, "sm_80").compiled
+    assert len(seen) == 2
+
+
 def test_a_hit_renders_nothing_and_loads_no_compiler(own_cache, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.build(SPEC, "sm_90")
     with monkeypatch.context() as patch:

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 from jitrope import InvalidInput
 from jitrope.base import config
+from jitrope.integrations import sglang, vllm
 from jitrope.integrations import transformers as drop_in
 from jitrope.jit import compiler, kernels, render
 from jitrope.jit.cache import KernelCache
@@ -29,6 +31,7 @@ from jitrope.tools import cli, doctor, listing
 from jitrope.tools import prewarm as prewarming
 from jitrope.tools.models import specs_of_model
 from jitrope.tools.prewarm import read_calls, specs_of
+from jitrope.tools.serving import specs_of_server
 
 from . import fresh
 
@@ -411,6 +414,39 @@ def test_prewarm_of_a_model_builds_what_its_calls_ask_for(jitrope, tmp_path: Pat
         jitrope("prewarm", "--model", "model", "--dtype", "half", "--arch", "sm_90", "--dry-run", "--json").stdout
     )
     assert all("_fp16_" in kernel["name"] for kernel in half["kernels"])
+
+
+def test_a_server_compiles_nothing_after_its_warm_up(jitrope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prewarm --model --serve 2` makes the kernels of the drop-ins' calls with a rank's heads, for any batch."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("cupy", reason="kernels are compiled")
+    config = transformers.Qwen3Config(**SMALL, num_key_value_heads=4, head_dim=64, dtype="float32")
+    config.save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
+    done = jitrope("prewarm", "--model", "model", "--serve", "2", "--arch", "sm_90", "--json")
+    assert all(kernel["outcome"] == "compiled" for kernel in json.loads(done.stdout)["kernels"])
+    empty = partial(torch.empty, device="meta")
+    with planning() as specs:
+        for tokens in (1, 7, 5000):
+            qkv, ids, table = empty(tokens, 8 * 64), empty(tokens, dtype=torch.int64), empty(4096, 64)
+            q, k, v = qkv.split([256, 128, 128], 1)
+            weights, one = (empty(64), empty(64)), empty(())
+            vllm.rotary_embedding(ids, q, k, 64, table, True)
+            vllm.fused_qk_norm_rope(qkv, 4, 2, 2, 64, 1e-6, *weights, table, True, ids)
+            for kind, dtype in (("auto", torch.float32), ("fp8", torch.float8_e4m3fn)):
+                for pages in (empty(9, 2, 16, 2, 64, dtype=dtype).unbind(1), empty(2, 9, 32, 2, 64, dtype=dtype)):
+                    given = *pages, ids, kind, one, one
+                    vllm.rotary_embedding_and_cache(ids, q, k, v, 64, table, True, *given)
+                    counts = 4, 2, 64, 64, 1e-6, 0.0, kind, one, one
+                    vllm.fused_qknorm_rope_cache(qkv, *weights, table, ids, ids, *pages, *counts)
+            heads = [x.unflatten(1, (-1, 64)) for x in (q, k, v)]
+            sglang.apply_rope_inplace_with_kvcache(*heads, *empty(2, 99, 128), table, ids, ids, is_neox=True)
+    monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
+    assert len(specs) > 15
+    assert not any(kernels.build(spec, "sm_90").compiled for spec in specs)
+    with pytest.raises(InvalidInput, match="8 heads, which 3 ranks cannot share"):
+        specs_of_server(tmp_path / "model", ranks=3)
+    assert "--serve needs --model" in jitrope("prewarm", "--serve", "--arch", "sm_90").stderr
 
 
 def test_prewarm_of_the_language_model_in_a_larger_one(tmp_path: Path) -> None:

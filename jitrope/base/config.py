@@ -28,7 +28,7 @@ VARIABLES = {
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _may_compile: bool | None = None  # None: follow the environment
-_launch = "auto"
+_launch, _batch_invariant = "auto", False
 _KEPT: Any = object()
 LAUNCHES = ("auto", "token_linear", "grid_2d")
 _reactions: list[Callable[[], None]] = []
@@ -40,7 +40,7 @@ def unknown_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("JITROPE_") and name not in VARIABLES)
 
 
-def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
+def configure(*, compile: Any = _KEPT, launch: Any = _KEPT, batch_invariant: Any = _KEPT) -> None:
     """Change settings of this process. They take precedence over the environment; a missing argument changes nothing.
 
     >>> jitrope.configure(launch="token_linear", compile=False)
@@ -50,16 +50,23 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
         compile: with False, a kernel that is in no cache raises `MissingKernel`, which names the kernel and the
             command that makes it. With True it is compiled, even if `JITROPE_NO_COMPILE` is set. None: follow
             `JITROPE_NO_COMPILE`.
-        launch: "auto", or force "token_linear" or "grid_2d", to compare them; all give the same bits.
+        launch: "auto", or force "token_linear" or "grid_2d", to compare them. All give the same bits, except those of
+            some norms without batch_invariant.
+        batch_invariant: True: a norm adds the squares of a head in one order, for any number of tokens and any stage;
+            calls with a norm whose tensors are not aligned for that are refused. "The same bits everywhere" in the
+            guide says which norms need it. False, the default: some norms of few tokens are faster.
 
     Raises:
         InvalidInput: an argument has another value; nothing was changed.
     """
-    global _may_compile, _launch
+    global _may_compile, _launch, _batch_invariant
     if compile is not _KEPT:
         compile = None if compile is None else arguments.flag("configure", "compile", compile)
-    if launch is not _KEPT and arguments.word("configure", "launch", launch, LAUNCHES) != _launch:
-        _launch = launch
+    given = _batch_invariant if batch_invariant is _KEPT else batch_invariant
+    invariant = arguments.flag("configure", "batch_invariant", given)
+    found = arguments.word("configure", "launch", _launch if launch is _KEPT else launch, LAUNCHES), invariant
+    if found != (_launch, _batch_invariant):
+        _launch, _batch_invariant = found
         for react in _reactions:
             react()
     if compile is not _KEPT:
@@ -67,7 +74,7 @@ def configure(*, compile: Any = _KEPT, launch: Any = _KEPT) -> None:
 
 
 def on_change(react: Callable[[], None]) -> Callable[[], None]:
-    """Call a function whenever `configure` changes the launch."""
+    """Call a function whenever `configure` changes the plans of calls."""
     _reactions.append(react)
     return react
 
@@ -75,6 +82,11 @@ def on_change(react: Callable[[], None]) -> Callable[[], None]:
 def launch() -> str:
     """The forced launch, else "auto"."""
     return _launch
+
+
+def batch_invariant() -> bool:
+    """Whether a norm must add in one order."""
+    return _batch_invariant
 
 
 def compile_allowed() -> bool:

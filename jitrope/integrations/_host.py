@@ -212,6 +212,11 @@ def counted(count: int, noun: str) -> str:
 _PLACES = {"cuda": "on the GPU", "cpu": "on the CPU in plain torch"}
 
 
+def named(module: str, *functions: Function) -> dict[str, Function]:
+    """Our functions by the places of a module's functions of the same names."""
+    return {f"{module}:{function.__name__}": function for function in functions}
+
+
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
     """Replace a host's functions everywhere. Already replaced functions do not change.
 

@@ -1,12 +1,12 @@
-"""SGLang: rope of its language models; the same launch also writes the KV buffers if SGLang requests it.
+"""SGLang: rope of its language models, with the write to the KV buffers, and the indexer of DeepSeek-V3.2.
 
 >>> from jitrope.integrations import sglang as jitrope_sglang
 >>> report = jitrope_sglang.enable()  # before the model is made
 >>> jitrope_sglang.disable()
 
-The signatures are those of sglang.kernels.ops.attention.rope (0.5.23; sglang.jit_kernel.rope in older versions), and
-for `apply_rope_with_cos_sin_cache_inplace` those of the sgl_kernel package. All functions work in place, with any even
-rotary width, any head size up to 512, and tables in fp32, fp16 or bf16.
+The signatures are those of the modules of sglang.kernels.ops.attention (0.5.23; sglang.jit_kernel.rope in older
+versions), and for `apply_rope_with_cos_sin_cache_inplace` those of the sgl_kernel package. All functions take any even
+rotary width, any head size up to 512, and tables in fp32, fp16 or bf16; those that return nothing work in place.
 """
 
 from __future__ import annotations
@@ -14,26 +14,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_qkv
+from ..api import apply_rope
 from ..base.errors import InvalidInput
-from ..ops.values import KVCache, Mrope
+from ..ops.values import KVCache, Mrope, Norm
 from ..plan.views import FP8S
 from . import _host, vllm
-from .vllm import heads
+from ._serving import heads, indexer_q, prepare
 
 
 def apply_rope_with_cos_sin_cache_inplace(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool = True,
-    fused_set_kv_buffer_arg: Any = None,
-    enable_pdl: bool | None = None,
-) -> None:
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True,
+    fused_set_kv_buffer_arg: Any = None, enable_pdl: bool | None = None
+) -> None:  # fmt: skip
     """Rotate query and key in place, in one launch; with fused_set_kv_buffer_arg, the launch also stores k and v.
 
     >>> query, key = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
@@ -59,8 +54,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     q, k, v = (heads(name, x, 1, head_size) for name, x in (("query", query), ("key", key), ("value", to.value)))
     scales = (getattr(to, name, None) for name in ("k_scale", "v_scale"))
     cache = _cache(k, to.k_buffer, to.v_buffer, to.cache_loc, *scales)
-    words: Any = {"positions": positions, "interleaved": not is_neox}
-    prepare_qkv(q, k, v, cos_sin_cache=cos_sin_cache, cache=cache, layout="thd", inplace=True, **words)
+    prepare(q, k, v, cos_sin_cache, positions, is_neox, cache=cache, inplace=True)
 
 
 def apply_rope_inplace(
@@ -80,18 +74,9 @@ def apply_rope_inplace(
 
 
 def apply_rope_inplace_with_kvcache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    out_loc: Tensor,
-    *,
-    is_neox: bool,
-    rope_dim: int = 0,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos_sin_cache: Tensor, positions: Tensor,
+    out_loc: Tensor, *, is_neox: bool, rope_dim: int = 0
+) -> None:  # fmt: skip
     """`apply_rope_inplace` that also stores the rotated k and v in their slots, in the same launch.
 
     >>> q, (k, v), buffers = torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64), torch.zeros(2, 32, 2, 64)
@@ -105,10 +90,8 @@ def apply_rope_inplace_with_kvcache(
         out_loc: int32 or int64 (T), the slot of each token; negative: padding.
         The other arguments and the errors are those of `apply_rope_inplace`.
     """
-    words: Any = {"positions": positions, "interleaved": not is_neox, "rotary_dim": rope_dim or None}
-    words["cache"] = _cache(k, k_cache, v_cache, out_loc)
-    v = heads("v", v, 1, k.shape[-1])
-    prepare_qkv(q, k, v, cos_sin_cache=cos_sin_cache, layout="thd", inplace=True, **words)
+    words: Any = {"cache": _cache(k, k_cache, v_cache, out_loc), "rotary_dim": rope_dim or None, "inplace": True}
+    prepare(q, k, heads("v", v, 1, k.shape[-1]), cos_sin_cache, positions, is_neox, **words)
 
 
 def _cache(
@@ -135,18 +118,10 @@ def rotary_embedding(
 
 
 def triton_mrope_fused(
-    q: Tensor,
-    k: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    mrope_section: Sequence[int],
-    head_size: int,
-    rotary_dim: int,
-    mrope_interleaved: bool,
-    mrope_interleaved_glm: bool,
-    is_neox_style: bool,
-    axis_map: Tensor | None,
-) -> None:
+    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, mrope_section: Sequence[int], head_size: int,
+    rotary_dim: int, mrope_interleaved: bool, mrope_interleaved_glm: bool, is_neox_style: bool,
+    axis_map: Tensor | None
+) -> None:  # fmt: skip
     """Rotate q and k in place by positions (3, T), along time, height and width, like `MRotaryEmbedding`.
 
     >>> q, k, ids = torch.randn(10, 8, 64), torch.randn(10, 2, 64), torch.randint(16, (3, 10))
@@ -169,13 +144,42 @@ def triton_mrope_fused(
     apply_rope(q, k, cos_sin_cache=cos_sin_cache, rotary_dim=rotary_dim, layout="thd", inplace=True, **words)
 
 
+def fused_k_indexer_norm_rope(
+    k_input: Tensor, weight: Tensor, bias: Tensor, eps: float, cos_sin_cache: Tensor, positions: Tensor
+) -> Tensor:  # fmt: skip
+    """k of DeepSeek-V3.2's indexer, (T, D): LayerNorm, then rope of its first part; errors as in `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> given = torch.randn(10, 128), torch.ones(128), torch.zeros(128), 1e-6, cache, torch.arange(10)
+    >>> k = jitrope_sglang.fused_k_indexer_norm_rope(*given)
+    """
+    norm = Norm(weight, q_bias=bias, kind="layer_norm", eps=eps)
+    k: Tensor = prepare(k_input[:, None], None, None, cos_sin_cache, positions, False, norm=norm)[0]
+    return k.squeeze(1)
+
+
+def fused_q_indexer_rope_first_quant(
+    q_input: Tensor, weight: Tensor, weight_scale: float, cos_sin_cache: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q of it, (T, H, D), rotated alike, in fp8, and weight * weight_scale * q's scale; errors: `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> given = torch.randn(10, 8, 128), torch.randn(10, 8), 0.1, cache, torch.arange(10)
+    >>> q, weights = jitrope_sglang.fused_q_indexer_rope_first_quant(*given)
+    """
+    q, weights = indexer_q(q_input, weight, weight_scale, cos_sin_cache, positions, False, torch.float32)
+    return q, weights.unsqueeze(-1)
+
+
 _KERNELS = (apply_rope_inplace, apply_rope_inplace_with_kvcache, rotary_embedding)
-_FUNCTIONS: dict[str, _host.Function] = {
-    # The models call these two modules' apply_rope_with_cos_sin_cache_inplace, which calls the first two functions.
-    **{f"sglang.kernels.ops.attention.rope:{function.__name__}": function for function in _KERNELS},
-    **{f"sglang.jit_kernel.rope:{function.__name__}": function for function in _KERNELS},
-    "sglang.kernels.ops.attention.rotary_triton:triton_mrope_fused": triton_mrope_fused,
-    "sgl_kernel:apply_rope_with_cos_sin_cache_inplace": apply_rope_with_cos_sin_cache_inplace,
+_FUNCTIONS = {
+    # The models call the first two modules' apply_rope_with_cos_sin_cache_inplace, which calls the first two functions.
+    **_host.named("sglang.kernels.ops.attention.rope", *_KERNELS),
+    **_host.named("sglang.jit_kernel.rope", *_KERNELS),
+    **_host.named("sglang.kernels.ops.attention.rotary_triton", triton_mrope_fused),
+    **_host.named("sglang.kernels.ops.attention.dsa.indexer_k", fused_k_indexer_norm_rope),
+    **_host.named("sglang.kernels.ops.attention.dsa.indexer_q", fused_q_indexer_rope_first_quant),
+    **_host.named("sgl_kernel", apply_rope_with_cos_sin_cache_inplace),
 }
 
 

@@ -1,11 +1,12 @@
-"""vLLM: its rotary embedding op, multimodal rope, and rope with the write to the paged KV cache in one launch.
+"""vLLM: its rotary embedding ops, with norms, multimodal positions, the write to the paged KV cache, MLA and indexer.
 
 >>> from jitrope.integrations import vllm as jitrope_vllm
 >>> report = jitrope_vllm.enable()
 >>> jitrope_vllm.disable()
 
-`enable` replaces `RotaryEmbedding.forward_cuda` and `MRotaryEmbedding.forward_cuda`. With its compiler on,
-vLLM leaves rope to Inductor; set custom_ops=["+rotary_embedding"] in its compilation configuration to call these.
+`enable` replaces `RotaryEmbedding.forward_cuda`, `MRotaryEmbedding.forward_cuda` and the fused functions below. With
+its compiler on, vLLM leaves rope to Inductor; set custom_ops=["+rotary_embedding"] in its compilation configuration to
+call these. The signatures are those of vLLM 0.33.0.
 """
 
 from __future__ import annotations
@@ -19,28 +20,18 @@ from torch import Tensor
 
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import KVCache, Mrope
+from ..ops.values import Mrope, Norm
+from ..plan.views import E8M0
 from . import _host
+from ._serving import cache_of, heads, indexer_q, latent_cache, norm_once, packed, prepare
 
 _LAYOUTS = {1: "thd", 2: "bshd"}  # by the number of token axes
 
 
-_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""The dtypes of fp8 caches, by vLLM's names."""
-
-
 def rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    rope_dim_offset: int = 0,
-    inverse: bool = False,
-    *,
-    rounding: str = "fp32",
-) -> None:
+    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool,
+    rope_dim_offset: int = 0, inverse: bool = False, *, rounding: str = "fp32"
+) -> None:  # fmt: skip
     """Rotate query and key in place, in one launch, like vLLM's op of this name.
 
     >>> query, key = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
@@ -73,18 +64,9 @@ def rotary_embedding(
 
 
 def triton_mrope(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    mrope_section: Sequence[int],
-    head_size: int,
-    rotary_dim: int,
-    mrope_interleaved: bool,
-    is_neox_style: bool = True,
-    *,
-    rounding: str = "fp32",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], head_size: int, rotary_dim: int,
+    mrope_interleaved: bool, is_neox_style: bool = True, *, rounding: str = "fp32"
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate q and k in place by gathered tables of several axes (time, height, width), and return them.
 
     >>> q, k = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
@@ -110,20 +92,10 @@ def triton_mrope(
 
 
 def rotary_embedding_and_cache(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: float | Tensor,
-    v_scale: float | Tensor,
-) -> None:
+    positions: Tensor, query: Tensor, key: Tensor, value: Tensor, head_size: int, cos_sin_cache: Tensor,
+    is_neox: bool, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
+    k_scale: float | Tensor, v_scale: float | Tensor
+) -> None:  # fmt: skip
     """`rotary_embedding`, then `reshape_and_cache_flash` of key and value, in one launch: k is read once.
 
     >>> ids, query, (key, value) = torch.arange(10), torch.randn(10, 8 * 64), torch.randn(2, 10, 2 * 64)
@@ -148,21 +120,11 @@ def rotary_embedding_and_cache(
         InvalidInput, CompileError: as `rotary_embedding`; nothing was written.
     """
     axes = _token_axes(positions)
-    scales: dict[str, Any] = {}
-    fp8 = _FP8.get(kv_cache_dtype)
-    if fp8 is not None:
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
-        if key_cache.dtype == torch.uint8:
-            key_cache, value_cache = key_cache.view(fp8), value_cache.view(fp8)
-        if key_cache.dtype != fp8:
-            raise InvalidInput(
-                f"key_cache is {key_cache.dtype}; with kv_cache_dtype={kv_cache_dtype!r} it must be {fp8}"
-            )
     if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
         count = slot_mapping.shape[0]
         positions, query, key, value = (x[:count] for x in (positions, query, key, value))
     q, k, v = (heads(name, x, axes, head_size) for name, x in (("query", query), ("key", key), ("value", value)))
-    cache = KVCache(key_cache, value_cache, slot_mapping, rotate_k=True, **scales)
+    cache = cache_of(key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
     words: dict[str, Any] = {"cos_sin_cache": cos_sin_cache, "layout": _LAYOUTS[axes], "interleaved": not is_neox}
     prepare_qkv(q, k, v, positions=positions, cache=cache, inplace=True, **words)
 
@@ -178,30 +140,119 @@ def _rotate(query: Tensor, key: Tensor | None, axes: int, head_size: int, is_neo
     apply_rope(q, k, layout=_LAYOUTS[axes], interleaved=not is_neox, inplace=True, **words)
 
 
-def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
-    """View x, (..., H * head_size) or (..., H, head_size) after its token axes, as (..., H, head_size).
+def fused_qk_norm_rope(
+    qkv: Tensor, num_heads_q: int, num_heads_k: int, num_heads_v: int, head_dim: int, eps: float, q_weight: Tensor,
+    k_weight: Tensor, cos_sin_cache: Tensor, is_neox: bool, position_ids: Tensor,
+    forced_token_heads_per_warp: int = -1
+) -> None:  # fmt: skip
+    """RMSNorm and rope of q and k inside qkv, (T, H * head_dim), in one launch. Nothing is rounded in between.
 
-    Splitting the last axis never copies, so results written to the view are written to x.
+    forced_token_heads_per_warp is ignored. The other arguments and the errors are those of `rotary_embedding`.
 
-    >>> jitrope_vllm.heads("query", torch.randn(10, 8 * 64), token_axes=1, head_size=64).shape
-    torch.Size([10, 8, 64])
-
-    Raises:
-        InvalidInput: x has neither shape.
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> weights, qkv, ids = (torch.ones(64), torch.ones(64)), torch.randn(10, 12 * 64), torch.arange(10)
+    >>> jitrope_vllm.fused_qk_norm_rope(qkv, 8, 2, 2, 64, 1e-6, *weights, cache, True, ids)
     """
-    axes, width = x.dim() - token_axes, x.shape[-1]
-    if axes == 1 and head_size > 0 and width % head_size == 0:
-        return x.view(*x.shape[:-1], width // head_size, head_size)
-    if axes == 2 and width == head_size:
-        return x
-    lead = "T" if token_axes == 1 else "B, S"
-    raise InvalidInput(
-        f"{name} has shape {tuple(x.shape)}; with positions of {token_axes} axes and head_size {head_size} it must be "
-        f"({lead}, H * {head_size}) or ({lead}, H, {head_size})"
-    )
+    q, k, _ = packed("qkv", qkv, (num_heads_q, num_heads_k, num_heads_v), head_dim)
+    prepare(q, k, None, cos_sin_cache, position_ids, is_neox, norm=Norm(q_weight, k_weight, eps=eps), inplace=True)
 
 
-_MROPE = "vllm.model_executor.layers.rotary_embedding.mrope:triton_mrope"
+def fused_qknorm_rope_cache(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, positions: Tensor, slot_mapping: Tensor,
+    key_cache: Tensor, value_cache: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
+    eps: float, norm_weight_bias: float = 0.0, kv_cache_dtype: str = "auto", k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """RMSNorm, rope of halves and the write to the paged cache in one launch; k and v are copied before it.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> weights, ids, caches = (torch.ones(64), torch.ones(64)), torch.arange(10), torch.zeros(2, 4, 16, 2, 64)
+    >>> given = torch.randn(10, 12 * 64), *weights, cache, ids, ids, *caches, 8, 2, 64, 64, 1e-6
+    >>> q, k, v = jitrope_vllm.fused_qknorm_rope_cache(*given)
+
+    With rotary_dim 0 nothing is rotated. norm_weight_bias is 0, or 1: the factor is 1 + weight. The normalised heads
+    are rounded before the rotation. The others, and the errors, are those of `fused_qk_norm_rope` and
+    `rotary_embedding_and_cache`.
+    """
+    q, k, v = packed("qkv", qkv, (num_q_heads, num_kv_heads, num_kv_heads), head_dim)
+    k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+    words: dict[str, Any] = {"rotary_dim": rotary_dim} if rotary_dim else {}
+    words["norm"] = norm_once(q_weight, k_weight, eps, norm_weight_bias)
+    words["cache"] = cache_of(key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    q, k, v = prepare(q, k, v, cos_sin_cache if rotary_dim else None, positions, True, **words)
+    return q.flatten(1), k.flatten(1), v.flatten(1)
+
+
+def fused_qk_rmsnorm_rope_gate(
+    q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, positions: Tensor,
+    eps: float, num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
+    mrope_section: Sequence[int] | None = None, norm_beta: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """RMSNorm and rope of q and k in one launch, and a copy of the gate (Qwen3.5).
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=32)[0])
+    >>> weights, ids = (torch.zeros(64), torch.zeros(64)), torch.randint(16, (3, 10))
+    >>> given = torch.randn(10, 2 * 8 * 64), torch.randn(10, 2 * 64), *weights, cache, ids, 1e-6, 8, 2, 64, 32
+    >>> q, k, gate = jitrope_vllm.fused_qk_rmsnorm_rope_gate(*given, mrope_section=[6, 5, 5], norm_beta=1.0)
+
+    q_gate is (T, 2 * num_q_heads * head_dim): each head of q is followed by its gate. positions are (T); or (3, T) with
+    mrope_section, whose sections are interleaved as in Qwen3-VL. norm_beta is 0, or 1: the factor is 1 + weight. The
+    normalised heads are rounded before the rotation. The errors are those of `rotary_embedding`.
+    """
+    (both,) = packed("q_gate", q_gate, (2 * num_q_heads,), head_dim)
+    norm = norm_once(q_weight, k_weight, eps, norm_beta)
+    at: Any = positions if mrope_section is None else Mrope(positions, mrope_section, True)
+    (keys,) = packed("k", k, (num_kv_heads,), head_dim)
+    q, keys, _ = prepare(both[:, ::2], keys, None, cos_sin_cache, at, True, norm=norm, rotary_dim=rotary_dim)
+    return q.flatten(1), keys.flatten(1), both[:, 1::2].flatten(1)
+
+
+def concat_and_cache_mla_rope_fused(
+    positions: Tensor, q_pe: Tensor, k_pe: Tensor, kv_c: Tensor, cos_sin_cache: Tensor, is_neox: bool,
+    slot_mapping: Tensor, kv_cache: Tensor, kv_cache_dtype: str, kv_cache_scale: Tensor
+) -> None:  # fmt: skip
+    """Rope of q_pe and k_pe in place, and the write of the latent and k_pe to MLA's paged cache, in one launch.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> ids, q_pe, k_pe, latent = torch.arange(10), torch.randn(10, 8, 64), torch.randn(10, 64), torch.randn(10, 512)
+    >>> given = ids, q_pe, k_pe, latent, cache, False, ids, torch.zeros(4, 16, 576), "auto", torch.ones(1)
+    >>> jitrope_vllm.concat_and_cache_mla_rope_fused(*given)
+
+    q_pe is (T, H, R), k_pe (T, R) or (T, 1, R), kv_c (T, L), a multiple of R wide, and kv_cache
+    (blocks, block_size, L + R). kv_cache_dtype, kv_cache_scale and the errors are as in `rotary_embedding_and_cache`,
+    but "fp8_ds_mla" is refused.
+    """
+    if kv_cache_dtype == "fp8_ds_mla":
+        raise InvalidInput("kv_cache_dtype is 'fp8_ds_mla', whose scales lie between the elements")
+    parts = kv_cache[..., : kv_c.shape[-1]], kv_cache[..., kv_c.shape[-1] :]
+    k, v, k_cache, v_cache = latent_cache("kv_c", k_pe, kv_c, parts[1], parts[0])
+    cache = cache_of(k_cache, v_cache, slot_mapping, kv_cache_dtype, kv_cache_scale, kv_cache_scale)
+    prepare(q_pe, k, v, cos_sin_cache, positions, is_neox, cache=cache, inplace=True)
+
+
+def fused_indexer_q_rope_quant(
+    positions: Tensor, q: Tensor, cos_sin_cache: Tensor, weights: Tensor, softmax_scale: float, head_scale: float,
+    is_neox: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q of a sparse attention's indexer (DeepSeek-V3.2), rotated, in fp8, and its weights times the scales of q.
+
+    The scales are powers of two. q, (T, H, D), is rounded once, from fp32. The errors are those of `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, weights = torch.randn(10, 8, 128), torch.randn(10, 8)
+    >>> q, weights = jitrope_vllm.fused_indexer_q_rope_quant(torch.arange(10), q, cache, weights, 0.1, 0.5, True)
+    """
+    return indexer_q(q, weights, softmax_scale * head_scale, cos_sin_cache, positions, is_neox, E8M0)
+
+
+_OPS, _LAYERS = "vllm._custom_ops", "vllm.model_executor.layers"
+_ROTARY = _host.named(_OPS, rotary_embedding)
+_MROPE = _host.named(f"{_LAYERS}.rotary_embedding.mrope", triton_mrope)
+_FUSED = {
+    **_host.named(_OPS, fused_qk_norm_rope, fused_qknorm_rope_cache, concat_and_cache_mla_rope_fused),
+    **_host.named(f"{_LAYERS}.fused_qk_norm_rope", fused_qk_rmsnorm_rope_gate),
+    **_host.named(f"{_LAYERS}.sparse_attn_indexer", fused_indexer_q_rope_quant),
+}
 
 
 def enable(*, rounding: str = "fp32") -> _host.Report:
@@ -211,7 +262,7 @@ def enable(*, rounding: str = "fp32") -> _host.Report:
     process. Enabling twice changes nothing; call `disable` before you change the rounding.
 
     Args:
-        rounding: "dtype" for the bits of 16-bit arithmetic; see `rotary_embedding`.
+        rounding: "dtype" for the bits of 16-bit arithmetic in `rotary_embedding` and `triton_mrope`.
 
     Raises:
         InvalidInput: rounding is neither "fp32" nor "dtype".
@@ -219,8 +270,8 @@ def enable(*, rounding: str = "fp32") -> _host.Report:
     """
     if rounding not in ("fp32", "dtype"):
         raise InvalidInput(f"rounding is {rounding!r}; allowed are fp32 and dtype")
-    functions: dict[str, _host.Function] = {"vllm._custom_ops:rotary_embedding": rotary_embedding, _MROPE: triton_mrope}
-    return _host.enable("vllm", {at: partial(ours, rounding=rounding) for at, ours in functions.items()}, {_MROPE})
+    rotate = {at: partial(ours, rounding=rounding) for at, ours in (_ROTARY | _MROPE).items()}
+    return _host.enable("vllm", {**rotate, **_FUSED}, {*_MROPE, *_FUSED})
 
 
 def disable() -> None:

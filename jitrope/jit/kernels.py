@@ -95,9 +95,10 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
 
     Raises CompileError if the kernel cannot be compiled, MissingKernel if compiling is forbidden.
     """
-    cache = kernel_cache()
+    cache, start = kernel_cache(), time.perf_counter()
     key = key_of(spec, arch)
     if not rebuild and (found := cache.find(key)) is not None:
+        recording.tell(spec, arch, start, "disk")
         return Cubin(found, compiled=False, kept=True)
     if not config.compile_allowed():
         raise missing_kernel(spec, arch, cache)
@@ -111,7 +112,9 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
     log.info("compiled %s for %s in %.0f ms", spec.name, arch, ms)
     if rebuild:
         cache.discard(key)
-    return Cubin(cubin, compiled=True, kept=cache.store(key, source.text, cubin, spec.to_dict()))
+    kept = cache.store(key, source.text, cubin, spec.to_dict())
+    recording.tell(spec, arch, start, "compiled")
+    return Cubin(cubin, compiled=True, kept=kept)
 
 
 def key_of(spec: Spec, arch: str) -> Key:

@@ -1,4 +1,4 @@
-"""Record the kernels that a process needs, as JSON for `jitrope prewarm --from`."""
+"""Record the kernels that a process needs, as JSON for `jitrope prewarm --from`, and tell monitors of compiles."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base import arguments
 from ..base.config import log, record_file
@@ -53,6 +53,53 @@ def record(path: str | Path | None = None) -> Iterator[list[Spec]]:
         specs += _asked
         if path is not None:
             add(path, specs)
+
+
+class KernelEvent(NamedTuple):
+    """A kernel that this process made or found.
+
+    >>> event = jitrope.KernelEvent("rope_bf16_d128", "sm_90", "{}", 0.2, "compiled")
+
+    spec is JSON for `jitrope prewarm --from`. source is "compiled", or "disk": from the kernel cache or a bundle.
+    """
+
+    name: str
+    arch: str
+    spec: str
+    seconds: float
+    source: str
+
+
+_callbacks: dict[object, Callable[[KernelEvent], object]] = {}
+
+
+def on_compile(callback: Callable[[KernelEvent], object]) -> Callable[[], None]:
+    """Call a function for each kernel that this process compiles, or reads from a cache, from now on.
+
+    For a server's monitor of compiles after its warm-up. The thread that needs the kernel calls it, before the launch;
+    an exception reaches the caller of jitrope, and nothing was written. A loaded kernel makes no event. Returns a
+    function that removes the callback. Raises InvalidInput if callback cannot be called.
+
+    >>> remove = jitrope.on_compile(lambda event: print(event.name, event.source, event.seconds))
+    >>> remove()
+    """
+    if not callable(callback):
+        arguments.refuse("on_compile", "callback", callback, "a function of a KernelEvent")
+    _callbacks[key := object()] = callback
+
+    def remove() -> None:
+        _callbacks.pop(key, None)
+
+    return remove
+
+
+def tell(spec: Spec, arch: str, since: float, source: str) -> None:
+    """Tell the callbacks of a kernel. since: its start, of `time.perf_counter`."""
+    if _callbacks:
+        seconds, text = time.perf_counter() - since, json.dumps({"spec": [spec.to_dict()]})
+        event = KernelEvent(spec.name, arch, text, seconds, source)
+        for callback in [*_callbacks.values()]:
+            callback(event)
 
 
 def note(spec: Spec) -> None:

@@ -8,8 +8,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+from ..base.errors import InvalidInput
 from ..base.spec import ACCESS_BYTES, ITEM_SIZES
-from .options import rotated
+from .options import NORM_KINDS, rotated
 from .partition import number_of_chunks
 from .spec import Compiled, RopeSpec
 
@@ -102,6 +103,7 @@ class RopeProblem(Compiled):
     the most elements of an access that addresses and strides of q and k, of the tables, and of a norm's weights allow
     (1: no alignment, or strided elements). table_step_limit: 2 if the tables use every other element. num_sequences is
     0 without cu_seqlens. max_seqlen is the whole sequence's, also under context parallelism; 0: not given.
+    batch_invariant: a norm must add in an order that follows from the head alone.
     """
 
     batch: int
@@ -116,6 +118,7 @@ class RopeProblem(Compiled):
     weight_vec_limit: int
     launch: str
     sm_count: int
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,11 +277,17 @@ def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
     first, _ = rotated(p)
     interleaved = p.interleaved and p.interleaved_out
     vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
-    if p.norm:  # torch sums in groups of four neighbours
+    one_order = p.batch_invariant and p.norm_kind in NORM_KINDS and not (p.gradient or p.given_means)
+    if one_order:  # by the head alone
+        vec = math.gcd(p.head_dim, ACCESS_BYTES // ITEM_SIZES[p.dtype])
+    elif p.norm:  # torch sums in groups of four neighbours
         vec = max(vec, min(p.vec_limit, 4))
     others = (p.copied, first, p.v_dim)
     while vec > 1 and (any(x % vec for x in others) or p.rotary_dim % (vec if interleaved else 2 * vec)):
         vec //= 2
+    if one_order and vec > p.vec_limit:
+        must = f"with batch_invariant and a norm, addresses and strides must be multiples of {vec} elements"
+        raise InvalidInput(f"{must}, and those of q, k, v or a result are of {p.vec_limit}")
     chunk = max(vec, 2) if interleaved else vec
     return vec, 2 if p.rotary_dim % (2 * chunk) == 0 else 1
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base import config
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
 from .options import ALL_TOKENS, NormOptions, Options
@@ -239,6 +240,7 @@ class _Call:
             "vec_limit": _elements_per_access([*views, *self.sources, *self.grads, *self.added], strides),
             "table_vec_limit": table_vec_limit,
             "table_step_limit": table_step,
+            "batch_invariant": config.batch_invariant(),
             "sm_count": sm_count,
         }
         return heuristics.RopeProblem(**found)

@@ -25,6 +25,7 @@ from .listing import details, paragraph, rows
 from .models import specs_of_model
 from .prewarm import default_specs, read_calls, specs_of, this_versions
 from .prewarm import prewarm as build
+from .serving import specs_of_server
 
 Options = argparse.Namespace
 COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[options.Option, ...]]] = {}
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@_command("prewarm", *options.CALL, options.MODEL, options.ARCHS, options.JOBS, options.DRY_RUN)
+@_command("prewarm", *options.CALL, options.MODEL, options.SERVE, options.ARCHS, options.JOBS, options.DRY_RUN)
 def prewarm(given: Options) -> bool:
     """Compile kernels ahead of time, for this machine or others, without a GPU.
 
@@ -107,6 +108,7 @@ def prewarm(given: Options) -> bool:
         jitrope prewarm --heads 32,8 --head-dim 128 --backward
         jitrope prewarm --model path/to/config.json --dry-run
         jitrope prewarm --model path/to/pipeline --dtype bf16
+        jitrope prewarm --model path/to/folder --serve 8
         JITROPE_RECORD=run.json python train.py
         jitrope prewarm --from run.json
     """
@@ -142,10 +144,13 @@ def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
         raise argparse.ArgumentError(None, "--from does not go with --model, nor with the options of a call")
     if model and (given.heads or words.keys() - {"dtype"}):
         raise argparse.ArgumentError(None, "--model does not go with the options of a call, except --dtype")
+    ranks = getattr(given, "serve", None)
+    if ranks and not model:
+        raise argparse.ArgumentError(None, "--serve needs --model")
     if given.file:
         return read_calls(given.file)
     if model:
-        return specs_of_model(model, **words)
+        return specs_of_server(model, ranks=ranks, **words) if ranks else specs_of_model(model, **words)
     if words and not heads:
         raise argparse.ArgumentError(None, "the options of a call need --heads")
     try:

@@ -49,7 +49,7 @@ def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
     named = names[word("specs_of_model", "dtype", dtype, DTYPES)] if dtype else None
     found: dict[Spec, None] = {}
     for file in _files(path):
-        data = _read(file)
+        data = read(file)
         of_model = _of_transformer if "_class_name" in data else _of_language_model
         found |= dict.fromkeys(of_model(file, data, named))
     return [*found]
@@ -60,13 +60,14 @@ def _files(path: Path) -> list[Path]:
     index = path / "model_index.json" if path.is_dir() else path
     if index.name != "model_index.json" or not index.is_file():
         return [path / "config.json" if path.is_dir() else path]
-    parts = [name for name, value in _read(index).items() if re.match("transformer", name) and value not in _NONE]
+    parts = [name for name, value in read(index).items() if re.match("transformer", name) and value not in _NONE]
     if not parts:
         raise InvalidInput(f"{index} names no transformer; {RECORD}")
     return [index.parent / name / "config.json" for name in parts]
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
+    """A file of JSON as a table. Raises InvalidInput if it cannot be read."""
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError) as error:

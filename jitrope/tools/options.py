@@ -101,6 +101,8 @@ MODEL = option(
     type=Path,
     help="config.json of a transformers or diffusers model, its folder, or a diffusers pipeline's; needs that library",
 )
+_SERVE = "with --model: the kernels of a server's calls (vLLM, SGLang), for RANKS of tensor parallelism, by default 1"
+SERVE = option("--serve", metavar="RANKS", type=_count, nargs="?", const=1, help=_SERVE)
 BUNDLE = option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 WRITTEN = option("path", metavar="FILE", type=Path, help="the file to write, a tar")
 KEY = option("key", metavar="KEY", help="a key from `jitrope cache ls`, or the start of one")

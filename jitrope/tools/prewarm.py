@@ -97,7 +97,7 @@ def specs_of(**call: Any) -> list[RopeSpec]:
     Raises:
         InvalidInput: the function does not take such a call.
     """
-    return list(dict.fromkeys(_specs_of(call)))
+    return list(dict.fromkeys(specs_of_each(call)))
 
 
 def architecture(text: Any) -> str | None:
@@ -112,7 +112,7 @@ def default_specs() -> list[RopeSpec]:
     >>> len(prewarm.default_specs()) > 50
     True
     """
-    return list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in _specs_of(call)))
+    return list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in specs_of_each(call)))
 
 
 def _specs(described: Mapping[str, Any]) -> list[RopeSpec]:
@@ -151,7 +151,7 @@ def read_calls(path: Path) -> list[Spec]:
         if not isinstance(data, dict) or not data.keys() & {"call", "spec"}:
             raise InvalidInput("it has neither a `call` nor a `spec` list")
         calls, whole = (arguments.items("read_calls", x, data.get(x, ()), "a list") for x in ("call", "spec"))
-        specs: list[Spec] = [spec for some in _each("call", calls, _specs_of) for spec in some]
+        specs: list[Spec] = [spec for some in _each("call", calls, specs_of_each) for spec in some]
         specs += filter(None, this_versions(whole)) if "entries" in data else _each("spec", whole, spec_from_dict)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: {error}") from error
@@ -180,7 +180,7 @@ def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
     return specs
 
 
-def _specs_of(described: Any) -> list[RopeSpec]:
+def specs_of_each(described: Any) -> list[RopeSpec]:
     """The kernels of a call in which a list of values means a call with each of them."""
     if not isinstance(described, Mapping) or "heads" not in described:
         raise InvalidInput(f"a call must be a table of words with heads, not {arguments.shown(described)}")

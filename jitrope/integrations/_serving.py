@@ -1,0 +1,91 @@
+"""Calls of servers, in their words: heads without an axis of their own, one table, tokens without a batch axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import prepare_qkv
+from ..base.errors import InvalidInput
+from ..ops.quantize import DynamicQuantize
+from ..ops.values import KVCache, Norm
+from ..plan.views import E8M0, FP8
+
+_FP8S = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""The dtypes of fp8 caches, by vLLM's names."""
+
+
+def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
+    """View x, (..., H * head_size) or (..., H, head_size) after its token axes, as (..., H, head_size), or refuse it.
+
+    Splitting the last axis never copies, so results written to the view are written to x.
+    """
+    axes, width = x.dim() - token_axes, x.shape[-1] if x.dim() else 0
+    if axes == 1 and head_size > 0 and width % head_size == 0:
+        return x.view(*x.shape[:-1], width // head_size, head_size)
+    if axes == 2 and width == head_size:
+        return x
+    lead = "T" if token_axes == 1 else "B, S"
+    raise InvalidInput(
+        f"{name} has shape {tuple(x.shape)}; with positions of {token_axes} axes and head_size {head_size} it must be "
+        f"({lead}, H * {head_size}) or ({lead}, H, {head_size})"
+    )
+
+
+def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int) -> Sequence[Tensor]:
+    """Views of the heads of x, (T, H * head_size): `counts` of them, or x is refused."""
+    whole = heads(name, x, 1, head_size)
+    if whole.shape[1] != sum(counts):
+        raise InvalidInput(f"{name} has {whole.shape[1]} heads of {head_size} elements; it must have {sum(counts)}")
+    return [*whole.split([*counts], 1)]
+
+
+def prepare(
+    q: Tensor, k: Tensor | None, v: Tensor | None, table: Tensor | None, positions: Any, is_neox: bool, **words: Any
+) -> Any:
+    """`prepare_qkv` of tokens without a batch axis. Without a table nothing is rotated."""
+    words.update(positions=positions, interleaved=not is_neox, layout="thd")
+    return prepare_qkv(q, k, v, cos_sin_cache=table, **words)
+
+
+def cache_of(k_cache: Tensor, v_cache: Tensor, slots: Tensor, kind: str, k_scale: Any, v_scale: Any) -> KVCache:
+    """The value for a cache that vLLM describes by the word kv_cache_dtype. k is rotated in place too."""
+    scales: dict[str, Any] = {}
+    if (fp8 := _FP8S.get(kind)) is not None:
+        scales = {"k_scale": 1.0 if k_scale is None else k_scale, "v_scale": 1.0 if v_scale is None else v_scale}
+        if k_cache.dtype == torch.uint8:
+            k_cache, v_cache = k_cache.view(fp8), v_cache.view(fp8)
+        if k_cache.dtype != fp8:
+            raise InvalidInput(f"key_cache is {k_cache.dtype}; with kv_cache_dtype={kind!r} it must be {fp8}")
+    return KVCache(k_cache, v_cache, slots, rotate_k=True, **scales)
+
+
+def latent_cache(name: str, rope: Tensor, latent: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, ...]:
+    """Views for `KVCache` of MLA's k, (T, 1, R), of the latent in pieces of R, and of their caches."""
+    width, size, found = rope.shape[-1], latent.shape[-1], (v_cache.shape[-1], k_cache.shape[-1])
+    if latent.dim() != 2 or size % width or found != (size, width):
+        had = f"{name} has shape {tuple(latent.shape)}, beside {width} rotated elements, and its caches hold {found}"
+        raise InvalidInput(f"{had}; it must be (T, a multiple of {width}), and the caches of these widths")
+    v, stored = (x.unflatten(-1, (size // width, width)) for x in (latent, v_cache))
+    return rope.reshape(-1, 1, width), v, k_cache.unsqueeze(-2), stored
+
+
+def norm_once(q_weight: Tensor, k_weight: Tensor, eps: float, added: float = 0.0) -> Norm:
+    """An RMSNorm that is rounded before the rotation. added: the number that the host adds to the weights."""
+    if added not in (0.0, 1.0):
+        raise InvalidInput(f"the number that is added to the weights (norm_weight_bias, norm_beta) is {added}; 0 or 1")
+    return Norm(q_weight, k_weight, eps=eps, zero_centered=added == 1.0, rounding="once")
+
+
+def indexer_q(
+    q: Tensor, weights: Tensor, factor: float, table: Tensor, positions: Tensor, is_neox: bool, scale_dtype: Any
+) -> tuple[Tensor, Tensor]:
+    """(q of a sparse attention's indexer, rotated, in fp8; weights times factor times q's scales, in fp32)."""
+    quantize = DynamicQuantize(FP8, scale_dtype=scale_dtype)
+    (values, scale), _, _ = prepare(q, None, None, table, positions, is_neox, quantize=quantize)
+    if scale_dtype == E8M0:  # bytes of exponents; older torch has no dtype for them
+        scale = torch.exp2(scale.view(torch.uint8).float() - 127)
+    return values, weights.float() * scale * factor

@@ -1,0 +1,316 @@
+"""Fused functions of vLLM, SGLang and FlashInfer: jitrope's of the same names against plain torch, and signatures.
+
+The hosts' kernels need a GPU, so results are compared with formulas that do not use jitrope. The hosts' signatures are
+read from their wheels, which are not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope.integrations import flashinfer, sglang, vllm
+
+from .devices import DEVICES
+from .hosts import HOSTS, missing
+from .test_serving_hosts import pick_rows, table, turn
+
+FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+T, HQ, HK, D = 10, 8, 2, 64
+IDS = torch.randint(0, 50, (T,), generator=torch.Generator().manual_seed(1))
+COMMANDS = {
+    "vllm": "pip download --no-deps --only-binary :all: -d build/hosts vllm==0.33.0",
+    "sglang": "pip download --no-deps --only-binary :all: -d build/hosts sglang==0.5.23",
+    "flashinfer_python": "pip download --no-deps -d build/hosts flashinfer-python==0.7.2.post1",
+}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normed(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+def near(a: Tensor, b: Tensor, tolerance: float = 2e-5) -> bool:
+    """Whether two results have one shape and nearly the same values."""
+    a, b = a.cpu().float(), b.cpu().float()
+    return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def in_fp8(x: Tensor, factor: float, dtype: torch.dtype = FP8) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x * factor).clamp(-largest, largest).to(dtype)
+
+
+# ---- norm and rope -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("neox", [True, False])
+def test_norm_rope_in_packed_qkv(neox: bool, device: str) -> None:
+    """v stays as it is."""
+    qkv, weights, cache = random(T, HQ + 2 * HK, D), (random(D, seed=2), random(D, seed=3)), table(50, 48)
+    want = qkv.clone()
+    for part, weight in zip((slice(HQ), slice(HQ, HQ + HK)), weights):
+        want[:, part] = turn(normed(qkv[:, part], weight), cache[IDS], neox)
+    got = qkv.flatten(1).to(device, copy=True)
+    given = [x.to(device) for x in (*weights, cache)]
+    vllm.fused_qk_norm_rope(got, HQ, HK, HK, D, 1e-6, *given, neox, IDS.to(device))
+    assert near(got, want.flatten(1))
+    assert torch.equal(got.cpu()[:, -HK * D :], qkv.flatten(1)[:, -HK * D :])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("section", [None, [6, 5, 5]])
+def test_norm_rope_and_gate(section: list[int] | None, device: str) -> None:
+    """A factor of 1 + weight, half a head rotated, and positions along three axes; the gate is a copy."""
+    q_gate, k, cache = random(T, HQ, 2, D), random(T, HK, D, seed=4), table(50, 32)
+    weights = random(D, seed=2), random(D, seed=3)
+    ids = IDS if section is None else torch.stack((IDS, IDS.flip(0), IDS.roll(3)))
+    rows = cache[IDS] if section is None else pick_rows(cache, ids, section, True)
+    wants = [turn(normed(x, 1 + w), rows, True) for x, w in zip((q_gate[:, :, 0], k), weights)]
+    given = [x.to(device) for x in (q_gate.flatten(1), k.flatten(1), *weights, cache, ids)]
+    words = {"mrope_section": section, "norm_beta": 1.0}
+    q, keys, gate = vllm.fused_qk_rmsnorm_rope_gate(*given, 1e-6, HQ, HK, D, 32, **words)
+    assert near(q, wants[0].flatten(1))
+    assert near(keys, wants[1].flatten(1))
+    assert torch.equal(gate.cpu(), q_gate[:, :, 1].flatten(1))
+
+
+# ---- with a cache --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+@pytest.mark.parametrize("rotary", [48, 0])
+def test_norm_rope_and_cache(rotary: int, kind: str, device: str) -> None:
+    """The results are fresh, qkv stays, and padding is not stored."""
+    qkv, weights, cache = random(T, HQ + 2 * HK, D), (random(D, seed=2), random(D, seed=3)), table(50, 48)
+    slots, scale = torch.tensor([5, -1, 31, 0, 16, 15, 7, -1, 8, 2]), 0.5 if kind == "fp8" else 1.0
+    pages = torch.zeros(2, 4, 8, HK, D).to(device, FP8 if kind == "fp8" else torch.float32)
+    heads = [normed(x, w) for x, w in zip(qkv.split([HQ, HK, HK], 1), weights)]
+    q, k = (turn(x, cache[IDS], True) if rotary else x for x in heads)
+    v, before = qkv[:, -HK:], qkv.flatten(1).to(device, copy=True)
+    given = [x.to(device) for x in (*weights, cache, IDS, slots)]
+    scales = torch.tensor(scale, device=device), torch.tensor(2 * scale, device=device)
+    found = vllm.fused_qknorm_rope_cache(before, *given, *pages, HQ, HK, D, rotary, 1e-6, 0.0, kind, *scales)
+    assert all(near(a, b.flatten(1)) for a, b in zip(found, (q, k, v)))
+    assert torch.equal(before.cpu(), qkv.flatten(1))
+    for stored, x, unit in zip(pages, (k, v), (scale, 2 * scale)):
+        want = torch.zeros(32, HK, D)
+        want[slots[slots >= 0]] = in_fp8(x, 1 / unit).float()[slots >= 0] if kind == "fp8" else x[slots >= 0]
+        assert near(stored.float().view(32, HK, D), want, 0.13 if kind == "fp8" else 2e-5)
+        assert torch.equal(stored.float().view(32, HK, D).cpu() == 0, want == 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_mla_rope_and_cache(kind: str, device: str) -> None:
+    latent, k_pe, q_pe, cache = random(T, 256), random(T, 64, seed=2), random(T, HQ, 64, seed=3), table(50, 64)
+    slots = torch.tensor([5, -1, 31, 0, 16, 15, 7, -1, 8, 2])
+    stored = torch.zeros(4, 8, 320).to(device, torch.uint8 if kind == "fp8" else torch.float32)
+    q, k, at, scale = q_pe.to(device, copy=True), k_pe.to(device, copy=True), cache.to(device), torch.tensor(0.5)
+    given = IDS.to(device), q, k, latent.to(device), at, False, slots.to(device), stored, kind, scale.to(device)
+    vllm.concat_and_cache_mla_rope_fused(*given)
+    turned = turn(k_pe[:, None], cache[IDS], False)[:, 0]
+    assert near(q, turn(q_pe, cache[IDS], False))
+    assert near(k, turned)
+    want, whole = torch.zeros(32, 320), torch.cat((latent, turned), -1)
+    want[slots[slots >= 0]] = (in_fp8(whole, 2.0).float() if kind == "fp8" else whole)[slots >= 0]
+    got = stored.view(FP8) if kind == "fp8" else stored
+    assert near(got.float().view(32, 320), want, 0.13 if kind == "fp8" else 2e-5)
+
+
+# ---- conversions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [FP8, E5M2])
+@pytest.mark.parametrize("outs", [False, True])
+@pytest.mark.parametrize("mla", [False, True])
+def test_rope_quantize(mla: bool, outs: bool, dtype: torch.dtype, device: str) -> None:
+    ropes = random(T, HQ, D), random(T, *(() if mla else (HK,)), D, seed=2)
+    rests = random(T, HQ, 128, seed=3), random(T, *(() if mla else (HK,)), 128, seed=4)
+    cache, parts = table(50, D), [*ropes, *rests]
+    given = [torch.empty(x.shape, dtype=dtype, device=device) for x in parts] if outs else [None] * 4
+    words = {"quant_scale_q": 0.5, "quant_scale_kv": 2.0}
+    words.update(zip(("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"), given))
+    at = cache.to(device), IDS.to(device), False, None if outs else dtype
+    found = flashinfer.rope_quantize_fp8(*[x.to(device) for x in parts], *at, **words)
+    rows = cache[IDS]
+    turned = [turn(ropes[0], rows, False), turn(ropes[1].view(T, -1, D), rows, False).view(ropes[1].shape)]
+    for got, out, x, factor in zip(found, given, (*turned, *rests), (0.5, 2.0) * 2):
+        assert out is None or got.data_ptr() == out.data_ptr()
+        assert got.dtype == dtype
+        assert near(got, in_fp8(x, factor, dtype), 0.13 if dtype == FP8 else 0.26)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("outs", [False, True])
+@pytest.mark.parametrize("form", ["whole", "partial", "HND", "mla"])
+def test_rope_quantize_append(form: str, outs: bool, device: str) -> None:
+    """Two requests; a token of no request is not stored."""
+    mla, rest = form == "mla", {"partial": 32, "mla": 256}.get(form, 0)
+    q_rope, k_rope = random(T, HQ, D), random(T, *(() if mla else (HK,)), D, seed=2)
+    q_nope, k_nope = random(T, HQ, rest, seed=3), random(T, *(() if mla else (HK,)), rest, seed=4)
+    v = None if mla else random(T, HK, D + rest, seed=5)
+    indices, indptr, requests = torch.tensor([2, 0, 1]), torch.tensor([0, 2, 3]), torch.tensor([0] * 6 + [1] * 3 + [-1])
+    places = torch.tensor([6, 7, 8, 9, 10, 11, 0, 1, 2, 3])
+    slots = torch.tensor([22, 23, 0, 1, 2, 3, 8, 9, 10])
+    cache, rows = table(50, D), table(50, D)[IDS]
+    shapes = [(3, 8, rest), (3, 8, D)] if mla else [(3, 8, HK, D + rest)] * 2
+    pages = [torch.zeros(shape).to(device, FP8) for shape in shapes]
+    pages = [x.transpose(1, 2).contiguous() for x in pages] if form == "HND" else pages
+    names = ("q_rope_out", "q_nope_out")
+    given = [torch.zeros(x.shape).to(device, FP8) if outs else None for x in (q_rope, q_nope)]
+    words: dict[str, Any] = {**dict(zip(names, given)), "quant_scale_q": 0.5, "quant_scale_kv": 2.0, "page_size": 8}
+    ropes, rests = [q_rope, k_rope], [q_nope, k_nope] if rest else [None, None]
+    parts = [None if x is None else x.to(device) for x in (*ropes, *rests, v)]
+    at = cache.to(device), IDS.to(device), tuple(pages), *[x.to(device) for x in (indices, indptr, requests, places)]
+    layout = "HND" if form == "HND" else "NHD"
+    found = flashinfer.rope_quantize_fp8_append_paged_kv_cache(*parts, *at, kv_layout=layout, **words)
+    assert near(found[0], in_fp8(turn(q_rope, rows, True), 0.5), 0.13)
+    assert near(found[1], in_fp8(q_nope, 0.5), 0.13)
+    assert all(out is None or got.data_ptr() == out.data_ptr() for got, out in zip(found, given))
+    turned = turn(k_rope.view(T, -1, D), rows, True)
+    k = turned[:, 0] if mla else torch.cat((turned, k_nope), -1)
+    for stored, x in zip(pages, (k_nope, k) if mla else (k, v)):
+        stored = stored.transpose(1, 2) if form == "HND" else stored
+        want = torch.zeros(24, *stored.shape[2:])
+        want[slots] = in_fp8(x, 2.0).float()[:9]
+        assert near(stored.float().reshape(want.shape), want, 0.13)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_indexer(device: str) -> None:
+    """q times its weights keeps its value; the scales of vLLM's are powers of two; k has LayerNorm."""
+    q, weights, cache = random(T, HQ, 128), random(T, HQ, seed=2).abs() + 0.5, table(50, 64)
+    at = cache.to(device), IDS.to(device)
+    ours = vllm.fused_indexer_q_rope_quant(at[1], q.to(device), at[0], weights.to(device), 0.25, 0.5, True)
+    theirs = sglang.fused_q_indexer_rope_first_quant(q.to(device), weights.to(device), 0.125, *at)
+    for (values, scaled), neox in ((ours, True), (theirs, False)):
+        scale = scaled.view(T, HQ, 1).cpu() / (weights[..., None] * 0.125)
+        assert values.dtype == FP8
+        assert near(values.cpu().float() * scale, turn(q, cache[IDS], neox), 0.08)
+    exponents = torch.log2(ours[1].cpu() / (weights * 0.125))
+    assert near(exponents, exponents.round(), 1e-4)
+    assert theirs[1].shape == (T, HQ, 1)
+    k, weight, bias = random(T, 128), random(128, seed=3), random(128, seed=4)
+    given = [x.to(device) for x in (k, weight, bias)]
+    got = sglang.fused_k_indexer_norm_rope(*given, 1e-6, *at)
+    normal = torch.nn.functional.layer_norm(k, (128,), weight, bias, 1e-6)
+    assert near(got, turn(normal[:, None], cache[IDS], False)[:, 0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_flashinfer_rope(device: str) -> None:
+    q, k, cache = random(T, HQ * D), random(T, HK * D, seed=2), table(50, D)
+    wants = [turn(x.view(T, -1, D), cache[IDS], True).flatten(1) for x in (q, k)]
+    given = [x.to(device, copy=True) for x in (IDS, q, k)]
+    flashinfer.apply_rope_with_cos_sin_cache_inplace(*given, D, cache.to(device))
+    assert all(near(a, b) for a, b in zip(given[1:], wants))
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+X, W, CACHE = torch.ones(T, HQ, D), torch.ones(D), table(50, D)
+APPEND = flashinfer.rope_quantize_fp8_append_paged_kv_cache
+PAGES = (torch.zeros(2, 16, HQ, D).to(FP8),) * 2
+AT = IDS, PAGES, torch.tensor([0]), torch.tensor([0, 1]), 0 * IDS, IDS
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: vllm.fused_qk_norm_rope(X.flatten(1), 4, 1, 1, D, 1e-6, W, W, CACHE, True, IDS), "qkv has 8 heads"),
+        (lambda: vllm.fused_qk_norm_rope(X, 4, 2, 2, 50, 1e-6, W, W, CACHE, True, IDS), "qkv has shape"),
+        (
+            lambda: vllm.fused_qk_rmsnorm_rope_gate(
+                X.flatten(1), X.flatten(1), W, W, CACHE, IDS, 1e-6, 4, HQ, D, D, norm_beta=0.5
+            ),
+            "norm_beta.* is 0.5",
+        ),
+        (
+            lambda: vllm.concat_and_cache_mla_rope_fused(
+                IDS, X, X[:, 0], X[:, 0], CACHE, True, IDS, torch.zeros(4, 16, 128), "fp8_ds_mla", torch.ones(1)
+            ),
+            "kv_cache_dtype is 'fp8_ds_mla'",
+        ),
+        (
+            lambda: vllm.concat_and_cache_mla_rope_fused(
+                IDS, X, X[:, 0], X[:, 0, :50], CACHE, True, IDS, torch.zeros(4, 16, 114), "auto", torch.ones(1)
+            ),
+            r"kv_c has shape \(10, 50\)",
+        ),
+        (lambda: APPEND(X, X, None, None, X, CACHE, *AT, kv_layout="DHN"), "kv_layout is 'DHN'"),
+        (lambda: APPEND(X, X, None, None, X, CACHE, *AT, page_size=8), "page_size=8"),
+        (lambda: APPEND(X, X, None, None, X, CACHE, *AT, quantize_dtype=E5M2), "paged_kv_cache is .*e4m3fn"),
+        (lambda: APPEND(X, X, None, None, X, CACHE, *AT, quant_scale_kv=0.0), "quant_scale_kv is 0.0"),
+        (lambda: APPEND(X, X[:, 0], None, None, None, CACHE, *AT), "k_nope and q_nope must be given"),
+        (lambda: flashinfer.rope_quantize_fp8(X, X, None, None, CACHE, IDS, quantize_dtype=torch.int8), "dtype"),
+    ],
+)
+def test_refusals(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(jitrope.InvalidInput, match=message):
+        call()
+
+
+# ---- signatures ----------------------------------------------------------------------------------
+
+PLACES = {
+    "vllm": (vllm, vllm._FUSED),
+    "sglang": (sglang, {at: ours for at, ours in sglang._FUNCTIONS.items() if "attention." in at}),
+    "flashinfer_python": (flashinfer, flashinfer._FUNCTIONS),
+}
+
+
+@pytest.mark.parametrize("host", PLACES)
+def test_signatures(host: str) -> None:
+    """The parameters, their kinds and their defaults are those of the function in the host's wheel."""
+    wheels = sorted(HOSTS.glob(f"{host}-*.whl"))
+    if not wheels and host == "vllm":
+        pytest.skip(f"vLLM's wheel, 340 MB that CI does not load, is not at hand: {COMMANDS[host]}")
+    if not wheels:
+        missing(COMMANDS[host])
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        for at, ours in PLACES[host][1].items():
+            module, name = at.split(":")
+            source = ast.parse(wheel.read(f"{module.replace('.', '/')}.py"))
+            theirs = next(n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == name)
+            assert said(ours) == parameters(theirs), at
+
+
+def parameters(node: ast.FunctionDef) -> list[tuple[str, bool, str]]:
+    """(name, whether it is named in calls only, default) of each parameter, from the source."""
+    plain, named = node.args.args, node.args.kwonlyargs
+    defaults = [None] * (len(plain) - len(node.args.defaults)) + node.args.defaults + node.args.kw_defaults
+    given = [(x.arg, x in named, "" if d is None else ast.unparse(d)) for x, d in zip(plain + named, defaults)]
+    return [(name, only, shown(default)) for name, only, default in given]
+
+
+def said(function: Callable[..., Any]) -> list[tuple[str, bool, str]]:
+    found = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind is p.KEYWORD_ONLY, "" if p.default is p.empty else shown(repr(p.default))) for p in found]
+
+
+def shown(default: str) -> str:
+    """A default as Python shows its value: 1e-6 and 1e-06 are one."""
+    return repr(ast.literal_eval(default)) if default else ""
+
+
+def test_flashinfer_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ImportError):
+        flashinfer.enable()
