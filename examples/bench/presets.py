@@ -235,9 +235,12 @@ def line(row: Row) -> str:
     return line_of(row, preset.shape, hot=preset.hot)
 
 
+PLOTTED = "qwen3 gemma4 llama4 cogvideox qwen3-vl-prefill deepseek-indexer deepseek-mla qwen3.5 wan-ulysses flux-fp8"
+
+
 def plot(rows: Rows) -> Plot:
-    """The forwards."""
-    shown = [row for row in rows if row["pass"] == "forward"]
+    """The forwards of a model of each kind."""
+    shown = [row for row in rows if row["pass"] == "forward" and row["case"] in PLOTTED.split()]
     groups = grouped(shown, name_of, {"jitrope": "jitrope", "torch.compile": "torch.compile"})
     compiled = [group["torch.compile"] / group["jitrope"] for group in groups.values() if "torch.compile" in group]
     faster = span(compiled or [1.0], 1)
