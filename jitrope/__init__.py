@@ -11,8 +11,8 @@
 - `prepare_joint_qkv` normalises, rotates and joins two streams (FLUX, Qwen-Image).
 - `prepare_mla_qkv` rotates, and makes k and v of multi-head latent attention (DeepSeek).
 - `Packed`, `Starts`, `Mrope` and `Shifts` are kinds of `positions=`.
-- `configure` changes settings; `record` and `planning` list the kernels that a run needs, and `on_compile` tells of
-  each kernel that is compiled.
+- `configure` changes settings; `record` and `planning` list the kernels that a run needs, and `on_compile` calls a
+  function for each kernel that is compiled or read from a cache.
 
 More modules:
 

@@ -50,10 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _launch() -> Iterator[None]:
-    """After a test no launch is forced."""
+    """After a test no launch is forced, and norms add in any order."""
     yield
-    if config.launch() != "auto":
-        jitrope.configure(launch="auto")
+    if config.launch() != "auto" or config.batch_invariant():
+        jitrope.configure(launch="auto", batch_invariant=False)
 
 
 @pytest.fixture(autouse=True)

@@ -241,6 +241,9 @@ def test_a_wrong_result_of_a_host_is_not_timed() -> None:
     steps = {"stock": lambda: [x], "jitrope": lambda: [1.1 * x]}
     with pytest.raises(AssertionError, match=r"off by 0\.1 of its norm"):
         hosts.difference(steps, lambda: {"jitrope": 1})
+    two = {"stock": lambda: [x, x], "jitrope": lambda: [x, x * torch.nan]}
+    with pytest.raises(AssertionError, match="off by nan of its norm"):
+        hosts.difference(two, lambda: {"jitrope": 1})
     with pytest.raises(AssertionError, match="jitrope was not called"):
         hosts.difference({**steps, "jitrope": steps["stock"]}, lambda: {"jitrope": 1})
 

@@ -444,7 +444,7 @@ def test_a_server_compiles_nothing_after_its_warm_up(jitrope, tmp_path: Path, mo
     monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
     assert len(specs) > 15
     assert not any(kernels.build(spec, "sm_90").compiled for spec in specs)
-    with pytest.raises(InvalidInput, match="8 heads, which 3 ranks cannot share"):
+    with pytest.raises(InvalidInput, match="8 heads of q and 4 of k, which 3 ranks cannot share"):
         specs_of_server(tmp_path / "model", ranks=3)
     assert "--serve needs --model" in jitrope("prewarm", "--serve", "--arch", "sm_90").stderr
 

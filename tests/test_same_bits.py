@@ -5,7 +5,7 @@ Each form computes q and k of the same tokens. A form of the trainer is compared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,11 +196,10 @@ def packed_projection(case: Case) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest) -> Case:
     found = CASES[request.param]
     jitrope.configure(batch_invariant=found.invariant)
-    yield found
-    jitrope.configure(batch_invariant=False)
+    return found
 
 
 def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
@@ -247,9 +246,7 @@ def test_what_is_not_aligned_is_refused() -> None:
     odd = torch.empty(q.numel() + 1, device=DEVICE, dtype=q.dtype)[1:].view_as(q).copy_(q)
     case(odd[None], k[None])
     jitrope.configure(batch_invariant=True)
-    try:
-        with pytest.raises(jitrope.InvalidInput, match="must be multiples of 8 elements"):
-            case(odd[None], k[None])
-    finally:
-        jitrope.configure(batch_invariant=False)
+    with pytest.raises(jitrope.InvalidInput, match="must be multiples of 8 elements"):
+        case(odd[None], k[None])
+    jitrope.configure(batch_invariant=False)
     case(odd[None], k[None])

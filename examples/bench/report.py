@@ -73,7 +73,7 @@ def show(steps: Steps, smoke: bool, as_json: bool) -> None:
         else:
             say(f"{name}, torch {torch.__version__}, jitrope {__version__}")
             print(table(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None), flush=True)
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     if failed:
         raise typer.Exit(1)
 

@@ -56,6 +56,8 @@ def rope_quantize_fp8(
     outs = q_rope_out, k_rope_out, q_nope_out, k_nope_out
     scales = _unit("quant_scale_q", quant_scale_q), _unit("quant_scale_kv", quant_scale_kv)
     quantize = Quantize(*scales, dtype=quantize_dtype or next((x.dtype for x in outs if x is not None), FP8))
+    if (q_nope is None) != (k_nope is None):
+        raise InvalidInput("q_nope and k_nope: pass both or neither")
     q_nope, k_nope = (x[..., :0] if nope is None else nope for x, nope in ((q_rope, q_nope), (k_rope, k_nope)))
     q_rope, k_rope = _converted(q_rope, k_rope, outs[:2], quantize, cos_sin_cache, pos_ids, is_neox)
     q_nope, k_nope = _converted(q_nope, k_nope, outs[2:], quantize, None, pos_ids, is_neox)
@@ -112,8 +114,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
         raise InvalidInput("with k_rope (T, R), v must be None, and k_nope and q_nope must be given")
     k, v, k_cache, v_cache = latent_cache("k_nope", k_rope, k_nope, caches[1], caches[0])
     words["cache"] = KVCache(k_cache, v_cache, slots, **units)
-    q = prepare(q_rope, k, v, cos_sin_cache, ids, is_neox, out=(q_rope_out, None, None), **words)[0]
-    return q, prepare(q_nope, None, None, None, ids, is_neox, out=(q_nope_out, None, None), quantize=quantize)[0]
+    rest = prepare(q_nope, None, None, None, ids, is_neox, out=(q_nope_out, None, None), quantize=quantize)[0]
+    return prepare(q_rope, k, v, cos_sin_cache, ids, is_neox, out=(q_rope_out, None, None), **words)[0], rest
 
 
 def _unit(name: str, scale: float) -> float:
@@ -138,6 +140,8 @@ def _converted(
 
 def _slots(indices: Tensor, indptr: Tensor, requests: Tensor, positions: Tensor, page_size: int) -> Tensor:
     """The slot of each token; -1 for a token of no request."""
+    if not indices.numel():
+        return torch.full_like(requests, -1)
     place = indptr[requests.clamp(min=0).long()] + positions // page_size
     pages = indices[place.long().clamp(0, indices.numel() - 1)]
     return torch.where(requests < 0, -1, pages * page_size + positions % page_size)

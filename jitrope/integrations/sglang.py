@@ -161,7 +161,9 @@ def fused_k_indexer_norm_rope(
 def fused_q_indexer_rope_first_quant(
     q_input: Tensor, weight: Tensor, weight_scale: float, cos_sin_cache: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q of it, (T, H, D), rotated alike, in fp8, and weight * weight_scale * q's scale; errors: `rotary_embedding`.
+    """q of that indexer, (T, H, D), with its first part rotated, in fp8, and weight * weight_scale * q's scale.
+
+    The errors are those of `rotary_embedding`.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> given = torch.randn(10, 8, 128), torch.randn(10, 8), 0.1, cache, torch.arange(10)

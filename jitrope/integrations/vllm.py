@@ -4,7 +4,7 @@
 >>> report = jitrope_vllm.enable()
 >>> jitrope_vllm.disable()
 
-`enable` replaces `RotaryEmbedding.forward_cuda`, `MRotaryEmbedding.forward_cuda` and the fused functions below. With
+`enable` replaces `_custom_ops.rotary_embedding`, `triton_mrope` and the fused functions below. With
 its compiler on, vLLM leaves rope to Inductor; set custom_ops=["+rotary_embedding"] in its compilation configuration to
 call these. The signatures are those of vLLM 0.33.0.
 """
@@ -171,8 +171,8 @@ def fused_qknorm_rope_cache(
     >>> q, k, v = jitrope_vllm.fused_qknorm_rope_cache(*given)
 
     With rotary_dim 0 nothing is rotated. norm_weight_bias is 0, or 1: the factor is 1 + weight. The normalised heads
-    are rounded before the rotation. The others, and the errors, are those of `fused_qk_norm_rope` and
-    `rotary_embedding_and_cache`.
+    are rounded before the rotation. slot_mapping has a slot for each token. The others, and the errors, are those of
+    `fused_qk_norm_rope` and `rotary_embedding_and_cache`.
     """
     q, k, v = packed("qkv", qkv, (num_q_heads, num_kv_heads, num_kv_heads), head_dim)
     k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
@@ -218,12 +218,13 @@ def concat_and_cache_mla_rope_fused(
     >>> given = ids, q_pe, k_pe, latent, cache, False, ids, torch.zeros(4, 16, 576), "auto", torch.ones(1)
     >>> jitrope_vllm.concat_and_cache_mla_rope_fused(*given)
 
-    q_pe is (T, H, R), k_pe (T, R) or (T, 1, R), kv_c (T, L), a multiple of R wide, and kv_cache
-    (blocks, block_size, L + R). kv_cache_dtype, kv_cache_scale and the errors are as in `rotary_embedding_and_cache`,
-    but "fp8_ds_mla" is refused.
+    q_pe is (T, H, R), k_pe (T, R) or (T, 1, R), kv_c (T, L), where L is a multiple of R, and kv_cache
+    (blocks, block_size, L + R). slot_mapping, kv_cache_dtype, kv_cache_scale and the errors are as in
+    `rotary_embedding_and_cache`, but "fp8_ds_mla" is refused.
     """
     if kv_cache_dtype == "fp8_ds_mla":
         raise InvalidInput("kv_cache_dtype is 'fp8_ds_mla', whose scales lie between the elements")
+    positions, q_pe, k_pe, kv_c = (x[: slot_mapping.shape[0]] for x in (positions, q_pe, k_pe, kv_c))
     parts = kv_cache[..., : kv_c.shape[-1]], kv_cache[..., kv_c.shape[-1] :]
     k, v, k_cache, v_cache = latent_cache("kv_c", k_pe, kv_c, parts[1], parts[0])
     cache = cache_of(k_cache, v_cache, slot_mapping, kv_cache_dtype, kv_cache_scale, kv_cache_scale)

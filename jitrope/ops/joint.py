@@ -34,7 +34,7 @@ def of_stream(t: Tensors, o: Options, stream: str) -> tuple[Tensors, Options]:
         tables = {name: x[row:] if x.dim() == 2 else x[:, row:] for name, x in tables.items()}
     first, end = (begin, None) if second else (0, begin)
     of_tokens = {name: t[name] for name in ("position_ids", "q_factor") if name in t}
-    tables |= {name: x[..., first:end] if x.dim() else x for name, x in of_tokens.items()}  # Dynamo pins a slice
+    tables.update({name: x[..., first:end] if x.dim() else x for name, x in of_tokens.items()})
     left = o.unrotated - begin if o.unrotated > begin else 0
     return {**own, **tables}, changed(o, unrotated=left if second else o.unrotated)
 

@@ -200,6 +200,7 @@ class Norm(Value):
             hadamard. mean_squares cannot be combined with "layer_norm", v_norm, `prepare_joint_qkv` and
             `prepare_packed_qkv`. They get a gradient. To train, use an all_reduce that passes it on, such as
             `torch.distributed.nn.functional.all_reduce(mean, op=ReduceOp.AVG)`, which returns the mean of all ranks.
+            A mean's gradient is computed from q's (or k's) gradient in its dtype.
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
             before.

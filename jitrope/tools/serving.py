@@ -18,17 +18,19 @@ _PAGES: tuple[dict[str, Any], ...] = ({}, *[{"page_size": rows} for rows in (16,
 def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1) -> list[Spec]:
     """The kernels that vLLM and SGLang ask for with the drop-ins, for both launches, of a language model.
 
-    They are those of rope in place, with the model's norm of q and k and without, alone and with the write to a cache
-    in the model's dtype or e4m3; for int64 positions, tables in fp32 and in the model's dtype, and caches of slots and
-    of pages of 16, 32 and 64 rows. A rank of tensor parallelism has its part of the heads. For multi-head latent
-    attention record a run. The errors are those of `specs_of_model`.
+    They are those of rope in place, with the model's RMSNorm of each head of q and k and without, alone and with the
+    write to a cache in the model's dtype or e4m3; for int64 positions, tables in fp32 and in the model's dtype, and
+    caches of slots and of pages of 16, 32 and 64 rows. A rank of tensor parallelism has its part of the heads. For
+    int32 positions, indexers, multi-head latent attention and `configure(batch_invariant=True)` record a run. The
+    errors are those of `specs_of_model`.
     """
     found = read(path / "config.json" if path.is_dir() else path)
     config = found.get("text_config") or found
     heads, ranks = config.get("num_attention_heads", 0), whole("specs_of_server", "ranks", ranks, 1)
-    if not heads or heads % ranks:
-        raise InvalidInput(f"{path} names {heads} heads, which {ranks} ranks cannot share")
-    counts = [heads // ranks, max(1, (config.get("num_key_value_heads") or heads) // ranks)]
+    of_k = config.get("num_key_value_heads") or heads
+    if not heads or heads % ranks or (of_k % ranks and ranks % of_k):
+        raise InvalidInput(f"{path} names {heads} heads of q and {of_k} of k, which {ranks} ranks cannot share")
+    counts = [heads // ranks, max(1, of_k // ranks)]
     models = [spec for spec in specs_of_model(path, dtype) if isinstance(spec, RopeSpec) and not spec.inverse]
     calls = {repr(call): call for spec in models for call in _calls(spec, counts)}
     return list(dict.fromkeys(spec for call in calls.values() for spec in specs_of_each(call)))
@@ -46,11 +48,9 @@ def _calls(model: RopeSpec, heads: list[int]) -> list[dict[str, Any]]:
     slots, rope = {"slot_mapping": "int64", "rotate_k": True}, {**words, "inplace": True}
     caches = [{**slots, "k_cache": x, "v_cache": x, **scales, **p} for x, scales in stored.items() for p in _PAGES]
     found = [{**rope, "function": "apply_rope"}, {**rope, "cache": caches}]
-    if model.norm:
-        own = {name: getattr(model, name) for name in ("zero_centered", "after_rope", "across_heads")}
-        weights = dict.fromkeys(("q_weight", "k_weight"), model.weight_dtype) if model.weight_dtype else {}
-        norm = {"kind": model.norm_kind, **weights, **own}
-        found.append({**rope, "norm": [{**norm, "rounding": rounding} for rounding in ("none", "once")]})
-        if not model.across_heads:  # these go with no cache
-            found.append({**words, "norm": {**norm, "rounding": "once"}, "cache": caches})
+    if model.norm_kind == "rms_norm" and not (model.across_heads or model.after_rope):
+        norm = dict.fromkeys(("q_weight", "k_weight"), model.weight_dtype) if model.weight_dtype else {}
+        found.append({**rope, "norm": {**norm, "rounding": "none"}})
+        once = {**words, "norm": {**norm, "rounding": "once", "zero_centered": model.zero_centered}}
+        found += [once, {**once, "cache": caches}]
     return found
