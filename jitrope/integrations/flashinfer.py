@@ -37,12 +37,23 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def rope_quantize_fp8(
-    q_rope: Tensor, k_rope: Tensor, q_nope: Tensor | None, k_nope: Tensor | None, cos_sin_cache: Tensor,
-    pos_ids: Tensor, is_neox: bool = True, quantize_dtype: torch.dtype | None = None, quant_scale_q: float = 1.0,
-    quant_scale_kv: float = 1.0, q_rope_out: Tensor | None = None, k_rope_out: Tensor | None = None,
-    q_nope_out: Tensor | None = None, k_nope_out: Tensor | None = None, enable_pdl: bool = False,
-    backend: str = "cuda"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    q_rope_out: Tensor | None = None,
+    k_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    k_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+    backend: str = "cuda",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rotate q_rope and k_rope, and convert them and the rest of the heads to fp8: a launch for each.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -65,13 +76,28 @@ def rope_quantize_fp8(
 
 
 def rope_quantize_fp8_append_paged_kv_cache(
-    q_rope: Tensor, k_rope: Tensor, q_nope: Tensor | None, k_nope: Tensor | None, v: Tensor | None,
-    cos_sin_cache: Tensor, pos_ids: Tensor, paged_kv_cache: tuple[Tensor, Tensor], kv_indices: Tensor,
-    kv_indptr: Tensor, batch_indices: Tensor, positions: Tensor, is_neox: bool = True,
-    quantize_dtype: torch.dtype | None = None, quant_scale_q: float = 1.0, quant_scale_kv: float = 1.0,
-    page_size: int = 16, kv_layout: str = "NHD", q_rope_out: Tensor | None = None, q_nope_out: Tensor | None = None,
-    enable_pdl: bool = False
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_rope: Tensor,
+    k_rope: Tensor,
+    q_nope: Tensor | None,
+    k_nope: Tensor | None,
+    v: Tensor | None,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+    quant_scale_q: float = 1.0,
+    quant_scale_kv: float = 1.0,
+    page_size: int = 16,
+    kv_layout: str = "NHD",
+    q_rope_out: Tensor | None = None,
+    q_nope_out: Tensor | None = None,
+    enable_pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k, convert them to fp8, and store k and v in a paged cache.
 
     In MLA (k_rope of two axes) that is a launch for the rotated parts and the cache, and one for q_nope. Otherwise it

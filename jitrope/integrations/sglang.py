@@ -26,9 +26,15 @@ from ._serving import heads, indexer_q, prepare
 
 
 def apply_rope_with_cos_sin_cache_inplace(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True,
-    fused_set_kv_buffer_arg: Any = None, enable_pdl: bool | None = None
-) -> None:  # fmt: skip
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+    fused_set_kv_buffer_arg: Any = None,
+    enable_pdl: bool | None = None,
+) -> None:
     """Rotate query and key in place, in one launch; with fused_set_kv_buffer_arg, the launch also stores k and v.
 
     >>> query, key = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
@@ -74,9 +80,18 @@ def apply_rope_inplace(
 
 
 def apply_rope_inplace_with_kvcache(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos_sin_cache: Tensor, positions: Tensor,
-    out_loc: Tensor, *, is_neox: bool, rope_dim: int = 0
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    out_loc: Tensor,
+    *,
+    is_neox: bool,
+    rope_dim: int = 0,
+) -> None:
     """`apply_rope_inplace` that also stores the rotated k and v in their slots, in the same launch.
 
     >>> q, (k, v), buffers = torch.randn(10, 8, 64), torch.randn(2, 10, 2, 64), torch.zeros(2, 32, 2, 64)
@@ -118,10 +133,18 @@ def rotary_embedding(
 
 
 def triton_mrope_fused(
-    q: Tensor, k: Tensor, cos_sin_cache: Tensor, positions: Tensor, mrope_section: Sequence[int], head_size: int,
-    rotary_dim: int, mrope_interleaved: bool, mrope_interleaved_glm: bool, is_neox_style: bool,
-    axis_map: Tensor | None
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    mrope_section: Sequence[int],
+    head_size: int,
+    rotary_dim: int,
+    mrope_interleaved: bool,
+    mrope_interleaved_glm: bool,
+    is_neox_style: bool,
+    axis_map: Tensor | None,
+) -> None:
     """Rotate q and k in place by positions (3, T), along time, height and width, like `MRotaryEmbedding`.
 
     >>> q, k, ids = torch.randn(10, 8, 64), torch.randn(10, 2, 64), torch.randint(16, (3, 10))
@@ -146,7 +169,7 @@ def triton_mrope_fused(
 
 def fused_k_indexer_norm_rope(
     k_input: Tensor, weight: Tensor, bias: Tensor, eps: float, cos_sin_cache: Tensor, positions: Tensor
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """k of DeepSeek-V3.2's indexer, (T, D): LayerNorm, then rope of its first part; errors as in `rotary_embedding`.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])

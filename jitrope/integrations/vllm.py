@@ -29,9 +29,17 @@ _LAYOUTS = {1: "thd", 2: "bshd"}  # by the number of token axes
 
 
 def rotary_embedding(
-    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool,
-    rope_dim_offset: int = 0, inverse: bool = False, *, rounding: str = "fp32"
-) -> None:  # fmt: skip
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+    *,
+    rounding: str = "fp32",
+) -> None:
     """Rotate query and key in place, in one launch, like vLLM's op of this name.
 
     >>> query, key = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
@@ -64,9 +72,18 @@ def rotary_embedding(
 
 
 def triton_mrope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], head_size: int, rotary_dim: int,
-    mrope_interleaved: bool, is_neox_style: bool = True, *, rounding: str = "fp32"
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mrope_section: Sequence[int],
+    head_size: int,
+    rotary_dim: int,
+    mrope_interleaved: bool,
+    is_neox_style: bool = True,
+    *,
+    rounding: str = "fp32",
+) -> tuple[Tensor, Tensor]:
     """Rotate q and k in place by gathered tables of several axes (time, height, width), and return them.
 
     >>> q, k = torch.randn(10, 8 * 64), torch.randn(10, 2 * 64)
@@ -92,10 +109,20 @@ def triton_mrope(
 
 
 def rotary_embedding_and_cache(
-    positions: Tensor, query: Tensor, key: Tensor, value: Tensor, head_size: int, cos_sin_cache: Tensor,
-    is_neox: bool, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
-    k_scale: float | Tensor, v_scale: float | Tensor
-) -> None:  # fmt: skip
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: float | Tensor,
+    v_scale: float | Tensor,
+) -> None:
     """`rotary_embedding`, then `reshape_and_cache_flash` of key and value, in one launch: k is read once.
 
     >>> ids, query, (key, value) = torch.arange(10), torch.randn(10, 8 * 64), torch.randn(2, 10, 2 * 64)
@@ -141,10 +168,19 @@ def _rotate(query: Tensor, key: Tensor | None, axes: int, head_size: int, is_neo
 
 
 def fused_qk_norm_rope(
-    qkv: Tensor, num_heads_q: int, num_heads_k: int, num_heads_v: int, head_dim: int, eps: float, q_weight: Tensor,
-    k_weight: Tensor, cos_sin_cache: Tensor, is_neox: bool, position_ids: Tensor,
-    forced_token_heads_per_warp: int = -1
-) -> None:  # fmt: skip
+    qkv: Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    position_ids: Tensor,
+    forced_token_heads_per_warp: int = -1,
+) -> None:
     """RMSNorm and rope of q and k inside qkv, (T, H * head_dim), in one launch. Nothing is rounded in between.
 
     forced_token_heads_per_warp is ignored. The other arguments and the errors are those of `rotary_embedding`.
@@ -158,11 +194,24 @@ def fused_qk_norm_rope(
 
 
 def fused_qknorm_rope_cache(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, positions: Tensor, slot_mapping: Tensor,
-    key_cache: Tensor, value_cache: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
-    eps: float, norm_weight_bias: float = 0.0, kv_cache_dtype: str = "auto", k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    eps: float,
+    norm_weight_bias: float = 0.0,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm, rope of halves and the write to the paged cache in one launch; k and v are copied before it.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -184,10 +233,20 @@ def fused_qknorm_rope_cache(
 
 
 def fused_qk_rmsnorm_rope_gate(
-    q_gate: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin_cache: Tensor, positions: Tensor,
-    eps: float, num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int,
-    mrope_section: Sequence[int] | None = None, norm_beta: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q_gate: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    eps: float,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    mrope_section: Sequence[int] | None = None,
+    norm_beta: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm and rope of q and k in one launch, and a copy of the gate (Qwen3.5).
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=32)[0])
@@ -208,9 +267,17 @@ def fused_qk_rmsnorm_rope_gate(
 
 
 def concat_and_cache_mla_rope_fused(
-    positions: Tensor, q_pe: Tensor, k_pe: Tensor, kv_c: Tensor, cos_sin_cache: Tensor, is_neox: bool,
-    slot_mapping: Tensor, kv_cache: Tensor, kv_cache_dtype: str, kv_cache_scale: Tensor
-) -> None:  # fmt: skip
+    positions: Tensor,
+    q_pe: Tensor,
+    k_pe: Tensor,
+    kv_c: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    slot_mapping: Tensor,
+    kv_cache: Tensor,
+    kv_cache_dtype: str,
+    kv_cache_scale: Tensor,
+) -> None:
     """Rope of q_pe and k_pe in place, and the write of the latent and k_pe to MLA's paged cache, in one launch.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -232,9 +299,14 @@ def concat_and_cache_mla_rope_fused(
 
 
 def fused_indexer_q_rope_quant(
-    positions: Tensor, q: Tensor, cos_sin_cache: Tensor, weights: Tensor, softmax_scale: float, head_scale: float,
-    is_neox: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    positions: Tensor,
+    q: Tensor,
+    cos_sin_cache: Tensor,
+    weights: Tensor,
+    softmax_scale: float,
+    head_scale: float,
+    is_neox: bool,
+) -> tuple[Tensor, Tensor]:
     """q of a sparse attention's indexer (DeepSeek-V3.2), rotated, in fp8, and its weights times the scales of q.
 
     The scales are powers of two. q, (T, H, D), is rounded once, from fp32. The errors are those of `rotary_embedding`.
