@@ -164,31 +164,45 @@ __device__ __forceinline__ float entry(const Table* row, const TableStrides& str
     return to_float(load_kept<Table, 1>(row).item[0]);
 }
 
+// The entries of a pair of a token: cos and sin of its first member and of its second, or their angles.
+struct Entries {
+    float cos0, sin0, cos1, sin1;
+
+    // Stages the pair. Returns whether its members differ; in a full-width table they rarely do.
+    __device__ __forceinline__ bool store(const Params& p, float* out) const {
+        const bool differ =
+            __float_as_uint(cos1) != __float_as_uint(cos0) || __float_as_uint(sin1) != __float_as_uint(sin0);
+        write_turn(p, cos0, sin0, out);
+        if constexpr (FULL_WIDTH) {
+            out[ROTARY_DIM] = out[0], out[ROTARY_DIM + 1] = out[1];
+            if (differ) write_turn(p, cos1, sin1, out + ROTARY_DIM);
+        }
+        return differ;
+    }
+};
+
+__device__ __forceinline__ Entries entries_of(const Params& p, const Row& row, int pair) {
+    const Stride pair_row = row_of_pair(row, pair);
+    const Table* cos = p.cos + p.cos_stride.batch.step(row.batch) + row_offset(pair_row, p.cos_stride);
+    const Table* sin = p.sin + p.sin_stride.batch.step(row.batch) + row_offset(pair_row, p.sin_stride);
+    const int first_column = FULL_WIDTH && INTERLEAVED ? 2 * pair : pair;
+    const int second_column = INTERLEAVED ? 2 * pair + 1 : pair + ROTARY_DIM / 2;
+    const bool none = row.spare || is_unrotated(row) || outside(p, row);
+    const float a = none ? NOT_A_NUMBER : entry(cos, p.cos_stride, first_column);
+    const float b = none || FREQS ? a : entry(sin, p.sin_stride, first_column);
+    const float c = FULL_WIDTH && !none ? entry(cos, p.cos_stride, second_column) : a;
+    const float d = FULL_WIDTH && !none && !FREQS ? entry(sin, p.sin_stride, second_column) : b;
+    return {a, b, c, d};
+}
+
 // Stages the pairs of every token of the block: each entry is loaded once, and each sine and cosine computed once.
-// Returns whether the members of any pair of this thread differ; in a full-width table they rarely do.
+// Returns whether the members of any pair of this thread differ.
 __device__ __forceinline__ bool stage(const Params& p, const Row* rows, float* staged) {
     bool members_differ = false;
     for (int i = threadIdx.x; i < TOKENS_PER_BLOCK * (ROTARY_DIM / 2); i += THREADS) {
         const int slot = i / (ROTARY_DIM / 2), pair = i % (ROTARY_DIM / 2);
         const Row row = rows[slot];
-        const Stride pair_row = row_of_pair(row, pair);
-        const Table* cos = p.cos + p.cos_stride.batch.step(row.batch) + row_offset(pair_row, p.cos_stride);
-        const Table* sin = p.sin + p.sin_stride.batch.step(row.batch) + row_offset(pair_row, p.sin_stride);
-        const int first_column = FULL_WIDTH && INTERLEAVED ? 2 * pair : pair;
-        const int second_column = INTERLEAVED ? 2 * pair + 1 : pair + ROTARY_DIM / 2;
-        const bool none = row.spare || is_unrotated(row) || outside(p, row);
-        float* out = staged + slot * STAGE_FLOATS + 2 * pair;
-        const float a = none ? NOT_A_NUMBER : entry(cos, p.cos_stride, first_column);
-        const float b = none || FREQS ? a : entry(sin, p.sin_stride, first_column);
-        const float c = FULL_WIDTH && !none ? entry(cos, p.cos_stride, second_column) : a;
-        const float d = FULL_WIDTH && !none && !FREQS ? entry(sin, p.sin_stride, second_column) : b;
-        const bool differ = __float_as_uint(c) != __float_as_uint(a) || __float_as_uint(d) != __float_as_uint(b);
-        members_differ |= differ;
-        write_turn(p, a, b, out);
-        if constexpr (FULL_WIDTH) {
-            out[ROTARY_DIM] = out[0], out[ROTARY_DIM + 1] = out[1];
-            if (differ) write_turn(p, c, d, out + ROTARY_DIM);
-        }
+        members_differ |= entries_of(p, row, pair).store(p, staged + slot * STAGE_FLOATS + 2 * pair);
         if constexpr (TOKENS_PER_BLOCK * (ROTARY_DIM / 2) <= THREADS) break;
     }
     return members_differ;

@@ -100,14 +100,16 @@ struct Head {
 // A lane's first dim. Its two chunks are half a head apart; if MIXED, they are neighbours on the interleaved side. A
 // lane past the rotary lanes copies.
 __device__ __forceinline__ int first_dim(int lane, bool interleaved) {
+    if constexpr (ALIKE) return lane / ROTARY_LANES * ROTARY_DIM + lane % ROTARY_LANES * CHUNK;
     if (COPY_LANES == 0 || lane < ROTARY_LANES)
         return ROTARY_OFFSET + lane * CHUNK * (MIXED && interleaved ? CHUNKS : 1);
     const int dim = (lane - ROTARY_LANES) * VEC;
     return dim < ROTARY_OFFSET ? dim : dim + ROTARY_DIM;
 }
-// The dims from a lane's first one to an access. Two accesses of a lane that copies are half of the rest apart.
+// The dims from a lane's first one to an access. Two accesses of a lane that copies are half of the rest apart, or, if
+// ALIKE, as those of a lane that rotates.
 __device__ __forceinline__ constexpr int dims_to(int access, bool interleaved, bool rotary = true) {
-    if (!rotary) return access * (REST / 2);
+    if (!ALIKE && !rotary) return access * (REST / 2);
     const int chunk = access / (CHUNK / VEC), i = access % (CHUNK / VEC);
     return chunk * (MIXED && interleaved ? CHUNK : ROTARY_DIM / 2) + i * VEC;
 }

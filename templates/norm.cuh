@@ -63,6 +63,62 @@ __device__ __forceinline__ Angles angles_of(const Params& p, const Place& place,
     return load_angles(second_tables(p), row, false, head, lane);
 }
 
+// A lane's staged angles. members_differ: those of a pair, somewhere.
+struct SharedAngles { const float* first; bool members_differ; };
+
+template <bool BACK = INVERSE>
+__device__ __forceinline__ void turn(const float* x, float* y, const SharedAngles& angles) {
+    if (FULL_WIDTH && angles.members_differ) turn<BACK>(x, y, Staged<FULL_WIDTH>{angles.first});
+    else turn<BACK>(x, y, Staged<false>{angles.first});
+}
+
+// A lane's angles: loaded by itself, or staged.
+template <bool SHARED> struct Turns { using Of = Angles; };
+template <> struct Turns<true> { using Of = SharedAngles; };
+using Turned = Turns<SHARES_ANGLES>::Of;
+
+// Finds the angles of a head, or of all heads, for a lane that `turns`.
+__device__ __forceinline__ void find_angles(
+    const Params& p, const Place& place, const Row& row, int head, int lane, bool turns, Angles& angles
+) {
+    if (turns) angles = angles_of(p, place, row, head, lane);
+}
+__device__ __forceinline__ void find_angles(
+    const Params&, const Place&, const Row&, int, int, bool, SharedAngles&
+) {}                                                     // staged already
+
+// SHARES_ANGLES: the threads of a token find its angles together, a pair each. Those of the block's next token are on
+// their way while it works on this one. Two places in shared memory take turns, so there is one barrier for a token.
+struct Stage {
+    static constexpr int FLOATS = SHARES_ANGLES ? TOKENS_PER_BLOCK * STAGE_FLOATS : 1;          // of a place
+
+    float (*places)[FLOATS];
+    int offset, pair;                                    // of the thread's token in a place; the pair that it finds
+    bool second = false, members_differ = false;         // the place of the next token; those of its pair differ
+    Entries next = {};
+
+    // A thread of token `slot` of the block.
+    __device__ __forceinline__ Stage(float (*places)[FLOATS], int slot)
+        : places(places), offset(min(slot, TOKENS_PER_BLOCK - 1) * STAGE_FLOATS),
+          pair(slot < TOKENS_PER_BLOCK ? threadIdx.x % (HEADS_PER_BLOCK * TEAM) : ROTARY_DIM) {}
+
+    // Begins to load the next token's.
+    __device__ __forceinline__ void load(const Params& p, const Row& row) {
+        if (SHARES_ANGLES && pair < ROTARY_DIM / 2) next = entries_of(p, row, pair);
+    }
+    __device__ __forceinline__ void store(const Params& p) {
+        if (SHARES_ANGLES && pair < ROTARY_DIM / 2)
+            members_differ = next.store(p, places[second] + offset + 2 * pair);
+    }
+    // Those that were stored last become this token's. All threads of the block call this.
+    __device__ __forceinline__ void take(int lane, SharedAngles& angles) {
+        const bool differ = __syncthreads_or(members_differ);
+        angles = {places[second] + offset + 2 * min(lane, ROTARY_LANES - 1) * PAIR_RUN, differ};
+        second = !second;
+    }
+    __device__ __forceinline__ void take(int, Angles&) {}
+};
+
 // Asks L2 for what `angles_of` will load.
 __device__ __forceinline__ void ask_for_angles(const Params& p, const Place& place, Row row, int lane) {
     if (!TWO_TABLES || !in_second_stream(p, place)) return ask_for_angles(p, row, lane);
@@ -176,8 +232,8 @@ __device__ __forceinline__ float given_scale(const Arguments& p, const Place& pl
 // 1 / sqrt(mean + eps) of a row's sum of squares, as torch's rms_norm or its mean computes it. For a power of two
 // both are the same.
 __device__ __forceinline__ float scale_of_row(const Params& p, float sum, const Head& head) {
-    const float count = elements_of_row(head);
     constexpr bool exact = !ACROSS_HEADS && (HEAD_DIM & (HEAD_DIM - 1)) == 0;
-    const float mean = exact || NORM_ROUNDING == TWICE ? __fmul_rn(sum, __frcp_rn(count)) : __fdiv_rn(sum, count);
+    const float count = elements_of_row(head), part = ACROSS_HEADS ? __frcp_rn(count) : 1.0f / HEAD_DIM;
+    const float mean = exact || NORM_ROUNDING == TWICE ? __fmul_rn(sum, part) : __fdiv_rn(sum, count);
     return rsqrtf(__fadd_rn(mean, p.scalars.eps));
 }

@@ -2,7 +2,8 @@
 //
 // In torch, a thread sums leaves of neighbouring squares. Then leaves whose numbers differ in one bit are added, one
 // bit after the other. The bits of a leaf's number are, from the lowest: the leaf in the lane's chunk, the lane, the
-// chunk, and the head (among the heads of a row that are processed together).
+// chunk, and the head (among the heads of a row that are processed together). Of partly rotated heads (ALIKE) the bits
+// of a lane beyond the ROTARY_LANES follow the chunk.
 //   ONCE, NONE   torch's rms_norm: 128 threads a row, each with four elements at a time. Leaves have four squares. The
 //                32 leaves of a warp are added first, from bit 4 down to bit 0; then the four warps, bits 6 and 5.
 //   TWICE        torch's mean: a warp a row. Leaves have four squares, and with 256 elements those of both chunks are
@@ -25,12 +26,12 @@ constexpr int LEAF = NORM_ROUNDING == TWICE && HEAD_DIM < 128 ? 1 : 4;      // s
 constexpr int LEAVES = CHUNK / LEAF ? CHUNK / LEAF : 1;  // leaves of a chunk
 __device__ constexpr int bits_of(int n) { return n < 2 ? 0 : 1 + bits_of(n / 2); }
 constexpr int LANE_BIT = bits_of(LEAVES);                // the lowest bit of the lane
-constexpr int CHUNK_BIT = LANE_BIT + bits_of(TEAM);
-constexpr int HEAD_BIT = CHUNK_BIT + 1;                  // the lowest bit of the head
+constexpr int CHUNK_BIT = LANE_BIT + bits_of(ROTARY_LANES);
+constexpr int HEAD_BIT = CHUNK_BIT + 1 + bits_of(TEAM / ROTARY_LANES);      // the lowest bit of the head
 constexpr int TOP_BIT = ACROSS_HEADS ? HEAD_BIT + bits_of(HEADS_PER_BLOCK) : HEAD_BIT;     // bits of a number
 // Whether the lanes of a row can sum in torch's order; if not, they sum in the simplest order.
-constexpr bool AS_TORCH = COPY_LANES == 0 && CHUNKS == 2 && TEAM == LANES && CHUNK >= 4
-    && (TEAM & (TEAM - 1)) == 0 && ROW_THREADS <= 32
+constexpr bool AS_TORCH = (COPY_LANES == 0 || (ALIKE && !CHUNKS_FIRST)) && CHUNKS == 2 && TEAM == LANES && CHUNK >= 4
+    && (ROTARY_LANES & (ROTARY_LANES - 1)) == 0 && ROW_THREADS <= 32
     && (ACROSS_HEADS ? NORM_ROUNDING != TWICE && TOP_BIT == 7 : TOP_BIT <= 6);
 
 // A lane's sums of squares, then the sums of its rows.
@@ -77,7 +78,8 @@ struct Squares {
     // chunk, or in the thread `step` lanes away.
     __device__ __forceinline__ void add_across(int bit, int chunks, int leaves) {
         const int step = bit < LANE_BIT || bit == CHUNK_BIT ? 0
-            : bit < CHUNK_BIT ? 1 << (bit - LANE_BIT) : TEAM << (bit - HEAD_BIT);
+            : bit < CHUNK_BIT ? 1 << (bit - LANE_BIT)
+            : bit < HEAD_BIT ? ROTARY_LANES << (bit - CHUNK_BIT - 1) : TEAM << (bit - HEAD_BIT);
         #pragma unroll
         for (int r = 0; r < ROWS; ++r)
             for (int c = 0; c < chunks; ++c)

@@ -15,7 +15,7 @@ constexpr int KIND_LANES = TRANSFORMS_ALL || TRANSFORMS_ROTARY ? ROTARY_LANES : 
 // then the chunk, then, of a whole head, whether the lane copies.
 constexpr bool IN_ORDER = TEAM <= 32
     && (TRANSFORMS_ALL
-            ? TEAM == LANES && (REST == 0 || (REST == ROTARY_DIM && ROTARY_OFFSET == 0 && COPY_ACCESSES == 2))
+            ? TEAM == LANES && (REST == 0 || ALIKE)
             : TRANSFORMS_ROTARY || (COPY_ACCESSES == 2 && ROTARY_LANES % COPY_LANES == 0));
 
 __device__ __forceinline__ void sync_team() {

@@ -201,6 +201,28 @@ def test_once_is_torchs_rms_norm(dtype: torch.dtype, device: str, dim: int, word
         assert in_place[1] is k
 
 
+PARTS = [(256, 64), (256, 32), (128, 64), (128, 16), (64, 32)]
+
+
+@pytest.mark.parametrize(("dim", "rotary_dim"), PARTS)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.gpu)])
+def test_partly_rotated_heads_have_the_hosts_bits(device: str, dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
+    """Few tokens and many: each launch. Twice, on a GPU, for heads of 128."""
+    for tokens, rounding in ((3, "once"), (2048, "once"), (3, "twice"), (2048, "twice")):
+        if rounding == "twice" and device != "cpu" and dim != 128:
+            continue
+        q, k, q_weight, k_weight = tensors(device, dtype, (1, tokens, 6, dim), (1, tokens, 2, dim), (dim,), (dim,))
+        tables = tables_of(device, tokens, rotary_dim // 2)
+        if rounding == "once":
+            normed = [F.rms_norm(x, (dim,), w, 1e-6) for x, w in ((q, q_weight), (k, k_weight))]
+        else:
+            with torch.no_grad():
+                normed = [host_norm("qwen3", dim, w)(x) for x, w in ((q, q_weight), (k, k_weight))]
+        want = jitrope.apply_rope(*normed, *tables, rotary_dim=rotary_dim)
+        assert_equal(norm_rope(q, k, q_weight, k_weight, *tables, norm_rounding=rounding, rotary_dim=rotary_dim), want)
+
+
 def host_norm(name: str, dim: int, weight: torch.Tensor) -> torch.nn.Module:
     """A library's own RMSNorm."""
     if name == "diffusers":

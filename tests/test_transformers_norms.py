@@ -135,16 +135,16 @@ def test_norms_that_autocast_changes() -> None:
 
 @pytest.mark.gpu
 def test_norms_that_autocast_of_a_gpu_changes() -> None:
-    """It computes torch's own norms in fp32."""
-    torch.cuda.init()
-    for module, devices in (
-        (Qwen3RMSNorm(16), ("cpu", "cuda")),
-        (nn.RMSNorm(8), ("cpu",)),
-        (nn.LayerNorm(8), ("cpu",)),
-    ):
+    """It computes LayerNorm in fp32, and torch's RMSNorm in some versions."""
+    x = torch.ones(2, 8, device="cuda", dtype=torch.bfloat16)
+    for module in (Qwen3RMSNorm(8), nn.RMSNorm(8), nn.LayerNorm(8)):
         form = _norms.recognise(module)
         assert isinstance(form, _norms.NormForm)
-        assert form.autocast == devices
+        with torch.autocast("cuda", torch.bfloat16):
+            kept = module.to(x)(x).dtype == x.dtype
+        assert form.autocast == (("cpu", "cuda") if kept else ("cpu",))
+        assert kept or type(module) is not Qwen3RMSNorm
+        assert not kept or type(module) is not nn.LayerNorm
 
 
 # ---- code ----------------------------------------------------------------------------------------------

@@ -151,8 +151,9 @@ def _same(form: NormForm, module: nn.Module) -> bool:
 def _same_in_autocast(form: NormForm, module: nn.Module) -> tuple[str, ...]:
     """The types of devices on which autocast leaves a norm's results as they are.
 
-    CUDA's autocast computes `torch.nn.RMSNorm` and LayerNorm in fp32, the CPU's does not. So the norm is called on
-    both, but on a GPU only if CUDA is in use already: a process that has begun CUDA cannot be forked.
+    CUDA's autocast computes `torch.nn.LayerNorm` in fp32, and RMSNorm in some versions of torch; the CPU's does not.
+    So the norm is called on both, but on a GPU only if CUDA is in use already: a process that has begun CUDA cannot
+    be forked.
     """
     half = (torch.bfloat16, torch.float16)
     dtypes = [(x, x) for x in (*half, torch.float32)] + [(x, torch.float32) for x in half if form.mixed]

@@ -170,7 +170,7 @@ def plan(problem: RopeProblem) -> Plan:
     one_row = tiled and p.batch == 1  # elsewhere the division is free, and this saves a kernel
     spec = replace(spec, launch=launch, one_step=one_step, one_row=one_row)
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
-    short = p.full_width or p.freqs or p.rounding == "complex128"  # of registers
+    short = ((p.full_width or p.freqs) and not spec.shares_angles) or p.rounding == "complex128"  # of registers
     if p.norm and not tiled:
         threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
         threads = min(threads, SHORT_THREADS_PER_SM) if short else threads
@@ -210,10 +210,12 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
 def has_ring(spec: RopeSpec) -> bool:
     """Whether the next heads of a block with a norm are on their way while it works on others.
 
-    Some kernels have no registers for it: the gradients of biases, of rows across heads and with angles, and gates.
+    Some kernels have no registers for it: the gradients of biases, of rows across heads and with angles that are not
+    shared, and gates.
     """
     access, item = spec.vec * ITEM_SIZES[spec.dtype], ITEM_SIZES[spec.dtype]
-    full = spec.gated or (spec.gradient and (spec.biased or spec.across_heads or spec.freqs))
+    angles = spec.freqs and not spec.shares_angles
+    full = spec.gated or (spec.gradient and (spec.biased or spec.across_heads or angles))
     if full or not spec.one_step or access < MIN_RING_ACCESS:
         return False
     of_thread = (2 if spec.gradient else 1) * spec.heads_per_thread * spec.chunks * spec.chunk * item
@@ -221,10 +223,11 @@ def has_ring(spec: RopeSpec) -> bool:
 
 
 def shared_by_stages(spec: RopeSpec) -> int:
-    """Bytes of shared memory that a transform and the scales of groups take at most."""
+    """Bytes of shared memory that a transform, the scales of groups and shared angles take at most."""
     teams = spec.threads // spec.team
     transformed = teams * spec.head_dim * 4 if spec.hadamard else 0
-    return transformed + (teams * spec.head_dim // spec.vec * 4 if spec.dynamic else 0)
+    angles = 4 * spec.rotary_dim * spec.tokens_per_block * 4 if spec.shares_angles else 0
+    return transformed + angles + (teams * spec.head_dim // spec.vec * 4 if spec.dynamic else 0)
 
 
 def _heads_per_thread(p: RopeProblem, most: int) -> int:

@@ -205,14 +205,16 @@ class RopeSpec(Compiled, Spec):
 
     @property
     def copy_accesses(self) -> int:
-        """Accesses of a thread that only copies.
+        """Accesses of a thread that does not rotate.
 
-        Two, as many as a thread that rotates has, if what is copied is in one piece. A norm adds in the order of one.
+        Two, as many as a thread that rotates has, if the rest of the head is in one piece. With a norm, only if the
+        rest is laid out as the rotated part is: the order of the sum depends on it.
         """
         in_one_piece = self.copied % (2 * self.vec) == 0 and self.rotary_offset in (0, self.copied)
+        alike = self.rotary_offset == 0 and self.copied % self.rotary_dim == 0 and self.copied > 0
         two_each = self.chunks == 2 and self.chunk == self.vec
-        wanted = self.hadamard or self.dynamic or not self.norm
-        return 2 if wanted and in_one_piece and two_each else 1
+        sums = self.norm and not (self.hadamard or self.dynamic)
+        return 2 if two_each and (alike if sums else in_one_piece) else 1
 
     @property
     def chunk(self) -> int:
@@ -223,6 +225,14 @@ class RopeSpec(Compiled, Spec):
     def team(self) -> int:
         """Threads of a head: its lanes; with a norm, also idle threads up to a power of two."""
         return 1 << (self.lanes - 1).bit_length() if self.norm else self.lanes
+
+    @property
+    def shares_angles(self) -> bool:
+        """Whether the threads of a token find its angles together, with a norm. A block without one always does."""
+        long = self.freqs or (len(self.mrope_section) > 1 and self.table_vec == 1 and not self.gradient)
+        own = self.per_head or self.two_tables or self.across_heads or self.rounding == "complex128"
+        several = self.launch == "token_linear" and self.team * self.heads_per_block >= self.rotary_dim // 2
+        return self.norm and long and several and not own
 
     @property
     def threads(self) -> int:
@@ -289,6 +299,7 @@ class RopeSpec(Compiled, Spec):
             "transform_dim": end - begin,
             "norm_rounding": self.norm_rounding.upper(),
             "norm_kind": self.norm_kind.upper(),
+            "shares_angles": self.shares_angles,
             "row_q_heads": q_heads,
             "row_k_heads": k_heads,
         }
