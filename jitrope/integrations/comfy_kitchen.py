@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -60,7 +59,7 @@ def apply_rope(
 
 
 def apply_rope1(x: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inplace: bool = False) -> Tensor:
-    """`apply_rope` of one tensor, (B, H, S, D) or (B, S, H, D).
+    """`apply_rope` of one tensor, (B, H, S, D) or (B, S, H, D), with its errors.
 
     >>> table = torch.eye(2).expand(1, 1, 16, 32, 2, 2)  # no rotation
     >>> x = jitrope_comfy_kitchen.apply_rope1(torch.randn(1, 8, 16, 64), table)
@@ -112,7 +111,7 @@ def rms_rope1(
     split_half: bool = False,
     inplace: bool = False,
 ) -> Tensor:
-    """`rms_rope` of one tensor, (B, H, S, D) or (B, S, H, D); scale is (D).
+    """`rms_rope` of one tensor, (B, H, S, D) or (B, S, H, D), with its errors; scale is (D).
 
     >>> table = torch.eye(2).expand(1, 1, 16, 32, 2, 2)
     >>> x = jitrope_comfy_kitchen.rms_rope1(torch.randn(1, 8, 16, 64), table, torch.ones(64))
@@ -202,21 +201,12 @@ def _next(name: str, **arguments: Any) -> Any:
     return function(**arguments)
 
 
-@dataclass(repr=False)
-class Report(_host.Report):
-    """The result of `enable`, as for every host; its functions are those of a backend in the registry.
-
-    >>> jitrope_comfy_kitchen.Report().calls
-    {'jitrope': 0, 'host': 0}
-    """
-
-    host: str = HOST
-
+class _Report(_host.Report):
     def _active(self) -> bool:
         return bool(_registry().is_available(BACKEND))
 
 
-def enable() -> Report:
+def enable() -> _host.Report:
     """Register jitrope as the first backend for rope. Calls that it refuses go to the registry's next one.
 
     Raises:
@@ -225,7 +215,7 @@ def enable() -> Report:
     """
     registry, rules = _registry(), _host.load(HOST, f"{HOST}.constraints")
     known = registry.list_backends()["eager"]["capabilities"]
-    report = Report()
+    report = _Report(HOST)
     report.replaced = {f"{HOST}.{name}": "jitrope" for name in FUNCTIONS if name in known}
     report.left = {f"{HOST}.{name}": "this version has no such function" for name in FUNCTIONS if name not in known}
     if not report.replaced:
