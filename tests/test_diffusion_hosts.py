@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import types
+import zipfile
 from itertools import product
 from typing import Any
 
@@ -10,10 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from jitrope.integrations import comfy_kitchen
+import jitrope
+from jitrope.integrations import comfy_kitchen, sglang_diffusion, vllm_omni
 
+from .devices import DEVICES
 from .host.backend import DEVICE
-from .hosts import missing
+from .hosts import HOSTS, missing, stand_in
+from .test_serving_fused import COMMANDS, near, normed
+from .test_serving_hosts import same, table, turn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -171,3 +178,223 @@ def test_comfy_kitchen_signatures(ck: Any, name: str) -> None:
     words = [(p.name, p.default) for p in ours]
     assert words[: len(host)] == [(p.name, p.default) for p in host]
     assert words[len(host) :] in ([], [("rot_dim", 0)])
+
+
+# ---- files of wheels that cannot be installed ----------------------------------------------------
+
+
+def files(host: str) -> zipfile.ZipFile:
+    wheels = sorted(HOSTS.glob(f"{host}-*.whl"))
+    if not wheels:
+        missing(COMMANDS[host])
+    return zipfile.ZipFile(wheels[-1])
+
+
+def run_file(wheel: zipfile.ZipFile, patch: pytest.MonkeyPatch, name: str) -> Any:
+    """A module of the wheel, in whose package the other modules are stand-ins."""
+    module = stand_in(patch, name)
+    exec(compile(wheel.read(f"{name.replace('.', '/')}.py"), f"{name}.py", "exec"), vars(module))
+    return module
+
+
+def plain(**names: Any) -> Any:
+    return types.SimpleNamespace(**names)
+
+
+# ---- vLLM-Omni -----------------------------------------------------------------------------------
+
+LAYERS = "vllm_omni.diffusion.layers"
+
+
+@pytest.fixture
+def omni(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM-Omni's own rope.py, fused_qk_rope.py and fused_qk_norm_rope.py, with stand-ins for vLLM, whose CPU build is
+    too large for CI. The layers take the path of a GPU, where FlashAttention's function is a stand-in, too."""
+    if importlib.util.find_spec("einops") is None:
+        missing("pip install einops, which vLLM-Omni's rope.py needs")
+    others = {f"is_{name}": lambda: False for name in ("rocm", "npu", "xpu", "musa")}
+    platform = plain(**others, is_cuda=lambda: True, device_type="cuda")
+    stand_in(monkeypatch, "vllm_omni.platforms").current_omni_platform = platform
+    stand_in(monkeypatch, "vllm_omni.diffusion").envs = None
+    stand_in(monkeypatch, "vllm.logger").init_logger = lambda name: None
+    stand_in(monkeypatch, "vllm.platforms").current_platform = platform
+    vars(stand_in(monkeypatch, "vllm.triton_utils")).update(HAS_TRITON=False, tl=None, triton=None)
+    stand_in(monkeypatch, "vllm.utils.torch_utils").direct_register_custom_op = lambda **words: None
+    flash = stand_in(monkeypatch, "vllm.vllm_flash_attn.layers.rotary")
+    with files("vllm_omni") as wheel:
+        run_file(wheel, monkeypatch, f"{LAYERS}.custom_op")
+        found = {name: run_file(wheel, monkeypatch, f"{LAYERS}.{name}") for name in ("rope", "fused_qk_rope")}
+        found["norm"] = run_file(wheel, monkeypatch, f"{LAYERS}.fused_qk_norm_rope")
+    flash.apply_rotary_emb = lambda x, cos, sin, **words: found["rope"].apply_rotary_emb_torch(x, cos, sin, **words)
+    return plain(**found, flash=flash)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_omni_layer(omni: Any, device: str, neox: bool, wide: bool) -> None:
+    """The layer RotaryEmbedding, alone and in `apply_rope_to_qk`, with a batch axis and without, on parts of heads."""
+    cos, sin = (t.to(device) for t in table(S, 32).chunk(2, -1))
+    if wide:
+        cos, sin = (torch.cat((t, t), -1) if neox else t.repeat_interleave(2, -1) for t in (cos, sin))
+    for shape in ((B, S, 4, D), (S, 4, D)):
+        q, k = (random(*shape, seed=i).to(device) for i in range(2))
+        stock = omni.rope.RotaryEmbedding(neox, half_head_dim=not wide)
+        want = [stock(x, cos, sin) for x in (q, k)]
+        with vllm_omni.enable() as report:
+            ours = omni.rope.RotaryEmbedding(neox, half_head_dim=not wide)
+            assert all(near(ours(x, cos, sin), y) for x, y in zip((q, k), want))
+            for tables in ((cos, sin), (cos[None], sin[None])):
+                assert all(map(near, omni.rope.apply_rope_to_qk(ours, q, k, tables), want))
+            assert omni.rope.apply_rope_to_qk(ours, q, k, None) == (q, k)
+        assert report.calls == {"jitrope": 5, "host": 0}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_omni_fused(omni: Any, device: str) -> None:
+    """Wan's layer, norm and rope against the host's eager functions, and q and k by the formula of its kernel."""
+    q, k = (random(S, heads, D, seed=heads).bfloat16().to(device) for heads in (4, 2))
+    weights = [(random(D, seed=i) + 1).bfloat16().to(device) for i in range(2)]
+    wan, cache = omni.rope.RotaryEmbeddingWan(half_head_dim=True), table(S, D).to(device)
+    cos, sin = cache.chunk(2, -1)
+    wanted = wan.forward_native(q[None], cos[:, None], sin[:, None])
+    norms = {
+        (rotary, interleaved): omni.norm.fused_qk_norm_rope(
+            q, k, *weights, table(S, rotary).to(device), 1e-6, interleaved=interleaved
+        )
+        for rotary, interleaved in ((D, True), (32, True))
+    }
+    with vllm_omni.enable() as report:
+        got = omni.rope.RotaryEmbeddingWan(half_head_dim=True)(q[None], cos, sin)
+        assert same(got, wanted)
+        for (rotary, interleaved), want in norms.items():
+            given = *weights, table(S, rotary).to(device), 1e-6
+            got = omni.norm.fused_qk_norm_rope(q, k, *given, rotary_dim=rotary, interleaved=interleaved)
+            assert all(near(a, b, 1e-2) for a, b in zip(got, want))
+        wide = [t.repeat_interleave(2, -1) for t in (cos, sin)]
+        got = omni.fused_qk_rope.fused_qk_rope(q[None], k[None], *wide)
+        assert all(same(a, turn(x[None].cpu(), table(S, D), False).bfloat16()) for a, x in zip(got, (q, k)))
+        assert report.calls == {"jitrope": 4, "host": 0}
+        with pytest.raises(ValueError, match="Expected rope_table"):  # the host's own refusal
+            omni.norm.fused_qk_norm_rope(q, k, *weights, table(S + 1, D).to(device), 1e-6)
+        assert report.calls == {"jitrope": 4, "host": 1}
+
+
+def test_flash_attention_words() -> None:
+    """Offsets, packed sequences and in place, as FlashAttention's function takes them."""
+    x, cache = random(B, S, 4, D), table(S + 5, 32)
+    tables = cache.chunk(2, -1)
+    want = turn(x, cache[3 : S + 3].expand(B, -1, -1), True)
+    assert near(vllm_omni.apply_rotary_emb(x, *tables, seqlen_offsets=3), want)
+    assert near(vllm_omni.apply_rotary_emb(x, *tables, seqlen_offsets=torch.tensor([3, 3])), want)
+    ends = torch.tensor([0, S, 2 * S], dtype=torch.int32)
+    starts = torch.tensor([3, 3])
+    got = vllm_omni.apply_rotary_emb(x.flatten(0, 1), *tables, seqlen_offsets=starts, cu_seqlens=ends, max_seqlen=S)
+    assert near(got, want.flatten(0, 1))
+    assert vllm_omni.apply_rotary_emb(x, *tables, True, inplace=True, seqlen_offsets=3) is x
+
+
+# ---- SGLang's diffusion models -------------------------------------------------------------------
+
+
+@pytest.fixture
+def sgl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's own rotary_embedding/utils.py, with stand-ins for its kernels and its other modules."""
+    layers, kernels = sglang_diffusion._LAYERS, sglang_diffusion._ROPE
+    for name in (f"{kernels}.rotary_triton", f"{kernels}.qknorm_rope_jit", f"{layers}.layernorm"):
+        module = stand_in(monkeypatch, name)
+        for at in sglang_diffusion._FUNCTIONS:
+            if at.startswith(f"{name}:"):
+                setattr(module, at.split(":")[1], lambda *a, **words: "host")
+    stand_in(monkeypatch, "sglang.kernels.kernel_api_logging").debug_kernel_api = lambda f: f
+    stand_in(monkeypatch, "sglang.kernels.ops.diffusion").apply_rotary_embedding = None
+    platform = plain(is_cuda=lambda: False, is_npu=lambda: False)
+    stand_in(monkeypatch, "sglang.multimodal_gen.runtime.platforms").current_platform = platform
+    logger = plain(warning_once=lambda *a: None)
+    stand_in(monkeypatch, "sglang.multimodal_gen.runtime.utils.logging_utils").init_logger = lambda name: logger
+    stand_in(monkeypatch, "sglang.srt.utils.custom_op").register_custom_op_from_extern = None
+    with files("sglang") as wheel:
+        return run_file(wheel, monkeypatch, f"{layers}.rotary_embedding.utils")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("neox", [False, True])
+def test_sglang_rope(sgl: Any, device: str, neox: bool) -> None:
+    """q and k, of grouped heads and of packed QKV, by the host's own torch code; in place if contiguous."""
+    cache, ids = table(20, 32).to(device), torch.randint(20, (B * S,), generator=torch.Generator().manual_seed(3))
+    buffer = random(B, S, 6, D).to(device)
+    for q, k in ((buffer[:, :, :4], buffer[:, :, 4:]), (random(B, S, 4, D).to(device), random(B, S, 2, D).to(device))):
+        for positions in (None, ids.to(device)):
+            given = [q.clone(), k.clone()]
+            want = sgl.apply_flashinfer_rope_qk_inplace(*given, cache, is_neox=neox, positions=positions)
+            inputs = [x.clone() if x.is_contiguous() else x for x in (q, k)]
+            with sglang_diffusion.enable() as report:
+                got = sgl.apply_flashinfer_rope_qk_inplace(
+                    *inputs, cache, is_neox=neox, positions=positions, head_size=D
+                )
+            assert report.calls == {"jitrope": 1, "host": 0}
+            assert all(map(near, got, want))
+            assert all((a.data_ptr() == x.data_ptr()) == x.is_contiguous() for a, x in zip(got, inputs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exact", [False, True])
+def test_sglang_norm_rope(device: str, dtype: torch.dtype, exact: bool) -> None:
+    """All three functions with norms; exact: the normalised elements are rounded first, as by torch.nn.RMSNorm."""
+    cache, ids = table(20, 32), torch.randint(20, (B * S,), generator=torch.Generator().manual_seed(3))
+    qk = [random(B, S, heads, D, seed=heads).to(dtype) for heads in (4, 2)]
+    weights = [(random(D, seed=i) + 1).to(dtype) for i in range(2)]
+    rows = cache[ids].unflatten(0, (B, S))
+    heads = [normed(x.float(), w.float()) for x, w in zip(qk, weights)]
+    want = [turn(x.to(dtype) if exact else x, rows, True).to(dtype) for x in heads]
+    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    norms = [plain(weight=w.to(device), variance_epsilon=1e-6) for w in weights]
+    words: dict[str, Any] = {"is_neox": True, "round_norm_before_rope": exact}
+    cache, ids = cache.to(device), ids.to(device)
+    for table_, full in ((cache, False), (torch.cat([t.repeat(1, 2) for t in cache.chunk(2, -1)], -1), True)):
+        given = [x.to(device, copy=True) for x in qk]
+        words["cache_has_full_width"] = full
+        got = sglang_diffusion.apply_qk_norm_rope(*given, *norms, D, table_, positions=ids, **words)
+        assert all(near(a, b, tolerance) for a, b in zip(got, want))
+        assert all(a.data_ptr() == x.data_ptr() for a, x in zip(got, given))
+        given = [x.flatten(0, 1).to(device, copy=True) for x in qk]
+        ends = norms[0].weight, norms[1].weight, table_, ids
+        fresh = [torch.empty_like(x) for x in given]
+        sglang_diffusion.fused_qknorm_rope_out_of_place(*given, *fresh, *ends, rope_dim=32, head_dim=D, **words)
+        sglang_diffusion.fused_inplace_qknorm_rope(*given, *ends, rope_dim=32, head_dim=D, **words)
+        for got in (fresh, given):
+            assert all(near(a, b.flatten(0, 1), tolerance) for a, b in zip(got, want))
+    shifted = sglang_diffusion.apply_qk_norm_rope(
+        *(x.to(device) for x in qk), *norms, D, cache, position_offset=5, allow_inplace=False, is_neox=True
+    )
+    want = [turn(x, cache.cpu()[5 : S + 5].expand(B, -1, -1), True) for x in heads]
+    assert all(near(a, b, tolerance) for a, b in zip(shifted, want))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sglang_rotary_embedding(device: str) -> None:
+    """Neighbours, by tables of half a head and, with `interleaved`, of a whole one, where neighbours are equal."""
+    cos, sin = table(S, D).to(device).chunk(2, -1)
+    wide = [t.repeat_interleave(2, -1) for t in (cos, sin)]
+    for x in (random(B, S, 4, D).to(device), random(S, 4, D).to(device)):
+        want = turn(x.cpu(), table(S, D).expand(*x.shape[:-2], -1), False)
+        assert near(sglang_diffusion.apply_rotary_embedding(x, cos, sin), want)
+        assert near(sglang_diffusion.apply_rotary_embedding(x, *wide, interleaved=True), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_norm": plain(weight=torch.ones(D), variance_epsilon=1e-5)}, "one epsilon"),
+        ({"k_norm": plain(weight=torch.ones(D), variance_epsilon=1e-6, variance_size_override=8)}, "a part of a head"),
+        ({"positions": torch.arange(S)}, r"positions have shape \(7,\); q has 2 x 7 tokens"),
+        ({"head_dim": 32}, "head_dim"),
+    ],
+)
+def test_sglang_refusals(change: dict[str, Any], message: str) -> None:
+    norm = plain(weight=torch.ones(D), variance_epsilon=1e-6)
+    q = random(B, S, 4, D)
+    words = {"q": q, "k": q, "q_norm": norm, "k_norm": norm, "head_dim": D, "cos_sin_cache": table(S, D), **change}
+    with pytest.raises(jitrope.InvalidInput, match=message):
+        sglang_diffusion.apply_qk_norm_rope(**words)
