@@ -32,6 +32,7 @@ COMMANDS = {
     "sglang": "pip download --no-deps --only-binary :all: -d build/hosts sglang==0.5.23",
     "flashinfer_python": "pip download --no-deps -d build/hosts flashinfer-python==0.7.2.post1",
     "vllm_omni": "pip download --no-deps --only-binary :all: -d build/hosts vllm-omni==0.30.0",
+    "xfuser": "pip download --no-deps --only-binary :all: -d build/hosts xfuser==0.7.0",
 }
 
 
