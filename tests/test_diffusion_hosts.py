@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.integrations import comfy_kitchen, sglang_diffusion, vllm_omni, xfuser
+from jitrope.integrations import comfy_kitchen, lightx2v, sglang_diffusion, vllm_omni, xfuser
 from jitrope.integrations import diffusers as jitrope_diffusers
 
 from .devices import DEVICES
@@ -446,6 +446,60 @@ def test_xdit(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
             assert same(getattr(holder, name)(*arguments, **words), want)
         assert report.calls == {"jitrope": 1, "host": 0}
     assert holder.apply_rotary_emb is embeddings.apply_rotary_emb
+
+
+# ---- LightX2V ------------------------------------------------------------------------------------
+
+
+class Template:
+    """The published attributes of its RopeTemplate; the library is not on the package index."""
+
+    def __init__(self, layout: str = "interleaved", compute_dtype: torch.dtype = torch.float32) -> None:
+        self.layout, self.compute_dtype = layout, compute_dtype
+
+
+class Theirs(Template):
+    """In the place of its two classes in torch."""
+
+    def apply_single(self, x: Tensor, freqs: Any, **words: Any) -> Tensor:
+        return x * 0
+
+
+@pytest.fixture
+def ropes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Its register, as a dict."""
+    stand_in(monkeypatch, "lightx2v.common.ops.rope.template").RopeTemplate = Template
+    found: dict[str, Any] = {"torch_complex_rope": Theirs, "torch_real_rope": Theirs}
+    stand_in(monkeypatch, "lightx2v.utils.registry_factory").ROPE_REGISTER = found
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["interleaved", "split_half"])
+def test_lightx2v(ropes: dict[str, Any], device: str, layout: str) -> None:
+    """Every form of a table, whole and partial heads, and rows by positions; others are left to the host."""
+    cache, halves = table(S, 32), layout == "split_half"
+    q, k = (random(S, heads, D, seed=heads) for heads in (4, 2))
+    want = [turn(x, cache, halves) for x in (q, k)]
+    q, k, cache = q.to(device), k.to(device), cache.to(device)
+    cos, sin = cache.chunk(2, -1)
+    wide = tuple(t.repeat(1, 2) if halves else t.repeat_interleave(2, -1) for t in (cos, sin))
+    forms = [torch.complex(cos, sin), torch.complex(cos, sin)[:, None], (cos, sin), wide, cache]
+    with lightx2v.enable() as report:
+        rope = ropes["jitrope_rope"](layout=layout)
+        for freqs in forms:
+            assert all(map(near, rope.apply(q, k, freqs, rotary_dim=32), want))
+        assert near(rope.apply_single(q, (cos, sin), rotary_dim=32, unsqueeze_dim=-2), want[0])
+        ids = torch.arange(S - 1, -1, -1)
+        got = rope.apply(q, k, cache, positions=ids.to(device), rotary_dim=32)
+        assert all(near(a, turn(x.cpu(), cache.cpu()[ids], halves)) for a, x in zip(got, (q, k)))
+        assert report.calls == {"jitrope": 7, "host": 0}
+        for left in (rope.apply(q, k, (cos[1:], sin[1:]), rotary_dim=32), rope.apply(q, k, cache, unsqueeze_dim=0)):
+            assert not any(x.any() for x in left)
+        ropes["jitrope_rope"](layout=layout, compute_dtype=torch.float64).apply_single(q, cache, rotary_dim=32)
+        assert report.calls == {"jitrope": 7, "host": 3}
+    assert set(ropes) == {"torch_complex_rope", "torch_real_rope"}
+    assert "(disabled)" in str(report)
 
 
 # ---- cache-dit -----------------------------------------------------------------------------------

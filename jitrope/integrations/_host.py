@@ -204,6 +204,16 @@ class Report:
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
 
 
+@dataclass(repr=False)
+class Registered(Report):
+    """The report of a host with a registry, in which no function is replaced. there: whether ours are in it now."""
+
+    there: Callable[[], bool] = bool
+
+    def _active(self) -> bool:
+        return self.there()
+
+
 def counted(count: int, noun: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

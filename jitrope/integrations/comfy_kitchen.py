@@ -201,11 +201,6 @@ def _next(name: str, **arguments: Any) -> Any:
     return function(**arguments)
 
 
-class _Report(_host.Report):
-    def _active(self) -> bool:
-        return bool(_registry().is_available(BACKEND))
-
-
 def enable() -> _host.Report:
     """Register jitrope as the first backend for rope. Calls that it refuses go to the registry's next one.
 
@@ -215,7 +210,7 @@ def enable() -> _host.Report:
     """
     registry, rules = _registry(), _host.load(HOST, f"{HOST}.constraints")
     known = registry.list_backends()["eager"]["capabilities"]
-    report = _Report(HOST)
+    report = _host.Registered(HOST, there=lambda: bool(registry.is_available(BACKEND)))
     report.replaced = {f"{HOST}.{name}": "jitrope" for name in FUNCTIONS if name in known}
     report.left = {f"{HOST}.{name}": "this version has no such function" for name in FUNCTIONS if name not in known}
     if not report.replaced:
