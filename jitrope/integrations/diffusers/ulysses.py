@@ -20,7 +20,7 @@ from .norms import Norms, Parts, Words, refuse_mixed
 def ranks_of(processor: Any, attend: Callable[..., Any], mask: Any, *streams: Parts) -> int:
     """The number of ranks, if q, k and v can be written as they are sent; 0: the host makes what it sends.
 
-    That is the case without a gradient, a mask, a ring, uneven sequences and compilation.
+    It does so with a gradient, a mask, a ring, uneven sequences or heads, and under `torch.compile`.
     """
     config: Any = getattr(processor._parallel_config, "context_parallel_config", None)
     if config is None or mask is not None or torch.is_grad_enabled() or torch.compiler.is_compiling():
