@@ -24,7 +24,7 @@ import torch
 import jitrope
 from jitrope.integrations import _host
 from jitrope.integrations import diffusers as integration
-from jitrope.integrations.diffusers import forms, sites
+from jitrope.integrations.diffusers import forms, norms, sites, ulysses
 from tests.said import said
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
@@ -828,24 +828,33 @@ import torch, torch.distributed as dist, torch.multiprocessing
 torch.accelerator.device_count = lambda: 2  # diffusers asks for it even where gloo and a CPU do
 import diffusers
 from jitrope.integrations import diffusers as integration
+from jitrope.integrations.diffusers import fused
 from tests.diffusion_zoo import MODELS, prepared
+
+written = []  # one for each attention whose q, k and v were written as they are sent
+sent = fused.sent
+fused.sent = lambda *given, **words: written.append(1) or sent(*given, **words)
 
 def work(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    for name in ("FluxTransformer2DModel", "WanTransformer3DModel"):
-        check(name)
+    for name, self_attentions in (("Flux", 3), ("Wan", 2), ("QwenImage", 2)):
+        check(f"{name}Transformer{2 + (name == 'Wan')}DModel", self_attentions)
     dist.destroy_process_group()
 
-def check(name):
+def check(name, self_attentions):
     model, inputs = prepared(MODELS[name])
+    if "Qwen" in name:  # diffusers needs equal parts of the text, and a mask would be left to it
+        inputs.update(encoder_hidden_states=inputs["encoder_hidden_states"][:, :6], encoder_hidden_states_mask=None)
     with torch.no_grad():
         alone = model(**inputs, return_dict=False)[0]
         model.set_attention_backend("native")
         model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
         stock = model(**inputs, return_dict=False)[0]
         for fuse_norm in (False, True):
+            written.clear()
             with integration.enable(model, fuse_norm=fuse_norm) as report:
                 assert torch.equal(model(**inputs, return_dict=False)[0], stock)
+            assert len(written) == fuse_norm * self_attentions, written
             assert report.calls["host"] == 0, report
             assert report.calls["jitrope"] == (0 if fuse_norm else MODELS[name].rotations), report
     torch.testing.assert_close(stock, alone)
@@ -857,10 +866,31 @@ if __name__ == "__main__":
 
 
 def test_context_parallel(tmp_path) -> None:
-    """Two processes with Ulysses: diffusers' hooks split the tables, and rope runs on a rank's rows."""
+    """Two processes with Ulysses: diffusers' hooks split the tables, and rope runs on a rank's rows. With fused norms
+    it writes q, k and v in the order of the ranks."""
     script = tmp_path / "work.py"
     script.write_text(CONTEXT_PARALLEL)
     run(script, tmp_path / "store", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("own", [False, True], ids=["common tables", "own tables"])
+def test_what_ulysses_sends(device, own) -> None:
+    """The bits of the launch that joins two streams, or of the call of one: a group of heads for each rank."""
+    tables = [tuple(t.to(device) for t in full_tables(n, 64)) for n in (5, 6, 11)]
+    ropes = [{"cos": cos, "sin": sin, "interleaved": True} for cos, sin in tables]
+    streams = [[torch.randn(2, n, 4, 64, device=device).bfloat16() for _ in "qkv"] for n in (5, 6)]
+    weights = [torch.rand(64, device=device).bfloat16() for _ in range(4)]
+    found = norms.Norms(weights, {"eps": 1e-6, "rounding": "twice"})
+    rope = norms.beside(*ropes[:2]) if own else ropes[2]
+    with torch.no_grad():
+        got = ulysses.sent(found, streams, rope, 2)
+        want = norms.joint(found, *streams, rope)
+        assert all(torch.equal(x, torch.stack(y.chunk(2, 2))) for x, y in zip(got, want))
+        assert all(x.is_contiguous() for x in got)
+        got = ulysses.sent(found, streams[:1], ropes[0], 4)
+        want = *norms.norm_rope(found, *streams[0][:2], ropes[0]), streams[0][2]
+        assert all(torch.equal(x, torch.stack(y.chunk(4, 2))) for x, y in zip(got, want))
 
 
 @pytest.mark.parametrize("name", ["QwenImageTransformer2DModel", "WanTransformer3DModel"])

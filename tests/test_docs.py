@@ -29,7 +29,7 @@ MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
 
 # Modules that the machine that builds the reference may lack.
 ABSENT = """
-cupy cupy_backends deepspeed diffusers kernels
+comfy_kitchen cupy cupy_backends deepspeed diffusers kernels
 megatron sgl_kernel sglang torchtitan transformer_engine transformers vllm
 """
 BUILD = f"""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.integrations import flashinfer, sglang, vllm
+from jitrope.integrations import flashinfer, sglang, sglang_diffusion, vllm, vllm_omni
 
 from .devices import DEVICES
 from .hosts import HOSTS, missing
@@ -31,6 +31,8 @@ COMMANDS = {
     "vllm": "pip download --no-deps --only-binary :all: -d build/hosts vllm==0.33.0",
     "sglang": "pip download --no-deps --only-binary :all: -d build/hosts sglang==0.5.23",
     "flashinfer_python": "pip download --no-deps -d build/hosts flashinfer-python==0.7.2.post1",
+    "vllm_omni": "pip download --no-deps --only-binary :all: -d build/hosts vllm-omni==0.30.0",
+    "xfuser": "pip download --no-deps --only-binary :all: -d build/hosts xfuser==0.7.0",
 }
 
 
@@ -270,9 +272,13 @@ def test_refusals(call: Callable[[], Any], message: str) -> None:
 # ---- signatures ----------------------------------------------------------------------------------
 
 PLACES = {
-    "vllm": (vllm, vllm._FUSED),
-    "sglang": (sglang, {at: ours for at, ours in sglang._FUNCTIONS.items() if "attention." in at}),
-    "flashinfer_python": (flashinfer, flashinfer._FUNCTIONS),
+    "vllm": vllm._FUSED,
+    "sglang": {
+        **{at: ours for at, ours in sglang._FUNCTIONS.items() if "attention." in at},
+        **sglang_diffusion._FUNCTIONS,
+    },
+    "flashinfer_python": flashinfer._FUNCTIONS,
+    "vllm_omni": {at: ours for at, ours in vllm_omni._FUNCTIONS.items() if "vllm_omni" in at},
 }
 
 
@@ -285,7 +291,7 @@ def test_signatures(host: str) -> None:
     if not wheels:
         missing(COMMANDS[host])
     with zipfile.ZipFile(wheels[-1]) as wheel:
-        for at, ours in PLACES[host][1].items():
+        for at, ours in PLACES[host].items():
             module, name = at.split(":")
             source = ast.parse(wheel.read(f"{module.replace('.', '/')}.py"))
             theirs = next(n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == name)

@@ -204,6 +204,16 @@ class Report:
         return "\n".join([*rows, *(f"{name}: left alone: {why}" for name, why in self.left.items())])
 
 
+@dataclass(repr=False)
+class Registered(Report):
+    """The report of a host with a registry, in which no function is replaced. there: whether ours are in it now."""
+
+    there: Callable[[], bool] = bool
+
+    def _active(self) -> bool:
+        return self.there()
+
+
 def counted(count: int, noun: str) -> str:
     """`1 call`, `2 calls`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
@@ -215,6 +225,14 @@ _PLACES = {"cuda": "on the GPU", "cpu": "on the CPU in plain torch"}
 def named(module: str, *functions: Function) -> dict[str, Function]:
     """Our functions by the places of a module's functions of the same names."""
     return {f"{module}:{function.__name__}": function for function in functions}
+
+
+def load(host: str, module: str) -> ModuleType:
+    """A module of a host. Raises ImportError if the host is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
 
 
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
@@ -234,11 +252,11 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
     for where in functions:
         module_name, name = where.split(":")
         try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
+            module = load(host, module_name)
+        except ImportError:
             if where in optional:
                 continue
-            raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
+            raise
         if hasattr(module, name):
             found[where] = module, name
         elif where not in optional:

@@ -68,7 +68,12 @@ def _left(reason: str, form: Form, host: Callable[..., Any], *arguments: Any, **
     return host(*arguments, **words)
 
 
-def _rotate(form: Form, host: Callable[..., Any], *arguments: Any, **words: Any) -> tuple[Any, int]:
+def rotated(form: Form, *arguments: Any, **words: Any) -> Any:
+    """The result of a host's function of this form; a call that jitrope refuses raises InvalidInput."""
+    return _rotate(form, None, *arguments, **words)[0]
+
+
+def _rotate(form: Form, host: Any, *arguments: Any, **words: Any) -> tuple[Any, int]:
     q, k, tables, *other = form.read(*arguments, **words)
     form = other[0] if other else form
     q_out, k_out = apply_rope(q, k, layout=form.layout, **options(form, q, tables))

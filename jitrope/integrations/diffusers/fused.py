@@ -30,6 +30,7 @@ from . import forms
 from .forms import WORDS, options, pair
 from .norms import Norms, Parts, Words, beside, joint, no_turn, norm_rope, norm_rope_front, norms_of
 from .twins import host_of
+from .ulysses import exchanged, ranks_of, sent
 
 # ---- shared by processors --------------------------------------------------------------------------------
 
@@ -82,7 +83,23 @@ def _names(processor: Any) -> Any:
 def _attend(processor: Any, q: Tensor, k: Tensor | None, v: Tensor, **words: Any) -> Any:
     """The host's attention: (B, S, H, D)."""
     words = {"backend": processor._attention_backend, "parallel_config": processor._parallel_config, **words}
-    return _names(processor)["dispatch_attention_fn"](q, k, v, **words)
+    attend = _names(processor)["dispatch_attention_fn"]
+    return exchanged(attend, q, k, v, **words) if q.dim() == 5 else attend(q, k, v, **words)
+
+
+def _prepared(processor: Any, mask: Any, norms: Norms, qkv: Parts, rope: Words, *, fresh: bool, **words: Any) -> Parts:
+    """q and k normalised and rotated, and v; words are further ones of `norm_rope`."""
+    if ranks := ranks_of(processor, _names(processor)["dispatch_attention_fn"], mask, qkv):
+        return sent(norms, [qkv], rope, ranks, **words)
+    q, k = norm_rope(norms, *qkv[:2], rope, fresh=fresh, **words)
+    return q, k, qkv[2]
+
+
+def _joined(processor: Any, mask: Any, norms: Norms, first: Parts, second: Parts, rope: Words) -> Parts:
+    """q, k and v of two streams, normalised, rotated and joined."""
+    if ranks := ranks_of(processor, _names(processor)["dispatch_attention_fn"], mask, first, second):
+        return sent(norms, [first, second], rope, ranks)
+    return joint(norms, first, second, rope)
 
 
 def _attended(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **words: Any) -> Any:
@@ -131,22 +148,23 @@ def _out(attn: Any, x: Tensor) -> Tensor:
 # ---- FLUX and FLUX.2: text before image --------------------------------------------------------------------
 
 
-def _flux_qkv(processor: Any, attn: Any, image: Tensor, text: Tensor | None, tables: Any) -> Any:
+def _flux_qkv(processor: Any, attn: Any, image: Tensor, text: Tensor | None, mask: Any, tables: Any) -> Parts:
     """Projections, norms and rope of one or two streams."""
     two = attn.added_kv_proj_dim is not None
     norms = _norms(attn, image, *(("added_q", "added_k") if two else ()), "q", "k")
     q, k, v, *texts = _names(processor)["_get_qkv_projections"](attn, image, text)
     q, k, v = _heads((q, k, v), attn)
     if not two:
-        return *norm_rope(norms, q, k, options(forms.SHARED, q, pair(tables)), fresh=_fresh(attn)), v
+        rope = options(forms.SHARED, q, pair(tables))
+        return _prepared(processor, mask, norms, (q, k, v), rope, fresh=_fresh(attn))
     first = _heads(texts, attn)
     tokens = first[0].shape[1] + q.shape[1]
-    return joint(norms, first, (q, k, v), options(forms.SHARED, q, pair(tables), tokens))
+    return _joined(processor, mask, norms, first, (q, k, v), options(forms.SHARED, q, pair(tables), tokens))
 
 
 def _flux(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: Any, second: bool = False) -> Any:
     """FLUX or FLUX.2. FLUX copies the streams before their output projections."""
-    q, k, v = _flux_qkv(self, attn, image, text, tables)
+    q, k, v = _flux_qkv(self, attn, image, text, mask, tables)
     out = _attended(self, q, k, v, mask)
     if text is None:
         return _out(attn, out) if second else out
@@ -166,8 +184,8 @@ def _flux2_parallel(self: Any, attn: Any, x: Tensor, mask: Any, tables: Any) -> 
     qkv_dim = 3 * attn.inner_dim
     local = qkv_mlp.shape[-1] * qkv_dim // (qkv_dim + attn.mlp_hidden_dim * attn.mlp_mult_factor)
     projected, mlp = torch.split(qkv_mlp, [local, qkv_mlp.shape[-1] - local], dim=-1)
-    q, k, v = _heads(projected.chunk(3, dim=-1), attn)
-    q, k = norm_rope(norms, q, k, options(forms.SHARED, q, pair(tables)))
+    qkv = _heads(projected.chunk(3, dim=-1), attn)
+    q, k, v = _prepared(self, mask, norms, qkv, options(forms.SHARED, qkv[0], pair(tables)), fresh=False)
     out = _attended(self, q, k, v, mask)
     return attn.to_out(torch.cat([out, attn.mlp_act_fn(mlp)], dim=-1))
 
@@ -185,7 +203,7 @@ def _qwen(self: Any, attn: Any, image: Tensor, text: Any, text_mask: Any, mask: 
     norms = _norms(attn, image, "added_q", "added_k", "q", "k")
     texts, images = _heads(_added_qkv(attn, text), attn), _heads(_qkv(attn, image), attn)
     ropes = [options(forms.QWEN, x[0], (table,)) for x, table in zip((images, texts), pair(tables))]
-    q, k, v = joint(norms, texts, images, beside(ropes[1], ropes[0]))
+    q, k, v = _joined(self, mask, norms, texts, images, beside(ropes[1], ropes[0]))
     del texts, images
     out = _attended(self, q, k, v, mask)
     text, image = out[:, : text.shape[1]], out[:, text.shape[1] :]
@@ -205,7 +223,10 @@ def _wan(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
         image, text = text[:, :length], text[:, length:]
     q, k, v = _split(_names(self)["_get_qkv_projections"](attn, x, text), attn)
     rope: Words = {} if tables is None else options(forms.WAN, q, forms.of_pairs(*pair(tables)))
-    q, k = norm_rope(norms, q, k, rope, across_heads=True, fresh=_fresh(attn))
+    if text is None:
+        q, k, v = _prepared(self, mask, norms, (q, k, v), rope, fresh=_fresh(attn), across_heads=True)
+    else:
+        q, k = norm_rope(norms, q, k, rope, across_heads=True, fresh=_fresh(attn))
     parallel = {} if text is None else {"parallel_config": None}
     out = _attended(self, q, k, v, mask, **parallel)
     if norms_of_image is not None:
@@ -224,7 +245,7 @@ def _ltx(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
     norms = _norms(attn, x, "q", "k")
     q, k, v = _split(_qkv(attn, x, source), attn)
     rope: Words = {} if tables is None else options(forms.LTX, q, _split(pair(tables), attn))
-    q, k = norm_rope(norms, q, k, rope, across_heads=True, fresh=_fresh(attn))
+    q, k, v = _prepared(self, mask, norms, (q, k, v), rope, fresh=_fresh(attn), across_heads=True)
     return _out(attn, _attended(self, q, k, v, mask))
 
 
@@ -263,8 +284,8 @@ def _hunyuan(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: 
 
 def _z_image(self: Any, attn: Any, x: Tensor, _: Any, mask: Any, table: Any) -> Any:
     norms = _norms(attn, x, "q", "k")
-    q, k, v = _split(_qkv(attn, x), attn)
-    q, k = norm_rope(norms, q, k, options(forms.COMPLEX_ROWS, q, (table,)), fresh=_fresh(attn))
+    qkv = _split(_qkv(attn, x), attn)
+    q, k, v = _prepared(self, mask, norms, qkv, options(forms.COMPLEX_ROWS, qkv[0], (table,)), fresh=_fresh(attn))
     if mask is not None and mask.ndim == 2:
         mask = mask[:, None, None, :]
     return _out(attn, _attended(self, q, k, v, mask))

@@ -71,11 +71,11 @@ def norms_of(x: Tensor, *modules: Any) -> Norms:
     if len(set(epsilons)) > 1 or len(set(roundings)) > 1:
         raise InvalidInput("the norms of q and k differ")
     norms = Norms(weights, {"eps": epsilons[0], "rounding": roundings[0]})
-    _refuse_mixed(norms, x)
+    refuse_mixed(norms, x)
     return norms
 
 
-def _refuse_mixed(norms: Norms, *tensors: Tensor) -> None:
+def refuse_mixed(norms: Norms, *tensors: Tensor) -> None:
     """Raise InvalidInput for a weight of another dtype: the hosts' norms then return that dtype, jitrope does not."""
     if any(weight is not None and weight.dtype != x.dtype for weight in norms.weights for x in tensors):
         raise InvalidInput("a norm's weight has another dtype")
@@ -89,7 +89,7 @@ def norm_rope(
     fresh: no other code holds q and k, so they may be overwritten.
     """
     tensors = [q] if k is None else [q, k]
-    _refuse_mixed(norms, *tensors)
+    refuse_mixed(norms, *tensors)
     inplace = fresh and _overwritable(*tensors)
     norm = norms.of(0, across_heads=across_heads)
     if k is None or rope or q.shape[1] == k.shape[1]:
@@ -102,7 +102,7 @@ def norm_rope_front(norms: Norms, q: Tensor, k: Tensor, rope: Words, *, fresh: b
     """`norm_rope`, but tokens after the last row of the tables (S, W) are only normalised."""
     rows = rope["cos"].shape[0]
     if fresh and _overwritable(q, k):
-        _refuse_mixed(norms, q, k)
+        refuse_mixed(norms, q, k)
         for part, words in ((slice(rows), rope), (slice(rows, None), {})):
             prepare_qkv(q[:, part], k[:, part], None, norm=norms.of(0), inplace=True, **words)
         return q, k
@@ -118,7 +118,7 @@ def _overwritable(*tensors: Tensor) -> bool:
 
 def joint(norms: Norms, first: Parts, second: Parts, rope: Words) -> Parts:
     """Normalise, rotate and join q, k, v of two streams, each (B, S, H, D), to one sequence."""
-    _refuse_mixed(norms, *first[:2], *second[:2])
+    refuse_mixed(norms, *first[:2], *second[:2])
     return prepare_joint_qkv(first, second, norm=(norms.of(0), norms.of(1)), **rope)
 
 

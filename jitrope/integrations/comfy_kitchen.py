@@ -1,0 +1,243 @@
+"""ComfyUI: rope, and RMSNorm with rope, as a backend in the registry of comfy-kitchen.
+
+>>> from jitrope.integrations import comfy_kitchen as jitrope_comfy_kitchen
+>>> report = jitrope_comfy_kitchen.enable()
+>>> jitrope_comfy_kitchen.disable()
+
+The signatures are those of comfy_kitchen.backends.eager.rope (0.2.40). Each function here stands for four of them:
+interleaved pairs or halves (`apply_rope_split_half`), returned or in place (`apply_rope_`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from ..api import prepare_qkv
+from ..base.errors import InvalidInput, JitropeError
+from ..ops.values import Norm
+from . import _host
+
+HOST, BACKEND = "comfy_kitchen", "jitrope"
+_leaving: ContextVar[bool] = ContextVar("leaving", default=False)
+
+
+def apply_rope(
+    xq: Tensor, xk: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k by a table of 2 x 2 rotations, in one launch.
+
+    >>> q, k, angles = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.randn(16, 32)
+    >>> cos, sin = angles.cos(), angles.sin()
+    >>> table = torch.stack((cos, -sin, sin, cos), -1).view(1, 1, 16, 32, 2, 2)
+    >>> q, k = jitrope_comfy_kitchen.apply_rope(q, k, table)
+
+    Args:
+        xq, xk: (B, H, S, D) or (B, S, H, D), or without the first axes; each with its own number of heads.
+        freqs_cis: [[cos, -sin], [sin, cos]] of each pair, (1 or B, 1 or H, S, D / 2, 2, 2), for (B, S, H, D)
+            (1 or B, S, 1, D / 2, 2, 2), or without the first axes; fp32, fp16 or bf16, read as a view. The second
+            columns are not read. The host's longer tables are cut, as there.
+        split_half: the pairs are (i, i + D / 2), not neighbours.
+        inplace: overwrite xq and xk. Then no tensor may require a gradient.
+
+    Returns:
+        (xq, xk) rotated, in fp32 arithmetic rounded once.
+
+    Raises:
+        InvalidInput: the arguments do not fit together; nothing was written.
+        CompileError: the kernel could not be built.
+    """
+    xq, xk = _call([xq, xk], freqs_cis, split_half, inplace)
+    return xq, xk
+
+
+def apply_rope1(x: Tensor, freqs_cis: Tensor, *, split_half: bool = False, inplace: bool = False) -> Tensor:
+    """`apply_rope` of one tensor, (B, H, S, D) or (B, S, H, D), with its errors.
+
+    >>> table = torch.eye(2).expand(1, 1, 16, 32, 2, 2)  # no rotation
+    >>> x = jitrope_comfy_kitchen.apply_rope1(torch.randn(1, 8, 16, 64), table)
+    """
+    return _call([x], freqs_cis, split_half, inplace)[0]
+
+
+def rms_rope(
+    q: Tensor,
+    k: Tensor,
+    freqs_cis: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor | None = None,
+    epsilon: float = 1e-6,
+    rot_dim: int = 0,
+    *,
+    split_half: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, then rope, in one launch.
+
+    >>> q, k, table = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.eye(2).expand(1, 1, 16, 32, 2, 2)
+    >>> q, k = jitrope_comfy_kitchen.rms_rope(q, k, table, torch.ones(64), torch.ones(64))
+
+    Args:
+        q, k, freqs_cis, split_half, inplace: as in `apply_rope`.
+        q_scale, k_scale: (D), the weights; k's is by default q's.
+        epsilon: added to the mean of the squares.
+        rot_dim: the number of first elements of a head that are rotated; 0: all. The table has half as many pairs. The
+            host takes it only with halves.
+
+    Returns:
+        (q, k) normalised and rotated.
+
+    Raises:
+        InvalidInput, CompileError: as in `apply_rope`.
+    """
+    weights = (q_scale, q_scale if k_scale is None else k_scale)
+    q, k = _call([q, k], freqs_cis, split_half, inplace, weights, epsilon, rot_dim)
+    return q, k
+
+
+def rms_rope1(
+    x: Tensor,
+    freqs_cis: Tensor,
+    scale: Tensor,
+    epsilon: float = 1e-6,
+    *,
+    split_half: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    """`rms_rope` of one tensor, (B, H, S, D) or (B, S, H, D), with its errors; scale is (D).
+
+    >>> table = torch.eye(2).expand(1, 1, 16, 32, 2, 2)
+    >>> x = jitrope_comfy_kitchen.rms_rope1(torch.randn(1, 8, 16, 64), table, torch.ones(64))
+    """
+    return _call([x], freqs_cis, split_half, inplace, (scale,), epsilon)[0]
+
+
+FUNCTIONS: Mapping[str, _host.Function] = {
+    f"{kind}{'_split_half' * half}{one}{'_' * inplace}": partial(ours, split_half=half, inplace=inplace)
+    for half, inplace in product((False, True), repeat=2)
+    for kind, one, ours in (
+        ("apply_rope", "", apply_rope),
+        ("apply_rope", "1", apply_rope1),
+        ("rms_rope", "", rms_rope),
+        ("rms_rope", "1", rms_rope1),
+    )
+}
+"""The functions of the registry."""
+
+
+def _call(
+    given: list[Tensor],
+    freqs_cis: Tensor,
+    split_half: bool,
+    inplace: bool,
+    weights: Sequence[Tensor] = (),
+    epsilon: float = 0.0,
+    rot_dim: int = 0,
+) -> list[Tensor]:
+    """q and k, or q alone, rotated, and before it normalised if there are weights."""
+    if inplace and any(x.requires_grad for x in (*given, freqs_cis, *weights)):
+        raise InvalidInput("in place there is no gradient; no tensor may require one")
+    q, *more = (_padded(x, 4) for x in given)
+    width = rot_dim or q.shape[-1]
+    layout, cos, sin = _tables(q, freqs_cis, width, cut=not split_half)
+    words: Any = {"layout": layout, "interleaved": not split_half, "rotary_dim": width, "inplace": inplace}
+    words["norm"] = Norm(*weights, eps=epsilon, rounding="once") if weights else None
+    k = more[0] if more else None
+    out = prepare_qkv(q, k, None, cos, sin, rounding="addcmul", **words)
+    return [x.view(y.shape) for x, y in zip(out, given)]
+
+
+def _tables(x: Tensor, freqs_cis: Tensor, width: int, cut: bool) -> tuple[str, Tensor, Tensor]:
+    """(layout of x, cos, sin), the tables as views with a row for each token. cut: they may be longer than x."""
+    table = _padded(freqs_cis, 6)
+    layout = "bshd" if table.shape[2] == 1 < table.shape[1] else "bhsd"
+    if layout == "bhsd":
+        table = table.transpose(1, 2)
+    tokens = x.shape[layout.index("s")]
+    if cut and layout == "bhsd" and tokens > 1:
+        table = table[:, :tokens]
+    rows = table.shape[1]
+    if rows not in (1, tokens) or table.shape[3:] != (width // 2, 2, 2):
+        raise InvalidInput(f"freqs_cis has shape {tuple(freqs_cis.shape)} for {width} elements of {tuple(x.shape)}")
+    table = table.expand(-1, tokens, *table.shape[2:])  # one row may stand for all tokens
+    return layout, table[..., 0, 0], table[..., 1, 0]
+
+
+def _padded(x: Tensor, axes: int) -> Tensor:
+    """x with leading axes of size 1."""
+    if x.dim() > axes:
+        raise InvalidInput(f"shape {tuple(x.shape)} has more than {axes} axes")
+    return x if x.dim() == axes else x[(None,) * (axes - x.dim())]
+
+
+# ---- the registry --------------------------------------------------------------------------------------
+
+
+def _registry() -> Any:
+    return _host.load(HOST, f"{HOST}.registry").registry
+
+
+@contextmanager
+def _left() -> Iterator[None]:
+    """The registry passes over jitrope, in this thread or task."""
+    token = _leaving.set(True)
+    try:
+        yield
+    finally:
+        _leaving.reset(token)
+
+
+def _next(name: str, **arguments: Any) -> Any:
+    """The call of the registry's next backend."""
+    with _left():
+        function = _registry().get_implementation(name, kwargs=arguments)
+    return function(**arguments)
+
+
+def enable() -> _host.Report:
+    """Register jitrope as the first backend for rope. Calls that it refuses go to the registry's next one.
+
+    Raises:
+        ImportError: comfy_kitchen cannot be imported.
+        JitropeError: this version of it has no rope functions.
+    """
+    registry, rules = _registry(), _host.load(HOST, f"{HOST}.constraints")
+    known = registry.list_backends()["eager"]["capabilities"]
+    report = _host.Registered(HOST, there=lambda: bool(registry.is_available(BACKEND)))
+    report.replaced = {f"{HOST}.{name}": "jitrope" for name in FUNCTIONS if name in known}
+    report.left = {f"{HOST}.{name}": "this version has no such function" for name in FUNCTIONS if name not in known}
+    if not report.replaced:
+        raise JitropeError(f"this version of {HOST} has no rope function that jitrope knows")
+    if registry.is_available(BACKEND):
+        return report
+
+    def taken(arguments: Mapping[str, object]) -> Any:
+        return rules.ValidationResult.fail("__backend__", "left to others") if _leaving.get() else allowed
+
+    allowed = rules.ValidationResult.ok()
+    calls = {name: partial(_host.take, HOST, ours, partial(_next, name)) for name, ours in FUNCTIONS.items()}
+    rule = rules.FunctionConstraints(call_rules=(taken,))
+    registry.register(BACKEND, SimpleNamespace(**calls), {name: rule for name in FUNCTIONS if name in known})
+    registry.enable(BACKEND)
+    registry.set_priority([BACKEND, *_others(registry)])
+    report._undo.append(disable)
+    return report
+
+
+def disable() -> None:
+    """Undo `enable`: the registry uses its own backends."""
+    registry = _registry()
+    registry.disable(BACKEND)
+    registry.set_priority(_others(registry))
+
+
+def _others(registry: Any) -> list[str]:
+    """The other backends in order; the registry has no public function that tells."""
+    return [name for name in registry._priority if name != BACKEND]
