@@ -7,6 +7,7 @@
 With or without TransformerEngine, `apply_rope_fusion` then means jitrope. The hooks do not receive the configuration,
 so the patched `apply_rotary_pos_emb` also passes on the pairing of packed batches, multi-head latent attention's
 (interleaved pairs into halves), mscale, and mRoPE with a batch. Without `apply_rope_fusion` the host's own code runs.
+Latent attention with YaRN calls two fused functions of its own, in Triton; they are replaced too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import apply_rope
+from ..api import apply_rope, prepare_mla_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host, transformer_engine
@@ -99,6 +100,100 @@ def apply_rotary_pos_emb(
     return _rotate(t, freqs, config.rotary_interleaved, mla, positions=positions, mscale=mscale)
 
 
+def fused_apply_mla_rope_for_q(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    qk_head_dim: int,
+    emb_dim: int,
+    cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+) -> Tensor:
+    """Rotate the last emb_dim elements of the heads of latent attention's q, from interleaved pairs into halves.
+
+    The signature and the formula are those of `megatron.core.fusions.fused_mla_yarn_rope_apply`. Use the result: t
+    keeps its elements here, while Megatron's function writes into t and returns it, and writes into the gradient.
+
+    >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
+    >>> q = jitrope_megatron.fused_apply_mla_rope_for_q(torch.randn(16, 1, 8, 128 + 64), cos, sin, 128, 64)
+
+    Args:
+        t: [s, b, h, qk_head_dim + emb_dim], or [tokens, h, ...] with cu_seqlens_q.
+        cos, sin: [rows, 1, 1, emb_dim] in t's dtype or in fp32, with equal halves, as `YarnRotaryEmbedding` makes them.
+            Without cu_seqlens_q they are those of this rank's positions.
+        cu_seqlens_q: offsets of the whole packed batch, int32 or int64 [sequences + 1].
+        cp_rank, cp_size: context parallelism with two chunks a rank, only with cu_seqlens_q.
+        rotary_interleaved: must be False, as in Megatron.
+
+    Returns:
+        q in fp32 arithmetic rounded once, contiguous.
+
+    Raises:
+        InvalidInput: the arguments do not fit together, or rotary_interleaved is True.
+        CompileError: the kernel could not be built.
+    """
+    words = _latent(cos, sin, emb_dim, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
+    return apply_rope(t, None, **words, rotary_dim=emb_dim, rotary_offset=qk_head_dim)[0].contiguous()
+
+
+def fused_apply_mla_rope_for_kv(
+    kv: Tensor,
+    k_pos_emb: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    emb_dim: int,
+    k_dim: int,
+    v_dim: int,
+    cu_seqlens_kv: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Split latent attention's kv into k and v, and append the rotated k_pos_emb to each head of k, in one launch.
+
+    The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32.
+
+    >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
+    >>> kv, k_pos_emb = torch.randn(16, 1, 8, 128 + 96), torch.randn(16, 1, 1, 64)
+    >>> k, v = jitrope_megatron.fused_apply_mla_rope_for_kv(kv, k_pos_emb, cos, sin, 64, 128, 96)
+
+    Args:
+        kv: [s, b, h, k_dim + v_dim], or [tokens, h, ...] with cu_seqlens_kv.
+        k_pos_emb: [s, b, 1, emb_dim], or [tokens, 1, emb_dim].
+        cos, sin, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved: as in `fused_apply_mla_rope_for_q`.
+
+    Returns:
+        k [.., h, k_dim + emb_dim] and v [.., h, v_dim], contiguous.
+
+    Raises:
+        InvalidInput, CompileError: as `fused_apply_mla_rope_for_q`.
+    """
+    if kv.shape[-1] != k_dim + v_dim or k_pos_emb.shape[-1] != emb_dim:
+        sizes = f"kv has heads of {kv.shape[-1]} and k_pos_emb of {k_pos_emb.shape[-1]}"
+        raise InvalidInput(f"fused_apply_mla_rope_for_kv: {sizes}, not of {k_dim} + {v_dim} and {emb_dim}")
+    words = _latent(cos, sin, emb_dim, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
+    no_q = kv.new_empty((*kv.shape[:-2], 0, k_dim + emb_dim))
+    _, k, v = prepare_mla_qkv(no_q, kv, k_pos_emb, **words)
+    return k, v
+
+
+def _latent(
+    cos: Tensor, sin: Tensor, emb_dim: int, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int, interleaved: bool
+) -> dict[str, Any]:
+    """The words of a rotation of interleaved pairs into halves."""
+    if interleaved:
+        raise InvalidInput("rotary_interleaved is not supported in multi-latent attention")
+    if cos.shape[-1] != emb_dim or sin.shape[-1] != emb_dim:
+        raise InvalidInput(f"cos and sin have {cos.shape[-1]} and {sin.shape[-1]} columns; they must have {emb_dim}")
+    words: dict[str, Any] = {"interleaved": True, "interleaved_out": False, "layout": "sbhd"}
+    if cu_seqlens is not None:
+        words |= {"layout": "thd", "positions": Packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)}
+    words |= {name: x.flatten(1)[:, : emb_dim // 2] for name, x in (("cos", cos), ("sin", sin))}
+    return words
+
+
 def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Packed:
     row_for_each_token = freqs.shape[0] == t.shape[0] * cp_size
     return Packed(cu_seqlens, packed_table=row_for_each_token, cp_size=cp_size, cp_rank=cp_rank)
@@ -114,17 +209,21 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **wo
 
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _FUSED_QKV = "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb"
+_LATENT = _host.named(
+    "megatron.core.fusions.fused_mla_yarn_rope_apply", fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv
+)
 _FUNCTIONS: dict[str, _host.Function] = {
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
     f"{_ROPE_UTILS}:apply_rotary_pos_emb": apply_rotary_pos_emb,
     _FUSED_QKV: transformer_engine.apply_fused_qkv_rotary_pos_emb,
+    **_LATENT,
 }
 
 
 def enable() -> _host.Report:
     """Replace Megatron's rope in every module that holds it. Raises ImportError without Megatron."""
-    return _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV})
+    return _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
 
 
 def disable() -> None:
