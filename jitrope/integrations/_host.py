@@ -169,6 +169,19 @@ class Report:
         for holder in [module] if original is None else _holders(name, original):
             setattr(holder, name, function)
 
+    def replace_method(self, cls: type, name: str, made: Callable[[Function], Function], what: Any) -> None:
+        """Replace a method of a class by `made(method)`. An already replaced one does not change."""
+        original = getattr(cls, name)
+        self.replaced[f"{cls.__module__}.{cls.__qualname__}.{name}"] = what
+        if original in placed:
+            return
+        undo = partial(setattr, cls, name, original) if name in vars(cls) else partial(delattr, cls, name)
+        function = wraps(original)(made(original))
+        function.__module__ = cls.__module__
+        placed[function] = Placed(self.host, f"{cls.__qualname__}.{name}", original, what, undo)
+        self._undo.append(partial(restore, [function]))
+        setattr(cls, name, function)
+
     def __enter__(self: R) -> R:
         return self
 

@@ -7,6 +7,7 @@ random CPU parameters, and looks for the `jitrope.Norm` that gives the same bits
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ class NormForm(NamedTuple):
     fixed: tuple[tuple[str, Any], ...] = ()  # other plain attributes, which must be the same
     sizes: tuple[str, ...] = ()  # the attributes that are the width of its weight
     autocast: tuple[str, ...] = ()  # types of devices on which autocast leaves its results as they are
+    total: bool = False  # it divides by the root of the sum of squares, not of their mean
 
     def __str__(self) -> str:
         kinds = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
@@ -61,6 +63,20 @@ def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     weight, bias = _unhooked(module)
     if not all(x is None or type(x) in (nn.Parameter, Tensor) for x in (weight, bias)):
         raise InvalidInput("a norm's weight is not a plain tensor")
+    return weight, bias
+
+
+def usable(forms: Sequence[NormForm], module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and bias of a norm of x, if a launch has the norm's results; forms: those that the module fits.
+
+    Raises:
+        InvalidInput: the module must be called, or autocast or the weight's dtype may change its results.
+    """
+    if in_autocast(x) and not any(x.device.type in form.autocast for form in forms):
+        raise InvalidInput("autocast may change the norm")
+    weight, bias = parameters_of(module)
+    if weight is not None and weight.dtype != x.dtype and not forms[0].mixed:
+        raise InvalidInput("a norm's weight has another dtype")
     return weight, bias
 
 

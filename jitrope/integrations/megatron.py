@@ -7,20 +7,25 @@
 With or without TransformerEngine, `apply_rope_fusion` then means jitrope. The hooks do not receive the configuration,
 so the patched `apply_rotary_pos_emb` also passes on the pairing of packed batches, multi-head latent attention's
 (interleaved pairs into halves), mscale, and mRoPE with a batch. Without `apply_rope_fusion` the host's own code runs.
-Latent attention with YaRN calls two fused functions of its own, in Triton; they are replaced too.
+Latent attention with YaRN calls two fused functions of its own, in Triton; they are replaced too. In `SelfAttention`
+with norms of q and k, the split of QKV, the norms and rope are one launch.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_mla_qkv
+from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed
 from . import _host, transformer_engine
+from ._layers import AsSelf, norm_of
 
 
 def fused_apply_rotary_pos_emb(
@@ -207,8 +212,104 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **wo
     return apply_rope(t, None, freqs=freqs.float(), **words)[0].contiguous()
 
 
+# ---- SelfAttention with norms of q and k ---------------------------------------------------------------
+
+
+def _attention_forward(theirs: _host.Function) -> _host.Function:
+    """`SelfAttention.forward` with the split of QKV, the norms and rope in one launch."""
+    signature = inspect.signature(theirs)
+
+    def forward(layer: Any, *arguments: Any, **words: Any) -> Any:
+        bound = signature.bind(layer, *arguments, **words)
+        given = bound.arguments
+        freqs, packed = given.get("rotary_pos_emb"), given.get("packed_seq_params")
+        why = _not_fused(layer, freqs, packed, given)
+        if why is not None:
+            if why:
+                _host.note("megatron", "host", f"not fused: {why}", 0)
+            return theirs(layer, *arguments, **words)
+        table: Any = freqs[0] if isinstance(freqs, tuple) else freqs
+        given["rotary_pos_emb"] = None
+        given["self"] = AsSelf(layer, get_query_key_value_tensors=partial(_qkv, layer, table, _cu_seqlens(packed)))
+        return theirs(*bound.args, **bound.kwargs)
+
+    return forward
+
+
+def _not_fused(layer: Any, freqs: Any, packed: Any, given: dict[str, Any]) -> str | None:
+    """The reason why the host's `forward` runs as it is, "" for none that needs telling; None if norms are fused."""
+    config, names = layer.config, ("q_layernorm", "k_layernorm")
+    norms = {type(getattr(layer, name, None)).__name__ for name in names}
+    without_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
+    if freqs is None or without_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}:
+        return ""
+    method = "get_query_key_value_tensors"
+    if getattr(type(layer), method) is not getattr(_self_attention(), method):
+        return f"{type(layer).__name__} has its own {method}"
+    refused = {
+        "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
+        "attention_output_gate": config.attention_output_gate,
+        "test_mode": config.test_mode,
+        "more tensor parallel ranks than query groups": config.num_query_groups < layer.world_size,
+        "q and k have different tables": isinstance(freqs, tuple) and freqs[0] is not freqs[1],
+        "q and k have different cu_seqlens": _cu_seqlens(packed, "q") is not _cu_seqlens(packed, "kv"),
+    }
+    return next((why for why, holds in refused.items() if holds), None)
+
+
+def _cu_seqlens(packed: Any, of: str = "q") -> Tensor | None:
+    """The offsets of a packed batch, with padding where it has any."""
+    if packed is None or packed.qkv_format != "thd":
+        return None
+    padded: Tensor | None = getattr(packed, f"cu_seqlens_{of}_padded")
+    return getattr(packed, f"cu_seqlens_{of}") if padded is None else padded
+
+
+def _qkv(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None, hidden: Tensor, *arguments: Any, **_: Any) -> Any:
+    """`get_query_key_value_tensors` with q and k normalised and rotated."""
+    mixed, split = _self_attention().get_query_key_value_tensors(layer, hidden, *arguments, split_qkv=False)
+    fused = _host.or_else("megatron", "fused", _fused, _separate)
+    return fused(mixed if cu_seqlens is None else mixed.squeeze(1), split, freqs, cu_seqlens, layer)
+
+
+def _fused(
+    mixed: Tensor, split: list[int], freqs: Tensor, cu_seqlens: Tensor | None, layer: Any
+) -> tuple[tuple[Tensor, ...], int]:
+    norm = norm_of({"q": layer.q_layernorm, "k": layer.k_layernorm}, mixed[..., : split[1]])
+    words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": layer.config.rotary_interleaved}
+    words |= {"layout": "sbhd" if cu_seqlens is None else "thd", "mscale": _mscale(layer)}
+    if cu_seqlens is not None:
+        group = layer.pg_collection.cp
+        words["positions"] = _packed(mixed, freqs, cu_seqlens, group.size(), group.rank())
+    out = prepare_packed_qkv(mixed, norm=norm, q_per_group=split[0] // split[1], **words)
+    return tuple([x if cu_seqlens is None else x.unsqueeze(1) for x in out]), 1
+
+
+def _separate(
+    reason: str, mixed: Tensor, split: list[int], freqs: Tensor, cu_seqlens: Tensor | None, layer: Any
+) -> tuple[Tensor, ...]:
+    """The same with the host's norms and its rope function, which may be ours."""
+    _host.note("megatron", "host", f"not fused: {reason}", 0)
+    q, k, v = mixed.split(split, -1)
+    rope = sys.modules[_ATTENTION].apply_rotary_pos_emb
+    words = {"config": layer.config, "cu_seqlens": cu_seqlens, "mscale": _mscale(layer)}
+    q = layer.q_layernorm(q.unflatten(-1, (-1, split[1])).flatten(-3, -2))
+    q, k = (rope(x, freqs, cp_group=layer.pg_collection.cp, **words) for x in (q, layer.k_layernorm(k)))
+    return tuple([x if cu_seqlens is None else x.unsqueeze(1) for x in (q, k, v)])
+
+
+def _mscale(layer: Any) -> float:
+    found: float = sys.modules[_ATTENTION]._yarn_get_concentration_factor_from_config(layer.config)
+    return found
+
+
+def _self_attention() -> Any:
+    return sys.modules[_ATTENTION].SelfAttention
+
+
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
-_FUSED_QKV = "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb"
+_ATTENTION = "megatron.core.transformer.attention"
+_FUSED_QKV = f"{_ATTENTION}:apply_fused_qkv_rotary_pos_emb"
 _LATENT = _host.named(
     "megatron.core.fusions.fused_mla_yarn_rope_apply", fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv
 )
@@ -222,8 +323,18 @@ _FUNCTIONS: dict[str, _host.Function] = {
 
 
 def enable() -> _host.Report:
-    """Replace Megatron's rope in every module that holds it. Raises ImportError without Megatron."""
-    return _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
+    """Replace Megatron's rope in every module that holds it, and fuse the norms of `SelfAttention` with it.
+
+    `report.calls["fused"]` counts the launches with norms, and `report.reasons` has the reasons why norms were not
+    fused. Raises ImportError without Megatron.
+    """
+    report = _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
+    cls, what = _self_attention(), "norms of q and k and rope fused"
+    if "split_qkv" in inspect.signature(cls.get_query_key_value_tensors).parameters:
+        report.replace_method(cls, "forward", _attention_forward, what)
+    else:
+        report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
+    return report
 
 
 def disable() -> None:
