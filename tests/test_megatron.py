@@ -319,6 +319,26 @@ def test_self_attention_with_context_parallelism(core: Any, ranks: Any, enabled:
     assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_self_attention_with_a_gate(core: Any, ranks: Any, enabled: Any, packed: bool) -> None:
+    """Qwen3-Next: the host splits QKV and the gate; q and k are one launch."""
+    layer = self_attention(ranks, "RMSNorm", attention_output_gate=True)
+    x = torch.randn(24 if packed else 6, 1 if packed else 2, 64)
+    words = {"rotary_pos_emb": megatron_freqs(16, 8), "packed_seq_params": packed_of(CU_SEQLENS) if packed else None}
+    if not packed:
+        words["rotary_pos_emb"] = words["rotary_pos_emb"][:6]
+    got = results(layer, x, **words)
+    assert enabled.calls == {"jitrope": 0, "host": 0, "fused": 1}
+    with separate(layer):
+        want = results(layer, x, **words)
+    assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
+    layer.config.apply_rope_fusion = False
+    for a, b, c in zip(got, want, results(layer, x, **words), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
+    assert torch.equal(got[0], want[0])
+
+
 class Own(torch.nn.Identity):
     """A norm with other results, under a name that is not Megatron's."""
 
@@ -352,7 +372,6 @@ LEFT = {  # the reason, and calls of rope
     "weight": ("not fused: prepare_packed_qkv: q_weight is torch.float64; allowed are fp32, fp16 and bf16", 2),
     "subclass": ("not fused: Other has its own get_query_key_value_tensors", 2),
     "tables": ("not fused: q and k have different tables", 2),
-    "gate": ("not fused: attention_output_gate", 2),
     "no norm": (None, 2),
     "no rope": (None, 0),
 }
@@ -361,7 +380,7 @@ LEFT = {  # the reason, and calls of rope
 @pytest.mark.parametrize("name", LEFT)
 def test_self_attention_that_is_not_fused(core: Any, ranks: Any, name: str) -> None:
     """The host's norms and jitrope's rope run, with the results of the stock layer, and the reason is told."""
-    layer = self_attention(ranks, "RMSNorm", attention_output_gate=name == "gate")
+    layer = self_attention(ranks, "RMSNorm")
     x = torch.randn(6, 2, 64)
     words = {"rotary_pos_emb": megatron_freqs(6, 32)}
     changed(layer, words, name)

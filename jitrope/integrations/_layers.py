@@ -6,6 +6,8 @@ others. The norms are modules of a known form (`_norms`), or of a class in `_KNO
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
+from . import _host
+from ._host import Function
 from ._norms import NormForm, parameters_of, recognise, usable
 
 _KNOWN = {
@@ -41,6 +45,37 @@ class AsSelf:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_module"], name, value)
+
+
+def without_rope(host: str, refusal: Function, stand_in: Function) -> Callable[[Function], Function]:
+    """A maker of attention's `forward` for `Report.replace_method`: ours rotates, so the host's gets no table.
+
+    refusal: of the layer and the arguments by name: the reason why the host's `forward` runs as it is, "" for none that
+        needs telling; None if it does not.
+    stand_in: of the layer, the table of q and k and the arguments: the `AsSelf`.
+    """
+
+    def made(theirs: Function) -> Function:
+        signature = inspect.signature(theirs)
+
+        def forward(layer: Any, *arguments: Any, **words: Any) -> Any:
+            bound = signature.bind(layer, *arguments, **words)
+            given = bound.arguments
+            freqs = given.get("rotary_pos_emb")
+            table, of_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
+            why = "" if table is None else refusal(layer, given)
+            if why is None and table is not of_k:
+                why = "q and k have different tables"
+            if why is not None:
+                if why:
+                    _host.note(host, "host", f"not fused: {why}", 0)
+                return theirs(layer, *arguments, **words)
+            given.update(self=stand_in(layer, table, given), rotary_pos_emb=None)
+            return theirs(*bound.args, **bound.kwargs)
+
+        return forward
+
+    return made
 
 
 def form_of(module: nn.Module) -> NormForm:

@@ -16,16 +16,16 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv
+from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import Packed
+from ..ops.values import Norm, Packed
 from . import _host, transformer_engine
-from ._layers import AsSelf, norm_of
+from ._layers import AsSelf, norm_of, without_rope
 
 
 def fused_apply_rotary_pos_emb(
@@ -215,43 +215,17 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **wo
 # ---- SelfAttention with norms of q and k ---------------------------------------------------------------
 
 
-def _attention_forward(theirs: _host.Function) -> _host.Function:
-    """`SelfAttention.forward` with the split of QKV, the norms and rope in one launch."""
-    signature = inspect.signature(theirs)
-
-    def forward(layer: Any, *arguments: Any, **words: Any) -> Any:
-        bound = signature.bind(layer, *arguments, **words)
-        given = bound.arguments
-        freqs, packed = given.get("rotary_pos_emb"), given.get("packed_seq_params")
-        why = _not_fused(layer, freqs, packed, given)
-        if why is not None:
-            if why:
-                _host.note("megatron", "host", f"not fused: {why}", 0)
-            return theirs(layer, *arguments, **words)
-        table: Any = freqs[0] if isinstance(freqs, tuple) else freqs
-        given["rotary_pos_emb"] = None
-        given["self"] = AsSelf(layer, get_query_key_value_tensors=partial(_qkv, layer, table, _cu_seqlens(packed)))
-        return theirs(*bound.args, **bound.kwargs)
-
-    return forward
-
-
-def _not_fused(layer: Any, freqs: Any, packed: Any, given: dict[str, Any]) -> str | None:
+def _not_fused(layer: Any, given: dict[str, Any]) -> str | None:
     """The reason why the host's `forward` runs as it is, "" for none that needs telling; None if norms are fused."""
-    config, names = layer.config, ("q_layernorm", "k_layernorm")
-    norms = {type(getattr(layer, name, None)).__name__ for name in names}
-    without_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
-    if freqs is None or without_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}:
+    config, norms = layer.config, {type(x).__name__ for x in (layer.q_layernorm, layer.k_layernorm)}
+    no_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
+    if no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}:
         return ""
-    method = "get_query_key_value_tensors"
-    if getattr(type(layer), method) is not getattr(_self_attention(), method):
-        return f"{type(layer).__name__} has its own {method}"
+    packed = given.get("packed_seq_params")
     refused = {
+        f"{type(layer).__name__} has its own {_QKV}": getattr(type(layer), _QKV) is not getattr(_host_class(), _QKV),
         "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
-        "attention_output_gate": config.attention_output_gate,
         "test_mode": config.test_mode,
-        "more tensor parallel ranks than query groups": config.num_query_groups < layer.world_size,
-        "q and k have different tables": isinstance(freqs, tuple) and freqs[0] is not freqs[1],
         "q and k have different cu_seqlens": _cu_seqlens(packed, "q") is not _cu_seqlens(packed, "kv"),
     }
     return next((why for why, holds in refused.items() if holds), None)
@@ -265,48 +239,85 @@ def _cu_seqlens(packed: Any, of: str = "q") -> Tensor | None:
     return getattr(packed, f"cu_seqlens_{of}") if padded is None else padded
 
 
-def _qkv(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None, hidden: Tensor, *arguments: Any, **_: Any) -> Any:
+def _stand_in(layer: Any, freqs: Tensor, given: dict[str, Any]) -> AsSelf:
+    cu_seqlens = _cu_seqlens(given.get("packed_seq_params"))
+    return AsSelf(layer, **{_QKV: partial(_qkv, _Rope(layer, freqs, cu_seqlens))})
+
+
+class _Rope(NamedTuple):
+    """A layer, and the arguments of its rope."""
+
+    layer: Any
+    freqs: Tensor
+    cu_seqlens: Tensor | None
+
+    def words(self, t: Tensor) -> dict[str, Any]:
+        """jitrope's words for t, [s, b, ..] or [tokens, ..]."""
+        config, freqs, cu_seqlens = self.layer.config, self.freqs, self.cu_seqlens
+        words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": config.rotary_interleaved}
+        words |= {"layout": "sbhd" if cu_seqlens is None else "thd", "mscale": self.mscale()}
+        if cu_seqlens is not None:
+            group = self.layer.pg_collection.cp
+            words["positions"] = _packed(t, freqs, cu_seqlens, group.size(), group.rank())
+        return words
+
+    def mscale(self) -> float:
+        found: float = sys.modules[_ATTENTION]._yarn_get_concentration_factor_from_config(self.layer.config)
+        return found
+
+    def norm(self, t: Tensor) -> Norm:
+        """The norms, for heads like t."""
+        return norm_of({"q": self.layer.q_layernorm, "k": self.layer.k_layernorm}, t)
+
+
+def _qkv(rope: _Rope, hidden: Tensor, *arguments: Any, output_gate: bool = False, **_: Any) -> tuple[Tensor, ...]:
     """`get_query_key_value_tensors` with q and k normalised and rotated."""
-    mixed, split = _self_attention().get_query_key_value_tensors(layer, hidden, *arguments, split_qkv=False)
-    fused = _host.or_else("megatron", "fused", _fused, _separate)
-    return fused(mixed if cu_seqlens is None else mixed.squeeze(1), split, freqs, cu_seqlens, layer)
+    layer, method = rope.layer, getattr(_host_class(), _QKV)
+    if output_gate or layer.config.num_query_groups < layer.world_size:  # the host splits QKV
+        raw = AsSelf(layer, q_layernorm=None, k_layernorm=None)
+        q, k, *others = method(raw, hidden, *arguments, output_gate=output_gate)
+        return (*_squeezed(rope, _HEADS, (q, k)), *others)
+    mixed, split = method(layer, hidden, *arguments, split_qkv=False)
+    return _squeezed(rope, partial(_MIXED, split=split), (mixed,))
 
 
-def _fused(
-    mixed: Tensor, split: list[int], freqs: Tensor, cu_seqlens: Tensor | None, layer: Any
-) -> tuple[tuple[Tensor, ...], int]:
-    norm = norm_of({"q": layer.q_layernorm, "k": layer.k_layernorm}, mixed[..., : split[1]])
-    words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": layer.config.rotary_interleaved}
-    words |= {"layout": "sbhd" if cu_seqlens is None else "thd", "mscale": _mscale(layer)}
-    if cu_seqlens is not None:
-        group = layer.pg_collection.cp
-        words["positions"] = _packed(mixed, freqs, cu_seqlens, group.size(), group.rank())
-    out = prepare_packed_qkv(mixed, norm=norm, q_per_group=split[0] // split[1], **words)
-    return tuple([x if cu_seqlens is None else x.unsqueeze(1) for x in out]), 1
+def _squeezed(rope: _Rope, function: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A function of tensors that in packed batches have no axis of the batch, which Megatron's have."""
+    if rope.cu_seqlens is None:
+        return tuple(function(rope, *tensors))
+    return tuple([x.unsqueeze(1) for x in function(rope, *[x.squeeze(1) for x in tensors])])
 
 
-def _separate(
-    reason: str, mixed: Tensor, split: list[int], freqs: Tensor, cu_seqlens: Tensor | None, layer: Any
-) -> tuple[Tensor, ...]:
-    """The same with the host's norms and its rope function, which may be ours."""
-    _host.note("megatron", "host", f"not fused: {reason}", 0)
+def _mixed(rope: _Rope, mixed: Tensor, split: list[int]) -> tuple[tuple[Tensor, ...], int]:
+    norm = rope.norm(mixed[..., : split[1]])
+    return prepare_packed_qkv(mixed, norm=norm, q_per_group=split[0] // split[1], **rope.words(mixed)), 1
+
+
+def _mixed_by_host(reason: str, rope: _Rope, mixed: Tensor, split: list[int]) -> tuple[Tensor, ...]:
     q, k, v = mixed.split(split, -1)
-    rope = sys.modules[_ATTENTION].apply_rotary_pos_emb
-    words = {"config": layer.config, "cu_seqlens": cu_seqlens, "mscale": _mscale(layer)}
-    q = layer.q_layernorm(q.unflatten(-1, (-1, split[1])).flatten(-3, -2))
-    q, k = (rope(x, freqs, cp_group=layer.pg_collection.cp, **words) for x in (q, layer.k_layernorm(k)))
-    return tuple([x if cu_seqlens is None else x.unsqueeze(1) for x in (q, k, v)])
+    return (*_heads_by_host(reason, rope, q.unflatten(-1, (-1, split[1])).flatten(-3, -2), k), v)
 
 
-def _mscale(layer: Any) -> float:
-    found: float = sys.modules[_ATTENTION]._yarn_get_concentration_factor_from_config(layer.config)
-    return found
+def _heads(rope: _Rope, q: Tensor, k: Tensor) -> tuple[tuple[Any, ...], int]:
+    return prepare_qkv(q, k, None, norm=rope.norm(q), **rope.words(q))[:2], 1
 
 
-def _self_attention() -> Any:
+def _heads_by_host(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """q and k by the host's norms and its rope function, which may be ours."""
+    _host.note("megatron", "host", f"not fused: {reason}", 0)
+    layer = rope.layer
+    words = {"config": layer.config, "cu_seqlens": rope.cu_seqlens, "mscale": rope.mscale()}
+    rotate = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, cp_group=layer.pg_collection.cp, **words)
+    return rotate(layer.q_layernorm(q), rope.freqs), rotate(layer.k_layernorm(k), rope.freqs)
+
+
+def _host_class() -> Any:
     return sys.modules[_ATTENTION].SelfAttention
 
 
+_MIXED = _host.or_else("megatron", "fused", _mixed, _mixed_by_host)
+_HEADS = _host.or_else("megatron", "fused", _heads, _heads_by_host)
+_QKV = "get_query_key_value_tensors"
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _ATTENTION = "megatron.core.transformer.attention"
 _FUSED_QKV = f"{_ATTENTION}:apply_fused_qkv_rotary_pos_emb"
@@ -329,9 +340,9 @@ def enable() -> _host.Report:
     fused. Raises ImportError without Megatron.
     """
     report = _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
-    cls, what = _self_attention(), "norms of q and k and rope fused"
-    if "split_qkv" in inspect.signature(cls.get_query_key_value_tensors).parameters:
-        report.replace_method(cls, "forward", _attention_forward, what)
+    cls, what = _host_class(), "norms of q and k and rope fused"
+    if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
+        report.replace_method(cls, "forward", without_rope("megatron", _not_fused, _stand_in), what)
     else:
         report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
     return report

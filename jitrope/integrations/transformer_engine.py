@@ -14,7 +14,6 @@ rows have undefined content.
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +26,7 @@ from ..api import apply_rope, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed, Starts
 from . import _host
-from ._layers import AsSelf, norm_of
+from ._layers import AsSelf, norm_of, without_rope
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -212,42 +211,21 @@ class _Both(AsSelf):
         return k
 
 
-def _attention_forward(theirs: _host.Function) -> _host.Function:
-    """`MultiheadAttention.forward` with norms and rope in one launch."""
-    signature = inspect.signature(theirs)
-
-    def forward(layer: Any, *arguments: Any, **words: Any) -> Any:
-        bound = signature.bind(layer, *arguments, **words)
-        given = bound.arguments
-        why = _not_fused(layer, given)
-        if why is not None:
-            if why:
-                _host.note("transformer_engine", "host", f"not fused: {why}", 0)
-            return theirs(layer, *arguments, **words)
-        freqs = given["rotary_pos_emb"]
-        table = freqs[0] if isinstance(freqs, tuple) else freqs
-        given["self"] = _Both(
-            layer, partial(_FUSED, layer=layer, freqs=table, cu_seqlens=_cu_seqlens(layer, given, "q"))
-        )
-        given["rotary_pos_emb"] = None
-        return theirs(*bound.args, **bound.kwargs)
-
-    return forward
-
-
 def _not_fused(layer: Any, given: dict[str, Any]) -> str | None:
     """The reason why the host's `forward` runs as it is, "" for none that needs telling; None if norms are fused."""
-    freqs = given.get("rotary_pos_emb")
-    if layer.q_norm is None or freqs is None:
+    if layer.q_norm is None:
         return ""
     refused = {
         "cross attention": layer.attention_type != "self",
         "inference": given.get("inference_params") is not None,
         "fp8": sys.modules[_ATTENTION].FP8GlobalStateManager.is_fp8_enabled(),
-        "q and k have different tables": isinstance(freqs, tuple) and freqs[0] is not freqs[1],
         "q and k have different cu_seqlens": _cu_seqlens(layer, given, "q") is not _cu_seqlens(layer, given, "kv"),
     }
     return next((why for why, holds in refused.items() if holds), None)
+
+
+def _stand_in(layer: Any, freqs: Tensor, given: dict[str, Any]) -> _Both:
+    return _Both(layer, partial(_FUSED, layer=layer, freqs=freqs, cu_seqlens=_cu_seqlens(layer, given, "q")))
 
 
 def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
@@ -294,7 +272,8 @@ def enable() -> _host.Report:
     module = "transformer_engine.pytorch.attention.rope"
     report = _host.enable("transformer_engine", {f"{module}:{ours.__name__}": ours for ours in functions})
     attention = importlib.import_module(_ATTENTION).MultiheadAttention
-    report.replace_method(attention, "forward", _attention_forward, "norms of q and k and rope fused")
+    made = without_rope("transformer_engine", _not_fused, _stand_in)
+    report.replace_method(attention, "forward", made, "norms of q and k and rope fused")
     return report
 
 
