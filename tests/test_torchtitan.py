@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -289,7 +290,7 @@ def test_model(host: Any, counted: dict[str, int], cos_sin: bool) -> None:
 # ---- attention with norms of q and k --------------------------------------------------------------------
 
 
-def qwen3(override: bool, complex_rope: bool = False, **changes: Any) -> Any:
+def qwen3_config(override: bool, complex_rope: bool = False, **changes: Any) -> Any:
     """Two layers of torchtitan's debug Qwen3 with PyTorch's attention."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -306,6 +307,12 @@ def qwen3(override: bool, complex_rope: bool = False, **changes: Any) -> Any:
             setattr(layer.attention, name, value)
     lines = apply_overrides(OverrideConfig(imports=[ATTENTION] if override else []), config)
     assert len(lines) == 2 * override
+    return config
+
+
+def qwen3(*arguments: Any, **changes: Any) -> Any:
+    """That model with random weights."""
+    config = qwen3_config(*arguments, **changes)
     torch.manual_seed(0)
     model = config.build()
     model.init_states()
@@ -351,8 +358,14 @@ def test_an_attention_without_norms_keeps_its_forward(host: Any, counted: dict[s
 
 
 def test_norms_that_stay_with_the_host(host: Any, counted: dict[str, int]) -> None:
-    """Norms with a hook, or with two eps, are called, and rope is still jitrope's; the reasons are counted."""
+    """Modules with a hook, and norms with two eps, are called, and rope is still jitrope's; the reasons are counted."""
     stock, ours = qwen3(False), qwen3(True)
+    hook = ours.layers["0"].attention.rope.register_forward_hook(lambda *_: None)
+    ours.layers["0"].attention(torch.randn(2, 12, 256), None, IDS)
+    assert torchtitan.reasons == {"not fused: rope has hooks": 1}
+    hook.remove()
+    counted.clear()
+    torchtitan.reasons.clear()
     ours.layers["0"].attention.k_norm.register_forward_hook(lambda *_: None)
     for model in (stock, ours):
         model.layers["1"].attention.k_norm.eps = 0.1
@@ -360,6 +373,25 @@ def test_norms_that_stay_with_the_host(host: Any, counted: dict[str, int]) -> No
     assert counted == {"jitrope": 2, "host": 0}
     said = {"not fused: a norm has hooks": 1, "not fused: the norms of q and k differ, or have a bias": 1}
     assert torchtitan.reasons == said
+
+
+def test_norms_of_another_kind_stay_with_the_host(host: Any, counted: dict[str, int]) -> None:
+    """A norm whose arithmetic jitrope does not have is found when the layer is built, also on the meta device."""
+    from torchtitan.models.common.nn_modules import RMSNorm
+
+    class Softer(RMSNorm):
+        Config = dataclass(kw_only=True, slots=True)(type("Config", (RMSNorm.Config,), {}))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 0.5
+
+    with torch.device("meta"):
+        layer = qwen3_config(True).layers[0].attention.build()
+        assert layer._norm_form is not None
+        assert not torchtitan.reasons
+        other = qwen3_config(True, qk_norm=Softer.Config(normalized_shape=128)).layers[0].attention.build()
+    assert other._norm_form is None
+    assert torchtitan.reasons == {"not fused: Softer: jitrope has no norm with its results": 1}
 
 
 def test_a_copied_layer_has_its_own_norms(host: Any, counted: dict[str, int]) -> None:

@@ -85,7 +85,7 @@ def check_results(forms: Sequence[NormForm], weight: Tensor | None, x: Tensor) -
         raise InvalidInput("a norm's weight has another dtype")
 
 
-def unhooked(module: nn.Module, wrapped: bool = False) -> tuple[Tensor | None, Tensor | None]:
+def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> tuple[Tensor | None, Tensor | None]:
     """A norm's weight and bias, of any kind. wrapped: its own `forward` does what its class's does.
 
     Raises:
@@ -94,9 +94,9 @@ def unhooked(module: nn.Module, wrapped: bool = False) -> tuple[Tensor | None, T
     # The module's own attribute access takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
     own, parameters = module.__dict__, module._parameters
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise InvalidInput("a norm has hooks")
+        raise InvalidInput(f"{noun} has hooks")
     if "forward" in own and not wrapped:
-        raise InvalidInput("a norm has its own forward")
+        raise InvalidInput(f"{noun} has its own forward")
     weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
     if not all(x is None or x.dim() == 1 for x in (weight, bias)):
         raise InvalidInput("a norm's weight must have one axis")

@@ -130,10 +130,10 @@ def _weights(norms: tuple[Any, ...], form: NormForm, words: dict[str, Any], quer
     return tuple(found)
 
 
-def _moves_nothing(norm: Any) -> bool:
+def _moves_nothing(module: Any) -> bool:
     """Whether a module's parallel `forward` only calls that of its class: its tensors are where they have to be."""
-    config = getattr(norm, "_sharding_config", None)
-    if config is None or not norm._parallelized:
+    config = getattr(module, "_sharding_config", None)
+    if config is None or not module._parallelized:
         return False
     same = config.in_src_shardings == config.in_dst_shardings and config.out_src_shardings == config.out_dst_shardings
     return bool(same and config.local_map is None)
@@ -250,6 +250,7 @@ def _normed(rotate: Any, affine: int, words: dict[str, Any]) -> Any:
 
 
 def _fused(layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
+    unhooked(layer.rope, _moves_nothing(layer.rope), "rope")  # we do not call it
     weights = _weights((layer.q_norm, layer.k_norm), layer._norm_form, layer._norm_words, query)
     return _rotate(layer.rope, layer._norm_and_rotate, query, key, positions, weights), 1
 
