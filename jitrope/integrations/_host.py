@@ -175,9 +175,17 @@ class Report:
         self.replaced[f"{cls.__module__}.{cls.__qualname__}.{name}"] = what
         if original in placed:
             return
-        undo = partial(setattr, cls, name, original) if name in vars(cls) else partial(delattr, cls, name)
-        function = wraps(original)(made(original))
+        function, inherited = wraps(original)(made(original)), name not in vars(cls)
         function.__module__ = cls.__module__
+
+        def undo() -> None:
+            if vars(cls).get(name) is not function:
+                return  # someone else has replaced it since
+            if inherited:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, original)
+
         placed[function] = Placed(self.host, f"{cls.__qualname__}.{name}", original, what, undo)
         self._undo.append(partial(restore, [function]))
         setattr(cls, name, function)
