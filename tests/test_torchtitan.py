@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +17,12 @@ import torch
 from torch import Tensor
 
 import jitrope
-from jitrope.integrations import torchtitan
+from jitrope.integrations import _layers, torchtitan
 
 from .hosts import group, missing, triton
 
 OURS = [f"jitrope.integrations.torchtitan.{name}" for name in ("cos_sin_rope", "complex_rope")]
+ATTENTION = "jitrope.integrations.torchtitan.attention"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -27,7 +33,8 @@ def host() -> Any:
         command = "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 && pip install tyro"
         missing(command)
     with triton():
-        importlib.import_module("torchtitan.models.llama3")
+        for name in ("llama3", "qwen3"):
+            importlib.import_module(f"torchtitan.models.{name}")
         torchtitan.register()
         return importlib.import_module("torchtitan.models.common.rope")
 
@@ -188,8 +195,11 @@ def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
                 spmd.assert_type(q, every, spmd.PartitionSpec(*axes, "tp", None))
                 spmd.assert_type(ids, some, spmd.PartitionSpec(*axes))
                 spmd.assert_type(ours.cache, {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R})
+                weight, table = torch.randn(32), {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R}
+                spmd.assert_type(weight, table)
+                normed = partial(torchtitan._normed(torchtitan.rotate_cos_sin, 2, {}), q, q, ours.cache, weight, weight)
                 for positions in ((), (ids,)):
-                    for out in ours(q, q, *positions):
+                    for out in (*ours(q, q, *positions), *normed(*positions)):
                         assert spmd.get_partition_spec(out) == spmd.get_partition_spec(q)
 
 
@@ -277,13 +287,227 @@ def test_model(host: Any, counted: dict[str, int], cos_sin: bool) -> None:
         torch.testing.assert_close(a, b)
 
 
+# ---- attention with norms of q and k --------------------------------------------------------------------
+
+
+def qwen3_config(override: bool, complex_rope: bool = False, **changes: Any) -> Any:
+    """Two layers of torchtitan's debug Qwen3 with PyTorch's attention."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.rope import ComplexRoPE
+    from torchtitan.models.qwen3 import qwen3_configs
+
+    config = qwen3_configs["debugmodel"](attn_backend="flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        if complex_rope:
+            layer.attention.rope = ComplexRoPE.Config(dim=layer.attention.head_dim, max_seq_len=64)
+        for name, value in changes.items():
+            setattr(layer.attention, name, value)
+    lines = apply_overrides(OverrideConfig(imports=[ATTENTION] if override else []), config)
+    assert len(lines) == 2 * override
+    return config
+
+
+def qwen3(*arguments: Any, **changes: Any) -> Any:
+    """That model with random weights."""
+    config = qwen3_config(*arguments, **changes)
+    torch.manual_seed(0)
+    model = config.build()
+    model.init_states()
+    for layer in model.layers.values():
+        for norm in (layer.attention.q_norm, layer.attention.k_norm):
+            if norm is not None:
+                torch.nn.init.normal_(norm.weight)
+    return model
+
+
+TOKENS = torch.randint(0, 2048, (2, 12), generator=torch.Generator().manual_seed(1))
+IDS = torch.cat((torch.arange(5), torch.arange(7)))[None].expand(2, -1)
+
+
+def logits_and_gradients(model: Any) -> list[Tensor]:
+    logits = model(TOKENS, IDS)
+    logits.square().mean().backward()
+    return [logits.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("complex_rope", [False, True])
+def test_norms_and_rope_in_one_launch(host: Any, counted: dict[str, int], complex_rope: bool, dtype: str) -> None:
+    """Qwen3's logits are the host's to the bit, and its gradients agree; parameters have the same names."""
+    stock, ours = (qwen3(override, complex_rope).to(DTYPES[dtype]) for override in (False, True))
+    for model in (stock, ours):
+        for layer in model.layers.values():
+            layer.attention.rope._init_self_buffers()  # `.to` has converted the table
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in stock.named_parameters()]
+    assert stock.state_dict().keys() == ours.state_dict().keys()
+    want, got = logits_and_gradients(stock), logits_and_gradients(ours)
+    assert counted == {"fused": 2}
+    assert torch.equal(got[0], want[0])
+    unit = 1e-4 if dtype == "fp32" else 0.03
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=unit, atol=unit * float(b.abs().max()))
+
+
+def test_an_attention_without_norms_keeps_its_forward(host: Any, counted: dict[str, int]) -> None:
+    stock, ours = (qwen3(override, qk_norm=None) for override in (False, True))
+    assert torch.equal(logits_and_gradients(ours)[0], logits_and_gradients(stock)[0])
+    assert counted == {"jitrope": 2}
+
+
+def test_norms_that_stay_with_the_host(host: Any, counted: dict[str, int]) -> None:
+    """Modules with a hook, and norms with two eps, are called, and rope is still jitrope's; the reasons are counted."""
+    stock, ours = qwen3(False), qwen3(True)
+    hook = ours.layers["0"].attention.rope.register_forward_hook(lambda *_: None)
+    ours.layers["0"].attention(torch.randn(2, 12, 256), None, IDS)
+    assert torchtitan.reasons == {"not fused: rope has hooks": 1}
+    hook.remove()
+    counted.clear()
+    torchtitan.reasons.clear()
+    ours.layers["0"].attention.k_norm.register_forward_hook(lambda *_: None)
+    for model in (stock, ours):
+        model.layers["1"].attention.k_norm.eps = 0.1
+    assert torch.equal(logits_and_gradients(ours)[0], logits_and_gradients(stock)[0])
+    assert counted == {"jitrope": 2, "host": 0}
+    said = {"not fused: a norm has hooks": 1, "not fused: the norms of q and k differ, or have a bias": 1}
+    assert torchtitan.reasons == said
+
+
+def test_norms_of_another_kind_stay_with_the_host(host: Any, counted: dict[str, int]) -> None:
+    """A norm whose arithmetic jitrope does not have is found when the layer is built, also on the meta device."""
+    from torchtitan.models.common.nn_modules import RMSNorm
+
+    class Softer(RMSNorm):
+        Config = dataclass(kw_only=True, slots=True)(type("Config", (RMSNorm.Config,), {}))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 0.5
+
+    with torch.device("meta"):
+        layer = qwen3_config(True).layers[0].attention.build()
+        assert layer._norm_form is not None
+        assert not torchtitan.reasons
+        other = qwen3_config(True, qk_norm=Softer.Config(normalized_shape=128)).layers[0].attention.build()
+    assert other._norm_form is None
+    assert torchtitan.reasons == {"not fused: Softer: jitrope has no norm with its results": 1}
+
+
+def test_a_copied_layer_has_its_own_norms(host: Any, counted: dict[str, int]) -> None:
+    """A pipeline copies the model for each stage."""
+    model = qwen3(True)
+    stage = copy.deepcopy(model)
+    for layer in stage.layers.values():
+        torch.nn.init.ones_(layer.attention.q_norm.weight)
+    assert not torch.equal(model(TOKENS, IDS), stage(TOKENS, IDS))
+    logits_and_gradients(stage)
+    assert all(layer.attention.q_norm.weight.grad is None for layer in model.layers.values())
+
+
+def test_a_block_with_norms_compiles_whole(host: Any, counted: dict[str, int]) -> None:
+    model, block = qwen3(True), qwen3(True).layers["0"]
+    x = torch.randn(2, 12, model.tok_embeddings.weight.shape[1])
+    compiled = torch.compile(block.attention, backend="aot_eager", fullgraph=True)
+    want = block.attention(x, None, IDS)
+    assert torch.equal(compiled(x, None, IDS), want)
+    assert counted == {"fused": 2}
+    want.square().mean().backward()
+    first = [p.grad.clone() for p in block.attention.parameters()]
+    block.zero_grad()
+    compiled(x, None, IDS).square().mean().backward()
+    for p, grad in zip(block.attention.parameters(), first):
+        torch.testing.assert_close(p.grad, grad)
+
+
+@pytest.mark.parametrize("backend", ["partial_dtensor", "spmd_types"])
+def test_norms_of_a_tensor_parallel_layer(
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Each rank normalises and rotates its heads; a weight's gradient is the rank's part, as the host's is."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.distributed import parallel_dims, utils
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.qwen3 import qwen3_configs
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+    monkeypatch.setattr(parallel_dims, "device_type", "cpu")
+    monkeypatch.setattr(utils, "_spmd_backend", backend)
+    results = []
+    with group(2):
+        dims = parallel_dims.ParallelDims(1, 1, 1, 2, 1, 1, 2, spmd_backend=backend)
+        dims.build_mesh()
+        for imports in ([], [ATTENTION]):
+            config = qwen3_configs["debugmodel"](attn_backend="flex")
+            config.layers = config.layers[:1]
+            config.layers[0].attention.inner_attention = ScaledDotProductAttention.Config()
+            set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False)
+            apply_overrides(OverrideConfig(imports=imports), config)
+            torch.manual_seed(0)
+            layer = config.layers[0].attention.build()
+            layer.init_states()
+            layer.parallelize(dims)
+            assert "forward" in layer.q_norm.__dict__
+            heads: list[Any] = []
+            layer.inner_attention.register_forward_pre_hook(lambda _, inputs, heads=heads: heads.extend(inputs[:2]))
+            mesh = dims.spmd_dense_mesh() if backend == "spmd_types" else None
+            with set_current_spmd_mesh(mesh) if mesh is not None else nullcontext():
+                layer(torch.randn(2, 12, 256), None, IDS)
+            sum((n + 1) * x.square().sum() for n, x in enumerate(map(local, heads))).backward()
+            weights = layer.q_norm.weight, layer.k_norm.weight
+            results.append([*map(local, heads), *(local(w.grad) for w in weights)])
+            results[-1] += [getattr(w.grad, "placements", None) for w in weights]
+    assert counted == {"fused": 1}
+    theirs, ours = results
+    assert ours[0].shape == (2, 12, 8, 128)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+    assert ours[4:] == theirs[4:]
+    for a, b in zip(ours[2:4], theirs[2:4]):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def local(x: Any) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def test_a_norm_that_is_resharded_is_called(host: Any) -> None:
+    """A parallel `forward` that moves tensors, or that is not torchtitan's, is not skipped."""
+    norm = qwen3(True).layers["0"].attention.q_norm
+    form = _layers.form_of(norm)
+    query = torch.randn(2, 12, 16, 128)
+    weights = partial(torchtitan._weights, (norm,), form, form.words(norm), query)
+    assert weights()[0] is norm.weight
+    norm.forward = norm.forward
+    with pytest.raises(jitrope.InvalidInput, match="a norm has its own forward"):
+        weights()
+    norm._parallelized, norm._sharding_config = True, ShardingConfigs.here
+    assert weights()[0] is norm.weight
+    norm._sharding_config = ShardingConfigs.moves
+    with pytest.raises(jitrope.InvalidInput, match="a norm has its own forward"):
+        weights()
+
+
+class ShardingConfigs:
+    """Like torchtitan's `ShardingConfig`, in which only equality matters here."""
+
+    here = SimpleNamespace(
+        in_src_shardings={"input": 1}, in_dst_shardings={"input": 1}, out_src_shardings=2, out_dst_shardings=2,
+        local_map=None,
+    )  # fmt: skip
+    moves = SimpleNamespace(**{**vars(here), "out_dst_shardings": 3})
+
+
 def test_overrides_are_exact(host: Any) -> None:
     """Subclasses are kept: Qwen 3.5's multimodal rope is a CosSinRoPE that computes something else. Configs pickle."""
     from torchtitan.config.override import _REGISTRY
+    from torchtitan.models.common.attention import GQAttention
 
-    assert [(_REGISTRY[name].target_cls, _REGISTRY[name].exact) for name in OURS] == [
+    assert [(_REGISTRY[name].target_cls, _REGISTRY[name].exact) for name in (*OURS, ATTENTION)] == [
         (host.CosSinRoPE.Config, True),
         (host.ComplexRoPE.Config, True),
+        (GQAttention.Config, True),
     ]
     config = torchtitan.CosSinRoPE.Config(dim=32, max_seq_len=64)
     assert pickle.loads(pickle.dumps(config)) == config

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -332,6 +333,30 @@ def test_gradient_checkpointing() -> None:
     assert report.calls == {"jitrope": 0, "host": 0, "fused": 4}
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))
+
+
+def test_trainer(tmp_path: Any) -> None:
+    """The loop that TRL's and axolotl's trainers inherit, with adapters and checkpointing, has the stock results."""
+    pytest.importorskip("accelerate", reason="pip install accelerate")
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    data = [{"input_ids": ids, "labels": ids} for ids in zoo.IDS.repeat(4, 1)]
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(language_model("qwen3"), peft.LoraConfig(target_modules=["q_proj", "k_proj"], r=2))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
+            gradient_checkpointing=True, learning_rate=1e-2, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        with integration.enable(model) if enabled else nullcontext() as report:
+            trainer.train()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        found.append(torch.cat([torch.tensor(losses), *(p.detach().flatten() for p in model.parameters())]))
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 12}  # two layers, three steps, each forward twice
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
 def test_fsdp2() -> None:

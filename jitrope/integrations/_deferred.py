@@ -18,7 +18,7 @@ from ..base.errors import InvalidInput
 from ..ops.values import Norm
 from . import _host
 from ._host import Function
-from ._norms import NormForm, in_autocast, parameters_of
+from ._norms import NormForm, parameters_of, usable
 from ._variants import Variant, words_of
 
 Step = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -213,14 +213,10 @@ class Pass:
         forms = [form for form in self.plan.norms[name] if form.fits(module)]
         if not forms:
             return f"not fused: {name} is another {type(module).__name__} than in the model that was enabled"
-        if in_autocast(source) and not any(source.device.type in form.autocast for form in forms):
-            return "not fused: autocast may change the norm"
         try:
-            weight, _ = parameters_of(module)
+            usable(forms, module, source)
         except InvalidInput as error:
             return f"not fused: {error.args[0]}"
-        if weight is not None and weight.dtype != source.dtype and not forms[0].mixed:
-            return "not fused: a norm's weight has another dtype"
         return None
 
     def rope(self, name: str, function: Function, *arguments: Any, **words: Any) -> Any:

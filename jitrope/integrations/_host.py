@@ -169,6 +169,27 @@ class Report:
         for holder in [module] if original is None else _holders(name, original):
             setattr(holder, name, function)
 
+    def replace_method(self, cls: type, name: str, made: Callable[[Function], Function], what: Any) -> None:
+        """Replace a method of a class by `made(method)`. An already replaced one does not change."""
+        original = getattr(cls, name)
+        self.replaced[f"{cls.__module__}.{cls.__qualname__}.{name}"] = what
+        if original in placed:
+            return
+        function, inherited = wraps(original)(made(original)), name not in vars(cls)
+        function.__module__ = cls.__module__
+
+        def undo() -> None:
+            if vars(cls).get(name) is not function:
+                return  # someone else has replaced it since
+            if inherited:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, original)
+
+        placed[function] = Placed(self.host, f"{cls.__qualname__}.{name}", original, what, undo)
+        self._undo.append(partial(restore, [function]))
+        setattr(cls, name, function)
+
     def __enter__(self: R) -> R:
         return self
 

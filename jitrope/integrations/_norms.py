@@ -7,6 +7,7 @@ random CPU parameters, and looks for the `jitrope.Norm` that gives the same bits
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ class NormForm(NamedTuple):
     fixed: tuple[tuple[str, Any], ...] = ()  # other plain attributes, which must be the same
     sizes: tuple[str, ...] = ()  # the attributes that are the width of its weight
     autocast: tuple[str, ...] = ()  # types of devices on which autocast leaves its results as they are
+    total: bool = False  # it divides by the root of the sum of squares, not of their mean
 
     def __str__(self) -> str:
         kinds = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
@@ -58,19 +60,43 @@ def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         InvalidInput: the module must be called, because it has hooks or its own `forward` (both serve to offload), or a
             weight or bias that is not a plain tensor with one axis.
     """
-    weight, bias = _unhooked(module)
+    weight, bias = unhooked(module)
     if not all(x is None or type(x) in (nn.Parameter, Tensor) for x in (weight, bias)):
         raise InvalidInput("a norm's weight is not a plain tensor")
     return weight, bias
 
 
-def _unhooked(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+def usable(forms: Sequence[NormForm], module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and bias of a norm of x, if a launch has the norm's results; forms: those that the module fits.
+
+    Raises:
+        InvalidInput: the module must be called, or autocast or the weight's dtype may change its results.
+    """
+    weight, bias = parameters_of(module)
+    check_results(forms, weight, x)
+    return weight, bias
+
+
+def check_results(forms: Sequence[NormForm], weight: Tensor | None, x: Tensor) -> None:
+    """Raise InvalidInput if autocast or the weight's dtype may change the results of a norm of x."""
+    if in_autocast(x) and not any(x.device.type in form.autocast for form in forms):
+        raise InvalidInput("autocast may change the norm")
+    if weight is not None and weight.dtype != x.dtype and not forms[0].mixed:
+        raise InvalidInput("a norm's weight has another dtype")
+
+
+def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> tuple[Tensor | None, Tensor | None]:
+    """A norm's weight and bias, of any kind. wrapped: its own `forward` does what its class's does.
+
+    Raises:
+        InvalidInput: as `parameters_of`, but for the kind.
+    """
     # The module's own attribute access takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
     own, parameters = module.__dict__, module._parameters
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise InvalidInput("a norm has hooks")
-    if "forward" in own:
-        raise InvalidInput("a norm has its own forward")
+        raise InvalidInput(f"{noun} has hooks")
+    if "forward" in own and not wrapped:
+        raise InvalidInput(f"{noun} has its own forward")
     weight, bias = own.get("weight", parameters.get("weight")), own.get("bias", parameters.get("bias"))
     if not all(x is None or x.dim() == 1 for x in (weight, bias)):
         raise InvalidInput("a norm's weight must have one axis")
@@ -90,7 +116,7 @@ def recognise(module: nn.Module) -> NormForm | str:
     """The form of a norm module, or the reason why it has none."""
     name = type(module).__name__
     try:
-        weight = _unhooked(module)[0]  # it may be sharded now
+        weight = unhooked(module)[0]  # it may be sharded now
     except InvalidInput as error:
         return f"{name}: {error.args[0]}"
     others = set(module._parameters) | set(module._buffers) | set(module._modules)

@@ -7,19 +7,25 @@
 With or without TransformerEngine, `apply_rope_fusion` then means jitrope. The hooks do not receive the configuration,
 so the patched `apply_rotary_pos_emb` also passes on the pairing of packed batches, multi-head latent attention's
 (interleaved pairs into halves), mscale, and mRoPE with a batch. Without `apply_rope_fusion` the host's own code runs.
+Latent attention with YaRN calls two fused functions of its own, in Triton; they are replaced too. In `SelfAttention`
+with norms of q and k, the split of QKV, the norms and rope are one launch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import sys
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..api import apply_rope
+from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import Packed
+from ..ops.values import Norm, Packed
 from . import _host, transformer_engine
+from ._layers import AsSelf, norm_of, without_rope
 
 
 def fused_apply_rotary_pos_emb(
@@ -99,6 +105,100 @@ def apply_rotary_pos_emb(
     return _rotate(t, freqs, config.rotary_interleaved, mla, positions=positions, mscale=mscale)
 
 
+def fused_apply_mla_rope_for_q(
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    qk_head_dim: int,
+    emb_dim: int,
+    cu_seqlens_q: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+) -> Tensor:
+    """Rotate the last emb_dim elements of the heads of latent attention's q, from interleaved pairs into halves.
+
+    The signature and the formula are those of `megatron.core.fusions.fused_mla_yarn_rope_apply`. Use the result: t
+    keeps its elements here, while Megatron's function writes into t and returns it, and writes into the gradient.
+
+    >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
+    >>> q = jitrope_megatron.fused_apply_mla_rope_for_q(torch.randn(16, 1, 8, 128 + 64), cos, sin, 128, 64)
+
+    Args:
+        t: [s, b, h, qk_head_dim + emb_dim], or [tokens, h, ...] with cu_seqlens_q.
+        cos, sin: [rows, 1, 1, emb_dim] in t's dtype or in fp32, with equal halves, as `YarnRotaryEmbedding` makes them.
+            Without cu_seqlens_q they are those of this rank's positions.
+        cu_seqlens_q: offsets of the whole packed batch, int32 or int64 [sequences + 1].
+        cp_rank, cp_size: context parallelism with two chunks a rank, only with cu_seqlens_q.
+        rotary_interleaved: must be False, as in Megatron.
+
+    Returns:
+        q in fp32 arithmetic rounded once, contiguous.
+
+    Raises:
+        InvalidInput: the arguments do not fit together, or rotary_interleaved is True.
+        CompileError: the kernel could not be built.
+    """
+    words = _latent(cos, sin, emb_dim, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
+    return apply_rope(t, None, **words, rotary_dim=emb_dim, rotary_offset=qk_head_dim)[0].contiguous()
+
+
+def fused_apply_mla_rope_for_kv(
+    kv: Tensor,
+    k_pos_emb: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    emb_dim: int,
+    k_dim: int,
+    v_dim: int,
+    cu_seqlens_kv: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    rotary_interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Split latent attention's kv into k and v, and append the rotated k_pos_emb to each head of k, in one launch.
+
+    The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32.
+
+    >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
+    >>> kv, k_pos_emb = torch.randn(16, 1, 8, 128 + 96), torch.randn(16, 1, 1, 64)
+    >>> k, v = jitrope_megatron.fused_apply_mla_rope_for_kv(kv, k_pos_emb, cos, sin, 64, 128, 96)
+
+    Args:
+        kv: [s, b, h, k_dim + v_dim], or [tokens, h, ...] with cu_seqlens_kv.
+        k_pos_emb: [s, b, 1, emb_dim], or [tokens, 1, emb_dim].
+        cos, sin, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved: as in `fused_apply_mla_rope_for_q`.
+
+    Returns:
+        k [.., h, k_dim + emb_dim] and v [.., h, v_dim], contiguous.
+
+    Raises:
+        InvalidInput, CompileError: as `fused_apply_mla_rope_for_q`.
+    """
+    if kv.shape[-1] != k_dim + v_dim or k_pos_emb.shape[-1] != emb_dim:
+        sizes = f"kv has heads of {kv.shape[-1]} and k_pos_emb of {k_pos_emb.shape[-1]}"
+        raise InvalidInput(f"fused_apply_mla_rope_for_kv: {sizes}, not of {k_dim} + {v_dim} and {emb_dim}")
+    words = _latent(cos, sin, emb_dim, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved)
+    no_q = kv.new_empty((*kv.shape[:-2], 0, k_dim + emb_dim))
+    _, k, v = prepare_mla_qkv(no_q, kv, k_pos_emb, **words)
+    return k, v
+
+
+def _latent(
+    cos: Tensor, sin: Tensor, emb_dim: int, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int, interleaved: bool
+) -> dict[str, Any]:
+    """The words of a rotation of interleaved pairs into halves."""
+    if interleaved:
+        raise InvalidInput("rotary_interleaved is not supported in multi-latent attention")
+    if cos.shape[-1] != emb_dim or sin.shape[-1] != emb_dim:
+        raise InvalidInput(f"cos and sin have {cos.shape[-1]} and {sin.shape[-1]} columns; they must have {emb_dim}")
+    words: dict[str, Any] = {"interleaved": True, "interleaved_out": False, "layout": "sbhd"}
+    if cu_seqlens is not None:
+        words |= {"layout": "thd", "positions": Packed(cu_seqlens, cp_size=cp_size, cp_rank=cp_rank)}
+    words |= {name: x.flatten(1)[:, : emb_dim // 2] for name, x in (("cos", cos), ("sin", sin))}
+    return words
+
+
 def _packed(t: Tensor, freqs: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Packed:
     row_for_each_token = freqs.shape[0] == t.shape[0] * cp_size
     return Packed(cu_seqlens, packed_table=row_for_each_token, cp_size=cp_size, cp_rank=cp_rank)
@@ -112,19 +212,140 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **wo
     return apply_rope(t, None, freqs=freqs.float(), **words)[0].contiguous()
 
 
+# ---- SelfAttention with norms of q and k ---------------------------------------------------------------
+
+
+def _not_fused(layer: Any, given: dict[str, Any]) -> str | None:
+    """The reason why the host's `forward` runs as it is, "" for none that needs telling; None if norms are fused."""
+    config, norms = layer.config, {type(x).__name__ for x in (layer.q_layernorm, layer.k_layernorm)}
+    no_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
+    if no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}:
+        return ""
+    packed = given.get("packed_seq_params")
+    refused = {
+        f"{type(layer).__name__} has its own {_QKV}": getattr(type(layer), _QKV) is not getattr(_host_class(), _QKV),
+        "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
+        "test_mode": config.test_mode,
+        "q and k have different cu_seqlens": _cu_seqlens(packed, "q") is not _cu_seqlens(packed, "kv"),
+    }
+    return next((why for why, holds in refused.items() if holds), None)
+
+
+def _cu_seqlens(packed: Any, of: str = "q") -> Tensor | None:
+    """The offsets of a packed batch, with padding where it has any."""
+    if packed is None or packed.qkv_format != "thd":
+        return None
+    padded: Tensor | None = getattr(packed, f"cu_seqlens_{of}_padded")
+    return getattr(packed, f"cu_seqlens_{of}") if padded is None else padded
+
+
+def _stand_in(layer: Any, freqs: Tensor, given: dict[str, Any]) -> AsSelf:
+    cu_seqlens = _cu_seqlens(given.get("packed_seq_params"))
+    return AsSelf(layer, **{_QKV: partial(_qkv, _Rope(layer, freqs, cu_seqlens))})
+
+
+class _Rope(NamedTuple):
+    """A layer, and the arguments of its rope."""
+
+    layer: Any
+    freqs: Tensor
+    cu_seqlens: Tensor | None
+
+    def words(self, t: Tensor) -> dict[str, Any]:
+        """jitrope's words for t, [s, b, ..] or [tokens, ..]."""
+        config, freqs, cu_seqlens = self.layer.config, self.freqs, self.cu_seqlens
+        words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], "interleaved": config.rotary_interleaved}
+        words |= {"layout": "sbhd" if cu_seqlens is None else "thd", "mscale": self.mscale()}
+        if cu_seqlens is not None:
+            group = self.layer.pg_collection.cp
+            words["positions"] = _packed(t, freqs, cu_seqlens, group.size(), group.rank())
+        return words
+
+    def mscale(self) -> float:
+        found: float = sys.modules[_ATTENTION]._yarn_get_concentration_factor_from_config(self.layer.config)
+        return found
+
+    def norm(self, t: Tensor) -> Norm:
+        """The norms, for heads like t."""
+        return norm_of({"q": self.layer.q_layernorm, "k": self.layer.k_layernorm}, t)
+
+
+def _qkv(rope: _Rope, hidden: Tensor, *arguments: Any, output_gate: bool = False, **_: Any) -> tuple[Tensor, ...]:
+    """`get_query_key_value_tensors` with q and k normalised and rotated."""
+    layer, method = rope.layer, getattr(_host_class(), _QKV)
+    if output_gate or layer.config.num_query_groups < layer.world_size:  # the host splits QKV
+        raw = AsSelf(layer, q_layernorm=None, k_layernorm=None)
+        q, k, *others = method(raw, hidden, *arguments, output_gate=output_gate)
+        return (*_squeezed(rope, _HEADS, (q, k)), *others)
+    mixed, split = method(layer, hidden, *arguments, split_qkv=False)
+    return _squeezed(rope, partial(_MIXED, split=split), (mixed,))
+
+
+def _squeezed(rope: _Rope, function: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A function of tensors that in packed batches have no axis of the batch, which Megatron's have."""
+    if rope.cu_seqlens is None:
+        return tuple(function(rope, *tensors))
+    return tuple([x.unsqueeze(1) for x in function(rope, *[x.squeeze(1) for x in tensors])])
+
+
+def _mixed(rope: _Rope, mixed: Tensor, split: list[int]) -> tuple[tuple[Tensor, ...], int]:
+    norm = rope.norm(mixed[..., : split[1]])
+    return prepare_packed_qkv(mixed, norm=norm, q_per_group=split[0] // split[1], **rope.words(mixed)), 1
+
+
+def _mixed_by_host(reason: str, rope: _Rope, mixed: Tensor, split: list[int]) -> tuple[Tensor, ...]:
+    q, k, v = mixed.split(split, -1)
+    return (*_heads_by_host(reason, rope, q.unflatten(-1, (-1, split[1])).flatten(-3, -2), k), v)
+
+
+def _heads(rope: _Rope, q: Tensor, k: Tensor) -> tuple[tuple[Any, ...], int]:
+    return prepare_qkv(q, k, None, norm=rope.norm(q), **rope.words(q))[:2], 1
+
+
+def _heads_by_host(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    """q and k by the host's norms and its rope function, which may be ours."""
+    _host.note("megatron", "host", f"not fused: {reason}", 0)
+    layer = rope.layer
+    words = {"config": layer.config, "cu_seqlens": rope.cu_seqlens, "mscale": rope.mscale()}
+    rotate = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, cp_group=layer.pg_collection.cp, **words)
+    return rotate(layer.q_layernorm(q), rope.freqs), rotate(layer.k_layernorm(k), rope.freqs)
+
+
+def _host_class() -> Any:
+    return sys.modules[_ATTENTION].SelfAttention
+
+
+_MIXED = _host.or_else("megatron", "fused", _mixed, _mixed_by_host)
+_HEADS = _host.or_else("megatron", "fused", _heads, _heads_by_host)
+_QKV = "get_query_key_value_tensors"
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
-_FUSED_QKV = "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb"
+_ATTENTION = "megatron.core.transformer.attention"
+_FUSED_QKV = f"{_ATTENTION}:apply_fused_qkv_rotary_pos_emb"
+_LATENT = _host.named(
+    "megatron.core.fusions.fused_mla_yarn_rope_apply", fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv
+)
 _FUNCTIONS: dict[str, _host.Function] = {
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
     f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
     f"{_ROPE_UTILS}:apply_rotary_pos_emb": apply_rotary_pos_emb,
     _FUSED_QKV: transformer_engine.apply_fused_qkv_rotary_pos_emb,
+    **_LATENT,
 }
 
 
 def enable() -> _host.Report:
-    """Replace Megatron's rope in every module that holds it. Raises ImportError without Megatron."""
-    return _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV})
+    """Replace Megatron's rope in every module that holds it, and fuse the norms of `SelfAttention` with it.
+
+    `report.calls["fused"]` counts the launches with norms, and `report.reasons` has the reasons why norms were not
+    fused. Raises ImportError without Megatron.
+    """
+    report = _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
+    cls, what = _host_class(), "norms of q and k and rope fused"
+    if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
+        report.replace_method(cls, "forward", without_rope("megatron", _not_fused, _stand_in), what)
+    else:
+        report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
+    return report
 
 
 def disable() -> None:

@@ -6,23 +6,32 @@ replaces each `CosSinRoPE.Config` and each `ComplexRoPE.Config` of the model. Su
 compute something else. One launch rotates q and k, and one their gradients; the kernel selects rows by positions, so
 nothing is gathered. Outputs have the host's bits on the same device. Parameters and checkpoints do not change.
 
+    --override.imports jitrope.integrations.torchtitan.attention
+
+replaces each `GQAttention.Config`, and its rope as above. If it has norms of q and k (Qwen3), they are in the same
+launch. The two ropes cannot be named beside it, because torchtitan refuses overrides of nested configurations.
+
 q and k are (B, S, H, D), as in torchtitan 0.3, or packed (T, H, D), as in versions since 2026-08-20. The host still
 checks the positions. Calls left to the host are logged once for each reason; `calls` and `reasons` count them.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from ..api import apply_rope
+from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
+from ..ops.values import Norm
 from . import _host
+from ._layers import AsSelf, form_of
+from ._norms import NormForm, check_results, unhooked
 
 calls = _host.calls["torchtitan"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -31,7 +40,9 @@ reasons = _host.reasons["torchtitan"]
 """The reasons why calls were left to the host."""
 
 
-def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rotate_cos_sin(
+    query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None, norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
     """Rotate halves by a table of `CosSinRoPE`.
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
@@ -43,6 +54,7 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
         cache: (max_seq_len, 2 D): cosines of the D / 2 pairs twice, then sines.
         positions: int32 or int64 (B, S) or (1, S), or (T), rows of the cache; default 0, 1, ... A token with a position
             outside of the cache becomes NaN here; the modules run the host's check before.
+        norm: a norm of query and key before the rotation, in the same launch.
 
     Returns:
         query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.
@@ -52,10 +64,12 @@ def rotate_cos_sin(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     """
     half = cache.shape[-1] // 4  # both members of a pair have one angle, so half of the table is enough
     words = {"cos": cache[:, :half], "sin": cache[:, 2 * half : 3 * half], "rotary_dim": 2 * half}
-    return _both(query, key, positions=positions, **words)
+    return _both(query, key, norm, positions=positions, **words)
 
 
-def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rotate_complex(
+    query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None, norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
     """Rotate neighbours by a table of `ComplexRoPE`: complex64 cos + i sin, (max_seq_len, D / 2).
 
     The other arguments, the result and the errors are those of `rotate_cos_sin`.
@@ -65,17 +79,23 @@ def rotate_complex(query: Tensor, key: Tensor, cache: Tensor, positions: Tensor 
     >>> q, k = jitrope_torchtitan.rotate_complex(q, k, cache)
     """
     words = {"freqs_cis": cache, "interleaved": True, "rounding": "complex64"}
-    return _both(query, key, positions=positions, **words)
+    return _both(query, key, norm, positions=positions, **words)
 
 
-def _both(query: Tensor, key: Tensor, **words: Any) -> tuple[Tensor, Tensor]:
-    q, k = apply_rope(query, key, layout="thd" if query.dim() == 3 else "bshd", **words)
+def _both(query: Tensor, key: Tensor, norm: Norm | None, **words: Any) -> tuple[Tensor, Tensor]:
+    words["layout"] = "thd" if query.dim() == 3 else "bshd"
+    q, k = (apply_rope(query, key, **words) if norm is None else prepare_qkv(query, key, None, norm=norm, **words))[:2]
     assert k is not None
     return q, k
 
 
-def _rotate(rope: Any, function: Any, check: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
-    """query and key rotated by a module's table; each rank rotates its shards."""
+def _rotate(
+    rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any = None, weights: tuple[Tensor, ...] = ()
+) -> Any:
+    """query and key rotated by a module's table; each rank rotates its shards.
+
+    function: of local query, key, table, weights and, if they are given, positions.
+    """
     *heads, cache = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, rope.cache))
     ids = positions.to_local() if isinstance(positions, DTensor) else positions
     if any(x.shape[-1] != rope.config.dim for x in heads):  # the host broadcasts a partial rotation or refuses it
@@ -83,10 +103,40 @@ def _rotate(rope: Any, function: Any, check: Any, query: Tensor, key: Tensor, po
     if not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
         raise InvalidInput("the tensors are sharded so that a rank cannot rotate alone")
     given = () if ids is None else (ids,)
+    check = getattr(sys.modules[_ROPE], "_maybe_check_max_pos", None)  # not in all versions
     if given and check is not None:
         check(ids, max_valid_pos=cache.shape[0] - 1)
-    rotated = function(*heads, cache, *given)
+    rotated = function(*heads, cache, *weights, *given)
     return tuple(_sharded(out, x) for out, x in zip(rotated, (query, key)))
+
+
+def _weights(norms: tuple[Any, ...], form: NormForm, words: dict[str, Any], query: Tensor) -> tuple[Tensor, ...]:
+    """The weights of norms of a form for heads like query; their gradients are a rank's part if query is sharded."""
+    found: list[Tensor] = []
+    for norm in norms:
+        weight, bias = unhooked(norm, wrapped=_moves_nothing(norm))
+        check_results((form,), weight, query)
+        if bias is not None or form.words(norm) != words:
+            raise InvalidInput("the norms of q and k differ, or have a bias")
+        if isinstance(weight, DTensor):
+            if not isinstance(query, DTensor) or weight.device_mesh != query.device_mesh:
+                raise InvalidInput("a norm's weight is on another mesh than q")
+            if not all(placement.is_replicate() for placement in weight.placements):
+                raise InvalidInput("a norm's weight is sharded")
+            parts = [Partial() if isinstance(placement, Shard) else placement for placement in query.placements]
+            weight = weight.to_local(grad_placements=parts)
+        if weight is not None:
+            found.append(weight)
+    return tuple(found)
+
+
+def _moves_nothing(module: Any) -> bool:
+    """Whether a module's parallel `forward` only calls that of its class: its tensors are where they have to be."""
+    config = getattr(module, "_sharding_config", None)
+    if config is None or not module._parallelized:
+        return False
+    same = config.in_src_shardings == config.in_dst_shardings and config.out_src_shardings == config.out_dst_shardings
+    return bool(same and config.local_map is None)
 
 
 def _by_tokens_and_heads(x: Tensor, numbered: bool) -> bool:
@@ -111,8 +161,11 @@ def _sharded(local: Tensor, like: Tensor) -> Tensor:
     return local
 
 
-def _typed(function: Any) -> Any:
-    """The function with the types of its inputs and outputs, for torchtitan's sharding checker."""
+def _typed(function: Any, weights: int = 0) -> Any:
+    """The function with the types of its inputs and outputs, for torchtitan's sharding checker.
+
+    weights: the number of tensors after the table that every rank has whole.
+    """
     import spmd_types as spmd
 
     table = {"dp": spmd.R, "cp": spmd.R, "tp": spmd.R}
@@ -120,32 +173,99 @@ def _typed(function: Any) -> Any:
     typed = {}
     for dim, tokens in ((4, ("dp", "cp")), (3, (("dp", "cp"),))):
         heads, ids = (parts, spmd.PartitionSpec(*tokens, "tp", None)), (same, spmd.PartitionSpec(*tokens))
-        for types in ((heads, heads, table, ids), (heads, heads, table)):
+        whole = (heads, heads, *([table] * (1 + weights)))
+        for types in ((*whole, ids), whole):
             typed[dim, len(types)] = spmd.local_map(in_types=types, out_types=(heads, heads))(function)
     return lambda *tensors: typed.get((tensors[0].dim(), len(tensors)), function)(*tensors)
+
+
+_ROPE = "torchtitan.models.common.rope"
+_FUNCTIONS = {"CosSinRoPE": rotate_cos_sin, "ComplexRoPE": rotate_complex}
 
 
 @lru_cache
 def _subclass(name: str) -> Any:
     """Our subclass of the host's class of this name. The host is imported here, at first use."""
-    from torchtitan.models.common import rope as rope_module
+    if name == "GQAttention":
+        return _made(importlib.import_module("torchtitan.models.common.attention").GQAttention, _attention_methods)
+    return _made(getattr(importlib.import_module(_ROPE), name), _rope_methods)
 
-    host = getattr(rope_module, name)
-    function = _typed(rotate_cos_sin if name == "CosSinRoPE" else rotate_complex)
-    check = getattr(rope_module, "_maybe_check_max_pos", None)  # not in all versions
+
+def _made(host: Any, methods: Any) -> Any:
+    """A subclass of a host's class with its own configuration."""
+    name, module = host.__name__, {"__module__": __name__}
+    words = {**module, "__qualname__": f"{name}.Config"}
+    config: Any = dataclass(kw_only=True, slots=True)(type("Config", (host.Config,), words))
+    return type(name, (host,), {**module, "Config": config, **methods(host)})
+
+
+def _rope_methods(host: Any) -> dict[str, Any]:
+    function = _typed(_FUNCTIONS[host.__name__])
 
     def forward(self: Any, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
-        ours, theirs = partial(_rotate, self, function, check), partial(host.forward, self)
+        ours, theirs = partial(_rotate, self, function), partial(host.forward, self)
         return _host.take("torchtitan", ours, theirs, query, key, positions)
 
-    words = {"__module__": __name__, "__qualname__": f"{name}.Config"}
-    config: Any = dataclass(kw_only=True, slots=True)(type("Config", (host.Config,), words))
-    return type(name, (host,), {"__module__": __name__, "Config": config, "forward": forward})
+    return {"forward": forward}
+
+
+def _attention_methods(host: Any) -> dict[str, Any]:
+    def built(self: Any, config: Any) -> None:
+        host.__init__(self, config)
+        self._norm_form = form = _form(self)
+        if form is not None:  # we keep no module, because a pipeline copies the layer
+            affine = sum(getattr(norm, "weight", None) is not None for norm in (self.q_norm, self.k_norm))
+            self._norm_words = form.words(self.q_norm)
+            self._norm_and_rotate = _normed(_FUNCTIONS[type(self.rope).__name__], affine, self._norm_words)
+
+    @wraps(host.forward)  # torchtitan reads the names of its arguments
+    def forward(self: Any, *arguments: Any, **words: Any) -> Any:
+        fused = self._norm_form is not None
+        layer = AsSelf(self, q_norm=None, k_norm=None, rope=partial(_FUSED, self)) if fused else self
+        return host.forward(layer, *arguments, **words)
+
+    return {"__init__": built, "forward": forward}
+
+
+def _form(layer: Any) -> NormForm | None:
+    """The form of a layer's two norms, found before its forward may be compiled; None if they stay with the host."""
+    norms = (layer.q_norm, layer.k_norm)
+    if None in norms or type(layer.rope).__module__ != __name__:
+        return None
+    try:
+        forms = [form_of(norm) for norm in norms]
+    except InvalidInput as error:
+        _host.note("torchtitan", "host", f"not fused: {error.args[0]}", 0)
+        return None
+    return forms[0] if forms[0] == forms[1] else None
+
+
+def _normed(rotate: Any, affine: int, words: dict[str, Any]) -> Any:
+    """A function of query, key, table, `affine` weights and perhaps positions. words: those of the norm."""
+
+    def function(query: Tensor, key: Tensor, cache: Tensor, *others: Tensor) -> Any:
+        return rotate(query, key, cache, *others[affine:], **{"norm": Norm(*others[:affine], **words)})
+
+    return _typed(function, affine)
+
+
+def _fused(layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
+    unhooked(layer.rope, _moves_nothing(layer.rope), "rope")  # we do not call it
+    weights = _weights((layer.q_norm, layer.k_norm), layer._norm_form, layer._norm_words, query)
+    return _rotate(layer.rope, layer._norm_and_rotate, query, key, positions, weights), 1
+
+
+def _separate(reason: str, layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
+    _host.note("torchtitan", "host", f"not fused: {reason}", 0)
+    return layer.rope(layer.q_norm(query), layer.k_norm(key), positions)
+
+
+_FUSED = _host.or_else("torchtitan", "fused", _fused, _separate)
 
 
 def __getattr__(name: str) -> Any:
-    """Return `CosSinRoPE` or `ComplexRoPE`, for configurations written by hand, and for pickle."""
-    if name in ("CosSinRoPE", "ComplexRoPE"):
+    """Return `CosSinRoPE`, `ComplexRoPE` or `GQAttention`, for configurations written by hand, and for pickle."""
+    if name in ("CosSinRoPE", "ComplexRoPE", "GQAttention"):
         return _subclass(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -174,9 +294,25 @@ def complex_rope(config: Any) -> Any:
     return _derived(config, "ComplexRoPE")
 
 
+def attention(config: Any) -> Any:
+    """The override of `GQAttention.Config` and its rope: name it in `override.imports`, and no other.
+
+    Norms of q and k and the rotation are one launch. A rope that the other two overrides do not replace stays.
+
+    >>> from torchtitan.models.qwen3 import qwen3_configs
+    >>> layer = qwen3_configs["debugmodel"](attn_backend="flex").layers[0]
+    >>> layer.attention = jitrope_torchtitan.attention(layer.attention)
+    """
+    made = _derived(config, "GQAttention")
+    rope = type(made.rope).__qualname__.partition(".")[0]
+    if rope in _FUNCTIONS and type(made.rope).__module__ == _ROPE:
+        made.rope = _derived(made.rope, rope)
+    return made
+
+
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Register the two overrides with torchtitan. Importing this module after torchtitan does it too.
+    """Register the overrides with torchtitan. Importing this module after torchtitan does it too.
 
     >>> jitrope_torchtitan.register()
 
@@ -184,9 +320,11 @@ def register() -> None:
         ImportError: torchtitan is not installed.
     """
     from torchtitan.config.override import override
+    from torchtitan.models.common import attention as layers
     from torchtitan.models.common import rope as host
 
-    for target, factory in ((host.CosSinRoPE, cos_sin_rope), (host.ComplexRoPE, complex_rope)):
+    factories = {host.CosSinRoPE: cos_sin_rope, host.ComplexRoPE: complex_rope, layers.GQAttention: attention}
+    for target, factory in factories.items():
         override(target=target.Config, exact=True, description=factory.__doc__)(factory)
 
 

@@ -4,6 +4,8 @@
 >>> report = jitrope_transformer_engine.enable()
 >>> jitrope_transformer_engine.disable()
 
+In `MultiheadAttention` with a norm of q and k, before or after rope, the norms and rope are one launch.
+
 The signatures and defaults are the same. `fused` is ignored: every call is one launch with fp32 arithmetic.
 Rows after the last packed sequence are zero, and rows at positions past the table are NaN; in TransformerEngine these
 rows have undefined content.
@@ -11,15 +13,20 @@ rows have undefined content.
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import apply_rope, prepare_packed_qkv
+from ..api import apply_rope, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed, Starts
 from . import _host
+from ._layers import AsSelf, norm_of, without_rope
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -177,11 +184,97 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
+# ---- MultiheadAttention with norms of q and k ----------------------------------------------------------
+
+
+class _Both(AsSelf):
+    """`self` in `MultiheadAttention.forward`, which gives us q and k where it calls its norms before rope.
+
+    It then calls norms again, as after rope, and takes the results.
+    """
+
+    def __init__(self, module: Any, compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(module, _compute=compute, _q=None, _out=None)
+
+    @property
+    def qk_norm_before_rope(self) -> bool:
+        return self._out is None
+
+    def q_norm(self, q: Tensor) -> Tensor:
+        self.__dict__["_q"] = q
+        return q if self._out is None else self._out[0]
+
+    def k_norm(self, k: Tensor) -> Tensor:
+        if self._out is not None:
+            return self._out[1]  # type: ignore[no-any-return]
+        self.__dict__["_out"] = self._compute(self._q, k)
+        return k
+
+
+def _not_fused(layer: Any, given: dict[str, Any]) -> str | None:
+    """The reason why the host's `forward` runs as it is, "" for none that needs telling; None if norms are fused."""
+    if layer.q_norm is None:
+        return ""
+    refused = {
+        "cross attention": layer.attention_type != "self",
+        "inference": given.get("inference_params") is not None,
+        "fp8": sys.modules[_ATTENTION].FP8GlobalStateManager.is_fp8_enabled(),
+        "q and k have different cu_seqlens": _cu_seqlens(layer, given, "q") is not _cu_seqlens(layer, given, "kv"),
+    }
+    return next((why for why, holds in refused.items() if holds), None)
+
+
+def _stand_in(layer: Any, freqs: Tensor, given: dict[str, Any]) -> _Both:
+    return _Both(layer, partial(_FUSED, layer=layer, freqs=freqs, cu_seqlens=_cu_seqlens(layer, given, "q")))
+
+
+def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
+    """The offsets of a packed batch that rope uses."""
+    if layer.qkv_format != "thd":
+        return None
+    found: Tensor | None = given.get(f"cu_seqlens_{of}_padded" if given.get("pad_between_seqs") else f"cu_seqlens_{of}")
+    return found
+
+
+def _fused(
+    q: Tensor, k: Tensor, *, layer: Any, freqs: Tensor, cu_seqlens: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], int]:
+    norm = norm_of({"q": layer.q_norm, "k": layer.k_norm}, q, after_rope=not layer.qk_norm_before_rope)
+    where = (layer.rotary_pos_interleaved, cu_seqlens, layer.cp_size, layer.cp_rank)
+    words = {"freqs": freqs.float(), "rotary_dim": freqs.shape[-1], **_words(layer.qkv_format, None, *where)}
+    q, k = prepare_qkv(q, k, None, norm=norm, **words)[:2]  # type: ignore[assignment]
+    return (q, k), 1
+
+
+def _separate(
+    reason: str, q: Tensor, k: Tensor, *, layer: Any, freqs: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The same with the host's norms and its rope function, which may be ours."""
+    _host.note("transformer_engine", "host", f"not fused: {reason}", 0)
+    where = {"cu_seqlens": cu_seqlens, "cp_size": layer.cp_size, "cp_rank": layer.cp_rank}
+    words = {"fused": True, "interleaved": layer.rotary_pos_interleaved, **where}
+    rope = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, freqs=freqs, tensor_format=layer.qkv_format, **words)
+    both = (q, layer.q_norm), (k, layer.k_norm)
+    return tuple([rope(norm(x)) if layer.qk_norm_before_rope else norm(rope(x)) for x, norm in both])
+
+
+_FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
+_ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
+
+
 def enable() -> _host.Report:
-    """Replace TransformerEngine's rope in every module that holds it. Raises ImportError without TransformerEngine."""
+    """Replace TransformerEngine's rope in every module that holds it, and fuse the norms of `MultiheadAttention`.
+
+    `report.calls["fused"]` counts the launches with norms, and `report.reasons` has the reasons why norms were not
+    fused. Raises ImportError without TransformerEngine.
+    """
     functions = (apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
     module = "transformer_engine.pytorch.attention.rope"
-    return _host.enable("transformer_engine", {f"{module}:{ours.__name__}": ours for ours in functions})
+    report = _host.enable("transformer_engine", {f"{module}:{ours.__name__}": ours for ours in functions})
+    attention = importlib.import_module(_ATTENTION).MultiheadAttention
+    made = without_rope("transformer_engine", _not_fused, _stand_in)
+    report.replace_method(attention, "forward", made, "norms of q and k and rope fused")
+    return report
 
 
 def disable() -> None:

@@ -185,7 +185,8 @@ class Norm(Value):
 
     Args:
         q_weight, k_weight: (D), or (H D) with across_heads; fp32, fp16 or bf16; None: no weight. Without weights it is
-            the L2 norm of Llama 4 and of TransformerEngine's `L2Normalization`.
+            the L2 norm of Llama 4; with weights of D ** -0.5, and eps / D as eps, TransformerEngine's
+            `L2Normalization`.
         q_bias, k_bias: like the weights, added at the end; only with "layer_norm".
         kind: "rms_norm", or "layer_norm": the mean of x is subtracted first (arXiv:1607.06450; Phi, Persimmon,
             CogVideoX, HunyuanDiT).

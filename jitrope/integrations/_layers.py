@@ -1,0 +1,131 @@
+"""Attention layers whose norms of q and k and rope become one launch, in the host's own `forward`.
+
+The forward runs with an `AsSelf` in place of its module, so that it calls ours for one step and the host's for all
+others. The norms are modules of a known form (`_norms`), or of a class in `_KNOWN`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import InvalidInput
+from ..ops.values import Norm
+from . import _host
+from ._host import Function
+from ._norms import NormForm, parameters_of, recognise, usable
+
+_KNOWN = {
+    "transformer_engine.pytorch.module.rmsnorm.RMSNorm": ("rms_norm", False),
+    "transformer_engine.pytorch.module.layernorm.LayerNorm": ("layer_norm", False),
+    "transformer_engine.pytorch.ops.basic.l2normalization.L2Normalization": ("rms_norm", True),
+    "megatron.core.transformer.torch_norm.L2Norm": ("rms_norm", False),
+}
+"""Norms that cannot be tried on a CPU or compile themselves: the kind, and whether squares are summed, not averaged.
+
+All compute in fp32 and round once.
+"""
+
+_forms: dict[type, list[NormForm | str]] = {}
+
+
+class AsSelf:
+    """A module with some other attributes, to be `self` in a method of its class."""
+
+    def __init__(self, module: nn.Module, **attributes: Any) -> None:
+        self.__dict__.update(attributes, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_module"], name, value)
+
+
+def without_rope(host: str, refusal: Function, stand_in: Function) -> Callable[[Function], Function]:
+    """A maker of attention's `forward` for `Report.replace_method`: ours rotates, so the host's gets no table.
+
+    refusal: of the layer and the arguments by name: the reason why the host's `forward` runs as it is, "" for none that
+        needs telling; None if it does not.
+    stand_in: of the layer, the table of q and k and the arguments: the `AsSelf`.
+    """
+
+    def made(theirs: Function) -> Function:
+        signature = inspect.signature(theirs)
+
+        def forward(layer: Any, *arguments: Any, **words: Any) -> Any:
+            bound = signature.bind(layer, *arguments, **words)
+            given = bound.arguments
+            freqs = given.get("rotary_pos_emb")
+            table, of_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
+            why = "" if table is None else refusal(layer, given)
+            if why is None and table is not of_k:
+                why = "q and k have different tables"
+            if why is not None:
+                if why:
+                    _host.note(host, "host", f"not fused: {why}", 0)
+                return theirs(layer, *arguments, **words)
+            given.update(self=stand_in(layer, table, given), rotary_pos_emb=None)
+            return theirs(*bound.args, **bound.kwargs)
+
+        return forward
+
+    return made
+
+
+def form_of(module: nn.Module) -> NormForm:
+    """The form of a norm. A class is tried once.
+
+    Raises:
+        InvalidInput: it has none, or the module must be called itself.
+    """
+    parameters_of(module)  # a module with hooks says nothing about its class
+    cls = type(module)
+    found = _forms.setdefault(cls, [])
+    form = next((form for form in found if isinstance(form, str) or form.fits(module)), None)
+    if form is None:
+        form = _known(cls, module) or recognise(module)
+        found.append(form)
+    if isinstance(form, str):
+        raise InvalidInput(form)
+    return form
+
+
+def _known(cls: type, module: nn.Module) -> NormForm | None:
+    kind, total = _KNOWN.get(f"{cls.__module__}.{cls.__qualname__}", ("", False))
+    if not kind:
+        return None
+    centre = getattr(module, "zero_centered_gamma", None)
+    fixed = () if centre is None else (("zero_centered_gamma", centre),)
+    return NormForm(cls, "eps", kind, "once", bool(centre), fixed=fixed, total=total)
+
+
+def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
+    """The `Norm` of a layer's modules, by "q" and "k", for heads like x. words: its other words.
+
+    Raises:
+        InvalidInput: a module has no known form or must be called itself, or the two differ.
+    """
+    forms = {label: form_of(module) for label, module in norms.items()}
+    given: dict[str, Any] = {}
+    for label, form in forms.items():
+        given[f"{label}_weight"], given[f"{label}_bias"] = usable([form], norms[label], x)
+        if form.total:  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
+            given[f"{label}_weight"] = _inverse_root(x.shape[-1], x.device)
+    found = [{**form.words(norms[label]), "total": form.total} for label, form in forms.items()]
+    if found[0] != found[-1]:
+        raise InvalidInput("the norms of q and k differ")
+    if found[0].pop("total"):
+        found[0]["eps"] /= x.shape[-1]
+    return Norm(**given, **found[0], of="".join(norms), **words)
+
+
+@lru_cache(maxsize=64)
+def _inverse_root(size: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a kept tensor may be used in training later
+        return torch.full((size,), size**-0.5, device=device)

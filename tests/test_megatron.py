@@ -1,0 +1,453 @@
+"""Megatron-core: latent attention's fused functions, and its attention layers with jitrope."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope.integrations import _host, _layers, megatron
+
+from .hosts import HOSTS, group, missing
+from .test_training_hosts import megatron_freqs
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+UNIT = {"fp32": 2**-20, "fp16": 2**-10, "bf16": 2**-7}
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    """Megatron's modules of attention."""
+    try:
+        from megatron.core.fusions import fused_mla_yarn_rope_apply
+        from megatron.core.transformer import attention, multi_latent_attention
+    except ImportError:
+        missing("pip install megatron-core")
+    return SimpleNamespace(fused=fused_mla_yarn_rope_apply, attention=attention, latent=multi_latent_attention)
+
+
+@pytest.fixture
+def enabled(core: Any) -> Iterator[Any]:
+    with megatron.enable() as report:
+        yield report
+    assert not _host.placed
+
+
+# ---- latent attention's functions ----------------------------------------------------------------------
+
+
+def yarn_tables(rows: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tables like those of `YarnRotaryEmbedding`, [rows, 1, 1, dim]: equal halves, a factor, the model's dtype."""
+    angles = torch.outer(torch.arange(rows).float(), 100 ** (-torch.arange(0, dim, 2) / dim))
+    angles = torch.cat((angles, angles), -1)[:, None, None]
+    return (angles.cos() * 1.2).to(dtype), (angles.sin() * 1.2).to(dtype)
+
+
+def rows_of(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """Each token's position: a rank has the chunks `rank` and `2 cp_size - 1 - rank` of each sequence."""
+    rows = []
+    for length in cu_seqlens.diff().tolist():
+        chunk = length // (2 * cp_size)
+        chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0, 1)
+        rows += [torch.arange(c * chunk, (c + 1) * chunk) for c in chunks]
+    return torch.cat(rows)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The published formula in fp64: neighbours (a, b) become a cos - b sin in the left half, b cos + a sin in the
+    right one."""
+    x, cos, sin = x.double(), cos.double(), sin.double()
+    half = x.shape[-1] // 2
+    a, b = x[..., 0::2], x[..., 1::2]
+    left = a * cos[..., :half] - b * sin[..., :half]
+    return torch.cat((left, b * cos[..., half:] + a * sin[..., half:]), -1)
+
+
+def latent_oracle(q: Tensor, kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor, first: int) -> tuple[Tensor, ...]:
+    """q, k and v by slices and concatenations."""
+    query = torch.cat((q[..., :first].double(), rotated(q[..., first:], cos, sin)), -1)
+    turned = rotated(k_pe, cos, sin).expand(*kv.shape[:-1], -1)
+    return query, torch.cat((kv[..., :first].double(), turned), -1), kv[..., first:].double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("packed", "cp"), [(False, 1), (False, 2), (True, 1), (True, 2), (True, 4)], ids=lambda x: str(x).lower()
+)
+def test_latent_functions(packed: bool, cp: int, dtype: str) -> None:
+    """Results and gradients are those of the published formula, rounded once, for every rank."""
+    torch.manual_seed(0)
+    first, dim, v_dim, heads = 32, 16, 24, 3
+    cu_seqlens = torch.tensor([0, 8, 24, 24, 48], dtype=torch.int32)
+    lead = (48 // cp,) if packed else (6, 2)
+    tables = yarn_tables(24, dim, DTYPES[dtype])
+    for rank in range(cp):
+        sizes = ((heads, first + dim), (heads, first + v_dim), (1, dim))
+        leaves = [torch.randn(*lead, *size).to(DTYPES[dtype]).requires_grad_() for size in sizes]
+        where = (cu_seqlens if packed else None, rank, cp)
+        q = megatron.fused_apply_mla_rope_for_q(leaves[0], *tables, first, dim, *where)
+        kv = megatron.fused_apply_mla_rope_for_kv(*leaves[1:], *tables, dim, first, v_dim, *where)
+        if packed:
+            rows = [x[rows_of(cu_seqlens, cp, rank)].squeeze(1) for x in tables]
+        else:  # the host has sliced the tables for its rank already
+            rows = [x[: lead[0]] for x in tables]
+        want = latent_oracle(*leaves, *rows, first)
+        weights = [torch.randn_like(x) for x in want]
+        grads = [
+            torch.autograd.grad(
+                sum((x.double() * w.to(DTYPES[dtype]).double()).sum() for x, w in zip(xs, weights)), leaves
+            )
+            for xs in ((q, *kv), want)
+        ]
+        for got, expected in zip((q, *kv, *grads[0]), (*want, *grads[1])):
+            assert got.dtype == DTYPES[dtype]
+            assert got.is_contiguous()
+            torch.testing.assert_close(got.double(), expected.double(), rtol=UNIT[dtype], atol=UNIT[dtype])
+        assert torch.equal(kv[1], leaves[1][..., first:])
+
+
+def test_latent_signatures(core: Any) -> None:
+    for ours in (megatron.fused_apply_mla_rope_for_q, megatron.fused_apply_mla_rope_for_kv):
+        theirs = getattr(core.fused, ours.__name__)
+        got, want = ([(p.name, p.default) for p in inspect.signature(f).parameters.values()] for f in (ours, theirs))
+        assert got == want
+
+
+def test_latent_refusals(core: Any, enabled: Any) -> None:
+    """A refused call reaches the host, which refuses it in its own words."""
+    tables, q = yarn_tables(6, 16, torch.float32), torch.randn(6, 1, 2, 48)
+    kv, k_pe = torch.randn(6, 1, 2, 56), torch.randn(6, 1, 1, 16)
+    for call, message in (
+        (lambda m: m.fused_apply_mla_rope_for_q(q, *tables, 32, 16, rotary_interleaved=True), "rotary_interleaved"),
+        (lambda m: m.fused_apply_mla_rope_for_q(q, *tables, 40, 8), "16 and 16 columns; they must have 8"),
+        (lambda m: m.fused_apply_mla_rope_for_kv(kv, k_pe, *tables, 16, 32, 16), "heads of 56 and k_pos_emb of 16"),
+    ):
+        with pytest.raises(jitrope.InvalidInput, match=message):
+            call(megatron)
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            call(core.fused)
+        assert not isinstance(error.value, jitrope.InvalidInput)
+    assert enabled.calls == {"jitrope": 0, "host": 3}
+
+
+# ---- layers --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[Any]:
+    """Megatron's process groups on the CPU; the parameter is the context parallel (size, rank)."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import multi_latent_attention
+
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # 0.16.1 sets it to True without TransformerEngine
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    with group(*getattr(request, "param", (1, 0))) as everyone:
+        alone = torch.distributed.new_group([torch.distributed.get_rank()])
+        yield ProcessGroupCollection(tp=alone, cp=everyone, pp=alone)
+
+
+class Core(torch.nn.Module):
+    """Causal attention in plain torch, of [s, b, h, d] or one sequence [t, h, d]; Megatron's local one is fp32 only."""
+
+    def __init__(self, **words: Any) -> None:
+        super().__init__()
+        self.inputs: list[Tensor] = []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **words: Any) -> Tensor:
+        self.inputs = [q, k, v]
+        q, k, v = (x.reshape(len(x), -1, *x.shape[-2:]).permute(1, 2, 0, 3) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def built(spec: Any, config: Any, ranks: Any) -> Any:
+    """An attention layer of a spec with our core, and with random weights."""
+    from megatron.core.transformer.spec_utils import build_module
+
+    torch.manual_seed(0)
+    attention = spec.submodules.self_attention
+    attention.submodules.core_attention = Core
+    layer = build_module(attention, config=config, layer_number=1, pg_collection=ranks)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+def packed_of(cu_seqlens: Tensor) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = int(cu_seqlens.diff().max())
+    return PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+def results(layer: Any, x: Tensor, *arguments: Any, **words: Any) -> list[Tensor]:
+    """A layer's q, k, v and output, and the gradients of the input and of all its weights."""
+    leaf = x.clone().requires_grad_()
+    out, _ = layer(leaf, None, *arguments, **words)
+    grads = torch.autograd.grad(out.float().sin().sum(), (leaf, *layer.parameters()), allow_unused=True)
+    return [*layer.core_attention.inputs, out, *(g for g in grads if g is not None)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_latent_attention_layer(core: Any, ranks: Any, packed: bool) -> None:
+    """Megatron's layer with `apply_rope_fusion` and jitrope computes what its own code without fusion does."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import MLATransformerConfig
+
+    config = MLATransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=2, q_lora_rank=24, kv_lora_rank=24, qk_head_dim=32,
+        qk_pos_emb_head_dim=16, v_head_dim=24, use_cpu_initialization=True, normalization="RMSNorm",
+    )  # fmt: skip
+    layer = built(get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm"), config, ranks)
+    x = torch.randn(12, 1 if packed else 2, 64)
+    where = packed_of(torch.tensor([0, 5, 12], dtype=torch.int32)) if packed else None
+    want = results(layer, x, packed_seq_params=where)
+    config.apply_rope_fusion = True
+    with megatron.enable() as report:
+        got = results(layer, x, packed_seq_params=where)
+    assert report.calls == {"jitrope": 2, "host": 0}
+    assert len(got) == len(want) > 8
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    if not core.fused.HAVE_TRITON:
+        with pytest.raises(TypeError):  # disabled: the host's functions are Triton's
+            layer(x, None, packed_seq_params=where)
+
+
+NORMS: dict[str, dict[str, Any]] = {
+    "RMSNorm": {"normalization": "RMSNorm"},
+    "LayerNorm": {"normalization": "LayerNorm"},
+    "L2Norm": {"normalization": "RMSNorm", "qk_l2_norm": True},
+}
+CU_SEQLENS = torch.tensor([0, 8, 24], dtype=torch.int32)
+
+
+def self_attention(ranks: Any, norm: str, dtype: torch.dtype = torch.float32, **words: Any) -> Any:
+    """Megatron's `SelfAttention` with qk_layernorm, 4 heads of q and 2 of k."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=32, qk_layernorm=True,
+        use_cpu_initialization=True, normalization=NORMS[norm]["normalization"], params_dtype=dtype, **words,
+    )  # fmt: skip
+    config.apply_rope_fusion = True  # set late: without TransformerEngine the constructor requires `enable`
+    return built(get_gpt_layer_local_spec(qk_layernorm=True, **NORMS[norm]), config, ranks)
+
+
+def eager(function: Any) -> Any:
+    """A compiled function without its compilation."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+@contextmanager
+def separate(layer: Any) -> Iterator[None]:
+    """Norms with hooks are called, and rope is a launch of its own."""
+    hooks = [norm.register_forward_hook(lambda *_: None) for norm in (layer.q_layernorm, layer.k_layernorm)]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_self_attention(
+    core: Any, ranks: Any, enabled: Any, monkeypatch: pytest.MonkeyPatch, norm: str, dtype: str, packed: bool
+) -> None:
+    """q, k and v have the bits of the host's norms before jitrope's rope; in fp32 all agrees with Megatron's code."""
+    from megatron.core.transformer import torch_norm
+
+    monkeypatch.setattr(torch_norm.L2Norm, "_norm", eager(torch_norm.L2Norm._norm))  # it would compile for seconds
+    layer = self_attention(ranks, norm, DTYPES[dtype])
+    x = torch.randn(24 if packed else 6, 1 if packed else 2, 64).to(DTYPES[dtype])
+    words = {"rotary_pos_emb": megatron_freqs(24, 32), "packed_seq_params": packed_of(CU_SEQLENS) if packed else None}
+    if not packed:
+        words["rotary_pos_emb"] = megatron_freqs(6, 32, batch=2)
+    got = results(layer, x, **words)
+    assert enabled.calls == {"jitrope": 0, "host": 0, "fused": 1}
+    with separate(layer):
+        want = results(layer, x, **words)
+    assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
+    assert enabled.reasons == {"not fused: a norm has hooks": 1}
+    for a, b in zip(got[:4], want[:4]):
+        assert torch.equal(a, b)
+    tolerance = {"fp32": 2e-5, "bf16": 0.05}[dtype]
+    for a, b in zip(got[4:], want[4:], strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.abs().max())))
+    layer.config.apply_rope_fusion = False
+    stock = results(layer, x, **words)
+    assert enabled.calls == {"jitrope": 2, "host": 2, "fused": 1}
+    if dtype == "fp32":
+        for a, b in zip(got, stock, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.abs().max())))
+
+
+@pytest.mark.parametrize("ranks", [(2, 0), (2, 1), (4, 3)], ids=str, indirect=True)
+def test_self_attention_with_context_parallelism(core: Any, ranks: Any, enabled: Any) -> None:
+    """A rank's two chunks of packed sequences, with a factor, a partial rotation and interleaved pairs."""
+    layer = self_attention(ranks, "RMSNorm", rotary_interleaved=True)
+    layer.config.yarn_rotary_scaling_factor, layer.config.yarn_mscale, layer.config.yarn_mscale_all_dim = 8.0, 1.0, 0.0
+    size, x = ranks.cp.size(), torch.randn(24 // ranks.cp.size(), 1, 64)
+    words = {"rotary_pos_emb": megatron_freqs(16, 16, True), "packed_seq_params": packed_of(CU_SEQLENS)}
+    got = results(layer, x, **words)
+    with separate(layer):
+        want = results(layer, x, **words)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(got[0], want[0])
+    at = rows_of(CU_SEQLENS, size, ranks.cp.rank())
+    assert not torch.equal(at, torch.arange(len(x)))
+    q, k, _ = layer.get_query_key_value_tensors(x)
+    for normed, ours in ((q, got[0]), (k, got[1])):
+        pairs = torch.view_as_complex(normed[:, 0, :, :16].unflatten(-1, (-1, 2)).contiguous())
+        angles = words["rotary_pos_emb"][at, 0, :, ::2]
+        factor = 0.1 * math.log(8.0) + 1.0
+        turned = torch.view_as_real(pairs * torch.polar(torch.full_like(angles, factor), angles)).flatten(-2)
+        torch.testing.assert_close(ours[..., :16], turned)
+        torch.testing.assert_close(ours[..., 16:], normed[:, 0, :, 16:])
+    assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_self_attention_with_a_gate(core: Any, ranks: Any, enabled: Any, packed: bool) -> None:
+    """Qwen3-Next: the host splits QKV and the gate; q and k are one launch."""
+    layer = self_attention(ranks, "RMSNorm", attention_output_gate=True)
+    x = torch.randn(24 if packed else 6, 1 if packed else 2, 64)
+    words = {"rotary_pos_emb": megatron_freqs(16, 8), "packed_seq_params": packed_of(CU_SEQLENS) if packed else None}
+    if not packed:
+        words["rotary_pos_emb"] = words["rotary_pos_emb"][:6]
+    got = results(layer, x, **words)
+    assert enabled.calls == {"jitrope": 0, "host": 0, "fused": 1}
+    with separate(layer):
+        want = results(layer, x, **words)
+    assert enabled.calls == {"jitrope": 2, "host": 0, "fused": 1}
+    layer.config.apply_rope_fusion = False
+    for a, b, c in zip(got, want, results(layer, x, **words), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
+    assert torch.equal(got[0], want[0])
+
+
+class Own(torch.nn.Identity):
+    """A norm with other results, under a name that is not Megatron's."""
+
+
+def changed(layer: Any, words: dict[str, Any], name: str) -> None:
+    """Make a layer or a call one that jitrope does not fuse."""
+    if name == "own norms":
+        layer.k_layernorm = Own()
+    elif name == "eps":
+        layer.k_layernorm.eps = 1e-3
+    elif name == "weight":
+        layer.q_layernorm.weight.data = layer.q_layernorm.weight.data.double()
+    elif name == "subclass":
+        cls = type(layer)
+        layer.__class__ = type(
+            "Other",
+            (cls,),
+            {"get_query_key_value_tensors": lambda self, *a, **w: cls.get_query_key_value_tensors(self, *a, **w)},
+        )
+    elif name == "tables":
+        words["rotary_pos_emb"] = (words["rotary_pos_emb"], words["rotary_pos_emb"].clone())
+    elif name == "no norm":
+        layer.q_layernorm = layer.k_layernorm = None
+    elif name == "no rope":
+        layer.config.no_rope_freq = [1]
+
+
+LEFT = {  # the reason, and calls of rope
+    "own norms": ("not fused: Own: jitrope has no norm with its results", 2),
+    "eps": ("not fused: the norms of q and k differ", 2),
+    "weight": ("not fused: prepare_packed_qkv: q_weight is torch.float64; allowed are fp32, fp16 and bf16", 2),
+    "subclass": ("not fused: Other has its own get_query_key_value_tensors", 2),
+    "tables": ("not fused: q and k have different tables", 2),
+    "no norm": (None, 2),
+    "no rope": (None, 0),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_self_attention_that_is_not_fused(core: Any, ranks: Any, name: str) -> None:
+    """The host's norms and jitrope's rope run, with the results of the stock layer, and the reason is told."""
+    layer = self_attention(ranks, "RMSNorm")
+    x = torch.randn(6, 2, 64)
+    words = {"rotary_pos_emb": megatron_freqs(6, 32)}
+    changed(layer, words, name)
+    with megatron.enable() as report:
+        got, _ = layer(x, None, **words)
+        reason, calls = LEFT[name]
+        assert report.calls == {"jitrope": calls, "host": 0}
+        assert report.reasons == ({} if reason is None else {reason: 1})
+    layer.config.apply_rope_fusion = False
+    torch.testing.assert_close(got, layer(x, None, **words)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_self_attention_is_restored(core: Any, ranks: Any) -> None:
+    cls = core.attention.SelfAttention
+    before = cls.forward
+    with megatron.enable() as report:
+        assert cls.forward is not before
+        assert inspect.signature(cls.forward) == inspect.signature(before)
+        assert megatron.enable().replaced == report.replaced
+        assert "SelfAttention.forward: norms of q and k and rope fused" in report.table()
+        assert "(disabled)" not in repr(report)
+    assert cls.forward is before
+    assert "forward" not in vars(cls)
+    with megatron.enable():
+        cls.forward = mine = lambda self: None  # someone else's, which is kept
+    assert cls.forward is mine
+    del cls.forward
+
+
+@pytest.mark.parametrize("name", list(_layers._KNOWN))
+def test_norms_that_are_known_by_name(core: Any, name: str) -> None:
+    """The classes exist, with the attributes that are read. Those of TransformerEngine are in a wheel that has no CPU
+    build; only its plain torch formula of the L2 norm can be run."""
+    module, cls = name.rsplit(".", 1)
+    path = HOSTS / f"{module.replace('.', '/')}.py"
+    if module.startswith("megatron"):
+        path = Path(importlib.util.find_spec(module).origin)
+    elif not path.exists():
+        missing("pip install --no-deps --target build/hosts transformer-engine")
+    bases = {node.name: node.bases for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    assert cls in bases
+    if bases[cls] and ast.unparse(bases[cls][0]).startswith("_"):  # a shell around the operation
+        path = (
+            HOSTS
+            / "transformer_engine/pytorch/ops/basic"
+            / {"RMSNorm": "rmsnorm.py", "LayerNorm": "layer_norm.py"}[cls]
+        )
+        assert "self.zero_centered_gamma" in path.read_text()
+    assert "self.eps" in path.read_text()
+
+
+def test_l2_normalization_of_transformer_engine() -> None:
+    """The wheel's plain torch formula: squares are summed, not averaged."""
+    path = HOSTS / "transformer_engine/pytorch/jit.py"
+    if not path.exists():
+        missing("pip install --no-deps --target build/hosts transformer-engine")
+    name = "l2normalization_fused_"
+    (node,) = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == name)
+    node.decorator_list = []
+    exec(compile(ast.Module([node], []), str(path), "exec"), found := {"torch": torch})
+    cls = type(
+        "L2Normalization", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.ops.basic.l2normalization"}
+    )
+    module = cls()
+    module.eps = 0.5
+    x = torch.randn(2, 5, 3, 48)
+    norm = _layers.norm_of({"q": module, "k": module}, x)
+    for ours in jitrope.prepare_qkv(x, x, None, norm=norm)[:2]:
+        torch.testing.assert_close(ours, found[name](x, 0.5))

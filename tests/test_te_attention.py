@@ -1,0 +1,255 @@
+"""TransformerEngine: the forward of its `MultiheadAttention`, with norms of q and k before or after rope.
+
+The wheel has no CPU build. So its file is executed with stand-ins for everything that it imports: linear layers, norms
+and attention in plain torch, after the published formulas. Its own code decides what is called, and in which order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jitrope.integrations import _host, transformer_engine
+
+from .hosts import HOSTS, Absent, missing
+
+PYTORCH = "transformer_engine.pytorch"
+FILE = "transformer_engine.pytorch.attention.multi_head_attention"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Linear(torch.nn.Linear):
+    """Without the words for fp8 and parallelism."""
+
+    def __init__(self, size: int, out: int, bias: bool = True, params_dtype: Any = None, **_: Any) -> None:
+        super().__init__(size, out, bias=bias, dtype=params_dtype)
+        self.name = None
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return super().forward(x)
+
+
+class RMSNorm(torch.nn.Module):
+    """The formula of the class's docstring, in fp32 and rounded once."""
+
+    def __init__(self, normalized_shape: int, eps: float, params_dtype: Any, device: Any) -> None:
+        super().__init__()
+        self.eps, self.zero_centered_gamma = eps, False
+        self.weight = torch.nn.Parameter(torch.rand(normalized_shape, dtype=params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+
+
+class LayerNorm(RMSNorm):
+    def __init__(self, *arguments: Any, **words: Any) -> None:
+        super().__init__(*arguments, **words)
+        self.bias = torch.nn.Parameter(torch.rand_like(self.weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+
+
+class L2Normalization(torch.nn.Module):
+    """The formula of `jit.l2normalization_fused_`: squares are summed."""
+
+    def __init__(self, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = x.float()
+        return (f * torch.rsqrt(f.pow(2).sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+NORMS = {
+    "RMSNorm": (RMSNorm, f"{PYTORCH}.module.rmsnorm"),
+    "LayerNorm": (LayerNorm, f"{PYTORCH}.module.layernorm"),
+    "L2Normalization": (L2Normalization, f"{PYTORCH}.ops.basic.l2normalization"),
+}
+
+
+class Attention(torch.nn.Module):
+    """A product of q, k and v in place of attention, which keeps its inputs."""
+
+    def __init__(self, *_: Any, **words: Any) -> None:
+        super().__init__()
+        self.name, self.inputs = None, []
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        self.inputs = [q, k, v]
+        repeat = q.shape[-2] // k.shape[-2]
+        k, v = (x.repeat_interleave(repeat, -2) for x in (k, v))
+        return (q * k.flip(0) + v).flatten(-2)
+
+
+class SplitAlongDim:
+    @staticmethod
+    def apply(x: Tensor, dim: int, sizes: Any) -> tuple[Tensor, ...]:
+        return torch.split(x, sizes, dim)
+
+
+def stand_ins() -> dict[str, Any]:
+    """By module, what it holds; every other name is without effect."""
+    recipe = SimpleNamespace(fp8_dpa=False, fp8_mha=False)
+    for name in ("custom", "float8_current_scaling", "mxfp8"):
+        setattr(recipe, name, lambda: False)
+    manager = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: recipe)
+    group = torch.distributed.ProcessGroup
+    classes = {name: type(name, (cls,), {"__module__": where}) for name, (cls, where) in NORMS.items()}
+    return {
+        "quantization": {"FP8GlobalStateManager": manager, "QuantizerRole": SimpleNamespace},
+        "quantized_tensor": {"QuantizedTensorStorage": type("QuantizedTensorStorage", (), {})},
+        "tensor.float8_tensor": {"Float8Tensor": type("Float8Tensor", (), {})},
+        "module.base": {},
+        "module": {"Linear": Linear, "LayerNormLinear": Linear, **classes},
+        "ops.basic.l2normalization": classes,
+        "utils": {"SplitAlongDim": SplitAlongDim, "divide": lambda a, b: a // b},
+        "constants": {
+            "AttnTypes": ("self", "cross"),
+            "AttnBiasTypes": ("no_bias",),
+            "CPLoadBalancingStrategy": SimpleNamespace(DUAL_CHUNK_SWAP=0),
+            "dist_group_type": group,
+        },
+        "distributed": {"get_distributed_world_size": lambda g: g.size(), "get_distributed_rank": lambda g: g.rank()},
+        "attention.dot_product_attention": {"DotProductAttention": Attention},
+        "attention.inference": {"InferenceParams": SimpleNamespace},
+        "cpu_offload": {"is_cpu_offload_enabled": lambda: False},
+    }
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The wheel's rope.py and multi_head_attention.py."""
+    files = {name: HOSTS / f"{name.replace('.', '/')}.py" for name in (f"{PYTORCH}.attention.rope", FILE)}
+    if not all(path.exists() for path in files.values()):
+        missing("pip install --no-deps --target build/hosts transformer-engine")
+    packages = ["", ".attention", ".module", ".ops", ".ops.basic", ".tensor", ".cpp_extensions", ".utils"]
+    names = ["transformer_engine", "transformer_engine_torch", *(PYTORCH + name for name in packages)]
+    names += [f"{PYTORCH}.cpp_extensions.fused_attn", f"{PYTORCH}.attention.dot_product_attention.utils"]
+    made = {f"{PYTORCH}.{name}": held for name, held in stand_ins().items()}
+    for name in {*names, *made}:
+        module = Absent(name)
+        module.__path__ = []
+        vars(module).update(made.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    utils = sys.modules[f"{PYTORCH}.attention.dot_product_attention.utils"]
+    utils.check_set_window_size = lambda kind, window: (-1, -1)
+    sys.modules[f"{PYTORCH}.attention.dot_product_attention"].utils = utils
+    for name, path in files.items():
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    yield sys.modules[FILE]
+    assert not _host.placed
+
+
+def layer_of(te: Any, norm: str, before: bool, dtype: torch.dtype, **words: Any) -> Any:
+    torch.manual_seed(0)
+    words = {"num_gqa_groups": 2, "fuse_qkv_params": True, "qk_norm_eps": 1e-3, **words}
+    return te.MultiheadAttention(
+        64, 4, 32, qk_norm_type=norm, qk_norm_before_rope=before, params_dtype=dtype, device="cpu", **words
+    )
+
+
+def results(layer: Any, x: Tensor, **words: Any) -> list[Tensor]:
+    """q, k, v, the output, and the gradients of the input and the weights."""
+    leaf = x.clone().requires_grad_()
+    out = layer(leaf, **words)
+    grads = torch.autograd.grad(out.float().sin().sum(), (leaf, *layer.parameters()))
+    return [*layer.core_attention.inputs, out, *grads]
+
+
+CASES = {  # layout, (context parallel size, rank), interleaved, partial rotation
+    "sbhd": ("sbhd", (1, 0), False, 32),
+    "bshd": ("bshd", (2, 1), True, 16),
+    "thd": ("thd", (2, 0), False, 32),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("before", [False, True], ids=["norm last", "norm first"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_and_rope_are_one_launch(te: Any, norm: str, before: bool, case: str, dtype: str) -> None:
+    """q and k are the host's, whose own rope has fp32 tables; gradients agree too."""
+    layout, (size, rank), interleaved, rotated = CASES[case]
+    layer = layer_of(te, norm, before, DTYPES[dtype], qkv_format=layout, rotary_pos_interleaved=interleaved)
+    layer.cp_size, layer.cp_rank = size, rank
+    cu_seqlens = torch.tensor([0, 8, 24], dtype=torch.int32)
+    words = {"rotary_pos_emb": transformer_engine.RotaryPositionEmbedding(rotated, interleaved=interleaved)(24)}
+    if layout == "thd":
+        words |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "max_seqlen_q": 16, "max_seqlen_kv": 16}
+    lead = {"sbhd": (12, 2), "bshd": (2, 12), "thd": (24 // size,)}[layout]
+    x = torch.randn(*lead, 64).to(DTYPES[dtype])
+    original = te.apply_rotary_pos_emb
+    te.apply_rotary_pos_emb = lambda *a, **w: original(*a, **{**w, "fused": False})  # the fused one is compiled code
+    stock = results(layer, x, **words)
+    te.apply_rotary_pos_emb = original
+    with transformer_engine.enable() as report:
+        got = results(layer, x, **words)
+        assert report.calls == {"jitrope": 0, "host": 0, "fused": 1}
+        hooks = [m.register_forward_hook(lambda *_: None) for m in (layer.q_norm, layer.k_norm)]
+        want = results(layer, x, **words)
+        assert report.calls == {"jitrope": 2, "host": 0, "fused": 1}
+        assert report.reasons == {"not fused: a norm has hooks": 1}
+    for hook in hooks:
+        hook.remove()
+    unit = {"fp32": 1e-5, "bf16": 2**-7}[dtype]
+    for name, a, b, c in zip(("q", "k", "v", "out", *("gradient",) * 9), got, want, stock):
+        assert a.dtype == b.dtype == c.dtype
+        tolerance = unit * (4 if name in "qkv" else 16) * max(1.0, float(b.detach().abs().max()))
+        torch.testing.assert_close(a, b, rtol=unit, atol=tolerance)
+        if dtype == "fp32":
+            torch.testing.assert_close(a, c, rtol=unit, atol=tolerance)
+        if norm != "L2Normalization" and name in "qkv":
+            assert torch.equal(a, b)
+
+
+LEFT = {
+    "tables": "q and k have different tables",
+    "offsets": "q and k have different cu_seqlens",
+    "inference": "inference",
+    "fp8": "fp8",
+    "no norm": None,
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_fused(te: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    layer = layer_of(te, None if name == "no norm" else "RMSNorm", False, torch.float32, qkv_format="thd")
+    cu_seqlens, freqs = torch.tensor([0, 8, 24]), transformer_engine.RotaryPositionEmbedding(32)(24)
+    words = {"rotary_pos_emb": freqs, "cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+    if name == "tables":
+        words["rotary_pos_emb"] = (freqs, freqs.clone())
+    elif name == "offsets":
+        words["cu_seqlens_kv"] = cu_seqlens.clone()
+    elif name == "inference":
+        cache = SimpleNamespace(cache={1: None})
+        words["inference_params"] = SimpleNamespace(
+            cache_manager=cache, get_seqlens_pre_step=lambda: torch.tensor([3, 0], dtype=torch.int32)
+        )
+    elif name == "fp8":
+        monkeypatch.setattr(te.FP8GlobalStateManager, "is_fp8_enabled", lambda: True)
+    with transformer_engine.enable() as report:
+        layer(torch.randn(24, 64), **words)
+    assert report.calls == {"jitrope": 2, "host": 0}
+    assert report.reasons == ({} if LEFT[name] is None else {f"not fused: {LEFT[name]}": 1})
+
+
+def test_it_is_restored(te: Any) -> None:
+    before = te.MultiheadAttention.forward
+    with transformer_engine.enable() as report:
+        assert te.MultiheadAttention.forward is not before
+        assert transformer_engine.enable().replaced == report.replaced
+        assert "MultiheadAttention.forward: norms of q and k and rope fused" in report.table()
+    assert vars(te.MultiheadAttention)["forward"] is before
