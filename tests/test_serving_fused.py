@@ -89,6 +89,136 @@ def test_norm_rope_and_gate(section: list[int] | None, device: str) -> None:
     assert torch.equal(gate.cpu(), q_gate[:, :, 1].flatten(1))
 
 
+# ---- SGLang's, with norms ------------------------------------------------------------------------
+
+
+def yarn(width: int, base: float, factor: float, low: float, high: float) -> Tensor:
+    """Frequencies, pair by pair."""
+    found = []
+    for pair in range(width // 2):
+        full = base ** (-2 * pair / width)
+        part = min(max((pair - low) / max(high - low, 1e-3), 0.0), 1.0)
+        found.append(full * (1 - part) + full / factor * part)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sglang_norm_rope_by_a_table(device: str) -> None:
+    """The first heads of a wider buffer; groups of heads in any place, and one alone."""
+    qkv, weights, cache = random(T, HQ + 2 * HK, D), (random(D, seed=2), random(D, seed=3)), table(50, D)
+    given = [x.to(device) for x in (*weights, cache, IDS)]
+    for groups, added in (((0, HQ), (HQ, HK)), 0), (((HK, HQ), (0, HK)), 1), (((0, 0), (2, 3)), 1):
+        want, got = qkv.clone(), qkv.flatten(1).to(device, copy=True)
+        for (first, count), weight in zip(groups, weights):
+            part = slice(first, first + count)
+            want[:, part] = turn(normed(qkv[:, part], added + weight), cache[IDS], True)
+        if added:
+            some = [(weight, *group) for weight, group in zip(given, groups)]
+            assert sglang.minimax_qknorm_rope_grouped(got, some, *given[2:], 1e-6) is got
+        else:
+            sglang.table_qk_norm_rope_(got, given[3], *given[:3], HQ, HK, D, 1e-6)
+        assert near(got, want.flatten(1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize(("rotary", "neox"), [(None, True), (48, False)])
+def test_sglang_norm_rope_by_frequencies(rotary: int | None, neox: bool, factor: float, device: str) -> None:
+    """Also with YaRN, whose factor multiplies the rotated elements alone."""
+    qkv, weights = random(T, HQ + 2 * HK, D), (random(D, seed=2), random(D, seed=3))
+    width, mscale = rotary or D, 1.0 if factor == 1 else 1.25
+    angles = torch.outer(IDS.double(), yarn(width, 1e4, factor, 3.0, 11.0))
+    rows = (torch.cat((angles.cos(), angles.sin()), -1) * mscale).float()
+    want, got = qkv.clone(), qkv.flatten(1).to(device, copy=True)
+    for part, weight in zip((slice(HQ), slice(HQ, HQ + HK)), weights):
+        want[:, part] = turn(normed(qkv[:, part], weight), rows, neox)
+    given = [x.to(device) for x in (*weights, IDS.int())]
+    words = {"rotary_dim": rotary} if rotary else {}
+    ramp = factor, 3.0, 11.0, mscale
+    sglang.fused_qk_norm_rope(got, HQ, HK, HK, D, 1e-6, *given[:2], 1e4, neox, given[2], *ramp, **words)
+    assert near(got, want.flatten(1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gate", [True, False])
+def test_sglang_norm_rope_and_gate(gate: bool, device: str) -> None:
+    q_gate, k, cache = random(T, HQ, 1 + gate, D), random(T, HK, D, seed=4), table(50, 32)
+    weights = random(D, seed=2), random(D, seed=3)
+    given = [x.to(device) for x in (q_gate.flatten(1), k.flatten(1), *weights, cache, IDS)]
+    q, keys, copy = sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, 1e-6, HQ, HK, D, 32, gate)
+    assert near(q, turn(normed(q_gate[:, :, 0], 1 + weights[0]), cache[IDS], True).flatten(1))
+    assert near(keys, turn(normed(k, 1 + weights[1]), cache[IDS], True).flatten(1))
+    assert torch.equal(copy.cpu(), q_gate[:, :, 1]) if gate else copy is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sglang_norms_of_q_k_and_v(device: str) -> None:
+    """All three in place, inside packed QKV."""
+    qkv, weights, cache = random(T, HQ + 2 * HK, D), (random(D, seed=2), random(D, seed=3)), table(50, 32)
+    got = qkv.flatten(1).to(device, copy=True)
+    parts = got.split([HQ * D, HK * D, HK * D], 1)
+    sglang.gemma_qkv_norm_rope(*parts, *[x.to(device) for x in (*weights, cache, IDS)], HQ, HK, D, 32, 1e-6)
+    q, k, v = qkv.split([HQ, HK, HK], 1)
+    turned = [turn(normed(x, weight), cache[IDS], True) for x, weight in zip((q, k), weights)]
+    assert near(got, torch.cat((*turned, normed(v)), 1).flatten(1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("neox", "rotary", "full"), [(True, D, False), (False, 32, False), (True, 32, True), (False, D, True)]
+)
+def test_sglang_diffusion(neox: bool, rotary: int, full: bool, device: str) -> None:
+    """In place and into other tensors, from a packed projection, with cosines of pairs and of elements."""
+    qkv, weights, pairs = random(T, HQ + HK, D), (random(D, seed=2), random(D, seed=3)), table(50, rotary)
+    parts = [x.repeat(1, 2) if neox else x.repeat_interleave(2, -1) for x in pairs.chunk(2, -1)]
+    cache = torch.cat(parts, -1) if full else pairs
+    wants = [turn(normed(x, w), pairs[IDS], neox) for x, w in zip(qkv.split([HQ, HK], 1), weights)]
+    got = qkv.to(device, copy=True)
+    given = [x.to(device) for x in (*weights, cache, IDS)]
+    words: dict[str, Any] = {"is_neox": neox, "cache_has_full_width": full}
+    outs = [torch.empty(x.shape, device=device) for x in wants]
+    sglang.fused_qknorm_rope_out_of_place(*got.split([HQ, HK], 1), *outs, *given, **words, rope_dim=rotary)
+    assert torch.equal(got.cpu(), qkv)
+    assert all(near(a, b) for a, b in zip(outs, wants))
+    sglang.fused_inplace_qknorm_rope(*got.split([HQ, HK], 1), *given, **words, head_dim=D)
+    assert near(got, torch.cat(wants, 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sglang_diffusion_rounds_like_separate_functions(dtype: torch.dtype, device: str) -> None:
+    """The norm is rounded first and, with a table in bf16, the products too: the bits of torch's own bf16."""
+    half = torch.bfloat16
+    q, k, w, cache = (
+        random(T, HQ, D).to(half),
+        random(T, HK, D, seed=4).to(half),
+        random(D, seed=2).to(half),
+        table(50, D),
+    )
+    cache = cache.to(dtype)
+    cos, sin = (x.unsqueeze(1) for x in cache[IDS].chunk(2, -1))
+    wants = []
+    for x in (q, k):
+        a, b = normed(x.float(), w.float()).to(half).chunk(2, -1)
+        wants.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(half))
+    got = [x.to(device, copy=True) for x in (q, k)]
+    given = [x.to(device) for x in (w, w, cache, IDS)]
+    sglang.fused_inplace_qknorm_rope(*got, *given, is_neox=True, round_norm_before_rope=True)
+    assert all((a.cpu() != b).float().mean() < 0.01 for a, b in zip(got, wants))  # a GPU adds squares in another order
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sglang_norm_across_heads(device: str) -> None:
+    """A table of five rows for two samples of five tokens, and a projection with other columns."""
+    wide, weight, cache = random(T, HQ * D + 64), random(HQ * D, seed=2), table(5, D)
+    got = wide.to(device, copy=True)
+    x = got[:, : HQ * D]
+    assert sglang.fused_rmsnorm_interleaved_rope_(x, weight.to(device), cache.to(device), 1e-6, D) is x
+    heads = normed(wide[:, : HQ * D], weight).view(T, HQ, D)
+    want = turn(heads, cache[torch.arange(T) % 5], False).flatten(1)
+    assert near(got, torch.cat((want, wide[:, HQ * D :]), 1))
+
+
 # ---- with a cache --------------------------------------------------------------------------------
 
 
@@ -254,6 +384,27 @@ AT = IDS, PAGES, torch.tensor([0]), torch.tensor([0, 1]), 0 * IDS, IDS
             ),
             r"kv_c has shape \(10, 50\)",
         ),
+        (lambda: sglang.table_qk_norm_rope_(X.flatten(1), IDS, W, W, CACHE, 7, 2, D, 1e-6), "qkv has 8 heads.* 9"),
+        (
+            lambda: sglang.minimax_qknorm_rope_grouped(X.flatten(1), [(W, 0, 1)] * 3, CACHE, IDS, 1e-6),
+            "3 groups with heads",
+        ),
+        (
+            lambda: sglang.fused_qk_norm_rope(
+                X.flatten(1), 4, 2, 2, D, 1e-6, W, W, 1e4, True, IDS[:1], 1.0, 0.0, 0.0, 1.0
+            ),
+            r"position_ids has shape \(1,\)",
+        ),
+        (
+            lambda: sglang.fused_qk_gemma_rmsnorm_rope_gate(
+                X.flatten(1), X.flatten(1), W, W, CACHE, IDS, 1e-6, 4, HQ, D, D, True, IDS
+            ),
+            "mrope_axis_map is given",
+        ),
+        (
+            lambda: sglang.fused_rmsnorm_interleaved_rope_(X.flatten(1), torch.ones(HQ * D), table(3, D), 1e-6, D),
+            "10 tokens; the table's 3 rows",
+        ),
         (lambda: APPEND(X, X, None, None, X, CACHE, *AT, kv_layout="DHN"), "kv_layout is 'DHN'"),
         (lambda: APPEND(X, X, None, None, X, CACHE, *AT, page_size=8), "page_size=8"),
         (lambda: APPEND(X, X, None, None, X, CACHE, *AT, quantize_dtype=E5M2), "paged_kv_cache is .*e4m3fn"),
@@ -271,7 +422,7 @@ def test_refusals(call: Callable[[], Any], message: str) -> None:
 
 PLACES = {
     "vllm": (vllm, vllm._FUSED),
-    "sglang": (sglang, {at: ours for at, ours in sglang._FUNCTIONS.items() if "attention." in at}),
+    "sglang": (sglang, {at: ours for at, ours in sglang._FUNCTIONS.items() if ".ops." in at}),
     "flashinfer_python": (flashinfer, flashinfer._FUNCTIONS),
 }
 

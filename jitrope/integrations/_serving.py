@@ -12,6 +12,7 @@ from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.quantize import DynamicQuantize
 from ..ops.values import KVCache, Norm
+from ..plan.problem import constant
 from ..plan.views import E8M0, FP8
 
 _FP8S = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -41,6 +42,34 @@ def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int) -> Seque
     if whole.shape[1] != sum(counts):
         raise InvalidInput(f"{name} has {whole.shape[1]} heads of {head_size} elements; it must have {sum(counts)}")
     return [*whole.split([*counts], 1)]
+
+
+def run_of_heads(name: str, x: Tensor, first: int, count: int, head_size: int) -> Tensor:
+    """View `count` heads of x, (T, H * head_size), from head `first` on, or refuse x."""
+    whole = heads(name, x, 1, head_size)
+    if not 0 <= first <= first + count <= whole.shape[1]:
+        had = f"{name} has {whole.shape[1]} heads of {head_size} elements"
+        raise InvalidInput(f"{had}; it must have {first + count}, to take {count} from head {first} on")
+    return whole[:, first : first + count]
+
+
+@constant
+def frequencies(
+    device: torch.device, widths: tuple[int, ...], base: float, factor: float, low: float, high: float
+) -> Tensor:
+    """Radians for each position, fp32, of the pairs of each axis, whose elements are `widths`: base^(-2 i / width).
+
+    With a factor other than 1 YaRN's ramp from pair low to pair high leads to these numbers divided by the factor
+    (arXiv:2309.00071, section 3.2).
+    """
+    pairs = torch.cat([torch.arange(width // 2, device=device) for width in widths]).float()
+    sizes = torch.cat([torch.full((width // 2,), float(width), device=device) for width in widths])
+    found = torch.pow(base, -2.0 * pairs / sizes)
+    if factor == 1.0:
+        return found
+    end = high + 0.001 if abs(low - high) <= 1e-6 else high
+    ramp = ((pairs - low) / (end - low)).clamp(0, 1)
+    return found / factor * ramp + found * (1 - ramp)
 
 
 def prepare(

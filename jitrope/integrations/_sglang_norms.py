@@ -1,0 +1,266 @@
+"""SGLang's functions with norms of q and k; `sglang` has and replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..api import prepare_qkv
+from ..base.errors import InvalidInput
+from ..ops.values import Norm
+from ._serving import frequencies, heads, norm_once, packed, prepare, run_of_heads
+
+
+def table_qk_norm_rope_(
+    qkv: Tensor,
+    positions: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    eps: float,
+) -> None:
+    """RMSNorm and rope of halves of the first heads of qkv, (T, H * head_dim), in place, in one launch (DFlash).
+
+    The normalised heads are rounded before the rotation. The other arguments and the errors are those of
+    `fused_qk_norm_rope` and `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> given = torch.randn(10, 12 * 64), torch.arange(10), torch.ones(64), torch.ones(64), cache, 8, 2, 64, 1e-6
+    >>> jitrope_sglang.table_qk_norm_rope_(*given)
+    """
+    q = run_of_heads("qkv", qkv, 0, num_q_heads, head_dim)
+    k = run_of_heads("qkv", qkv, num_q_heads, num_k_heads, head_dim)
+    norm = norm_once(q_weight, k_weight, eps)
+    prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
+
+
+def fused_qk_norm_rope(
+    qkv: Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    base: float,
+    is_neox: bool,
+    position_ids: Tensor,
+    factor: float,
+    low: float,
+    high: float,
+    attention_factor: float,
+    rotary_dim: int | None = None,
+) -> None:
+    """RMSNorm and rope of q and k inside qkv, (T, H * head_dim), in place, by angles (Qwen3-MoE). v stays.
+
+    A launch in torch multiplies the positions by the frequencies: base^(-2 i / rotary_dim) for pair i, with a factor
+    those of YaRN, whose ramp is from pair low to pair high. attention_factor multiplies the rotated elements. Nothing
+    is rounded in between. position_ids are (T). The errors are those of `rotary_embedding`.
+
+    >>> weights, ids = (torch.ones(64), torch.ones(64)), torch.arange(10, dtype=torch.int32)
+    >>> given = 8, 2, 2, 64, 1e-6, *weights, 1e4, True, ids, 1.0, 0.0, 0.0, 1.0
+    >>> jitrope_sglang.fused_qk_norm_rope(torch.randn(10, 12 * 64), *given)
+    """
+    q, k, _ = packed("qkv", qkv, (num_heads_q, num_heads_k, num_heads_v), head_dim)
+    width = head_dim if rotary_dim is None else rotary_dim
+    if position_ids.shape != qkv.shape[:1]:
+        raise InvalidInput(f"position_ids has shape {tuple(position_ids.shape)}; it must be ({qkv.shape[0]},)")
+    freqs = position_ids.unsqueeze(-1) * frequencies(qkv.device, (width,), base, factor, low, high)
+    words: Any = {"freqs": freqs, "rotary_dim": width, "mscale": attention_factor, "inplace": True}
+    prepare(q, k, None, None, None, is_neox, norm=Norm(q_weight, k_weight, eps=eps), **words)
+
+
+def minimax_qknorm_rope_grouped(
+    qkv: Tensor,
+    groups: Sequence[tuple[Tensor, int, int]],
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    eps: float,
+) -> Tensor:
+    """RMSNorm of 1 + weight and rope of halves of groups of heads of qkv, (T, H * D), in place. Returns qkv.
+
+    A group is (weight, first head, number of heads), and its weight has D elements; more than two groups that have
+    heads are refused. `minimax_qknorm_rope` of SGLang calls this. Nothing is rounded between norm and rope. The errors
+    are those of `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> qkv, groups = torch.randn(10, 12 * 128), [(torch.zeros(128), 0, 8), (torch.zeros(128), 8, 2)]
+    >>> qkv = jitrope_sglang.minimax_qknorm_rope_grouped(qkv, groups, cache, torch.arange(10), 1e-6)
+    """
+    given = [group for group in groups if group[2] > 0]
+    if not 1 <= len(given) <= 2:
+        raise InvalidInput(f"groups has {len(given)} groups with heads; one or two go into a launch")
+    q, k, *_ = [*(run_of_heads("qkv", qkv, first, n, weight.shape[-1]) for weight, first, n in given), None]
+    norm = Norm(*[weight for weight, _, _ in given], eps=eps, zero_centered=True)
+    prepare(q, k, None, cos_sin_cache, positions, True, norm=norm, inplace=True)
+    return qkv
+
+
+def fused_qk_gemma_rmsnorm_rope_gate(
+    q_gate: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    eps: float,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    has_gate: bool = True,
+    mrope_axis_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """RMSNorm of 1 + weight and rope of halves in one launch, and a copy of the gate (Qwen3.5).
+
+    q_gate is (T, 2 * num_q_heads * head_dim), each head of q before its gate; with has_gate=False it is q alone, and
+    the third result None. The gate is (T, num_q_heads, head_dim). mrope_axis_map, which names the axis of each pair on
+    the device, is refused. The normalised heads are rounded before the rotation. The errors are those of
+    `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=32)[0])
+    >>> given = torch.randn(10, 2 * 8 * 64), torch.randn(10, 2 * 64), torch.zeros(64), torch.zeros(64), cache
+    >>> q, k, gate = jitrope_sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, torch.arange(10), 1e-6, 8, 2, 64, 32)
+    """
+    if mrope_axis_map is not None:
+        raise InvalidInput("mrope_axis_map is given; positions along several axes need sections that the host knows")
+    (both,) = packed("q_gate", q_gate, ((1 + has_gate) * num_q_heads,), head_dim)
+    (keys,) = packed("k", k, (num_kv_heads,), head_dim)
+    q, gate = (both[:, ::2], both[:, 1::2].contiguous()) if has_gate else (both, None)
+    norm = norm_once(q_weight, k_weight, eps, 1.0)
+    q, keys, _ = prepare(q, keys, None, cos_sin_cache, positions, True, norm=norm, rotary_dim=rotary_dim)
+    return q.flatten(1), keys.flatten(1), gate
+
+
+def gemma_qkv_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    eps: float,
+) -> None:
+    """RMSNorm of q, k and, without a weight, v, and rope of halves of q and k, in place (Gemma 4).
+
+    q, k and v are (T, H * head_dim). v has a launch and a copy of its own. The normalised heads are rounded before the
+    rotation. The errors are those of `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, (k, v) = torch.randn(10, 8 * 64), torch.randn(2, 10, 2 * 64)
+    >>> given = torch.ones(64), torch.ones(64), cache, torch.arange(10), 8, 2, 64, 64, 1e-6
+    >>> jitrope_sglang.gemma_qkv_norm_rope(q, k, v, *given)
+    """
+    q, k, v = (
+        packed(name, x, (n,), head_dim)[0]
+        for name, x, n in (("q", q, num_q_heads), ("k", k, num_kv_heads), ("v", v, num_kv_heads))
+    )
+    norm = Norm(q_weight, k_weight, eps=eps, rounding="once", v_norm=True)
+    v.copy_(prepare(q, k, v, cache, positions, True, norm=norm, rotary_dim=rotary_dim, inplace=True)[2])
+
+
+def fused_inplace_qknorm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    *,
+    is_neox: bool,
+    eps: float = 1e-6,
+    head_dim: int = 0,
+    rope_dim: int = 0,
+    round_norm_before_rope: bool = False,
+    cache_has_full_width: bool = False,
+) -> None:
+    """RMSNorm and rope of q and k, (T, H, D), in place, in one launch (diffusion models).
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, weights = torch.randn(10, 8, 64), torch.randn(10, 2, 64), (torch.ones(64), torch.ones(64))
+    >>> jitrope_sglang.fused_inplace_qknorm_rope(q, k, *weights, cache, torch.arange(10), is_neox=False)
+
+    head_dim and rope_dim are D and the rotated elements of a head, or 0. round_norm_before_rope: the normalised heads
+    are rounded before the rotation and, with a table in q's dtype, each product and the sum are too.
+    cache_has_full_width: the table has a cosine, then a sine, for each rotated element. The errors are those of
+    `rotary_embedding`.
+    """
+    norm = _norm(q_weight, k_weight, eps, round_norm_before_rope)
+    q, k = (heads(name, x, 1, head_dim or x.shape[-1]) for name, x in (("q", q), ("k", k)))
+    table, words = _table(cos_sin_cache, q, rope_dim, round_norm_before_rope, cache_has_full_width)
+    prepare(q, k, None, table, positions, is_neox, norm=norm, inplace=True, **words)
+
+
+def fused_qknorm_rope_out_of_place(
+    q: Tensor,
+    k: Tensor,
+    q_out: Tensor,
+    k_out: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    *,
+    is_neox: bool,
+    eps: float = 1e-6,
+    head_dim: int = 0,
+    rope_dim: int = 0,
+    round_norm_before_rope: bool = False,
+    cache_has_full_width: bool = False,
+) -> None:
+    """`fused_inplace_qknorm_rope`, with the results in q_out and k_out, (T, H, D); q and k stay.
+
+    >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> q, k, weights = torch.randn(10, 8, 64), torch.randn(10, 2, 64), (torch.ones(64), torch.ones(64))
+    >>> given = q, k, torch.empty_like(q), torch.empty_like(k), *weights, cache, torch.arange(10)
+    >>> jitrope_sglang.fused_qknorm_rope_out_of_place(*given, is_neox=False)
+    """
+    norm = _norm(q_weight, k_weight, eps, round_norm_before_rope)
+    q, k = (heads(name, x, 1, head_dim or x.shape[-1]) for name, x in (("q", q), ("k", k)))
+    table, words = _table(cos_sin_cache, q, rope_dim, round_norm_before_rope, cache_has_full_width)
+    prepare(q, k, None, table, positions, is_neox, norm=norm, out=(q_out, k_out, None), **words)
+
+
+def fused_rmsnorm_interleaved_rope_(
+    x: Tensor, weight: Tensor, cos_sin_cache: Tensor, eps: float, head_dim: int
+) -> Tensor:
+    """RMSNorm across the heads of x, (T, H * head_dim), and rope of interleaved pairs, in place (Wan). Returns x.
+
+    Token t takes row t modulo P of the table, (P, head_dim). The normalised heads are rounded before the rotation. The
+    errors are those of `rotary_embedding`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(5, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> x = jitrope_sglang.fused_rmsnorm_interleaved_rope_(torch.randn(10, 512), torch.ones(512), cache, 1e-6, 64)
+    """
+    split, rows = heads("x", x, 1, head_dim), cos_sin_cache.shape[0]
+    if rows == 0 or len(split) % rows:
+        raise InvalidInput(f"x has {len(split)} tokens; the table's {rows} rows must divide them")
+    norm = Norm(weight, eps=eps, across_heads=True, rounding="once")
+    q = split.unflatten(0, (-1, rows))
+    prepare_qkv(q, None, None, cos_sin_cache=cos_sin_cache, interleaved=True, norm=norm, inplace=True)
+    return x
+
+
+def _norm(q_weight: Tensor, k_weight: Tensor, eps: float, rounds: bool) -> Norm:
+    return Norm(q_weight, k_weight, eps=eps, rounding="once" if rounds else "none")
+
+
+def _table(table: Tensor, q: Tensor, rope_dim: int, rounds: bool, full: bool) -> tuple[Tensor | None, dict[str, Any]]:
+    """A table of diffusion models if it has an entry for each pair, and the words of others and of rounding."""
+    words: dict[str, Any] = {"rotary_dim": rope_dim or table.shape[-1] // (2 if full else 1)}
+    if rounds and table.dtype == q.dtype:
+        words["rounding"] = "dtype"
+    if full:
+        words.update(zip(("cos", "sin"), table.chunk(2, -1)))
+    return None if full else table, words
