@@ -11,6 +11,7 @@ import inspect
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -323,6 +324,108 @@ def test_rope_quantize_append(form: str, outs: bool, device: str) -> None:
         assert near(stored.float().reshape(want.shape), want, 0.13)
 
 
+# Requests: new tokens, and lengths with them. The second has no new token, and the last token is of no request.
+INDPTR, LENGTHS = torch.tensor([0, 4, 4, 9]), torch.tensor([10, 3, 17])
+TABLE, SLOTS = torch.tensor([[2, 0, 0], [5, 0, 0], [4, 1, 3]]), [22, 23, 0, 1, 12, 13, 14, 15, 24]
+NEW = torch.tensor([6, 7, 8, 9, 12, 13, 14, 15, 16])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", [0, 1, 2])
+@pytest.mark.parametrize("form", ["plain", "out", "dynamic", "static"])
+def test_norm_rope_append(form: str, policy: int, device: str) -> None:
+    """k and v go to each request's pages, whose unused rows become zero; with fp8 each head of q has a scale."""
+    qkv, weights, cache = random(T, HQ + 2 * HK, D), (random(D, seed=2), random(D, seed=3)), table(50, D)
+    fp8 = form in ("dynamic", "static")
+    pages = torch.ones(2, 6, 8, HK, D).to(FP8 if fp8 else torch.float32).to(device)
+    wants = []
+    for x, w in zip(qkv[:9].split([HQ, HK, HK], 1), weights):
+        x = normed(x, w) if policy == 2 else x
+        x = turn(x, cache[NEW], True)
+        wants.append(normed(x, w) if policy == 1 else x)
+    q, k, v = *wants, qkv[:9, -HK:]
+    requests = [x.int().to(device) for x in (LENGTHS, INDPTR, TABLE)]
+    given = qkv.flatten(1).to(device), cache.to(device), *requests
+    words: dict[str, Any] = {"qk_norm_policy": policy}
+    words |= dict(zip(("q_norm_weight", "k_norm_weight"), (x.to(device) for x in weights if policy)))
+    if fp8:
+        one = [torch.tensor([x], device=device) for x in (0.5, 0.25, 4.0)]
+        at = tuple(pages), form == "static", *one[:2], 1 + (form == "static")
+        name = flashinfer.cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache
+        inverse = one[2] if form == "static" else None
+        given = given[0][:9], *given[1:]  # here q_indptr must end with T
+        got, scale, flags = name(*given, *at, q_scale_inv=inverse, **words)
+        assert torch.equal(flags.cpu(), torch.zeros(3, HK, dtype=torch.int32))
+        if form == "dynamic":
+            assert near(scale, q.abs().amax(-1) / 448, 1e-4)
+            assert near(got.float() * scale[..., None], q, 0.13)
+        else:
+            assert scale.shape == (0,)
+            assert near(got, in_fp8(q, 4.0), 0.13)
+    else:
+        out = torch.empty(T, HQ, D, device=device) if form == "out" else None
+        counts = {"num_q_heads": HQ, "num_kv_heads": HK, "out_q": out, "clear_unused_last_page_rows": form == "out"}
+        got = flashinfer.cake_fused_qk_rmsnorm_rope_append_paged_kv_cache(*given, *pages, **counts, **words)
+        assert out is None or got.data_ptr() == out.data_ptr()
+        assert near(got[:9], q)
+    for stored, x, factor in zip(pages, (k, v), (2.0, 4.0)):
+        want = torch.ones(48, HK, D)
+        want[SLOTS] = in_fp8(x, factor).float() if fp8 else x
+        if form != "plain":  # 2 and 1 rows of the last pages are in use; the second request has no new token
+            want[2:8] = want[25:32] = 0
+        assert near(stored.float().view(48, HK, D), want, 0.13 if fp8 else 2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("indptr", [[1, 4, 4, 9], [0, 5, 4, 9], [0, 4, 4, 8], [0, 4, 4, 90]])
+def test_norm_rope_append_of_a_malformed_batch(indptr: list[int], device: str) -> None:
+    """The flags say so, and nothing is stored."""
+    pages = torch.ones(2, 6, 8, HK, D).to(FP8).to(device)
+    requests = [x.int().to(device) for x in (LENGTHS, torch.tensor(indptr), TABLE)]
+    given = random(9, (HQ + 2 * HK) * D).to(device), table(50, D).to(device), *requests, tuple(pages)
+    one = torch.ones(1, device=device)
+    append = flashinfer.cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache
+    *_, flags = append(*given, False, one, one, 1)
+    assert torch.equal(flags.cpu(), torch.full((3, HK), -1, dtype=torch.int32))
+    assert bool((pages.float() == 1).all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(("fp8", "outs"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("interleave", "factor", "norm"), [(True, 1.0, True), (False, 4.0, True), (True, 1.0, False)])
+def test_norm_rope_of_video(
+    interleave: bool, factor: float, norm: bool, fp8: bool, outs: bool, flat: bool, device: str
+) -> None:
+    """Two samples of 2 x 3 x 4 patches; heads of q, k and v may differ in number."""
+    sizes, widths, counts = (2, 3, 4), (24, 20, 20), (HQ, HK, HK)
+    qkv, weights = random(2, 24, sum(counts), D), (random(HQ * D, seed=2), random(HK * D, seed=3))
+    mscale = 1.0 if factor == 1 else 1.25
+    places = torch.cartesian_prod(*[torch.arange(size) for size in sizes]).double()
+    found = [torch.outer(places[:, i], yarn(width, 1e4, factor, 1.0, 5.0)) for i, width in enumerate(widths)]
+    angles = torch.cat(found, -1)
+    rows = (torch.cat((angles.cos(), angles.sin()), -1) * mscale).float()
+    q, k, v = qkv.split(counts, 2)
+    if norm:
+        q, k = (normed(x.flatten(2), w).view(x.shape) for x, w in zip((q, k), weights))
+    wants = [turn(q, rows, not interleave), turn(k, rows, not interleave), v]
+    given = [x.to(device) for x in (qkv.flatten(2), *weights)]
+    names = "ppf", "pph", "ppw", "num_frame_channels", "num_height_channels", "num_width_channels"
+    words: dict[str, Any] = dict(zip((*names, "num_heads_q", "num_heads_k", "num_heads_v"), (*sizes, *widths, *counts)))
+    words |= {"head_dim": D, "interleave": interleave, "factor": factor, "low": 1.0, "high": 5.0, "is_qk_norm": norm}
+    words |= {"attention_factor": mscale, "output_fp8": fp8, "output_quant_scale": 0.5, "v_quant_scale": 2.0}
+    shapes = [x.flatten(0, 1).shape if flat else x.shape for x in wants]
+    into = [
+        torch.empty(shape, dtype=FP8 if fp8 else torch.float32, device=device) if outs else None for shape in shapes
+    ]
+    words |= dict(zip(("q_out", "k_out", "v_out"), into))
+    got = flashinfer.fused_qk_rmsnorm_rope(given[0].flatten(0, 1) if flat else given[0], *given[1:], **words)
+    for x, out, want, unit, shape in zip(got, into, wants, (0.5, 0.5, 2.0), shapes):
+        assert out is None or x.data_ptr() == out.data_ptr()
+        assert x.is_contiguous()
+        assert near(x, in_fp8(want, unit).view(shape) if fp8 else want.reshape(shape), 0.13 if fp8 else 2e-5)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_indexer(device: str) -> None:
     """q times its weights keeps its value; the scales of vLLM's are powers of two; k has LayerNorm."""
@@ -359,6 +462,22 @@ X, W, CACHE = torch.ones(T, HQ, D), torch.ones(D), table(50, D)
 APPEND = flashinfer.rope_quantize_fp8_append_paged_kv_cache
 PAGES = (torch.zeros(2, 16, HQ, D).to(FP8),) * 2
 AT = IDS, PAGES, torch.tensor([0]), torch.tensor([0, 1]), 0 * IDS, IDS
+
+COUNTS = {"num_q_heads": 4, "num_kv_heads": 2}
+REQUESTS = torch.tensor([10]), torch.tensor([0, 10]), torch.tensor([[0]])
+CAKE = partial(
+    flashinfer.cake_fused_qk_rmsnorm_rope_append_paged_kv_cache,
+    X.flatten(1), CACHE, *REQUESTS, *torch.zeros(2, 1, 16, 2, D),
+)  # fmt: skip
+CAKE_FP8 = partial(
+    flashinfer.cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache,
+    X.flatten(1), CACHE, *REQUESTS, tuple(torch.zeros(2, 1, 16, 2, D).to(FP8)),
+)  # fmt: skip
+VIDEO = partial(
+    flashinfer.fused_qk_rmsnorm_rope,
+    X.flatten(1), torch.ones(4 * D), torch.ones(2 * D), ppf=1, pph=2, ppw=5, num_heads_q=4, num_heads_k=2,
+    num_heads_v=2, head_dim=D, **{"num_frame_channels": 24, "num_height_channels": 20, "num_width_channels": 20},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -411,6 +530,15 @@ AT = IDS, PAGES, torch.tensor([0]), torch.tensor([0, 1]), 0 * IDS, IDS
         (lambda: APPEND(X, X, None, None, X, CACHE, *AT, quant_scale_kv=0.0), "quant_scale_kv is 0.0"),
         (lambda: APPEND(X, X[:, 0], None, None, None, CACHE, *AT), "k_nope and q_nope must be given"),
         (lambda: flashinfer.rope_quantize_fp8(X, X, None, None, CACHE, IDS, quantize_dtype=torch.int8), "dtype"),
+        (lambda: CAKE(**COUNTS, qk_norm_policy=1), "qk_norm_policy is 1"),
+        (lambda: CAKE(**COUNTS, out_k=X, out_v=X), "out_k and out_v are given"),
+        (lambda: CAKE(num_q_heads=5, num_kv_heads=2), r"qkv has shape \(10, 512\)"),
+        (lambda: CAKE_FP8(True, W[:1], W[:1], 1, 128), "is_prefill=True"),
+        (lambda: CAKE_FP8(False, W[:1], W[:1], 1, upper_max=440.0), "upper_max=440.0"),
+        (lambda: CAKE_FP8(False, W[:1], W[:1], 2), "q_scale_inv is None"),
+        (lambda: VIDEO(num_frame_channels=22), r"the channels \(22, 20, 20\)"),
+        (lambda: VIDEO(ppf=3), "they must be 30 tokens"),
+        (lambda: VIDEO(output_fp8=True, v_quant_scale=0.0), "v_quant_scale is 0.0"),
     ],
 )
 def test_refusals(call: Callable[[], Any], message: str) -> None:
@@ -438,15 +566,24 @@ def test_signatures(host: str) -> None:
     with zipfile.ZipFile(wheels[-1]) as wheel:
         for at, ours in PLACES[host][1].items():
             module, name = at.split(":")
-            source = ast.parse(wheel.read(f"{module.replace('.', '/')}.py"))
+            place = module.replace(".", "/")
+            file = f"{place}.py" if f"{place}.py" in wheel.namelist() else f"{place}/__init__.py"
+            source = ast.parse(wheel.read(file))
             theirs = next(n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == name)
-            assert said(ours) == parameters(theirs), at
+            assert said(ours) == parameters(theirs, numbers(source)), at
 
 
-def parameters(node: ast.FunctionDef) -> list[tuple[str, bool, str]]:
+def numbers(source: ast.Module) -> dict[str, Any]:
+    """The numbers that a module's names have from its start."""
+    given = [n for n in source.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+    return {target.id: n.value for n in given for target in n.targets if isinstance(target, ast.Name)}
+
+
+def parameters(node: ast.FunctionDef, known: dict[str, Any]) -> list[tuple[str, bool, str]]:
     """(name, whether it is named in calls only, default) of each parameter, from the source."""
     plain, named = node.args.args, node.args.kwonlyargs
     defaults = [None] * (len(plain) - len(node.args.defaults)) + node.args.defaults + node.args.kw_defaults
+    defaults = [known.get(d.id, d) if isinstance(d, ast.Name) else d for d in defaults]
     given = [(x.arg, x in named, "" if d is None else ast.unparse(d)) for x, d in zip(plain + named, defaults)]
     return [(name, only, shown(default)) for name, only, default in given]
 

@@ -36,12 +36,12 @@ def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
     )
 
 
-def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int) -> Sequence[Tensor]:
+def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int, token_axes: int = 1) -> Sequence[Tensor]:
     """Views of the heads of x, (T, H * head_size): `counts` of them, or x is refused."""
-    whole = heads(name, x, 1, head_size)
-    if whole.shape[1] != sum(counts):
-        raise InvalidInput(f"{name} has {whole.shape[1]} heads of {head_size} elements; it must have {sum(counts)}")
-    return [*whole.split([*counts], 1)]
+    whole = heads(name, x, token_axes, head_size)
+    if whole.shape[-2] != sum(counts):
+        raise InvalidInput(f"{name} has {whole.shape[-2]} heads of {head_size} elements; it must have {sum(counts)}")
+    return [*whole.split([*counts], -2)]
 
 
 def run_of_heads(name: str, x: Tensor, first: int, count: int, head_size: int) -> Tensor:
@@ -107,6 +107,13 @@ def norm_once(q_weight: Tensor, k_weight: Tensor, eps: float, added: float = 0.0
     if added not in (0.0, 1.0):
         raise InvalidInput(f"the number that is added to the weights (norm_weight_bias, norm_beta) is {added}; 0 or 1")
     return Norm(q_weight, k_weight, eps=eps, zero_centered=added == 1.0, rounding="once")
+
+
+def unit(name: str, scale: float) -> float:
+    """The value of one unit of the output, for a factor of its numbers."""
+    if not scale:
+        raise InvalidInput(f"{name} is {scale}; it must not be 0")
+    return 1 / scale
 
 
 def indexer_q(

@@ -221,6 +221,8 @@ def fused_qknorm_rope_out_of_place(
 ) -> None:
     """`fused_inplace_qknorm_rope`, with the results in q_out and k_out, (T, H, D); q and k stay.
 
+    The other arguments and the errors are those of `fused_inplace_qknorm_rope` and `rotary_embedding`.
+
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
     >>> q, k, weights = torch.randn(10, 8, 64), torch.randn(10, 2, 64), (torch.ones(64), torch.ones(64))
     >>> given = q, k, torch.empty_like(q), torch.empty_like(k), *weights, cache, torch.arange(10)
