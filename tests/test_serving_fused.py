@@ -140,16 +140,28 @@ def test_sglang_norm_rope_by_frequencies(rotary: int | None, neox: bool, factor:
     assert near(got, want.flatten(1))
 
 
+AXES = {
+    "sections": [0] * 6 + [1] * 5 + [2] * 5,
+    "in turn": [0, 1, 2] * 5 + [0],
+}
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gate", [True, False])
-def test_sglang_norm_rope_and_gate(gate: bool, device: str) -> None:
+@pytest.mark.parametrize("axes", [None, *AXES])
+def test_sglang_norm_rope_and_gate(axes: str | None, gate: bool, device: str) -> None:
+    """Also by positions along three axes, with a map of the pairs' axes on the device."""
     q_gate, k, cache = random(T, HQ, 1 + gate, D), random(T, HK, D, seed=4), table(50, 32)
     weights = random(D, seed=2), random(D, seed=3)
-    given = [x.to(device) for x in (q_gate.flatten(1), k.flatten(1), *weights, cache, IDS)]
-    q, keys, copy = sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, 1e-6, HQ, HK, D, 32, gate)
-    assert near(q, turn(normed(q_gate[:, :, 0], 1 + weights[0]), cache[IDS], True).flatten(1))
-    assert near(keys, turn(normed(k, 1 + weights[1]), cache[IDS], True).flatten(1))
-    assert torch.equal(copy.cpu(), q_gate[:, :, 1]) if gate else copy is None
+    ids = IDS if axes is None else torch.stack((IDS, IDS.flip(0), IDS.roll(3)))
+    rows = cache[IDS] if axes is None else pick_rows(cache, ids, [6, 5, 5], axes == "in turn")
+    given = [x.to(device) for x in (q_gate.flatten(1), k.flatten(1), *weights, cache, ids)]
+    map_ = None if axes is None else torch.tensor(AXES[axes], device=device)
+    for _ in range(2):  # the map is read once
+        q, keys, copy = sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, 1e-6, HQ, HK, D, 32, gate, map_)
+        assert near(q, turn(normed(q_gate[:, :, 0], 1 + weights[0]), rows, True).flatten(1))
+        assert near(keys, turn(normed(k, 1 + weights[1]), rows, True).flatten(1))
+        assert torch.equal(copy.cpu(), q_gate[:, :, 1]) if gate else copy is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -516,9 +528,9 @@ VIDEO = partial(
         ),
         (
             lambda: sglang.fused_qk_gemma_rmsnorm_rope_gate(
-                X.flatten(1), X.flatten(1), W, W, CACHE, IDS, 1e-6, 4, HQ, D, D, True, IDS
+                X.flatten(1), X.flatten(1), W, W, CACHE, IDS, 1e-6, 4, HQ, D, D, True, torch.tensor([0, 1, 2, 1])
             ),
-            "mrope_axis_map is given",
+            "mrope_axis_map has another order",
         ),
         (
             lambda: sglang.fused_rmsnorm_interleaved_rope_(X.flatten(1), torch.ones(HQ * D), table(3, D), 1e-6, D),

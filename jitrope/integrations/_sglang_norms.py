@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import Norm
+from ..ops.values import Mrope, Norm
 from ._serving import frequencies, heads, norm_once, packed, prepare, run_of_heads
 
 
@@ -120,22 +122,41 @@ def fused_qk_gemma_rmsnorm_rope_gate(
     """RMSNorm of 1 + weight and rope of halves in one launch, and a copy of the gate (Qwen3.5).
 
     q_gate is (T, 2 * num_q_heads * head_dim), each head of q before its gate; with has_gate=False it is q alone, and
-    the third result None. The gate is (T, num_q_heads, head_dim). mrope_axis_map, which names the axis of each pair on
-    the device, is refused. The normalised heads are rounded before the rotation. The errors are those of
-    `rotary_embedding`.
+    the third result None. The gate is (T, num_q_heads, head_dim). mrope_axis_map, the axis of each pair for positions
+    (3, T), is read at its first call, which waits for the device; in a CUDA graph or compiled that call is refused, and
+    so is GLM's order. The normalised heads are rounded before the rotation. The errors are those of `rotary_embedding`.
 
     >>> cache = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=32)[0])
     >>> given = torch.randn(10, 2 * 8 * 64), torch.randn(10, 2 * 64), torch.zeros(64), torch.zeros(64), cache
     >>> q, k, gate = jitrope_sglang.fused_qk_gemma_rmsnorm_rope_gate(*given, torch.arange(10), 1e-6, 8, 2, 64, 32)
     """
-    if mrope_axis_map is not None:
-        raise InvalidInput("mrope_axis_map is given; positions along several axes need sections that the host knows")
+    at: Any = positions if mrope_axis_map is None else Mrope(positions, *_sections(mrope_axis_map))
     (both,) = packed("q_gate", q_gate, ((1 + has_gate) * num_q_heads,), head_dim)
     (keys,) = packed("k", k, (num_kv_heads,), head_dim)
     q, gate = (both[:, ::2], both[:, 1::2].contiguous()) if has_gate else (both, None)
     norm = norm_once(q_weight, k_weight, eps, 1.0)
-    q, keys, _ = prepare(q, keys, None, cos_sin_cache, positions, True, norm=norm, rotary_dim=rotary_dim)
+    q, keys, _ = prepare(q, keys, None, cos_sin_cache, at, True, norm=norm, rotary_dim=rotary_dim)
     return q.flatten(1), keys.flatten(1), gate
+
+
+_AXES: Any = WeakTensorKeyDictionary()
+"""The sections and their order of each map of axes, or None."""
+
+
+def _sections(axis_map: Tensor) -> tuple[tuple[int, ...], bool]:
+    """The number of pairs of each axis, and whether they interleave, from the axis of each pair."""
+    graph = axis_map.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or (graph and axis_map not in _AXES):
+        raise InvalidInput("mrope_axis_map must be read; call the function before the CUDA graph, and not compiled")
+    if axis_map not in _AXES:
+        axes = axis_map.tolist()
+        counts = tuple([axes.count(axis) for axis in range(3)])
+        mixed = [pair % 3 if pair // 3 < counts[pair % 3] else 0 for pair in range(len(axes))]
+        _AXES[axis_map] = (counts, axes == mixed) if axes in (mixed, sorted(axes)) else None
+    found: tuple[tuple[int, ...], bool] | None = _AXES[axis_map]
+    if found is None:
+        raise InvalidInput("mrope_axis_map has another order of axes than whole sections, or axes in turn")
+    return found
 
 
 def gemma_qkv_norm_rope(
