@@ -22,7 +22,7 @@ import jitrope
 from jitrope.integrations import flashinfer, sglang, vllm
 
 from .devices import DEVICES
-from .hosts import HOSTS, missing
+from .hosts import HOSTS, missing, stand_in
 from .test_serving_hosts import pick_rows, table, turn
 
 FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -608,6 +608,31 @@ def said(function: Callable[..., Any]) -> list[tuple[str, bool, str]]:
 def shown(default: str) -> str:
     """A default as Python shows its value: 1e-6 and 1e-06 are one."""
     return repr(ast.literal_eval(default)) if default else ""
+
+
+def test_flashinfer_enable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's own file, with stand-ins for its compiler: a function that `rope` imports is replaced there too."""
+    wheels = sorted(HOSTS.glob("flashinfer_python-*.whl")) or missing(COMMANDS["flashinfer_python"])
+    name = "cake_fused_qk_rmsnorm_rope_append_paged_kv_cache"
+    jit, utils = (stand_in(monkeypatch, f"flashinfer.{part}") for part in ("jit.cake_fused_qk_rope_append", "utils"))
+    for needed in ("arch_for", "clear_units_per_request", "load_cake_fused_qk_rope_append_module", "stage_for"):
+        setattr(jit, needed, None)
+    utils.get_compute_capability = None
+    cake, rope = (stand_in(monkeypatch, f"flashinfer.{part}") for part in ("cake_fused_qk_rope_append", "rope"))
+    cake.__package__ = "flashinfer"
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        exec(compile(wheel.read("flashinfer/cake_fused_qk_rope_append.py"), "cake.py", "exec"), vars(cake))
+    host = getattr(cake, name)
+    setattr(rope, name, host)
+    given = X.flatten(1), CACHE, *REQUESTS, *torch.zeros(2, 1, 16, 2, D)
+    with flashinfer.enable() as report:
+        q = getattr(rope, name)(*given, **COUNTS)
+        assert near(q, turn(X[:, :4], CACHE[:T], True))
+        assert report.calls == {"jitrope": 1, "host": 0}
+        with pytest.raises(ValueError, match="must be a 2-D bf16 tensor"):  # the host's, whose kernels have no fp32
+            getattr(rope, name)(*given, **COUNTS, out_k=X[:, :2], out_v=X[:, :2])
+        assert report.calls == {"jitrope": 1, "host": 1}
+    assert getattr(rope, name) is getattr(cake, name) is host
 
 
 def test_flashinfer_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
