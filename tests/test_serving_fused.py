@@ -468,6 +468,17 @@ def test_flashinfer_rope(device: str) -> None:
     assert all(near(a, b) for a, b in zip(given[1:], wants))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_calls_without_tokens(device: str) -> None:
+    """Nothing is computed, and the results have their shapes."""
+    x, w, cache, ids = (y.to(device) for y in (torch.empty(0, HQ * D), torch.ones(D), table(5, D), IDS[:0]))
+    sglang.table_qk_norm_rope_(x, ids, w, w, cache, 4, 2, D, 1e-6)
+    sglang.fused_qk_norm_rope(x, 4, 2, 2, D, 1e-6, w, w, 1e4, True, ids, 1.0, 0.0, 0.0, 1.0)
+    sglang.fused_rmsnorm_interleaved_rope_(x, w.repeat(HQ), cache, 1e-6, D)
+    found = flashinfer.fused_qk_rmsnorm_rope(x, w.repeat(4), w.repeat(2), **VIDEO.keywords)
+    assert [y.shape for y in found] == [(0, 4, D), (0, 2, D), (0, 2, D)]
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 X, W, CACHE = torch.ones(T, HQ, D), torch.ones(D), table(50, D)

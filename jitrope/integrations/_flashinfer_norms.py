@@ -177,10 +177,11 @@ def fused_qk_rmsnorm_rope(
     if not fits or sum(widths) != head_dim or any(width % 2 for width in widths):
         had = f"qkv has shape {tuple(qkv.shape)}, and the patches are {sizes}, the channels {widths}"
         raise InvalidInput(f"{had}; they must be {tokens} tokens, and even numbers, {head_dim} in all")
-    rows = qkv.unflatten(0, (-1, tokens)) if flat else qkv
+    samples = qkv.shape[0] // (tokens if flat else 1), tokens
+    rows = qkv.unflatten(0, samples) if flat else qkv
     counts = num_heads_q, num_heads_k, num_heads_v
     q, k, v = packed("qkv", rows, counts, head_dim, 2)
-    outs = [x if x is None or not flat else x.unflatten(0, (-1, tokens)) for x in (q_out, k_out, v_out)]
+    outs = [x if x is None or not flat else x.unflatten(0, samples) for x in (q_out, k_out, v_out)]
     freqs, ids = _axes(qkv.device, sizes, widths, base, factor, low, high)
     words: dict[str, Any] = {"freqs": freqs, "positions": Mrope(ids, [width // 2 for width in widths])}
     words |= {"mscale": attention_factor, "interleaved": interleave}

@@ -270,7 +270,7 @@ def fused_rmsnorm_interleaved_rope_(
     if rows == 0 or len(split) % rows:
         raise InvalidInput(f"x has {len(split)} tokens; the table's {rows} rows must divide them")
     norm = Norm(weight, eps=eps, across_heads=True, rounding="once")
-    q = split.unflatten(0, (-1, rows))
+    q = split.unflatten(0, (len(split) // rows, rows))
     prepare_qkv(q, None, None, cos_sin_cache=cos_sin_cache, interleaved=True, norm=norm, inplace=True)
     return x
 
