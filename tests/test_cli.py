@@ -67,7 +67,7 @@ def jitrope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             except SystemExit as stop:
                 code = int(stop.code or 0)
             finally:
-                config.configure(compile=None)
+                config.configure(compile=None, batch_invariant=False)
         return subprocess.CompletedProcess(arguments, code, stdout.getvalue(), stderr.getvalue())
 
     return run
@@ -417,7 +417,10 @@ def test_prewarm_of_a_model_builds_what_its_calls_ask_for(jitrope, tmp_path: Pat
 
 
 def test_a_server_compiles_nothing_after_its_warm_up(jitrope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`prewarm --model --serve 2` makes the kernels of the drop-ins' calls with a rank's heads, for any batch."""
+    """`prewarm --model --serve 2` makes the kernels of the drop-ins' calls with a rank's heads, for any batch.
+
+    The planned specs are looked up as a server's process does it: nothing may be compiled.
+    """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("cupy", reason="kernels are compiled")
     config = transformers.Qwen3Config(**SMALL, num_key_value_heads=4, head_dim=64, dtype="float32")
@@ -441,12 +444,86 @@ def test_a_server_compiles_nothing_after_its_warm_up(jitrope, tmp_path: Path, mo
                     vllm.fused_qknorm_rope_cache(qkv, *weights, table, ids, ids, *pages, *counts)
             heads = [x.unflatten(1, (-1, 64)) for x in (q, k, v)]
             sglang.apply_rope_inplace_with_kvcache(*heads, *empty(2, 99, 128), table, ids, ids, is_neox=True)
+            sglang.table_qk_norm_rope_(qkv, ids, *weights, table, 4, 2, 64, 1e-6)
+            sglang.fused_qk_norm_rope(qkv, 4, 2, 2, 64, 1e-6, *weights, 1e4, True, ids.int(), 4.0, 3.0, 9.0, 1.1)
     monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
-    assert len(specs) > 15
+    assert len(specs) > 18
     assert not any(kernels.build(spec, "sm_90").compiled for spec in specs)
     with pytest.raises(InvalidInput, match="8 heads of q and 4 of k, which 3 ranks cannot share"):
         specs_of_server(tmp_path / "model", ranks=3)
     assert "--serve needs --model" in jitrope("prewarm", "--serve", "--arch", "sm_90").stderr
+
+
+LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 256, "qk_rope_head_dim": 64}
+INDEXER = {"index_n_heads": 2, "index_head_dim": 128}
+
+
+def test_a_server_of_latent_attention_compiles_nothing_after_its_warm_up(
+    jitrope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek's q_pe and k_pe are slices of projections, and c_kv and k_pe share the rows of a cache."""
+    pytest.importorskip("cupy", reason="kernels are compiled")
+    (tmp_path / "config.json").write_text(json.dumps({**LATENT, **INDEXER, "torch_dtype": "float32"}))
+    monkeypatch.setenv("JITROPE_CACHE_DIR", str(tmp_path / "kernels"))
+    done = jitrope("prewarm", "--model", ".", "--serve", "2", "--ids", "int32", "--arch", "sm_90", "--json")
+    assert all(kernel["outcome"] == "compiled" for kernel in json.loads(done.stdout)["kernels"])
+    empty = partial(torch.empty, device="meta")
+    with planning() as specs:
+        for tokens in (1, 7, 5000):
+            ids, table, latent = empty(tokens, dtype=torch.int32), empty(4096, 64), empty(tokens, 256 + 64)
+            q_pe, k_pe = empty(tokens, 2, 128 + 64)[..., 128:], latent[:, None, 256:]
+            vllm.rotary_embedding(ids, q_pe, k_pe, 64, table, False)
+            sglang.apply_rope_inplace(q_pe, k_pe, table, ids, is_neox=False)
+            for kind, dtype in (("auto", torch.float32), ("fp8", torch.uint8)):
+                given = ids, q_pe, k_pe[:, 0], latent[:, :256], table, False, ids, empty(9, 64, 320, dtype=dtype)
+                vllm.concat_and_cache_mla_rope_fused(*given, kind, empty(()))
+            q, weights = empty(tokens, 2, 128), empty(tokens, 2)
+            vllm.fused_indexer_q_rope_quant(ids, q, table, weights, 0.1, 0.5, True)
+            sglang.fused_q_indexer_rope_first_quant(q, weights, 0.1, table, ids)
+            sglang.fused_k_indexer_norm_rope(q[:, 0].contiguous(), empty(128), empty(128), 1e-6, table, ids)
+    monkeypatch.setenv("JITROPE_NO_COMPILE", "1")
+    assert len(specs) == len({*specs_of_server(tmp_path, ids=["int32"])}) == 12
+    assert not any(kernels.build(spec, "sm_90").compiled for spec in specs)
+
+
+def test_what_a_server_asks_for(jitrope, tmp_path: Path) -> None:
+    """All pairs of dtypes of positions and slots; the dtype of the model; norms that add in one order."""
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    both = specs_of_server(tmp_path, "bf16", ids=["int64", "int32"])
+    assert set(specs_of_server(tmp_path, "bf16")) < set(both)
+    pairs = {(spec.position_ids_dtype, spec.slot_mapping_dtype) for spec in both if spec.slot_mapping_dtype}
+    assert pairs == {(a, b) for a in ("int32", "int64") for b in ("int32", "int64")}
+    given = "prewarm", "--model", ".", "--arch", "sm_90", "--dry-run"
+    for wrong, why in (
+        (["--serve"], "names no dtype: pass one, as --dtype bf16"),
+        (["--serve", "3"], "names 4 heads of q and 4 of k, which 3 ranks cannot share"),
+        (["--ids", "int32"], "--ids needs --serve"),
+        (["--serve", "--ids", "int8"], "'int8' must be int64, int32 or both"),
+    ):
+        done = jitrope(*given, *wrong)
+        assert done.returncode
+        assert why in done.stderr
+    with pytest.raises(InvalidInput, match="ids is 'int8'"):
+        specs_of_server(tmp_path, "bf16", ids=["int8"])
+
+
+def test_a_batch_invariant_server(jitrope, tmp_path: Path) -> None:
+    """The flag, or the setting in Python, gives the kernels that calls with that setting ask for."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Qwen3Config(**SMALL, num_key_value_heads=4, head_dim=64, dtype="bfloat16")
+    model.save_pretrained(tmp_path / "model")
+    empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    ids, table = torch.empty(7, dtype=torch.int64, device="meta"), empty(4096, 64)
+    usual, command = specs_of_server(tmp_path / "model"), ("prewarm", "--model", "model", "--serve", "--dry-run")
+    listed = [jitrope(*command, "--arch", "sm_90", "--json", *more).stdout for more in ([], ["--batch-invariant"])]
+    config.configure(batch_invariant=True)
+    found = specs_of_server(tmp_path / "model")
+    with planning() as specs:
+        vllm.fused_qk_norm_rope(empty(7, 16 * 64), 8, 4, 4, 64, 1e-6, empty(64), empty(64), table, True, ids)
+    assert set(specs) <= set(found)
+    assert not set(specs) <= set(usual)
+    names = [[kernel["name"] for kernel in json.loads(text)["kernels"]] for text in listed]
+    assert names == [[spec.name for spec in specs] for specs in (usual, found)]
 
 
 def test_prewarm_of_the_language_model_in_a_larger_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import types
 import zipfile
@@ -472,27 +473,42 @@ def test_vllm_enable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def sglang_files() -> dict[str, str]:
-    """Two files of SGLang's wheel. The wheel is not installed, because importing it needs a GPU."""
+    """Files of SGLang's wheel. The wheel is not installed, because importing it needs a GPU."""
     wheels = sorted(HOSTS.glob("sglang-*.whl"))
     if not wheels:
         missing("pip download --no-deps --only-binary :all: -d build/hosts sglang==0.5.23")
     with zipfile.ZipFile(wheels[-1]) as wheel:
+        folder = "sglang/kernels/ops/"
         return {
-            name: wheel.read(f"sglang/kernels/ops/attention/{name}.py").decode() for name in ("rope", "rotary_triton")
+            name.removeprefix(folder)[:-3]: wheel.read(name).decode()
+            for name in wheel.namelist()
+            if re.fullmatch(f"{folder}(attention|diffusion/rope)/\\w+\\.py", name)
         }
 
 
+Own = Callable[[str], Any]
+
+
 @pytest.fixture
-def sgl_rope(sglang_files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's own rope.py, with stand-ins for its CUDA compiler and its registry of ops."""
+def sgl_own(sglang_files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Own:
+    """Run one of SGLang's own files, with stand-ins for its CUDA compiler and its registry of ops."""
     jit, ops = (stand_in(monkeypatch, f"sglang.{name}") for name in ("kernels.jit.utils", "srt.utils.custom_op"))
     built = types.SimpleNamespace(run_rope=lambda *_: None, run_rope_store=None, rotary_embedding=None)
     jit.cache_once, jit.load_jit = lambda f: f, lambda *_, **__: built
     jit.is_arch_support_pdl, jit.make_cpp_args = lambda: False, lambda *arguments: arguments
     ops.register_custom_op = lambda **_: lambda function: function
-    rope = stand_in(monkeypatch, "sglang.kernels.ops.attention.rope")
-    exec(compile(sglang_files["rope"], f"{rope.__name__}.py", "exec"), vars(rope))
-    return rope
+
+    def own(name: str) -> Any:
+        module = stand_in(monkeypatch, f"sglang.kernels.ops.{name.replace('/', '.')}")
+        exec(compile(sglang_files[name], f"{module.__name__}.py", "exec"), vars(module))
+        return module
+
+    return own
+
+
+@pytest.fixture
+def sgl_rope(sgl_own: Own) -> Any:
+    return sgl_own("attention/rope")
 
 
 def test_sglang_signatures(sgl_rope: Any, sglang_files: dict[str, str]) -> None:
@@ -501,7 +517,7 @@ def test_sglang_signatures(sgl_rope: Any, sglang_files: dict[str, str]) -> None:
         assert [(p.name, p.kind, p.default) for p in ours.values()] == [
             (p.name, p.kind, p.default) for p in host.values()
         ]
-    nodes = ast.parse(sglang_files["rotary_triton"]).body
+    nodes = ast.parse(sglang_files["attention/rotary_triton"]).body
     mrope = next(node for node in nodes if getattr(node, "name", "") == "triton_mrope_fused")
     assert [argument.arg for argument in mrope.args.args] == list(
         inspect.signature(sglang.triton_mrope_fused).parameters
@@ -533,6 +549,34 @@ def test_sglang_enable(sgl_rope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         base.entry(q=q, k=k.half(), cos_sin_cache=cache, positions=ids, is_neox=True)  # SGLang's takes two dtypes
         assert report.calls == {"jitrope": 3, "host": 1}
     assert base.rotary_embedding is host
+
+
+def test_sglang_enable_with_norms(sgl_own: Own) -> None:
+    """SGLang's own entries, which call the replaced functions; four groups of heads stay with the host."""
+    minimax, qwen = sgl_own("attention/minimax_qknorm_rope"), sgl_own("attention/fused_qknorm_rope")
+    diffusion, case = sgl_own("diffusion/rope/qknorm_rope_jit"), Rotary(dim=128, rotary=64)
+    cache, ids, weights = table(50, 64), case.ids(), torch.zeros(2, 128)
+    wants, heads = [case.buffer(), case.buffer()], (case.split(case.buffer(), whole=True))
+    for want, rows in zip(wants, (cache[ids], table(50, 128)[ids])):
+        for x in case.split(want, whole=True):
+            y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+            x.copy_(turn(y, rows, True))
+    with sglang.enable() as report:
+        got = case.buffer()
+        assert minimax.minimax_qknorm_rope(got, *weights, cache, ids, 4, 2, 2, 1e-6) is got
+        torch.testing.assert_close(got, wants[0], rtol=0.01, atol=0.01)
+        given = 4, 2, 2, 128, 1e-6, *(weights + 1), 1e4, True, ids.int(), 1.0, 0.0, 0.0, 1.0
+        got = case.buffer()
+        qwen.fused_qk_norm_rope(got, *given)
+        torch.testing.assert_close(got, wants[1], rtol=0.01, atol=0.01)
+        outs = [torch.empty(x.shape, dtype=x.dtype) for x in heads]
+        diffusion.fused_qknorm_rope_out_of_place(*heads, *outs, *(weights + 1), cache, ids, is_neox=True)
+        whole = torch.cat(outs, 1).flatten(1)
+        torch.testing.assert_close(whole, wants[0][:, : whole.shape[1]], rtol=0.01, atol=0.01)
+        assert report.calls == {"jitrope": 3, "host": 0}
+        with pytest.raises(AttributeError):  # the stand-in for its compiler has no such function
+            minimax.minimax_qknorm_rope_grouped(got, [(weights[0], 0, 1)] * 4, cache, ids, 1e-6)
+        assert report.calls == {"jitrope": 3, "host": 1}
 
 
 @pytest.mark.parametrize(("host", "needs"), [(vllm, ("vllm",)), (sglang, ("sglang", "sgl_kernel"))])

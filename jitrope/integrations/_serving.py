@@ -12,6 +12,7 @@ from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.quantize import DynamicQuantize
 from ..ops.values import KVCache, Norm
+from ..plan.problem import constant
 from ..plan.views import E8M0, FP8
 
 _FP8S = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -35,12 +36,40 @@ def heads(name: str, x: Tensor, token_axes: int, head_size: int) -> Tensor:
     )
 
 
-def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int) -> Sequence[Tensor]:
+def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int, token_axes: int = 1) -> Sequence[Tensor]:
     """Views of the heads of x, (T, H * head_size): `counts` of them, or x is refused."""
+    whole = heads(name, x, token_axes, head_size)
+    if whole.shape[-2] != sum(counts):
+        raise InvalidInput(f"{name} has {whole.shape[-2]} heads of {head_size} elements; it must have {sum(counts)}")
+    return [*whole.split([*counts], -2)]
+
+
+def run_of_heads(name: str, x: Tensor, first: int, count: int, head_size: int) -> Tensor:
+    """View `count` heads of x, (T, H * head_size), from head `first` on, or refuse x."""
     whole = heads(name, x, 1, head_size)
-    if whole.shape[1] != sum(counts):
-        raise InvalidInput(f"{name} has {whole.shape[1]} heads of {head_size} elements; it must have {sum(counts)}")
-    return [*whole.split([*counts], 1)]
+    if not 0 <= first <= first + count <= whole.shape[1]:
+        had = f"{name} has {whole.shape[1]} heads of {head_size} elements"
+        raise InvalidInput(f"{had}; it must have {first + count}, to take {count} from head {first} on")
+    return whole[:, first : first + count]
+
+
+@constant
+def frequencies(
+    device: torch.device, widths: tuple[int, ...], base: float, factor: float, low: float, high: float
+) -> Tensor:
+    """Radians for each position, fp32, of the pairs of each axis, whose elements are `widths`: base^(-2 i / width).
+
+    With a factor other than 1 YaRN's ramp from pair low to pair high leads to these numbers divided by the factor
+    (arXiv:2309.00071, section 3.2).
+    """
+    pairs = torch.cat([torch.arange(width // 2, device=device) for width in widths]).float()
+    sizes = torch.cat([torch.full((width // 2,), float(width), device=device) for width in widths])
+    found = torch.pow(base, -2.0 * pairs / sizes)
+    if factor == 1.0:
+        return found
+    end = high + 0.001 if abs(low - high) <= 1e-6 else high
+    ramp = ((pairs - low) / (end - low)).clamp(0, 1)
+    return found / factor * ramp + found * (1 - ramp)
 
 
 def prepare(
@@ -78,6 +107,13 @@ def norm_once(q_weight: Tensor, k_weight: Tensor, eps: float, added: float = 0.0
     if added not in (0.0, 1.0):
         raise InvalidInput(f"the number that is added to the weights (norm_weight_bias, norm_beta) is {added}; 0 or 1")
     return Norm(q_weight, k_weight, eps=eps, zero_centered=added == 1.0, rounding="once")
+
+
+def unit(name: str, scale: float) -> float:
+    """The value of one unit of the output, for a factor of its numbers."""
+    if not scale:
+        raise InvalidInput(f"{name} is {scale}; it must not be 0")
+    return 1 / scale
 
 
 def indexer_q(

@@ -1,4 +1,4 @@
-"""FlashInfer: rope, alone, with a conversion to fp8, and with the write to the paged KV cache.
+"""FlashInfer: rope, alone, with norms, with a conversion to fp8, and with the write to the paged KV cache.
 
 >>> from jitrope.integrations import flashinfer as jitrope_flashinfer
 >>> report = jitrope_flashinfer.enable()
@@ -21,7 +21,23 @@ from ..ops.quantize import Quantize
 from ..ops.values import KVCache
 from ..plan.views import FORMATS, FP8
 from . import _host, vllm
-from ._serving import latent_cache, prepare
+from ._flashinfer_norms import (
+    cake_fused_qk_rmsnorm_rope_append_paged_kv_cache,
+    cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache,
+    fused_qk_rmsnorm_rope,
+)
+from ._serving import latent_cache, prepare, unit
+
+__all__ = [
+    "apply_rope_with_cos_sin_cache_inplace",
+    "cake_fused_qk_rmsnorm_rope_append_paged_kv_cache",
+    "cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache",
+    "disable",
+    "enable",
+    "fused_qk_rmsnorm_rope",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
+]
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -65,7 +81,7 @@ def rope_quantize_fp8(
     of `prepare_qkv`.
     """
     outs = q_rope_out, k_rope_out, q_nope_out, k_nope_out
-    scales = _unit("quant_scale_q", quant_scale_q), _unit("quant_scale_kv", quant_scale_kv)
+    scales = unit("quant_scale_q", quant_scale_q), unit("quant_scale_kv", quant_scale_kv)
     quantize = Quantize(*scales, dtype=quantize_dtype or next((x.dtype for x in outs if x is not None), FP8))
     if (q_nope is None) != (k_nope is None):
         raise InvalidInput("q_nope and k_nope: pass both or neither")
@@ -124,8 +140,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
     if any(x.dtype != dtype or x.shape[1] != page_size for x in caches):
         had = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in caches)
         raise InvalidInput(f"paged_kv_cache is {had}; it must have pages of page_size={page_size} rows in {dtype}")
-    quantize, ids = Quantize(_unit("quant_scale_q", quant_scale_q), dtype=dtype), pos_ids
-    units: Any = dict.fromkeys(("k_scale", "v_scale"), _unit("quant_scale_kv", quant_scale_kv))
+    quantize, ids = Quantize(unit("quant_scale_q", quant_scale_q), dtype=dtype), pos_ids
+    units: Any = dict.fromkeys(("k_scale", "v_scale"), unit("quant_scale_kv", quant_scale_kv))
     slots = _slots(kv_indices, kv_indptr, batch_indices, positions, page_size)
     words: dict[str, Any] = {"quantize": quantize}
     if not latent:
@@ -142,13 +158,6 @@ def rope_quantize_fp8_append_paged_kv_cache(
     words["cache"] = KVCache(k_cache, v_cache, slots, **units)
     rest = prepare(q_nope, None, None, None, ids, is_neox, out=(q_nope_out, None, None), quantize=quantize)[0]
     return prepare(q_rope, k, v, cos_sin_cache, ids, is_neox, out=(q_rope_out, None, None), **words)[0], rest
-
-
-def _unit(name: str, scale: float) -> float:
-    """The value of one unit of the output, for a factor of its numbers."""
-    if not scale:
-        raise InvalidInput(f"{name} is {scale}; it must not be 0")
-    return 1 / scale
 
 
 def _converted(
@@ -174,7 +183,14 @@ def _slots(indices: Tensor, indptr: Tensor, requests: Tensor, positions: Tensor,
 
 
 _QUANTIZE = rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache  # mla_rope_quantize_fp8 calls the first one
-_FUNCTIONS = _host.named("flashinfer.rope", apply_rope_with_cos_sin_cache_inplace, *_QUANTIZE)
+_FUNCTIONS = {
+    **_host.named("flashinfer.rope", apply_rope_with_cos_sin_cache_inplace, *_QUANTIZE),
+    **_host.named("flashinfer.cake_fused_qk_rope_append", cake_fused_qk_rmsnorm_rope_append_paged_kv_cache),
+    **_host.named(
+        "flashinfer.cake_fused_qk_rope_fp8_append", cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache
+    ),
+    **_host.named("flashinfer.norm", fused_qk_rmsnorm_rope),
+}
 
 
 def enable() -> _host.Report:

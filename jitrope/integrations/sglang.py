@@ -1,12 +1,12 @@
-"""SGLang: rope of its language models, with the write to the KV buffers, and the indexer of DeepSeek-V3.2.
+"""SGLang: rope, with norms, with the write to the KV buffers, and the indexer of DeepSeek-V3.2.
 
 >>> from jitrope.integrations import sglang as jitrope_sglang
 >>> report = jitrope_sglang.enable()  # before the model is made
 >>> jitrope_sglang.disable()
 
-The signatures are those of the modules of sglang.kernels.ops.attention (0.5.23; sglang.jit_kernel.rope in older
-versions), and for `apply_rope_with_cos_sin_cache_inplace` those of the sgl_kernel package. All functions take any even
-rotary width, any head size up to 512, and tables in fp32, fp16 or bf16; those that return nothing work in place.
+The signatures are those of the modules of sglang.kernels.ops (0.5.23; sglang.jit_kernel.rope in older versions), and
+for `apply_rope_with_cos_sin_cache_inplace` those of the sgl_kernel package. All functions take any even rotary width,
+any head size up to 512, and tables in fp32, fp16 or bf16; those that return nothing work in place.
 """
 
 from __future__ import annotations
@@ -23,6 +23,30 @@ from ..ops.values import KVCache, Mrope, Norm
 from ..plan.views import FP8S
 from . import _host, vllm
 from ._serving import heads, indexer_q, prepare
+from ._sglang_norms import (
+    fused_qk_gemma_rmsnorm_rope_gate,
+    fused_qk_norm_rope,
+    gemma_qkv_norm_rope,
+    minimax_qknorm_rope_grouped,
+    table_qk_norm_rope_,
+)
+
+__all__ = [
+    "apply_rope_inplace",
+    "apply_rope_inplace_with_kvcache",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "disable",
+    "enable",
+    "fused_k_indexer_norm_rope",
+    "fused_q_indexer_rope_first_quant",
+    "fused_qk_gemma_rmsnorm_rope_gate",
+    "fused_qk_norm_rope",
+    "gemma_qkv_norm_rope",
+    "minimax_qknorm_rope_grouped",
+    "rotary_embedding",
+    "table_qk_norm_rope_",
+    "triton_mrope_fused",
+]
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -197,13 +221,19 @@ def fused_q_indexer_rope_first_quant(
 
 
 _KERNELS = (apply_rope_inplace, apply_rope_inplace_with_kvcache, rotary_embedding)
+_ATTENTION = "sglang.kernels.ops.attention"
 _FUNCTIONS = {
     # The models call the first two modules' apply_rope_with_cos_sin_cache_inplace, which calls the first two functions.
-    **_host.named("sglang.kernels.ops.attention.rope", *_KERNELS),
+    **_host.named(f"{_ATTENTION}.rope", *_KERNELS),
     **_host.named("sglang.jit_kernel.rope", *_KERNELS),
-    **_host.named("sglang.kernels.ops.attention.rotary_triton", triton_mrope_fused),
-    **_host.named("sglang.kernels.ops.attention.dsa.indexer_k", fused_k_indexer_norm_rope),
-    **_host.named("sglang.kernels.ops.attention.dsa.indexer_q", fused_q_indexer_rope_first_quant),
+    **_host.named(f"{_ATTENTION}.rotary_triton", triton_mrope_fused),
+    **_host.named(f"{_ATTENTION}.dsa.indexer_k", fused_k_indexer_norm_rope),
+    **_host.named(f"{_ATTENTION}.dsa.indexer_q", fused_q_indexer_rope_first_quant),
+    **_host.named(f"{_ATTENTION}.table_qk_norm_rope", table_qk_norm_rope_),
+    **_host.named(f"{_ATTENTION}.fused_qknorm_rope", fused_qk_norm_rope),
+    **_host.named(f"{_ATTENTION}.minimax_qknorm_rope", minimax_qknorm_rope_grouped),
+    **_host.named(f"{_ATTENTION}.fused_qk_rmsnorm_rope_gate", fused_qk_gemma_rmsnorm_rope_gate),
+    **_host.named(f"{_ATTENTION}.gemma_qkv_norm_rope", gemma_qkv_norm_rope),
     **_host.named("sgl_kernel", apply_rope_with_cos_sin_cache_inplace),
 }
 

@@ -19,6 +19,7 @@ from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
 from . import _host
+from ._serving import heads
 
 
 def apply_flashinfer_rope_qk_inplace(
@@ -187,6 +188,27 @@ def fused_qknorm_rope_out_of_place(
            round_norm_before_rope, cache_has_full_width, out=(q_out, k_out, None))  # fmt: skip
 
 
+def fused_rmsnorm_interleaved_rope_(
+    x: Tensor, weight: Tensor, cos_sin_cache: Tensor, eps: float, head_dim: int
+) -> Tensor:
+    """RMSNorm across the heads of x, (T, H * head_dim), and rope of interleaved pairs, in place (Wan). Returns x.
+
+    Token t takes row t modulo P of the table, (P, head_dim). The normalised heads are rounded before the rotation. The
+    errors are those of `apply_qk_norm_rope`.
+
+    >>> cache = jitrope.tables.cos_sin_cache(5, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> x, weight = torch.randn(10, 512), torch.ones(512)
+    >>> x = jitrope_sglang_diffusion.fused_rmsnorm_interleaved_rope_(x, weight, cache, 1e-6, 64)
+    """
+    split, rows = heads("x", x, 1, head_dim), cos_sin_cache.shape[0]
+    if rows == 0 or len(split) % rows:
+        raise InvalidInput(f"x has {len(split)} tokens; the table's {rows} rows must divide them")
+    norm = Norm(weight, eps=eps, across_heads=True, rounding="once")
+    q = split.unflatten(0, (len(split) // rows, rows))
+    prepare_qkv(q, None, None, cos_sin_cache=cos_sin_cache, interleaved=True, norm=norm, inplace=True)
+    return x
+
+
 def _fused(
     q: Tensor,
     k: Tensor,
@@ -240,7 +262,9 @@ def _rotate(
 
 
 _LAYERS, _ROPE = "sglang.multimodal_gen.runtime.layers", "sglang.kernels.ops.diffusion.rope"
+_WAN = _host.named(f"{_ROPE}.rmsnorm_interleaved_rope_cutedsl", fused_rmsnorm_interleaved_rope_)  # needs CuTe DSL
 _FUNCTIONS = {
+    **_WAN,
     **_host.named(f"{_ROPE}.rotary_triton", apply_rotary_embedding),
     **_host.named(f"{_ROPE}.qknorm_rope_jit", fused_inplace_qknorm_rope, fused_qknorm_rope_out_of_place),
     **_host.named(f"{_LAYERS}.rotary_embedding.utils", apply_flashinfer_rope_qk_inplace),
@@ -254,7 +278,7 @@ def enable() -> _host.Report:
     Calls that jitrope refuses go to SGLang's own functions. Raises ImportError if SGLang or its diffusion models cannot
     be imported, and JitropeError if this version lacks a function.
     """
-    return _host.enable("sglang_diffusion", _FUNCTIONS)
+    return _host.enable("sglang_diffusion", _FUNCTIONS, optional=_WAN)
 
 
 def disable() -> None:

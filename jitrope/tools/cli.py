@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..base.config import configure
 from ..base.errors import CacheError, InvalidInput, JitropeError
 from ..base.spec import Spec
 from ..jit.kernels import kernel_cache
@@ -95,7 +96,10 @@ def _parser() -> argparse.ArgumentParser:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-@_command("prewarm", *options.CALL, options.MODEL, options.SERVE, options.ARCHS, options.JOBS, options.DRY_RUN)
+_SERVED = options.MODEL, options.SERVE, options.SERVED_IDS
+
+
+@_command("prewarm", *options.CALL, *_SERVED, options.INVARIANT, options.ARCHS, options.JOBS, options.DRY_RUN)
 def prewarm(given: Options) -> bool:
     """Compile kernels ahead of time, for this machine or others, without a GPU.
 
@@ -108,10 +112,12 @@ def prewarm(given: Options) -> bool:
         jitrope prewarm --heads 32,8 --head-dim 128 --backward
         jitrope prewarm --model path/to/config.json --dry-run
         jitrope prewarm --model path/to/pipeline --dtype bf16
-        jitrope prewarm --model path/to/folder --serve 8
+        jitrope prewarm --model path/to/folder --serve 8 --ids int64,int32
         JITROPE_RECORD=run.json python train.py
         jitrope prewarm --from run.json
     """
+    if given.batch_invariant:
+        configure(batch_invariant=True)
     specs, archs = _specs(given, given.heads), architectures(given.arch)
     work = list(itertools.product(specs, archs))
     return build_all(work, given.dry_run, given.json, lambda: build(specs, archs, given.jobs))
@@ -144,13 +150,16 @@ def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
         raise argparse.ArgumentError(None, "--from does not go with --model, nor with the options of a call")
     if model and (given.heads or words.keys() - {"dtype"}):
         raise argparse.ArgumentError(None, "--model does not go with the options of a call, except --dtype")
-    ranks = getattr(given, "serve", None)
-    if ranks and not model:
-        raise argparse.ArgumentError(None, "--serve needs --model")
+    ranks, ids = getattr(given, "serve", None), getattr(given, "ids", None)
+    if (ranks and not model) or (ids and not ranks):
+        raise argparse.ArgumentError(None, "--ids needs --serve" if ids else "--serve needs --model")
+    if given.file and getattr(given, "batch_invariant", False):
+        raise argparse.ArgumentError(None, "--from does not go with --batch-invariant")
     if given.file:
         return read_calls(given.file)
     if model:
-        return specs_of_server(model, ranks=ranks, **words) if ranks else specs_of_model(model, **words)
+        served = {"ids": ids} if ids else {}
+        return specs_of_server(model, ranks=ranks, **words, **served) if ranks else specs_of_model(model, **words)
     if words and not heads:
         raise argparse.ArgumentError(None, "the options of a call need --heads")
     try:

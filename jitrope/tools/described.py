@@ -37,12 +37,14 @@ class Described:
         dtype: str = "bf16",
         batch: int = 1,
         backward: bool = False,
+        v_heads: Any = None,
         **words: Any,
     ) -> None:
         self.name = name = arguments.word("call", "function", function, _FUNCTIONS)
         self.heads = arguments.wholes(name, "heads", heads if hasattr(heads, "__len__") else [heads], 1)
         if not 1 <= len(self.heads) <= 2 or (len(self.heads) < 2 and name in _FUNCTIONS[2:]):
             arguments.refuse(name, "heads", heads, "those of q and k, as [32, 8]")
+        self.v_heads = self.heads[-1] if v_heads is None else arguments.whole(name, "v_heads", v_heads, 1)
         self.head_dim = arguments.whole(name, "head_dim", head_dim, 1)
         self.batch = arguments.whole(name, "batch", batch, 1)
         self.dtype = arguments.word(name, "dtype", dtype, DTYPES)
@@ -99,7 +101,7 @@ class Described:
             "position_ids": (len(axes) if isinstance(axes, (list, tuple)) else 1, tokens),
             "slot_mapping": (self.batch * _TOKENS,),
             "k_cache": cache,
-            "v_cache": cache,
+            "v_cache": [*cache[:-2], self.v_heads, self.head_dim],
             **{name: [*cache[:-1], self.head_dim // NVFP4_GROUP] for name in BLOCK_SCALES},
             **dict.fromkeys(("q_weight", "q_bias"), (self.head_dim * (self.heads[0] if across else 1),)),
             **dict.fromkeys(("k_weight", "k_bias"), (self.head_dim * (k_heads if across else 1),)),
@@ -144,7 +146,7 @@ class Described:
             sizes = (self.head_dim, self.head_dim - rotary + v_dim, rotary)
             given = [self.q_or_k(n, size) for n, size in zip((*self.heads, 1), sizes)]
         else:
-            q_k_v = (*self.heads, *self.heads[1:])
+            q_k_v = (*self.heads, *([self.v_heads] if self.heads[1:] else []))
             given = [[self.q_or_k(n, self.head_dim) for n in q_k_v] for _ in range(2)]  # for two streams
             if self.name != "prepare_joint_qkv":
                 given = [*given[0], None, None][: 2 if self.name == "apply_rope" else 3]

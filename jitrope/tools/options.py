@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from ..base.spec import DTYPES
 from .console import answer
 from .prewarm import architecture
+from .serving import IDS
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -72,6 +73,13 @@ def _archs(text: str) -> list[str]:
     return list(dict.fromkeys(filter(None, found.values())))
 
 
+def _ids(text: str) -> list[str]:
+    found = text.split(",")
+    if not set(found) <= set(IDS):
+        raise argparse.ArgumentTypeError(f"{text!r} must be {', '.join(IDS)} or both, joined by a comma")
+    return found
+
+
 _heads = _value(r"\d+(,\d+)*", "32,8", lambda text: [*map(int, text.split(","))])
 _count = _value(r"[1-9]\d*", "a whole number of at least 1, such as 8", int)
 _age = _value(r"\d{1,6}[dhm]", "30d, 12h or 45m", lambda text: float(text[:-1]) * _SECONDS[text[-1]])
@@ -103,6 +111,15 @@ MODEL = option(
 )
 _SERVE = "with --model: the kernels of a server's calls (vLLM, SGLang), for RANKS of tensor parallelism, by default 1"
 SERVE = option("--serve", metavar="RANKS", type=_count, nargs="?", const=1, help=_SERVE)
+SERVED_IDS = option(
+    "--ids",
+    metavar="DTYPE",
+    type=_ids,
+    help="with --serve: dtypes of positions and slots, int64 (default), int32 or both",
+)
+INVARIANT = option(
+    "--batch-invariant", action="store_true", help="the kernels of a process with configure(batch_invariant=True)"
+)
 BUNDLE = option("path", metavar="FILE", type=Path, help="a file from `jitrope bundle write`")
 WRITTEN = option("path", metavar="FILE", type=Path, help="the file to write, a tar")
 KEY = option("key", metavar="KEY", help="a key from `jitrope cache ls`, or the start of one")

@@ -78,7 +78,7 @@ def specs_of(**call: Any) -> list[RopeSpec]:
     Args:
         function: "apply_rope", the default, "prepare_qkv", "prepare_packed_qkv", "prepare_joint_qkv" or
             "prepare_mla_qkv", which has rotary_dim too, and v_dim, by default head_dim - rotary_dim.
-        heads: those of q and k, as [32, 8], or of q alone, as 24. v has as many as k.
+        heads: those of q and k, as [32, 8], or of q alone, as 24. v has as many as k, or v_heads.
         head_dim, dtype, batch: those of q and k. The defaults are 128, "bf16" and 1; dtype is "fp32", "fp16" or "bf16".
         table: "cos_sin", "freqs", "cos_sin_cache" or "freqs_cis". table_dtype: its dtype, by default "fp32"; for
             freqs_cis, the dtype of the real part. width: "half" or "full". two_tables: prepare_joint_qkv gets a table

@@ -1,0 +1,237 @@
+"""FlashInfer's functions with norms of q and k; `flashinfer` has and replaces them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import prepare_qkv
+from ..base.errors import InvalidInput
+from ..ops.pages import Pages
+from ..ops.quantize import DynamicQuantize, Quantize
+from ..ops.values import KVCache, Mrope, Norm, Packed
+from ..plan.problem import constant
+from ..plan.views import FP8
+from ._serving import frequencies, packed, prepare, unit
+
+FP8_MAX = torch.finfo(FP8).max
+
+
+def cake_fused_qk_rmsnorm_rope_append_paged_kv_cache(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    seq_lens: Tensor,
+    q_indptr: Tensor,
+    page_indices: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    qk_norm_policy: int = 0,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    out_q: Tensor | None = None,
+    out_k: Tensor | None = None,
+    out_v: Tensor | None = None,
+    clear_unused_last_page_rows: bool = True,
+) -> Tensor:
+    """Norm and rope of halves of packed QKV, and the write of k and v to the paged cache, in one launch. Returns q.
+
+    >>> table = jitrope.tables.cos_sin_cache(32, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> requests = torch.tensor([18, 4]), torch.tensor([0, 2, 6]), torch.tensor([[2, 0], [1, 3]])
+    >>> given = torch.randn(6, 12 * 64), table, *requests, *torch.zeros(2, 4, 16, 2, 64)
+    >>> counts = {"num_q_heads": 8, "num_kv_heads": 2}
+    >>> q = jitrope_flashinfer.cake_fused_qk_rmsnorm_rope_append_paged_kv_cache(*given, **counts)
+
+    qkv is (T, H * D): all heads of q, then of k, then of v. The caches are (pages, page_size, H, D). Tokens q_indptr[i]
+    to q_indptr[i + 1] are the last ones of request i, whose length with them is seq_lens[i] and whose pages are
+    page_indices[i]. qk_norm_policy is 0: no norm, 1: RMSNorm after rope, 2: before it, with both weights, (D). Nothing
+    is rounded in between. clear_unused_last_page_rows writes zeros to the rest of the last page of a request with new
+    tokens. out_k and out_v are refused. Positions are computed from the lengths in torch. The errors are those of
+    `prepare_qkv`.
+    """
+    norm = _norm(qk_norm_policy, q_norm_weight, k_norm_weight, eps)
+    _no_outputs(out_k, out_v)
+    pages = _pages(seq_lens, q_indptr, page_indices, clear_unused_last_page_rows)
+    cache = KVCache(key_cache, value_cache, pages)
+    words: dict[str, Any] = {"norm": norm, "cache": cache, "out": (out_q, None, None)}
+    q: Tensor = _appended(qkv, num_q_heads, num_kv_heads, cos_sin, seq_lens, q_indptr, words)
+    return q
+
+
+def cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache(
+    qkv: Tensor,
+    cos_sin_cache: Tensor,
+    seq_lens: Tensor,
+    q_indptr: Tensor,
+    page_indices: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    is_prefill: bool,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    quant_policy: int,
+    max_seqlen: int = 0,
+    upper_max: float = FP8_MAX,
+    q_scale_inv: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    qk_norm_policy: int = 0,
+    out_q: Tensor | None = None,
+    out_k: Tensor | None = None,
+    out_v: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    split_k_flag: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with fp8: q, its scale, and the flags, (requests, Hk); the caches are e4m3.
+
+    >>> table = jitrope.tables.cos_sin_cache(32, jitrope.tables.inv_freq(rotary_dim=64)[0])
+    >>> requests = torch.tensor([18, 4]), torch.tensor([0, 2, 6]), torch.tensor([[2, 0], [1, 3]])
+    >>> caches, one = tuple(torch.zeros(2, 4, 16, 2, 64).to(torch.float8_e4m3fn)), torch.ones(1)
+    >>> given = torch.randn(6, 12 * 64), table, *requests, caches, False, one, one, 1
+    >>> q, scale, flags = jitrope_flashinfer.cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache(*given)
+
+    The caches hold k / k_scale and v / v_scale. quant_policy 1: the scale of a token's head of q is its largest
+    element / 448, (T, H); 2: q times q_scale_inv, and an empty scale. eps is 1e-6. A flag is 0, or -1 if q_indptr does
+    not rise from 0 to T: then nothing is stored, and q has no meaning. The flags are a few operations in torch. Another
+    upper_max, quant_policy 1 with is_prefill, and out_k and out_v are refused. The other arguments and the errors are
+    those of `cake_fused_qk_rmsnorm_rope_append_paged_kv_cache`.
+    """
+    norm, dynamic = _norm(qk_norm_policy, q_norm_weight, k_norm_weight, 1e-6), quant_policy == 1
+    _no_outputs(out_k, out_v)
+    if quant_policy not in (1, 2) or (dynamic and (is_prefill or upper_max != FP8_MAX)):
+        had = f"quant_policy is {quant_policy}, with {is_prefill=} and {upper_max=}"
+        raise InvalidInput(f"{had}; it must be 2, or 1 without is_prefill and with upper_max={FP8_MAX}")
+    if not dynamic and q_scale_inv is None:
+        raise InvalidInput("q_scale_inv is None; quant_policy 2 needs it")
+    k_cache, v_cache = paged_kv_cache
+    kv_heads = k_cache.shape[-2] if k_cache.dim() == 4 else 0
+    if kv_heads == 0 or k_cache.dtype != FP8 or qkv.shape[-1] % k_cache.shape[-1]:
+        had = f"key_cache is {tuple(k_cache.shape)} {k_cache.dtype}, and qkv is {tuple(qkv.shape)}"
+        raise InvalidInput(f"{had}; they must be (pages, page_size, Hk, D) {FP8} and (T, H * D)")
+    right = (q_indptr[0] == 0) & (q_indptr[-1] == len(qkv)) & (q_indptr.diff() >= 0).all()
+    lengths = torch.where(right, seq_lens, torch.zeros_like(seq_lens))
+    cache = KVCache(k_cache, v_cache, _pages(lengths, q_indptr, page_indices, True), k_scale=k_scale, v_scale=v_scale)
+    quantize = DynamicQuantize() if q_scale_inv is None or dynamic else Quantize(q_scale_inv.reciprocal())
+    words: dict[str, Any] = {"norm": norm, "cache": cache, "quantize": quantize}
+    q_heads = qkv.shape[-1] // k_cache.shape[-1] - 2 * kv_heads
+    q = _appended(qkv, q_heads, kv_heads, cos_sin_cache, lengths, q_indptr, words)
+    values, scale = q if dynamic else (q, torch.empty(0, device=qkv.device))
+    flags = (right.int() - 1).expand(len(seq_lens), kv_heads)
+    found = zip((out_q, q_scale, split_k_flag), (values, scale, flags))
+    values, scale, flags = (x.contiguous() if out is None else out.copy_(x) for out, x in found)
+    return values, scale, flags
+
+
+def fused_qk_rmsnorm_rope(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    *,
+    ppf: int,
+    pph: int,
+    ppw: int,
+    num_frame_channels: int,
+    num_height_channels: int,
+    num_width_channels: int,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float = 1e-6,
+    base: float = 10000.0,
+    interleave: bool = True,
+    factor: float = 1.0,
+    low: float = 0.0,
+    high: float = 0.0,
+    attention_factor: float = 1.0,
+    is_qk_norm: bool = True,
+    output_fp8: bool = False,
+    output_quant_scale: float = 1.0,
+    v_quant_scale: float = 1.0,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+    v_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSNorm across heads and rope along frames, height and width of packed QKV, and a copy of v (video models).
+
+    >>> patches, channels = {"ppf": 2, "pph": 3, "ppw": 4}, {"num_frame_channels": 24}
+    >>> channels |= dict.fromkeys(("num_height_channels", "num_width_channels"), 20)
+    >>> counts = {**dict.fromkeys(("num_heads_q", "num_heads_k", "num_heads_v"), 8), "head_dim": 64}
+    >>> given = torch.randn(1, 24, 3 * 512), torch.ones(512), torch.ones(512)
+    >>> q, k, v = jitrope_flashinfer.fused_qk_rmsnorm_rope(*given, **patches, **channels, **counts)
+
+    qkv is (B, S, H * D) or (B * S, H * D), with S = ppf * pph * ppw tokens, the width innermost; the results have an
+    axis of heads. The weights are (H * D). The first num_frame_channels elements of a head turn by the frame, the next
+    by the height, then by the width: pair i of W channels by base^(-2 i / W), with a factor by YaRN's, whose ramp is
+    from pair low to pair high. Normalised heads are rounded before the rotation. output_fp8: e4m3, of y times
+    output_quant_scale and, in a launch of its own, v times v_quant_scale; nothing is rounded before. The errors are
+    those of `prepare_qkv`.
+    """
+    sizes, widths = (ppf, pph, ppw), (num_frame_channels, num_height_channels, num_width_channels)
+    tokens, flat = ppf * pph * ppw, qkv.dim() == 2
+    fits = qkv.dim() in (2, 3) and tokens > 0 and qkv.shape[-2] % tokens == 0 and (flat or qkv.shape[1] == tokens)
+    if not fits or sum(widths) != head_dim or any(width % 2 for width in widths):
+        had = f"qkv has shape {tuple(qkv.shape)}, and the patches are {sizes}, the channels {widths}"
+        raise InvalidInput(f"{had}; they must be {tokens} tokens, and even numbers, {head_dim} in all")
+    samples = qkv.shape[0] // (tokens if flat else 1), tokens
+    rows = qkv.unflatten(0, samples) if flat else qkv
+    counts = num_heads_q, num_heads_k, num_heads_v
+    q, k, v = packed("qkv", rows, counts, head_dim, 2)
+    outs = [x if x is None or not flat else x.unflatten(0, samples) for x in (q_out, k_out, v_out)]
+    freqs, ids = _axes(qkv.device, sizes, widths, base, factor, low, high)
+    words: dict[str, Any] = {"freqs": freqs, "positions": Mrope(ids, [width // 2 for width in widths])}
+    words |= {"mscale": attention_factor, "interleaved": interleave}
+    if is_qk_norm:
+        rounding = "none" if output_fp8 else "once"
+        words["norm"] = Norm(q_weight, k_weight, eps=eps, across_heads=True, rounding=rounding)
+    if output_fp8:
+        scale = unit("output_quant_scale", output_quant_scale)
+        words["quantize"] = Quantize(scale, scale)
+        of_v: Any = {"quantize": Quantize(unit("v_quant_scale", v_quant_scale)), "out": (outs.pop(), None, None)}
+        v, outs = prepare_qkv(v, None, None, **of_v)[0], [*outs, None]
+    elif outs[2] is None:
+        v = v.clone(memory_format=torch.contiguous_format)
+    q, k, v = prepare_qkv(q, k, v, out=tuple(outs), **words)
+    made = [x.flatten(0, 1) if flat else x for x in (q, k, v)]
+    return made[0], made[1], made[2]
+
+
+def _norm(policy: int, q_weight: Tensor | None, k_weight: Tensor | None, eps: float) -> Norm | None:
+    if policy not in (0, 1, 2) or (policy and (q_weight is None or k_weight is None)):
+        had = f"qk_norm_policy is {policy}, q_norm_weight {q_weight is not None}, k_norm_weight {k_weight is not None}"
+        raise InvalidInput(f"{had}; it must be 0, or 1 or 2 with both weights")
+    return Norm(q_weight, k_weight, eps=eps, after_rope=policy == 1) if policy else None
+
+
+def _no_outputs(k: Tensor | None, v: Tensor | None) -> None:
+    if k is not None or v is not None:
+        raise InvalidInput("out_k and out_v are given; k and v go to the cache")
+
+
+def _pages(lengths: Tensor, indptr: Tensor, page_table: Tensor, clear: bool) -> Pages:
+    return Pages(page_table, seq_lens=lengths, cu_seqlens_q=indptr, clear_page=clear)
+
+
+def _appended(
+    qkv: Tensor, q_heads: int, kv_heads: int, table: Tensor, lengths: Tensor, indptr: Tensor, words: dict[str, Any]
+) -> Any:
+    """q of a call that stores k and v. Each request's new tokens are its last ones."""
+    total = q_heads + 2 * kv_heads
+    if qkv.dim() != 2 or total < 1 or qkv.shape[1] % total:
+        raise InvalidInput(f"qkv has shape {tuple(qkv.shape)}; it must be (T, {total} * D)")
+    q, k, v = packed("qkv", qkv, (q_heads, kv_heads, kv_heads), qkv.shape[1] // total)
+    positions = Packed(indptr, start_positions=lengths - indptr.diff())
+    return prepare(q, k, v, table, positions, True, **words)[0]
+
+
+@constant
+def _axes(device: torch.device, sizes: tuple[int, ...], widths: tuple[int, ...], *ramp: float) -> tuple[Tensor, Tensor]:
+    """Angles of the pairs at each place of an axis, and the places of each patch along the axes."""
+    places = torch.arange(max(sizes), device=device)
+    axes = [torch.arange(size, dtype=torch.int32, device=device) for size in sizes]
+    ids = torch.stack([x.flatten() for x in torch.meshgrid(*axes, indexing="ij")])
+    return places.unsqueeze(-1) * frequencies(device, widths, *ramp), ids
