@@ -189,8 +189,8 @@ def _alone(attention: Any, family: str) -> nn.Module | None:
     return None
 
 
-def arguments(module: nn.Module, of_complex: bool, width: int, flat: bool, masked: bool) -> dict[str, Any]:
-    """Arguments of an attention's forward by their names, with tables of a width, or one of complex numbers."""
+def arguments(module: nn.Module, width: int, flat: bool, masked: bool) -> dict[str, Any]:
+    """Arguments of an attention's forward by their names, with tables of a width."""
     generator = torch.Generator().manual_seed(3)
     size = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     tokens = (6,) if flat else (2, 6)
@@ -198,7 +198,7 @@ def arguments(module: nn.Module, of_complex: bool, width: int, flat: bool, maske
     cos, sin = (torch.randn(*tokens, width, generator=generator) for _ in range(2))
     known = {
         "hidden_states": hidden,
-        "position_embeddings": torch.complex(cos, sin) if of_complex else (cos, sin),
+        "position_embeddings": (cos, sin),
         "encoder_hidden_states": other,
         "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32),
         "shared_kv_states": {},
@@ -210,9 +210,9 @@ def arguments(module: nn.Module, of_complex: bool, width: int, flat: bool, maske
     return {p.name: known.get(p.name) for p in needed if p.name in known or p.default is p.empty}
 
 
-def choice(module: nn.Module) -> tuple[bool, int, bool, bool] | None:
-    """The words of `arguments` with which the stock forward runs."""
-    for chosen in product((False, True), (8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
+def choice(module: nn.Module) -> tuple[int, bool, bool] | None:
+    """The width of tables, and the other words of `arguments`, with which the stock forward runs."""
+    for chosen in product((8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
         try:
             with torch.no_grad():
                 module(**arguments(module, *chosen))

@@ -25,7 +25,7 @@ from ._deferred import Plan, Rope, Strict
 from ._host import Function, Placed
 from ._norms import PROBE_DIM, NormForm, recognise, small
 from ._rewrite import Source
-from ._variants import FORMS, HEADS, Variant, equal, names, probe
+from ._variants import FORMS, Variant, equal, names, probe
 
 NAMES = re.compile(r"\w*apply_\w*rotary\w*")
 """The names of rope functions."""
@@ -222,7 +222,7 @@ def _same(
     across: the axis of tokens, if the norms are across heads; else 0.
     """
     named = dict(zip(names(host), arguments))
-    heads = [named.pop(name) for name in HEADS if name in named]
+    heads = [named.pop(name) for name in ("q", "k", "x") if name in named]
     single = len(heads) == 1
     if single:  # q and k in two calls
         heads.append(heads[0] * 0.5)
@@ -238,8 +238,9 @@ def _same(
             return y.transpose(1, 2) if across == 2 else y
 
         xs = heads if plan.after else [one(i, x) for i, x in enumerate(heads)]
-        others = named.values()
-        out = [turned(x, *others) for x in xs] if single else list(turned(*xs, *others))
+        words = {name: x for name, x in named.items() if name not in ("cos", "sin")}
+        cos, sin = named["cos"], named["sin"]
+        out = [turned(x, cos, sin, **words) for x in xs] if single else list(turned(*xs, cos, sin, **words))
         return [one(i, x) for i, x in enumerate(out)] if plan.after else out
 
     try:

@@ -22,8 +22,6 @@ from ._host import Function
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((4, 3, 1), (4, 3, 2), (4, 2, 0), (4, 2, 1), (3, 2, 0), (3, 2, 1))
 """Axes of q, axes of the tables, and the place of the heads' axis that the tables get."""
-HEADS = ("q", "k", "x", "xq", "xk", "query", "key")
-"""The names of the parameters that are rotated; they come first."""
 
 
 class Variant(NamedTuple):
@@ -37,13 +35,11 @@ class Variant(NamedTuple):
     axis: int = 1  # where the tables get the heads' axis, by default
     bits: tuple[str, str] = ("", "")  # `rounding` with the host's bits in bf16, with bf16 and fp32 tables; "": none
     shapes: tuple[Shape, ...] = SHAPES  # the shapes for which this was tested
-    rounding: str = "fp32"  # of products in fp32; "complex64": as in a complex multiply
 
     def __str__(self) -> str:
         pairs = "interleaved" if self.interleaved else "halves"
         into = " into halves" if self.interleaved != self.interleaved_out else ""
-        table = self.table if self.rounding == "fp32" else "complex"
-        return f"{pairs}{into}, {table} tables{', partial' if self.partial else ''}"
+        return f"{pairs}{into}, {self.table} tables{', partial' if self.partial else ''}"
 
 
 Pair = tuple[Tensor, "Tensor | None"]
@@ -73,8 +69,6 @@ def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | 
     if v.table == "first":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     words = {"cos": cos, "sin": sin, "layout": layout, "rotary_dim": rotary, "interleaved": v.interleaved}
-    if v.rounding != "fp32":
-        words["rounding"] = v.rounding
     return words if v.interleaved == v.interleaved_out else {**words, "interleaved_out": v.interleaved_out}
 
 
@@ -117,21 +111,11 @@ def _single(x: Any, cos: Any, sin: Any, unsqueeze_dim: int | None = None) -> Rea
     return x, None, cos, sin, unsqueeze_dim
 
 
-def _complex(xq: Any, xk: Any, freqs_cis: Any) -> Read:
-    return xq, xk, freqs_cis.real, freqs_cis.imag, None
-
-
-def _complex_of_vision(query: Any, key: Any, freqs_ci: Any) -> Read:
-    return _complex(query, key, freqs_ci)
-
-
 FORMS: dict[tuple[str, ...], Function] = {  # by the names of the parameters: read q, k or None, cos, sin, unsqueeze_dim
     ("q", "k", "cos", "sin", "unsqueeze_dim"): _pair,
     ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _pair_by_ids,
     ("x", "cos", "sin", "unsqueeze_dim"): _single,
     ("q", "k", "cos", "sin"): _pair,  # the axis is fixed in the function
-    ("xq", "xk", "freqs_cis"): _complex,
-    ("query", "key", "freqs_ci"): _complex_of_vision,
 }
 
 
@@ -173,24 +157,16 @@ def recognise(host: Function) -> Variant | str:
     last = _parameters(host)[-1]
     says_axis = last.name == "unsqueeze_dim"
     with torch.no_grad():
-        for v in _candidates(last.name):
-            found = []
-            for axis in (None,) if says_axis else (-2, 1, 0):
-                some = [shape for shape in SHAPES if axis in (None, shape[2], shape[2] - shape[1] - 1)]
-                same = [_same(host, v, shape) for shape in some]
-                if False not in same and True in same:
-                    found.append((axis, tuple(shape for shape, fits in zip(some, same) if fits)))
-            if found:  # without a batch axis several places of the heads may be right
-                axis, right = max(found, key=lambda place: len(place[1]))
+        for v, axis in product(_candidates(), (None,) if says_axis else (-2, 1, 0)):
+            some = [shape for shape in SHAPES if axis in (None, shape[2], shape[2] - shape[1] - 1)]
+            same = [_same(host, v, shape) for shape in some]
+            if False not in same and True in same:
+                right = tuple(shape for shape, fits in zip(some, same) if fits)
                 return _completed(host, v._replace(axis=last.default if axis is None else axis, shapes=right))
     return "none of jitrope's variants gives its results"
 
 
-def _candidates(last: str) -> Iterator[Variant]:
-    """The variants of functions whose last parameter has this name."""
-    if last.startswith("freqs"):
-        yield Variant(True, True, "half", rounding="complex64")
-        return
+def _candidates() -> Iterator[Variant]:
     pairings = ((False, False), (True, True), (True, False))
     for (interleaved, out), table in product(pairings, ("full", "half", "first")):
         if interleaved == out or table != "full":  # jitrope changes the pairing only with half tables
@@ -218,9 +194,9 @@ def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
     q, k, cos, sin, axis = FORMS[names(host)](*arguments)
     words = words_of(v, q, cos, sin, axis)
     want = host(*arguments)
-    for rounding in ("dtype", "fp32") if v.rounding == "fp32" else (v.rounding,):
+    for rounding in ("dtype", "fp32"):
         heads = [x if x is None or x.dim() == 4 else x.unsqueeze(0) for x in (q, k)]
-        out = apply_rope(*heads, **{**words, "rounding": rounding})
+        out = apply_rope(*heads, rounding=rounding, **words)
         if all(torch.equal(a.view_as(b), b) for a, b in zip(out, [want] if k is None else want) if a is not None):
             return rounding
     return ""
@@ -238,20 +214,15 @@ def probe(host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any =
     tokens = [(heads, 5) if axis == table_axes - 2 else (5, heads) for heads in (3, 2)]
     q, k = (random(dtypes[0], *(2,) * (axes - 3), *sizes, 8) for sizes in tokens)
     cos, sin = (random(dtypes[1], *(2,) * (table_axes - 2), 5, width) for _ in range(2))
-    values = {"cos": cos, "sin": sin, "position_ids": None, "unsqueeze_dim": axis}
-    values.update(dict.fromkeys(("freqs_cis", "freqs_ci"), torch.complex(cos.float(), sin.float())))
-    values.update({name: k if name in ("k", "xk", "key") else q for name in HEADS})
+    values = {"q": q, "x": q, "k": k, "cos": cos, "sin": sin, "position_ids": None, "unsqueeze_dim": axis}
     return [values[name] for name in names(host)]
 
 
 def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None:
-    """Whether ours and the host's results are the same; None if the host raises, or returns other shapes than q's."""
+    """Whether ours and the host's results are the same; None if the host raises."""
     arguments = probe(host, v, shape, **words)
     try:
         want = host(*arguments)
-        heads = [x for name, x in zip(names(host), arguments) if name in HEADS]
-        if [x.shape for x in heads] != [x.shape for x in ([want] if isinstance(want, Tensor) else want)]:
-            return None
     except Exception:  # on any error the host does not compute this
         return None
     try:
