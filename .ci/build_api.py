@@ -21,7 +21,7 @@ MODULES = (
     "jitrope.integrations.transformers", "jitrope.integrations.diffusers", "jitrope.integrations.vllm",
     "jitrope.integrations.sglang", "jitrope.integrations.flashinfer", "jitrope.integrations.torchtitan",
     "jitrope.integrations.transformer_engine", "jitrope.integrations.megatron", "jitrope.integrations.deepspeed",
-    "jitrope.jit", "jitrope.jit.cache", "jitrope.tools.prewarm", "jitrope.tools.bundle",
+    "jitrope.integrations.timm", "jitrope.jit", "jitrope.jit.cache", "jitrope.tools.prewarm", "jitrope.tools.bundle",
 )  # fmt: skip
 
 GUIDES = {

@@ -19,8 +19,8 @@ More modules:
 - `jitrope.tables`: frequencies, cosines and sines of every common kind of RoPE
 - `jitrope.integrations`: drop-ins for hosts, `jitrope.integrations.transformers`, `jitrope.integrations.diffusers`,
   `jitrope.integrations.vllm`, `jitrope.integrations.sglang`, `jitrope.integrations.flashinfer`,
-  `jitrope.integrations.torchtitan`, `jitrope.integrations.transformer_engine`, `jitrope.integrations.megatron` and
-  `jitrope.integrations.deepspeed`
+  `jitrope.integrations.torchtitan`, `jitrope.integrations.transformer_engine`, `jitrope.integrations.megatron`,
+  `jitrope.integrations.deepspeed` and `jitrope.integrations.timm`
 - `jitrope.context_parallel`: packed batches cut between ranks, and attention over them
 - `jitrope.thd`: the rows of packed batches, under TransformerEngine's names
 - `jitrope.tools.prewarm`, `jitrope.tools.bundle`, `jitrope.jit`, `jitrope.jit.cache`: kernels built ahead of time, in a

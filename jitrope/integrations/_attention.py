@@ -82,10 +82,7 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
             return _ROPE_ONLY + str(error)
         alias = _alias(forward)
         forward.__globals__[alias] = plan  # stays there, for a forward that runs while it is restored
-        original, forward.__code__ = forward.__code__, code
-        undo = partial(_restore, forward, original, plan)
-        _host.placed[forward] = Placed(report.host, "forward", original, plan, undo)
-        report._undo.append(partial(_host.restore, [forward]))
+        report.recode(forward, code, plan, partial(_restore, forward, forward.__code__, plan))
     else:
         for name, forms in plan.norms.items():
             plan.norms[name] = tuple(dict.fromkeys((*forms, *_forms(modules, name)[0])))

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -168,6 +168,12 @@ class Report:
         self._undo.append(partial(restore, [function]))
         for holder in [module] if original is None else _holders(name, original):
             setattr(holder, name, function)
+
+    def recode(self, function: FunctionType, code: CodeType, what: Any, undo: Callable[[], None]) -> None:
+        """Give a function of the host another code until `undo`."""
+        original, function.__code__ = function.__code__, code
+        placed[function] = Placed(self.host, function.__name__, original, what, undo)
+        self._undo.append(partial(restore, [function]))
 
     def __enter__(self: R) -> R:
         return self
