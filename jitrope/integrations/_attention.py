@@ -172,6 +172,9 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
         if source.order([*norms, *unknown]):
             raise ValueError(min(unknown.values()))
         raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
+    for place in places.values():
+        if not {"cos", "sin"} < {*names(place.original)}:
+            raise ValueError(f"norms are not fused with {place.name}({', '.join(names(place.original))})")
     ropes = {name: Rope(FORMS[names(place.original)], place.what) for name, place in places.items()}
     plan = Plan(host, norms, ropes, order == "after")
     some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}
