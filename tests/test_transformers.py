@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import types
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 import jitrope
 from jitrope.integrations import _host, _variants
 from jitrope.integrations import transformers as integration
+from jitrope.tools import bundle
+from jitrope.tools.prewarm import specs_of
 
 from .devices import DEVICES
 from .host import backend
@@ -822,3 +826,41 @@ def test_kernelized_model(kernels: Any) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith("kernelized")
+
+
+HUB = """
+import sys, torch
+sys.modules.update(dict.fromkeys(("cupy", "cupy_backends", "jinja2")))  # importing one of them fails
+from pathlib import Path
+import kernels
+hub = kernels.get_local_kernel(Path(sys.argv[1]), trust_remote_code=True)
+assert "jitrope" not in sys.modules and hub.__name__ == "_jitrope_0123456"
+x, angles = torch.randn(1, 4, 2, 8), torch.rand(4, 4)
+assert hub.apply_rope(x, None, angles.cos(), angles.sin())[0].shape == x.shape
+jit, tools = (sys.modules[f"{hub.__name__}.jit.kernels"], __import__(f"{hub.__name__}.tools.prewarm").tools)
+(found,) = {jit.build(spec, "sm_90").compiled for spec in tools.prewarm.specs_of(heads=8)}
+print("from the bundle" if not found else "compiled")
+"""
+
+
+def test_the_package_is_a_kernel_of_the_hub(kernels: Any, tmp_path: Path) -> None:
+    """Under the name of one release, with torch alone: no CuPy, no Jinja. Its kernels come from a bundle."""
+    pytest.importorskip("cupy", reason="the bundle is compiled")
+    root, backend = Path(__file__).parent.parent, "cuda" if torch.version.cuda else "cpu"
+    folder = tmp_path / "build" / f"torch-{backend}"
+    shutil.copytree(root / "jitrope", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(root / "templates", folder / "templates", dirs_exist_ok=True)
+    metadata = {
+        "id": "_jitrope_0123456",
+        "name": "jitrope",
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+    }
+    (folder / "metadata.json").write_text(json.dumps({**metadata, "backend": {"type": backend}}))
+    bundle.write(tmp_path / "kernels.tar", [(spec, "sm_90") for spec in specs_of(heads=8)], 1)
+    environment = {"JITROPE_CACHE_DIR": str(tmp_path / "k"), "JITROPE_SYSTEM_CACHE": str(tmp_path / "kernels.tar")}
+    command = [sys.executable, "-c", HUB, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "from the bundle"
