@@ -46,6 +46,12 @@ def registered(name: str, **words: Any) -> tuple[nn.Module, Any]:
     return importlib.import_module("timm").create_model(name, **words), images(words["img_size"])
 
 
+def tower(name: str, size: int) -> tuple[nn.Module, Any]:
+    """The vision encoder of a language model."""
+    create = importlib.import_module("timm").create_model
+    return create(name, depth=2, embed_dim=64, num_heads=4), images(size)
+
+
 def sam() -> tuple[nn.Module, Any]:
     cls = importlib.import_module("timm.models.vision_transformer_sam").VisionTransformerSAM
     return cls(**{**SMALL, **SAM}), images(32)
@@ -78,6 +84,8 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], int]] = {
     "rope-mixed": (lambda: registered("vit_small_patch16_rope_mixed_224"), 2),  # learned tables of each head and block
     "rope-register": (lambda: registered("vit_base_patch16_rope_reg1_gap_256"), 2),
     "eva02-patch-drop": (lambda: registered("eva02_tiny_patch14_224", img_size=28, patch_drop_rate=0.5), 2),
+    "qwen3": (lambda: tower("qwen3_vit_88m_enc", 64), 2),
+    "deepseek": (lambda: tower("deepseek_vit_412m_enc", 56), 2),
     "sam": (sam, 2),  # images and heads are one axis
     "pool": (pool, 1),
     **{
@@ -298,6 +306,31 @@ def test_enable_names_what_it_changed_and_disable_undoes_it() -> None:
     integration.disable()
     assert state() == stock
     assert not _host.placed
+
+
+def test_other_versions_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 1.0.31 the result had the dtype that x and the tables promote to; before 1.0.16 tables were for images."""
+    module = importlib.import_module("timm.layers.pos_embed_sincos")
+
+    def promoted(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = False) -> Tensor:
+        return x * cos_emb + (module.rope_rotate_half if half else module.rot)(x) * sin_emb
+
+    def images(x: Tensor, sin_emb: Tensor, cos_emb: Tensor) -> Tensor:
+        return x * cos_emb.unsqueeze(1) + module.rot(x) * sin_emb.unsqueeze(1)
+
+    monkeypatch.setattr(module, "apply_rot_embed", promoted)
+    x, sin, cos = torch.randn(X).bfloat16(), *torch.randn(2, 5, 8)
+    with integration.enable() as report:
+        out = module.apply_rot_embed(x, sin, cos)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, promoted(x, sin, cos))
+    assert report.calls == {"jitrope": 1, "host": 0}
+    for other in (images, lambda x, sin_emb, cos_emb, half=False: x):
+        monkeypatch.setattr(module, "apply_rot_embed", other)
+        with pytest.raises(integration.JitropeError, match="has other results"):
+            integration.enable()
+        assert module.apply_rot_embed is other
+        assert not _host.placed
 
 
 def test_a_forward_that_jitrope_does_not_know_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

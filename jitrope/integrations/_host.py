@@ -223,6 +223,14 @@ def named(module: str, *functions: Function) -> dict[str, Function]:
     return {f"{module}:{function.__name__}": function for function in functions}
 
 
+def load(host: str, module_name: str) -> ModuleType:
+    """A module of a host. Raises ImportError if it cannot be imported."""
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
+
+
 def enable(host: str, functions: Mapping[str, Function], optional: Collection[str] = ()) -> Report:
     """Replace a host's functions everywhere. Already replaced functions do not change.
 
@@ -240,11 +248,11 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
     for where in functions:
         module_name, name = where.split(":")
         try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
+            module = load(host, module_name)
+        except ImportError:
             if where in optional:
                 continue
-            raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
+            raise
         if hasattr(module, name):
             found[where] = module, name
         elif where not in optional:

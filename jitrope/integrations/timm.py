@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from ..api import apply_rope
-from ..base.errors import InvalidInput
+from ..base.errors import InvalidInput, JitropeError
 from . import _host
 from ._rewrite import Source
 
+_MODULE = "timm.layers.pos_embed_sincos"
 _ATTENTION = {
     "timm.layers.attention": "AttentionRope",
     "timm.models.eva": "EvaAttention",
@@ -65,16 +66,16 @@ def enable() -> _host.Report:
 
     Raises:
         ImportError: timm is not installed.
-        JitropeError: this version of timm lacks `apply_rot_embed`; nothing was replaced.
+        JitropeError: this version of timm has another `apply_rot_embed`, or none; nothing was replaced.
     """
-    report = _host.enable("timm", _host.named("timm.layers.pos_embed_sincos", apply_rot_embed))
+    host = getattr(_host.load("timm", _MODULE), "apply_rot_embed", None)
+    report = _host.enable("timm", {f"{_MODULE}:apply_rot_embed": apply_rot_embed if host is None else _like(host)})
     for module, name in _ATTENTION.items():
-        cls = getattr(importlib.import_module(module), name, None)
         place = f"{module}.{name}.forward"
         try:
-            if cls is None:
-                raise ValueError("this version of timm has no such class")
-            _recode(cls.forward, report)
+            _recode(getattr(importlib.import_module(module), name).forward, report)
+        except (ImportError, AttributeError):
+            report.left[place] = "this version of timm has no such class"
         except ValueError as error:
             report.left[place] = f"q and k are separate launches: {error}"
         else:
@@ -85,6 +86,28 @@ def enable() -> _host.Report:
 def disable() -> None:
     """Undo `enable`."""
     _host.disable("timm")
+
+
+def _like(host: _host.Function) -> _host.Function:
+    """Our function with the dtype of the host's results, found by a call with tables for each head."""
+    host = _host.placed[host].original if host in _host.placed else host
+    x = torch.arange(48, dtype=torch.bfloat16, device="cpu").view(2, 2, 3, 4) / 10
+    sin, cos = x[0].float().sin(), x[1].float().cos()
+    for ours in (apply_rot_embed, _promoted):
+        try:
+            want, made = host(x, sin, cos, half=True), ours(x, sin, cos, half=True)
+        except TypeError:  # it has no `half`
+            break
+        if made.dtype == want.dtype and torch.equal(made, want):
+            return ours
+    raise JitropeError("apply_rot_embed of this version of timm has other results; jitrope knows those since 1.0.21")
+
+
+def _promoted(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = False) -> Tensor:
+    """`apply_rot_embed` before timm 1.0.31, whose result has the dtype that x and the tables promote to."""
+    if isinstance(x, Tensor):
+        x = x.to(torch.promote_types(x.dtype, cos_emb.dtype))
+    return apply_rot_embed(x, sin_emb, cos_emb, half)
 
 
 def _rotate(q: Tensor, k: Tensor | None, sin: Tensor, cos: Tensor, half: bool, unrotated: int = 0) -> list[Tensor]:
