@@ -222,7 +222,13 @@ def test_generation_with_a_cache(device: str) -> None:
     assert report.calls["host"] == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "glm", "deepseek-v3", "qwen3", "gemma4", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "glm", "deepseek-v3", "qwen3", "gemma4", "olmo2"),
+        pytest.param("deepseek-v2", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_fullgraph(name: str) -> None:
     model, inputs = prepared(name)
     torch.compiler.reset()

@@ -29,9 +29,7 @@ class Variant(NamedTuple):
 
     interleaved: bool = False
     interleaved_out: bool = False
-    table: str = (
-        "full"  # an angle for each element; "half", "complex": each pair; "first": each pair, in the first half
-    )
+    table: str = "full"  # an angle for each element; "half", "complex": each pair; "first": pairs, in the first half
     partial: bool = False  # narrower tables rotate the first part of a head
     prefixed: bool = False  # tables with fewer rows rotate the last tokens
     widens: bool = False  # the result has the dtype that q and the tables promote to, not q's
@@ -125,7 +123,7 @@ def _single(x: Any, cos: Any, sin: Any, unsqueeze_dim: int | None = None) -> Rea
 
 def _pair_alone(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Read:
     if more:
-        raise InvalidInput(f"{', '.join(more)} is given, which no host uses")
+        raise InvalidInput(f"{', '.join(more)} is given; jitrope does not know it")
     return _pair(q, k, cos, sin)
 
 

@@ -12,7 +12,7 @@ from . import backend
 
 FILES = (
     "fp4_cache gpu gpu_thd hadamard joint latent latent_cache learned mean_squares out packed_bias packed_cache "
-    "packed_norm pages presets q_scale quantize rope row_scales same_bits serving_fused shifts stages swizzled "
+    "packed_norm pages presets q_scale quantize rope row_scales same_bits serving_fused shifts stages swizzled timm "
     "transformers ulysses unrotated"
 )
 SHORT = "not test_stages or short"
