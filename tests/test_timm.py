@@ -157,8 +157,9 @@ def test_16_bit_model(name: str, dtype: torch.dtype, device: str) -> None:
         with torch.autocast(torch.device(device).type, dtype):
             want = model(inputs.float())
     assert report.calls == {"jitrope": 4, "host": 0}
-    assert torch.equal(ours, stock)
-    assert torch.equal(under, want)
+    for got, expected in ((ours, stock), (under, want)):  # on a GPU strides choose the kernels of attention
+        bound = 0.0 if device == "cpu" else 0.05
+        torch.testing.assert_close(got, expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
 @pytest.mark.slow

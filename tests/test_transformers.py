@@ -850,7 +850,7 @@ print("from the bundle" if not found else "compiled")
 
 
 def test_the_package_is_a_kernel_of_the_hub(kernels: Any, tmp_path: Path) -> None:
-    """Under the name of one release, with torch alone: no CuPy, no Jinja. Its kernels come from a bundle."""
+    """Under the name of one release, with torch alone: no CuPy, no Jinja. Its kernels come from the bundle in it."""
     pytest.importorskip("cupy", reason="the bundle is compiled")
     root, backend = Path(__file__).parent.parent, "cuda" if torch.version.cuda else "cpu"
     folder = tmp_path / "build" / f"torch-{backend}"
@@ -864,9 +864,9 @@ def test_the_package_is_a_kernel_of_the_hub(kernels: Any, tmp_path: Path) -> Non
         "python-depends": [],
     }
     (folder / "metadata.json").write_text(json.dumps({**metadata, "backend": {"type": backend}}))
-    bundle.write(tmp_path / "kernels.tar", [(spec, "sm_90") for spec in specs_of(heads=8)], 1)
-    environment = {"JITROPE_CACHE_DIR": str(tmp_path / "k"), "JITROPE_SYSTEM_CACHE": str(tmp_path / "kernels.tar")}
+    bundle.write(folder / "kernels.tar", [(spec, "sm_90") for spec in specs_of(heads=8)], 1)
+    environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "k")}
     command = [sys.executable, "-c", HUB, str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "from the bundle"
