@@ -22,7 +22,7 @@ MODULES = (
     "jitrope.integrations.sglang", "jitrope.integrations.flashinfer", "jitrope.integrations.torchtitan",
     "jitrope.integrations.transformer_engine", "jitrope.integrations.megatron", "jitrope.integrations.deepspeed",
     "jitrope.integrations.comfy_kitchen", "jitrope.integrations.sglang_diffusion", "jitrope.integrations.vllm_omni",
-    "jitrope.integrations.xfuser", "jitrope.integrations.lightx2v",
+    "jitrope.integrations.xfuser", "jitrope.integrations.lightx2v", "jitrope.integrations.timm",
     "jitrope.jit", "jitrope.jit.cache", "jitrope.tools.prewarm", "jitrope.tools.bundle",
 )  # fmt: skip
 

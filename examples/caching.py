@@ -12,8 +12,8 @@ to the driver; they need CuPy and NVRTC (`pip install "jitrope[cuda13]"`). A con
     COPY run.json .
     RUN jitrope bundle write /kernels.tar --from run.json --arch sm_90,sm_100
 
-    FROM python:3.12-slim                           # the same version of jitrope, with CuPy but without NVRTC
-    RUN pip install torch jitrope cupy-cuda13x
+    FROM python:3.12-slim                           # the same version of jitrope, without CuPy and NVRTC
+    RUN pip install torch jitrope
     COPY --from=kernels /kernels.tar /opt/kernels.tar
     ENV JITROPE_SYSTEM_CACHE=/opt/kernels.tar JITROPE_NO_COMPILE=1
     RUN jitrope cache verify --cold                 # fails the build if a call would have to compile one of them

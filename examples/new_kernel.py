@@ -10,7 +10,7 @@ be inside of the library, and uses the library as it is:
     plan        spec, grid, and why                                     (jitrope/plan/heuristics.py)
     spec        all that is compiled in                                 (jitrope/plan/spec.py, jitrope/thd/spec.py)
     source      the template with the spec's constants                  (templates/, jitrope/jit/render.py)
-    kernel      compiled, cached, loaded                                (jitrope/jit/compiler.py, cache.py, kernels.py)
+    kernel      compiled, cached, loaded                      (jitrope/jit/kernels.py: compiler.py, cache.py, driver.py)
 
 Compiling needs CuPy and NVRTC. On a CPU the kernel runs under g++, from a checkout. Each run is compared with plain
 torch, bit by bit. The last comment lists what is left to do for a kernel that stays.

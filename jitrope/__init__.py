@@ -21,7 +21,8 @@ More modules:
   `jitrope.integrations.vllm`, `jitrope.integrations.sglang`, `jitrope.integrations.flashinfer`,
   `jitrope.integrations.torchtitan`, `jitrope.integrations.transformer_engine`, `jitrope.integrations.megatron`,
   `jitrope.integrations.deepspeed`, `jitrope.integrations.comfy_kitchen`, `jitrope.integrations.sglang_diffusion`,
-  `jitrope.integrations.vllm_omni`, `jitrope.integrations.xfuser` and `jitrope.integrations.lightx2v`
+  `jitrope.integrations.vllm_omni`, `jitrope.integrations.xfuser`, `jitrope.integrations.lightx2v`
+  and `jitrope.integrations.timm`
 - `jitrope.context_parallel`: packed batches cut between ranks, and attention over them
 - `jitrope.thd`: the rows of packed batches, under TransformerEngine's names
 - `jitrope.tools.prewarm`, `jitrope.tools.bundle`, `jitrope.jit`, `jitrope.jit.cache`: kernels built ahead of time, in a

@@ -69,3 +69,27 @@ def group(size: int, rank: int = 0) -> Iterator[Any]:
         yield torch.distributed.group.WORLD
     finally:
         torch.distributed.destroy_process_group()
+
+
+_declared: list[torch.library.Library] = []
+
+
+def timm() -> Any:
+    """timm, installed or from build/hosts/timm, where the other hosts do not find torchvision.
+
+    Beside torch's CPU build torchvision cannot load its C++ part, and its import asks for two operators of it. They are
+    declared, without code, because timm does not call them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(HOSTS / "timm")])
+        try:
+            return importlib.import_module("timm")
+        except ImportError:
+            missing("pip install --no-deps --target build/hosts/timm timm torchvision, of the version for this torch")
+        except RuntimeError as error:
+            if _declared or "operator torchvision::" not in str(error):
+                raise
+        _declared.append(torch.library.Library("torchvision", "DEF"))
+        for name in ("nms", "qnms"):
+            _declared[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return timm()

@@ -566,6 +566,80 @@ def test_a_machine_without_nvrtc_runs_from_a_bundle(written, tmp_path, no_nvrtc_
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+NO_CUPY = """
+import sys
+sys.modules["cupy"] = sys.modules["cupy_backends"] = None  # importing one of them fails
+"""
+DRIVER_ALONE = """
+from jitrope.base.errors import CompileError
+from jitrope.jit import driver, kernels
+from jitrope.tools.prewarm import specs_of
+spec = specs_of(heads=[32, 8])[0]
+found = kernels.build(spec, "sm_90")
+assert found.data.startswith(b"\\x7fELF") and not found.compiled
+try:
+    driver.Kernel(found.data, spec.entry, 0)
+except CompileError as error:
+    print(error)
+try:
+    kernels.build(spec, "sm_75")
+except CompileError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver, which loads the kernel")
+def test_without_cupy_a_bundles_kernel_reaches_the_driver(written: Path, tmp_path: Path) -> None:
+    """The kernel is found, and what is missing is named: the driver; CuPy, only for a kernel that must be compiled."""
+    environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "k"), "PYTHONPATH": str(ROOT)}
+    environment["JITROPE_SYSTEM_CACHE"] = str(written)
+    command = [sys.executable, "-c", NO_CUPY + DRIVER_ALONE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    driver, compiler = done.stdout.splitlines()
+    assert "NVIDIA's driver cannot be loaded (libcuda.so.1" in driver or "cannot be loaded: CUDA_ERROR_" in driver
+    assert compiler.startswith("jitrope compiles through CuPy, which cannot be imported")
+
+
+@pytest.mark.gpu
+@pytest.mark.hardware
+def test_a_gpu_without_cupy_runs_from_a_bundle(tmp_path: Path) -> None:
+    """Calls in two threads, a gradient and a CUDA graph, with the bits of a process that compiles."""
+    calls = """
+import hashlib, threading
+from jitrope.jit import kernels
+def bits(x):
+    return hashlib.sha256(bytes(x.detach().cpu().view(torch.uint8).flatten().tolist())).hexdigest()
+seen = [bits(call())]
+thread = threading.Thread(target=lambda: seen.append(bits(call())))
+thread.start(); thread.join()
+leaf = q.clone().requires_grad_()
+out, _ = jitrope.apply_rope(leaf, None, cos, sin)
+seen += [bits(out), bits(torch.autograd.grad(out.float().square().sum(), leaf)[0])]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured, _ = jitrope.apply_rope(q, None, cos, sin)
+graph.replay()
+torch.cuda.synchronize()
+seen.append(bits(captured))
+print(*seen, len(kernels.compiled) > 0)
+"""
+    write = """
+from pathlib import Path
+from jitrope.jit.registry import spec_from_dict
+from jitrope.tools import bundle
+specs = [spec_from_dict(entry.spec) for entry in kernels.kernel_cache().entries()]
+bundle.write(Path(r"%s"), [(spec, kernels.arch_of(0)) for spec in specs], 1)
+""" % (tmp_path / "kernels.tar")
+    made = on_the_gpu(calls + write, tmp_path / "made").split()
+    alone = {"JITROPE_NO_COMPILE": "1", "JITROPE_SYSTEM_CACHE": str(tmp_path / "kernels.tar")}
+    used = on_the_gpu(NO_CUPY + calls, tmp_path / "used", **alone).split()
+    assert made.pop() == "True"
+    assert used.pop() == "False"
+    assert used == made
+    assert len(set(used)) == 2  # the rotated tensor, and the gradient
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["load", "system"])
 def test_a_gpu_runs_from_a_bundle_with_nothing_compiled(tmp_path: Path, how: str) -> None:

@@ -714,8 +714,9 @@ def test_without_a_compiler_any_compilers_kernel_serves(own_cache, monkeypatch: 
         kernels.build(SPEC, "sm_80")
 
 
-def test_missing_cupy_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler.import_cupy.cache_clear()
+def test_missing_cupy_names_the_packages(own_cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in (compiler.import_cupy, compiler._nvrtc, compiler.compiler_version):
+        function.cache_clear()
     for cuda, packages in (("12.8", "cupy-cuda12x nvidia-cuda-nvrtc-cu12"), ("13.0", "cupy-cuda13x nvidia-cuda-nvrtc")):
         monkeypatch.setattr(kernels.torch.version, "cuda", cuda)
         extra = f"cuda{cuda[:2]}"
@@ -737,13 +738,11 @@ ASK_CUPY = """
 from pathlib import Path
 from jitrope import CompileError
 from jitrope.tools import bundle
-from jitrope.jit import compiler, kernels
+from jitrope.jit import kernels
 from jitrope.tools.prewarm import prewarm, specs_of
 (spec, *_) = specs_of(heads=[32, 8])
 for ask in (
     lambda: kernels.build(spec, "sm_90"),
-    lambda: kernels.kernel_cache().holds(kernels.key_of(spec, "sm_90")),
-    lambda: compiler.Kernel(b"", "entry", 0),
     lambda: bundle.write(Path("kernels.tar"), [(spec, "sm_90")], 1),
 ):
     try:
@@ -769,13 +768,14 @@ def broken_cupy(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", [*BROKEN, "cut"])
 def test_a_cupy_that_is_broken_is_one_error_with_its_cause(tmp_path: Path, how: str) -> None:
-    """Each function that needs a kernel raises the same error, each time."""
+    """Each function that needs the compiler raises the same error, each time."""
     broken_cupy(tmp_path, how)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{IMPORTS}"}
+    environment["JITROPE_CACHE_DIR"] = str(tmp_path / "empty")
     done = fresh.python("-c", ASK_CUPY, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 3
     assert len({line[line.index("jitrope compiles") :] for line in lines}) == 1
     cause = {
         "numpy": "ValueError: numpy.dtype size changed",

@@ -19,7 +19,7 @@ import torch
 
 import jitrope
 
-from .hosts import triton
+from .hosts import timm, triton
 
 pytest.importorskip("pdoc", reason="the API reference is built with pdoc: pip install -e '.[test]'")
 
@@ -30,7 +30,7 @@ MODULES: tuple[str, ...] = runpy.run_path(str(SCRIPT))["MODULES"]
 # Modules that the machine that builds the reference may lack.
 ABSENT = """
 comfy_kitchen cupy cupy_backends deepspeed diffusers kernels
-megatron sgl_kernel sglang torchtitan transformer_engine transformers vllm
+megatron sgl_kernel sglang timm torchtitan transformer_engine transformers vllm
 """
 BUILD = f"""
 import runpy, sys
@@ -212,7 +212,7 @@ def test_examples_give_what_they_show(at: str, tmp_path: Path, monkeypatch: pyte
     module, text = examples()[at]
     last = module.__name__.split(".")[-1]
     if "integrations." in at and at.split(":")[1] in HOSTED:
-        pytest.importorskip(last, reason=f"the example needs {last}")
+        timm() if last == "timm" else pytest.importorskip(last, reason=f"the example needs {last}")
     if at in COMPILED:
         pytest.importorskip("cupy", reason="the example compiles a kernel")
     monkeypatch.chdir(tmp_path)

@@ -598,11 +598,11 @@ def test_errors_of_an_image_and_others_are_told_apart(tmp_path: Path) -> None:
     code = """
 import cupy
 from jitrope import CompileError
-from jitrope.jit import compiler, kernels
+from jitrope.jit import driver, kernels
 
 def raised(cubin, entry):
     try:
-        compiler.Kernel(cubin, entry, 0)
+        driver.Kernel(cubin, entry, 0)
     except CompileError as error:
         return type(error).__name__
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import types
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 import jitrope
 from jitrope.integrations import _host, _variants
 from jitrope.integrations import transformers as integration
+from jitrope.tools import bundle
+from jitrope.tools.prewarm import specs_of
 
 from .devices import DEVICES
 from .host import backend
@@ -108,6 +112,8 @@ CASES: dict[str, tuple[Any, int]] = {
     "ernie": (lambda: text("Ernie4_5"), 2),
     "gpt-oss": (lambda: text("GptOss", head_dim=8, **MOE), 2),  # tables of half width
     "deepseek-v3": (lambda: text("DeepseekV3", **DEEPSEEK), 2),  # interleaved pairs into halves, k with one head
+    "deepseek-v2": (lambda: text("DeepseekV2", **DEEPSEEK), 2),  # complex tables
+    "gptj": (lambda: text("GPTJ", rotary_dim=4, n_inner=48), 4),  # q and k separately
     "qwen2-vl": (lambda: vision_language("Qwen2VL", {"rope_parameters": MROPE}, QWEN2), 4),
     "qwen3-vl": (
         lambda: vision_language(
@@ -117,9 +123,9 @@ CASES: dict[str, tuple[Any, int]] = {
     ),
 }
 # With partial rotary ours keeps the strides, while the hosts' concatenation is contiguous, so later matrix products may
-# sum in another order.
+# sum in another order. torch's complex products on a CPU differ with the strides (deepseek-v2).
 FUSED = {"qwen3": 2, "gemma3": 2, "gemma3n": 2, "gemma4": 2, "olmo2": 2, "qwen3-vl": 2}  # launches with norms
-CLOSE = {"glm", "glm4", "phi3", "gpt-neox"}
+CLOSE = {"glm", "glm4", "phi3", "gpt-neox", "deepseek-v2"}
 
 
 ON_HOST = backend.DEVICE == "cpu"  # CPU tensors stand in for those of a GPU
@@ -127,15 +133,17 @@ ON_HOST = backend.DEVICE == "cpu"  # CPU tensors stand in for those of a GPU
 
 @pytest.fixture(autouse=True)
 def _trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials of norms are in plain torch, as beside a GPU."""
+    """Trials are in plain torch, as beside a GPU."""
 
-    def fuse(*arguments: Any) -> str:
-        with backend.plain():
-            return original(*arguments)
+    def plain(original: Any) -> Any:
+        def function(*arguments: Any) -> Any:
+            with backend.plain():
+                return original(*arguments)
 
-    original = integration.fuse
-    if ON_HOST:
-        monkeypatch.setattr(integration, "fuse", fuse)
+        return function
+
+    for name in ("fuse", "recognise") if ON_HOST else ():
+        monkeypatch.setattr(integration, name, plain(getattr(integration, name)))
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +222,13 @@ def test_generation_with_a_cache(device: str) -> None:
     assert report.calls["host"] == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "glm", "deepseek-v3", "qwen3", "gemma4", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "glm", "deepseek-v3", "qwen3", "gemma4", "olmo2"),
+        pytest.param("deepseek-v2", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_fullgraph(name: str) -> None:
     model, inputs = prepared(name)
     torch.compiler.reset()
@@ -262,6 +276,12 @@ RECOGNISED = {  # "file" or "file:function", and its variant
     "qwen2_vl:apply_rotary_pos_emb_vision": "halves, full tables",
     "qwen4_exp": "halves, full tables, partial",
     "muse_glimmer_assistant": "halves, full tables",
+    "gptj": "interleaved, half tables",  # the sine first
+    "deepseek_v2:apply_rotary_emb": "interleaved, complex tables",
+    "llama4:apply_rotary_emb": "interleaved, complex tables",
+    "llama4:vision_apply_rotary_emb": "interleaved, complex tables",
+    "dinov3_vit": "halves, full tables, behind first tokens",
+    "sam2_video:apply_rotary_pos_emb_2d": "interleaved, full tables",
 }
 
 
@@ -285,6 +305,66 @@ def test_recognised(name: str) -> None:
                     for x in arguments
                 ]
                 assert _variants.equal(ours(*arguments), host(*arguments), tolerance=0.02)
+
+
+TOWERS = {  # a model, words of its configuration, and by whom its rope is called
+    "DINOv3ViT": ({"image_size": 16, "patch_size": 4, "num_register_tokens": 2}, "jitrope"),
+    "Sapiens2": (
+        {"image_size": 16, "patch_size": 4, "use_qk_norm": True, "num_key_value_heads_per_layer": [4, 2]},
+        "fused",
+    ),
+    "Llama4Vision": (
+        {
+            "image_size": 16,
+            "patch_size": 4,
+            **numbers("vision_output_dim=32 projector_output_dim=32 projector_input_dim=32 intermediate_size=128"),
+        },
+        "jitrope",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", TOWERS)
+def test_vision_tower(name: str, device: str) -> None:
+    """Class and register tokens are not rotated; Llama 4's class token has a row of its complex table."""
+    words, who = TOWERS[name]
+    sizes = {n: SMALL[n] for n in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **words}, attn_implementation="eager")
+    model = getattr(transformers, f"{name}Model")(config).to(device).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def outcome() -> list[Tensor]:
+        model.zero_grad()
+        out = model(pixels).last_hidden_state
+        out.square().mean().backward()
+        return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    stock = outcome()
+    with integration.enable(model) as report:
+        ours = outcome()
+    assert report.calls == {"jitrope": 0, "host": 0, who: 2}
+    assert stock[0].std() > 0.01
+    assert device != "cpu" or who == "fused" or torch.equal(ours[0], stock[0])
+    for got, want in zip(ours, stock):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+def test_memory_attention_of_sam() -> None:
+    """The host rotates keys that are longer than the tables, or only in part."""
+    host, ours = put("sam2_video", "apply_rotary_pos_emb_2d")
+    q, k, cos, sin = torch.randn(4, 1, 2, 6, 8)
+    cos, sin = cos[0, 0], sin[0, 0]
+    for words in ({}, {"repeat_freqs_k": True}):
+        assert all(torch.equal(a, b) for a, b in zip(ours(q, k, cos, sin, **words), host(q, k, cos, sin, **words)))
+    left = integration.calls["host"]
+    for words in ({"num_k_exclude_rope": 2, "repeat_freqs_k": True}, {"repeat_freqs_k": True}):
+        given = q, torch.cat((k, k, k[:, :, : words.get("num_k_exclude_rope", 0)]), 2), cos, sin
+        assert all(torch.equal(a, b) for a, b in zip(ours(*given, **words), host(*given, **words)))
+    assert integration.calls["host"] == left + 2
 
 
 def turns_a_middle_part(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -333,8 +413,7 @@ def test_not_recognised(function: Any, why: str) -> None:
     ("name", "why"),
     [
         ("clvp", "its signature is not known"),
-        ("llama4:apply_rotary_emb", "its signature is not known"),  # complex tables
-        ("gptj", "its signature is not known"),  # the sine first
+        ("edgetam_video:apply_rotary_pos_emb_2d_cross_attn", "its signature is not known"),  # tables of k apart
         ("nanochat", "none of jitrope's variants"),  # rotates back
         ("deepseek_v4", "is not the first"),
     ],
@@ -753,3 +832,41 @@ def test_kernelized_model(kernels: Any) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith("kernelized")
+
+
+HUB = """
+import sys, torch
+sys.modules.update(dict.fromkeys(("cupy", "cupy_backends", "jinja2")))  # importing one of them fails
+from pathlib import Path
+import kernels
+hub = kernels.get_local_kernel(Path(sys.argv[1]), trust_remote_code=True)
+assert "jitrope" not in sys.modules and hub.__name__ == "_jitrope_0123456"
+x, angles = torch.randn(1, 4, 2, 8), torch.rand(4, 4)
+assert hub.apply_rope(x, None, angles.cos(), angles.sin())[0].shape == x.shape
+jit, tools = (sys.modules[f"{hub.__name__}.jit.kernels"], __import__(f"{hub.__name__}.tools.prewarm").tools)
+(found,) = {jit.build(spec, "sm_90").compiled for spec in tools.prewarm.specs_of(heads=8)}
+print("from the bundle" if not found else "compiled")
+"""
+
+
+def test_the_package_is_a_kernel_of_the_hub(kernels: Any, tmp_path: Path) -> None:
+    """Under the name of one release, with torch alone: no CuPy, no Jinja. Its kernels come from the bundle in it."""
+    pytest.importorskip("cupy", reason="the bundle is compiled")
+    root, backend = Path(__file__).parent.parent, "cuda" if torch.version.cuda else "cpu"
+    folder = tmp_path / "build" / f"torch-{backend}"
+    shutil.copytree(root / "jitrope", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(root / "templates", folder / "templates", dirs_exist_ok=True)
+    metadata = {
+        "id": "_jitrope_0123456",
+        "name": "jitrope",
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+    }
+    (folder / "metadata.json").write_text(json.dumps({**metadata, "backend": {"type": backend}}))
+    bundle.write(folder / "kernels.tar", [(spec, "sm_90") for spec in specs_of(heads=8)], 1)
+    environment = {**os.environ, "JITROPE_CACHE_DIR": str(tmp_path / "k")}
+    command = [sys.executable, "-c", HUB, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "from the bundle"

@@ -189,13 +189,13 @@ def _alone(attention: Any, family: str) -> nn.Module | None:
     return None
 
 
-def arguments(module: nn.Module, width: int, flat: bool, masked: bool) -> dict[str, Any]:
-    """Arguments of an attention's forward by their names, with tables of a width."""
+def arguments(module: nn.Module, width: int, flat: bool, masked: bool, behind: bool) -> dict[str, Any]:
+    """Arguments of an attention's forward by their names, with tables of a width, or of the last 4 of 6 tokens."""
     generator = torch.Generator().manual_seed(3)
     size = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     tokens = (6,) if flat else (2, 6)
     hidden, other = (torch.randn(*tokens, size, generator=generator) for _ in range(2))
-    cos, sin = (torch.randn(*tokens, width, generator=generator) for _ in range(2))
+    cos, sin = (torch.randn(*((4,) if behind else tokens), width, generator=generator) for _ in range(2))
     known = {
         "hidden_states": hidden,
         "position_embeddings": (cos, sin),
@@ -210,15 +210,15 @@ def arguments(module: nn.Module, width: int, flat: bool, masked: bool) -> dict[s
     return {p.name: known.get(p.name) for p in needed if p.name in known or p.default is p.empty}
 
 
-def choice(module: nn.Module) -> tuple[int, bool, bool] | None:
+def choice(module: nn.Module) -> tuple[int, bool, bool, bool] | None:
     """The width of tables, and the other words of `arguments`, with which the stock forward runs."""
-    for chosen in product((8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
+    for behind, *rest in product((False, True), (8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
         try:
             with torch.no_grad():
-                module(**arguments(module, *chosen))
+                module(**arguments(module, *rest, behind))
         except Exception:  # others may fit
             continue
-        return chosen
+        return (*rest, behind)
     return None
 
 

@@ -82,10 +82,7 @@ def fuse(cls: type, modules: list[nn.Module], report: _host.Report) -> str:
             return _ROPE_ONLY + str(error)
         alias = _alias(forward)
         forward.__globals__[alias] = plan  # stays there, for a forward that runs while it is restored
-        original, forward.__code__ = forward.__code__, code
-        undo = partial(_restore, forward, original, plan)
-        _host.placed[forward] = Placed(report.host, "forward", original, plan, undo)
-        report._undo.append(partial(_host.restore, [forward]))
+        report.recode(forward, code, plan, partial(_restore, forward, forward.__code__, plan))
     else:
         for name, forms in plan.norms.items():
             plan.norms[name] = tuple(dict.fromkeys((*forms, *_forms(modules, name)[0])))
@@ -175,6 +172,9 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
         if source.order([*norms, *unknown]):
             raise ValueError(min(unknown.values()))
         raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
+    for place in places.values():
+        if not {"cos", "sin"} < {*names(place.original)}:
+            raise ValueError(f"norms are not fused with {place.name}({', '.join(names(place.original))})")
     ropes = {name: Rope(FORMS[names(place.original)], place.what) for name, place in places.items()}
     plan = Plan(host, norms, ropes, order == "after")
     some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -190,6 +190,12 @@ class Report:
         self._undo.append(partial(restore, [function]))
         setattr(cls, name, function)
 
+    def recode(self, function: FunctionType, code: CodeType, what: Any, undo: Callable[[], None]) -> None:
+        """Give a function of the host another code until `undo`."""
+        original, function.__code__ = function.__code__, code
+        placed[function] = Placed(self.host, function.__name__, original, what, undo)
+        self._undo.append(partial(restore, [function]))
+
     def __enter__(self: R) -> R:
         return self
 
@@ -248,10 +254,10 @@ def named(module: str, *functions: Function) -> dict[str, Function]:
     return {f"{module}:{function.__name__}": function for function in functions}
 
 
-def load(host: str, module: str) -> ModuleType:
-    """A module of a host. Raises ImportError if the host is not installed."""
+def load(host: str, module_name: str) -> ModuleType:
+    """A module of a host. Raises ImportError if it cannot be imported."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(module_name)
     except ImportError as error:
         raise ImportError(f"{host} cannot be imported ({error}); install it into this Python") from error
 

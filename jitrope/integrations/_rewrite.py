@@ -73,6 +73,10 @@ class Source:
         """The function's code with a `Pass` of the plan with this global name."""
         tree = _Rewriter(self, _Names(self, norms, True)).visit(copy.deepcopy(self.tree))
         tree.body = [_statement(f"{_PASS} = {plan}.begin()", tree.body[0]), *tree.body]
+        return self.code_of(tree)
+
+    def code_of(self, tree: ast.FunctionDef) -> CodeType:
+        """The code of a changed tree, at the place of the host's."""
         host = self.function.__code__
         place = {name: getattr(host, name) for name in ("co_firstlineno", "co_qualname") if hasattr(host, name)}
         return self._compiled(tree).replace(**place)

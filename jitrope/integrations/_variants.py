@@ -29,8 +29,9 @@ class Variant(NamedTuple):
 
     interleaved: bool = False
     interleaved_out: bool = False
-    table: str = "full"  # an angle for each element; "half": for each pair; "first": for each pair, in the first half
+    table: str = "full"  # an angle for each element; "half", "complex": each pair; "first": pairs, in the first half
     partial: bool = False  # narrower tables rotate the first part of a head
+    prefixed: bool = False  # tables with fewer rows rotate the last tokens
     widens: bool = False  # the result has the dtype that q and the tables promote to, not q's
     axis: int = 1  # where the tables get the heads' axis, by default
     bits: tuple[str, str] = ("", "")  # `rounding` with the host's bits in bf16, with bf16 and fp32 tables; "": none
@@ -39,8 +40,12 @@ class Variant(NamedTuple):
     def __str__(self) -> str:
         pairs = "interleaved" if self.interleaved else "halves"
         into = " into halves" if self.interleaved != self.interleaved_out else ""
-        return f"{pairs}{into}, {self.table} tables{', partial' if self.partial else ''}"
+        words = f"{', partial' if self.partial else ''}{', behind first tokens' if self.prefixed else ''}"
+        return f"{pairs}{into}, {self.table} tables{words}"
 
+
+_OF_PAIRS = ("half", "complex")
+"""Tables with a column for each pair."""
 
 Pair = tuple[Tensor, "Tensor | None"]
 Read = tuple[Tensor, "Tensor | None", Tensor, Tensor, "int | None"]
@@ -61,14 +66,19 @@ def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | 
     axis = v.axis if unsqueeze_dim is None else unsqueeze_dim
     axes, width, dim, q_axes = cos.dim(), cos.shape[-1], q.shape[-1], len(q.shape)
     axis = axis if axis >= 0 else axis + axes + 1
-    rotary = 2 * width if v.table == "half" else width
+    rotary = 2 * width if v.table in _OF_PAIRS else width
     layout, position = ("bhsd", -2) if axis == axes - 2 else ("bshd", -3)
     known = (q_axes, axes, axis) in v.shapes and (rotary == dim or v.partial)
-    if not known or q.shape[position] != cos.shape[-2]:
+    first = q.shape[position] - cos.shape[-2] if known else 0
+    if not known or (first and not (v.prefixed and first > 0)):
         raise InvalidInput(f"q has shape {tuple(q.shape)} and cos {tuple(cos.shape)}, with {axis=}")
     if v.table == "first":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     words = {"cos": cos, "sin": sin, "layout": layout, "rotary_dim": rotary, "interleaved": v.interleaved}
+    if first:
+        words["unrotated"] = first
+    if v.table == "complex":
+        words["rounding"] = "complex64"
     return words if v.interleaved == v.interleaved_out else {**words, "interleaved_out": v.interleaved_out}
 
 
@@ -111,11 +121,44 @@ def _single(x: Any, cos: Any, sin: Any, unsqueeze_dim: int | None = None) -> Rea
     return x, None, cos, sin, unsqueeze_dim
 
 
+def _pair_alone(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Read:
+    if more:
+        raise InvalidInput(f"{', '.join(more)} is given; jitrope does not know it")
+    return _pair(q, k, cos, sin)
+
+
+def _pair_with_rest(
+    q: Any, k: Any, cos: Any, sin: Any, num_k_exclude_rope: int = 0, repeat_freqs_k: Any = None
+) -> Read:
+    if num_k_exclude_rope:
+        raise InvalidInput("num_k_exclude_rope is given; jitrope rotates all tokens of k")
+    return _pair(q, k, cos, sin)  # k must have as many tokens as q, so nothing is repeated
+
+
+def _sine_first(tensor: Any, sin: Any, cos: Any) -> Read:
+    return _single(tensor, cos, sin)
+
+
+def _complex(xq: Any, xk: Any, freqs_cis: Any) -> Read:
+    if not freqs_cis.is_complex():
+        raise InvalidInput(f"freqs_cis is {freqs_cis.dtype}, not complex")
+    return _pair(xq, xk, freqs_cis.real, freqs_cis.imag)
+
+
+def _complex_rows(query: Any, key: Any, freqs_ci: Any) -> Read:
+    return _complex(query, key, freqs_ci.reshape(-1, freqs_ci.shape[-1]))
+
+
 FORMS: dict[tuple[str, ...], Function] = {  # by the names of the parameters: read q, k or None, cos, sin, unsqueeze_dim
     ("q", "k", "cos", "sin", "unsqueeze_dim"): _pair,
     ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _pair_by_ids,
     ("x", "cos", "sin", "unsqueeze_dim"): _single,
-    ("q", "k", "cos", "sin"): _pair,  # the axis is fixed in the function
+    ("q", "k", "cos", "sin"): _pair,  # the axis is fixed in the function, in these and those below
+    ("q", "k", "cos", "sin", "kwargs"): _pair_alone,  # DINOv3, Sapiens 2
+    ("q", "k", "cos", "sin", "num_k_exclude_rope", "repeat_freqs_k"): _pair_with_rest,  # SAM 2 and 3, memory attention
+    ("tensor", "sin", "cos"): _sine_first,  # GPT-J, CodeGen
+    ("xq", "xk", "freqs_cis"): _complex,  # Llama 4, DeepSeek V2
+    ("query", "key", "freqs_ci"): _complex_rows,  # Llama 4's vision tower
 }
 
 
@@ -157,12 +200,16 @@ def recognise(host: Function) -> Variant | str:
     last = _parameters(host)[-1]
     says_axis = last.name == "unsqueeze_dim"
     with torch.no_grad():
-        for v, axis in product(_candidates(), (None,) if says_axis else (-2, 1, 0)):
-            some = [shape for shape in SHAPES if axis in (None, shape[2], shape[2] - shape[1] - 1)]
-            same = [_same(host, v, shape) for shape in some]
-            if False not in same and True in same:
-                right = tuple(shape for shape, fits in zip(some, same) if fits)
-                return _completed(host, v._replace(axis=last.default if axis is None else axis, shapes=right))
+        for v in _candidates():
+            found: list[Variant] = []
+            for axis in (None,) if says_axis else (-2, 1, 0):
+                some = [shape for shape in SHAPES if axis in (None, shape[2], shape[2] - shape[1] - 1)]
+                same = [_same(host, v, shape) for shape in some]
+                if False not in same and True in same:
+                    right = tuple(shape for shape, fits in zip(some, same) if fits)
+                    found.append(v._replace(axis=last.default if axis is None else axis, shapes=right))
+            if found:
+                return _completed(host, max(found, key=lambda v: len(v.shapes)))
     return "none of jitrope's variants gives its results"
 
 
@@ -171,6 +218,7 @@ def _candidates() -> Iterator[Variant]:
     for (interleaved, out), table in product(pairings, ("full", "half", "first")):
         if interleaved == out or table != "full":  # jitrope changes the pairing only with half tables
             yield Variant(interleaved, out, table)
+    yield Variant(True, True, "complex")
 
 
 def _completed(host: Function, v: Variant) -> Variant | str:
@@ -180,6 +228,7 @@ def _completed(host: Function, v: Variant) -> Variant | str:
     if part is False:
         return "the part of a head that it rotates is not the first"
     v = v._replace(partial=part is True)  # None: it refuses narrower tables
+    v = v._replace(prefixed=_same(host, v._replace(prefixed=True), shape, rows=3) is True)
     bf16, fp32 = torch.bfloat16, torch.float32
     wide = [_same(host, v._replace(widens=widens), shape, dtypes=(bf16, fp32)) for widens in (False, True)]
     if True not in wide or not _same(host, v, shape, dtypes=(bf16, bf16)):
@@ -196,33 +245,41 @@ def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
     want = host(*arguments)
     for rounding in ("dtype", "fp32"):
         heads = [x if x is None or x.dim() == 4 else x.unsqueeze(0) for x in (q, k)]
-        out = apply_rope(*heads, rounding=rounding, **words)
+        out = apply_rope(*heads, **{**words, "rounding": rounding})
         if all(torch.equal(a.view_as(b), b) for a, b in zip(out, [want] if k is None else want) if a is not None):
             return rounding
     return ""
 
 
-def probe(host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any = (torch.float32,) * 2) -> list[Any]:
-    """Arguments of a call: heads of 8, the first 8 / part elements rotated, random tables, a value for each element."""
+def probe(
+    host: Function, v: Variant, shape: Shape, part: int = 1, dtypes: Any = (torch.float32,) * 2, rows: int = 5
+) -> list[Any]:
+    """Arguments of a call of 5 tokens: heads of 8, the first 8 / part elements rotated, random tables of some rows."""
     generator = torch.Generator().manual_seed(0)
 
     def random(dtype: torch.dtype, *sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device="cpu").to(dtype)
 
     axes, table_axes, axis = shape
-    width = (4 if v.table == "half" else 8) // part
+    width = (4 if v.table in _OF_PAIRS else 8) // part
     tokens = [(heads, 5) if axis == table_axes - 2 else (5, heads) for heads in (3, 2)]
     q, k = (random(dtypes[0], *(2,) * (axes - 3), *sizes, 8) for sizes in tokens)
-    cos, sin = (random(dtypes[1], *(2,) * (table_axes - 2), 5, width) for _ in range(2))
-    values = {"q": q, "x": q, "k": k, "cos": cos, "sin": sin, "position_ids": None, "unsqueeze_dim": axis}
-    return [values[name] for name in names(host)]
+    cos, sin = (random(dtypes[1], *(2,) * (table_axes - 2), rows, width) for _ in range(2))
+    values: dict[str, Any] = {"cos": cos, "sin": sin, "position_ids": None, "unsqueeze_dim": axis}
+    values |= dict.fromkeys(("q", "x", "tensor", "query", "xq"), q) | dict.fromkeys(("k", "key", "xk"), k)
+    values |= dict.fromkeys(("freqs_cis", "freqs_ci"), torch.complex(cos.float(), sin.float()))
+    values |= {"num_k_exclude_rope": 0, "repeat_freqs_k": False}
+    return [values[name] for name in names(host) if name != "kwargs"]
 
 
 def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None:
-    """Whether ours and the host's results are the same; None if the host raises."""
+    """Whether ours and the host's results are the same; None if the host raises, or returns other shapes."""
     arguments = probe(host, v, shape, **words)
+    heads = [x.shape for x in FORMS[names(host)](*arguments)[:2] if x is not None]
     try:
         want = host(*arguments)
+        if [x.shape for x in ([want] if isinstance(want, Tensor) else want)] != heads:
+            return None
     except Exception:  # on any error the host does not compute this
         return None
     try:

@@ -11,10 +11,10 @@
 >>> jitrope_transformers.disable()
 
 Every model file has its own rope functions, under the same few names: for halves or interleaved pairs, with tables of
-full or half width or with an unused half, for the whole head or a part. The names do not show the variant. So `enable`
-calls each function that it finds, on small CPU tensors, and replaces it if one of jitrope's variants gives the same
-bits in fp32. In bf16 and fp16 jitrope rounds once, so results may differ in the last bits. The other functions are not
-replaced, and the report gives the reason.
+full or half width, with an unused half or complex, for the whole head or a part, for all tokens or the last ones. The
+names do not show the variant. So `enable` calls each function that it finds, on small CPU tensors, and replaces it if
+one of jitrope's variants gives the same bits in fp32. In bf16 and fp16 jitrope rounds once, so results may differ in
+the last bits. The other functions are not replaced, and the report gives the reason.
 
 Attention classes with norms of q and k directly before or after rope get norms and rope, and v's norm, in one launch.
 They are found by their code, and a class is fused only if a trial has the host's bits, in bf16 too:
@@ -72,7 +72,7 @@ def apply_rotary_pos_emb(
         q and k in fp32 arithmetic rounded once, in the dtype that q and the tables promote to.
 
     Raises:
-        InvalidInput: the shapes do not fit together, or the tables require a gradient.
+        InvalidInput: the shapes do not fit together.
         CompileError: the kernel could not be built.
     """
     variant = Variant(interleaved, interleaved, partial=True, widens=True)

@@ -1,16 +1,15 @@
-"""Source -> cubin -> kernel. The only file that imports CuPy.
+"""Source -> cubin. The only file that imports CuPy.
 
 NVRTC is called through CuPy's bindings, not through its compiler, because the bindings need no GPU and no driver.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,11 +24,6 @@ template uses an intrinsic for it."""
 OLDEST_ARCH = {12: 50, 13: 75}
 """The oldest architecture that NVRTC supports, by CUDA's major version."""
 
-
-class Refused(CompileError):
-    """The driver refuses a cubin: it is damaged, or made for another GPU or CUDA."""
-
-
 PACKAGES = {12: ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12"), 13: ("cupy-cuda13x", "nvidia-cuda-nvrtc")}
 """The packages of CuPy and NVRTC by CUDA's major version, as in the extras `cuda12` and `cuda13`."""
 
@@ -41,7 +35,7 @@ _failed: Exception | None = None
 
 @lru_cache(maxsize=1)
 def import_cupy() -> Any:
-    """Import CuPy with the parts used here. This happens at the first use of a kernel, not with jitrope.
+    """Import CuPy with the parts used here. This happens when a kernel is first looked for, not with jitrope.
 
     Raises:
         CompileError: CuPy is missing or broken. The message ends with ": " and the remedy.
@@ -65,7 +59,7 @@ def import_cupy() -> Any:
 
 
 def without_cupy() -> str:
-    """The reason why nothing can be compiled or loaded, in a few words; "" if CuPy can be imported."""
+    """The reason why nothing can be compiled, in a few words; "" if CuPy can be imported."""
     try:
         import_cupy()
     except CompileError:
@@ -231,92 +225,3 @@ def _keep(source: Source) -> str:
     except OSError as error:
         return f"not kept ({error})"
     return file.name
-
-
-class _Attribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
-
-
-class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-
-
-@lru_cache(maxsize=1)
-def _launch_function() -> Any:
-    """The driver's cuLaunchKernelEx, which CuPy lacks. Its arguments can be made once and reused."""
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    return ctypes.CDLL(name).cuLaunchKernelEx
-
-
-_OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
-"""Errors (CUresult) of a bad image: it is damaged, made for another GPU or CUDA, or lacks the entry. Any other error,
-such as out of memory or a fault of an earlier kernel, would occur with a new image too."""
-
-
-class Kernel:
-    """A kernel that is loaded on one GPU.
-
-    Args:
-        cubin: the image.
-        entry: the name of the kernel in the image.
-        device: the index of the GPU.
-
-    Raises:
-        Refused: the driver refuses the image.
-        CompileError: loading fails for another reason, such as memory or an error of an earlier kernel.
-    """
-
-    def __init__(self, cubin: bytes, entry: str, device: int) -> None:
-        cupy = import_cupy()
-        from cupy.cuda.function import Module
-        from cupy_backends.cuda.api import driver
-
-        with cupy.cuda.Device(device) as this:
-            try:
-                self.module = Module()
-                self.module.load(cubin)
-                self.handle: int = self.module.get_function(entry).ptr
-            except Exception as error:
-                if getattr(error, "status", None) not in _OF_THE_IMAGE:
-                    raise CompileError(f"the kernel {entry} cannot be loaded: {error}") from error
-                cuda = cupy.cuda.runtime.driverGetVersion()
-                text = f"the driver (CUDA {cuda // 1000}.{cuda % 1000 // 10}) refuses the kernel {entry}: {error}"
-                raise Refused(text) from error
-            self._context = driver.ctxGetCurrent()
-            self._may_overlap = int(this.compute_capability) >= 90
-        self._driver = driver
-
-    def bind_thread(self) -> None:
-        """Set the kernel's context in a thread that has not used the GPU yet; a launch needs one."""
-        if not self._driver.ctxGetCurrent():
-            self._driver.ctxSetCurrent(self._context)
-
-    def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
-        """Return a function that enqueues the kernel on a stream. arguments: the address of its one argument, a struct.
-
-        From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
-        """
-        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        overlap = 1 if self._may_overlap else 0
-        config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(attribute), overlap)
-        parameters = (ctypes.c_void_p * 1)(arguments)
-        launch, error = _launch_function(), self._driver.CUDADriverError
-        where = (ctypes.byref(config), ctypes.c_void_p(self.handle), parameters, None)
-
-        def enqueue(stream: int) -> None:
-            config.stream = stream
-            status = launch(*where)
-            if status:
-                raise error(status)
-
-        return enqueue

@@ -19,7 +19,7 @@ from ..base.errors import CompileError, JitropeError, MissingKernel
 from ..base.spec import Spec
 from . import compiler, recording
 from .cache import KernelCache
-from .compiler import Kernel
+from .driver import Kernel, Refused
 from .entry import Key
 from .render import ingredients, render
 
@@ -118,11 +118,7 @@ def build(spec: Spec, arch: str, rebuild: bool = False) -> Cubin:
 
 
 def key_of(spec: Spec, arch: str) -> Key:
-    """The identity of a spec's kernel on this machine. Without NVRTC its compiler is "", which any compiler matches.
-
-    Raises CompileError without CuPy, which is needed to load a kernel too.
-    """
-    compiler.import_cupy()
+    """The identity of a spec's kernel here. Without CuPy or NVRTC its compiler is "", which any compiler matches."""
     try:
         version = compiler.compiler_version()
     except CompileError:
@@ -147,7 +143,7 @@ def _load(spec: Spec, device: int) -> Kernel:
     found = build(spec, arch_of(device))
     try:
         return Kernel(found.data, spec.entry, device)
-    except compiler.Refused:
+    except Refused:
         if found.compiled or not config.compile_allowed():
             raise
         log.warning("the driver refused the cached kernel %s; it is rebuilt", spec.name)

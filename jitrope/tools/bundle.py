@@ -7,9 +7,9 @@
 (2, 2)
 
 A bundle is a tar of entries with a manifest; each entry has SHA-256 checksums of its files. Kernels are matched by
-source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs only
-the part of CuPy that loads a cubin, and neither NVRTC, headers nor CuPy's compiler. The checksums detect damage, not
-tampering: a bundle is code, so only use one from a source you trust.
+source (templates, constants, options, architecture, format), not by compiler. So a machine that uses them needs torch
+and NVIDIA's driver, but neither CuPy, NVRTC nor headers. The checksums detect damage, not tampering: a bundle is code,
+so only use one from a source you trust.
 """
 
 from __future__ import annotations

@@ -107,6 +107,8 @@ def _cupy() -> Found:
         version, major = compiler.import_cupy().__version__, compiler.cuda_major()
     except CompileError as error:
         fault = _with_remedy(error)
+        if not config.compile_allowed():
+            return "not there, and not needed: compiling is forbidden", IF_CACHED
         if compiler.without_cupy() == compiler.MISSING and not kernels.local_archs():
             return "not installed; needed only to compile kernels (prewarm, bundle write)", fault.args[1]
         raise fault from error
@@ -188,7 +190,7 @@ def _variables() -> Found:
 def _kernel() -> Found:
     device = "cuda" if kernels.local_archs() else "cpu"
     without_cupy = compiler.without_cupy()
-    if without_cupy and device == "cuda":
+    if without_cupy and device == "cuda" and config.compile_allowed():
         return f"not checked: {without_cupy}", AFTER_CUPY
     q, k = (torch.randn(1, 9, heads, 64).to(device, torch.bfloat16) for heads in (4, 2))
     angles = torch.rand(9, 32, device=device) * 9

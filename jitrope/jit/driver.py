@@ -1,0 +1,140 @@
+"""Cubin -> kernel on a GPU, and its launch, through the CUDA driver alone. CuPy only compiles (`compiler`).
+
+The driver's functions are those of https://docs.nvidia.com/cuda/cuda-driver-api; ctypes calls them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from ..base.errors import CompileError
+
+
+class Refused(CompileError):
+    """The driver refuses a cubin: it is damaged, or made for another GPU or CUDA."""
+
+
+class DriverError(RuntimeError):
+    """A function of the driver failed. status: its CUresult."""
+
+    @property
+    def status(self) -> int:
+        """The CUresult."""
+        return int(self.args[0])
+
+    def __str__(self) -> str:
+        texts = [ctypes.c_char_p(), ctypes.c_char_p()]
+        for name, text in zip(("cuGetErrorName", "cuGetErrorString"), texts):
+            getattr(_library(), name)(self.status, ctypes.byref(text))
+        return ": ".join((text.value or b"unknown error").decode() for text in texts)
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    """The driver. Raises CompileError if it is not installed."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise CompileError(f"NVIDIA's driver cannot be loaded ({error}); install it, and check nvidia-smi") from error
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver. Raises DriverError."""
+    if status := getattr(_library(), name)(*arguments):
+        raise DriverError(status)
+
+
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_COMPUTE_CAPABILITY_MAJOR = 75  # CUdevice_attribute
+
+_OF_THE_IMAGE = (200, 209, 218, 222, 300, 301, 500)
+"""Errors (CUresult) of a bad image: it is damaged, made for another GPU or CUDA, or lacks the entry. Any other error,
+such as out of memory or a fault of an earlier kernel, would occur with a new image too."""
+
+
+class Kernel:
+    """A kernel that is loaded on one GPU, in the context that torch uses, until the process ends.
+
+    Args:
+        cubin: the image.
+        entry: the name of the kernel in the image.
+        device: the index of the GPU.
+
+    Raises:
+        Refused: the driver refuses the image.
+        CompileError: loading fails for another reason, such as memory, an error of an earlier kernel, or no driver.
+    """
+
+    def __init__(self, cubin: bytes, entry: str, device: int) -> None:
+        self._context, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        try:
+            self._load(cubin, entry, device)
+        except DriverError as error:
+            if error.status not in _OF_THE_IMAGE:
+                raise CompileError(f"the kernel {entry} cannot be loaded: {error}") from error
+            cuda = ctypes.c_int()
+            _call("cuDriverGetVersion", ctypes.byref(cuda))
+            version = f"{cuda.value // 1000}.{cuda.value % 1000 // 10}"
+            raise Refused(f"the driver (CUDA {version}) refuses the kernel {entry}: {error}") from error
+
+    def _load(self, cubin: bytes, entry: str, device: int) -> None:
+        place, major, before, module = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        _call("cuInit", 0)
+        _call("cuDeviceGet", ctypes.byref(place), device)
+        _call("cuDeviceGetAttribute", ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, place)
+        self._may_overlap = major.value >= 9
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), place)
+        _call("cuCtxGetCurrent", ctypes.byref(before))
+        _call("cuCtxSetCurrent", self._context)
+        try:
+            _call("cuModuleLoadData", ctypes.byref(module), cubin)
+            _call("cuModuleGetFunction", ctypes.byref(self._function), module, entry.encode())
+        finally:
+            _call("cuCtxSetCurrent", before)
+
+    def bind_thread(self) -> None:
+        """Set the kernel's context in a thread that has not used the GPU yet; a launch needs one."""
+        current = ctypes.c_void_p()
+        _call("cuCtxGetCurrent", ctypes.byref(current))
+        if not current:
+            _call("cuCtxSetCurrent", self._context)
+
+    def enqueuer(self, grid: tuple[int, int], block: int, arguments: int) -> Callable[[int], None]:
+        """Return a function that enqueues the kernel on a stream. arguments: the address of its one argument, a struct.
+
+        From sm_90 on it uses programmatic dependent launch; the templates wait for earlier kernels (`dependents.cuh`).
+        """
+        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        overlap = 1 if self._may_overlap else 0
+        config = _LaunchConfig((*grid, 1), (block, 1, 1), 0, None, ctypes.pointer(attribute), overlap)
+        parameters = (ctypes.c_void_p * 1)(arguments)
+        launch = _library().cuLaunchKernelEx  # its arguments are made once and reused
+        where = (ctypes.byref(config), self._function, parameters, None)
+
+        def enqueue(stream: int) -> None:
+            config.stream = stream
+            status = launch(*where)
+            if status:
+                raise DriverError(status)
+
+        return enqueue
