@@ -189,16 +189,16 @@ def _alone(attention: Any, family: str) -> nn.Module | None:
     return None
 
 
-def arguments(module: nn.Module, width: int, flat: bool, masked: bool, behind: bool) -> dict[str, Any]:
-    """Arguments of an attention's forward by their names, with tables of a width, or of the last 4 of 6 tokens."""
+def arguments(module: nn.Module, width: int, flat: bool, masked: bool, form: str) -> dict[str, Any]:
+    """Arguments of an attention's forward by their names, with tables of a width, in one of FORMS."""
     generator = torch.Generator().manual_seed(3)
     size = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     tokens = (6,) if flat else (2, 6)
     hidden, other = (torch.randn(*tokens, size, generator=generator) for _ in range(2))
-    cos, sin = (torch.randn(*((4,) if behind else tokens), width, generator=generator) for _ in range(2))
+    cos, sin = (torch.randn(*((4,) if form == "last tokens" else tokens), width, generator=generator) for _ in range(2))
     known = {
         "hidden_states": hidden,
-        "position_embeddings": (cos, sin),
+        "position_embeddings": torch.complex(cos, sin) if form == "complex" else (cos, sin),
         "encoder_hidden_states": other,
         "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32),
         "shared_kv_states": {},
@@ -210,15 +210,19 @@ def arguments(module: nn.Module, width: int, flat: bool, masked: bool, behind: b
     return {p.name: known.get(p.name) for p in needed if p.name in known or p.default is p.empty}
 
 
-def choice(module: nn.Module) -> tuple[int, bool, bool, bool] | None:
+FORMS = ("all tokens", "last tokens", "complex")
+"""cos and sin of all of 6 tokens, or of the last 4, or a complex table."""
+
+
+def choice(module: nn.Module) -> tuple[int, bool, bool, str] | None:
     """The width of tables, and the other words of `arguments`, with which the stock forward runs."""
-    for behind, *rest in product((False, True), (8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
+    for form, *rest in product(FORMS, (8, 4, 16, 2, 12, 6, 32, 64), (False, True), (False, True)):
         try:
             with torch.no_grad():
-                module(**arguments(module, *rest, behind))
+                module(**arguments(module, *rest, form))
         except Exception:  # others may fit
             continue
-        return (*rest, behind)
+        return (*rest, form)
     return None
 
 

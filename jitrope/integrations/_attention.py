@@ -25,7 +25,7 @@ from ._deferred import Plan, Rope, Strict
 from ._host import Function, Placed
 from ._norms import PROBE_DIM, NormForm, recognise, small
 from ._rewrite import Source
-from ._variants import FORMS, Variant, equal, names, probe
+from ._variants import FORMS, OF_K, OF_Q, Variant, equal, names, probe
 
 NAMES = re.compile(r"\w*apply_\w*rotary\w*")
 """The names of rope functions."""
@@ -172,9 +172,6 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
         if source.order([*norms, *unknown]):
             raise ValueError(min(unknown.values()))
         raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
-    for place in places.values():
-        if not {"cos", "sin"} < {*names(place.original)}:
-            raise ValueError(f"norms are not fused with {place.name}({', '.join(names(place.original))})")
     ropes = {name: Rope(FORMS[names(place.original)], place.what) for name, place in places.items()}
     plan = Plan(host, norms, ropes, order == "after")
     some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}
@@ -222,7 +219,7 @@ def _same(
     across: the axis of tokens, if the norms are across heads; else 0.
     """
     named = dict(zip(names(host), arguments))
-    heads = [named.pop(name) for name in ("q", "k", "x") if name in named]
+    heads = [named.pop(name) for name in (*OF_Q, *OF_K) if name in named]
     single = len(heads) == 1
     if single:  # q and k in two calls
         heads.append(heads[0] * 0.5)
@@ -238,9 +235,8 @@ def _same(
             return y.transpose(1, 2) if across == 2 else y
 
         xs = heads if plan.after else [one(i, x) for i, x in enumerate(heads)]
-        words = {name: x for name, x in named.items() if name not in ("cos", "sin")}
-        cos, sin = named["cos"], named["sin"]
-        out = [turned(x, cos, sin, **words) for x in xs] if single else list(turned(*xs, cos, sin, **words))
+        others = named.values()
+        out = [turned(x, *others) for x in xs] if single else list(turned(*xs, *others))
         return [one(i, x) for i, x in enumerate(out)] if plan.after else out
 
     try:

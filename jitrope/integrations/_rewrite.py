@@ -17,6 +17,7 @@ from types import CodeType
 from typing import Any
 
 from ._deferred import VIEWS
+from ._variants import OF_K, OF_Q
 
 _PASS = "_jitrope_pass"
 _NOT_THE_CODE = "its loaded code is not that of its source"
@@ -117,7 +118,7 @@ class Source:
         """The arguments of a rope function that are rotated; none if one is missing."""
         names = self.ropes[self._rope(call)]
         given = {**dict(zip(names, call.args)), **{word.arg or "": word.value for word in call.keywords}}
-        heads = [name for name in names if name in ("q", "k", "x")]
+        heads = [name for name in names if name in (*OF_Q, *OF_K)]
         return [given[name] for name in heads] if all(name in given for name in heads) else []
 
 

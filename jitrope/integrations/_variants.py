@@ -22,6 +22,8 @@ from ._host import Function
 Shape = tuple[int, int, int]
 SHAPES: tuple[Shape, ...] = ((4, 3, 1), (4, 3, 2), (4, 2, 0), (4, 2, 1), (3, 2, 0), (3, 2, 1))
 """Axes of q, axes of the tables, and the place of the heads' axis that the tables get."""
+OF_Q, OF_K = ("q", "x", "tensor", "query", "xq"), ("k", "key", "xk")
+"""The names of the parameters that are rotated; they come first."""
 
 
 class Variant(NamedTuple):
@@ -266,7 +268,7 @@ def probe(
     q, k = (random(dtypes[0], *(2,) * (axes - 3), *sizes, 8) for sizes in tokens)
     cos, sin = (random(dtypes[1], *(2,) * (table_axes - 2), rows, width) for _ in range(2))
     values: dict[str, Any] = {"cos": cos, "sin": sin, "position_ids": None, "unsqueeze_dim": axis}
-    values |= dict.fromkeys(("q", "x", "tensor", "query", "xq"), q) | dict.fromkeys(("k", "key", "xk"), k)
+    values |= dict.fromkeys(OF_Q, q) | dict.fromkeys(OF_K, k)
     values |= dict.fromkeys(("freqs_cis", "freqs_ci"), torch.complex(cos.float(), sin.float()))
     values |= {"num_k_exclude_rope": 0, "repeat_freqs_k": False}
     return [values[name] for name in names(host) if name != "kwargs"]
