@@ -134,6 +134,9 @@ LARGEST += [
     prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}, norm={
         "k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k",
     }),
+    prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}, norm={
+        "k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k",
+    }, cache={"k_cache": "fp8", "k_block_scale": "fp32", "group": 128, "slot_mapping": "int64"}),
     prepared(heads=[32, 8], norm={"k_weight": "bf16", "of": "k"}, backward=True),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "hadamard": True}),
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8_e5m2", "group": 32}),

@@ -179,6 +179,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "norm_kind": "layer_norm",
         "hadamard": "rotary",
         "dynamic": True,
+        "dynamic_q": True,
         "group": 32,
         "scale_out": "e8m0",
         "swizzled": True,

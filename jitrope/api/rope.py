@@ -13,9 +13,10 @@ from ..base.signature import with_words
 from ..ops.dispatch import call
 from ..ops.gather import add, call_into, chosen, forget_positions, gather, placed, result, with_scales, with_v
 from ..ops.joint import QK_NORM_ROPE_JOINT
+from ..ops.kv_cache import KVCache
 from ..ops.operations import ROPE
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
-from ..ops.values import KVCache, Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
+from ..ops.values import Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
 from ..ops.words import parts, refuse_table_as_v, second_tables
 from ..plan.options import NO_NORM
 from .keywords import DEFAULTS, JointWords, RopeWords
@@ -178,13 +179,14 @@ def prepare_qkv(
 
     Args:
         q, k: as in `apply_rope`; without a cache k may be None.
-        v: with a cache (B, S, Hk, D) in the default layout, or with a multiple of Hk, stored unchanged; otherwise
-            returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch if it is like k (`Norm`).
+        v: with a cache (B, S, Hk, D) in the default layout, or with a multiple of Hk, stored unchanged, or None for a
+            cache of k alone; otherwise returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch
+            if it is like k (`Norm`).
         cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
             then q and k are not rotated, and positions and rotary_dim have no effect (layers without rope, "NoPE").
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache,
             `DynamicQuantize` and hadamard only with mean_squares.
-        cache: store the rotated k, and v, in a KV cache.
+        cache: store the rotated k, and v if it is given, in a KV cache, also in fp8, int8 or fp4 with computed scales.
         quantize: return q, and k if there is no cache, in fp8 with your scales (`Quantize`), or in fp8, int8 or fp4
             with computed scales, as `Scaled` (`DynamicQuantize`; with its per="head" or "kv_head" in two launches).
         hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's

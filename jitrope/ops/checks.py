@@ -11,7 +11,17 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
-from ..plan.views import BLOCK_SCALES, FP8S, PER_ITEM, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
+from ..plan.views import (
+    BLOCK_SCALES,
+    FP8,
+    FP8S,
+    PER_ITEM,
+    TABLE_NAMES,
+    Tensors,
+    by_rank,
+    packed_part,
+    sums_heads,
+)
 from .fit import (
     USERS_NAMES,
     Fail,
@@ -33,7 +43,8 @@ from .fit import (
     require_no_overlap,
     sizes_of,
 )
-from .pages import check_caches, check_pages, check_slots
+from .kv_cache import check_caches, check_one_format
+from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
 TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
@@ -164,26 +175,30 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call that stores k and v in caches."""
     fail = failing(name)
-    q, k, v, cos = (tensors[label] for label in ("q", "k", "v", "cos"))
-    caches = {label: tensors[label] for label in ("k_cache", "v_cache")}
+    q, k, cos = (tensors[label] for label in ("q", "k", "cos"))
+    kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
+    if ("v" in kv) != ("v_cache" in tensors):
+        refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in tensors else "None, because the cache has no v_cache")
+    caches: Tensors = {label: tensors[label] for label in ("k_cache", "v_cache") if label in tensors}
     read_only = changed(options, inplace=False)
     check(name, tensors, read_only)
-    check_heads(k, v, read_only, fail, "k", "v")
+    check_heads(k, kv.get("v"), read_only, fail, "k", "v")
     if options.inplace:
         require_no_overlap("q", q, fail)
     _refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
     if cos.dim() == 4 and cos.shape[2] != 1:
         fail("tables for each head do not go with a cache")
-    heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, v))
+    heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
-        had = f"k is {named(k, options.layout)} but v is {named(v, options.layout)}"
+        had = f"k is {named(k, options.layout)} but v is {named(kv['v'], options.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
     if options.rotate_k:
         require_no_overlap("k", k, fail)
-    check_caches((k, v), caches, tensors, options, fail)
+    check_caches(kv, tensors, options, fail)
     if options.rounding == "dtype" and (caches["k_cache"].dtype != k.dtype or "q_scale" in tensors):
         fail("rounding='dtype' does not go with a conversion, which rounds once from fp32; leave rounding out")
-    written, read = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}, {"v": v}
+    written: Tensors = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}
+    read: Tensors = {label: x for label, x in kv.items() if label == "v"}
     (written if options.inplace else read)["q"] = q
     (written if options.rotate_k else read)["k"] = k
     require_apart(name, written, read)
@@ -192,9 +207,11 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     own = "q_global_scale" if options.scale_out == "fp8" else "q_scale"
     check_scale(own, tensors.get("q_scale"), q, "q_scale" in tensors, options, fail)
-    for x, label in ((k, "k_scale"), (v, "v_scale")):
-        scaled = tensors["k_cache"].dtype in FP8S or (BLOCK_SCALES[0] in tensors and label in tensors)
-        check_scale(label, tensors.get(label), x, scaled, options, fail)
+    blocks = tensors.get(BLOCK_SCALES[0])
+    for label, x in kv.items():
+        scale = tensors.get(f"{label}_scale")
+        scaled = tensors["k_cache"].dtype in FP8S if blocks is None else scale is not None and blocks.dtype == FP8
+        check_scale(f"{label}_scale", scale, x, scaled, options, fail)
 
 
 def check_norm(name: str, tensors: Tensors, options: Options) -> None:
@@ -237,7 +254,7 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
         fail("inverse does not go with norm")
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
-    if options.out_dtype == "fp4" or BLOCK_SCALES[0] in tensors:
+    if options.out_dtype == "fp4" or PER_ITEM.get(tensors.get("k_cache", tensors["q"]).dtype, 1) > 1:
         check_pairs(tensors, options, fail)
     if options.hadamard == "rest" and first > 0 and last < dim:
         fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")
@@ -261,12 +278,20 @@ def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     _refuse_gradients(fail, tensors, *WEIGHTS)
 
 
+def check_cache_scaled(name: str, tensors: Tensors, options: Options) -> None:
+    """The check of a call with a cache and dynamic scales of q."""
+    check_norm_kv_cache(name, tensors, options)
+    check_one_format(tensors, options, failing(name))
+
+
 def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     """Refuse weights that do not fit q and k."""
     norm = norm_of(options)
     check_means(tensors, options.layout, fail)
     if norm.of == "k" and "k" not in tensors:
         fail("the norm has of='k', but k is not given")
+    if norm.v_norm and "k_cache" in tensors and "v" not in tensors:
+        fail("the norm has v_norm, but v is not given")
     weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
         owner, _, kind = label.partition("_")

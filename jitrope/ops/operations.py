@@ -83,7 +83,7 @@ class _RopeFp8(Operation):
 class _RopeKVCache(Operation):
     name, function, stage = "rope_kv_cache", "prepare_qkv", "cache"
     tensors: tuple[str, ...] = (
-        *("q", "k", "v", "k_cache", "v_cache", "slot_mapping?"),
+        *("q", "k", "v?", "k_cache", "v_cache?", "slot_mapping?"),
         *("q_scale?", "k_scale?", "v_scale?"),
         *PAGE_TENSORS,
     )
@@ -103,10 +103,11 @@ class _RopeKVCache(Operation):
         return {"q": empty_like(tensors["q"], dtype=self.converted(tensors, options).get("q"))}
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        q, k, v, q_out = (head_view(tensors[name], options.layout) for name in ("q", "k", "v", "q_out"))
+        q, k, q_out = (head_view(tensors[name], options.layout) for name in ("q", "k", "q_out"))
+        v = head_view(tensors["v"], options.layout) if "v" in tensors else None
         paged = "page_table" in tensors or BLOCK_SCALES[0] in tensors
-        caches = [cache_view(tensors[name], paged) for name in ("k_cache", "v_cache")]
-        return (q, k, v), (q_out, caches[0], caches[1])
+        caches = [cache_view(tensors[name], paged) for name in ("k_cache", "v_cache") if name in tensors]
+        return (q, k, v), (q_out, caches[0], None if v is None else caches[1])
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         results = self.reference(tensors, options)
@@ -180,12 +181,12 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     """k and v go to a cache; q is divided by scales, which are returned too."""
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
-    tensors, mutated = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS), _RopeKVCache.mutated
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
     options = (*SERVING, *PLACED, "rotate_k", "out_dtype", "clear_page", "hadamard", "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results = ("q", "q_scale")
     inplace = False
+    check = staticmethod(checks.check_cache_scaled)
     reference = staticmethod(reference.kv_cache_scaled)
     fresh, converted = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted
 

@@ -15,9 +15,9 @@ from ..plan.options import LAYOUT_AXES, NormOptions, Options, changed, norm_of, 
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import (
     FP8S,
-    NVFP4_GROUP,
     Tensors,
     bias_like,
+    block_format,
     canonical,
     factor_view,
     joined,
@@ -325,12 +325,15 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     spare = table_rows(len(slots), slots.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
     kept = kept if spare is None else kept & ~spare
     page, row = slots[kept] // page_size, slots[kept] % page_size if k_cache.dim() == 4 else None
-    for name, x, in_fp32 in (("k", out["k"], exact["k"]), ("v", out.pop("v", t["v"]), exact.get("v", t["v"]))):
+    stored = {"k": (out["k"], exact["k"])}
+    if "v" in t:
+        stored["v"] = out.pop("v", t["v"]), exact.get("v", t["v"])
+    for name, (x, in_fp32) in stored.items():
         cache = t[f"{name}_cache"]
         made = {f"{name}_cache": x}
         if f"{name}_block_scale" in t:
-            fp4 = changed(o, out_dtype="fp4", group=NVFP4_GROUP, scale_out="fp8")
-            pair = scaled_elements(in_fp32.float(), fp4, t.get(f"{name}_scale"))
+            form = changed(o, **block_format(t, x.shape[-1])._asdict())
+            pair = scaled_elements(in_fp32.float(), form, t.get(f"{name}_scale"))
             made = dict(zip((f"{name}_cache", f"{name}_block_scale"), pair))
         elif cache.dtype in FP8S:
             made = {f"{name}_cache": divided(in_fp32, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}

@@ -16,12 +16,10 @@ from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, 
 from ..base.errors import InvalidInput
 from ..plan.options import NORM_KINDS, NORM_OF, NORM_ROUNDINGS, NormOptions
 from ..plan.problem import constant
-from ..plan.views import BLOCK_SCALES, MEANS, Tensors
+from ..plan.views import MEANS, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from .pages import Pages
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -281,70 +279,6 @@ def _means(given: Any, words: dict[str, bool]) -> Tensors:
     if not isinstance(q, Tensor) or not (k is None or isinstance(k, Tensor)):
         refuse("Norm", "mean_squares", given, must)
     return {name: x for name, x in zip(MEANS, (q, k)) if x is not None}
-
-
-class KVCache(Value):
-    """A cache for the rotated k, and v, paged like vLLM's (arXiv:2309.06180).
-
-    >>> q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 2, 1, 64)
-    >>> k_cache, v_cache = torch.zeros(2, 4, 16, 1, 64)  # 4 pages of 16 rows
-    >>> cache = jitrope.KVCache(k_cache, v_cache, torch.tensor([20, 21]))
-    >>> table = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q, _, v = jitrope.prepare_qkv(q, k, v, cos_sin_cache=table, cache=cache, layout="thd")
-    >>> torch.equal(v_cache[1, 4:6], v)
-    True
-
-    Args:
-        k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype, torch.float8_e4m3fn or
-            torch.float8_e5m2, or fp4 with block scales. Pass a cache with heads before rows as a transposed view. v and
-            its cache may have a multiple of Hk heads, such as the latents of MLA in pieces of k_pe's size.
-        slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
-            row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
-            tokens have one slot, either may be stored. Or `Pages`: the pages of each sequence.
-        k_scale, v_scale: only for fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`. For fp4 the unit
-            of block scales, by default 1.
-        rotate_k: also rotate k itself, in place.
-        k_block_scale, v_block_scale: for NVFP4 caches, (slots, Hk, D / 2) or (pages, rows, Hk, D / 2) in
-            torch.float4_e2m1fn_x2 (before torch 2.8 torch.uint8; view bytes as this dtype), two elements in a byte: the
-            scale of each 16 neighbouring elements of a head, which the call computes as `DynamicQuantize` does, in
-            torch.float8_e4m3fn. (slots, Hk, D / 16) or (pages, rows, Hk, D / 16), or with the rows in fours
-            (pages, rows / 4, 4, Hk, D / 16); any strides. k is values times k_block_scale times k_scale; v alike.
-            trtllm-gen reads v's scales with tokens innermost (FlashInfer's nvfp4_quantize_paged_kv_cache): give it
-            memory (pages, Hk, rows / 4, D / 16, 4) as its permute(0, 2, 4, 1, 3). q stays in its dtype, or is fp8 with
-            `Quantize`; `DynamicQuantize` is refused.
-
-    Raises:
-        InvalidInput: an argument has a wrong type, or one of two is missing.
-    """
-
-    whole_heads = False  # storing needs all elements of a head
-
-    def __init__(
-        self,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor | Pages,
-        *,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        rotate_k: bool = False,
-        k_block_scale: Tensor | None = None,
-        v_block_scale: Tensor | None = None,
-    ) -> None:
-        pages = slot_mapping if isinstance(slot_mapping, Value) and "page_table" in slot_mapping.tensors else None
-        self.tensors = {
-            "k_cache": tensor("KVCache", "k_cache", k_cache),
-            "v_cache": tensor("KVCache", "v_cache", v_cache),
-            **(pages.tensors if pages else {"slot_mapping": tensor("KVCache", "slot_mapping", slot_mapping)}),
-            **scales("KVCache", k_cache, k_scale=k_scale, v_scale=v_scale),
-        }
-        self.words = {"rotate_k": True} if flag("KVCache", "rotate_k", rotate_k) else {}
-        if k_block_scale is not None or v_block_scale is not None:
-            for label, scale in zip(BLOCK_SCALES, (k_block_scale, v_block_scale)):
-                self.tensors[label] = tensor("KVCache", label, scale)
-            self.whole_heads = True
-        if pages:
-            self.words.update(pages.words)
 
 
 class Ulysses(Value):

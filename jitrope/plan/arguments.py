@@ -85,7 +85,7 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
     ),
     "gated": ((_argument("void*", "gate_out"),), ()),
     "block_cache": (
-        (_argument("fp8*", "block_scale", "k_block_scale v_block_scale"),),
+        (_argument("void*", "block_scale", "k_block_scale v_block_scale"),),
         (_argument("Strides", "block_scale_stride", "k_block_scale v_block_scale"),),
     ),
     "head_scales": ((), (_argument("ScaleStrides", "scale_strides", "q_scale k_scale v_scale"),)),

@@ -23,10 +23,10 @@ from .views import (
     BLOCK_SCALES,
     FORMATS,
     MEANS,
-    NVFP4_GROUP,
     PER_ITEM,
     Tensors,
     bias_views,
+    block_format,
     factor_view,
     head_view,
     ids_view,
@@ -212,8 +212,9 @@ class _Call:
             "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[4].dtype],
             "head_dim": self.head_dim,
             "dynamic": bool(self.scales or self.block_scales),
+            "dynamic_q": bool(self.scales),
             "block_cache": bool(self.block_scales),
-            **({"group": NVFP4_GROUP, "scale_out": "fp8"} if self.block_scales else {}),
+            **(self._of_blocks() if self.block_scales and not self.scales else {}),
             "freqs": o.table == "freqs",
             "full_width": table.shape[-1] == o.rotary_dim,
             "per_head": any(step[2] for step in self.table_strides),
@@ -244,6 +245,11 @@ class _Call:
             "sm_count": sm_count,
         }
         return heuristics.RopeProblem(**found)
+
+    def _of_blocks(self) -> dict[str, Any]:
+        """The scales beside a cache; q's, if there are any, are of the same kind."""
+        form = block_format(self.tensors, self.head_dim)
+        return {"group": form.group if form.group < self.head_dim else 0, "scale_out": form.scale_out}
 
     def _norm_fields(self) -> dict[str, Any]:
         norm = self.options.norm or NormOptions("", kind="")
@@ -301,7 +307,7 @@ class _Call:
             "mean_stride": [*means, *means][:2],
             "unrotated": self.options.unrotated,
             "added_stride": self.added_strides,
-            "block_scale_stride": self.block_scales,
+            "block_scale_stride": [*self.block_scales, [0] * 5][:2] if self.block_scales else 0,
             "scale_strides": self.given_scales if "head_scales" in stages else 0,
         }
         given.update({field: value for field, value in of_stages.items() if value})
