@@ -11,7 +11,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..base.signature import with_words
 from ..ops.dispatch import call
-from ..ops.gather import add, call_into, chosen, forget_positions, gather, placed, result, with_scales, with_v
+from ..ops.gather import add, call_into, chosen, forget_positions, gather, placed, result, staged, with_scales, with_v
 from ..ops.joint import QK_NORM_ROPE_JOINT
 from ..ops.kv_cache import KVCache
 from ..ops.operations import ROPE
@@ -208,36 +208,19 @@ def prepare_qkv(
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
     dynamic = isinstance(quantize, DynamicQuantize)
-    if not dynamic and quantize is not None and not isinstance(quantize, Quantize):
-        refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    op, own = chosen(norm, cache, quantize, hadamard)
+    op, own = chosen("prepare_qkv", norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
     found: Any = {}
     asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
-    if norm is not None:
-        add("prepare_qkv", "norm", norm, Norm, tensors, asked)
-        forget_positions(tensors, asked)
-        if asked["norm"].v_norm and cache is None:
-            op, v = with_v(op, tensors, asked, v)
-    else:
-        if op.norm:
-            asked["norm"] = NO_NORM
-        if cos is None:
-            forget_positions(tensors, asked)
-    if cache is not None:
-        add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
+    staged(op, tensors, asked, q, norm, cache, quantize)
+    if norm is not None and cache is None and asked["norm"].v_norm:
+        op, v = with_v(op, tensors, asked, v)
     asked.update(own)
-    if quantize is not None:
-        scales = quantize.on(q) if quantize.given else {}
-        if cache is not None and "k_scale" in scales:
-            label, instead = ("k_global_scale", "leave it out") if dynamic else ("k_scale", "give it to KVCache")
-            raise InvalidInput(f"prepare_qkv: quantize has a {label}, but k goes to the cache; {instead}")
-        tensors.update(scales)
-        if quantize.per != "token":
-            found = with_scales(tensors, asked, quantize.per)
+    if quantize is not None and quantize.per != "token":
+        found = with_scales(tensors, asked, quantize.per)
     if "out" in asked:
         out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
     else:

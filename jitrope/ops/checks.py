@@ -167,7 +167,7 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     check(name, tensors, options)
     q = tensors["q"]
-    _refuse_gradients(fail, tensors, "q", "k")
+    refuse_gradients(fail, tensors, "q", "k")
     check_scale("q_scale", tensors.get("q_scale"), q, True, options, fail)
     check_scale("k_scale", tensors.get("k_scale"), tensors.get("k", q), "k" in tensors, options, fail)
 
@@ -185,7 +185,7 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     check_heads(k, kv.get("v"), read_only, fail, "k", "v")
     if options.inplace:
         require_no_overlap("q", q, fail)
-    _refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
+    refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
     if cos.dim() == 4 and cos.shape[2] != 1:
         fail("tables for each head do not go with a cache")
     heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
@@ -232,7 +232,7 @@ def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
     check_fp8(name, tensors, options)
     _check_norm(fail, tensors, options)
     _check_whole_head(fail, tensors, options)
-    _refuse_gradients(fail, tensors, *WEIGHTS)
+    refuse_gradients(fail, tensors, *WEIGHTS)
 
 
 def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
@@ -245,7 +245,7 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
         x = tensors.get(own, tensors["q"])
         check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
     _check_whole_head(fail, tensors, options)
-    _refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
+    refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
 
 
 def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
@@ -275,7 +275,7 @@ def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     check_kv_cache(name, tensors, options)
     _check_norm(fail, tensors, options)
     _check_whole_head(fail, tensors, options)
-    _refuse_gradients(fail, tensors, *WEIGHTS)
+    refuse_gradients(fail, tensors, *WEIGHTS)
 
 
 def check_cache_scaled(name: str, tensors: Tensors, options: Options) -> None:
@@ -341,7 +341,7 @@ def check_into(
             fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
         require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
     read = {label: x for label, x in tensors.items() if label not in labels}
-    _refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")
+    refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")
     require_apart(name, outs, read)
 
 
@@ -349,7 +349,8 @@ def _tables(tensors: Tensors) -> Tensors:
     return {label: tensors[label] for label in TABLE_NAMES if label in tensors}
 
 
-def _refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use apply_rope") -> None:
+def refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use apply_rope") -> None:
+    """Refuse tensors that require a gradient in a call that has none. use: another call, for the message."""
     for label in labels:
         x = tensors.get(label)
         label = USERS_NAMES.get(label, label)

@@ -33,6 +33,7 @@ from .operation import (
     spare_stays,
     turned_back,
 )
+from .packed_into import PackedInto
 from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS
 from .pages import PAGE_TENSORS
 from .projections import ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS
@@ -320,10 +321,12 @@ for _op in (*_INTO, *PREPARED[""][:1]):
     if "k" in _op.results:
         _op.by_rank = ByRank(_op)
 ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
+PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
+"""The operations of `prepare_packed_qkv` with stages of `prepare_qkv`, by the names of those."""
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
-    *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS),
+    *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS, *PACKED_INTO.values()),
 )
 """The operations with ops of torch."""

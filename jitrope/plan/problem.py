@@ -168,10 +168,12 @@ class _Call:
     def _group(self) -> None:
         """Give all views of q the same groups of heads, and all of k and v."""
         for letter, places in enumerate(((0, 3), [n for n in (1, 2, 4, 5) if self.inputs[n % 3] is not None])):
-            found = in_groups([*[self.views[n] for n in places], *self.grads[letter : letter + 1]])
+            grads, scales = self.grads[letter : letter + 1], self.scales[letter : letter + 1]
+            found = in_groups([*[self.views[n] for n in places], *grads, *scales])
             for n, view in zip(places, found):
                 self.views[n] = view
-            self.grads[letter : letter + 1] = found[len(places) :]
+            end = len(places) + len(grads)
+            self.grads[letter : letter + 1], self.scales[letter : letter + 1] = found[len(places) : end], found[end:]
 
     def _merge_batch(self) -> None:
         """Merge the batch axis with the sequence axis if the results stay equal. The kernel then needs no division."""
