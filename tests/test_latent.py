@@ -278,3 +278,52 @@ def test_learned_tables() -> None:
         results.append(torch.autograd.grad(sum(x.square().sum() for x in out[:2]), (cos, *tensors)))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_given_tensors(case: LatentCase, device: str) -> None:
+    """The bits of fresh results, in tensors of other strides; the second call is a known one; None: a fresh tensor."""
+    tensors, words, _ = latent_call(case, device)
+    want = jitrope.prepare_mla_qkv(*tensors, **said(**words))
+    for given in ((0, 1, 2), (1,)):
+        for _ in range(2):
+            wide = [x.new_full((*x.shape[:-1], x.shape[-1] + 8), 7) for x in want]
+            out = [x[..., 8:].transpose(0, 1).contiguous().transpose(0, 1) if n == 0 else x[..., 8:]
+                   for n, x in enumerate(wide)]  # fmt: skip
+            got = jitrope.prepare_mla_qkv(
+                *tensors, out=[out[n] if n in given else None for n in range(3)], **said(**words)
+            )
+            assert all((x is y) == (n in given) for n, (x, y) in enumerate(zip(got, out)))
+            assert all(torch.equal(x, y) for x, y in zip(got, want))
+            assert all((x[..., :8] == 7).all() for x in wide)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_tensors_under_a_compiler(device: str) -> None:
+    tensors, words, _ = latent_call(LATENT_CASES[0], device)
+    want = jitrope.prepare_mla_qkv(*tensors, **said(**words))
+
+    def call_into(xs, v):
+        return jitrope.prepare_mla_qkv(*xs, out=(None, None, v), **said(**words))
+
+    v = torch.zeros_like(want[2])
+    got = torch.compile(call_into, fullgraph=True, backend="aot_eager")(tensors, v)
+    assert all(torch.equal(x, y) for x, y in zip((*got, v), (*want, want[2])))
+
+
+def test_refusals_of_given_tensors() -> None:
+    tensors, words, _ = latent_call(LATENT_CASES[0], "cpu")
+    q, k, v = jitrope.prepare_mla_qkv(*tensors, **said(**words))
+    for out, match in (
+        ((q, k), "out is .*; it must be a tuple of 3 tensors"),
+        ((q, k, v[..., 1:]), "out's v is .*; it must be"),
+        ((q.double(), k, v), "out's q is .* torch.float64"),
+        ((q, k[:1].expand_as(k), v), "out's k is|out's k has strides"),
+        ((q, k, 1), "v_out|out's v is 1"),
+        ((tensors[0], None, None), "out's q and q share memory"),
+        ((q, q, v), "out's"),
+        ((q.clone().requires_grad_(), k, v), "out's q|q_out requires a gradient"),
+    ):
+        with pytest.raises(jitrope.InvalidInput, match=match):
+            jitrope.prepare_mla_qkv(*tensors, out=out, **said(**words))

@@ -201,6 +201,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "gradient": True,
         "weight_vec": 2,
         "v_norm": True,
+        "latent_norm": True,
     }
     norms_own |= {"heads_per_thread": 4, "blocks_per_sm": 7, "ring": not NORM_SPEC.ring}
     assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys() - {"kind"}

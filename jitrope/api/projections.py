@@ -12,12 +12,13 @@ from ..base.signature import with_words
 from ..ops.dispatch import call
 from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
 from ..ops.kv_cache import KVCache
-from ..ops.latent import ROPE_LATENT
+from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
 from ..ops.operations import PACKED_INTO
 from ..ops.packed_norm import QKV_NORM, QKV_NORM_BIAS
 from ..ops.projections import ROPE_QKV, ROPE_QKV_BIAS
 from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import Norm, Positions, Ulysses
+from ..ops.words import parts
 from ..plan.options import Options
 from ..plan.views import packed_part
 from .keywords import DEFAULTS, LatentWords, PackedWords
@@ -221,6 +222,7 @@ def prepare_mla_qkv(
     sin: Tensor | None = None,
     *,
     positions: Tensor | Positions | None = None,
+    out: Sequence[Tensor | None] | None = None,
     **words: Unpack[LatentWords],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Prepare q, k and v of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) in one launch.
@@ -240,6 +242,8 @@ def prepare_mla_qkv(
             place use `apply_rope` with rotary_offset = D - R.
         kv: (B, S, Hk, D - R + Dv), the output of the up-projection: the first D - R elements of k, then Dv of v.
         k_pe: (B, S, 1, R); R is even and at most D.
+        out: (q_out, k_out, v_out), tensors to write and return, with the shapes of the results and any strides, such as
+            heads first for attention; None: a fresh tensor. With out there is no gradient.
         interleaved, interleaved_out: DeepSeek's checkpoints have interleaved pairs; their reference code, and
             `fused_apply_mla_rope_for_q` and `fused_apply_mla_rope_for_kv` of Megatron-core, rotate them into halves.
         The other arguments are those of `apply_rope`. q_scale multiplies whole heads of q (the softmax's scale, with
@@ -259,5 +263,13 @@ def prepare_mla_qkv(
     if tensors_given and q.dim() and kv.dim() and k_pe.dim():  # elsewhere the check refuses them
         asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]
         asked["v_dim"] = kv.shape[-1] - first
-    out = call(ROPE_LATENT, tensors, asked)
-    return out["q"], out["k"], out["v"]
+    if out is None:
+        made = call(ROPE_LATENT, tensors, asked)
+        return made["q"], made["k"], made["v"]
+    items = parts("prepare_mla_qkv", "out", out, 3)
+    if asked.get("v_dim", 0) > 0:  # elsewhere the check refuses them
+        fresh = ROPE_LATENT.fresh(tensors, Options(v_dim=asked["v_dim"]), 0)
+        items = tuple([fresh[letter] if x is None else x for letter, x in zip("qkv", items)])
+    tensors.update({f"{letter}_out": x for letter, x in zip("qkv", items) if x is not None})
+    call(ROPE_LATENT_INTO, tensors, asked)
+    return items  # type: ignore[return-value]

@@ -46,7 +46,7 @@ from .fit import (
 from .kv_cache import check_caches, check_one_format
 from .pages import check_pages, check_slots
 
-WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
+WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
 """The tensors that get a gradient from plain torch, which needs q and k."""
 MAX_HADAMARD = 256
@@ -292,6 +292,8 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
         fail("the norm has of='k', but k is not given")
     if norm.v_norm and "k_cache" in tensors and "v" not in tensors:
         fail("the norm has v_norm, but v is not given")
+    if norm.of == "v" and "v_cache" not in tensors:
+        fail("the norm has of='v', which goes with a cache of v")
     weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
         owner, _, kind = label.partition("_")
@@ -301,10 +303,10 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
             fail(f"{label} goes with kind='layer_norm'")
         x = tensors[owner]
         _, _, heads, size = sizes_of(x, options.layout)
-        size, letters = (heads * size, "H D") if norm.across_heads else (size, "D")
+        size, letters = (heads * size, "H D") if norm.across_heads or owner == "v" else (size, "D")
         if weight.dim() != 1 or weight.shape[0] != size:
             had = f"{owner} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
-            or_else = "" if norm.across_heads or options.q_per_group else ", or H D with across_heads"
+            or_else = "" if letters == "H D" or options.q_per_group else ", or H D with across_heads"
             fail(f"{had}; it must be ({letters}), {size} numbers{or_else}")
         if not is_float(weight):
             fail(f"{label} is {weight.dtype}; allowed are fp32, fp16 and bf16")

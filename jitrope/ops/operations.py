@@ -16,7 +16,7 @@ from .fit import sizes_of
 from .formats import empty_elements, empty_scale
 from .into import Into, ScaledInto
 from .joint import QK_NORM_ROPE_JOINT
-from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
+from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
 from .operation import (
     BIASES,
     NORMED,
@@ -171,7 +171,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
 
 class _QKNormRopeKVCache(Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
-    tensors = (*_RopeKVCache.tensors, *[f"{name}?" for name in BLOCK_SCALES], *WEIGHTS, *BIASES, *GIVEN_MEANS)
+    tensors = (*_RopeKVCache.tensors, *[f"{x}?" for x in BLOCK_SCALES], *WEIGHTS, "v_weight?", *BIASES, *GIVEN_MEANS)
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
@@ -325,7 +325,7 @@ PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
 """The operations of `prepare_packed_qkv` with stages of `prepare_qkv`, by the names of those."""
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
-    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
     *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS, *PACKED_INTO.values()),
 )

@@ -62,6 +62,8 @@ class PackedInto(Operation):
             check_bias(name, tensors, options)
             if options.order == "qkv_gated":
                 fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
+        if "bias" in given and norm_of(options).of == "v":
+            fail("the norm has of='v', which does not go with bias")
         if norm_of(options).across_heads:
             fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
         written = {self.labels.get(x, x): tensors[x] for x in self.written(options) if x in given}

@@ -206,14 +206,17 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
             out[name] = _cleared(normed(rotated_x, *own).to(to), t, o)
         else:
             out[name] = rotate(normed(x, *own), t, o, out_dtype=to, storage=x.dtype)
-    if norm.v_norm:
-        out["v"] = normed_v(t["v"], norm, o.layout).to(out_dtype or t["v"].dtype)
+    if norm.v_norm or (norm.of == "v" and "v" in t):
+        out["v"] = normed_v(t["v"], norm, o.layout, t.get("v_weight")).to(out_dtype or t["v"].dtype)
     return out
 
 
-def normed_v(v: Tensor, norm: NormOptions, layout: str) -> Tensor:
-    """v, normalised without a weight."""
-    return normed(v, None, None, norm._replace(zero_centered=False), layout)
+def normed_v(v: Tensor, norm: NormOptions, layout: str, weight: Tensor | None = None) -> Tensor:
+    """v, normalised without a weight; or v alone over all its heads."""
+    alone = norm.of == "v"
+    return normed(
+        v, weight, None, norm._replace(across_heads=alone, zero_centered=alone and norm.zero_centered), layout
+    )
 
 
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:

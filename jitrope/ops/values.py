@@ -202,8 +202,11 @@ class Norm(Value):
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
             before.
-        of: "qk", "q" or "k". A q or k that is not normalised is only rotated, with the bits of a call without a norm
-            (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused.
+        of: "qk", "q", "k" or "v". A q or k that is not normalised is only rotated, with the bits of a call without a
+            norm (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused. "v": with a cache, v
+            alone is normalised on its way there, by one mean over all heads of a token, as the latents of MLA are (kv_a
+            norm of DeepSeek); kind is "rms_norm", and across_heads, after_rope and v_norm are refused.
+        v_weight: (Hv D), only with of="v".
         v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache it has a launch
             of its own if v has another shape or dtype than k, in place, with across_heads, tables for each head,
             DTensors, Ulysses, a rotation of parts of heads, or quantize and no tensor for v in out. Its gradient has
@@ -226,6 +229,7 @@ class Norm(Value):
         *,
         q_bias: Tensor | None = None,
         k_bias: Tensor | None = None,
+        v_weight: Tensor | None = None,
         kind: str = "rms_norm",
         eps: float = 1e-6,
         across_heads: bool = False,
@@ -237,7 +241,7 @@ class Norm(Value):
         rounding: str = "none",
     ) -> None:
         self.tensors = {}
-        weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias}
+        weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias, "v_weight": v_weight}
         for name, weight in weights.items():
             if weight is not None:
                 self.tensors[name] = tensor("Norm", name, weight)
@@ -253,6 +257,10 @@ class Norm(Value):
             "v_norm": v_norm,
         }
         flags = {name: flag("Norm", name, value) for name, value in given.items()}
+        for name in [name for name in ("across_heads", "after_rope", "v_norm") if of == "v" and flags[name]]:
+            raise InvalidInput(f"Norm: {name} does not go with of='v'")
+        if of == "v" and kind == "layer_norm":
+            raise InvalidInput("Norm: kind='layer_norm' does not go with of='v'")
         if mean_squares is not None:
             refused = {"across_heads=False": not flags["across_heads"], "v_norm": flags["v_norm"]}
             refused[f"of={of!r}"] = of != "qk"

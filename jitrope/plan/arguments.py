@@ -83,6 +83,7 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
         (_argument("const T*", "added", "q_added k_added v_added"),),
         (_argument("Strides", "added_stride", "q_added k_added v_added"),),
     ),
+    "latent_norm": ((_argument("const void*", "v_weight"),), ()),
     "gated": ((_argument("void*", "gate_out"),), ()),
     "block_cache": (
         (_argument("void*", "block_scale", "k_block_scale v_block_scale"),),

@@ -267,6 +267,8 @@ class _Call:
             "norm_kind": norm.kind,
             "norm_q": "q" in norm.of,
             "norm_k": "k" in norm.of,
+            "latent_norm": norm.of == "v",
+            "v_norm": norm.v_norm or norm.of == "v",
             "row_heads": tuple(rows),
             "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
             "biased": any(name.endswith("_bias") for name in self.tensors),

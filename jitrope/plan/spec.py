@@ -62,9 +62,10 @@ class Compiled:
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
     given_means: a token's means of squares are given, and each head has its own weights; across_heads is then False.
     zero_centered: the factor is 1 + weight. after_rope: the norm follows the rotation. norm_q, norm_k: whether q and k
-    are normalised. v_norm: v, which is copied, is normalised too. weight_dtype: of weights and biases, None without
-    them. biased: there are biases. two_streams, two_tables: q, k and v (and cos and sin) come from two tensors each.
-    gradient: the kernel computes the gradients of q, k, the weights and the biases.
+    are normalised. v_norm: v, which is copied, is normalised too; latent_norm: alone, over all its heads, with weights.
+    weight_dtype: of weights and biases, None without them. biased: there are biases. two_streams, two_tables: q, k and
+    v (and cos and sin) come from two tensors each. gradient: the kernel computes the gradients of q, k, the weights and
+    the biases.
     """
 
     dtype: str
@@ -115,6 +116,7 @@ class Compiled:
     norm_q: bool
     norm_k: bool
     v_norm: bool
+    latent_norm: bool
     weight_dtype: str | None
     biased: bool
     two_streams: bool
@@ -298,7 +300,7 @@ class RopeSpec(Compiled, Spec):
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
 _OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
-_DYNAMIC = ("dynamic", "dynamic_q", "swizzled", "block_cache", "per_row")
+_DYNAMIC = ("dynamic", "dynamic_q", "swizzled", "block_cache", "per_row", "latent_norm")
 _NORM_FLAGS = (*_DYNAMIC, "biased", "two_streams", "two_tables", *_OF_NORM)
 _NORM_SIZES = ("norm_q", "norm_k", "given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm", "ring")
 _WORDS = {

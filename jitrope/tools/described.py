@@ -107,6 +107,7 @@ class Described:
             "v_cache": cache,
             **{name: [*cache[:-1], self.head_dim // group] for name in BLOCK_SCALES},
             **dict.fromkeys(("q_weight", "q_bias"), (self.head_dim * (self.heads[0] if across else 1),)),
+            "v_weight": (self.head_dim * k_heads,),
             **dict.fromkeys(("k_weight", "k_bias"), (self.head_dim * (k_heads if across else 1),)),
         }
         for word, dtype in words.items():
