@@ -195,8 +195,6 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.rotate_k:
         require_no_overlap("k", k, fail)
     check_caches(kv, tensors, options, fail)
-    if options.rounding == "dtype" and (caches["k_cache"].dtype != k.dtype or "q_scale" in tensors):
-        fail("rounding='dtype' does not go with a conversion, which rounds once from fp32; leave rounding out")
     written: Tensors = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}
     read: Tensors = {label: x for label, x in kv.items() if label == "v"}
     (written if options.inplace else read)["q"] = q

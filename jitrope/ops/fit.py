@@ -346,8 +346,6 @@ def named(x: Tensor, layout: str) -> str:
 
 
 def check_ranks(letter: str, x: Tensor, ranks: int, options: Options, fail: Fail) -> None:
-    """Refuse heads that cannot be dealt out to ranks in equal groups, and their scales in tiles of a rank's tokens."""
-    if options.swizzled:
-        fail("swizzled does not go with a group of heads for each rank; leave swizzled out")
+    """Refuse heads that cannot be dealt out to ranks in equal groups."""
     if x.shape[LAYOUT_AXES[options.layout][2]] % ranks:
         fail(f"{letter} is {named(x, options.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")

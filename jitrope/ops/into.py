@@ -69,7 +69,7 @@ class Into(Operation):
         return not (joins and same_pairs and not sums_heads(tensors, options))
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        _put(tensors["v_out"], tensors["v"], options)
+        _put(tensors["v_out"], tensors["v"], options.layout)
         return outputs
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
@@ -80,7 +80,7 @@ class Into(Operation):
         results.update(self.base.on_cpu(tensors, options))
         for name in self.labels:
             if name in tensors:
-                _put(tensors[name], results[name[0]], options)
+                _put(tensors[name], results[name[0]], options.layout)
         return {name: results[name] for name in self.made(tensors, options)}
 
 
@@ -102,7 +102,7 @@ class ScaledInto(Into):
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         made = self.fresh(tensors, options, 0)
         for name, scale in super().on_cpu(tensors, options).items():
-            _put(made[name], scale, options)
+            _put(made[name], scale, layout_of(name, options))
         return made
 
 
@@ -121,9 +121,14 @@ def copy_heads(out: Tensor, x: Tensor) -> None:
     both[0].copy_(both[1])
 
 
-def _put(out: Tensor, x: Tensor, options: Options) -> None:
+def layout_of(name: str, options: Options) -> str:
+    """The layout of a result; scales in tiles have their heads first."""
+    return "bhsd" if options.swizzled and name.endswith("_scale") else options.layout
+
+
+def _put(out: Tensor, x: Tensor, layout: str) -> None:
     """Copy x to a tensor that may have a group of heads for each rank."""
-    copy_heads(out, x if x.dim() == out.dim() else by_rank(x, options.layout, len(out)))
+    copy_heads(out, x if x.dim() == out.dim() else by_rank(x, layout, len(out)))
 
 
 def given_out(

@@ -27,7 +27,6 @@ Call = Callable[["Operation", Tensors, Options], Tensors]
 
 empty_like = torch.empty_like
 NORMED = (*HEAD_WORDS, "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
-SERVING = tuple(word for word in NORMED if word != "rounding")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
 PLACED = ("mscale", "max_seqlen", "packed_table", "cp_size", "cp_rank")
 ROTATION = (*NORMED, *PLACED, "inverse", "interleaved_out")

@@ -22,7 +22,6 @@ from .operation import (
     NORMED,
     PLACED,
     ROTATION,
-    SERVING,
     WEIGHTS,
     Call,
     Normed,
@@ -70,7 +69,7 @@ class _RopePrepared(_Rope):
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
     tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?")
-    options: tuple[str, ...] = (*SERVING, *PLACED, "inverse", "out_dtype")
+    options: tuple[str, ...] = (*NORMED, *PLACED, "inverse", "out_dtype")
     words: tuple[str, ...] = (*options, "check")
     inplace = differentiable = False
     check = staticmethod(checks.check_fp8)
@@ -122,7 +121,7 @@ class _RopeKVCache(Operation):
 class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype")
+    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype")
     words = (*options, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
 
@@ -133,7 +132,7 @@ class _QKNormRopeScaled(Normed):
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
-    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
+    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
@@ -157,7 +156,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
     """The scales alone, each of a head of a batch row; `gather.with_scales` converts by them in a second launch."""
 
     name = "qk_norm_rope_scales"
-    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype", "per_row")
+    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "per_row")
     words = (*options, "norm", "check")
     results = ("q_scale", "k_scale")
     writes = ("q", "k", "v")
@@ -183,7 +182,7 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
-    options = (*SERVING, *PLACED, "rotate_k", "out_dtype", "clear_page", "hadamard", "group", "scale_out", "swizzled")
+    options = (*NORMED, *PLACED, "rotate_k", "out_dtype", "clear_page", "hadamard", "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results = ("q", "q_scale")
     inplace = False

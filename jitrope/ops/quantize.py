@@ -129,7 +129,8 @@ class DynamicQuantize(Value):
             128 tokens by 4 groups: (B, H, S, D / group) in every layout, contiguous, with S padded to a multiple of
             128 and D / group to one of 4, by bytes of zero. With C padded groups the byte of token s and group g of a
             head is number (s // 128 * (C // 4) + g // 4) * 512 + s % 32 * 16 + s % 128 // 32 * 4 + g % 4. With "thd"
-            B is 1 and S is T. group and a scale_dtype of one byte must be given. `Ulysses` is refused.
+            B is 1 and S is T. group and a scale_dtype of one byte must be given. With `Ulysses` each rank's heads have
+            tiles of their own, (ranks, B, H / ranks, S, D / group).
 
     Raises:
         InvalidInput: an argument is wrong.

@@ -292,10 +292,20 @@ def turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tens
     return {name: torch.empty_like(t[name], dtype=out_dtype).copy_(x) for name, x in exact.items()}
 
 
+def in_fp32(t: Tensors, o: Options) -> Tensors:
+    """The same as a conversion reads them. With "dtype" they are rounded, as the tensors of a host are."""
+    if o.rounding != "dtype":
+        return turned(t, o, torch.float32)
+    made = turned(t, changed(o, hadamard=""))
+    if o.hadamard:
+        made = {name: x if name == "v" else with_hadamard(x.float(), o).to(x.dtype) for name, x in made.items()}
+    return {name: x.float() for name, x in made.items()}
+
+
 def scaled(t: Tensors, o: Options) -> Tensors:
     """q and k divided by the scale of each head or group, whose largest element becomes the dtype's largest number."""
     out: Tensors = {}
-    for name, y in turned(t, o, torch.float32).items():
+    for name, y in in_fp32(t, o).items():
         values, scale = scaled_elements(y, o, t.get(f"{name}_scale"))
         out[name], out[f"{name}_scale"] = empty_elements(t[name], o.out_dtype).copy_(values), stored_scale(scale, o)
     return out
@@ -303,12 +313,12 @@ def scaled(t: Tensors, o: Options) -> Tensors:
 
 def scales_of_rows(t: Tensors, o: Options) -> Tensors:
     """The scale of each head of q and k in a batch row, as `scaled` computes that of a head."""
-    return {f"{name}_scale": row_scales(y, o) for name, y in turned(t, o, torch.float32).items()}
+    return {f"{name}_scale": row_scales(y, o) for name, y in in_fp32(t, o).items()}
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
     """Normalise q and k if asked, rotate them and divide them by their scales."""
-    made = turned(t, o, torch.float32)
+    made = in_fp32(t, o)
     return {name: divided(y, of_heads(t[f"{name}_scale"], o), o.out_dtype) for name, y in made.items()}
 
 
@@ -317,7 +327,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
 
     The caches are (slots, heads, dim) or (pages, rows, heads, dim).
     """
-    out, exact = turned(t, o), turned(t, o, torch.float32)
+    out, exact = turned(t, o), in_fp32(t, o)
     k_cache = t["k_cache"]
     if "page_table" in t:
         slots = store_in_pages(t, canonical(t["q"], o.layout)[..., 0, 0].numel(), o.clear_page)
@@ -331,15 +341,15 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     stored = {"k": (out["k"], exact["k"])}
     if "v" in t:
         stored["v"] = out.pop("v", t["v"]), exact.get("v", t["v"])
-    for name, (x, in_fp32) in stored.items():
+    for name, (x, unrounded) in stored.items():
         cache = t[f"{name}_cache"]
         made = {f"{name}_cache": x}
         if f"{name}_block_scale" in t:
             form = changed(o, **block_format(t, x.shape[-1])._asdict())
-            pair = scaled_elements(in_fp32.float(), form, t.get(f"{name}_scale"))
+            pair = scaled_elements(unrounded.float(), form, t.get(f"{name}_scale"))
             made = dict(zip((f"{name}_cache", f"{name}_block_scale"), pair))
         elif cache.dtype in FP8S:
-            made = {f"{name}_cache": divided(in_fp32, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}
+            made = {f"{name}_cache": divided(unrounded, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}
         for label, y in made.items():
             bits = y.view(torch.uint8) if y.element_size() == 1 else y  # fp8 has no index
             put(t[label], page, row, canonical(bits, o.layout).flatten(0, 1)[kept])

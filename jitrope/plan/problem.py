@@ -127,7 +127,7 @@ class _Call:
         self.scales = [
             x[:, None, :, None, None]  # (B, H)
             if options.per_row
-            else x.transpose(1, 2).unsqueeze(3)  # (B, H, S, groups)
+            else head_view(x, "bhsd")  # tiles of (S, groups)
             if options.swizzled
             else head_view(x if options.group else x.unsqueeze(-1), options.layout)
             for x in given
