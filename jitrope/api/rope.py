@@ -11,7 +11,19 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..base.signature import with_words
 from ..ops.dispatch import call
-from ..ops.gather import add, call_into, chosen, forget_positions, gather, placed, result, staged, with_scales, with_v
+from ..ops.gather import (
+    add,
+    call_into,
+    chosen,
+    forget_positions,
+    gather,
+    placed,
+    result,
+    staged,
+    with_scales,
+    with_v,
+    with_v_out,
+)
 from ..ops.joint import QK_NORM_ROPE_JOINT
 from ..ops.kv_cache import KVCache
 from ..ops.operations import ROPE
@@ -188,8 +200,9 @@ def prepare_qkv(
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache,
             `DynamicQuantize` and hadamard only with mean_squares.
         cache: store the rotated k, and v if it is given, in a KV cache, also in fp8, int8 or fp4 with computed scales.
-        quantize: return q, and k if there is no cache, in fp8 with your scales (`Quantize`), or in fp8, int8 or fp4
-            with computed scales, as `Scaled` (`DynamicQuantize`; with its per="head" or "kv_head" in two launches).
+        quantize: return q, and k and v if there is no cache, in fp8 with your scales (`Quantize`), or q and k in fp8,
+            int8 or fp4 with computed scales, as `Scaled` (`DynamicQuantize`; with its per="head" or "kv_head" in two
+            launches).
         hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's
             indexer in training): True, "rotary" or "rest", as in `Quantize`. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
@@ -217,9 +230,11 @@ def prepare_qkv(
     found: Any = {}
     asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
     staged(op, tensors, asked, q, norm, cache, quantize)
+    asked.update(own)
+    if "v_scale" in tensors and cache is None:
+        with_v_out("prepare_qkv", asked, v)
     if norm is not None and cache is None and asked["norm"].v_norm:
         op, v = with_v(op, tensors, asked, v)
-    asked.update(own)
     if quantize is not None and quantize.per != "token":
         found = with_scales(tensors, asked, quantize.per)
     if "out" in asked:

@@ -170,6 +170,7 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     refuse_gradients(fail, tensors, "q", "k")
     check_scale("q_scale", tensors.get("q_scale"), q, True, options, fail)
     check_scale("k_scale", tensors.get("k_scale"), tensors.get("k", q), "k" in tensors, options, fail)
+    check_scale("v_scale", tensors.get("v_scale"), tensors.get("v", q), "v_out" in tensors, options, fail, False)
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:

@@ -96,9 +96,11 @@ def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]
         refuse_meeting(name, tensors, tuple(written))
 
 
-def check_scale(label: str, scale: Tensor | None, x: Tensor, wanted: bool, options: Options, fail: Fail) -> None:
-    """Refuse a wrong given scale for the heads of x."""
-    if scale is None and wanted:
+def check_scale(
+    label: str, scale: Tensor | None, x: Tensor, wanted: bool, options: Options, fail: Fail, needed: bool = True
+) -> None:
+    """Refuse a wrong given scale for the heads of x. wanted: x may have one; needed: it must."""
+    if scale is None and wanted and needed:
         fail(f"{label} is missing; pass it, because fp8 is stored divided by it")
     if scale is None:
         return

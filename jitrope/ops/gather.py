@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
-from ..plan.views import Tensors, packed_part
+from ..plan.views import FORMATS, Tensors, packed_part
 from .dispatch import call
 from .into import given_out, is_dense, joins_k
 from .kv_cache import KVCache
@@ -113,11 +114,23 @@ def staged(
         add(name, "cache", cache, KVCache, tensors, words)
     if quantize is not None and quantize.given:
         given = quantize.on(like)
-        if cache is not None and "k_scale" in given:
+        for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
             dynamic = isinstance(quantize, DynamicQuantize)
-            label, instead = ("k_global_scale", "leave it out") if dynamic else ("k_scale", "give it to KVCache")
-            raise InvalidInput(f"{name}: quantize has a {label}, but k goes to the cache; {instead}")
+            label, instead = ("global_scale", "leave it out") if dynamic else ("scale", "give it to KVCache")
+            raise InvalidInput(f"{name}: quantize has a {letter}_{label}, but {letter} goes to the cache; {instead}")
         tensors.update(given)
+
+
+def with_v_out(name: str, words: dict[str, Any], v: Any) -> None:
+    """Add a tensor for a converted v to the word `out`, if it has none."""
+    out = words.get("out", (None, None, None))
+    if isinstance(out, Ulysses):
+        raise InvalidInput(f"{name}: v_scale does not go with Ulysses; convert v after the exchange")
+    if not is_dense(v):
+        refuse(name, "v", v, "a tensor, because quantize has a v_scale")
+    q, k, v_out = parts(name, "out", out, 3)
+    dtype = FORMATS[words.get("out_dtype", "fp8")].dtype
+    words["out"] = (q, k, torch.empty_like(v, dtype=dtype) if v_out is None else v_out)
 
 
 def call_packed_into(
@@ -131,7 +144,8 @@ def call_packed_into(
             refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
     results = {letter: x for letter, x in items.items() if x is not None}
     qkv: Any = tensors.get("qkv")
-    results.update(fresh_outputs(op, qkv, words, results, converts))
+    converted = ("qkv" if "v_scale" in tensors else "qk") if converts else ""
+    results.update(fresh_outputs(op, qkv, words, results, converted))
     tensors.update({f"{letter}_out": x for letter, x in results.items()})
     found = {**results, **call(op, tensors, words)}
     if "v" not in found and "v_out" in op.labels:

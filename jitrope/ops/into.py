@@ -16,7 +16,7 @@ from ..plan.problem import Views
 from ..plan.views import FORMATS, Tensors, by_rank, sums_heads
 from . import checks, reference
 from .fit import require_apart
-from .formats import empty_scale
+from .formats import divided, empty_scale, of_heads
 from .operation import Operation
 from .words import parts
 
@@ -52,6 +52,8 @@ class Into(Operation):
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         self.base.check(name, tensors, options)
+        if "v_scale" in tensors and self.finishes(tensors, options):
+            refuse(name, "v", tensors["v"], "like k, because v_scale is given, and the heads share a table")
         checks.check_into(name, tensors, options, self.labels, self.base.converted(tensors, options))
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
@@ -76,7 +78,11 @@ class Into(Operation):
         results, norm = dict(tensors), norm_of(options)
         if norm.v_norm and "v_out" in tensors:
             results["v"] = reference.normed_v(tensors["v"], norm, options.layout)
+            if options.rounding == "dtype":
+                results["v"] = results["v"].to(tensors["v"].dtype)
             options = changed(options, norm=norm._replace(v_norm=False))
+        if "v_scale" in tensors and "v_out" in tensors:
+            results["v"] = divided(results["v"], of_heads(tensors["v_scale"], options), options.out_dtype)
         results.update(self.base.on_cpu(tensors, options))
         for name in self.labels:
             if name in tensors:

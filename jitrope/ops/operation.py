@@ -110,7 +110,8 @@ class Operation:
     def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
         """The dtypes of the results that differ from the inputs'."""
         dtype = FORMATS[options.out_dtype].dtype
-        return {name: dtype for name in ("q", "k") if name in self.results and f"{name}_scale" in tensors}
+        wanted = (*[name for name in ("q", "k") if name in self.results], *(("v",) if "v_out" in tensors else ()))
+        return {name: dtype for name in wanted if f"{name}_scale" in tensors}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors like the results."""

@@ -68,7 +68,7 @@ class _RopePrepared(_Rope):
 
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
-    tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?")
+    tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?", "v_scale?")
     options: tuple[str, ...] = (*NORMED, *PLACED, "inverse", "out_dtype")
     words: tuple[str, ...] = (*options, "check")
     inplace = differentiable = False

@@ -90,10 +90,10 @@ class PackedInto(Operation):
         return made
 
 
-def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Container[str], converts: bool) -> Tensors:
+def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Container[str], converted: str) -> Tensors:
     """The outputs of a call that the caller does not give, by letters; none of a call that the check refuses.
 
-    given: the letters of the caller's. converts: q and k are converted. Without copy_v v stays in qkv.
+    given: the letters of the caller's. converted: those of converted ones. Without copy_v v stays in qkv.
     """
     n, order, wanted = words["q_per_group"], words.get("order", "grouped"), "qkv" if "k_out" in op.labels else "q"
     if type(n) is not int or n < 1 or order not in QKV_ORDERS or not is_dense(qkv) or qkv.dim() < 3:
@@ -107,7 +107,7 @@ def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Contai
     for letter in wanted:
         if letter in given or (letter == "v" and words.get("copy_v") is False):
             continue
-        own = form if converts and letter != "v" else None
+        own = form if letter in converted else None
         shape = (*qkv.shape[:-2], groups * (n if letter == "q" else 1), head_dim // (own.per_item if own else 1))
         found[letter] = qkv.new_empty(shape, dtype=own.dtype if own else qkv.dtype)
     return found

@@ -26,7 +26,7 @@ def name_of(spec: RopeSpec) -> str:
         "ids" + (f"{len(spec.mrope_section)}" if spec.mrope_section else "") if spec.position_ids_dtype else "",
         "shifts" if spec.shifts else "",
         f"cache_{spec.kv_out}" if spec.cached else qkv,
-        f"to_{spec.q_out}" if spec.q_out != spec.dtype else "",
+        f"to_{spec.q_out}" + "_v" * spec.convert_v if spec.q_out != spec.dtype else "",
         f"latent_v{spec.v_dim}" if spec.v_dim else "",
         spec.rounding if spec.rounding != "fp32" else "",
         f"round_{spec.norm_rounding}" if spec.norm else "",

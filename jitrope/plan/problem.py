@@ -228,6 +228,7 @@ class _Call:
             "kv_per_group": self.kv_per_group,
             "copy_v": self.inputs[2] is not None,
             "v_per_k": self.v_per_k,
+            "convert_v": "v_scale" in self.tensors and not self.cached,
             "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
             "scales_q": "q_factor" in self.tensors,
             "prefixed": o.unrotated > 0,
