@@ -19,6 +19,7 @@ STAGES: dict[str, Any] = {
     "cache": {},
     "fp8 cache": {"quantize": Quantize(0.05)},
     "cache and dynamic scales": {"quantize": DynamicQuantize()},
+    "cache, transform and dynamic scales": {"quantize": DynamicQuantize(hadamard=True)},
     "fp8": {"quantize": Quantize(0.05, 0.05)},
     "dynamic scales": {"quantize": DynamicQuantize(torch.int8, hadamard=True)},
     "scales of heads": {"quantize": DynamicQuantize(per="head")},
@@ -121,7 +122,7 @@ def test_a_cache_has_the_bits_of_a_hosts_rounding(rounding: str, norm: str, devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stage", ["fp8 cache", "cache and dynamic scales", "fp8", "dynamic scales", "scales of heads"])
+@pytest.mark.parametrize("stage", list(STAGES)[1:])
 @pytest.mark.parametrize(
     ("rounding", "norm"),
     [("complex64", "none"), ("complex128", "norm"), *[("dtype", norm) for norm in NORMS], ("addcmul", "after")],
@@ -149,9 +150,9 @@ def test_a_conversion_has_the_bits_of_a_hosts_rounding(rounding: str, norm: str,
         else:
             a, b, c = (x.to(wide) for x in (q, k, v))
             a, b, c = jitrope.prepare_qkv(a, b, c, *tables, **host, out=(None, None, None))
-            if rounding == "dtype" and stage == "dynamic scales":  # the transform rounds too
+            if rounding == "dtype" and quantize.words.get("hadamard"):  # the transform rounds too
                 a, b, c = jitrope.prepare_qkv(a, b, c, layout="thd", hadamard=True)
-                quantize = DynamicQuantize(torch.int8)
+                quantize = DynamicQuantize(torch.int8 if stage == "dynamic scales" else FP8)
             got = jitrope.prepare_qkv(a, b, c, layout="thd", **own, quantize=quantize)
         parts = [x for y in got[:2] if y is not None for x in (y if isinstance(y, Scaled) else (y,))]
         found.append([x.float().to(torch.bfloat16) for x in (*parts, *caches.values())])

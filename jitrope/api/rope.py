@@ -94,8 +94,8 @@ def apply_rope(
             device. "fp32": each is rounded to fp32, as for real tensors (FLUX, Wan). "complex64" and "complex128": as
             in torch's complex multiply (Qwen-Image; Lumina2, with fp64 tables). "dtype": the tables, each product and
             the sum are rounded to q's dtype (rotate-half in the model's dtype, as in transformers). "addcmul": fp32,
-            with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end, and a
-            conversion reads them in fp32; with "dtype" it reads heads in q's dtype, also after a transform.
+            with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end, and
+            transforms and conversions read them in fp32; with "dtype" they read heads in q's dtype.
         q_scale: a factor of q alone, in fp32: a number, such as that of the softmax, or a tensor of one for each token,
             (S) or (B, S), with "thd" (T) (the temperature of Llama 4). It is the last step before the only rounding;
             with "dtype" q is also rounded before it, as where a model scales the rotated tensor.

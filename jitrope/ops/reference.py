@@ -288,18 +288,19 @@ def turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tens
     turn = rope if o.norm is None else qk_norm_rope
     if not o.hadamard:
         return turn(t, o, out_dtype)
-    exact = {name: x if name == "v" else with_hadamard(x, o) for name, x in turn(t, o, torch.float32).items()}
+    before = turn(t, o, _read_as(o))
+    exact = {name: x if name == "v" else with_hadamard(x.float(), o) for name, x in before.items()}
     return {name: torch.empty_like(t[name], dtype=out_dtype).copy_(x) for name, x in exact.items()}
 
 
+def _read_as(o: Options) -> torch.dtype | None:
+    """The dtype in which transforms and conversions read heads; with "dtype" that of q, as of the tensors of a host."""
+    return None if o.rounding == "dtype" else torch.float32
+
+
 def in_fp32(t: Tensors, o: Options) -> Tensors:
-    """The same as a conversion reads them. With "dtype" they are rounded, as the tensors of a host are."""
-    if o.rounding != "dtype":
-        return turned(t, o, torch.float32)
-    made = turned(t, changed(o, hadamard=""))
-    if o.hadamard:
-        made = {name: x if name == "v" else with_hadamard(x.float(), o).to(x.dtype) for name, x in made.items()}
-    return {name: x.float() for name, x in made.items()}
+    """The same as a conversion reads them."""
+    return {name: x.float() for name, x in turned(t, o, _read_as(o)).items()}
 
 
 def scaled(t: Tensors, o: Options) -> Tensors:
@@ -338,9 +339,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     spare = table_rows(len(slots), slots.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
     kept = kept if spare is None else kept & ~spare
     page, row = slots[kept] // page_size, slots[kept] % page_size if k_cache.dim() == 4 else None
-    stored = {"k": (out["k"], exact["k"])}
-    if "v" in t:
-        stored["v"] = out.pop("v", t["v"]), exact.get("v", t["v"])
+    stored = {name: (out.get(name, t[name]), exact.get(name, t[name])) for name in ("k", "v") if name in t}
     for name, (x, unrounded) in stored.items():
         cache = t[f"{name}_cache"]
         made = {f"{name}_cache": x}
