@@ -247,7 +247,8 @@ def prepare_mla_qkv(
         interleaved, interleaved_out: DeepSeek's checkpoints have interleaved pairs; their reference code, and
             `fused_apply_mla_rope_for_q` and `fused_apply_mla_rope_for_kv` of Megatron-core, rotate them into halves.
         The other arguments are those of `apply_rope`. q_scale multiplies whole heads of q (the softmax's scale, with
-            DeepSeek's YaRN). Tables for each head are refused. Without a table nothing is rotated (Kimi Linear).
+            DeepSeek's YaRN). unrotated goes with one pairing. Tables for each head are refused. Without a table nothing
+            is rotated (Kimi Linear).
 
     Returns:
         q like the input, k (B, S, Hk, D) and v (B, S, Hk, Dv), contiguous. For tokens after the last sequence q and k
