@@ -206,17 +206,17 @@ def prepare_qkv(
         hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's
             indexer in training): True, "rotary" or "rest", as in `Quantize`. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
-            except v_out. v is copied to v_out, in the same launch if k and v have one shape and dtype, outside of
-            across_heads without mean_squares, interleaved_out and tables for each head. With a cache only q_out can be
-            given.
+            v_out only with a v_scale. v is copied to v_out, in the same launch if k and v have one shape and dtype,
+            outside of across_heads without mean_squares, interleaved_out and tables for each head. With a cache only
+            q_out can be given.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with interleaved_out
         and `Shifts`, a norm with inverse, a cache with inverse, and quantize with inplace.
         With a cache and `Packed`, `Pages` must describe as many sequences, and tokens after the last one are stored
         where a slot says so: as zeros, and in place not at all.
 
     Returns:
-        (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a
-        cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input.
+        (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised or
+        converted without a cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.

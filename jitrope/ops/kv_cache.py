@@ -13,7 +13,7 @@ from .fit import MAX_TOKENS, Fail, named, require_no_overlap, sizes_of
 from .pages import Pages, slots_of
 from .values import Value, scales
 
-_SCALE_DTYPES = " or ".join(map(str, SCALES.values()))
+_SCALE_DTYPES = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
 
 
 class KVCache(Value):
@@ -134,8 +134,9 @@ def _check_pair(pair: Tensors, blocks: bool, fail: Fail, last: int = 0) -> None:
 
 def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: int, fail: Fail) -> None:
     scale, (*places, heads, _) = tensors[label], cache.shape
-    if scale.dtype not in SCALES.values() or scale.device != cache.device:
-        fail(f"{label} is {scale.dtype} on {scale.device}; it must be {_SCALE_DTYPES} on {cache.device}")
+    if scale.dtype not in _SCALE_DTYPES or scale.device != cache.device:
+        allowed = " or ".join(map(str, _SCALE_DTYPES))
+        fail(f"{label} is {scale.dtype} on {scale.device}; it must be {allowed} on {cache.device}")
     if scale.dtype == FP8 and cache.dtype != FORMATS["fp4"].dtype:
         fail(f"{label} is {scale.dtype}, but {label[0]}_cache is {cache.dtype}; only fp4 has scales in {FP8}")
     sizes = {head_dim // group: group for group in (head_dim, *GROUPS) if head_dim % group == 0}

@@ -154,7 +154,7 @@ class Described:
             given = [[self.q_or_k(n, self.head_dim) for n in q_k_v] for _ in range(2)]  # for two streams
             if self.name != "prepare_joint_qkv":
                 given = [*given[0], None, None][: 2 if self.name == "apply_rope" else 3]
-            if "cache" in words and "v_cache" not in words["cache"].tensors:
+            if isinstance(cache := words.get("cache"), KVCache) and "v_cache" not in cache.tensors:
                 given[2:] = [None]
         out = getattr(api, self.name)(*given, **tables, **words)
         results = [x for x in ([out] if isinstance(out, Tensor) else out) if isinstance(x, Tensor) and x.requires_grad]
