@@ -95,17 +95,18 @@ def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fa
     caches = {f"{name}_cache": tensors[f"{name}_cache"] for name in heads_of}
     for x, (label, cache) in zip(heads_of.values(), caches.items()):
         _, _, heads, head_dim = sizes_of(x, options.layout)
-        if cache.dtype not in allowed:
-            *most, last = [f"k's {x}" if x == k.dtype else str(x) for x in allowed]
-            must = f"{'with block scales it must be' if blocks else 'allowed are'} {', '.join(most)}"
-            fail(f"{label} is {cache.dtype}; {must} {'or' if blocks else 'and'} {last}")
-        per_item = PER_ITEM[cache.dtype] if blocks else 1
-        if cache.dim() not in (3, 4) or tuple(cache.shape[-2:]) != (heads, head_dim // per_item):
+        known, per_item = cache.dtype in allowed, PER_ITEM.get(cache.dtype, 1) if blocks else 1
+        fits = cache.dim() in (3, 4) and tuple(cache.shape[-2:]) == (heads, head_dim // per_item)
+        if not fits and (known or not blocks):
             had = f"{label[0]} is {named(x, options.layout)} but {label} has shape {tuple(cache.shape)}"
             width = "D" if per_item == 1 else f"D / {per_item}"
             fail(f"{had}; it must be (slots, H, {width}) or (pages, rows, H, {width})")
         if cache.device != k.device:
             fail(f"{label} is on {cache.device} but k is on {k.device}")
+        if not known:
+            *most, last = [f"k's {x}" if x == k.dtype else str(x) for x in allowed]
+            must = f"{'with block scales it must be' if blocks else 'allowed are'} {', '.join(most)}"
+            fail(f"{label} is {cache.dtype}; {must} {'or' if blocks else 'and'} {last}")
         require_no_overlap(label, cache, fail)
         if per_item > 1 and cache.stride(-1) != 1:
             fail(f"{label} has strides {tuple(cache.stride())}; the last must be 1")
