@@ -43,10 +43,11 @@ from .base.config import __version__, configure
 from .base.config import set_up_logging as _set_up_logging
 from .base.errors import CacheError, CompileError, InvalidInput, JitropeError, MissingKernel
 from .jit.recording import KernelEvent, on_compile, record
+from .ops.kv_cache import KVCache
 from .ops.pages import Pages
 from .ops.planning import planning
 from .ops.quantize import DynamicQuantize, Quantize, Scaled
-from .ops.values import KVCache, Mrope, Norm, Packed, Shifts, Starts, Ulysses
+from .ops.values import Mrope, Norm, Packed, Shifts, Starts, Ulysses
 
 __all__ = [  # noqa: RUF022  in the order of the documentation
     "apply_rope",

@@ -13,7 +13,7 @@ constexpr int STRIDE = ACROSS_HEADS ? HEADS_PER_BLOCK : 1;
 constexpr int ROWS = ACROSS_HEADS ? 1 : STEPS;           // rows that a thread has a part of at a time
 constexpr bool LAYER = NORM_KIND == LAYER_NORM;
 constexpr bool NORM_BOTH = NORM_Q && NORM_K;
-constexpr bool WEIGHS_HEADS = ACROSS_HEADS || GIVEN_MEANS;                  // each head has its own weights
+constexpr bool WEIGHS_HEADS = ACROSS_HEADS || GIVEN_MEANS || LATENT_NORM;   // each head has its own weights
 constexpr int WEIGHT_SETS = WEIGHS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
@@ -21,6 +21,7 @@ static_assert(!MIXED, "refused by the host");
 static_assert(!V_NORM || COPY_V, "refused by the host");
 static_assert(!GIVEN_MEANS || !(V_NORM || LAYER || TWO_STREAMS), "refused by the host");
 static_assert(!GIVEN_MEANS || NORM_BOTH, "refused by the host");
+static_assert(!LATENT_NORM || (CACHE && COPY_V && !LAYER), "refused by the host");
 static_assert(!ACROSS_HEADS || (TOKEN_LINEAR && !COPY_V && !HADAMARD && !DYNAMIC), "refused by the host");
 static_assert(!DYNAMIC || (CONVERTS && (!IN_PLACE || BLOCK_CACHE)), "refused by the host");
 static_assert(ROW_THREADS <= 32 || (ROW_THREADS % 32 == 0 && THREADS % ROW_THREADS == 0), "a row is whole warps");
@@ -128,6 +129,13 @@ __device__ __forceinline__ void ask_for_angles(const Params& p, const Place& pla
 
 // ---- the weights -------------------------------------------------------------------------------
 
+// The weights of a head's tensor. HAS: LATENT_NORM; a template, as in `factor_of`.
+template <bool HAS, typename Arguments>
+__device__ __forceinline__ const Weight* weights_of(const Arguments& p, const Head& head, int number) {
+    if constexpr (HAS) return static_cast<const Weight*>(p.v_weight);
+    return p.weight[number];
+}
+
 // The weights and biases of a lane's part of a head, in their stored type.
 struct Factors {
     Vec<Weight, WEIGHT_VEC> x[WEIGHTED ? ELEMENTS / WEIGHT_VEC : 1] = {};
@@ -136,10 +144,10 @@ struct Factors {
     __device__ __forceinline__ void load(
         const Params& p, const Head& head, bool second, int dim, bool rotary, bool with_bias = BIASED
     ) {
-        if (!WEIGHTED || head.is_v || (!NORM_BOTH && is_plain(head))) return;
+        if (!WEIGHTED || head.is_v != LATENT_NORM || (!NORM_BOTH && is_plain(head))) return;
         const int number = head.tensor + (second ? 2 : 0);
         dim += WEIGHS_HEADS ? head.index * HEAD_DIM : 0;
-        load_from(p.weight[number] + dim, x, rotary);
+        load_from(weights_of<LATENT_NORM>(p, head, number) + dim, x, rotary);
         if (with_bias) load_from(p.bias[number] + dim, bias, rotary);
     }
 

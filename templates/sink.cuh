@@ -55,7 +55,7 @@ struct Sink {
         const auto in_place = [&](int n, int dims) { store_x(const_cast<T*>(source[dims]), x[n], true); };
         if (IN_PLACE && (!CACHE || head.is_q)) {
             each(count, in_place);
-        } else if ((!CONVERTS && !CACHE) || (COPY_V && !CACHE && head.is_v)) {
+        } else if ((!CONVERTS && !CACHE) || (COPY_V && !CACHE && !CONVERT_V && head.is_v)) {
             const Lane<T> out = head.output<T>(p, place, dim);
             each(count, [&](int n, int dims) { store_x(out[dims], x[n], false); });
         } else if (head.is_q) {

@@ -239,8 +239,8 @@ __device__ __forceinline__ void store_block_scale(
     if constexpr (HAS) {
         if (!slot.valid) return;
         const Strides& stride = p.block_scale_stride[head.is_v];
-        fp8* scales = p.block_scale[head.is_v] + stride.batch.step(slot.place.batch) + stride.group.step(head.index)
-            + stride.dim.step(GROUPED ? dim / (GROUPED ? GROUP : 1) : 0);
+        ScaleOut* scales = static_cast<ScaleOut*>(p.block_scale[head.is_v]) + stride.batch.step(slot.place.batch)
+            + stride.group.step(head.index) + stride.dim.step(GROUPED ? dim / (GROUPED ? GROUP : 1) : 0);
         const auto put = [&](int row, float x) {
             from_float(x, scales[stride.token.step(row / 4) + stride.head.step(row % 4)]);
         };

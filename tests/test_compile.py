@@ -72,6 +72,8 @@ LARGEST = [
                interleaved_out=False, table="freqs", positions=[None, PACKED], backward=True)
       for heads in ([128, 128], [16, 16])),
     specs_of(function="prepare_mla_qkv", heads=[40, 40], head_dim=96, rotary_dim=32, v_dim=64, backward=True),
+    specs_of(function="prepare_mla_qkv", heads=[40, 40], head_dim=96, rotary_dim=32, table="freqs", width="full",
+             unrotated=5, backward=True),
     # For serving.
     specs_of(heads=40, positions={"position_ids": "int32", "mrope_section": [16, 24, 24]}, inplace=True),
     specs_of(heads=40, positions={"position_ids": IDS, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
@@ -80,6 +82,9 @@ LARGEST = [
     specs_of(heads=72, positions=IDS, backward=True),
     specs_of(heads=24, positions=IDS, table="freqs"),
     specs_of(function="prepare_qkv", heads=[32, 8], positions=IDS, quantize={"q_scale": 1.0, "k_scale": 1.0}),
+    specs_of(function="prepare_qkv", heads=[32, 8], positions=IDS, quantize=dict.fromkeys(
+        ("q_scale", "k_scale", "v_scale"), 1.0), rounding="dtype", table_dtype="bf16", width="full"),
+    specs_of(function="prepare_packed_qkv", heads=[28, 4], order="qkv", bias=True, positions=IDS, cache=FP8_CACHE),
     specs_of(function="prepare_qkv", heads=[32, 8], positions=IDS, quantize={"q_scale": 1.0},
          cache={**FP8_CACHE, "page_size": 16, "rotate_k": True}),
     specs_of(heads=16, head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True, interleaved_out=False,
@@ -134,7 +139,14 @@ LARGEST += [
     prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}, norm={
         "k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k",
     }),
+    prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}, norm={
+        "k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k",
+    }, cache={"k_cache": "fp8", "k_block_scale": "fp32", "group": 128, "slot_mapping": "int64"}),
     prepared(heads=[32, 8], norm={"k_weight": "bf16", "of": "k"}, backward=True),
+    prepared(heads=[128, 1], head_dim=64, positions=IDS, norm={"v_weight": "bf16", "of": "v", "rounding": "once"},
+             cache={"k_cache": "bf16", "v_cache": "bf16", "slot_mapping": "int64"}),
+    prepared(function="prepare_packed_qkv", heads=[32, 8], norm=TWICE, positions=IDS, bias=True, cache=FP8_CACHE,
+             quantize={"dtype": "fp8"}),
     prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "hadamard": True}),
     prepared(heads=[32, 8], norm=TWICE, quantize={"dtype": "fp8_e5m2", "group": 32}),
     prepared(heads=[32, 1], head_dim=192, rotary_dim=64, rotary_offset=128, interleaved=True,

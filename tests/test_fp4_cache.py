@@ -238,19 +238,29 @@ def test_refusals() -> None:
     for _, stranger in STRANGERS:
         refused("v_block_scale", v_block_scale=stranger)
     scale = torch.zeros(PAGES, ROWS, 2, 4)
-    refused(r"k_block_scale is \(5, 8, 2, 4\) torch.float32 on cpu; it must be \(5, 8, 2, 4\) or \(5, 2, 4, 2, 4\)",
-            k_block_scale=scale)  # fmt: skip
-    refused(r"v_block_scale is \(5, 8, 2, 3\) .*; it must be", v_block_scale=scale.to(FP8)[..., :3])
+    refused(
+        r"k_block_scale is \(5, 8, 2, 4\) torch.float32 but v_block_scale is .*; they must match", k_block_scale=scale
+    )
+    refused(
+        r"v_block_scale has shape \(5, 8, 2, 3\); with D=64 it must be \(5, 8, 2, G\) or",
+        v_block_scale=scale.to(FP8)[..., :3],
+    )
     refused("v_block_scale has strides .*; its elements overlap in memory", v_block_scale=scale.to(FP8)[:1].expand(
         PAGES, ROWS, 2, 4))  # fmt: skip
     refused(
         "k_cache is torch.bfloat16; with block scales it must be", k_cache=torch.zeros(PAGES, ROWS, 2, 32).bfloat16()
     )
-    refused("k_cache has shape .*must be .slots, H, D / 2.", k_cache=torch.zeros(PAGES, ROWS, 2, 64).to(FP8))
-    refused("k_block_scale goes with heads of a multiple of 16 elements; k has D=40", d=40,
+    refused(
+        "k_cache has shape .*must be .slots, H, D / 2.",
+        k_cache=torch.zeros(PAGES, ROWS, 2, 64).to(torch.uint8).view(FP4),
+    )
+    refused("only fp4 has scales in torch.float8_e4m3fn", k_cache=torch.zeros(PAGES, ROWS, 2, 64).to(FP8))
+    refused("k_block_scale has shape .*; with D=40 it must be .*, where G is 1 for groups of 40", d=40,
             k_cache=torch.zeros(PAGES, ROWS, 2, 20, dtype=torch.uint8).view(FP4))  # fmt: skip
     refused("k_scale is .*; it must be fp32 on q's device", k_scale=torch.ones(3))
-    refused("k_block_scale does not go with dynamic scales with cache", quantize=DynamicQuantize())
+    refused(
+        "quantize makes q fp8 .*, but k_cache and k_block_scale are fp4 .*; they must match", quantize=DynamicQuantize()
+    )
     refused("k_cache has strides .*; the last must be 1", k_cache=torch.zeros(PAGES, ROWS, 32, 2).to(FP8).view(
         torch.uint8).view(FP4).mT)  # fmt: skip
     refused("fp4 needs aligned pairs", q=q.mT.contiguous().mT)

@@ -151,7 +151,9 @@ def problems(draw: Any) -> RopeProblem:
     interleaved, paged = draw(FLAG), kind == "cache" and draw(FLAG)
     mixed = kind in ("plain", "packed", "ids", "latent") and not normed and pick(True, False, False)
     in_place = draw(FLAG) and not mixed and kind not in ("streams", "gradient", "qkv", "latent")
-    values = kind in ("cache", "streams", "qkv", "latent")
+    fp8 = pick(True, False, False) and not in_place and kind in ("plain", "cache", "norm")
+    convert_v = fp8 and not mixed and kind in ("plain", "norm") and draw(FLAG)
+    values = convert_v or kind in ("streams", "qkv", "latent") or (kind == "cache" and draw(FLAG))
     per_head = pick(True, False, False) and not angles and not values and not mixed and kind != "ids"
     heads_each = draw(COUNTS)
     q_per_group = some(st.integers(1, 8), kind == "qkv", 1)
@@ -163,13 +165,15 @@ def problems(draw: Any) -> RopeProblem:
     if kind == "ids" and pairs >= 3 and draw(FLAG):
         first, second = draw(st.integers(1, pairs - 2)), 1
         sections = (first, second, pairs - first - second)
-    fp8 = pick(True, False, False) and not in_place and kind in ("plain", "cache", "norm")
     fp8_form = pick("fp8", "fp8_e5m2")
     dynamic = fp8 and normed and not row_heads and draw(FLAG)
+    block_cache = dynamic and kind == "cache" and draw(FLAG)
     gradient = kind == "gradient"
     added_bias = (kind == "qkv" or gradient) and draw(FLAG)
     norm_kind = pick("no_norm", *NORM_KINDS) if normed else ""
-    given_means = kind in ("norm", "cache") and norm_kind == "rms_norm" and draw(FLAG)
+    norm_q, norm_k = (draw(FLAG) or not normed for _ in "qk")
+    latent_norm = kind == "cache" and values and norm_kind == "rms_norm" and not (norm_q or norm_k)
+    given_means = not latent_norm and kind in ("norm", "cache") and norm_kind == "rms_norm" and draw(FLAG)
     prefixed = draw(FLAG) and not mixed and kind not in ("ids", "cache", "streams", "latent")
     weight = pick(None, *DTYPES) if normed else None
     weight_vec = pick(*(n for n in (1, 2, 4, 8) if n <= 16 // ITEM_SIZES[weight])) if weight else 1
@@ -198,16 +202,17 @@ def problems(draw: Any) -> RopeProblem:
         hadamard=pick("", "head") if fp8 and normed and not row_heads and head_dim in (64, 128, 256) else "",
         dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
         scale_out=pick(*SCALE_DTYPES) if dynamic else "fp32", per_row=dynamic and draw(FLAG),
-        swizzled=dynamic and draw(FLAG), block_cache=dynamic and kind == "cache" and draw(FLAG),
+        swizzled=dynamic and draw(FLAG), block_cache=block_cache, dynamic_q=dynamic and (not block_cache or draw(FLAG)),
         norm_kind=norm_kind, biased=weight is not None and draw(FLAG),
         norm_rounding=("none" if gradient else pick(*NORM_ROUNDINGS)) if normed else "", across_heads=bool(row_heads),
         row_heads=row_heads, given_means=given_means,
         zero_centered=normed and draw(FLAG), after_rope=normed and draw(FLAG),
-        norm_q=given_means or draw(FLAG), norm_k=given_means or draw(FLAG),
-        v_norm=normed and kind == "cache" and not given_means and draw(FLAG),
+        norm_q=given_means or norm_q, norm_k=given_means or norm_k, latent_norm=latent_norm,
+        v_norm=latent_norm or (normed and kind == "cache" and values and not given_means and draw(FLAG)),
         weight_dtype=weight, two_streams=kind == "streams",
         two_tables=kind == "streams" and draw(FLAG), gradient=gradient, q_per_group=q_per_group, copy_v=values,
-        v_per_k=1, kv_per_group=pick(1, 1, heads_each) if kind in ("plain", "norm", "gradient") else 1,
+        v_per_k=1, convert_v=convert_v,
+        kv_per_group=pick(1, 1, heads_each) if kind in ("plain", "norm", "gradient") else 1,
         v_dim=draw(st.integers(1, 256)) if kind == "latent" else 0,
         batch_inner=kind != "packed" and draw(FLAG), wide=draw(FLAG), batch=draw(st.integers(1, 4)), tokens=tokens,
         heads=heads, q_heads=q_heads if not row_heads else row_heads[0],

@@ -252,9 +252,7 @@ def test_refusals_name_the_argument(name: str) -> None:
     assert str(error.value).startswith("prepare_mla_qkv: ")
 
 
-@pytest.mark.parametrize(
-    "word", ["inverse", "inplace", "rotary_dim", "rotary_offset", "norm", "unrotated", "cu_seqlens"]
-)
+@pytest.mark.parametrize("word", ["inverse", "inplace", "rotary_dim", "rotary_offset", "norm", "cu_seqlens"])
 def test_other_words_are_refused(word: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{word}'"):
         jitrope.prepare_mla_qkv(Q, KV, K_PE, TABLE[0], TABLE[0], **{word: True})
@@ -278,3 +276,85 @@ def test_learned_tables() -> None:
         results.append(torch.autograd.grad(sum(x.square().sum() for x in out[:2]), (cos, *tensors)))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_given_tensors(case: LatentCase, device: str) -> None:
+    """The bits of fresh results, in tensors of other strides; the second call is a known one; None: a fresh tensor."""
+    tensors, words, _ = latent_call(case, device)
+    want = jitrope.prepare_mla_qkv(*tensors, **said(**words))
+    for given in ((0, 1, 2), (1,)):
+        for _ in range(2):
+            wide = [x.new_full((*x.shape[:-1], x.shape[-1] + 8), 7) for x in want]
+            out = [x[..., 8:].transpose(0, 1).contiguous().transpose(0, 1) if n == 0 else x[..., 8:]
+                   for n, x in enumerate(wide)]  # fmt: skip
+            got = jitrope.prepare_mla_qkv(
+                *tensors, out=[out[n] if n in given else None for n in range(3)], **said(**words)
+            )
+            assert all((x is y) == (n in given) for n, (x, y) in enumerate(zip(got, out)))
+            assert all(torch.equal(x, y) for x, y in zip(got, want))
+            assert all((x[..., :8] == 7).all() for x in wide)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_tensors_under_a_compiler(device: str) -> None:
+    tensors, words, _ = latent_call(LATENT_CASES[0], device)
+    want = jitrope.prepare_mla_qkv(*tensors, **said(**words))
+
+    def call_into(xs, v):
+        return jitrope.prepare_mla_qkv(*xs, out=(None, None, v), **said(**words))
+
+    v = torch.zeros_like(want[2])
+    got = torch.compile(call_into, fullgraph=True, backend="aot_eager")(tensors, v)
+    assert all(torch.equal(x, y) for x, y in zip((*got, v), (*want, want[2])))
+
+
+def test_refusals_of_given_tensors() -> None:
+    tensors, words, _ = latent_call(LATENT_CASES[0], "cpu")
+    q, k, v = jitrope.prepare_mla_qkv(*tensors, **said(**words))
+    for out, match in (
+        ((q, k), "out is .*; it must be a tuple of 3 tensors"),
+        ((q, k, v[..., 1:]), "out's v is .*; it must be"),
+        ((q.double(), k, v), "out's q is .* torch.float64"),
+        ((q, k[:1].expand_as(k), v), "out's k is|out's k has strides"),
+        ((q, k, 1), "v_out|out's v is 1"),
+        ((tensors[0], None, None), "out's q and q share memory"),
+        ((q, q, v), "out's"),
+        ((q.clone().requires_grad_(), k, v), "out's q|q_out requires a gradient"),
+    ):
+        with pytest.raises(jitrope.InvalidInput, match=match):
+            jitrope.prepare_mla_qkv(*tensors, out=out, **said(**words))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("launch", ["token_linear", "grid_2d"])
+@pytest.mark.parametrize(("first", "table"), [(2, "half"), (5, "full"), (2, "freqs"), (9, "half"), (3, "packed")])
+def test_first_tokens_are_not_rotated(first: int, table: str, launch: str, device: str) -> None:
+    """Values and gradients of the plain chain; the gradient of k_pe sums the heads of all tokens."""
+    jitrope.configure(launch=launch)
+    generator = torch.Generator().manual_seed(6)
+    lead = (14,) if table == "packed" else (2, 7)
+    tensors = [torch.randn(*lead, *shape, generator=generator).to(device) for shape in ((4, 48), (3, 56), (1, 16))]
+    o = Options(rotary_offset=32, rotary_dim=16)
+    angles = torch.rand(7, 16 if table == "full" else 8, generator=generator).to(device)
+    words = {"freqs": angles} if table == "freqs" else {"cos": angles.cos(), "sin": angles.sin()}
+    words |= {"unrotated": first, "interleaved": True, "q_scale": 0.5}
+    if table == "packed":
+        words["positions"] = jitrope.Packed(torch.tensor([0, 5, 5, 12], device=device))
+    of_heads = {**words, "rotary_offset": 32, "rotary_dim": 16}
+    results = []
+    for function in (lambda xs: jitrope.prepare_mla_qkv(*xs, **words), lambda xs: plain(xs, o, of_heads)):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = function(leaves)
+        seeded = torch.Generator().manual_seed(2)
+        weights = [torch.randn(y.shape, generator=seeded).to(y) for y in out]
+        results.append((*out, *torch.autograd.grad(out, leaves, weights)))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-6)
+
+
+def test_first_tokens_beside_another_pairing_are_refused() -> None:
+    words = {"interleaved": True, "interleaved_out": False, "unrotated": 1}
+    with pytest.raises(jitrope.InvalidInput, match="interleaved_out does not go with unrotated"):
+        jitrope.prepare_mla_qkv(Q, KV, K_PE, TABLE[0], TABLE[0], **words)

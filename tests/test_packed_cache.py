@@ -19,6 +19,7 @@ STAGES: dict[str, Any] = {
     "cache": {},
     "fp8 cache": {"quantize": Quantize(0.05)},
     "cache and dynamic scales": {"quantize": DynamicQuantize()},
+    "cache, transform and dynamic scales": {"quantize": DynamicQuantize(hadamard=True)},
     "fp8": {"quantize": Quantize(0.05, 0.05)},
     "dynamic scales": {"quantize": DynamicQuantize(torch.int8, hadamard=True)},
     "scales of heads": {"quantize": DynamicQuantize(per="head")},
@@ -120,11 +121,43 @@ def test_a_cache_has_the_bits_of_a_hosts_rounding(rounding: str, norm: str, devi
     assert all(torch.equal(x, y) for x, y in zip((got, caches[0]), want[:2]))
 
 
-@pytest.mark.parametrize("stage", ["fp8 cache", "cache and dynamic scales", "fp8", "dynamic scales"])
-def test_a_conversion_rounds_once(stage: str) -> None:
-    angles = tensors("cpu")[3]
-    with pytest.raises(InvalidInput, match=r"rounding(='dtype')? does not go with"):
-        results(stage, None, "cpu", {"cos": angles.cos(), "sin": angles.sin()}, rounding="dtype", layout="thd")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", list(STAGES)[1:])
+@pytest.mark.parametrize(
+    ("rounding", "norm"),
+    [("complex64", "none"), ("complex128", "norm"), *[("dtype", norm) for norm in NORMS], ("addcmul", "after")],
+)
+def test_a_conversion_has_the_bits_of_a_hosts_rounding(rounding: str, norm: str, stage: str, device: str) -> None:
+    """Against a second call, which converts what a first one has rotated: in fp32, with "dtype" in q's dtype."""
+    q, k, v, angles = (x.bfloat16() for x in tensors(device))
+    tables = angles.float().cos(), angles.float().sin()
+    wide = torch.bfloat16 if rounding == "dtype" else torch.float32
+    host: dict[str, Any] = {"layout": "thd", "interleaved": True, "rounding": rounding, "unrotated": 2}
+    host |= {} if norm == "none" else {"norm": NORMS[norm]}
+    quantize = STAGES[stage]["quantize"]
+    found: list[list[Tensor]] = []
+    for once in (True, False):
+        caches: dict[str, Any] = {}
+        scales = {"k_scale": 0.05, "v_scale": 0.05} if stage == "fp8 cache" else {}
+        if "cache" in stage:
+            caches = {f"{x}_cache": torch.zeros(T, 2, 64, device=device).to(FP8 if scales else wide) for x in "kv"}
+        own = {"cache": KVCache(**caches, slot_mapping=torch.arange(T, device=device), **scales)} if caches else {}
+        if once and caches and not scales:
+            caches["k_cache"], caches["v_cache"] = (x.bfloat16() for x in caches.values())
+            own = {"cache": KVCache(**caches, slot_mapping=torch.arange(T, device=device))}
+        if once:
+            got = jitrope.prepare_qkv(q, k, v, *tables, **host, **own, quantize=quantize)
+        else:
+            a, b, c = (x.to(wide) for x in (q, k, v))
+            a, b, c = jitrope.prepare_qkv(a, b, c, *tables, **host, out=(None, None, None))
+            if rounding == "dtype" and quantize.words.get("hadamard"):  # the transform rounds too
+                a, b, c = jitrope.prepare_qkv(a, b, c, layout="thd", hadamard=True)
+                quantize = DynamicQuantize(torch.int8 if stage == "dynamic scales" else FP8)
+            got = jitrope.prepare_qkv(a, b, c, layout="thd", **own, quantize=quantize)
+        parts = [x for y in got[:2] if y is not None for x in (y if isinstance(y, Scaled) else (y,))]
+        found.append([x.float().to(torch.bfloat16) for x in (*parts, *caches.values())])
+    for x, y in zip(*found):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -173,12 +173,13 @@ def test_ingredients_follow_every_field_and_file() -> None:
     changes |= {"table_step": 2, "v_dim": 64, "scales_q": True, "prefixed": True, "shifts": True}
     changes |= {"head_scales": True, "added_bias": True, "gated": True}
     changes |= {"page_table_dtype": "int64", "page_indptr": True, "cu_seqlens_q": True, "clear_page": True}
-    changes |= {"kv_per_group": 2, "v_per_k": 8}
+    changes |= {"kv_per_group": 2, "v_per_k": 8, "convert_v": True}
     norms_own = {
         "norm_rounding": "none",
         "norm_kind": "layer_norm",
         "hadamard": "rotary",
         "dynamic": True,
+        "dynamic_q": True,
         "group": 32,
         "scale_out": "e8m0",
         "swizzled": True,
@@ -200,6 +201,7 @@ def test_ingredients_follow_every_field_and_file() -> None:
         "gradient": True,
         "weight_vec": 2,
         "v_norm": True,
+        "latent_norm": True,
     }
     norms_own |= {"heads_per_thread": 4, "blocks_per_sm": 7, "ring": not NORM_SPEC.ring}
     assert changes.keys() | norms_own.keys() == SPEC.to_dict().keys() - {"kind"}

@@ -66,7 +66,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transform": "rest", "rotate": "none", "convert": CONVERTED}, "the rest has 0"),
     ({"transform": "rest", "part": "middle", "convert": CONVERTED}, "needs the rest in one piece"),
     ({"size": "80", "convert": ("groups", "mxfp8", "mxfp4", "tiles")}, "group is 32; it must divide D=80"),
-    ({"convert": "tiles", "out": "ulysses"}, "swizzled does not go with a group of heads for each rank"),
     (
         {"rotate": "none", "norm": "none", "convert": "none", "out": ("fresh", "inplace"),
          "more": ("none", "unrotated", "inverse")},
@@ -198,6 +197,7 @@ class Made:
         last = self.tokens - 2 * (case["convert"] not in DYNAMIC)  # a head of zeros has no scale of its own
         packed = (0, 4, last) if case["out"].endswith("pages") else (0, 4, 4, last)  # as many as in the page table
         self.ends = packed if case["rotate"] == "packed" else (0, self.tokens)
+        self.v_end = self.tokens  # of the tokens whose v is normalised
         shape = {"number": (), "tokens": (self.batch, self.tokens)}.get(case["more"])
         self.factor = None if shape is None else (self.noise(*shape).abs() + 0.5).requires_grad_(leaves)
 
@@ -261,7 +261,8 @@ class Made:
         o = {"norm_kind" if name == "kind" else name: x for name, x in NORM_WORDS.get(n, {}).items()}
         own = self.weights.get(f"{letter}_weight"), self.weights.get(f"{letter}_bias")
         if letter == "v":
-            return oracle.normed(x, None, None, o) if n == "v_norm" else x
+            y = oracle.normed(x, None, None, o) if n == "v_norm" else x
+            return torch.cat((y[:, : self.v_end], x[:, self.v_end :]), 1)
         before, skipped = x, SKIPPED if self.case["more"] == "unrotated" else 0
         normed, after = n != "none" and letter in o.get("of", "qk"), o.get("after_rope")
         if normed and not after:
@@ -327,13 +328,14 @@ def near_scaled(got: Scaled, want: Tensor, layout: str, form: dict[str, Any]) ->
     near_units(values, want / scale.repeat_interleave(want.shape[-1] // scale.shape[-1], -1))
 
 
-def joined(x: Tensor, case: Case) -> Tensor:
-    """Heads of all ranks, one after the other, if they are apart."""
+def joined(x: Tensor, case: Case, axis: int | None = None) -> Tensor:
+    """Heads of all ranks, one after the other, if they are apart. axis: of the heads, if it is not the layout's."""
     if case["out"] != "ulysses":
         return x
+    axis = case["layout"].index("h") if axis is None else axis
     if x.dtype == FP4:  # torch joins its bytes alone
-        return torch.cat([*x.view(torch.uint8)], case["layout"].index("h")).view(FP4)
-    return torch.cat([*x], case["layout"].index("h"))
+        return torch.cat([*x.view(torch.uint8)], axis).view(FP4)
+    return torch.cat([*x], axis)
 
 
 def check_heads(m: Made, got: Any, letter: str) -> None:
@@ -342,7 +344,8 @@ def check_heads(m: Made, got: Any, letter: str) -> None:
         assert got.dtype == m.dtype
         near(oracle.heads(joined(got, case), m.layout), want)
     elif isinstance(got, Scaled):
-        near_scaled(Scaled(*[joined(x, case) for x in got]), want, m.layout, form)
+        scale = joined(got.scale, case, 1 if form.get("swizzled") else None)
+        near_scaled(Scaled(joined(got.values, case), scale), want, m.layout, form)
     else:
         assert got.dtype == form["dtype"]
         values = oracle.heads(joined(got, case), m.layout)
@@ -488,6 +491,8 @@ def test_packed_qkv_is_the_same_chain(case: Case, biased: bool, device: str) -> 
         words["bias"] = m.noise(*qkv.shape[-2:]).to(m.dtype)
         like.fused[..., : HEADS + 4, :] += words["bias"].cpu()
     got = jitrope.prepare_packed_qkv(qkv, **words)
+    if got is qkv:  # tokens after the last sequence stay
+        like.v_end = like.ends[-1]
     for letter, x in zip("qkv", oracle.split(qkv, HEADS // 2, "qkv") if got is qkv else got):
         check_heads(like, x, letter)
 

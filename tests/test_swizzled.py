@@ -171,8 +171,26 @@ def test_prewarmed_in_words_are_the_kernels_of_a_call() -> None:
     assert all(spec.swizzled and "swizzled" in spec.name for spec in called)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
+@pytest.mark.parametrize("form", ["mxfp8", "mxfp4"])
+def test_each_rank_has_tiles_of_its_heads(form: str, layout: str, device: str) -> None:
+    """By `Ulysses` and in given tensors: the bytes of all heads, dealt out; the second call is a known one."""
+    q, k, cos, sin = inputs(device, *((1, 131) if layout == "thd" else (2, 131)), 4, 128)
+    q, k = (unheads(x.repeat(1, 1, 2, 1), layout).contiguous() for x in (q, k))
+    words: dict[str, Any] = {"layout": layout, "quantize": quantized(**FORMS[form])}
+    want = jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2]
+    axis = layout.index("h")
+    for given in (False, True, True):
+        values = [torch.stack(x.values.view(torch.uint8).chunk(4, axis)) for x in want]
+        out = (*[torch.zeros_like(x).view(FORMS[form].get("dtype", FP8)) for x in values], None)
+        got = jitrope.prepare_qkv(q, k, None, cos, sin, **words, out=out if given else Ulysses(4))
+        for x, y, each in zip(got, want, values):
+            assert torch.equal(x.values.view(torch.uint8), each)
+            assert torch.equal(x.scale.view(torch.uint8), torch.stack(y.scale.view(torch.uint8).chunk(4, 1)))
+
+
 def test_refusals() -> None:
-    q, k, cos, sin = inputs("cpu", 1, 4, 4, 64)
     mx = FORMS["mxfp8"]
     needs = "DynamicQuantize: swizzled needs scales of one byte; pass group and scale_dtype too"
     for words, message in (
@@ -186,8 +204,4 @@ def test_refusals() -> None:
     ):
         with pytest.raises(InvalidInput, match=message):
             quantized(**words)
-    ranks = torch.empty(2, 1, 4, 2, 64, dtype=FP8)
-    for out in (Ulysses(2), (ranks, None, None)):
-        with pytest.raises(InvalidInput, match="swizzled does not go with a group of heads for each rank"):
-            jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantized(**mx), out=out)
     assert repr(quantized(**mx)).endswith("swizzled=True)")

@@ -57,6 +57,7 @@ class LatentWords(TypedDict, total=False):
     freqs: Tensor | None
     freqs_cis: Tensor | None
     mscale: float
+    unrotated: int
     layout: str
     check: bool
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
+from ..base.errors import InvalidInput
 from ..base.signature import with_words
 from ..ops.dispatch import call
-from ..ops.gather import add, forget_positions, gather
-from ..ops.latent import ROPE_LATENT
+from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
+from ..ops.kv_cache import KVCache
+from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
+from ..ops.operations import PACKED_INTO
 from ..ops.packed_norm import QKV_NORM, QKV_NORM_BIAS
 from ..ops.projections import ROPE_QKV, ROPE_QKV_BIAS
-from ..ops.values import Norm, Positions
+from ..ops.quantize import DynamicQuantize, Quantize
+from ..ops.values import Norm, Positions, Ulysses
+from ..ops.words import parts
+from ..plan.options import Options
+from ..plan.views import packed_part
 from .keywords import DEFAULTS, LatentWords, PackedWords
 
 if TYPE_CHECKING:
@@ -73,6 +81,26 @@ def prepare_packed_qkv(
 ) -> Tensor: ...
 
 
+@overload
+def prepare_packed_qkv(
+    qkv: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | Positions | None = None,
+    norm: Norm | None = None,
+    q_per_group: int = 1,
+    order: str = "grouped",
+    copy_v: bool = True,
+    bias: Tensor | None = None,
+    cache: KVCache | None = None,
+    quantize: Quantize | DynamicQuantize | None = None,
+    hadamard: bool | str = False,
+    out: Sequence[Tensor | None] | None = None,
+    **words: Unpack[PackedWords],
+) -> tuple[Any, ...]: ...
+
+
 @with_words(PackedWords, DEFAULTS)
 def prepare_packed_qkv(
     qkv: Tensor,
@@ -85,6 +113,10 @@ def prepare_packed_qkv(
     order: str = "grouped",
     copy_v: bool = True,
     bias: Tensor | None = None,
+    cache: KVCache | None = None,
+    quantize: Quantize | DynamicQuantize | None = None,
+    hadamard: bool | str = False,
+    out: Sequence[Tensor | None] | None = None,
     inplace: bool = False,
     **words: Unpack[PackedWords],
 ) -> tuple[Tensor, ...] | Tensor:
@@ -113,6 +145,9 @@ def prepare_packed_qkv(
             dtype. The results are those of qkv + bias, rounded to the dtype, in the same launch; with a norm to the bit
             only if the bias is contiguous. v and the gate are written too, and in place all of qkv is. Its gradient is
             the sum of qkv's over the tokens, by torch.
+        cache, quantize, hadamard, out: as in `prepare_qkv`, in the same launch and also with a bias; then there is no
+            gradient. They cannot be combined with inplace, inverse, `Ulysses`, rotate_k, per="head" and, with a bias,
+            "qkv_gated".
         inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
             unless it is normalised or gets a bias.
         The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
@@ -122,12 +157,15 @@ def prepare_packed_qkv(
         q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
         sequence q and k are zero, and v is as elsewhere. With a gate it is the fourth result, a view of qkv with q's
         shape, not rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In
-        place: qkv.
+        place: qkv. With quantize q and k are as in `prepare_qkv`; with a cache k and v are None.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.
     """
     tensors: Any = {"qkv": qkv, "cos": cos, "sin": sin}
+    if cache is not None or quantize is not None or hadamard is not False or out is not None:
+        packed, stages = (q_per_group, order, copy_v, bias), (norm, cache, quantize, hadamard)
+        return _staged(tensors, words, positions, inplace, packed, stages, out)
     asked, op = gather(ROPE_QKV, tensors, words, _WORDS, positions, inplace), ROPE_QKV
     if norm is not None:
         op = QKV_NORM
@@ -136,15 +174,43 @@ def prepare_packed_qkv(
         op, tensors["bias"] = ROPE_QKV_BIAS if norm is None else QKV_NORM_BIAS, bias
     if cos is None:
         forget_positions(tensors, asked)
+    _say_order(asked, q_per_group, order, copy_v)
+    made = call(op, tensors, asked)
+    if "qkv" in made:
+        return qkv
+    return (made["q"], made["k"], made["v"], made["gate"]) if "gate" in made else (made["q"], made["k"], made["v"])
+
+
+def _say_order(asked: dict[str, Any], q_per_group: Any, order: Any, copy_v: Any) -> None:
+    """Add the words that say where q, k and v are in a packed tensor."""
     asked["q_per_group"] = q_per_group
     if type(order) is not str or order != "grouped":
         asked["order"] = order
     if copy_v is not True:
         asked["copy_v"] = copy_v
-    out = call(op, tensors, asked)
-    if "qkv" in out:
-        return qkv
-    return (out["q"], out["k"], out["v"], out["gate"]) if "gate" in out else (out["q"], out["k"], out["v"])
+
+
+def _staged(
+    tensors: Any, words: Any, positions: Any, inplace: bool, packed: tuple[Any, ...], stages: tuple[Any, ...], out: Any
+) -> tuple[Any, ...]:
+    """The results of a call with stages of `prepare_qkv`. packed: q_per_group, order, copy_v and bias."""
+    name, (norm, cache, quantize, hadamard) = "prepare_packed_qkv", stages
+    separate, own = chosen(name, norm, cache, quantize, hadamard)
+    op, qkv, bias = PACKED_INTO[separate.name], tensors["qkv"], packed[3]
+    if quantize is not None and quantize.per != "token":
+        raise InvalidInput(f"{name}: per={quantize.per!r} does not go with packed QKV; split it, and use prepare_qkv")
+    if isinstance(out, Ulysses):
+        raise InvalidInput(f"{name}: Ulysses does not go with packed QKV; split it, and use prepare_qkv")
+    asked = gather(op, tensors, words, _WORDS, positions, inplace)
+    if bias is not None:
+        tensors["bias"] = bias
+    staged(op, tensors, asked, qkv, norm, cache, quantize)
+    asked.update(own)
+    _say_order(asked, *packed[:3])
+    found = call_packed_into(op, tensors, asked, out, quantize is not None)
+    if asked.get("order") == "qkv_gated":
+        return (*found, packed_part(qkv, "gate", Options(q_per_group=asked["q_per_group"], order="qkv_gated")))
+    return found
 
 
 @with_words(LatentWords, DEFAULTS)
@@ -156,6 +222,7 @@ def prepare_mla_qkv(
     sin: Tensor | None = None,
     *,
     positions: Tensor | Positions | None = None,
+    out: Sequence[Tensor | None] | None = None,
     **words: Unpack[LatentWords],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Prepare q, k and v of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) in one launch.
@@ -175,10 +242,13 @@ def prepare_mla_qkv(
             place use `apply_rope` with rotary_offset = D - R.
         kv: (B, S, Hk, D - R + Dv), the output of the up-projection: the first D - R elements of k, then Dv of v.
         k_pe: (B, S, 1, R); R is even and at most D.
+        out: (q_out, k_out, v_out), tensors to write and return, with the shapes of the results and any strides, such as
+            heads first for attention; None: a fresh tensor. With out there is no gradient.
         interleaved, interleaved_out: DeepSeek's checkpoints have interleaved pairs; their reference code, and
             `fused_apply_mla_rope_for_q` and `fused_apply_mla_rope_for_kv` of Megatron-core, rotate them into halves.
         The other arguments are those of `apply_rope`. q_scale multiplies whole heads of q (the softmax's scale, with
-            DeepSeek's YaRN). Tables for each head are refused. Without a table nothing is rotated (Kimi Linear).
+            DeepSeek's YaRN). unrotated goes with one pairing. Tables for each head are refused. Without a table nothing
+            is rotated (Kimi Linear).
 
     Returns:
         q like the input, k (B, S, Hk, D) and v (B, S, Hk, Dv), contiguous. For tokens after the last sequence q and k
@@ -194,5 +264,13 @@ def prepare_mla_qkv(
     if tensors_given and q.dim() and kv.dim() and k_pe.dim():  # elsewhere the check refuses them
         asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]
         asked["v_dim"] = kv.shape[-1] - first
-    out = call(ROPE_LATENT, tensors, asked)
-    return out["q"], out["k"], out["v"]
+    if out is None:
+        made = call(ROPE_LATENT, tensors, asked)
+        return made["q"], made["k"], made["v"]
+    items = parts("prepare_mla_qkv", "out", out, 3)
+    if asked.get("v_dim", 0) > 0:  # elsewhere the check refuses them
+        fresh = ROPE_LATENT.fresh(tensors, Options(v_dim=asked["v_dim"]), 0)
+        items = tuple([fresh[letter] if x is None else x for letter, x in zip("qkv", items)])
+    tensors.update({f"{letter}_out": x for letter, x in zip("qkv", items) if x is not None})
+    call(ROPE_LATENT_INTO, tensors, asked)
+    return items  # type: ignore[return-value]

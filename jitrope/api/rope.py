@@ -11,11 +11,24 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..base.signature import with_words
 from ..ops.dispatch import call
-from ..ops.gather import add, call_into, chosen, forget_positions, gather, placed, result, with_scales, with_v
+from ..ops.gather import (
+    add,
+    call_into,
+    chosen,
+    forget_positions,
+    gather,
+    placed,
+    result,
+    staged,
+    with_scales,
+    with_v,
+    with_v_out,
+)
 from ..ops.joint import QK_NORM_ROPE_JOINT
+from ..ops.kv_cache import KVCache
 from ..ops.operations import ROPE
 from ..ops.quantize import DynamicQuantize, Quantize, Scaled
-from ..ops.values import KVCache, Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
+from ..ops.values import Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
 from ..ops.words import parts, refuse_table_as_v, second_tables
 from ..plan.options import NO_NORM
 from .keywords import DEFAULTS, JointWords, RopeWords
@@ -81,7 +94,8 @@ def apply_rope(
             device. "fp32": each is rounded to fp32, as for real tensors (FLUX, Wan). "complex64" and "complex128": as
             in torch's complex multiply (Qwen-Image; Lumina2, with fp64 tables). "dtype": the tables, each product and
             the sum are rounded to q's dtype (rotate-half in the model's dtype, as in transformers). "addcmul": fp32,
-            with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end.
+            with the second product in `addcmul` (LTX-2). All except "dtype" round to q's dtype once, at the end, and
+            transforms and conversions read them in fp32; with "dtype" they read heads in q's dtype.
         q_scale: a factor of q alone, in fp32: a number, such as that of the softmax, or a tensor of one for each token,
             (S) or (B, S), with "thd" (T) (the temperature of Llama 4). It is the last step before the only rounding;
             with "dtype" q is also rounded before it, as where a model scales the rotated tensor.
@@ -178,64 +192,51 @@ def prepare_qkv(
 
     Args:
         q, k: as in `apply_rope`; without a cache k may be None.
-        v: with a cache (B, S, Hk, D) in the default layout, or with a multiple of Hk, stored unchanged; otherwise
-            returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch if it is like k (`Norm`).
+        v: with a cache (B, S, Hk, D) in the default layout, or with a multiple of Hk, stored unchanged, or None for a
+            cache of k alone; otherwise returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch
+            if it is like k (`Norm`).
         cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
             then q and k are not rotated, and positions and rotary_dim have no effect (layers without rope, "NoPE").
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache,
             `DynamicQuantize` and hadamard only with mean_squares.
-        cache: store the rotated k, and v, in a KV cache.
-        quantize: return q, and k if there is no cache, in fp8 with your scales (`Quantize`), or in fp8, int8 or fp4
-            with computed scales, as `Scaled` (`DynamicQuantize`; with its per="head" or "kv_head" in two launches).
+        cache: store the rotated k, and v if it is given, in a KV cache, also in fp8, int8 or fp4 with computed scales.
+        quantize: return q, and k and v if there is no cache, in fp8 with your scales (`Quantize`), or q and k in fp8,
+            int8 or fp4 with computed scales, as `Scaled` (`DynamicQuantize`; with its per="head" or "kv_head" in two
+            launches).
         hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's
             indexer in training): True, "rotary" or "rest", as in `Quantize`. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
-            except v_out. v is copied to v_out, in the same launch if k and v have one shape and dtype, outside of
-            across_heads without mean_squares, interleaved_out and tables for each head. With a cache only q_out can be
-            given.
+            v_out only with a v_scale. v is copied to v_out, in the same launch if k and v have one shape and dtype,
+            outside of across_heads without mean_squares, interleaved_out and tables for each head. With a cache only
+            q_out can be given.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with interleaved_out
-        and `Shifts`, a norm with inverse, a cache with inverse, quantize with inplace, and conversions with rounding.
+        and `Shifts`, a norm with inverse, a cache with inverse, and quantize with inplace.
         With a cache and `Packed`, `Pages` must describe as many sequences, and tokens after the last one are stored
         where a slot says so: as zeros, and in place not at all.
 
     Returns:
-        (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised without a
-        cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input.
+        (q, k, v) with the shapes, dtype and (if dense) strides of the inputs. v is the input, or, normalised or
+        converted without a cache, a fresh tensor. With a cache k is None, or with rotate_k the rotated input.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`. Nothing was written.
     """
     dynamic = isinstance(quantize, DynamicQuantize)
-    if not dynamic and quantize is not None and not isinstance(quantize, Quantize):
-        refuse("prepare_qkv", "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
-    op, own = chosen(norm, cache, quantize, hadamard)
+    op, own = chosen("prepare_qkv", norm, cache, quantize, hadamard)
     tensors: Any = {"q": q, "k": k} if cache is None else {"q": q, "k": k, "v": v}
     tensors.update(cos=cos, sin=sin)
     if sin is None and cos is not None:
         refuse_table_as_v(v, cos)
     found: Any = {}
     asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
-    if norm is not None:
-        add("prepare_qkv", "norm", norm, Norm, tensors, asked)
-        forget_positions(tensors, asked)
-        if asked["norm"].v_norm and cache is None:
-            op, v = with_v(op, tensors, asked, v)
-    else:
-        if op.norm:
-            asked["norm"] = NO_NORM
-        if cos is None:
-            forget_positions(tensors, asked)
-    if cache is not None:
-        add("prepare_qkv", "cache", cache, KVCache, tensors, asked)
+    staged(op, tensors, asked, q, norm, cache, quantize)
     asked.update(own)
-    if quantize is not None:
-        scales = quantize.on(q) if quantize.given else {}
-        if cache is not None and "k_scale" in scales:
-            label, instead = ("k_global_scale", "leave it out") if dynamic else ("k_scale", "give it to KVCache")
-            raise InvalidInput(f"prepare_qkv: quantize has a {label}, but k goes to the cache; {instead}")
-        tensors.update(scales)
-        if quantize.per != "token":
-            found = with_scales(tensors, asked, quantize.per)
+    if "v_scale" in tensors and cache is None:
+        with_v_out("prepare_qkv", asked, v)
+    if norm is not None and cache is None and asked["norm"].v_norm:
+        op, v = with_v(op, tensors, asked, v)
+    if quantize is not None and quantize.per != "token":
+        found = with_scales(tensors, asked, quantize.per)
     if "out" in asked:
         out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
     else:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
+from ..ops.kv_cache import KVCache
 from ..ops.pages import Pages
 from ..ops.quantize import DynamicQuantize, Quantize
-from ..ops.values import KVCache, Mrope, Norm, Packed
+from ..ops.values import Mrope, Norm, Packed
 from ..plan.problem import constant
 from ..plan.views import FP8
 from ._serving import frequencies, packed, prepare, unit

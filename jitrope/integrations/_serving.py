@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
+from ..ops.kv_cache import KVCache
 from ..ops.quantize import DynamicQuantize
-from ..ops.values import KVCache, Norm
+from ..ops.values import Norm
 from ..plan.problem import constant
 from ..plan.views import E8M0, FP8
 

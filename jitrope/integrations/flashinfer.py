@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import InvalidInput
+from ..ops.kv_cache import KVCache
 from ..ops.quantize import Quantize
-from ..ops.values import KVCache
 from ..plan.views import FORMATS, FP8
 from . import _host, vllm
 from ._flashinfer_norms import (

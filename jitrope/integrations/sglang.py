@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..api import apply_rope
 from ..base.errors import InvalidInput
-from ..ops.values import KVCache, Mrope, Norm
+from ..ops.kv_cache import KVCache
+from ..ops.values import Mrope, Norm
 from ..plan.views import FP8S
 from . import _host, vllm
 from ._serving import heads, indexer_q, prepare

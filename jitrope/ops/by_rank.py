@@ -9,7 +9,7 @@ from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import FORMATS, Tensors, by_rank, joined
 from .fit import check_ranks, failing
 from .formats import empty_scale
-from .into import Into, copy_heads
+from .into import Into, copy_heads, layout_of
 from .operation import Call, Operation, turned_back
 
 
@@ -70,7 +70,7 @@ class ByRank(Into):
         made = {name: results[name] for name in self.made(tensors, options)}
         if tensors["q"].dim() > len(layout):
             return made
-        return {name: by_rank(x, layout, ranks).contiguous() for name, x in made.items()}
+        return {name: by_rank(x, layout_of(name, options), ranks).contiguous() for name, x in made.items()}
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         return Operation.on_cpu(self, tensors, options)

@@ -11,7 +11,17 @@ from torch.autograd import forward_ad
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
-from ..plan.views import BLOCK_SCALES, FP8S, PER_ITEM, TABLE_NAMES, Tensors, by_rank, packed_part, sums_heads
+from ..plan.views import (
+    BLOCK_SCALES,
+    FP8,
+    FP8S,
+    PER_ITEM,
+    TABLE_NAMES,
+    Tensors,
+    by_rank,
+    packed_part,
+    sums_heads,
+)
 from .fit import (
     USERS_NAMES,
     Fail,
@@ -33,9 +43,10 @@ from .fit import (
     require_no_overlap,
     sizes_of,
 )
-from .pages import check_caches, check_pages, check_slots
+from .kv_cache import check_caches, check_one_format
+from .pages import check_pages, check_slots
 
-WEIGHTS = ("q_weight", "k_weight", "q_bias", "k_bias")
+WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
 """The tensors that get a gradient from plain torch, which needs q and k."""
 MAX_HADAMARD = 256
@@ -156,34 +167,37 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     check(name, tensors, options)
     q = tensors["q"]
-    _refuse_gradients(fail, tensors, "q", "k")
+    refuse_gradients(fail, tensors, "q", "k")
     check_scale("q_scale", tensors.get("q_scale"), q, True, options, fail)
     check_scale("k_scale", tensors.get("k_scale"), tensors.get("k", q), "k" in tensors, options, fail)
+    check_scale("v_scale", tensors.get("v_scale"), tensors.get("v", q), "v_out" in tensors, options, fail, False)
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call that stores k and v in caches."""
     fail = failing(name)
-    q, k, v, cos = (tensors[label] for label in ("q", "k", "v", "cos"))
-    caches = {label: tensors[label] for label in ("k_cache", "v_cache")}
+    q, k, cos = (tensors[label] for label in ("q", "k", "cos"))
+    kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
+    if ("v" in kv) != ("v_cache" in tensors):
+        refuse(name, "v", kv.get("v"), "a tensor" if "v_cache" in tensors else "None, because the cache has no v_cache")
+    caches: Tensors = {label: tensors[label] for label in ("k_cache", "v_cache") if label in tensors}
     read_only = changed(options, inplace=False)
     check(name, tensors, read_only)
-    check_heads(k, v, read_only, fail, "k", "v")
+    check_heads(k, kv.get("v"), read_only, fail, "k", "v")
     if options.inplace:
         require_no_overlap("q", q, fail)
-    _refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
+    refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
     if cos.dim() == 4 and cos.shape[2] != 1:
         fail("tables for each head do not go with a cache")
-    heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, v))
+    heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
-        had = f"k is {named(k, options.layout)} but v is {named(v, options.layout)}"
+        had = f"k is {named(k, options.layout)} but v is {named(kv['v'], options.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
     if options.rotate_k:
         require_no_overlap("k", k, fail)
-    check_caches((k, v), caches, tensors, options, fail)
-    if options.rounding == "dtype" and (caches["k_cache"].dtype != k.dtype or "q_scale" in tensors):
-        fail("rounding='dtype' does not go with a conversion, which rounds once from fp32; leave rounding out")
-    written, read = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}, {"v": v}
+    check_caches(kv, tensors, options, fail)
+    written: Tensors = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}
+    read: Tensors = {label: x for label, x in kv.items() if label == "v"}
     (written if options.inplace else read)["q"] = q
     (written if options.rotate_k else read)["k"] = k
     require_apart(name, written, read)
@@ -192,9 +206,11 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     own = "q_global_scale" if options.scale_out == "fp8" else "q_scale"
     check_scale(own, tensors.get("q_scale"), q, "q_scale" in tensors, options, fail)
-    for x, label in ((k, "k_scale"), (v, "v_scale")):
-        scaled = tensors["k_cache"].dtype in FP8S or (BLOCK_SCALES[0] in tensors and label in tensors)
-        check_scale(label, tensors.get(label), x, scaled, options, fail)
+    blocks = tensors.get(BLOCK_SCALES[0])
+    for label, x in kv.items():
+        scale = tensors.get(f"{label}_scale")
+        scaled = tensors["k_cache"].dtype in FP8S if blocks is None else scale is not None and blocks.dtype == FP8
+        check_scale(f"{label}_scale", scale, x, scaled, options, fail)
 
 
 def check_norm(name: str, tensors: Tensors, options: Options) -> None:
@@ -215,7 +231,7 @@ def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
     check_fp8(name, tensors, options)
     _check_norm(fail, tensors, options)
     _check_whole_head(fail, tensors, options)
-    _refuse_gradients(fail, tensors, *WEIGHTS)
+    refuse_gradients(fail, tensors, *WEIGHTS)
 
 
 def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
@@ -228,7 +244,7 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
         x = tensors.get(own, tensors["q"])
         check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
     _check_whole_head(fail, tensors, options)
-    _refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
+    refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
 
 
 def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
@@ -237,7 +253,7 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
         fail("inverse does not go with norm")
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
-    if options.out_dtype == "fp4" or BLOCK_SCALES[0] in tensors:
+    if options.out_dtype == "fp4" or PER_ITEM.get(tensors.get("k_cache", tensors["q"]).dtype, 1) > 1:
         check_pairs(tensors, options, fail)
     if options.hadamard == "rest" and first > 0 and last < dim:
         fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")
@@ -258,7 +274,13 @@ def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     check_kv_cache(name, tensors, options)
     _check_norm(fail, tensors, options)
     _check_whole_head(fail, tensors, options)
-    _refuse_gradients(fail, tensors, *WEIGHTS)
+    refuse_gradients(fail, tensors, *WEIGHTS)
+
+
+def check_cache_scaled(name: str, tensors: Tensors, options: Options) -> None:
+    """The check of a call with a cache and dynamic scales of q."""
+    check_norm_kv_cache(name, tensors, options)
+    check_one_format(tensors, options, failing(name))
 
 
 def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
@@ -267,6 +289,10 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
     check_means(tensors, options.layout, fail)
     if norm.of == "k" and "k" not in tensors:
         fail("the norm has of='k', but k is not given")
+    if norm.v_norm and "k_cache" in tensors and "v" not in tensors:
+        fail("the norm has v_norm, but v is not given")
+    if norm.of == "v" and "v_cache" not in tensors:
+        fail("the norm has of='v', which goes with a cache of v")
     weights = {label: tensors[label] for label in WEIGHTS if label in tensors}
     for label, weight in weights.items():
         owner, _, kind = label.partition("_")
@@ -276,10 +302,10 @@ def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
             fail(f"{label} goes with kind='layer_norm'")
         x = tensors[owner]
         _, _, heads, size = sizes_of(x, options.layout)
-        size, letters = (heads * size, "H D") if norm.across_heads else (size, "D")
+        size, letters = (heads * size, "H D") if norm.across_heads or owner == "v" else (size, "D")
         if weight.dim() != 1 or weight.shape[0] != size:
             had = f"{owner} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
-            or_else = "" if norm.across_heads or options.q_per_group else ", or H D with across_heads"
+            or_else = "" if letters == "H D" or options.q_per_group else ", or H D with across_heads"
             fail(f"{had}; it must be ({letters}), {size} numbers{or_else}")
         if not is_float(weight):
             fail(f"{label} is {weight.dtype}; allowed are fp32, fp16 and bf16")
@@ -316,7 +342,7 @@ def check_into(
             fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
         require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
     read = {label: x for label, x in tensors.items() if label not in labels}
-    _refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")
+    refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")
     require_apart(name, outs, read)
 
 
@@ -324,7 +350,8 @@ def _tables(tensors: Tensors) -> Tensors:
     return {label: tensors[label] for label in TABLE_NAMES if label in tensors}
 
 
-def _refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use apply_rope") -> None:
+def refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use apply_rope") -> None:
+    """Refuse tensors that require a gradient in a call that has none. use: another call, for the message."""
     for label in labels:
         x = tensors.get(label)
         label = USERS_NAMES.get(label, label)

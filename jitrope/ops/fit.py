@@ -96,9 +96,11 @@ def require_apart(name: str, written: dict[str, Tensor], read: dict[str, Tensor]
         refuse_meeting(name, tensors, tuple(written))
 
 
-def check_scale(label: str, scale: Tensor | None, x: Tensor, wanted: bool, options: Options, fail: Fail) -> None:
-    """Refuse a wrong given scale for the heads of x."""
-    if scale is None and wanted:
+def check_scale(
+    label: str, scale: Tensor | None, x: Tensor, wanted: bool, options: Options, fail: Fail, needed: bool = True
+) -> None:
+    """Refuse a wrong given scale for the heads of x. wanted: x may have one; needed: it must."""
+    if scale is None and wanted and needed:
         fail(f"{label} is missing; pass it, because fp8 is stored divided by it")
     if scale is None:
         return
@@ -346,8 +348,6 @@ def named(x: Tensor, layout: str) -> str:
 
 
 def check_ranks(letter: str, x: Tensor, ranks: int, options: Options, fail: Fail) -> None:
-    """Refuse heads that cannot be dealt out to ranks in equal groups, and their scales in tiles of a rank's tokens."""
-    if options.swizzled:
-        fail("swizzled does not go with a group of heads for each rank; leave swizzled out")
+    """Refuse heads that cannot be dealt out to ranks in equal groups."""
     if x.shape[LAYOUT_AXES[options.layout][2]] % ranks:
         fail(f"{letter} is {named(x, options.layout)}; for {ranks} ranks it needs a multiple of {ranks} heads")

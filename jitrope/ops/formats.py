@@ -106,11 +106,12 @@ def empty_scale(x: Tensor, o: Options, per_item: int = 1) -> Tensor:
     if not o.swizzled:
         groups = (x.shape[-1] * per_item // o.group,) if o.group else ()
         return x.new_empty((*x.shape[:-1], *groups), dtype=SCALES[o.scale_out])
-    batch, tokens, heads, dim = canonical(x, o.layout).shape
+    ranks = x.shape[: x.dim() - len(o.layout)]  # with a group of heads for each
+    batch, tokens, heads, dim = canonical(x[0] if ranks else x, o.layout).shape
     dim *= per_item
     rows, columns = -(-tokens // TILE[0]) * TILE[0], -(-dim // (o.group * TILE[1])) * TILE[1]
     whole = type(tokens) is int and (tokens, dim // o.group) == (rows, columns)  # every byte is written
-    made = (x.new_empty if whole else x.new_zeros)((batch, heads, rows, columns), dtype=torch.uint8)
+    made = (x.new_empty if whole else x.new_zeros)((*ranks, batch, heads, rows, columns), dtype=torch.uint8)
     return made.view(SCALES[o.scale_out])
 
 

@@ -5,33 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.options import NO_NORM, NormOptions
-from ..plan.views import Tensors
+from ..plan.options import NO_NORM, NormOptions, Options
+from ..plan.views import FORMATS, Tensors, packed_part
 from .dispatch import call
 from .into import given_out, is_dense, joins_k
+from .kv_cache import KVCache
 from .operation import Operation
 from .operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE
-from .quantize import DynamicQuantize, Scaled, hadamard_words
-from .values import Positions, Ulysses, scales
+from .packed_into import PackedInto, fresh_outputs
+from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
+from .values import Norm, Positions, Ulysses, scales
 from .watch import sharded
-from .words import ONE_TABLE, rotates_heads, unexpected
+from .words import ONE_TABLE, parts, rotates_heads, unexpected
 
 _TABLE_NAMES = (*ONE_TABLE, "cos", "sin")
 
 
-def chosen(norm: Any, cache: Any, quantize: Any, hadamard: Any) -> tuple[Operation, dict[str, Any]]:
+def chosen(name: str, norm: Any, cache: Any, quantize: Any, hadamard: Any) -> tuple[Operation, dict[str, Any]]:
     """(the operation of `prepare_qkv` with these stages, the words of its conversion or its transform)."""
     dynamic = isinstance(quantize, DynamicQuantize)
+    if not dynamic and quantize is not None and not isinstance(quantize, Quantize):
+        refuse(name, "quantize", quantize, "a jitrope.Quantize or DynamicQuantize")
     if quantize is None:
-        words = {} if hadamard is False else hadamard_words("prepare_qkv", hadamard)
+        words = {} if hadamard is False else hadamard_words(name, hadamard)
         stage = "hadamard" if words else ""
     else:
         if hadamard is not False:
-            raise InvalidInput("prepare_qkv: hadamard is given beside quantize, which has its own; give it to that")
+            raise InvalidInput(f"{name}: hadamard is given beside quantize, which has its own; give it to that")
         words, stage = quantize.words, "dynamic" if dynamic and quantize.per == "token" else "quantize"
     if cache is not None:
         stage = "cache dynamic" if dynamic else "cache"
@@ -93,6 +98,60 @@ def add(name: str, label: str, value: Any, kind: Any, tensors: Tensors, words: d
         refuse(name, label, value, f"a jitrope.{kind.__name__}")
     tensors.update(value.tensors)
     words.update(value.words)
+
+
+def staged(
+    op: Operation, tensors: Tensors, words: dict[str, Any], like: Any, norm: Any, cache: Any, quantize: Any
+) -> None:
+    """Add the tensors and words of a call's norm, cache and conversion to its others. like: a tensor on its device."""
+    name = op.function
+    if norm is not None:
+        add(name, "norm", norm, Norm, tensors, words)
+    elif op.norm:
+        words["norm"] = NO_NORM
+    forget_positions(tensors, words)
+    if cache is not None:
+        add(name, "cache", cache, KVCache, tensors, words)
+    if quantize is not None and quantize.given:
+        given = quantize.on(like)
+        for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
+            dynamic = isinstance(quantize, DynamicQuantize)
+            label, instead = ("global_scale", "leave it out") if dynamic else ("scale", "give it to KVCache")
+            raise InvalidInput(f"{name}: quantize has a {letter}_{label}, but {letter} goes to the cache; {instead}")
+        tensors.update(given)
+
+
+def with_v_out(name: str, words: dict[str, Any], v: Any) -> None:
+    """Add a tensor for a converted v to the word `out`, if it has none."""
+    out = words.get("out", (None, None, None))
+    if isinstance(out, Ulysses):
+        raise InvalidInput(f"{name}: v_scale does not go with Ulysses; convert v after the exchange")
+    if not is_dense(v):
+        refuse(name, "v", v, "a tensor, because quantize has a v_scale")
+    q, k, v_out = parts(name, "out", out, 3)
+    dtype = FORMATS[words.get("out_dtype", "fp8")].dtype
+    words["out"] = (q, k, torch.empty_like(v, dtype=dtype) if v_out is None else v_out)
+
+
+def call_packed_into(
+    op: PackedInto, tensors: Tensors, words: dict[str, Any], out: Any, converts: bool
+) -> tuple[Any, Any, Any]:
+    """q, k and v of a packed call with stages of `prepare_qkv`; k and v in a cache are None."""
+    name = op.function
+    items = dict(zip("qkv", (None,) * 3 if out is None else parts(name, "out", out, 3)))
+    for letter, x in items.items():
+        if x is not None and f"{letter}_out" not in op.labels:
+            refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
+    results = {letter: x for letter, x in items.items() if x is not None}
+    qkv: Any = tensors.get("qkv")
+    converted = ("qkv" if "v_scale" in tensors else "qk") if converts else ""
+    results.update(fresh_outputs(op, qkv, words, results, converted))
+    tensors.update({f"{letter}_out": x for letter, x in results.items()})
+    found = {**results, **call(op, tensors, words)}
+    if "v" not in found and "v_out" in op.labels:
+        order = words.get("order", "grouped")
+        found["v"] = packed_part(qkv, "v", Options(q_per_group=words["q_per_group"], order=order))
+    return result(found, "q"), result(found, "k"), found.get("v")
 
 
 def call_into(

@@ -16,7 +16,7 @@ from ..plan.problem import Views
 from ..plan.views import FORMATS, Tensors, by_rank, sums_heads
 from . import checks, reference
 from .fit import require_apart
-from .formats import empty_scale
+from .formats import divided, empty_scale, of_heads
 from .operation import Operation
 from .words import parts
 
@@ -52,6 +52,8 @@ class Into(Operation):
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         self.base.check(name, tensors, options)
+        if "v_scale" in tensors and self.finishes(tensors, options):
+            refuse(name, "v", tensors["v"], "like k, because v_scale is given, and the heads share a table")
         checks.check_into(name, tensors, options, self.labels, self.base.converted(tensors, options))
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
@@ -69,18 +71,22 @@ class Into(Operation):
         return not (joins and same_pairs and not sums_heads(tensors, options))
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        _put(tensors["v_out"], tensors["v"], options)
+        _put(tensors["v_out"], tensors["v"], options.layout)
         return outputs
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         results, norm = dict(tensors), norm_of(options)
         if norm.v_norm and "v_out" in tensors:
             results["v"] = reference.normed_v(tensors["v"], norm, options.layout)
+            if options.rounding == "dtype":
+                results["v"] = results["v"].to(tensors["v"].dtype)
             options = changed(options, norm=norm._replace(v_norm=False))
+        if "v_scale" in tensors and "v_out" in tensors:
+            results["v"] = divided(results["v"], of_heads(tensors["v_scale"], options), options.out_dtype)
         results.update(self.base.on_cpu(tensors, options))
         for name in self.labels:
             if name in tensors:
-                _put(tensors[name], results[name[0]], options)
+                _put(tensors[name], results[name[0]], options.layout)
         return {name: results[name] for name in self.made(tensors, options)}
 
 
@@ -102,7 +108,7 @@ class ScaledInto(Into):
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         made = self.fresh(tensors, options, 0)
         for name, scale in super().on_cpu(tensors, options).items():
-            _put(made[name], scale, options)
+            _put(made[name], scale, layout_of(name, options))
         return made
 
 
@@ -121,9 +127,14 @@ def copy_heads(out: Tensor, x: Tensor) -> None:
     both[0].copy_(both[1])
 
 
-def _put(out: Tensor, x: Tensor, options: Options) -> None:
+def layout_of(name: str, options: Options) -> str:
+    """The layout of a result; scales in tiles have their heads first."""
+    return "bhsd" if options.swizzled and name.endswith("_scale") else options.layout
+
+
+def _put(out: Tensor, x: Tensor, layout: str) -> None:
     """Copy x to a tensor that may have a group of heads for each rank."""
-    copy_heads(out, x if x.dim() == out.dim() else by_rank(x, options.layout, len(out)))
+    copy_heads(out, x if x.dim() == out.dim() else by_rank(x, layout, len(out)))
 
 
 def given_out(

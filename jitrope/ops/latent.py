@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors
-from .checks import check
-from .fit import check_heads, failing, label_of_table, named
+from .checks import check, refuse_gradients
+from .fit import check_heads, failing, label_of_table, named, require_apart, require_no_overlap
 from .operation import ROTATION, Call, Operation, empty_like, turned_back
 from .reference import rope, rotate
 
@@ -51,10 +54,10 @@ def latent_backward(t: Tensors, o: Options) -> Tensors:
 
 class _Latent(Operation):
     name, function, stage = "rope_latent", "prepare_mla_qkv", "latent attention"
-    tensors = ("q", "kv", "k_pe")
+    tensors: tuple[str, ...] = ("q", "kv", "k_pe")
     options = _OPTIONS
     words = tuple([word for word in (*_OPTIONS, "check") if word != "inverse"])
-    results = ("q", "k", "v")
+    results: tuple[str, ...] = ("q", "k", "v")
     reads = ("q", "kv", "k_pe")
     inplace = False
     check = staticmethod(check_latent)
@@ -89,6 +92,43 @@ class _Latent(Operation):
         return {name: x for name, x in found.items() if (name == "q" and "q" in heads) or (name != "q" and pair)}
 
 
+class _LatentInto(_Latent):
+    """The same to tensors of the caller, with any strides."""
+
+    name, stage = "rope_latent_into", "latent attention with out"
+    mutated = ("q_out", "k_out", "v_out")
+    tensors = (*_Latent.tensors, *mutated)
+    labels = {name: f"out's {name[0]}" for name in mutated}  # noqa: RUF012
+    results = ()
+    differentiable = False
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        fail = failing(name)
+        check_latent(name, tensors, options)
+        read = {label: x for label, x in tensors.items() if label not in self.labels}
+        refuse_gradients(fail, tensors, *tensors, use="use a call without out")
+        outs = {label: tensors[x] for x, label in self.labels.items()}
+        shapes = self.shapes(tensors["q"], tensors["kv"], options)
+        for (label, out), shape in zip(outs.items(), shapes):
+            if out.shape != shape or out.dtype != tensors["q"].dtype or out.device != tensors["q"].device:
+                had = f"{label} is {tuple(out.shape)} {out.dtype} on {out.device}"
+                fail(f"{had}; it must be {tuple(shape)} {tensors['q'].dtype} on {tensors['q'].device}")
+            require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
+        require_apart(name, outs, read)
+
+    def shapes(self, q: Tensor, kv: Tensor, options: Options) -> tuple[Any, ...]:
+        """The shapes of q, k and v."""
+        return q.shape, (*kv.shape[:-1], q.shape[-1]), (*kv.shape[:-1], options.v_dim)
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        return {}
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        for letter, x in self.reference(tensors, options).items():
+            tensors[f"{letter}_out"].copy_(x)
+        return {}
+
+
 class _LatentBackward(Operation):
     name = "rope_latent_backward"
     tensors = ("dq", "dk", "dv")
@@ -106,4 +146,4 @@ class _LatentBackward(Operation):
         return {"q": empty_like(tensors["dq"]), "kv": kv, "k_pe": dk.new_empty(shape)}
 
 
-ROPE_LATENT, ROPE_LATENT_BACKWARD = _Latent(), _LatentBackward()
+ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO = _Latent(), _LatentBackward(), _LatentInto()

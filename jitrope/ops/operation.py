@@ -27,7 +27,6 @@ Call = Callable[["Operation", Tensors, Options], Tensors]
 
 empty_like = torch.empty_like
 NORMED = (*HEAD_WORDS, "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
-SERVING = tuple(word for word in NORMED if word != "rounding")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
 PLACED = ("mscale", "max_seqlen", "packed_table", "cp_size", "cp_rank")
 ROTATION = (*NORMED, *PLACED, "inverse", "interleaved_out")
@@ -111,7 +110,8 @@ class Operation:
     def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
         """The dtypes of the results that differ from the inputs'."""
         dtype = FORMATS[options.out_dtype].dtype
-        return {name: dtype for name in ("q", "k") if name in self.results and f"{name}_scale" in tensors}
+        wanted = (*[name for name in ("q", "k") if name in self.results], *(("v",) if "v_out" in tensors else ()))
+        return {name: dtype for name in wanted if f"{name}_scale" in tensors}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors like the results."""

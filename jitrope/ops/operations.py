@@ -16,13 +16,12 @@ from .fit import sizes_of
 from .formats import empty_elements, empty_scale
 from .into import Into, ScaledInto
 from .joint import QK_NORM_ROPE_JOINT
-from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD
+from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
 from .operation import (
     BIASES,
     NORMED,
     PLACED,
     ROTATION,
-    SERVING,
     WEIGHTS,
     Call,
     Normed,
@@ -33,6 +32,7 @@ from .operation import (
     spare_stays,
     turned_back,
 )
+from .packed_into import PackedInto
 from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS
 from .pages import PAGE_TENSORS
 from .projections import ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS
@@ -68,8 +68,8 @@ class _RopePrepared(_Rope):
 
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
-    tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?")
-    options: tuple[str, ...] = (*SERVING, *PLACED, "inverse", "out_dtype")
+    tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?", "v_scale?")
+    options: tuple[str, ...] = (*NORMED, *PLACED, "inverse", "out_dtype")
     words: tuple[str, ...] = (*options, "check")
     inplace = differentiable = False
     check = staticmethod(checks.check_fp8)
@@ -83,7 +83,7 @@ class _RopeFp8(Operation):
 class _RopeKVCache(Operation):
     name, function, stage = "rope_kv_cache", "prepare_qkv", "cache"
     tensors: tuple[str, ...] = (
-        *("q", "k", "v", "k_cache", "v_cache", "slot_mapping?"),
+        *("q", "k", "v?", "k_cache", "v_cache?", "slot_mapping?"),
         *("q_scale?", "k_scale?", "v_scale?"),
         *PAGE_TENSORS,
     )
@@ -103,10 +103,11 @@ class _RopeKVCache(Operation):
         return {"q": empty_like(tensors["q"], dtype=self.converted(tensors, options).get("q"))}
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        q, k, v, q_out = (head_view(tensors[name], options.layout) for name in ("q", "k", "v", "q_out"))
+        q, k, q_out = (head_view(tensors[name], options.layout) for name in ("q", "k", "q_out"))
+        v = head_view(tensors["v"], options.layout) if "v" in tensors else None
         paged = "page_table" in tensors or BLOCK_SCALES[0] in tensors
-        caches = [cache_view(tensors[name], paged) for name in ("k_cache", "v_cache")]
-        return (q, k, v), (q_out, caches[0], caches[1])
+        caches = [cache_view(tensors[name], paged) for name in ("k_cache", "v_cache") if name in tensors]
+        return (q, k, v), (q_out, caches[0], None if v is None else caches[1])
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         results = self.reference(tensors, options)
@@ -120,7 +121,7 @@ class _RopeKVCache(Operation):
 class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype")
+    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype")
     words = (*options, "norm", "check")
     check = staticmethod(checks.check_norm_fp8)
 
@@ -131,7 +132,7 @@ class _QKNormRopeScaled(Normed):
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
-    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
+    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
@@ -155,7 +156,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
     """The scales alone, each of a head of a batch row; `gather.with_scales` converts by them in a second launch."""
 
     name = "qk_norm_rope_scales"
-    options = (*SERVING, *PLACED, "inverse", "hadamard", "out_dtype", "per_row")
+    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "per_row")
     words = (*options, "norm", "check")
     results = ("q_scale", "k_scale")
     writes = ("q", "k", "v")
@@ -169,7 +170,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
 
 class _QKNormRopeKVCache(Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
-    tensors = (*_RopeKVCache.tensors, *[f"{name}?" for name in BLOCK_SCALES], *WEIGHTS, *BIASES, *GIVEN_MEANS)
+    tensors = (*_RopeKVCache.tensors, *[f"{x}?" for x in BLOCK_SCALES], *WEIGHTS, "v_weight?", *BIASES, *GIVEN_MEANS)
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
@@ -180,12 +181,12 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     """k and v go to a cache; q is divided by scales, which are returned too."""
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
-    tensors, mutated = (*_RopeKVCache.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS), _RopeKVCache.mutated
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
-    options = (*SERVING, *PLACED, "rotate_k", "out_dtype", "clear_page", "hadamard", "group", "scale_out", "swizzled")
+    options = (*NORMED, *PLACED, "rotate_k", "out_dtype", "clear_page", "hadamard", "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results = ("q", "q_scale")
     inplace = False
+    check = staticmethod(checks.check_cache_scaled)
     reference = staticmethod(reference.kv_cache_scaled)
     fresh, converted = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted
 
@@ -319,10 +320,12 @@ for _op in (*_INTO, *PREPARED[""][:1]):
     if "k" in _op.results:
         _op.by_rank = ByRank(_op)
 ROPE_INTO, QKV_NORM_ROPE.into = ROPE.into, QK_NORM_ROPE.into
+PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
+"""The operations of `prepare_packed_qkv` with stages of `prepare_qkv`, by the names of those."""
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
-    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
-    *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS),
+    *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS, *PACKED_INTO.values()),
 )
 """The operations with ops of torch."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, tensor
 from ..plan.options import Options
-from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, NVFP4_GROUP, Tensors
-from .fit import MAX_TOKENS, Fail, check_integers, named, require_no_overlap, sizes_of
+from ..plan.views import BLOCK_SCALES, Tensors
+from .fit import Fail, check_integers, sizes_of
 from .values import Value
 
 PAGE_TENSORS = ("page_table?", "page_indptr?", "last_page_len?", "seq_lens?", "cu_seqlens_q?", "errors?")
@@ -72,53 +72,6 @@ class Pages(Value):
             label: tensor("Pages", label, x) for label, x in named.items() if x is not None or label in needed
         }
         self.words = {"clear_page": True} if flag("Pages", "clear_page", clear_page) else {}
-
-
-def check_caches(
-    heads_of: tuple[Tensor, Tensor], caches: Tensors, tensors: Tensors, options: Options, fail: Fail
-) -> None:
-    """Refuse caches that do not fit k, v and each other. tensors: the call's, which may have block scales."""
-    k, blocks, fp4 = heads_of[0], BLOCK_SCALES[0] in tensors, FORMATS["fp4"]
-    width = "D / 2" if blocks else "D"
-    for x, (label, cache) in zip(heads_of, caches.items()):
-        _, _, heads, head_dim = sizes_of(x, options.layout)
-        if cache.dim() not in (3, 4) or tuple(cache.shape[-2:]) != (heads, head_dim // (fp4.per_item if blocks else 1)):
-            had = f"{label[0]} is {named(x, options.layout)} but {label} has shape {tuple(cache.shape)}"
-            fail(f"{had}; it must be (slots, H, {width}) or (pages, rows, H, {width})")
-        if cache.device != k.device:
-            fail(f"{label} is on {cache.device} but k is on {k.device}")
-        if blocks and cache.dtype != fp4.dtype:
-            fail(f"{label} is {cache.dtype}; with block scales it must be {fp4.dtype}")
-        if not blocks and cache.dtype not in (k.dtype, *FP8S):
-            fail(f"{label} is {cache.dtype}; allowed are k's {k.dtype}, {FP8S[0]} and {FP8S[1]}")
-        require_no_overlap(label, cache, fail)
-        if blocks and cache.stride(-1) != 1:
-            fail(f"{label} has strides {tuple(cache.stride())}; the last must be 1")
-        if blocks:
-            _check_block_scale(f"{label[0]}_block_scale", tensors, cache, head_dim, fail)
-    k_cache, v_cache = caches.values()
-    if k_cache.shape[:-2] != v_cache.shape[:-2] or k_cache.dtype != v_cache.dtype:
-        had = " but ".join([f"{label} is {tuple(x.shape)} {x.dtype}" for label, x in caches.items()])
-        fail(f"{had}; they must match")
-    paged = [c.dim() == 4 and c.stride(0) != c.shape[1] * c.stride(1) for c in (k_cache, v_cache)]
-    if paged[0] != paged[1] and not blocks:
-        fail("k_cache and v_cache have their pages in different orders; give both the same strides")
-    if slots_of(k_cache) > MAX_TOKENS:
-        fail(f"the caches have {slots_of(k_cache)} slots; at most {MAX_TOKENS} are possible")
-
-
-def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: int, fail: Fail) -> None:
-    scale, (*places, heads, _) = tensors[label], cache.shape
-    if head_dim % NVFP4_GROUP:
-        fail(f"{label} goes with heads of a multiple of {NVFP4_GROUP} elements; {label[0]} has D={head_dim}")
-    groups = head_dim // NVFP4_GROUP
-    shapes = [(*places, heads, groups)]
-    if len(places) == 2 and places[1] % 4 == 0:
-        shapes.append((places[0], places[1] // 4, 4, heads, groups))
-    if tuple(scale.shape) not in shapes or scale.dtype != FP8 or scale.device != cache.device:
-        had = f"{label} is {tuple(scale.shape)} {scale.dtype} on {scale.device}"
-        fail(f"{had}; it must be {' or '.join(map(str, shapes))} {FP8} on {cache.device}")
-    require_no_overlap(label, scale, fail)
 
 
 def slots_of(cache: Tensor) -> int:

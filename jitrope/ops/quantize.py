@@ -32,6 +32,8 @@ class Quantize(Value):
             dtype in size, and rounded once from fp32 (y times the reciprocal of the scale). Numbers, or fp32 tensors on
             q's device, which the host does not read: of one element, of one for each head, (H), or for each head of a
             batch row, (B, H). A cache has its own k_scale.
+        v_scale: return v in fp8 too, in the same launch. v must be like k, in shape and dtype, and the heads must share
+            the tables. It goes with no cache, which has its own, `Ulysses` and across_heads without mean_squares.
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
         hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order), which spreads large
             elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay; k is transformed in a cache too,
@@ -48,11 +50,12 @@ class Quantize(Value):
         self,
         q_scale: float | Tensor,
         k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
         *,
         dtype: torch.dtype = FP8,
         hadamard: bool | str = False,
     ) -> None:
-        self.given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale}
+        self.given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         for label, scale in self.given.items():
             if not isinstance(scale, Tensor) and (scale is not None or label == "q_scale"):
                 scale_number("Quantize", label, scale)
@@ -129,7 +132,8 @@ class DynamicQuantize(Value):
             128 tokens by 4 groups: (B, H, S, D / group) in every layout, contiguous, with S padded to a multiple of
             128 and D / group to one of 4, by bytes of zero. With C padded groups the byte of token s and group g of a
             head is number (s // 128 * (C // 4) + g // 4) * 512 + s % 32 * 16 + s % 128 // 32 * 4 + g % 4. With "thd"
-            B is 1 and S is T. group and a scale_dtype of one byte must be given. `Ulysses` is refused.
+            B is 1 and S is T. group and a scale_dtype of one byte must be given. With `Ulysses` each rank's heads have
+            tiles of their own, (ranks, B, H / ranks, S, D / group).
 
     Raises:
         InvalidInput: an argument is wrong.

@@ -15,9 +15,9 @@ from ..plan.options import LAYOUT_AXES, NormOptions, Options, changed, norm_of, 
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import (
     FP8S,
-    NVFP4_GROUP,
     Tensors,
     bias_like,
+    block_format,
     canonical,
     factor_view,
     joined,
@@ -206,14 +206,17 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
             out[name] = _cleared(normed(rotated_x, *own).to(to), t, o)
         else:
             out[name] = rotate(normed(x, *own), t, o, out_dtype=to, storage=x.dtype)
-    if norm.v_norm:
-        out["v"] = normed_v(t["v"], norm, o.layout).to(out_dtype or t["v"].dtype)
+    if norm.v_norm or (norm.of == "v" and "v" in t):
+        out["v"] = normed_v(t["v"], norm, o.layout, t.get("v_weight")).to(out_dtype or t["v"].dtype)
     return out
 
 
-def normed_v(v: Tensor, norm: NormOptions, layout: str) -> Tensor:
-    """v, normalised without a weight."""
-    return normed(v, None, None, norm._replace(zero_centered=False), layout)
+def normed_v(v: Tensor, norm: NormOptions, layout: str, weight: Tensor | None = None) -> Tensor:
+    """v, normalised without a weight; or v alone over all its heads."""
+    alone = norm.of == "v"
+    return normed(
+        v, weight, None, norm._replace(across_heads=alone, zero_centered=alone and norm.zero_centered), layout
+    )
 
 
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
@@ -285,14 +288,25 @@ def turned(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tens
     turn = rope if o.norm is None else qk_norm_rope
     if not o.hadamard:
         return turn(t, o, out_dtype)
-    exact = {name: x if name == "v" else with_hadamard(x, o) for name, x in turn(t, o, torch.float32).items()}
+    before = turn(t, o, _read_as(o))
+    exact = {name: x if name == "v" else with_hadamard(x.float(), o) for name, x in before.items()}
     return {name: torch.empty_like(t[name], dtype=out_dtype).copy_(x) for name, x in exact.items()}
+
+
+def _read_as(o: Options) -> torch.dtype | None:
+    """The dtype in which transforms and conversions read heads; with "dtype" that of q, as of the tensors of a host."""
+    return None if o.rounding == "dtype" else torch.float32
+
+
+def in_fp32(t: Tensors, o: Options) -> Tensors:
+    """The same as a conversion reads them."""
+    return {name: x.float() for name, x in turned(t, o, _read_as(o)).items()}
 
 
 def scaled(t: Tensors, o: Options) -> Tensors:
     """q and k divided by the scale of each head or group, whose largest element becomes the dtype's largest number."""
     out: Tensors = {}
-    for name, y in turned(t, o, torch.float32).items():
+    for name, y in in_fp32(t, o).items():
         values, scale = scaled_elements(y, o, t.get(f"{name}_scale"))
         out[name], out[f"{name}_scale"] = empty_elements(t[name], o.out_dtype).copy_(values), stored_scale(scale, o)
     return out
@@ -300,12 +314,12 @@ def scaled(t: Tensors, o: Options) -> Tensors:
 
 def scales_of_rows(t: Tensors, o: Options) -> Tensors:
     """The scale of each head of q and k in a batch row, as `scaled` computes that of a head."""
-    return {f"{name}_scale": row_scales(y, o) for name, y in turned(t, o, torch.float32).items()}
+    return {f"{name}_scale": row_scales(y, o) for name, y in in_fp32(t, o).items()}
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
     """Normalise q and k if asked, rotate them and divide them by their scales."""
-    made = turned(t, o, torch.float32)
+    made = in_fp32(t, o)
     return {name: divided(y, of_heads(t[f"{name}_scale"], o), o.out_dtype) for name, y in made.items()}
 
 
@@ -314,7 +328,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
 
     The caches are (slots, heads, dim) or (pages, rows, heads, dim).
     """
-    out, exact = turned(t, o), turned(t, o, torch.float32)
+    out, exact = turned(t, o), in_fp32(t, o)
     k_cache = t["k_cache"]
     if "page_table" in t:
         slots = store_in_pages(t, canonical(t["q"], o.layout)[..., 0, 0].numel(), o.clear_page)
@@ -325,15 +339,16 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
     spare = table_rows(len(slots), slots.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
     kept = kept if spare is None else kept & ~spare
     page, row = slots[kept] // page_size, slots[kept] % page_size if k_cache.dim() == 4 else None
-    for name, x, in_fp32 in (("k", out["k"], exact["k"]), ("v", out.pop("v", t["v"]), exact.get("v", t["v"]))):
+    stored = {name: (out.get(name, t[name]), exact.get(name, t[name])) for name in ("k", "v") if name in t}
+    for name, (x, unrounded) in stored.items():
         cache = t[f"{name}_cache"]
         made = {f"{name}_cache": x}
         if f"{name}_block_scale" in t:
-            fp4 = changed(o, out_dtype="fp4", group=NVFP4_GROUP, scale_out="fp8")
-            pair = scaled_elements(in_fp32.float(), fp4, t.get(f"{name}_scale"))
+            form = changed(o, **block_format(t, x.shape[-1])._asdict())
+            pair = scaled_elements(unrounded.float(), form, t.get(f"{name}_scale"))
             made = dict(zip((f"{name}_cache", f"{name}_block_scale"), pair))
         elif cache.dtype in FP8S:
-            made = {f"{name}_cache": divided(in_fp32, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}
+            made = {f"{name}_cache": divided(unrounded, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}
         for label, y in made.items():
             bits = y.view(torch.uint8) if y.element_size() == 1 else y  # fp8 has no index
             put(t[label], page, row, canonical(bits, o.layout).flatten(0, 1)[kept])

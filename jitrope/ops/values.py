@@ -16,12 +16,10 @@ from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, 
 from ..base.errors import InvalidInput
 from ..plan.options import NORM_KINDS, NORM_OF, NORM_ROUNDINGS, NormOptions
 from ..plan.problem import constant
-from ..plan.views import BLOCK_SCALES, MEANS, Tensors
+from ..plan.views import MEANS, Tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from .pages import Pages
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -205,8 +203,11 @@ class Norm(Value):
         zero_centered: the factor is 1 + weight (Gemma, Qwen3-Next).
         after_rope: the norm follows the rotation (Hunyuan, Llama 4, TransformerEngine's default); by default it is
             before.
-        of: "qk", "q" or "k". A q or k that is not normalised is only rotated, with the bits of a call without a norm
-            (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused.
+        of: "qk", "q", "k" or "v". A q or k that is not normalised is only rotated, with the bits of a call without a
+            norm (q of DeepSeek-V3.2's indexer). It has no weights, and mean_squares is refused. "v": with a cache, v
+            alone is normalised on its way there, by one mean over all heads of a token, as the latents of MLA are (kv_a
+            norm of DeepSeek); kind is "rms_norm", and across_heads, after_rope and v_norm are refused.
+        v_weight: (Hv D), only with of="v".
         v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache it has a launch
             of its own if v has another shape or dtype than k, in place, with across_heads, tables for each head,
             DTensors, Ulysses, a rotation of parts of heads, or quantize and no tensor for v in out. Its gradient has
@@ -230,6 +231,7 @@ class Norm(Value):
         *,
         q_bias: Tensor | None = None,
         k_bias: Tensor | None = None,
+        v_weight: Tensor | None = None,
         kind: str = "rms_norm",
         eps: float = 1e-6,
         across_heads: bool = False,
@@ -241,7 +243,7 @@ class Norm(Value):
         rounding: str = "none",
     ) -> None:
         self.tensors = {}
-        weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias}
+        weights = {"q_weight": q_weight, "k_weight": k_weight, "q_bias": q_bias, "k_bias": k_bias, "v_weight": v_weight}
         for name, weight in weights.items():
             if weight is not None:
                 self.tensors[name] = tensor("Norm", name, weight)
@@ -257,6 +259,10 @@ class Norm(Value):
             "v_norm": v_norm,
         }
         flags = {name: flag("Norm", name, value) for name, value in given.items()}
+        for name in [name for name in ("across_heads", "after_rope", "v_norm") if of == "v" and flags[name]]:
+            raise InvalidInput(f"Norm: {name} does not go with of='v'")
+        if of == "v" and kind == "layer_norm":
+            raise InvalidInput("Norm: kind='layer_norm' does not go with of='v'")
         if mean_squares is not None:
             refused = {"across_heads=False": not flags["across_heads"], "v_norm": flags["v_norm"]}
             refused[f"of={of!r}"] = of != "qk"
@@ -283,70 +289,6 @@ def _means(given: Any, words: dict[str, bool]) -> Tensors:
     if not isinstance(q, Tensor) or not (k is None or isinstance(k, Tensor)):
         refuse("Norm", "mean_squares", given, must)
     return {name: x for name, x in zip(MEANS, (q, k)) if x is not None}
-
-
-class KVCache(Value):
-    """A cache for the rotated k, and v, paged like vLLM's (arXiv:2309.06180).
-
-    >>> q, (k, v) = torch.randn(2, 8, 64), torch.randn(2, 2, 1, 64)
-    >>> k_cache, v_cache = torch.zeros(2, 4, 16, 1, 64)  # 4 pages of 16 rows
-    >>> cache = jitrope.KVCache(k_cache, v_cache, torch.tensor([20, 21]))
-    >>> table = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
-    >>> q, _, v = jitrope.prepare_qkv(q, k, v, cos_sin_cache=table, cache=cache, layout="thd")
-    >>> torch.equal(v_cache[1, 4:6], v)
-    True
-
-    Args:
-        k_cache, v_cache: (slots, Hk, D), or (pages, rows, Hk, D); any strides; k's dtype, torch.float8_e4m3fn or
-            torch.float8_e5m2, or fp4 with block scales. Pass a cache with heads before rows as a transposed view. v and
-            its cache may have a multiple of Hk heads, such as the latents of MLA in pieces of k_pe's size.
-        slot_mapping: int32 or int64, one entry for each token, (B, S) or flat: the slot of its k and v, page * rows +
-            row. Nothing is stored for a negative slot (padding) or a slot past the end, which `check` refuses. If two
-            tokens have one slot, either may be stored. Or `Pages`: the pages of each sequence.
-        k_scale, v_scale: only for fp8 caches, which hold k / k_scale and v / v_scale; see `Quantize`. For fp4 the unit
-            of block scales, by default 1.
-        rotate_k: also rotate k itself, in place.
-        k_block_scale, v_block_scale: for NVFP4 caches, (slots, Hk, D / 2) or (pages, rows, Hk, D / 2) in
-            torch.float4_e2m1fn_x2 (before torch 2.8 torch.uint8; view bytes as this dtype), two elements in a byte: the
-            scale of each 16 neighbouring elements of a head, which the call computes as `DynamicQuantize` does, in
-            torch.float8_e4m3fn. (slots, Hk, D / 16) or (pages, rows, Hk, D / 16), or with the rows in fours
-            (pages, rows / 4, 4, Hk, D / 16); any strides. k is values times k_block_scale times k_scale; v alike.
-            trtllm-gen reads v's scales with tokens innermost (FlashInfer's nvfp4_quantize_paged_kv_cache): give it
-            memory (pages, Hk, rows / 4, D / 16, 4) as its permute(0, 2, 4, 1, 3). q stays in its dtype, or is fp8 with
-            `Quantize`; `DynamicQuantize` is refused.
-
-    Raises:
-        InvalidInput: an argument has a wrong type, or one of two is missing.
-    """
-
-    whole_heads = False  # storing needs all elements of a head
-
-    def __init__(
-        self,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor | Pages,
-        *,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        rotate_k: bool = False,
-        k_block_scale: Tensor | None = None,
-        v_block_scale: Tensor | None = None,
-    ) -> None:
-        pages = slot_mapping if isinstance(slot_mapping, Value) and "page_table" in slot_mapping.tensors else None
-        self.tensors = {
-            "k_cache": tensor("KVCache", "k_cache", k_cache),
-            "v_cache": tensor("KVCache", "v_cache", v_cache),
-            **(pages.tensors if pages else {"slot_mapping": tensor("KVCache", "slot_mapping", slot_mapping)}),
-            **scales("KVCache", k_cache, k_scale=k_scale, v_scale=v_scale),
-        }
-        self.words = {"rotate_k": True} if flag("KVCache", "rotate_k", rotate_k) else {}
-        if k_block_scale is not None or v_block_scale is not None:
-            for label, scale in zip(BLOCK_SCALES, (k_block_scale, v_block_scale)):
-                self.tensors[label] = tensor("KVCache", label, scale)
-            self.whole_heads = True
-        if pages:
-            self.words.update(pages.words)
 
 
 class Ulysses(Value):

@@ -62,7 +62,7 @@ _OLD = {
 _STAGES = ("norm", "cache", "quantize")
 _HAVE = {
     **dict.fromkeys(("apply_rope", "prepare_mla_qkv"), ("positions",)),
-    "prepare_packed_qkv": ("positions", "norm"),
+    "prepare_packed_qkv": ("positions", "norm", "cache", "quantize"),
     "prepare_joint_qkv": ("positions", "norm"),
 }
 """The allowed values for functions that do not take all values."""

@@ -83,9 +83,10 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
         (_argument("const T*", "added", "q_added k_added v_added"),),
         (_argument("Strides", "added_stride", "q_added k_added v_added"),),
     ),
+    "latent_norm": ((_argument("const void*", "v_weight"),), ()),
     "gated": ((_argument("void*", "gate_out"),), ()),
     "block_cache": (
-        (_argument("fp8*", "block_scale", "k_block_scale v_block_scale"),),
+        (_argument("void*", "block_scale", "k_block_scale v_block_scale"),),
         (_argument("Strides", "block_scale_stride", "k_block_scale v_block_scale"),),
     ),
     "head_scales": ((), (_argument("ScaleStrides", "scale_strides", "q_scale k_scale v_scale"),)),

@@ -23,10 +23,10 @@ from .views import (
     BLOCK_SCALES,
     FORMATS,
     MEANS,
-    NVFP4_GROUP,
     PER_ITEM,
     Tensors,
     bias_views,
+    block_format,
     factor_view,
     head_view,
     ids_view,
@@ -127,7 +127,7 @@ class _Call:
         self.scales = [
             x[:, None, :, None, None]  # (B, H)
             if options.per_row
-            else x.transpose(1, 2).unsqueeze(3)  # (B, H, S, groups)
+            else head_view(x, "bhsd")  # tiles of (S, groups)
             if options.swizzled
             else head_view(x if options.group else x.unsqueeze(-1), options.layout)
             for x in given
@@ -168,10 +168,12 @@ class _Call:
     def _group(self) -> None:
         """Give all views of q the same groups of heads, and all of k and v."""
         for letter, places in enumerate(((0, 3), [n for n in (1, 2, 4, 5) if self.inputs[n % 3] is not None])):
-            found = in_groups([*[self.views[n] for n in places], *self.grads[letter : letter + 1]])
+            grads, scales = self.grads[letter : letter + 1], self.scales[letter : letter + 1]
+            found = in_groups([*[self.views[n] for n in places], *grads, *scales])
             for n, view in zip(places, found):
                 self.views[n] = view
-            self.grads[letter : letter + 1] = found[len(places) :]
+            end = len(places) + len(grads)
+            self.grads[letter : letter + 1], self.scales[letter : letter + 1] = found[len(places) : end], found[end:]
 
     def _merge_batch(self) -> None:
         """Merge the batch axis with the sequence axis if the results stay equal. The kernel then needs no division."""
@@ -212,8 +214,9 @@ class _Call:
             "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[4].dtype],
             "head_dim": self.head_dim,
             "dynamic": bool(self.scales or self.block_scales),
+            "dynamic_q": bool(self.scales),
             "block_cache": bool(self.block_scales),
-            **({"group": NVFP4_GROUP, "scale_out": "fp8"} if self.block_scales else {}),
+            **(self._of_blocks() if self.block_scales and not self.scales else {}),
             "freqs": o.table == "freqs",
             "full_width": table.shape[-1] == o.rotary_dim,
             "per_head": any(step[2] for step in self.table_strides),
@@ -225,6 +228,7 @@ class _Call:
             "kv_per_group": self.kv_per_group,
             "copy_v": self.inputs[2] is not None,
             "v_per_k": self.v_per_k,
+            "convert_v": "v_scale" in self.tensors and not self.cached,
             "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
             "scales_q": "q_factor" in self.tensors,
             "prefixed": o.unrotated > 0,
@@ -245,6 +249,11 @@ class _Call:
         }
         return heuristics.RopeProblem(**found)
 
+    def _of_blocks(self) -> dict[str, Any]:
+        """The scales beside a cache; q's, if there are any, are of the same kind."""
+        form = block_format(self.tensors, self.head_dim)
+        return {"group": form.group if form.group < self.head_dim else 0, "scale_out": form.scale_out}
+
     def _norm_fields(self) -> dict[str, Any]:
         norm = self.options.norm or NormOptions("", kind="")
         weights = [x for name, x in self.tensors.items() if name.endswith(("_weight", "_bias"))]
@@ -259,6 +268,8 @@ class _Call:
             "norm_kind": norm.kind,
             "norm_q": "q" in norm.of,
             "norm_k": "k" in norm.of,
+            "latent_norm": norm.of == "v",
+            "v_norm": norm.v_norm or norm.of == "v",
             "row_heads": tuple(rows),
             "weight_dtype": DTYPE_NAMES[weights[0].dtype] if weights else None,
             "biased": any(name.endswith("_bias") for name in self.tensors),
@@ -301,7 +312,7 @@ class _Call:
             "mean_stride": [*means, *means][:2],
             "unrotated": self.options.unrotated,
             "added_stride": self.added_strides,
-            "block_scale_stride": self.block_scales,
+            "block_scale_stride": [*self.block_scales, [0] * 5][:2] if self.block_scales else 0,
             "scale_strides": self.given_scales if "head_scales" in stages else 0,
         }
         given.update({field: value for field, value in of_stages.items() if value})

@@ -48,22 +48,24 @@ class Compiled:
 
     Outputs. q_out, kv_out: the stored type, dtype or of `SCALED_DTYPES`. hadamard: the part of the heads of q and k
     that is transformed before they are stored, of `HADAMARDS`. dynamic: the kernel computes a scale for each head, or
-    with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`; swizzled: in tiles; per_row:
-    only the scale of each head of a batch row; block_cache: k and v have scales, beside a cache of theirs. With a
-    slot_mapping or a page_table k and v go to a cache with pages of page_size slots (0: no pages), and rotate_k also
-    rotates k in place. page_indptr, cu_seqlens_q: beside the page table there are these; clear_page: the rest of a
-    sequence's last page becomes zero. q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1.
-    copy_v: v is copied, v_per_k heads for each of k. v_dim: with latent attention, elements of a head of v, else 0.
-    scales_q: q has a scale. head_scales: each head has its own given scale of fp8. added_bias: a projection's bias is
-    added first; gated: behind each head of q lies its gate, which is copied.
+    with a group for each `group` elements, and stores it as scale_out, of `SCALE_DTYPES`. dynamic_q: q has such scales,
+    and k without a cache; block_cache: k and v have them, beside a cache of theirs. swizzled: q's and k's are in tiles;
+    per_row: only the scale of each head of a batch row. With a slot_mapping or a page_table k, and v with copy_v, go to
+    a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place. page_indptr,
+    cu_seqlens_q: beside the page table there are these; clear_page: the rest of a sequence's last page becomes zero.
+    q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied, v_per_k heads
+    for each of k; convert_v: it is divided by a given scale too. v_dim: with latent attention, elements of a head of v,
+    else 0. scales_q: q has a scale. head_scales: each head has its own given scale of fp8. added_bias: a projection's
+    bias is added first; gated: behind each head of q lies its gate, which is copied.
 
     A norm. norm_rounding, norm_kind: of `NORM_ROUNDINGS` and `NORM_KINDS`, or "no_norm"; both are "" in a kernel of
     rope alone. across_heads: the mean is over all heads of a token; row_heads are the numbers of q's (and k's) heads.
     given_means: a token's means of squares are given, and each head has its own weights; across_heads is then False.
     zero_centered: the factor is 1 + weight. after_rope: the norm follows the rotation. norm_q, norm_k: whether q and k
-    are normalised. v_norm: v, which is copied, is normalised too. weight_dtype: of weights and biases, None without
-    them. biased: there are biases. two_streams, two_tables: q, k and v (and cos and sin) come from two tensors each.
-    gradient: the kernel computes the gradients of q, k, the weights and the biases.
+    are normalised. v_norm: v, which is copied, is normalised too; latent_norm: alone, over all its heads, with weights.
+    weight_dtype: of weights and biases, None without them. biased: there are biases. two_streams, two_tables: q, k and
+    v (and cos and sin) come from two tensors each. gradient: the kernel computes the gradients of q, k, the weights and
+    the biases.
     """
 
     dtype: str
@@ -98,6 +100,7 @@ class Compiled:
     kv_out: str
     hadamard: str
     dynamic: bool
+    dynamic_q: bool
     group: int
     scale_out: str
     swizzled: bool
@@ -113,6 +116,7 @@ class Compiled:
     norm_q: bool
     norm_k: bool
     v_norm: bool
+    latent_norm: bool
     weight_dtype: str | None
     biased: bool
     two_streams: bool
@@ -122,6 +126,7 @@ class Compiled:
     kv_per_group: int
     copy_v: bool
     v_per_k: int
+    convert_v: bool
     v_dim: int
     batch_inner: bool
     wide: bool
@@ -307,7 +312,8 @@ class RopeSpec(Compiled, Spec):
 
 INDICES = ("cu_seqlens", "start_positions", "position_ids", "slot_mapping", "page_table")
 _OF_NORM = tuple([name for name, value in NormOptions._field_defaults.items() if value is False])
-_NORM_FLAGS = ("dynamic", "swizzled", "block_cache", "per_row", "biased", "two_streams", "two_tables", *_OF_NORM)
+_DYNAMIC = ("dynamic", "dynamic_q", "swizzled", "block_cache", "per_row", "latent_norm")
+_NORM_FLAGS = (*_DYNAMIC, "biased", "two_streams", "two_tables", *_OF_NORM)
 _NORM_SIZES = ("norm_q", "norm_k", "given_means", "group", "weight_vec", "heads_per_thread", "blocks_per_sm", "ring")
 _WORDS = {
     "dtype": DTYPES,

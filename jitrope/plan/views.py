@@ -36,7 +36,7 @@ SCALES = {"fp32": torch.float32, "e8m0": E8M0, "fp8": FP8}
 GROUPS = (16, 32, 64, 128)
 """Numbers of neighbouring elements of a head that may share a scale."""
 BLOCK_SCALES, NVFP4_GROUP = ("k_block_scale", "v_block_scale"), 16
-"""The scales beside a cache in fp4, in e4m3, and the neighbouring elements of a head that share one."""
+"""Computed scales beside a cache, and the neighbouring elements of a head that share one in NVFP4."""
 FP8S = tuple(form.dtype for name, form in FORMATS.items() if name.startswith("fp8"))
 """The dtypes with scales of the caller."""
 Tensors = dict[str, Tensor]
@@ -46,6 +46,24 @@ TABLE_NAMES = ("cos", "sin", "cu_seqlens", "start_positions", "position_ids", "q
 `Options.table`."""
 MEANS = ("q_mean_square", "k_mean_square")
 """Given means of squares of a norm across heads, (B, S)."""
+
+
+class BlockFormat(NamedTuple):
+    """A cache with block scales: words of `FORMATS` and `SCALES`, and the neighbouring elements that share a scale."""
+
+    out_dtype: str
+    group: int
+    scale_out: str
+
+
+def block_format(tensors: Tensors, head_dim: int) -> BlockFormat:
+    """The format of a call's cache with block scales."""
+    cache, scale = tensors["k_cache"], tensors[BLOCK_SCALES[0]]
+    (form, *_), (dtype, *_) = (
+        [name for name, found in words.items() if found == x.dtype]
+        for words, x in (({name: form.dtype for name, form in FORMATS.items()}, cache), (SCALES, scale))
+    )
+    return BlockFormat(form, head_dim // scale.shape[-1], dtype)
 
 
 def sums_heads(tensors: Container[str], options: Options) -> bool:

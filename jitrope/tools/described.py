@@ -11,8 +11,9 @@ from torch import Tensor
 from .. import api
 from ..base import arguments
 from ..base.spec import DTYPES
+from ..ops.kv_cache import KVCache
 from ..ops.quantize import DynamicQuantize, Quantize
-from ..ops.values import KVCache, Mrope, Norm, Packed, Shifts, Starts
+from ..ops.values import Mrope, Norm, Packed, Shifts, Starts
 from ..ops.words import rotary_dim_of
 from ..plan.options import LAYOUT_AXES, QKV_ORDERS, SCALE_DTYPES, SCALED_DTYPES, TABLES, Options
 from ..plan.problem import DTYPE_NAMES
@@ -92,6 +93,10 @@ class Described:
             arguments.refuse(self.name, label, given, f"{or_dtype}a table of its words")
         words, across = dict(given), given.get("across_heads")
         page, k_heads, axes = words.pop("page_size", None), self.heads[-1], words.get("mrope_section")
+        group = NVFP4_GROUP
+        if label == "cache":
+            words.setdefault("v_cache", None)
+            group = arguments.whole(label, "group", words.pop("group", group), 1)
         cache = [_TOKENS, k_heads, self.head_dim]
         if page is not None:  # the pages of k and v alternate
             cache = [_TOKENS, 2, arguments.whole(label, "page_size", page, 1), *cache[1:]]
@@ -102,12 +107,13 @@ class Described:
             "slot_mapping": (self.batch * _TOKENS,),
             "k_cache": cache,
             "v_cache": [*cache[:-2], self.v_heads, self.head_dim],
-            **{name: [*cache[:-1], self.head_dim // NVFP4_GROUP] for name in BLOCK_SCALES},
+            **{name: [*cache[:-1], self.head_dim // group] for name in BLOCK_SCALES},
             **dict.fromkeys(("q_weight", "q_bias"), (self.head_dim * (self.heads[0] if across else 1),)),
+            "v_weight": (self.head_dim * k_heads,),
             **dict.fromkeys(("k_weight", "k_bias"), (self.head_dim * (k_heads if across else 1),)),
         }
         for word, dtype in words.items():
-            if word in shapes:
+            if word in shapes and dtype is not None:
                 *rows, last = shapes[word]
                 x = self.empty(word, dtype, (*rows, last // 2 if dtype == "fp4" else last))
                 words[word] = self.trained(x) if label == "norm" else x[:, 0] if x.dim() == 5 else x
@@ -150,6 +156,8 @@ class Described:
             given = [[self.q_or_k(n, self.head_dim) for n in q_k_v] for _ in range(2)]  # for two streams
             if self.name != "prepare_joint_qkv":
                 given = [*given[0], None, None][: 2 if self.name == "apply_rope" else 3]
+            if isinstance(cache := words.get("cache"), KVCache) and "v_cache" not in cache.tensors:
+                given[2:] = [None]
         out = getattr(api, self.name)(*given, **tables, **words)
         results = [x for x in ([out] if isinstance(out, Tensor) else out) if isinstance(x, Tensor) and x.requires_grad]
         if results:

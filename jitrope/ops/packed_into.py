@@ -1,0 +1,113 @@
+"""Packed QKV with the stages of `prepare_qkv`: caches, conversions, and tensors of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from ..plan.options import QKV_ORDERS, Options, norm_of
+from ..plan.problem import Views
+from ..plan.views import FORMATS, Tensors, packed_part, packed_sizes, packed_views
+from . import reference
+from .checks import check_qkv, refuse_gradients
+from .fit import failing, require_apart
+from .into import is_dense
+from .operation import Operation
+from .projections import PACKED, check_bias
+
+
+class PackedInto(Operation):
+    """A form of `Into` that reads q, k and v in a projection's output. The projection's bias is added first, if given.
+
+    Its outputs are always tensors of the call; `fresh_outputs` makes those that the caller does not give.
+    """
+
+    function = "prepare_packed_qkv"
+    reads = ("qkv", "qkv", "qkv")
+    inplace = differentiable = False
+
+    def __init__(self, into: Any) -> None:
+        self.into_given, base = into, into.base
+        self.name, self.stage = f"{base.name}_packed", f"packed QKV with {base.stage or 'out'}"
+        own = [name for name in into.tensors if name.rstrip("?") not in ("q", "k", "v")]
+        self.tensors = ("qkv", "bias?", *own)
+        self.options, self.words = (
+            (*[word for word in words if word != "rotate_k"], *PACKED) for words in (into.options, into.words)
+        )
+        self.tables, self.norm = into.tables, into.norm
+        self.results, self.writes, self.labels = into.results, into.writes, into.labels
+        self.mutated = into.mutated
+
+    def written(self, options: Options) -> tuple[str, ...]:
+        found: tuple[str, ...] = self.into_given.written(options)
+        return found
+
+    def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
+        found: tuple[Options, Tensors] = self.into_given.unrotated(name, tensors, options)
+        return found
+
+    def separate(self, tensors: Tensors, options: Options) -> Tensors:
+        """The tensors of the call on separate q, k and v, of which only shapes, dtypes and devices are right."""
+        qkv = tensors["qkv"]
+        k, v = (packed_part(qkv, name, options) for name in "kv")
+        q = k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1)
+        heads = {"q": q, "k": k, **({"v": v} if {"v_out", "v_cache"} & tensors.keys() else {})}
+        return {**heads, **{name: x for name, x in tensors.items() if name not in ("qkv", "bias")}}
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        fail, given = failing(name), {*tensors}
+        check_qkv(name, tensors, options)
+        refuse_gradients(fail, tensors, "qkv", "bias", use="use a call without cache, quantize and out")
+        if "bias" in given:
+            check_bias(name, tensors, options)
+            if options.order == "qkv_gated":
+                fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
+        if "bias" in given and norm_of(options).of == "v":
+            fail("the norm has of='v', which does not go with bias")
+        if norm_of(options).across_heads:
+            fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
+        written = {self.labels.get(x, x): tensors[x] for x in self.written(options) if x in given}
+        require_apart(name, written, {"qkv": tensors["qkv"]})
+        self.into_given.check(name, self.separate(tensors, options), options)
+
+    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
+        inputs, outputs = self.into_given.heads(self.separate(tensors, options), options)
+        packed = packed_views(tensors["qkv"], options)
+        return tuple([None if x is None else own for x, own in zip(inputs, packed)]), outputs  # type: ignore[return-value]
+
+    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
+        made: Tensors = self.into_given.fresh(self.separate(tensors, options), options, blocks)
+        return made
+
+    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
+        return self.results
+
+    def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
+        parts = reference.split_qkv(reference.with_bias(tensors)["qkv"], options)
+        alone = self.separate(tensors, options)
+        alone.update({name: parts[name].contiguous() for name in "qkv" if name in alone})
+        made: Tensors = self.into_given.on_cpu(alone, options)
+        return made
+
+
+def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Container[str], converted: str) -> Tensors:
+    """The outputs of a call that the caller does not give, by letters; none of a call that the check refuses.
+
+    given: the letters of the caller's. converted: those of converted ones. Without copy_v v stays in qkv.
+    """
+    n, order, wanted = words["q_per_group"], words.get("order", "grouped"), "qkv" if "k_out" in op.labels else "q"
+    if type(n) is not int or n < 1 or order not in QKV_ORDERS or not is_dense(qkv) or qkv.dim() < 3:
+        return {}
+    options = Options(q_per_group=n, order=order)
+    if qkv.shape[-1 if order == "grouped" else -2] % (n * QKV_ORDERS[order] + 2):
+        return {}
+    groups, head_dim = packed_sizes(qkv, options)
+    form = FORMATS[words.get("out_dtype", "fp8")]
+    found: Tensors = {}
+    for letter in wanted:
+        if letter in given or (letter == "v" and words.get("copy_v") is False):
+            continue
+        own = form if letter in converted else None
+        shape = (*qkv.shape[:-2], groups * (n if letter == "q" else 1), head_dim // (own.per_item if own else 1))
+        found[letter] = qkv.new_empty(shape, dtype=own.dtype if own else qkv.dtype)
+    return found

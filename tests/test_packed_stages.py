@@ -1,0 +1,236 @@
+"""`prepare_packed_qkv` with a cache, a conversion, a transform and `out`: the bits of `prepare_qkv` of q, k and v.
+
+With the projection's bias they are those of qkv + bias.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jitrope
+from jitrope import DynamicQuantize, InvalidInput, KVCache, Norm, Packed, Quantize, Scaled, Ulysses
+from jitrope.tools.prewarm import specs_of
+
+from . import oracle
+from .devices import DEVICES
+from .host import backend
+
+G, N, D, SLOTS = 2, 3, 64, 24
+FP8 = torch.float8_e4m3fn
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+STAGES: dict[str, dict[str, Any]] = {
+    "cache": {"cache": torch.bfloat16},
+    "fp8 cache": {"cache": FP8, "quantize": Quantize(0.05)},
+    "block cache": {"cache": torch.int8},
+    "cache and dynamic scales": {"cache": torch.bfloat16, "quantize": DynamicQuantize(group=32, scale_dtype=E8M0)},
+    "cache and transform": {"cache": torch.bfloat16, "hadamard": True},
+    "fp8": {"quantize": Quantize(0.05, 0.02, hadamard=True)},
+    "scales of heads": {"quantize": Quantize(torch.rand(G * N) + 0.1, torch.rand(G) + 0.1)},
+    "dynamic scales": {"quantize": DynamicQuantize(torch.int8)},
+    "groups": {"quantize": DynamicQuantize(group=32)},
+    "tiles": {"quantize": DynamicQuantize(group=16, scale_dtype=E8M0, swizzled=True)},
+    "transform": {"hadamard": "rotary"},
+    "out": {"out": (None, None, None)},
+}
+NORMS: dict[str, Any] = {
+    "none": None,
+    "norm": Norm(torch.rand(D), torch.rand(D)),
+    "layer": Norm(k_weight=torch.rand(D), k_bias=torch.rand(D), kind="layer_norm", of="k"),
+    "v too": Norm(v_norm=True),
+}
+FORMS = [("grouped", "bshd"), ("qkv", "bshd"), ("grouped", "sbhd"), ("grouped", "thd"), ("qkv", "thd")]
+
+
+def made(order: str, layout: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(qkv, a part of a wider tensor; bias; cos; sin)."""
+    generator = torch.Generator().manual_seed(2)
+    lead = {"bshd": (2, 5), "sbhd": (5, 2), "thd": (10,)}[layout]
+    each = 2 * N if order == "qkv_gated" else N
+    shape = (G, (each + 2) * D) if order == "grouped" else ((each + 2) * G, D)
+    qkv = torch.randn(*lead, 2 * shape[0], shape[1], generator=generator)[..., : shape[0], :]
+    tables = [torch.randn(10, D // 2, generator=generator).to(device) for _ in range(2)]
+    bias = torch.randn(shape, generator=generator).bfloat16().to(device)
+    return qkv.bfloat16().to(device), bias, *tables  # type: ignore[return-value]
+
+
+def caches(dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """The words of a cache full of zeros; int8 has scales beside it."""
+    words: dict[str, Any] = {f"{name}_cache": torch.zeros(SLOTS, G, D, device=device).to(dtype) for name in "kv"}
+    if dtype == torch.int8:
+        words |= {f"{name}_block_scale": torch.zeros(SLOTS, G, 2, device=device) for name in "kv"}
+    return words | ({"k_scale": 0.05, "v_scale": 0.05} if dtype == FP8 else {})
+
+
+def moved(x: Any, device: str) -> Any:
+    """A value with its tensors on a device."""
+    if x is None or device == "cpu":
+        return x
+    if isinstance(x, Norm):
+        x.tensors = {name: y.to(device) for name, y in x.tensors.items()}
+    if isinstance(x, Quantize):
+        x.given = {name: y.to(device) if isinstance(y, Tensor) else y for name, y in x.given.items()}
+    return x
+
+
+def flat(results: Any, stored: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a call's results, and its caches, as bytes."""
+    parts = [y for x in results if x is not None for y in (x if isinstance(x, Scaled) else (x,))]
+    parts += [x for x in stored.values() if isinstance(x, Tensor)]
+    return [x.contiguous().view(torch.uint8).cpu() for x in parts]
+
+
+CALLS = [(stage, norm, *form, True) for (stage, norm), form in zip(product(STAGES, NORMS), cycle(FORMS))]
+CALLS += [(stage, "none", *form, False) for stage, form in zip(STAGES, cycle(FORMS))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("stage", "norm", "order", "layout", "biased"), CALLS)
+def test_the_bits_of_separate_tensors(
+    stage: str, norm: str, order: str, layout: str, biased: bool, device: str
+) -> None:
+    """In one launch; the second call is a known one. qkv stays."""
+    jitrope.configure(launch=("token_linear", "grid_2d")[biased])
+    qkv, bias, *tables = made(order, layout, device)
+    before = qkv.clone()
+    summed = (qkv + bias if biased else qkv).contiguous()
+    q, k, v = oracle.split(summed, N, order)
+    words = {**STAGES[stage], "norm": moved(NORMS[norm], device), "layout": layout}
+    words["quantize"], dtype = moved(words.get("quantize"), device), words.pop("cache", None)
+    slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:10].to(device)
+    for _ in range(2):
+        found = []
+        for packed in (True, False):
+            own = {} if dtype is None else caches(dtype, device)
+            given = {"cache": KVCache(**own, slot_mapping=slots)} if own else {}
+            if packed:
+                more: dict[str, Any] = {"bias": bias} if biased else {}
+                count = backend.launched.total()
+                got = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, order=order, **words, **given, **more)
+                launches = backend.launched.total() - count
+                assert launches <= 1
+                assert own == {} or got[1:] == (None, None)
+                assert all(x is None or x.is_contiguous() for x in got if not isinstance(x, Scaled))
+            else:
+                got = jitrope.prepare_qkv(*[x.contiguous() for x in (q, k, v)], *tables, **words, **given)
+                got = got if dtype is None else got[:1]
+            found.append(flat(got, own))
+        assert len(found[0]) == len(found[1])
+        for x, y in zip(*found):
+            assert torch.equal(x, y)
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_tensors_and_what_stays(device: str) -> None:
+    """Heads-first operands of attention in fp8, and v; an item that is None is a fresh tensor; v can stay a view."""
+    qkv, bias, *tables = made("grouped", "bshd", device)
+    quantize = Quantize(0.05, 0.02)
+    want = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, bias=bias, quantize=quantize)
+    q_out = torch.zeros(2, G * N, 5, D, device=device).to(FP8)
+    v_out = torch.zeros(2, G, 5, D, device=device).bfloat16()
+    out = (q_out.transpose(1, 2), None, v_out.transpose(1, 2))
+    got = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, bias=bias, quantize=quantize, out=out)
+    assert got[0] is out[0]
+    assert got[2] is out[2]
+    for x, y in zip(got, want):
+        assert torch.equal(x.contiguous().view(torch.uint8), y.view(torch.uint8))
+    q, k, v = jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=N, quantize=quantize, copy_v=False)
+    assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+    assert torch.equal(v, oracle.split(qkv, N)[2])
+    assert q.dtype == k.dtype == FP8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "plain"])
+def test_tokens_after_the_last_sequence(biased: bool, device: str) -> None:
+    """q and k are zeros; v has its bias, and all are stored where a slot says so."""
+    qkv, bias, *tables = made("qkv", "thd", device)
+    more: dict[str, Any] = {"bias": bias} if biased else {}
+    packed = Packed(torch.tensor([0, 4, 8], device=device))
+    own = caches(torch.bfloat16, device)
+    cache = KVCache(**own, slot_mapping=torch.arange(10, device=device))
+    words: dict[str, Any] = {"q_per_group": N, "order": "qkv", "positions": packed, **more}
+    q, k, v = jitrope.prepare_packed_qkv(qkv, *tables, **words, cache=cache)
+    want = jitrope.prepare_packed_qkv(qkv, *tables, **words)
+    assert k is v is None
+    for x, y in zip((q, own["k_cache"][:10], own["v_cache"][:10]), want):
+        assert torch.equal(x, y)
+    assert (q[8:] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gate_is_a_view_and_no_table_is_needed(device: str) -> None:
+    qkv, _, *_ = made("qkv_gated", "bshd", device)
+    words: dict[str, Any] = {"q_per_group": N, "order": "qkv_gated"}
+    q, _, v, gate = jitrope.prepare_packed_qkv(qkv, **words, quantize=DynamicQuantize())
+    parts = oracle.split(qkv, N, "qkv_gated")
+    assert gate.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
+    assert torch.equal(gate, parts[3])
+    assert torch.equal(v, parts[2])
+    want, _, _ = jitrope.prepare_qkv(parts[0].contiguous(), None, None, quantize=DynamicQuantize())
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(q, want))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device: str) -> None:
+    qkv, bias, *tables = made("grouped", "bshd", device)
+
+    def call(qkv: Tensor, bias: Tensor, own: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        cache = KVCache(**own, slot_mapping=torch.arange(10, device=qkv.device))
+        words: dict[str, Any] = {"q_per_group": N, "bias": bias, "cache": cache, "quantize": DynamicQuantize()}
+        got = jitrope.prepare_packed_qkv(qkv, *tables, **words)[0]
+        return got.values, got.scale
+
+    one, two = (caches(torch.bfloat16, device) for _ in range(2))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    pairs = [*zip(compiled(qkv, bias, one), call(qkv, bias, two)), *zip(one.values(), two.values())]
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
+    assert one["v_cache"].any()
+
+
+def test_prewarmed_in_words() -> None:
+    cache = {"k_cache": "fp8", "v_cache": "fp8", "slot_mapping": "int64", "k_scale": 1.0, "v_scale": 1.0}
+    found = specs_of(function="prepare_packed_qkv", heads=[32, 8], bias=True, cache=cache, quantize={"dtype": "fp8"})
+    assert all(spec.added_bias and spec.cached and spec.dynamic_q and spec.q_per_group == 4 for spec in found)
+    assert found
+
+
+def test_refusals() -> None:
+    qkv, bias, *tables = made("grouped", "bshd", "cpu")
+    cache = KVCache(**caches(torch.bfloat16, "cpu"), slot_mapping=torch.arange(10))
+
+    def refused(match: str, qkv: Any = qkv, **words: Any) -> None:
+        with pytest.raises(InvalidInput, match=match):
+            jitrope.prepare_packed_qkv(qkv, *tables, **{"q_per_group": N, "cache": cache, **words})
+
+    refused("prepare_packed_qkv: cache is 1; it must be a jitrope.KVCache", cache=1)
+    refused("prepare_packed_qkv: quantize is 1; it must be a jitrope.Quantize", quantize=1)
+    refused("inplace does not go with packed QKV with cache", inplace=True)
+    refused("inverse does not go with packed QKV with cache", inverse=True)
+    refused("out's k is .*; it must be None, because k goes to the cache", out=(None, qkv, None))
+    refused("out is .*; it must be a tuple of 3 tensors", out=qkv)
+    refused("per='head' does not go with packed QKV", cache=None, quantize=DynamicQuantize(per="head"))
+    refused("Ulysses does not go with packed QKV", out=Ulysses(2))
+    refused("across_heads does not go with packed QKV", norm=Norm(across_heads=True))
+    refused("prepare_packed_qkv: hadamard is given beside quantize", quantize=Quantize(1.0), hadamard=True)
+    refused("quantize has a k_scale, but k goes to the cache", quantize=Quantize(1.0, 1.0))
+    refused("copy_v=False does not go with bias", bias=bias, copy_v=False)
+    refused("bias is torch.float32", bias=bias.float())
+    refused("which q_per_group . 2 = 9 does not divide", q_per_group=7)
+    refused("q_per_group is 'a'", q_per_group="a")
+    refused("order is 'b'", order="b")
+    refused("qkv is None; it must be a tensor", qkv=None)
+    refused("qkv requires a gradient, but this call has none", qkv=qkv.clone().requires_grad_())
+    gated = made("qkv_gated", "bshd", "cpu")
+    refused("order='qkv_gated' does not go with bias", gated[0], bias=gated[1], order="qkv_gated")
+    words = {**caches(torch.bfloat16, "cpu"), "slot_mapping": torch.arange(10)}
+    refused("rotate_k does not go with packed QKV", cache=KVCache(**words, rotate_k=True))
+    buffer = torch.zeros(2, 5, G * (N + 2) * D).bfloat16()
+    out = (buffer[..., : G * N * D].unflatten(2, (-1, D)), None, None)
+    refused("out's q and qkv share memory", buffer.unflatten(2, (G, -1)), out=out)
+    refused(r"out's q is \(2, 5, 6, 32\) .*; it must be \(2, 5, 6, 64\)", out=(out[0][..., :32], None, None))
