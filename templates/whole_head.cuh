@@ -12,7 +12,7 @@ constexpr bool TRANSFORMS_ALL = TRANSFORM_DIM == HEAD_DIM;
 constexpr bool TRANSFORMS_ROTARY = !TRANSFORMS_ALL && TRANSFORM_BEGIN == ROTARY_OFFSET;
 constexpr int KIND_LANES = TRANSFORMS_ALL || TRANSFORMS_ROTARY ? ROTARY_LANES : COPY_LANES;
 // The chunks of the lanes that transform are in order: element i of a chunk, then the lane's number among its kind,
-// then the chunk, then, of a whole head, whether the lane copies.
+// then the chunk, then, of a whole head, the number of the part that is as large as the rotated one.
 constexpr bool IN_ORDER = TEAM <= 32
     && (TRANSFORMS_ALL
             ? TEAM == LANES && (REST == 0 || ALIKE)

@@ -448,7 +448,8 @@ def test_a_server_compiles_nothing_after_its_warm_up(jitrope, tmp_path: Path, mo
     assert not any(kernels.build(spec, "sm_90").compiled for spec in specs)
     with pytest.raises(InvalidInput, match="8 heads of q and 4 of k, which 3 ranks cannot share"):
         specs_of_server(tmp_path / "model", ranks=3)
-    assert "--serve needs --model" in jitrope("prewarm", "--serve", "--arch", "sm_90").stderr
+    for words in (["--serve"], ["--serve", "2", "--ids", "int32"]):
+        assert "--serve needs --model" in jitrope("prewarm", *words, "--arch", "sm_90").stderr
 
 
 LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 256, "qk_rope_head_dim": 64}

@@ -162,7 +162,7 @@ def test_comfy_kitchen_enable(ck: Any) -> None:
         compiled = torch.compile(lambda x: ck.apply_rope1(x, **words), backend="aot_eager", fullgraph=True)
         compiled(xs[0].detach())
         assert report.calls["jitrope"] == 1
-        assert str(report).startswith("16 functions replaced; 1 call since, all on the CPU in plain torch; 4 left")
+        assert str(report).startswith("16 functions registered; 1 call since, all on the CPU in plain torch; 4 left")
     assert "(disabled)" in str(report)
     assert registry._priority == before
     assert registry.get_capable_backend("apply_rope") == "eager"
@@ -459,17 +459,31 @@ class Template:
 
 
 class Theirs(Template):
-    """In the place of its two classes in torch."""
+    """The published formula of its class in torch for real tables, which takes complex ones too, but no positions."""
+
+    def apply_single(self, x: Tensor, freqs: Any, rotary_dim: int | None = None, unsqueeze_dim: int = -2) -> Tensor:
+        pair = (freqs.real, freqs.imag) if isinstance(freqs, Tensor) and freqs.is_complex() else freqs
+        return turn(x, torch.cat([*pair], -1), self.layout == "split_half")
+
+
+class TheirsOfComplex(Theirs):
+    """Its class for complex tables, which knows neighbours alone."""
 
     def apply_single(self, x: Tensor, freqs: Any, **words: Any) -> Tensor:
-        return x * 0
+        assert freqs.is_complex()
+        assert self.layout == "interleaved"
+        return super().apply_single(x, freqs, **words)
+
+
+def cpu(freqs: Any) -> Any:
+    return freqs.cpu() if isinstance(freqs, Tensor) else tuple(x.cpu() for x in freqs)
 
 
 @pytest.fixture
 def ropes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Its register, as a dict."""
     stand_in(monkeypatch, "lightx2v.common.ops.rope.template").RopeTemplate = Template
-    found: dict[str, Any] = {"torch_complex_rope": Theirs, "torch_real_rope": Theirs}
+    found: dict[str, Any] = {"torch_complex_rope": TheirsOfComplex, "torch_real_rope": Theirs}
     stand_in(monkeypatch, "lightx2v.utils.registry_factory").ROPE_REGISTER = found
     return found
 
@@ -494,10 +508,12 @@ def test_lightx2v(ropes: dict[str, Any], device: str, layout: str) -> None:
         got = rope.apply(q, k, cache, positions=ids.to(device), rotary_dim=32)
         assert all(near(a, turn(x.cpu(), cache.cpu()[ids], halves)) for a, x in zip(got, (q, k)))
         assert report.calls == {"jitrope": 7, "host": 0}
-        for left in (rope.apply(q, k, (cos[1:], sin[1:]), rotary_dim=32), rope.apply(q, k, cache, unsqueeze_dim=0)):
-            assert not any(x.any() for x in left)
-        ropes["jitrope_rope"](layout=layout, compute_dtype=torch.float64).apply_single(q, cache, rotary_dim=32)
-        assert report.calls == {"jitrope": 7, "host": 3}
+        wider = ropes["jitrope_rope"](layout=layout, compute_dtype=torch.float64)
+        for freqs in (torch.complex(cos, sin), (cos, sin)):
+            assert all(map(near, wider.apply(q.cpu(), k.cpu(), cpu(freqs)), want))
+            got = wider.apply(q.cpu(), k.cpu(), cpu(freqs), positions=ids)
+            assert all(near(a, turn(x.cpu(), cache.cpu()[ids], halves)) for a, x in zip(got, (q, k)))
+        assert report.calls == {"jitrope": 7, "host": 4}
     assert set(ropes) == {"torch_complex_rope", "torch_real_rope"}
     assert "(disabled)" in str(report)
 

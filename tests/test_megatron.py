@@ -125,7 +125,7 @@ def test_latent_signatures(core: Any) -> None:
 
 
 def test_latent_refusals(core: Any, enabled: Any) -> None:
-    """A refused call reaches the host, which refuses it in its own words."""
+    """A refused call reaches the host, whose own error is raised."""
     tables, q = yarn_tables(6, 16, torch.float32), torch.randn(6, 1, 2, 48)
     kv, k_pe = torch.randn(6, 1, 2, 56), torch.randn(6, 1, 1, 16)
     for call, message in (

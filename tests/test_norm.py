@@ -201,7 +201,7 @@ def test_once_is_torchs_rms_norm(dtype: torch.dtype, device: str, dim: int, word
         assert in_place[1] is k
 
 
-PARTS = [(256, 64), (256, 32), (128, 64), (128, 16), (64, 32)]
+PARTS = [(256, 128), (256, 64), (256, 32), (256, 16), (128, 64), (128, 32), (128, 16), (64, 32), (64, 16)]
 
 
 @pytest.mark.parametrize(("dim", "rotary_dim"), PARTS)
@@ -219,8 +219,10 @@ def test_partly_rotated_heads_have_the_hosts_bits(device: str, dtype: torch.dtyp
         else:
             with torch.no_grad():
                 normed = [host_norm("qwen3", dim, w)(x) for x, w in ((q, q_weight), (k, k_weight))]
-        want = jitrope.apply_rope(*normed, *tables, rotary_dim=rotary_dim)
-        assert_equal(norm_rope(q, k, q_weight, k_weight, *tables, norm_rounding=rounding, rotary_dim=rotary_dim), want)
+        for interleaved in (False, True):
+            words = {"rotary_dim": rotary_dim, "interleaved": interleaved}
+            want = jitrope.apply_rope(*normed, *tables, **words)
+            assert_equal(norm_rope(q, k, q_weight, k_weight, *tables, norm_rounding=rounding, **words), want)
 
 
 def host_norm(name: str, dim: int, weight: torch.Tensor) -> torch.nn.Module:

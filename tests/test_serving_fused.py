@@ -219,7 +219,9 @@ def test_sglang_diffusion_rounds_like_separate_functions(dtype: torch.dtype, dev
     got = [x.to(device, copy=True) for x in (q, k)]
     given = [x.to(device) for x in (w, w, cache, IDS)]
     sglang_diffusion.fused_inplace_qknorm_rope(*got, *given, is_neox=True, round_norm_before_rope=True)
-    assert all((a.cpu() != b).float().mean() < 0.01 for a, b in zip(got, wants))  # a GPU adds squares in another order
+    for a, b in zip(got, wants):  # a GPU adds squares in another order
+        assert (a.cpu() != b).float().mean() < (0.01 if device == "cuda" else 1e-9)
+        torch.testing.assert_close(a.cpu(), b, rtol=2**-6, atol=2**-8)
 
 
 @pytest.mark.parametrize("device", DEVICES)

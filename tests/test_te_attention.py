@@ -37,15 +37,20 @@ class Linear(torch.nn.Linear):
 
 
 class RMSNorm(torch.nn.Module):
-    """The formula of the class's docstring, in fp32 and rounded once."""
+    """The formula of the class's docstring, in fp32 and rounded once. centre: the factor is 1 + weight."""
+
+    centre = False
+
+    def factor(self) -> Tensor:
+        return self.weight.float() + self.zero_centered_gamma
 
     def __init__(self, normalized_shape: int, eps: float, params_dtype: Any, device: Any) -> None:
         super().__init__()
-        self.eps, self.zero_centered_gamma = eps, False
+        self.eps, self.zero_centered_gamma = eps, type(self).centre
         self.weight = torch.nn.Parameter(torch.rand(normalized_shape, dtype=params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+        return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], self.factor(), self.eps).to(x.dtype)
 
 
 class LayerNorm(RMSNorm):
@@ -54,7 +59,7 @@ class LayerNorm(RMSNorm):
         self.bias = torch.nn.Parameter(torch.rand_like(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.float(), self.bias.float()
+        weight, bias = self.factor(), self.bias.float()
         return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
 
 
@@ -211,8 +216,14 @@ def test_norms_and_rope_are_one_launch(te: Any, norm: str, before: bool, case: s
         torch.testing.assert_close(a, b, rtol=unit, atol=tolerance)
         if dtype == "fp32":
             torch.testing.assert_close(a, c, rtol=unit, atol=tolerance)
-        if norm != "L2Normalization" and name in "qkv":
+        if norm != "L2Normalization" and name in "qkv" and not RMSNorm.centre:
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])
+def test_factors_of_1_plus_weight(te: Any, monkeypatch: pytest.MonkeyPatch, norm: str) -> None:
+    monkeypatch.setattr(RMSNorm, "centre", True)
+    test_norms_and_rope_are_one_launch(te, norm, True, next(iter(CASES)), "fp32")
 
 
 LEFT = {

@@ -119,6 +119,10 @@ def cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache(
     quantize = DynamicQuantize() if q_scale_inv is None or dynamic else Quantize(q_scale_inv.reciprocal())
     words: dict[str, Any] = {"norm": norm, "cache": cache, "quantize": quantize}
     q_heads = qkv.shape[-1] // k_cache.shape[-1] - 2 * kv_heads
+    rows, scales = (len(qkv), q_heads), (len(qkv), q_heads) if dynamic else (0,)
+    _must_be("out_q", out_q, (*rows, k_cache.shape[-1]), FP8)
+    _must_be("q_scale", q_scale, scales, torch.float32)
+    _must_be("split_k_flag", split_k_flag, (len(seq_lens), kv_heads), torch.int32)
     q = _appended(qkv, q_heads, kv_heads, cos_sin_cache, lengths, q_indptr, words)
     values, scale = q if dynamic else (q, torch.empty(0, device=qkv.device))
     flags = (right.int() - 1).expand(len(seq_lens), kv_heads)
@@ -192,11 +196,13 @@ def fused_qk_rmsnorm_rope(
     if output_fp8:
         scale = unit("output_quant_scale", output_quant_scale)
         words["quantize"] = Quantize(scale, scale)
-        of_v: Any = {"quantize": Quantize(unit("v_quant_scale", v_quant_scale)), "out": (outs.pop(), None, None)}
-        v, outs = prepare_qkv(v, None, None, **of_v)[0], [*outs, None]
-    elif outs[2] is None:
-        v = v.clone(memory_format=torch.contiguous_format)
-    q, k, v = prepare_qkv(q, k, v, out=tuple(outs), **words)
+        q, k, _ = prepare_qkv(q, k, None, out=(*outs[:2], None), **words)
+        of_v: Any = {"quantize": Quantize(unit("v_quant_scale", v_quant_scale)), "out": (outs[2], None, None)}
+        v = prepare_qkv(v, None, None, **of_v)[0]
+    else:
+        if outs[2] is None:
+            v = v.clone(memory_format=torch.contiguous_format)
+        q, k, v = prepare_qkv(q, k, v, out=tuple(outs), **words)
     made = [x.flatten(0, 1) if flat else x for x in (q, k, v)]
     return made[0], made[1], made[2]
 
@@ -206,6 +212,11 @@ def _norm(policy: int, q_weight: Tensor | None, k_weight: Tensor | None, eps: fl
         had = f"qk_norm_policy is {policy}, q_norm_weight {q_weight is not None}, k_norm_weight {k_weight is not None}"
         raise InvalidInput(f"{had}; it must be 0, or 1 or 2 with both weights")
     return Norm(q_weight, k_weight, eps=eps, after_rope=policy == 1) if policy else None
+
+
+def _must_be(name: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if out is not None and (out.shape != shape or out.dtype != dtype):
+        raise InvalidInput(f"{name} is {tuple(out.shape)} {out.dtype}; it must be {shape} {dtype}")
 
 
 def _no_outputs(k: Tensor | None, v: Tensor | None) -> None:

@@ -240,6 +240,9 @@ class Registered(Report):
     def _active(self) -> bool:
         return self.there()
 
+    def _replaced(self) -> str:
+        return super()._replaced().replace("replaced", "registered")
+
 
 def counted(count: int, noun: str) -> str:
     """`1 call`, `2 calls`."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
 from ..ops.values import Norm
+from ..plan.problem import constant
 from . import _host
 from ._host import Function
 from ._norms import NormForm, parameters_of, recognise, usable
@@ -31,7 +32,8 @@ _KNOWN = {
 All compute in fp32 and round once.
 """
 
-_forms: dict[type, list[NormForm | str]] = {}
+_forms: dict[type, list[NormForm]] = {}
+_refused: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 class AsSelf:
@@ -50,8 +52,8 @@ class AsSelf:
 def without_rope(host: str, refusal: Function, stand_in: Function) -> Callable[[Function], Function]:
     """A maker of attention's `forward` for `Report.replace_method`: ours rotates, so the host's gets no table.
 
-    refusal: of the layer and the arguments by name: the reason why the host's `forward` runs as it is, "" for none that
-        needs telling; None if it does not.
+    refusal: of the layer and the arguments by name: None if norms and rope are fused; otherwise the reason, or "" if
+        there is nothing to tell. Then the host's `forward` runs as it is.
     stand_in: of the layer, the table of q and k and the arguments: the `AsSelf`.
     """
 
@@ -79,7 +81,7 @@ def without_rope(host: str, refusal: Function, stand_in: Function) -> Callable[[
 
 
 def form_of(module: nn.Module) -> NormForm:
-    """The form of a norm. A class is tried once.
+    """The form of a norm. A class is tried once, and so is each module without a known form.
 
     Raises:
         InvalidInput: it has none, or the module must be called itself.
@@ -87,10 +89,13 @@ def form_of(module: nn.Module) -> NormForm:
     parameters_of(module)  # a module with hooks says nothing about its class
     cls = type(module)
     found = _forms.setdefault(cls, [])
-    form = next((form for form in found if isinstance(form, str) or form.fits(module)), None)
+    form = next((form for form in found if form.fits(module)), None) or _refused.get(module)
     if form is None:
         form = _known(cls, module) or recognise(module)
-        found.append(form)
+        if isinstance(form, str):
+            _refused[module] = form
+        else:
+            found.append(form)
     if isinstance(form, str):
         raise InvalidInput(form)
     return form
@@ -116,7 +121,7 @@ def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
     for label, form in forms.items():
         given[f"{label}_weight"], given[f"{label}_bias"] = usable([form], norms[label], x)
         if form.total:  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
-            given[f"{label}_weight"] = _inverse_root(x.shape[-1], x.device)
+            given[f"{label}_weight"] = _inverse_root(x.device, x.shape[-1])
     found = [{**form.words(norms[label]), "total": form.total} for label, form in forms.items()]
     if found[0] != found[-1]:
         raise InvalidInput("the norms of q and k differ")
@@ -125,7 +130,6 @@ def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
     return Norm(**given, **found[0], of="".join(norms), **words)
 
 
-@lru_cache(maxsize=64)
-def _inverse_root(size: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a kept tensor may be used in training later
-        return torch.full((size,), size**-0.5, device=device)
+@constant
+def _inverse_root(device: torch.device, size: int) -> Tensor:
+    return torch.full((size,), size**-0.5, device=device)

@@ -10,6 +10,7 @@ interleaved pairs or halves (`apply_rope_split_half`), returned or in place (`ap
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -233,6 +234,8 @@ def enable() -> _host.Report:
 
 def disable() -> None:
     """Undo `enable`: the registry uses its own backends."""
+    if HOST not in sys.modules:
+        return
     registry = _registry()
     registry.disable(BACKEND)
     registry.set_priority(_others(registry))

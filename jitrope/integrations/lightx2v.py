@@ -9,6 +9,7 @@ The class in the register has the methods of `lightx2v.common.ops.rope.template.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -84,8 +85,12 @@ def _made(template: Any, register: Any) -> Any:
                 raise InvalidInput("unsqueeze_dim is not -2")
             return rotate(q, k, freqs, layout=layout, **words)
 
-        def _theirs(self, q: Tensor, k: Tensor | None, freqs: Any, **words: Any) -> Any:
-            if isinstance(freqs, Tensor) and freqs.is_complex():
+        def _theirs(
+            self, q: Tensor, k: Tensor | None, freqs: Any, positions: Tensor | None = None, **words: Any
+        ) -> Any:
+            if positions is not None:  # the host's classes do not know them
+                freqs = freqs[positions] if isinstance(freqs, Tensor) else tuple(x[positions] for x in freqs)
+            if isinstance(freqs, Tensor) and freqs.is_complex() and self.layout == "interleaved":
                 rope = register["torch_complex_rope"](compute_dtype=self.compute_dtype)
             else:
                 rope = register["torch_real_rope"](layout=self.layout, compute_dtype=self.compute_dtype)
@@ -112,7 +117,8 @@ def enable() -> _host.Report:
 
 def disable() -> None:
     """Undo `enable`."""
-    _register().pop(NAME, None)
+    if HOST in sys.modules:
+        _register().pop(NAME, None)
 
 
 def _register() -> Any:

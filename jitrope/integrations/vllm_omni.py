@@ -87,8 +87,8 @@ def apply_rope_to_qk(
         rope: the host's layer `RotaryEmbedding`, with interleaved, the pairs are neighbours, and half_head_dim, the
             tables have one column for each pair.
         query, key: (B, S, H, D) or (S, H, D).
-        image_rotary_emb: (cos, sin), (S, R / 2) or (S, R) each, or with a batch axis, of which the host reads the first
-            row; or None, then q and k are returned. The host rounds them to q's dtype; here they stay fp32.
+        image_rotary_emb: (cos, sin), (S, R / 2) or (S, R) each, or with a batch axis, whose first row is read; or
+            None, then q and k are returned. The host rounds them to q's dtype; here they stay fp32.
 
     Returns:
         (query, key) rotated, in fp32 arithmetic rounded once.

@@ -216,7 +216,7 @@ class Norm(Value):
             "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice": before and after the weight, as in
             the RMSNorm of transformers and diffusers. Both give the bits of those modules followed by a rotation, or
             after one: on a CPU always; on a GPU with "rms_norm" for aligned heads of 64, 128 and 256 that are rotated
-            whole, or in their first half, quarter or eighth ("twice": of 128 alone); across heads those that are
+            whole, or in their first 16, 32, 64 or 128 elements ("twice": of 128 alone); across heads those that are
             rotated whole, "once", in fp16 and bf16. In other cases elements are summed in another order, and a few
             results differ in the last bit.
 

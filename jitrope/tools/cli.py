@@ -152,7 +152,7 @@ def _specs(given: Options, heads: list[list[int]] | None) -> list[Spec]:
         raise argparse.ArgumentError(None, "--model does not go with the options of a call, except --dtype")
     ranks, ids = getattr(given, "serve", None), getattr(given, "ids", None)
     if (ranks and not model) or (ids and not ranks):
-        raise argparse.ArgumentError(None, "--ids needs --serve" if ids else "--serve needs --model")
+        raise argparse.ArgumentError(None, "--serve needs --model" if ranks else "--ids needs --serve")
     if given.file and getattr(given, "batch_invariant", False):
         raise argparse.ArgumentError(None, "--from does not go with --batch-invariant")
     if given.file:
