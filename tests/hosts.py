@@ -83,7 +83,10 @@ def timm() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*sys.path, str(HOSTS / "timm")])
         try:
-            return importlib.import_module("timm")
+            found = importlib.import_module("timm")
+            if tuple(map(int, found.__version__.split(".")[:3])) < (1, 0, 31):
+                missing(f"pip install timm==1.0.31; {found.__version__} lacks some of the models")
+            return found
         except ImportError:
             missing("pip install --no-deps --target build/hosts/timm timm torchvision, of the version for this torch")
         except RuntimeError as error:

@@ -157,7 +157,7 @@ def check_one_format(tensors: Tensors, options: Options, fail: Fail) -> None:
     if BLOCK_SCALES[0] not in tensors:
         return
     dim = tensors["q"].shape[-1]
-    own, found = (options.out_dtype, options.group or dim, options.scale_out), block_format(tensors, dim)
+    own, found = (options.out_dtype, options.group or dim, options.scale_out), tuple(block_format(tensors, dim))
     if own != found:
-        one, other = (f"{x[0]} with a scale of {x[2]} for {x[1]} elements" for x in (own, tuple(found)))
+        one, other = (f"{x[0]} with a scale of {x[2]} for {x[1]} elements" for x in (own, found))
         fail(f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match")

@@ -51,7 +51,7 @@ class PackedInto(Operation):
         qkv = tensors["qkv"]
         k, v = (packed_part(qkv, name, options) for name in "kv")
         q = k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1)
-        heads = {"q": q, "k": k, **({"v": v} if {"v_out", "v_cache"} & tensors.keys() else {})}
+        heads = {"q": q, "k": k, **({"v": v} if "v_out" in tensors or "v_cache" in tensors else {})}
         return {**heads, **{name: x for name, x in tensors.items() if name not in ("qkv", "bias")}}
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
