@@ -41,7 +41,7 @@ MODELS = {
     "flux-fp8-heads": "FLUX, fp8 attention",
 }
 """The names in the guide's table of models."""
-LAUNCHES = {"flux-fp8-heads": 2}
+LAUNCHES = {"deepseek-indexer": 2, "flux-fp8-heads": 2}
 BACKWARD = {"gemma4": 2}
 """Launches of a call, where there is more than one."""
 TRAINED = [name for name, preset in PRESETS.items() if preset.trained]

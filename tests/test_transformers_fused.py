@@ -248,6 +248,16 @@ def test_generation(family: str) -> None:
     assert report.calls["host"] == report.calls["jitrope"] == 0
 
 
+def test_compiled_fullgraph_in_bf16() -> None:
+    model = language_model("qwen3").eval().bfloat16()
+    torch.compiler.reset()
+    with integration.enable(model) as report, torch.no_grad():
+        want = model(zoo.IDS).logits
+        got = torch.compile(model, fullgraph=True, backend="aot_eager")(zoo.IDS).logits
+    assert torch.equal(got, want)
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 2 * 2}
+
+
 @pytest.mark.parametrize("family", ["hunyuan_v1_dense", "embedding_gemma2", "qwen3_next"])
 def test_compiled_fullgraph(family: str) -> None:
     """Norm after rope; q, k and v; and q with a gate. Compiled before `enable`, too."""

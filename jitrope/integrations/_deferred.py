@@ -357,7 +357,7 @@ def _words(turn: Turn, heads: list[Tensor]) -> dict[str, Any]:
     words = words_of(variant, q, cos, turn.sin, turn.axis)
     if q.dtype == torch.float32 == cos.dtype:
         return words
-    rounding = variant.bits[q.dtype != cos.dtype]
+    rounding = variant.bits[int(q.dtype != cos.dtype)]  # Dynamo of torch 2.11 takes no bool
     if not rounding or cos.dtype not in (q.dtype, torch.float32):
         raise InvalidInput(f"q is {q.dtype} and the tables are {cos.dtype}")
     return {**words, "rounding": rounding}
