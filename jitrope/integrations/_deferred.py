@@ -199,7 +199,7 @@ class Pass:
         why = self._refusal(name, module, x)
         if why is not None:
             if why:
-                _host.note(self.plan.host, "host", why, 0)
+                _host.note_unfused(self.plan.host, why)
             return module(self.real(x))
         form = next(form for form in self.plan.norms[name] if form.fits(module))
         self.norms.append(Norming(module, form, x))
@@ -212,11 +212,11 @@ class Pass:
             return ""
         forms = [form for form in self.plan.norms[name] if form.fits(module)]
         if not forms:
-            return f"not fused: {name} is another {type(module).__name__} than in the model that was enabled"
+            return f"{name} is another {type(module).__name__} than in the model that was enabled"
         try:
             usable(forms, module, source)
         except InvalidInput as error:
-            return f"not fused: {error.args[0]}"
+            return str(error.args[0])
         return None
 
     def rope(self, name: str, function: Function, *arguments: Any, **words: Any) -> Any:
@@ -268,7 +268,7 @@ class Pass:
                 raise InvalidInput("a rotated tensor has another use than its norm")
             self._launch(self._together(turn))
         except InvalidInput as error:
-            _host.note(self.plan.host, "host", f"not fused: {error.args[0]}", 0)
+            _host.note_unfused(self.plan.host, error.args[0])
             out = self._call(turn.function, turn.arguments, turn.words)
             turn.finish((out,) if turn.single else out)
         else:

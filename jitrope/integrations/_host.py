@@ -74,6 +74,11 @@ def take(host: str, ours: Callable[..., T], theirs: Callable[..., T] | None, *ar
     return theirs(*arguments, **words)
 
 
+def note_unfused(host: str, reason: str) -> None:
+    """Log why norms are not fused. The functions that then run count themselves."""
+    note(host, "host", f"not fused: {reason}", 0)
+
+
 def or_else(host: str, who: str, ours: Function, otherwise: Function) -> Function:
     """`ours`, which returns (result, number of calls to count for `who`), or `otherwise` for a call that it refuses.
 

@@ -49,11 +49,13 @@ class AsSelf:
         setattr(self.__dict__["_module"], name, value)
 
 
-def without_rope(host: str, refusal: Function, stand_in: Function) -> Callable[[Function], Function]:
+def without_rope(
+    host: str, refusals: Callable[..., dict[str, bool]], stand_in: Function
+) -> Callable[[Function], Function]:
     """A maker of attention's `forward` for `Report.replace_method`: ours rotates, so the host's gets no table.
 
-    refusal: of the layer and the arguments by name: None if norms and rope are fused; otherwise the reason, or "" if
-        there is nothing to tell. Then the host's `forward` runs as it is.
+    refusals: of the layer and the arguments by name: whether each reason holds. The host's `forward` runs as it is for
+        the first one that does; "" is one that is not told.
     stand_in: of the layer, the table of q and k and the arguments: the `AsSelf`.
     """
 
@@ -65,12 +67,11 @@ def without_rope(host: str, refusal: Function, stand_in: Function) -> Callable[[
             given = bound.arguments
             freqs = given.get("rotary_pos_emb")
             table, of_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
-            why = "" if table is None else refusal(layer, given)
-            if why is None and table is not of_k:
-                why = "q and k have different tables"
+            no_table = {"": table is None, "q and k have different tables": table is not of_k}
+            why = next((why for why, holds in {**no_table, **refusals(layer, given)}.items() if holds), None)
             if why is not None:
                 if why:
-                    _host.note(host, "host", f"not fused: {why}", 0)
+                    _host.note_unfused(host, why)
                 return theirs(layer, *arguments, **words)
             given.update(self=stand_in(layer, table, given), rotary_pos_emb=None)
             return theirs(*bound.args, **bound.kwargs)

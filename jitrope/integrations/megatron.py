@@ -215,20 +215,18 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **wo
 # ---- SelfAttention with norms of q and k ---------------------------------------------------------------
 
 
-def _not_fused(layer: Any, given: dict[str, Any]) -> str | None:
-    """The reason why the host's `forward` runs as it is, "" for none that needs telling; None if norms are fused."""
+def _refusals(layer: Any, given: dict[str, Any]) -> dict[str, bool]:
+    """The reasons why norms are not fused, and whether they hold."""
     config, norms = layer.config, {type(x).__name__ for x in (layer.q_layernorm, layer.k_layernorm)}
     no_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
-    if no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}:
-        return ""
     packed = given.get("packed_seq_params")
-    refused = {
+    return {
+        "": bool(no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}),
         f"{type(layer).__name__} has its own {_QKV}": getattr(type(layer), _QKV) is not getattr(_host_class(), _QKV),
         "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
         "test_mode": config.test_mode,
         "q and k have different cu_seqlens": _cu_seqlens(packed, "q") is not _cu_seqlens(packed, "kv"),
     }
-    return next((why for why, holds in refused.items() if holds), None)
 
 
 def _cu_seqlens(packed: Any, of: str = "q") -> Tensor | None:
@@ -304,7 +302,7 @@ def _heads(rope: _Rope, q: Tensor, k: Tensor) -> tuple[tuple[Any, ...], int]:
 
 def _heads_by_host(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
     """q and k by the host's norms and its rope function, which may be ours."""
-    _host.note("megatron", "host", f"not fused: {reason}", 0)
+    _host.note_unfused("megatron", reason)
     layer = rope.layer
     words = {"config": layer.config, "cu_seqlens": rope.cu_seqlens, "mscale": rope.mscale()}
     rotate = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, cp_group=layer.pg_collection.cp, **words)
@@ -342,7 +340,7 @@ def enable() -> _host.Report:
     report = _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
     cls, what = _host_class(), "norms of q and k and rope fused"
     if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
-        report.replace_method(cls, "forward", without_rope("megatron", _not_fused, _stand_in), what)
+        report.replace_method(cls, "forward", without_rope("megatron", _refusals, _stand_in), what)
     else:
         report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
     return report

@@ -235,7 +235,7 @@ def _form(layer: Any) -> NormForm | None:
     try:
         forms = [form_of(norm) for norm in norms]
     except InvalidInput as error:
-        _host.note("torchtitan", "host", f"not fused: {error.args[0]}", 0)
+        _host.note_unfused("torchtitan", error.args[0])
         return None
     return forms[0] if forms[0] == forms[1] else None
 
@@ -256,7 +256,7 @@ def _fused(layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any
 
 
 def _separate(reason: str, layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
-    _host.note("torchtitan", "host", f"not fused: {reason}", 0)
+    _host.note_unfused("torchtitan", reason)
     return layer.rope(layer.q_norm(query), layer.k_norm(key), positions)
 
 

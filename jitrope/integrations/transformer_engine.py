@@ -211,17 +211,15 @@ class _Both(AsSelf):
         return k
 
 
-def _not_fused(layer: Any, given: dict[str, Any]) -> str | None:
-    """The reason why the host's `forward` runs as it is, "" for none that needs telling; None if norms are fused."""
-    if layer.q_norm is None:
-        return ""
-    refused = {
+def _refusals(layer: Any, given: dict[str, Any]) -> dict[str, bool]:
+    """The reasons why norms are not fused, and whether they hold."""
+    return {
+        "": layer.q_norm is None,
         "cross attention": layer.attention_type != "self",
         "inference": given.get("inference_params") is not None,
         "fp8": sys.modules[_ATTENTION].FP8GlobalStateManager.is_fp8_enabled(),
         "q and k have different cu_seqlens": _cu_seqlens(layer, given, "q") is not _cu_seqlens(layer, given, "kv"),
     }
-    return next((why for why, holds in refused.items() if holds), None)
 
 
 def _stand_in(layer: Any, freqs: Tensor, given: dict[str, Any]) -> _Both:
@@ -250,7 +248,7 @@ def _separate(
     reason: str, q: Tensor, k: Tensor, *, layer: Any, freqs: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The same with the host's norms and its rope function, which may be ours."""
-    _host.note("transformer_engine", "host", f"not fused: {reason}", 0)
+    _host.note_unfused("transformer_engine", reason)
     where = {"cu_seqlens": cu_seqlens, "cp_size": layer.cp_size, "cp_rank": layer.cp_rank}
     words = {"fused": True, "interleaved": layer.rotary_pos_interleaved, **where}
     rope = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, freqs=freqs, tensor_format=layer.qkv_format, **words)
@@ -272,7 +270,7 @@ def enable() -> _host.Report:
     module = "transformer_engine.pytorch.attention.rope"
     report = _host.enable("transformer_engine", {f"{module}:{ours.__name__}": ours for ours in functions})
     attention = importlib.import_module(_ATTENTION).MultiheadAttention
-    made = without_rope("transformer_engine", _not_fused, _stand_in)
+    made = without_rope("transformer_engine", _refusals, _stand_in)
     report.replace_method(attention, "forward", made, "norms of q and k and rope fused")
     return report
 

@@ -47,7 +47,7 @@ class PackedInto(Operation):
         return found
 
     def separate(self, tensors: Tensors, options: Options) -> Tensors:
-        """The tensors of the call on separate q, k and v, of which only shapes, dtypes and devices are right."""
+        """Tensors as a call on separate q, k and v has them. Only their shapes, dtypes and devices are right."""
         qkv = tensors["qkv"]
         k, v = (packed_part(qkv, name, options) for name in "kv")
         q = k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1)
