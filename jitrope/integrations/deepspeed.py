@@ -75,6 +75,4 @@ def enable() -> _host.Report:
     return _host.enable("deepspeed", functions)
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("deepspeed")
+disable = _host.disabler(__name__)

@@ -346,6 +346,4 @@ def enable() -> _host.Report:
     return report
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("megatron")
+disable = _host.disabler(__name__)

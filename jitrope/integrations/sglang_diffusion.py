@@ -281,6 +281,4 @@ def enable() -> _host.Report:
     return _host.enable("sglang_diffusion", _FUNCTIONS, optional=_WAN)
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("sglang_diffusion")
+disable = _host.disabler(__name__)

@@ -275,6 +275,4 @@ def enable() -> _host.Report:
     return report
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("transformer_engine")
+disable = _host.disabler(__name__)

@@ -158,12 +158,11 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
 
 def disable(model: nn.Module | None = None) -> None:
     """Restore the functions of a model's files, or all."""
-    if model is None:
-        _host.disable("transformers")
-    else:
-        held = [function for module in _files(model) for function in vars(module).values() if callable(function)]
-        held += [function for module in _files(model) for function in forwards(module)]
-        _host.restore([ours for ours in list(_host.placed) if any(ours is function for function in held)])
+    ours = [function for function, place in _host.placed.items() if place.host == "transformers"]
+    if model is not None:
+        held = {id(function) for module in _files(model) for function in (*vars(module).values(), *forwards(module))}
+        ours = [function for function in ours if id(function) in held]
+    _host.restore(ours)
 
 
 def _files(model: nn.Module | None) -> Iterator[ModuleType]:

@@ -347,6 +347,4 @@ def enable(*, rounding: str = "fp32") -> _host.Report:
     return _host.enable("vllm", {**rotate, **_FUSED}, {*_MROPE, *_FUSED})
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("vllm")
+disable = _host.disabler(__name__)

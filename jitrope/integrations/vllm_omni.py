@@ -179,6 +179,4 @@ def enable() -> _host.Report:
     return _host.enable("vllm_omni", _FUNCTIONS, _FLASH)
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("vllm_omni")
+disable = _host.disabler(__name__)
