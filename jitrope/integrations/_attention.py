@@ -25,7 +25,7 @@ from ._deferred import Plan, Rope, Strict
 from ._host import Function, Placed
 from ._norms import PROBE_DIM, NormForm, recognise, small
 from ._rewrite import Source
-from ._variants import FORMS, OF_K, OF_Q, Variant, equal, names, probe
+from ._variants import OF_K, OF_Q, Variant, equal, names, probe
 
 NAMES = re.compile(r"\w*apply_\w*rotary\w*")
 """The names of rope functions."""
@@ -172,7 +172,7 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
         if source.order([*norms, *unknown]):
             raise ValueError(min(unknown.values()))
         raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
-    ropes = {name: Rope(FORMS[names(place.original)], place.what) for name, place in places.items()}
+    ropes = {name: Rope(names(place.original), place.what) for name, place in places.items()}
     plan = Plan(host, norms, ropes, order == "after")
     some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}
     _try(plan, {name: place.original for name, place in places.items()}, some)

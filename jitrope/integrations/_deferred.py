@@ -19,15 +19,15 @@ from ..ops.values import Norm
 from . import _host
 from ._host import Function
 from ._norms import NormForm, parameters_of, usable
-from ._variants import Variant, words_of
+from ._variants import Variant, read, words_of
 
 Step = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Rope(NamedTuple):
-    """A rope function that is known: how it reads its arguments, and its variant."""
+    """A rope function that is known: the names of its parameters, and its variant."""
 
-    read: Function
+    names: tuple[str, ...]
     variant: Variant
 
 
@@ -61,35 +61,17 @@ class _Later:
     def _viewed(self, name: str, arguments: tuple[Any, ...], words: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def transpose(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("transpose", arguments, words)
 
-    def permute(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("permute", arguments, words)
+def _view(name: str) -> Function:
+    def method(self: _Later, *arguments: Any, **words: Any) -> Any:
+        return self._viewed(name, arguments, words)
 
-    def view(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("view", arguments, words)
-
-    def reshape(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("reshape", arguments, words)
-
-    def unsqueeze(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("unsqueeze", arguments, words)
-
-    def squeeze(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("squeeze", arguments, words)
-
-    def flatten(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("flatten", arguments, words)
-
-    def unflatten(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("unflatten", arguments, words)
-
-    def to(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("to", arguments, words)
+    return method
 
 
-VIEWS = tuple(name for name in vars(_Later) if name[0] != "_" and name != "steps")
+VIEWS = ("transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "to")
+for _name in VIEWS:
+    setattr(_Later, _name, _view(_name))
 
 
 class Norming:
@@ -154,7 +136,7 @@ class Turn:
 
     def __init__(self, rope: Rope, function: Function, arguments: Any, words: Any) -> None:
         self.rope, self.function, self.arguments, self.words = rope, function, arguments, words
-        self.q, self.k, self.cos, self.sin, self.axis = rope.read(*arguments, **words)
+        self.q, self.k, self.cos, self.sin, self.axis = read(rope.names, *arguments, **words)
         self.single = self.k is None
         self.out: tuple[Any, ...] = ()  # results of the host's function, or of ours
         self.pending, self.alone = True, False  # alone: the norms after it are computed, without its own results

@@ -24,7 +24,7 @@ from functools import lru_cache, partial, wraps
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
@@ -94,37 +94,31 @@ def _rotate(
 ) -> Any:
     """query and key rotated by a module's table; each rank rotates its shards.
 
-    function: of local query, key, table, weights and, if they are given, positions.
+    function: of query, key, table, weights and, if they are given, positions.
     """
-    *heads, cache = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, rope.cache))
-    ids = positions.to_local() if isinstance(positions, DTensor) else positions
-    if any(x.shape[-1] != rope.config.dim for x in heads):  # the host broadcasts a partial rotation or refuses it
+    if any(
+        x.shape[-1] != rope.config.dim for x in (query, key)
+    ):  # the host broadcasts a partial rotation or refuses it
         raise InvalidInput("the heads and the table have different sizes")
-    if not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
-        raise InvalidInput("the tensors are sharded so that a rank cannot rotate alone")
-    given = () if ids is None else (ids,)
+    cache, given = _local(rope.cache), () if positions is None else (positions,)
     check = getattr(sys.modules[_ROPE], "_maybe_check_max_pos", None)  # not in all versions
     if given and check is not None:
-        check(ids, max_valid_pos=cache.shape[0] - 1)
-    rotated = function(*heads, cache, *weights, *given)
-    return tuple(_sharded(out, x) for out, x in zip(rotated, (query, key)))
+        check(_local(positions), max_valid_pos=cache.shape[0] - 1)
+    return function(query, key, cache, *weights, *given)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _weights(norms: tuple[Any, ...], form: NormForm, words: dict[str, Any], query: Tensor) -> tuple[Tensor, ...]:
-    """The weights of norms of a form for heads like query; their gradients are a rank's part if query is sharded."""
+    """The weights of norms of a form for heads like query."""
     found: list[Tensor] = []
     for norm in norms:
         weight, bias = unhooked(norm, wrapped=_moves_nothing(norm))
         check_results((form,), weight, query)
         if bias is not None or form.words(norm) != words:
             raise InvalidInput("the norms of q and k differ, or have a bias")
-        if isinstance(weight, DTensor):
-            if not isinstance(query, DTensor) or weight.device_mesh != query.device_mesh:
-                raise InvalidInput("a norm's weight is on another mesh than q")
-            if not all(placement.is_replicate() for placement in weight.placements):
-                raise InvalidInput("a norm's weight is sharded")
-            parts = [Partial() if isinstance(placement, Shard) else placement for placement in query.placements]
-            weight = weight.to_local(grad_placements=parts)
         if weight is not None:
             found.append(weight)
     return tuple(found)
@@ -137,28 +131,6 @@ def _moves_nothing(module: Any) -> bool:
         return False
     same = config.in_src_shardings == config.in_dst_shardings and config.out_src_shardings == config.out_dst_shardings
     return bool(same and config.local_map is None)
-
-
-def _by_tokens_and_heads(x: Tensor, numbered: bool) -> bool:
-    """Whether each rank can rotate its part alone.
-
-    A rank needs whole heads, in even parts, and, if tokens are numbered from 0 (no positions), whole sequences.
-    """
-    if not isinstance(x, DTensor):
-        return True
-    parts = [1] * (x.dim() - 1)
-    for placement, ranks in zip(x.placements, x.device_mesh.shape):
-        if isinstance(placement, Shard) and placement.dim < len(parts):
-            parts[placement.dim] *= ranks
-        elif not placement.is_replicate():
-            return False
-    return all(size % count == 0 for size, count in zip(x.shape, parts)) and not (numbered and parts[-2] > 1)
-
-
-def _sharded(local: Tensor, like: Tensor) -> Tensor:
-    if isinstance(like, DTensor):
-        return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
-    return local
 
 
 def _typed(function: Any, weights: int = 0) -> Any:

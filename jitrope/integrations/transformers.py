@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
 from ._attention import FUSED, NAMES, attention, forwards, fuse
-from ._variants import Variant, recognise, replacement, rotate, rotate_pair
+from ._variants import PAIR, Variant, recognise, replaced, replacement, rotate
 
 calls = _host.calls["transformers"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -209,7 +209,7 @@ def _rotate_as(cls: type[nn.Module], *arguments: Any) -> Any:
     variant = _variant_of(cls)
     if isinstance(variant, str):
         raise InvalidInput(variant)
-    return rotate_pair(variant, *arguments)
+    return replaced(variant, PAIR, *arguments)
 
 
 _variants: dict[type[nn.Module], Variant | str] = {}
