@@ -11,8 +11,7 @@ interleaved pairs or halves (`apply_rope_split_half`), returned or in place (`ap
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import product
@@ -185,20 +184,13 @@ def _registry() -> Any:
     return _host.load(HOST, f"{HOST}.registry").registry
 
 
-@contextmanager
-def _left() -> Iterator[None]:
-    """The registry passes over jitrope, in this thread or task."""
+def _next(name: str, **arguments: Any) -> Any:
+    """The call of the registry's next backend: in this thread or task the registry passes over jitrope."""
     token = _leaving.set(True)
     try:
-        yield
+        function = _registry().get_implementation(name, kwargs=arguments)
     finally:
         _leaving.reset(token)
-
-
-def _next(name: str, **arguments: Any) -> Any:
-    """The call of the registry's next backend."""
-    with _left():
-        function = _registry().get_implementation(name, kwargs=arguments)
     return function(**arguments)
 
 
