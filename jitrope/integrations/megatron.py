@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import Norm, Packed
+from ..ops.values import Packed
 from . import _host, transformer_engine
 from ._layers import AsSelf, norm_of, without_rope
 
@@ -263,9 +264,11 @@ class _Rope(NamedTuple):
         found: float = sys.modules[_ATTENTION]._yarn_get_concentration_factor_from_config(self.layer.config)
         return found
 
-    def norm(self, t: Tensor) -> Norm:
-        """The norms, for heads like t."""
-        return norm_of({"q": self.layer.q_layernorm, "k": self.layer.k_layernorm}, t)
+    def prepared(self, *tensors: Tensor, **words: Any) -> tuple[Tensor, ...]:
+        """`_FUSED` of tensors that in packed batches have no axis of the batch, which Megatron's have."""
+        if self.cu_seqlens is None:
+            return tuple(_FUSED(self, *tensors, **words))
+        return tuple([x.unsqueeze(1) for x in _FUSED(self, *[x.squeeze(1) for x in tensors], **words)])
 
 
 def _qkv(rope: _Rope, hidden: Tensor, *arguments: Any, output_gate: bool = False, **_: Any) -> tuple[Tensor, ...]:
@@ -274,47 +277,37 @@ def _qkv(rope: _Rope, hidden: Tensor, *arguments: Any, output_gate: bool = False
     if output_gate or layer.config.num_query_groups < layer.world_size:  # the host splits QKV
         raw = AsSelf(layer, q_layernorm=None, k_layernorm=None)
         q, k, *others = method(raw, hidden, *arguments, output_gate=output_gate)
-        return (*_squeezed(rope, _HEADS, (q, k)), *others)
+        return (*rope.prepared(q, k), *others)
     mixed, split = method(layer, hidden, *arguments, split_qkv=False)
-    return _squeezed(rope, partial(_MIXED, split=split), (mixed,))
+    return rope.prepared(mixed, split=split)
 
 
-def _squeezed(rope: _Rope, function: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A function of tensors that in packed batches have no axis of the batch, which Megatron's have."""
-    if rope.cu_seqlens is None:
-        return tuple(function(rope, *tensors))
-    return tuple([x.unsqueeze(1) for x in function(rope, *[x.squeeze(1) for x in tensors])])
+def _fused(rope: _Rope, first: Tensor, *k: Tensor, split: Sequence[int] = ()) -> tuple[tuple[Any, ...], int]:
+    """q and k, or with the split of a group of the mixed QKV q, k and v."""
+    norms = {"q": rope.layer.q_layernorm, "k": rope.layer.k_layernorm}
+    if not split:
+        return prepare_qkv(first, k[0], None, norm=norm_of(norms, first), **rope.words(first))[:2], 1
+    norm = norm_of(norms, first[..., : split[1]])
+    return prepare_packed_qkv(first, norm=norm, q_per_group=split[0] // split[1], **rope.words(first)), 1
 
 
-def _mixed(rope: _Rope, mixed: Tensor, split: list[int]) -> tuple[tuple[Tensor, ...], int]:
-    norm = rope.norm(mixed[..., : split[1]])
-    return prepare_packed_qkv(mixed, norm=norm, q_per_group=split[0] // split[1], **rope.words(mixed)), 1
-
-
-def _mixed_by_host(reason: str, rope: _Rope, mixed: Tensor, split: list[int]) -> tuple[Tensor, ...]:
-    q, k, v = mixed.split(split, -1)
-    return (*_heads_by_host(reason, rope, q.unflatten(-1, (-1, split[1])).flatten(-3, -2), k), v)
-
-
-def _heads(rope: _Rope, q: Tensor, k: Tensor) -> tuple[tuple[Any, ...], int]:
-    return prepare_qkv(q, k, None, norm=rope.norm(q), **rope.words(q))[:2], 1
-
-
-def _heads_by_host(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """q and k by the host's norms and its rope function, which may be ours."""
+def _separate(reason: str, rope: _Rope, first: Tensor, *k: Tensor, split: Sequence[int] = ()) -> tuple[Tensor, ...]:
+    """The same by the host's norms and its rope function, which may be ours."""
     _host.note_unfused("megatron", reason)
     layer = rope.layer
     words = {"config": layer.config, "cu_seqlens": rope.cu_seqlens, "mscale": rope.mscale()}
     rotate = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, cp_group=layer.pg_collection.cp, **words)
-    return rotate(layer.q_layernorm(q), rope.freqs), rotate(layer.k_layernorm(k), rope.freqs)
+    q, keys, *v = first.split([*split], -1) if split else (first, *k)
+    if split:
+        q = q.unflatten(-1, (-1, split[1])).flatten(-3, -2)
+    return rotate(layer.q_layernorm(q), rope.freqs), rotate(layer.k_layernorm(keys), rope.freqs), *v
 
 
 def _host_class() -> Any:
     return sys.modules[_ATTENTION].SelfAttention
 
 
-_MIXED = _host.or_else("megatron", "fused", _mixed, _mixed_by_host)
-_HEADS = _host.or_else("megatron", "fused", _heads, _heads_by_host)
+_FUSED = _host.or_else("megatron", "fused", _fused, _separate)
 _QKV = "get_query_key_value_tensors"
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _ATTENTION = "megatron.core.transformer.attention"
