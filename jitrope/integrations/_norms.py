@@ -123,7 +123,7 @@ def recognise(module: nn.Module) -> NormForm | str:
     if others - {"weight", "bias"}:
         return f"{name} has other parameters than a weight and a bias"
     width = PROBE_DIM if weight is None else weight.shape[0]
-    plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and _is_plain(v)}
+    plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, _PLAIN)}
     sizes = tuple(k for k, v in plain.items() if type(v) is not bool and v in (width, (width,)))
     with torch.no_grad():
         for eps, kind, rounding, zero_centered in product(
@@ -141,8 +141,7 @@ def recognise(module: nn.Module) -> NormForm | str:
     return f"{name}: jitrope has no norm with its results"
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, tuple, list, type(None)))
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM, seed: int = 1) -> nn.Module:
