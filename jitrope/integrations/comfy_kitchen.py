@@ -79,7 +79,7 @@ def rms_rope(
     split_half: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, then rope, in one launch.
+    """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, then rope, in one launch; errors as in `apply_rope`.
 
     >>> q, k, table = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.eye(2).expand(1, 1, 16, 32, 2, 2)
     >>> q, k = jitrope_comfy_kitchen.rms_rope(q, k, table, torch.ones(64), torch.ones(64))
@@ -93,9 +93,6 @@ def rms_rope(
 
     Returns:
         (q, k) normalised and rotated.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_rope`.
     """
     weights = (q_scale, q_scale if k_scale is None else k_scale)
     q, k = _call([q, k], freqs_cis, split_half, inplace, weights, epsilon, rot_dim)

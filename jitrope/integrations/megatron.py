@@ -33,12 +33,10 @@ def fused_apply_rotary_pos_emb(
 ) -> Tensor:
     """Rotate t [s, b, h, d] by angles freqs [s, 1 or b, 1, r] in fp32.
 
-    transpose_output_memory is ignored, as in Megatron's own hook; the output is contiguous.
+    transpose_output_memory is ignored, as in Megatron's own hook; the output is contiguous. The errors are those of
+    `jitrope.apply_rope`.
 
     >>> t = jitrope_megatron.fused_apply_rotary_pos_emb(torch.randn(16, 1, 8, 64), torch.randn(16, 1, 1, 64))
-
-    Raises:
-        InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
     return _rotate(t, freqs, interleaved)
 
@@ -49,13 +47,11 @@ def fused_apply_rotary_pos_emb_thd(
     """Rotate packed t [tokens, h, d], this rank's share, by angles freqs [rows, 1, 1, r].
 
     cu_seqlens are offsets of the whole batch. As in Megatron, a table with as many rows as the batch has
-    tokens has a row for each token (mRoPE), and any other table a row for each position.
+    tokens has a row for each token (mRoPE), and any other table a row for each position. The errors are those of
+    `jitrope.apply_rope`.
 
     >>> t, cu_seqlens = torch.randn(10, 8, 64), torch.tensor([0, 7, 10])
     >>> t = jitrope_megatron.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, torch.randn(16, 1, 1, 64))
-
-    Raises:
-        InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
     return _rotate(t, freqs, interleaved, positions=_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
 
@@ -158,7 +154,8 @@ def fused_apply_mla_rope_for_kv(
 ) -> tuple[Tensor, Tensor]:
     """Split latent attention's kv into k and v, and append the rotated k_pos_emb to each head of k, in one launch.
 
-    The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32.
+    The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32. The errors are
+    those of `fused_apply_mla_rope_for_q`.
 
     >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
     >>> kv, k_pos_emb = torch.randn(16, 1, 8, 128 + 96), torch.randn(16, 1, 1, 64)
@@ -171,9 +168,6 @@ def fused_apply_mla_rope_for_kv(
 
     Returns:
         k [.., h, k_dim + emb_dim] and v [.., h, v_dim], contiguous.
-
-    Raises:
-        InvalidInput, CompileError: as `fused_apply_mla_rope_for_q`.
     """
     if kv.shape[-1] != k_dim + v_dim or k_pos_emb.shape[-1] != emb_dim:
         sizes = f"kv has heads of {kv.shape[-1]} and k_pos_emb of {k_pos_emb.shape[-1]}"

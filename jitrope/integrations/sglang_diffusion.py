@@ -66,10 +66,8 @@ def apply_rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
         interleaved: allows the wide tables; the pairs are neighbours in any case.
 
     Returns:
-        x rotated. The sum is that of the host's kernel: the second product is not rounded.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_flashinfer_rope_qk_inplace`.
+        x rotated. The sum is that of the host's kernel: the second product is not rounded. The errors are those of
+        `apply_flashinfer_rope_qk_inplace`.
     """
     if interleaved and cos.shape[-1] == x.shape[-1]:
         cos, sin = cos[..., ::2], sin[..., ::2]
@@ -114,10 +112,7 @@ def apply_qk_norm_rope(
         cache_has_full_width: the table is (P, 2 R), [cos, sin] of each element.
 
     Returns:
-        (q, k) normalised and rotated.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_flashinfer_rope_qk_inplace`.
+        (q, k) normalised and rotated. The errors are those of `apply_flashinfer_rope_qk_inplace`.
     """
     if q_norm.variance_epsilon != k_norm.variance_epsilon:
         raise InvalidInput("the norms of q and k must have one epsilon")

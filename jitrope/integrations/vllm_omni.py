@@ -85,10 +85,7 @@ def apply_rope_to_qk(
             None, then q and k are returned. The host rounds them to q's dtype; here they stay fp32.
 
     Returns:
-        (query, key) rotated, in fp32 arithmetic rounded once.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_rotary_emb`.
+        (query, key) rotated, in fp32 arithmetic rounded once. The errors are those of `apply_rotary_emb`.
     """
     if image_rotary_emb is None:
         return query, key
@@ -134,10 +131,7 @@ def fused_qk_norm_rope(
         interleaved: the pairs are neighbours, not halves.
 
     Returns:
-        (q, k) normalised and rotated.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_rotary_emb`.
+        (q, k) normalised and rotated. The errors are those of `apply_rotary_emb`.
     """
     sizes, found = (head_dim, rotary_dim), (q.shape[-1], rope_table.shape[-1])
     if any(size not in (None, there) for size, there in zip(sizes, found)) or len(rope_table) != len(q):
