@@ -153,22 +153,22 @@ def _typed(function: Any, weights: int = 0) -> Any:
 
 _ROPE = "torchtitan.models.common.rope"
 _FUNCTIONS = {"CosSinRoPE": rotate_cos_sin, "ComplexRoPE": rotate_complex}
+_PLACES = {**dict.fromkeys(_FUNCTIONS, _ROPE), "GQAttention": "torchtitan.models.common.attention"}
+"""The modules of the host's classes. They are imported at first use."""
+
+
+def _host_class(name: str) -> Any:
+    return getattr(importlib.import_module(_PLACES[name]), name)
 
 
 @lru_cache
 def _subclass(name: str) -> Any:
-    """Our subclass of the host's class of this name. The host is imported here, at first use."""
-    if name == "GQAttention":
-        return _made(importlib.import_module("torchtitan.models.common.attention").GQAttention, _attention_methods)
-    return _made(getattr(importlib.import_module(_ROPE), name), _rope_methods)
-
-
-def _made(host: Any, methods: Any) -> Any:
-    """A subclass of a host's class with its own configuration."""
-    name, module = host.__name__, {"__module__": __name__}
+    """Our subclass of the host's class of this name, with its own configuration."""
+    host, module = _host_class(name), {"__module__": __name__}
     words = {**module, "__qualname__": f"{name}.Config"}
     config: Any = dataclass(kw_only=True, slots=True)(type("Config", (host.Config,), words))
-    return type(name, (host,), {**module, "Config": config, **methods(host)})
+    methods = _rope_methods(host) if name in _FUNCTIONS else _attention_methods(host)
+    return type(name, (host,), {**module, "Config": config, **methods})
 
 
 def _rope_methods(host: Any) -> dict[str, Any]:
@@ -237,7 +237,7 @@ _FUSED = _host.or_else("torchtitan", "fused", _fused, _separate)
 
 def __getattr__(name: str) -> Any:
     """Return `CosSinRoPE`, `ComplexRoPE` or `GQAttention`, for configurations written by hand, and for pickle."""
-    if name in ("CosSinRoPE", "ComplexRoPE", "GQAttention"):
+    if name in _PLACES:
         return _subclass(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -292,12 +292,9 @@ def register() -> None:
         ImportError: torchtitan is not installed.
     """
     from torchtitan.config.override import override
-    from torchtitan.models.common import attention as layers
-    from torchtitan.models.common import rope as host
 
-    factories = {host.CosSinRoPE: cos_sin_rope, host.ComplexRoPE: complex_rope, layers.GQAttention: attention}
-    for target, factory in factories.items():
-        override(target=target.Config, exact=True, description=factory.__doc__)(factory)
+    for name, factory in zip(_PLACES, (cos_sin_rope, complex_rope, attention)):
+        override(target=_host_class(name).Config, exact=True, description=factory.__doc__)(factory)
 
 
 if "torchtitan.config.override" in sys.modules:  # true when torchtitan imports this module as an override
