@@ -126,23 +126,25 @@ def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> Read:
         InvalidInput: an argument is missing, or jitrope does not know it.
     """
     given = {**dict(zip(known, arguments)), **words}
-    q, *more = [given.pop(name, None) for name in known[:2] if name in (*OF_Q, *OF_K)]
-    if any(x is None for x in more):
+    q, pair = given.pop(known[0], None), known[1] in OF_K
+    k = given.pop(known[1], None) if pair else None
+    if pair and k is None:
         raise InvalidInput("k is None; the hosts' functions return different results for that")
     if known[-1] in ("freqs_cis", "freqs_ci"):
-        table = given.pop(known[-1])
-        if not table.is_complex():
-            raise InvalidInput(f"{known[-1]} is {table.dtype}, not complex")
+        table = given.pop(known[-1], None)
+        if table is None or not table.is_complex():
+            raise InvalidInput(f"{known[-1]} is {getattr(table, 'dtype', table)}, not complex")
         if known[-1] == "freqs_ci":
             table = table.reshape(-1, table.shape[-1])
         cos, sin = table.real, table.imag
     else:
         cos, sin = given.pop("cos", None), given.pop("sin", None)
     axis = given.pop("unsqueeze_dim", None)
-    others = [name for name, x in given.items() if name not in _UNUSED and (isinstance(x, Tensor) or x)]
-    if others or cos is None or len(arguments) > len(known):
-        raise InvalidInput(f"{', '.join(others)} given; jitrope does not know that" if others else "cos is missing")
-    return q, more[0] if more else None, cos, sin, axis
+    others = [n for n, x in given.items() if n not in _UNUSED and (isinstance(x, Tensor) or x)] if given else []
+    if others or q is None or cos is None or len(arguments) > len(known):
+        said = f"{', '.join(others)} given; jitrope does not know that"
+        raise InvalidInput(said if others else f"the arguments are not {', '.join(known)}")
+    return q, k, cos, sin, axis
 
 
 def _parameters(host: Function) -> list[inspect.Parameter]:
