@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
 from . import _host
-from ._deferred import Plan, Rope, Strict
+from ._deferred import Pass, Plan, Rope
 from ._host import Function, Placed
 from ._norms import PROBE_DIM, NormForm, recognise, small
 from ._rewrite import Source
@@ -110,7 +110,7 @@ def turned(layer: Any, rope: Function, q: Tensor, k: Tensor, cos: Tensor, sin: T
     plan = None if layer is None else plan_of(type(layer).forward)
     if plan is None:
         return rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    run = Strict(plan)
+    run = Pass(plan, strict=True)
 
     def normed(x: Any, heads: Tensor) -> Any:
         for name in plan.norms:
@@ -243,7 +243,7 @@ def _same(
         want = all_of(lambda m, x: m(x), host)
     except Exception:  # on any error the host does not compute this
         return bool(across)
-    run = Strict(plan)
+    run = Pass(plan, strict=True)
     try:
         ours = all_of(partial(run.norm, norm), partial(run.rope, rope, host))
         made: list[Tensor] = [run.real(x) for x in ours]
