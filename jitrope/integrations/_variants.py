@@ -7,7 +7,6 @@ small random CPU tensors and looks for the variant that gives the same bits; `re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -181,7 +180,7 @@ def recognise(host: Function) -> Variant | str:
     last = _parameters(host)[-1]
     says_axis = last.name == "unsqueeze_dim"
     with torch.no_grad():
-        for v in _candidates():
+        for v in _CANDIDATES:
             found: list[Variant] = []
             for axis in (None,) if says_axis else (-2, 1, 0):
                 some = [shape for shape in SHAPES if axis in (None, shape[2], shape[2] - shape[1] - 1)]
@@ -194,12 +193,11 @@ def recognise(host: Function) -> Variant | str:
     return "none of jitrope's variants gives its results"
 
 
-def _candidates() -> Iterator[Variant]:
-    pairings = ((False, False), (True, True), (True, False))
-    for (interleaved, out), table in product(pairings, ("full", "half", "first")):
-        if interleaved == out or table != "full":  # jitrope changes the pairing only with half tables
-            yield Variant(interleaved, out, table)
-    yield Variant(True, True, "complex")
+_CANDIDATES = (
+    *[Variant(way, way, table) for way, table in product((False, True), ("full", "half", "first"))],
+    Variant(True, False),  # jitrope changes the pairing only with half tables
+    Variant(True, True, "complex"),
+)
 
 
 def _completed(host: Function, v: Variant) -> Variant | str:
