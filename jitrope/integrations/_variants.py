@@ -195,7 +195,7 @@ def recognise(host: Function) -> Variant | str:
 
 _CANDIDATES = (
     *[Variant(way, way, table) for way, table in product((False, True), ("full", "half", "first"))],
-    Variant(True, False),  # jitrope changes the pairing only with half tables
+    *[Variant(True, False, table) for table in ("half", "first")],  # jitrope changes the pairing only with half tables
     Variant(True, True, "complex"),
 )
 

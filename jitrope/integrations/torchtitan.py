@@ -96,9 +96,8 @@ def _rotate(
 
     function: of query, key, table, weights and, if they are given, positions.
     """
-    if any(
-        x.shape[-1] != rope.config.dim for x in (query, key)
-    ):  # the host broadcasts a partial rotation or refuses it
+    # The host broadcasts a partial rotation or refuses it.
+    if any(x.shape[-1] != rope.config.dim for x in (query, key)):
         raise InvalidInput("the heads and the table have different sizes")
     cache, given = _local(rope.cache), () if positions is None else (positions,)
     check = getattr(sys.modules[_ROPE], "_maybe_check_max_pos", None)  # not in all versions

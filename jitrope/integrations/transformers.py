@@ -158,7 +158,7 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
 
 def disable(model: nn.Module | None = None) -> None:
     """Restore the functions of a model's files, or all."""
-    ours = [function for function, place in _host.placed.items() if place.host == "transformers"]
+    ours = [function for function, place in list(_host.placed.items()) if place.host == "transformers"]
     if model is not None:
         held = {id(function) for module in _files(model) for function in (*vars(module).values(), *forwards(module))}
         ours = [function for function in ours if id(function) in held]
