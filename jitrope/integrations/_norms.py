@@ -19,6 +19,7 @@ from ..base.errors import InvalidInput
 from ..ops.values import Norm
 
 PROBE_DIM = 8  # of a copy's weight
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
 # A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -139,9 +140,6 @@ def recognise(module: nn.Module) -> NormForm | str:
                 form = form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
                 return form._replace(autocast=_same_in_autocast(form, module))
     return f"{name}: jitrope has no norm with its results"
-
-
-_PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM, seed: int = 1) -> nn.Module:

@@ -178,9 +178,8 @@ def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
     host = host_of(type(part))
     if not _known(host):
         return False
-    name, attribute = host.__name__, "__call__"
-    if isinstance(part, nn.Module) and "__call__" not in vars(host):
-        attribute = "forward"
+    name = host.__name__
+    attribute = "forward" if isinstance(part, nn.Module) and "__call__" not in vars(host) else "__call__"
     if attribute == "forward" and "forward" in vars(part):
         cls, fused, note = None, False, "its forward is hooked; call enable before you set hooks or offload"
     else:
