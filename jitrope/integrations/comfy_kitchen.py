@@ -79,7 +79,7 @@ def rms_rope(
     split_half: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, then rope, in one launch; errors as in `apply_rope`.
+    """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, and rope in one launch; errors as in `apply_rope`.
 
     >>> q, k, table = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.eye(2).expand(1, 1, 16, 32, 2, 2)
     >>> q, k = jitrope_comfy_kitchen.rms_rope(q, k, table, torch.ones(64), torch.ones(64))

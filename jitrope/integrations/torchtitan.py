@@ -100,9 +100,8 @@ def _rotate(
     if any(x.shape[-1] != rope.config.dim for x in (query, key)):
         raise InvalidInput("the heads and the table have different sizes")
     cache, given = _local(rope.cache), () if positions is None else (positions,)
-    check = getattr(sys.modules[_ROPE], "_maybe_check_max_pos", None)  # not in all versions
-    if given and check is not None:
-        check(_local(positions), max_valid_pos=cache.shape[0] - 1)
+    if given and rope._check is not None:
+        rope._check(_local(positions), max_valid_pos=cache.shape[0] - 1)
     return function(query, key, cache, *weights, *given)
 
 
@@ -177,7 +176,8 @@ def _rope_methods(host: Any) -> dict[str, Any]:
         ours, theirs = partial(_rotate, self, function), partial(host.forward, self)
         return _host.take("torchtitan", ours, theirs, query, key, positions)
 
-    return {"forward": forward}
+    check = getattr(sys.modules[host.__module__], "_maybe_check_max_pos", None)  # not in all versions
+    return {"forward": forward, "_check": staticmethod(check) if check else None}
 
 
 def _attention_methods(host: Any) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def rotary_embedding_and_cache(
     k_scale: float | Tensor,
     v_scale: float | Tensor,
 ) -> None:
-    """`rotary_embedding`, with its errors, and `reshape_and_cache_flash` of key and value in one launch: k is read once.
+    """`rotary_embedding`, with its errors, and `reshape_and_cache_flash` of k and v in one launch: k is read once.
 
     >>> ids, query, (key, value) = torch.arange(10), torch.randn(10, 8 * 64), torch.randn(2, 10, 2 * 64)
     >>> table = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
