@@ -283,17 +283,15 @@ def test_omni_fused(omni: Any, device: str) -> None:
 
 
 def test_flash_attention_words() -> None:
-    """Offsets, packed sequences and in place, as FlashAttention's function takes them."""
-    x, cache = random(B, S, 4, D), table(S + 5, 32)
+    """In place, as FlashAttention's function takes it. Its offsets and packed sequences are refused."""
+    x, cache = random(B, S, 4, D), table(S, 32)
     tables = cache.chunk(2, -1)
-    want = turn(x, cache[3 : S + 3].expand(B, -1, -1), True)
-    assert near(vllm_omni.apply_rotary_emb(x, *tables, seqlen_offsets=3), want)
-    assert near(vllm_omni.apply_rotary_emb(x, *tables, seqlen_offsets=torch.tensor([3, 3])), want)
-    ends = torch.tensor([0, S, 2 * S], dtype=torch.int32)
-    starts = torch.tensor([3, 3])
-    got = vllm_omni.apply_rotary_emb(x.flatten(0, 1), *tables, seqlen_offsets=starts, cu_seqlens=ends, max_seqlen=S)
-    assert near(got, want.flatten(0, 1))
-    assert vllm_omni.apply_rotary_emb(x, *tables, True, inplace=True, seqlen_offsets=3) is x
+    want = turn(x, cache.expand(B, -1, -1), True)
+    for words in ({"seqlen_offsets": 3}, {"seqlen_offsets": torch.tensor([3, 3])}, {"cu_seqlens": torch.arange(2)}):
+        with pytest.raises(jitrope.InvalidInput, match="is given"):
+            vllm_omni.apply_rotary_emb(x, *tables, **words)
+    assert vllm_omni.apply_rotary_emb(x, *tables, inplace=True, max_seqlen=S) is x
+    assert near(x, want)
 
 
 # ---- SGLang's diffusion models -------------------------------------------------------------------

@@ -172,11 +172,10 @@ def test_packed_and_sharded(host: Any, counted: dict[str, int]) -> None:
         for placement, ids in ((Shard(1), None), (Shard(0), torch.arange(5, 11))):
             q = torch.randn(6, 2, 32)
             x = DTensor.from_local(q, mesh, (placement,))
-            out = ours(x, x, ids)
+            out = ours(x, x, ids if ids is None else DTensor.from_local(ids, mesh, (placement,)))
             assert all(o.placements == (placement,) and o.shape == x.shape for o in out)
             assert torch.equal(out[0].to_local(), packed(host, theirs, q, q, ids)[0])
         assert counted == {"jitrope": 2}
-        assert not torchtitan._by_tokens_and_heads(x, numbered=True)
 
 
 def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
@@ -236,15 +235,17 @@ def test_sharded(host: Any, counted: dict[str, int]) -> None:
         for placement, ids in ((Shard(0), None), (Shard(2), None), (Shard(1), torch.arange(5, 11)[None])):
             q = torch.randn(2, 6, 2, 32, requires_grad=True)
             x = DTensor.from_local(q, mesh, (placement,))
-            want, out = theirs(q, q, ids), ours(x, x, ids)
+            shared = ids if ids is None else DTensor.from_local(ids, mesh, (placement,))
+            want, out = theirs(q, q, ids), ours(x, x, shared)
             assert all(o.placements == (placement,) and o.shape == x.shape for o in out)
             assert torch.equal(out[0].to_local(), want[0])
             grads = [torch.autograd.grad(y.square().sum(), q)[0] for y in (out[0].to_local(), want[0])]
             torch.testing.assert_close(*grads)
         assert counted == {"jitrope": 3}
         uneven = DTensor.from_local(q[:1], mesh, (Shard(0),), shape=(1, 6, 2, 32), stride=q.stride())
-        left = [uneven, *(DTensor.from_local(q, mesh, (placement,)) for placement in (Shard(1), Shard(3), Partial()))]
-        assert not any(torchtitan._by_tokens_and_heads(x, numbered=True) for x in left)
+        for x in (uneven, *(DTensor.from_local(q, mesh, (placement,)) for placement in (Shard(3), Partial()))):
+            with pytest.raises(jitrope.InvalidInput):
+                torchtitan.rotate_cos_sin(x, x, ours.cache.to_local())
 
 
 def llama(override: bool, cos_sin: bool) -> tuple[Any, list[str]]:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
 from . import _host
-from ._deferred import Plan, Rope, Strict
+from ._deferred import Pass, Plan, Rope
 from ._host import Function, Placed
 from ._norms import PROBE_DIM, NormForm, recognise, small
 from ._rewrite import Source
-from ._variants import FORMS, OF_K, OF_Q, Variant, equal, names, probe
+from ._variants import OF_K, OF_Q, equal, names, probe
 
 NAMES = re.compile(r"\w*apply_\w*rotary\w*")
 """The names of rope functions."""
@@ -110,7 +110,7 @@ def turned(layer: Any, rope: Function, q: Tensor, k: Tensor, cos: Tensor, sin: T
     plan = None if layer is None else plan_of(type(layer).forward)
     if plan is None:
         return rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    run = Strict(plan)
+    run = Pass(plan, strict=True)
 
     def normed(x: Any, heads: Tensor) -> Any:
         for name in plan.norms:
@@ -172,7 +172,7 @@ def _made(forward: FunctionType, modules: list[nn.Module], places: dict[str, Pla
         if source.order([*norms, *unknown]):
             raise ValueError(min(unknown.values()))
         raise ValueError("its norms are not directly before or after rope" if norms or unknown else _NO_NORM)
-    ropes = {name: Rope(FORMS[names(place.original)], place.what) for name, place in places.items()}
+    ropes = {name: Rope(names(place.original), place.what) for name, place in places.items()}
     plan = Plan(host, norms, ropes, order == "after")
     some = {form: (name, norm) for name, forms in found.items() for form, norm in forms.items()}
     _try(plan, {name: place.original for name, place in places.items()}, some)
@@ -188,35 +188,25 @@ def _try(plan: Plan, hosts: dict[str, Function], some: dict[NormForm, tuple[str,
     some: a norm of each form, with its name.
     """
     across, plan.across = [], True
-    for (form, (name, norm)), (rope, host) in product(some.items(), hosts.items()):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for (form, norm), (rope, host) in product(some.items(), hosts.items()):
         variant = plan.ropes[rope].variant
-        for shape, dtypes in product(variant.shapes, _dtypes(variant)):
-            trial = partial(_same, plan, name, form, norm, rope, host, probe(host, variant, shape, 1, dtypes))
+        known = [(fp32, fp32), (bf16, bf16), *([(bf16, fp32)] if variant.bits[1] else [])]
+        for shape, dtypes in product(variant.shapes, known):
+            trial = partial(_same, plan, form, norm, rope, host, probe(host, variant, shape, 1, dtypes))
             if not trial():
-                raise ValueError(f"{type(norm).__name__} and {rope} in {dtypes[0]} have other bits")
+                raise ValueError(f"{type(norm[1]).__name__} and {rope} in {dtypes[0]} have other bits")
             if shape[0] == 4 and not plan.after:
                 across.append(trial(across=2 if shape[2] == shape[1] - 2 else 1))
     plan.across = bool(across) and all(across)
 
 
-def _dtypes(variant: Variant) -> list[tuple[torch.dtype, torch.dtype]]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return [(fp32, fp32), (bf16, bf16), *([(bf16, fp32)] if variant.bits[1] else [])]
-
-
 def _same(
-    plan: Plan,
-    norm: str,
-    form: NormForm,
-    module: nn.Module,
-    rope: str,
-    host: Function,
-    arguments: list[Any],
-    across: int = 0,
+    plan: Plan, form: NormForm, norm: tuple[str, nn.Module], rope: str, host: Function, arguments: Any, across: int = 0
 ) -> bool:
     """Whether the norms of q and k and a rope function give the host's bits.
 
-    across: the axis of tokens, if the norms are across heads; else 0.
+    norm: one of this form, with its name. across: the axis of tokens, if the norms are across heads; else 0.
     """
     named = dict(zip(names(host), arguments))
     heads = [named.pop(name) for name in (*OF_Q, *OF_K) if name in named]
@@ -224,7 +214,7 @@ def _same(
     if single:  # q and k in two calls
         heads.append(heads[0] * 0.5)
     widths = [x.shape[1 if across == 2 else 2] * PROBE_DIM if across else PROBE_DIM for x in heads]
-    norms = [small(form, module, heads[0].dtype, width, seed) for seed, width in enumerate(widths)]
+    norms = [small(form, norm[1], heads[0].dtype, width, seed) for seed, width in enumerate(widths)]
 
     def all_of(normed: Callable[..., Any], turned: Callable[..., Any]) -> list[Any]:
         def one(i: int, x: Any) -> Any:
@@ -243,9 +233,9 @@ def _same(
         want = all_of(lambda m, x: m(x), host)
     except Exception:  # on any error the host does not compute this
         return bool(across)
-    run = Strict(plan)
+    run = Pass(plan, strict=True)
     try:
-        ours = all_of(partial(run.norm, norm), partial(run.rope, rope, host))
+        ours = all_of(partial(run.norm, norm[0]), partial(run.rope, rope, host))
         made: list[Tensor] = [run.real(x) for x in ours]
     except InvalidInput:
         return False

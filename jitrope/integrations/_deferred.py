@@ -19,15 +19,15 @@ from ..ops.values import Norm
 from . import _host
 from ._host import Function
 from ._norms import NormForm, parameters_of, usable
-from ._variants import Variant, words_of
+from ._variants import Variant, read, words_of
 
 Step = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Rope(NamedTuple):
-    """A rope function that is known: how it reads its arguments, and its variant."""
+    """A rope function that is known: the names of its parameters, and its variant."""
 
-    read: Function
+    names: tuple[str, ...]
     variant: Variant
 
 
@@ -54,42 +54,19 @@ class Plan:
 
 
 class _Later:
-    """A tensor that is computed later. A method that gives a view is kept, and applied to the tensor."""
-
-    steps: tuple[Step, ...]
-
-    def _viewed(self, name: str, arguments: tuple[Any, ...], words: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def transpose(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("transpose", arguments, words)
-
-    def permute(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("permute", arguments, words)
-
-    def view(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("view", arguments, words)
-
-    def reshape(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("reshape", arguments, words)
-
-    def unsqueeze(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("unsqueeze", arguments, words)
-
-    def squeeze(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("squeeze", arguments, words)
-
-    def flatten(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("flatten", arguments, words)
-
-    def unflatten(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("unflatten", arguments, words)
-
-    def to(self, *arguments: Any, **words: Any) -> Any:
-        return self._viewed("to", arguments, words)
+    """A tensor that is computed later. A method that gives a view is kept (`_viewed`), and applied to the tensor."""
 
 
-VIEWS = tuple(name for name in vars(_Later) if name[0] != "_" and name != "steps")
+def _view(name: str) -> Function:
+    def method(self: Any, *arguments: Any, **words: Any) -> Any:
+        return self._viewed(name, arguments, words)
+
+    return method
+
+
+VIEWS = ("transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "to")
+for _name in VIEWS:
+    setattr(_Later, _name, _view(_name))
 
 
 class Norming:
@@ -154,7 +131,7 @@ class Turn:
 
     def __init__(self, rope: Rope, function: Function, arguments: Any, words: Any) -> None:
         self.rope, self.function, self.arguments, self.words = rope, function, arguments, words
-        self.q, self.k, self.cos, self.sin, self.axis = rope.read(*arguments, **words)
+        self.q, self.k, self.cos, self.sin, self.axis = read(rope.names, *arguments, **words)
         self.single = self.k is None
         self.out: tuple[Any, ...] = ()  # results of the host's function, or of ours
         self.pending, self.alone = True, False  # alone: the norms after it are computed, without its own results
@@ -188,36 +165,29 @@ def _replay(x: Any, steps: tuple[Step, ...]) -> Any:
 
 @dataclass
 class Pass:
-    """What is pending in one forward."""
+    """What is pending in one forward. strict: for trials, raise what jitrope refuses, and count nothing."""
 
     plan: Plan
+    strict: bool = False
     norms: list[Norming] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
     def norm(self, name: str, module: nn.Module, x: Any) -> Any:
         """The norm of x by a module, later if a launch can compute it."""
-        why = self._refusal(name, module, x)
-        if why is not None:
-            if why:
-                _host.note_unfused(self.plan.host, why)
-            return module(self.real(x))
-        form = next(form for form in self.plan.norms[name] if form.fits(module))
-        self.norms.append(Norming(module, form, x))
-        return Normed(self, self.norms[-1])
-
-    def _refusal(self, name: str, module: nn.Module, x: Any) -> str | None:
-        """The reason why a norm is the host's, "" for none that needs telling; None if it is ours."""
-        source = x.turn.q if isinstance(x, Turned) else x
-        if not self.plan.active or not isinstance(source, Tensor) or (isinstance(x, Turned) and x.steps):
-            return ""
-        forms = [form for form in self.plan.norms[name] if form.fits(module)]
-        if not forms:
-            return f"{name} is another {type(module).__name__} than in the model that was enabled"
-        try:
-            usable(forms, module, source)
-        except InvalidInput as error:
-            return str(error.args[0])
-        return None
+        source, viewed = (x.turn.q, x.steps) if isinstance(x, Turned) else (x, ())
+        if self.plan.active and isinstance(source, Tensor) and not viewed:
+            forms = [form for form in self.plan.norms[name] if form.fits(module)]
+            try:
+                if not forms:
+                    was = f"another {type(module).__name__} than in the model that was enabled"
+                    raise InvalidInput(f"{name} is {was}")
+                usable(forms, module, source)
+            except InvalidInput as error:
+                _host.note_unfused(self.plan.host, error.args[0])
+            else:
+                self.norms.append(Norming(module, forms[0], x))
+                return Normed(self, self.norms[-1])
+        return module(self.real(x))
 
     def rope(self, name: str, function: Function, *arguments: Any, **words: Any) -> Any:
         """A call of a rope function, later if the launch of a norm can do it too."""
@@ -266,19 +236,19 @@ class Pass:
         try:
             if turn.alone:
                 raise InvalidInput("a rotated tensor has another use than its norm")
-            self._launch(self._together(turn))
+            alike = [other for other in self.turns if other is turn or other.like(turn)]
+            self._launch(alike if len(alike) == 2 else [turn])  # q's and k's calls, if they are two
         except InvalidInput as error:
+            if self.strict:
+                raise
             _host.note_unfused(self.plan.host, error.args[0])
             out = self._call(turn.function, turn.arguments, turn.words)
             turn.finish((out,) if turn.single else out)
         else:
+            if self.strict:
+                return  # a trial looks at its turns
             _host.note(self.plan.host, "fused", device=device)
         self.turns = [other for other in self.turns if other.pending and not other.alone]
-
-    def _together(self, turn: Turn) -> list[Turn]:
-        """The calls for the same launch: q's and k's, if they are two."""
-        turns = [other for other in self.turns if other is turn or other.like(turn)]
-        return turns if len(turns) == 2 else [turn]
 
     def _launch(self, turns: list[Turn]) -> None:
         """Compute all results of one or two calls, their norms and perhaps v's."""
@@ -338,13 +308,6 @@ class Pass:
             if like_k and parameters_of(norm.module) == (None, None):
                 return norm
         return None
-
-
-class Strict(Pass):
-    """A pass that raises what jitrope refuses, for trials."""
-
-    def _settle(self, turn: Turn) -> None:
-        self._launch(self._together(turn))
 
 
 def _words(turn: Turn, heads: list[Tensor]) -> dict[str, Any]:

@@ -304,9 +304,15 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
     return report
 
 
-def disable(host: str) -> None:
-    """Restore all functions of a host."""
-    restore([ours for ours, place in placed.items() if place.host == host])
+def disabler(module: str) -> Callable[[], None]:
+    """`disable` of the module of a host, which has its name."""
+
+    def disable() -> None:
+        """Undo `enable`."""
+        restore([ours for ours, place in placed.items() if place.host == module.split(".")[-1]])
+
+    disable.__module__, disable.__qualname__ = module, "disable"
+    return disable
 
 
 def restore(functions: Iterable[Function]) -> None:

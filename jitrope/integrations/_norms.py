@@ -19,6 +19,7 @@ from ..base.errors import InvalidInput
 from ..ops.values import Norm
 
 PROBE_DIM = 8  # of a copy's weight
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
 # A torch.nn.RMSNorm without an eps uses that of its computing type, which is fp32 for fp32, fp16 and bf16
 # (its documentation, and ATen's rms_norm on CPU and CUDA).
 DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -123,7 +124,7 @@ def recognise(module: nn.Module) -> NormForm | str:
     if others - {"weight", "bias"}:
         return f"{name} has other parameters than a weight and a bias"
     width = PROBE_DIM if weight is None else weight.shape[0]
-    plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and _is_plain(v)}
+    plain = {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, _PLAIN)}
     sizes = tuple(k for k, v in plain.items() if type(v) is not bool and v in (width, (width,)))
     with torch.no_grad():
         for eps, kind, rounding, zero_centered in product(
@@ -139,10 +140,6 @@ def recognise(module: nn.Module) -> NormForm | str:
                 form = form._replace(mixed=weight is not None and _alike(form, small(form, module, fp32), bf16))
                 return form._replace(autocast=_same_in_autocast(form, module))
     return f"{name}: jitrope has no norm with its results"
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, tuple, list, type(None)))
 
 
 def small(form: NormForm, module: nn.Module, dtype: torch.dtype, width: int = PROBE_DIM, seed: int = 1) -> nn.Module:

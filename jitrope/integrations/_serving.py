@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..api import prepare_qkv
 from ..base.errors import InvalidInput
@@ -126,3 +127,32 @@ def indexer_q(
     if scale_dtype == E8M0:  # bytes of exponents; older torch has no dtype for them
         scale = torch.exp2(scale.view(torch.uint8).float() - 127)
     return values, weights.float() * scale * factor
+
+
+def slots_of(indices: Tensor, indptr: Tensor, requests: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """The slot of each token; -1 for a token of no request."""
+    if not indices.numel():
+        return torch.full_like(requests, -1)
+    place = indptr[requests.clamp(min=0).long()] + positions // page_size
+    pages = indices[place.long().clamp(0, indices.numel() - 1)]
+    return torch.where(requests < 0, -1, pages * page_size + positions % page_size)
+
+
+_AXES: Any = WeakTensorKeyDictionary()
+"""The sections and their order of each map of axes, or None."""
+
+
+def sections(axis_map: Tensor) -> tuple[tuple[int, ...], bool]:
+    """The number of pairs of each axis, and whether they interleave, from the axis of each pair."""
+    graph = axis_map.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or (graph and axis_map not in _AXES):
+        raise InvalidInput("mrope_axis_map must be read; call the function before the CUDA graph, and not compiled")
+    if axis_map not in _AXES:
+        axes = axis_map.tolist()
+        counts = tuple([axes.count(axis) for axis in range(3)])
+        mixed = [pair % 3 if pair // 3 < counts[pair % 3] else 0 for pair in range(len(axes))]
+        _AXES[axis_map] = (counts, axes == mixed) if axes in (mixed, sorted(axes)) else None
+    found: tuple[tuple[int, ...], bool] | None = _AXES[axis_map]
+    if found is None:
+        raise InvalidInput("mrope_axis_map has another order of axes than whole sections, or axes in turn")
+    return found

@@ -1,13 +1,12 @@
 """Recognise the rope functions of a host that has many, by calling them.
 
-A `Variant` describes the arithmetic, an entry of `FORMS` the signature. `recognise` calls a host's function on small
-random CPU tensors and looks for the variant that gives the same bits; `replacement` is our function for both.
+A `Variant` describes the arithmetic, an entry of `SIGNATURES` the parameters. `recognise` calls a host's function on
+small random CPU tensors and looks for the variant that gives the same bits; `replacement` is our function for both.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ _OF_PAIRS = ("half", "complex")
 """Tables with a column for each pair."""
 
 Pair = tuple[Tensor, "Tensor | None"]
-Read = tuple[Tensor, "Tensor | None", Tensor, Tensor, "int | None"]
+Read = tuple[Any, Any, Any, Any, "int | None"]
 
 
 def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> dict[str, Any]:
@@ -104,69 +103,47 @@ def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, un
 
 # ---- the hosts' signatures -----------------------------------------------------------------------------
 
-
-def _pair(q: Any, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int | None = None) -> Read:
-    if k is None:
-        raise InvalidInput("k is None; the hosts' functions return different results for that")
-    return q, k, cos, sin, unsqueeze_dim
-
-
-def _pair_by_ids(
-    q: Any, k: Any, cos: Any, sin: Any, position_ids: Any = None, unsqueeze_dim: int | None = None
-) -> Read:
-    if position_ids is not None:
-        raise InvalidInput("position_ids are given; the hosts' functions differ in their use")
-    return _pair(q, k, cos, sin, unsqueeze_dim)
-
-
-def _single(x: Any, cos: Any, sin: Any, unsqueeze_dim: int | None = None) -> Read:
-    return x, None, cos, sin, unsqueeze_dim
-
-
-def _pair_alone(q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Read:
-    if more:
-        raise InvalidInput(f"{', '.join(more)} is given; jitrope does not know it")
-    return _pair(q, k, cos, sin)
-
-
-def _pair_with_rest(
-    q: Any, k: Any, cos: Any, sin: Any, num_k_exclude_rope: int = 0, repeat_freqs_k: Any = None
-) -> Read:
-    if num_k_exclude_rope:
-        raise InvalidInput("num_k_exclude_rope is given; jitrope rotates all tokens of k")
-    return _pair(q, k, cos, sin)  # k must have as many tokens as q, so nothing is repeated
-
-
-def _sine_first(tensor: Any, sin: Any, cos: Any) -> Read:
-    return _single(tensor, cos, sin)
-
-
-def _complex(xq: Any, xk: Any, freqs_cis: Any) -> Read:
-    if not freqs_cis.is_complex():
-        raise InvalidInput(f"freqs_cis is {freqs_cis.dtype}, not complex")
-    return _pair(xq, xk, freqs_cis.real, freqs_cis.imag)
-
-
-def _complex_rows(query: Any, key: Any, freqs_ci: Any) -> Read:
-    return _complex(query, key, freqs_ci.reshape(-1, freqs_ci.shape[-1]))
-
-
-FORMS: dict[tuple[str, ...], Function] = {  # by the names of the parameters: read q, k or None, cos, sin, unsqueeze_dim
-    ("q", "k", "cos", "sin", "unsqueeze_dim"): _pair,
-    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"): _pair_by_ids,
-    ("x", "cos", "sin", "unsqueeze_dim"): _single,
-    ("q", "k", "cos", "sin"): _pair,  # the axis is fixed in the function, in these and those below
-    ("q", "k", "cos", "sin", "kwargs"): _pair_alone,  # DINOv3, Sapiens 2
-    ("q", "k", "cos", "sin", "num_k_exclude_rope", "repeat_freqs_k"): _pair_with_rest,  # SAM 2 and 3, memory attention
-    ("tensor", "sin", "cos"): _sine_first,  # GPT-J, CodeGen
-    ("xq", "xk", "freqs_cis"): _complex,  # Llama 4, DeepSeek V2
-    ("query", "key", "freqs_ci"): _complex_rows,  # Llama 4's vision tower
+PAIR = ("q", "k", "cos", "sin", "unsqueeze_dim")
+SIGNATURES: set[tuple[str, ...]] = {  # the names of the parameters
+    PAIR,
+    ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"),
+    ("x", "cos", "sin", "unsqueeze_dim"),
+    ("q", "k", "cos", "sin"),  # the axis is fixed in the function, in these and those below
+    ("q", "k", "cos", "sin", "kwargs"),  # DINOv3, Sapiens 2
+    ("q", "k", "cos", "sin", "num_k_exclude_rope", "repeat_freqs_k"),  # SAM 2 and 3, memory attention
+    ("tensor", "sin", "cos"),  # GPT-J, CodeGen
+    ("xq", "xk", "freqs_cis"),  # Llama 4, DeepSeek V2
+    ("query", "key", "freqs_ci"),  # Llama 4's vision tower, (S, 1, W)
 }
+_UNUSED = ("repeat_freqs_k",)  # k must have as many tokens as q, so nothing is repeated
 
 
-def rotate_pair(v: Variant, *arguments: Any, **words: Any) -> Pair:
-    """`rotate`, but k must be given."""
-    return rotate(v, *_pair(*arguments, **words))
+def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> Read:
+    """(q, k or None, cos, sin, unsqueeze_dim or None) of a call of a function with these parameters.
+
+    Raises:
+        InvalidInput: an argument is missing, or jitrope does not know it.
+    """
+    given = {**dict(zip(known, arguments)), **words}
+    q, pair = given.pop(known[0], None), known[1] in OF_K
+    k = given.pop(known[1], None) if pair else None
+    if pair and k is None:
+        raise InvalidInput("k is None; the hosts' functions return different results for that")
+    if known[-1] in ("freqs_cis", "freqs_ci"):
+        table = given.pop(known[-1], None)
+        if table is None or not table.is_complex():
+            raise InvalidInput(f"{known[-1]} is {getattr(table, 'dtype', table)}, not complex")
+        if known[-1] == "freqs_ci":
+            table = table.reshape(-1, table.shape[-1])
+        cos, sin = table.real, table.imag
+    else:
+        cos, sin = given.pop("cos", None), given.pop("sin", None)
+    axis = given.pop("unsqueeze_dim", None)
+    others = [n for n, x in given.items() if n not in _UNUSED and (isinstance(x, Tensor) or x)] if given else []
+    if others or q is None or cos is None or len(arguments) > len(known):
+        said = f"{', '.join(others)} given; jitrope does not know that"
+        raise InvalidInput(said if others else f"the arguments are not {', '.join(known)}")
+    return q, k, cos, sin, axis
 
 
 def _parameters(host: Function) -> list[inspect.Parameter]:
@@ -184,11 +161,12 @@ def names(host: Function) -> tuple[str, ...]:
 
 def replacement(host: Function, v: Variant) -> Function:
     """Our function with the host's signature for variant v. It raises InvalidInput for calls that v does not cover."""
-    return partial(_replaced, v, FORMS[names(host)])
+    return partial(replaced, v, names(host))
 
 
-def _replaced(v: Variant, read: Function, *arguments: Any, **words: Any) -> Any:
-    q, k = rotate(v, *read(*arguments, **words))
+def replaced(v: Variant, known: tuple[str, ...], *arguments: Any, **words: Any) -> Any:
+    """The result of a call of a function with these parameters, for variant v."""
+    q, k = rotate(v, *read(known, *arguments, **words))
     return q if k is None else (q, k)
 
 
@@ -197,12 +175,12 @@ def _replaced(v: Variant, read: Function, *arguments: Any, **words: Any) -> Any:
 
 def recognise(host: Function) -> Variant | str:
     """The variant that a host's rope function computes, or the reason why there is none."""
-    if names(host) not in FORMS:
+    if names(host) not in SIGNATURES:
         return "its signature is not known"
     last = _parameters(host)[-1]
     says_axis = last.name == "unsqueeze_dim"
     with torch.no_grad():
-        for v in _candidates():
+        for v in _CANDIDATES:
             found: list[Variant] = []
             for axis in (None,) if says_axis else (-2, 1, 0):
                 some = [shape for shape in SHAPES if axis in (None, shape[2], shape[2] - shape[1] - 1)]
@@ -215,12 +193,11 @@ def recognise(host: Function) -> Variant | str:
     return "none of jitrope's variants gives its results"
 
 
-def _candidates() -> Iterator[Variant]:
-    pairings = ((False, False), (True, True), (True, False))
-    for (interleaved, out), table in product(pairings, ("full", "half", "first")):
-        if interleaved == out or table != "full":  # jitrope changes the pairing only with half tables
-            yield Variant(interleaved, out, table)
-    yield Variant(True, True, "complex")
+_CANDIDATES = (
+    *[Variant(way, way, table) for way, table in product((False, True), ("full", "half", "first"))],
+    *[Variant(True, False, table) for table in ("half", "first")],  # jitrope changes the pairing only with half tables
+    Variant(True, True, "complex"),
+)
 
 
 def _completed(host: Function, v: Variant) -> Variant | str:
@@ -242,7 +219,7 @@ def _completed(host: Function, v: Variant) -> Variant | str:
 def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
     """The rounding that has the host's bits for heads in bf16 and these tables, or ""."""
     arguments = probe(host, v, v.shapes[0], dtypes=(torch.bfloat16, tables))
-    q, k, cos, sin, axis = FORMS[names(host)](*arguments)
+    q, k, cos, sin, axis = read(names(host), *arguments)
     words = words_of(v, q, cos, sin, axis)
     want = host(*arguments)
     for rounding in ("dtype", "fp32"):
@@ -277,7 +254,7 @@ def probe(
 def _same(host: Function, v: Variant, shape: Shape, **words: Any) -> bool | None:
     """Whether ours and the host's results are the same; None if the host raises, or returns other shapes."""
     arguments = probe(host, v, shape, **words)
-    heads = [x.shape for x in FORMS[names(host)](*arguments)[:2] if x is not None]
+    heads = [x.shape for x in read(names(host), *arguments)[:2] if x is not None]
     try:
         want = host(*arguments)
         if [x.shape for x in ([want] if isinstance(want, Tensor) else want)] != heads:

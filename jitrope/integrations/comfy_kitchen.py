@@ -11,8 +11,7 @@ interleaved pairs or halves (`apply_rope_split_half`), returned or in place (`ap
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import partial
 from itertools import product
@@ -80,7 +79,7 @@ def rms_rope(
     split_half: bool = False,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, then rope, in one launch.
+    """RMSNorm of each head of q and k, rounded as torch.nn.RMSNorm, and rope in one launch; errors as in `apply_rope`.
 
     >>> q, k, table = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.eye(2).expand(1, 1, 16, 32, 2, 2)
     >>> q, k = jitrope_comfy_kitchen.rms_rope(q, k, table, torch.ones(64), torch.ones(64))
@@ -94,12 +93,9 @@ def rms_rope(
 
     Returns:
         (q, k) normalised and rotated.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_rope`.
     """
-    weights = (q_scale, q_scale if k_scale is None else k_scale)
-    q, k = _call([q, k], freqs_cis, split_half, inplace, weights, epsilon, rot_dim)
+    norm = Norm(q_scale, q_scale if k_scale is None else k_scale, eps=epsilon, rounding="once")
+    q, k = _call([q, k], freqs_cis, split_half, inplace, norm, rot_dim)
     return q, k
 
 
@@ -117,7 +113,7 @@ def rms_rope1(
     >>> table = torch.eye(2).expand(1, 1, 16, 32, 2, 2)
     >>> x = jitrope_comfy_kitchen.rms_rope1(torch.randn(1, 8, 16, 64), table, torch.ones(64))
     """
-    return _call([x], freqs_cis, split_half, inplace, (scale,), epsilon)[0]
+    return _call([x], freqs_cis, split_half, inplace, Norm(scale, eps=epsilon, rounding="once"))[0]
 
 
 FUNCTIONS: Mapping[str, _host.Function] = {
@@ -134,24 +130,16 @@ FUNCTIONS: Mapping[str, _host.Function] = {
 
 
 def _call(
-    given: list[Tensor],
-    freqs_cis: Tensor,
-    split_half: bool,
-    inplace: bool,
-    weights: Sequence[Tensor] = (),
-    epsilon: float = 0.0,
-    rot_dim: int = 0,
+    given: list[Tensor], freqs_cis: Tensor, split_half: bool, inplace: bool, norm: Norm | None = None, rot_dim: int = 0
 ) -> list[Tensor]:
-    """q and k, or q alone, rotated, and before it normalised if there are weights."""
-    if inplace and any(x.requires_grad for x in (*given, freqs_cis, *weights)):
+    """q and k, or q alone, rotated, and before it normalised if there is a norm."""
+    if inplace and any(x.requires_grad for x in (*given, freqs_cis, *(norm.tensors.values() if norm else ()))):
         raise InvalidInput("in place there is no gradient; no tensor may require one")
     q, *more = (_padded(x, 4) for x in given)
     width = rot_dim or q.shape[-1]
     layout, cos, sin = _tables(q, freqs_cis, width, cut=not split_half)
     words: Any = {"layout": layout, "interleaved": not split_half, "rotary_dim": width, "inplace": inplace}
-    words["norm"] = Norm(*weights, eps=epsilon, rounding="once") if weights else None
-    k = more[0] if more else None
-    out = prepare_qkv(q, k, None, cos, sin, rounding="addcmul", **words)
+    out = prepare_qkv(q, more[0] if more else None, None, cos, sin, norm=norm, rounding="addcmul", **words)
     return [x.view(y.shape) for x, y in zip(out, given)]
 
 
@@ -185,20 +173,13 @@ def _registry() -> Any:
     return _host.load(HOST, f"{HOST}.registry").registry
 
 
-@contextmanager
-def _left() -> Iterator[None]:
-    """The registry passes over jitrope, in this thread or task."""
+def _next(name: str, **arguments: Any) -> Any:
+    """The call of the registry's next backend: in this thread or task the registry passes over jitrope."""
     token = _leaving.set(True)
     try:
-        yield
+        function = _registry().get_implementation(name, kwargs=arguments)
     finally:
         _leaving.reset(token)
-
-
-def _next(name: str, **arguments: Any) -> Any:
-    """The call of the registry's next backend."""
-    with _left():
-        function = _registry().get_implementation(name, kwargs=arguments)
     return function(**arguments)
 
 

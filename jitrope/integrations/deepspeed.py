@@ -68,13 +68,8 @@ def _rotate(t: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tenso
 
 def enable() -> _host.Report:
     """Replace DeepSpeed's rope in every module that holds it. Raises ImportError without DeepSpeed."""
-    functions: dict[str, _host.Function] = {
-        "deepspeed.sequence.layer:apply_rotary_pos_emb": apply_rotary_pos_emb,
-        "deepspeed.sequence.fpdt_layer:apply_rotary_pos_emb_backward": apply_rotary_pos_emb_backward,
-    }
-    return _host.enable("deepspeed", functions)
+    backward = _host.named("deepspeed.sequence.fpdt_layer", apply_rotary_pos_emb_backward)
+    return _host.enable("deepspeed", {**_host.named("deepspeed.sequence.layer", apply_rotary_pos_emb), **backward})
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("deepspeed")
+disable = _host.disabler(__name__)

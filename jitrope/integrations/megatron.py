@@ -13,8 +13,8 @@ with norms of q and k, the split of QKV, the norms and rope are one launch.
 
 from __future__ import annotations
 
-import inspect
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..api import apply_rope, prepare_mla_qkv, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import Norm, Packed
+from ..ops.values import Packed
 from . import _host, transformer_engine
 from ._layers import AsSelf, norm_of, without_rope
 
@@ -33,12 +33,10 @@ def fused_apply_rotary_pos_emb(
 ) -> Tensor:
     """Rotate t [s, b, h, d] by angles freqs [s, 1 or b, 1, r] in fp32.
 
-    transpose_output_memory is ignored, as in Megatron's own hook; the output is contiguous.
+    transpose_output_memory is ignored, as in Megatron's own hook; the output is contiguous. The errors are those of
+    `jitrope.apply_rope`.
 
     >>> t = jitrope_megatron.fused_apply_rotary_pos_emb(torch.randn(16, 1, 8, 64), torch.randn(16, 1, 1, 64))
-
-    Raises:
-        InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
     return _rotate(t, freqs, interleaved)
 
@@ -49,13 +47,11 @@ def fused_apply_rotary_pos_emb_thd(
     """Rotate packed t [tokens, h, d], this rank's share, by angles freqs [rows, 1, 1, r].
 
     cu_seqlens are offsets of the whole batch. As in Megatron, a table with as many rows as the batch has
-    tokens has a row for each token (mRoPE), and any other table a row for each position.
+    tokens has a row for each token (mRoPE), and any other table a row for each position. The errors are those of
+    `jitrope.apply_rope`.
 
     >>> t, cu_seqlens = torch.randn(10, 8, 64), torch.tensor([0, 7, 10])
     >>> t = jitrope_megatron.fused_apply_rotary_pos_emb_thd(t, cu_seqlens, torch.randn(16, 1, 1, 64))
-
-    Raises:
-        InvalidInput, CompileError: as `jitrope.apply_rope`.
     """
     return _rotate(t, freqs, interleaved, positions=_packed(t, freqs, cu_seqlens, cp_size, cp_rank))
 
@@ -158,7 +154,8 @@ def fused_apply_mla_rope_for_kv(
 ) -> tuple[Tensor, Tensor]:
     """Split latent attention's kv into k and v, and append the rotated k_pos_emb to each head of k, in one launch.
 
-    The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32.
+    The gradient is one launch too. That of k_pos_emb is summed over the heads in fp32. The errors are
+    those of `fused_apply_mla_rope_for_q`.
 
     >>> cos, sin = torch.rand(2, 16, 1, 1, 64)
     >>> kv, k_pos_emb = torch.randn(16, 1, 8, 128 + 96), torch.randn(16, 1, 1, 64)
@@ -171,9 +168,6 @@ def fused_apply_mla_rope_for_kv(
 
     Returns:
         k [.., h, k_dim + emb_dim] and v [.., h, v_dim], contiguous.
-
-    Raises:
-        InvalidInput, CompileError: as `fused_apply_mla_rope_for_q`.
     """
     if kv.shape[-1] != k_dim + v_dim or k_pos_emb.shape[-1] != emb_dim:
         sizes = f"kv has heads of {kv.shape[-1]} and k_pos_emb of {k_pos_emb.shape[-1]}"
@@ -263,9 +257,11 @@ class _Rope(NamedTuple):
         found: float = sys.modules[_ATTENTION]._yarn_get_concentration_factor_from_config(self.layer.config)
         return found
 
-    def norm(self, t: Tensor) -> Norm:
-        """The norms, for heads like t."""
-        return norm_of({"q": self.layer.q_layernorm, "k": self.layer.k_layernorm}, t)
+    def prepared(self, *tensors: Tensor, **words: Any) -> tuple[Tensor, ...]:
+        """`_FUSED` of tensors that in packed batches have no axis of the batch, which Megatron's have."""
+        if self.cu_seqlens is None:
+            return tuple(_FUSED(self, *tensors, **words))
+        return tuple([x.unsqueeze(1) for x in _FUSED(self, *[x.squeeze(1) for x in tensors], **words)])
 
 
 def _qkv(rope: _Rope, hidden: Tensor, *arguments: Any, output_gate: bool = False, **_: Any) -> tuple[Tensor, ...]:
@@ -274,47 +270,37 @@ def _qkv(rope: _Rope, hidden: Tensor, *arguments: Any, output_gate: bool = False
     if output_gate or layer.config.num_query_groups < layer.world_size:  # the host splits QKV
         raw = AsSelf(layer, q_layernorm=None, k_layernorm=None)
         q, k, *others = method(raw, hidden, *arguments, output_gate=output_gate)
-        return (*_squeezed(rope, _HEADS, (q, k)), *others)
+        return (*rope.prepared(q, k), *others)
     mixed, split = method(layer, hidden, *arguments, split_qkv=False)
-    return _squeezed(rope, partial(_MIXED, split=split), (mixed,))
+    return rope.prepared(mixed, split=split)
 
 
-def _squeezed(rope: _Rope, function: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A function of tensors that in packed batches have no axis of the batch, which Megatron's have."""
-    if rope.cu_seqlens is None:
-        return tuple(function(rope, *tensors))
-    return tuple([x.unsqueeze(1) for x in function(rope, *[x.squeeze(1) for x in tensors])])
+def _fused(rope: _Rope, first: Tensor, *k: Tensor, split: Sequence[int] = ()) -> tuple[tuple[Any, ...], int]:
+    """q and k, or with the split of a group of the mixed QKV q, k and v."""
+    norms = {"q": rope.layer.q_layernorm, "k": rope.layer.k_layernorm}
+    if not split:
+        return prepare_qkv(first, k[0], None, norm=norm_of(norms, first), **rope.words(first))[:2], 1
+    norm = norm_of(norms, first[..., : split[1]])
+    return prepare_packed_qkv(first, norm=norm, q_per_group=split[0] // split[1], **rope.words(first)), 1
 
 
-def _mixed(rope: _Rope, mixed: Tensor, split: list[int]) -> tuple[tuple[Tensor, ...], int]:
-    norm = rope.norm(mixed[..., : split[1]])
-    return prepare_packed_qkv(mixed, norm=norm, q_per_group=split[0] // split[1], **rope.words(mixed)), 1
-
-
-def _mixed_by_host(reason: str, rope: _Rope, mixed: Tensor, split: list[int]) -> tuple[Tensor, ...]:
-    q, k, v = mixed.split(split, -1)
-    return (*_heads_by_host(reason, rope, q.unflatten(-1, (-1, split[1])).flatten(-3, -2), k), v)
-
-
-def _heads(rope: _Rope, q: Tensor, k: Tensor) -> tuple[tuple[Any, ...], int]:
-    return prepare_qkv(q, k, None, norm=rope.norm(q), **rope.words(q))[:2], 1
-
-
-def _heads_by_host(reason: str, rope: _Rope, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-    """q and k by the host's norms and its rope function, which may be ours."""
+def _separate(reason: str, rope: _Rope, first: Tensor, *k: Tensor, split: Sequence[int] = ()) -> tuple[Tensor, ...]:
+    """The same by the host's norms and its rope function, which may be ours."""
     _host.note_unfused("megatron", reason)
     layer = rope.layer
     words = {"config": layer.config, "cu_seqlens": rope.cu_seqlens, "mscale": rope.mscale()}
     rotate = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, cp_group=layer.pg_collection.cp, **words)
-    return rotate(layer.q_layernorm(q), rope.freqs), rotate(layer.k_layernorm(k), rope.freqs)
+    q, keys, *v = first.split([*split], -1) if split else (first, *k)
+    if split:
+        q = q.unflatten(-1, (-1, split[1])).flatten(-3, -2)
+    return rotate(layer.q_layernorm(q), rope.freqs), rotate(layer.k_layernorm(keys), rope.freqs), *v
 
 
 def _host_class() -> Any:
     return sys.modules[_ATTENTION].SelfAttention
 
 
-_MIXED = _host.or_else("megatron", "fused", _mixed, _mixed_by_host)
-_HEADS = _host.or_else("megatron", "fused", _heads, _heads_by_host)
+_FUSED = _host.or_else("megatron", "fused", _fused, _separate)
 _QKV = "get_query_key_value_tensors"
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _ATTENTION = "megatron.core.transformer.attention"
@@ -338,14 +324,9 @@ def enable() -> _host.Report:
     fused. Raises ImportError without Megatron.
     """
     report = _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
-    cls, what = _host_class(), "norms of q and k and rope fused"
-    if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
-        report.replace_method(cls, "forward", without_rope("megatron", _refusals, _stand_in), what)
-    else:
-        report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
+    made = without_rope("megatron", _refusals, _stand_in)
+    report.replace_method(_host_class(), "forward", made, "norms of q and k and rope fused")
     return report
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("megatron")
+disable = _host.disabler(__name__)

@@ -51,10 +51,8 @@ def apply_flashinfer_rope_qk_inplace(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built.
     """
-    if head_size not in (None, q.shape[-1]):
-        raise InvalidInput(f"head_size is {head_size}, but the heads of q have {q.shape[-1]} elements")
-    inplace = q.is_contiguous() and k.is_contiguous()
-    return _rotate(q, k, cos_sin_cache, positions, is_neox, inplace=inplace)
+    words: Any = {"sizes": (head_size or 0, 0), "inplace": q.is_contiguous() and k.is_contiguous()}
+    return _rotate(q, k, cos_sin_cache, positions, is_neox, **words)
 
 
 def apply_rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -68,10 +66,8 @@ def apply_rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
         interleaved: allows the wide tables; the pairs are neighbours in any case.
 
     Returns:
-        x rotated. The sum is that of the host's kernel: the second product is not rounded.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_flashinfer_rope_qk_inplace`.
+        x rotated. The sum is that of the host's kernel: the second product is not rounded. The errors are those of
+        `apply_flashinfer_rope_qk_inplace`.
     """
     if interleaved and cos.shape[-1] == x.shape[-1]:
         cos, sin = cos[..., ::2], sin[..., ::2]
@@ -116,20 +112,17 @@ def apply_qk_norm_rope(
         cache_has_full_width: the table is (P, 2 R), [cos, sin] of each element.
 
     Returns:
-        (q, k) normalised and rotated.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_flashinfer_rope_qk_inplace`.
+        (q, k) normalised and rotated. The errors are those of `apply_flashinfer_rope_qk_inplace`.
     """
-    if head_dim != q.shape[-1] or q_norm.variance_epsilon != k_norm.variance_epsilon:
-        raise InvalidInput("q's and k's norms have one epsilon, and head_dim elements")
+    if q_norm.variance_epsilon != k_norm.variance_epsilon:
+        raise InvalidInput("the norms of q and k must have one epsilon")
     if any(getattr(norm, "variance_size_override", None) is not None for norm in (q_norm, k_norm)):
         raise InvalidInput("a norm takes the variance of a part of a head")
-    norm = _norm(q_norm.weight, k_norm.weight, q_norm.variance_epsilon, round_norm_before_rope)
+    norm = q_norm.weight, k_norm.weight, q_norm.variance_epsilon
     inplace = allow_inplace and (allow_strided_qk or (q.is_contiguous() and k.is_contiguous()))
     table = cos_sin_cache if positions is not None else cos_sin_cache[position_offset:]
-    words: Any = {"norm": norm, "exact": round_norm_before_rope, "full": cache_has_full_width, "inplace": inplace}
-    return _rotate(q, k, table, positions, is_neox, **words)
+    words: Any = {"exact": round_norm_before_rope, "full": cache_has_full_width, "inplace": inplace}
+    return _rotate(q, k, table, positions, is_neox, norm, (head_dim, 0), **words)
 
 
 def fused_inplace_qknorm_rope(
@@ -156,8 +149,9 @@ def fused_inplace_qknorm_rope(
 
     q and k are (T, H, D), the weights (D), positions (T). head_dim is D, and rope_dim the table's width R, or 0.
     """
-    _fused(q, k, (q_weight, k_weight), cos_sin_cache, positions, is_neox, eps, (head_dim, rope_dim),
-           round_norm_before_rope, cache_has_full_width, inplace=True)  # fmt: skip
+    words: Any = {"exact": round_norm_before_rope, "full": cache_has_full_width, "inplace": True}
+    norm, sizes = (q_weight, k_weight, eps), (head_dim, rope_dim)
+    _rotate(q, k, cos_sin_cache, positions, is_neox, norm, sizes, **words)
 
 
 def fused_qknorm_rope_out_of_place(
@@ -184,8 +178,9 @@ def fused_qknorm_rope_out_of_place(
     >>> given = q, k, q_out, k_out, torch.ones(64), torch.ones(64), cache, torch.arange(16)
     >>> jitrope_sglang_diffusion.fused_qknorm_rope_out_of_place(*given, is_neox=True)
     """
-    _fused(q, k, (q_weight, k_weight), cos_sin_cache, positions, is_neox, eps, (head_dim, rope_dim),
-           round_norm_before_rope, cache_has_full_width, out=(q_out, k_out, None))  # fmt: skip
+    words: Any = {"exact": round_norm_before_rope, "full": cache_has_full_width, "out": (q_out, k_out, None)}
+    norm, sizes = (q_weight, k_weight, eps), (head_dim, rope_dim)
+    _rotate(q, k, cos_sin_cache, positions, is_neox, norm, sizes, **words)
 
 
 def fused_rmsnorm_interleaved_rope_(
@@ -209,55 +204,40 @@ def fused_rmsnorm_interleaved_rope_(
     return x
 
 
-def _fused(
-    q: Tensor,
-    k: Tensor,
-    weights: tuple[Tensor, Tensor],
-    table: Tensor,
-    positions: Tensor,
-    is_neox: bool,
-    eps: float,
-    sizes: tuple[int, int],
-    exact: bool,
-    full: bool,
-    **words: Any,
-) -> None:
-    found = q.shape[-1], table.shape[-1] // (2 if full else 1)
-    if any(size not in (0, there) for size, there in zip(sizes, found)):
-        raise InvalidInput(f"(head_dim, rope_dim) are {sizes}; q and cos_sin_cache have {found}")
-    norm = _norm(*weights, eps, exact)
-    _rotate(q, k, table, positions, is_neox, norm=norm, exact=exact, full=full, **words)
-
-
-def _norm(q_weight: Tensor, k_weight: Tensor, eps: float, exact: bool) -> Norm:
-    return Norm(q_weight, k_weight, eps=eps, rounding="once" if exact else "none")
-
-
 def _rotate(
     q: Tensor,
     k: Tensor,
     table: Tensor,
     positions: Tensor | None,
     is_neox: bool,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    sizes: tuple[int, int] = (0, 0),
     exact: bool = False,
     full: bool = False,
     **words: Any,
 ) -> tuple[Tensor, Tensor]:
-    """q and k prepared. exact: products are rounded to a 16-bit table's dtype. full: a column for each element."""
-    words["layout"] = "thd" if q.dim() == 3 else "bshd"
+    """q and k prepared.
+
+    norm: the weights and epsilon. sizes: (head_dim, rope_dim), or 0. exact: the normalised elements are rounded, and
+    products to a 16-bit table's dtype. full: a column for each element.
+    """
+    found = q.shape[-1], table.shape[-1] // (2 if full else 1)
+    if any(size not in (0, there) for size, there in zip(sizes, found)):
+        raise InvalidInput(f"(head_dim, rope_dim) are {sizes}; q and cos_sin_cache have {found}")
     if positions is not None and q.dim() == 4:
         if positions.shape != (q.shape[0] * q.shape[1],):
-            raise InvalidInput(
-                f"positions have shape {tuple(positions.shape)}; q has {q.shape[0]} x {q.shape[1]} tokens"
-            )
+            had = f"positions have shape {tuple(positions.shape)}"
+            raise InvalidInput(f"{had}; q has {q.shape[0]} x {q.shape[1]} tokens")
         positions = positions.unflatten(0, q.shape[:2])
+    tables: Any = {"cos_sin_cache": table}
     if full:
         cos, sin = table.chunk(2, -1)
-        words.update(cos=cos, sin=sin, rotary_dim=cos.shape[-1])
-    else:
-        words["cos_sin_cache"] = table
+        tables = {"cos": cos, "sin": sin, "rotary_dim": cos.shape[-1]}
+    if norm is not None:
+        words["norm"] = Norm(*norm[:2], eps=norm[2], rounding="once" if exact else "none")
     words["rounding"] = "dtype" if exact and table.dtype == q.dtype != torch.float32 else "fp32"
-    q, k, _ = prepare_qkv(q, k, None, positions=positions, interleaved=not is_neox, **words)
+    words |= {"layout": "thd" if q.dim() == 3 else "bshd", "positions": positions, "interleaved": not is_neox}
+    q, k, _ = prepare_qkv(q, k, None, **tables, **words)
     return q, k
 
 
@@ -281,6 +261,4 @@ def enable() -> _host.Report:
     return _host.enable("sglang_diffusion", _FUNCTIONS, optional=_WAN)
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("sglang_diffusion")
+disable = _host.disabler(__name__)

@@ -83,9 +83,7 @@ def enable() -> _host.Report:
     return report
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("timm")
+disable = _host.disabler(__name__)
 
 
 def _like(host: _host.Function) -> _host.Function:

@@ -24,7 +24,7 @@ from functools import lru_cache, partial, wraps
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
@@ -94,37 +94,29 @@ def _rotate(
 ) -> Any:
     """query and key rotated by a module's table; each rank rotates its shards.
 
-    function: of local query, key, table, weights and, if they are given, positions.
+    function: of query, key, table, weights and, if they are given, positions.
     """
-    *heads, cache = (x.to_local() if isinstance(x, DTensor) else x for x in (query, key, rope.cache))
-    ids = positions.to_local() if isinstance(positions, DTensor) else positions
-    if any(x.shape[-1] != rope.config.dim for x in heads):  # the host broadcasts a partial rotation or refuses it
+    # The host broadcasts a partial rotation or refuses it.
+    if any(x.shape[-1] != rope.config.dim for x in (query, key)):
         raise InvalidInput("the heads and the table have different sizes")
-    if not all(_by_tokens_and_heads(x, ids is None) for x in (query, key)):
-        raise InvalidInput("the tensors are sharded so that a rank cannot rotate alone")
-    given = () if ids is None else (ids,)
-    check = getattr(sys.modules[_ROPE], "_maybe_check_max_pos", None)  # not in all versions
-    if given and check is not None:
-        check(ids, max_valid_pos=cache.shape[0] - 1)
-    rotated = function(*heads, cache, *weights, *given)
-    return tuple(_sharded(out, x) for out, x in zip(rotated, (query, key)))
+    cache, given = _local(rope.cache), () if positions is None else (positions,)
+    if given and rope._check is not None:
+        rope._check(_local(positions), max_valid_pos=cache.shape[0] - 1)
+    return function(query, key, cache, *weights, *given)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _weights(norms: tuple[Any, ...], form: NormForm, words: dict[str, Any], query: Tensor) -> tuple[Tensor, ...]:
-    """The weights of norms of a form for heads like query; their gradients are a rank's part if query is sharded."""
+    """The weights of norms of a form for heads like query."""
     found: list[Tensor] = []
     for norm in norms:
         weight, bias = unhooked(norm, wrapped=_moves_nothing(norm))
         check_results((form,), weight, query)
         if bias is not None or form.words(norm) != words:
             raise InvalidInput("the norms of q and k differ, or have a bias")
-        if isinstance(weight, DTensor):
-            if not isinstance(query, DTensor) or weight.device_mesh != query.device_mesh:
-                raise InvalidInput("a norm's weight is on another mesh than q")
-            if not all(placement.is_replicate() for placement in weight.placements):
-                raise InvalidInput("a norm's weight is sharded")
-            parts = [Partial() if isinstance(placement, Shard) else placement for placement in query.placements]
-            weight = weight.to_local(grad_placements=parts)
         if weight is not None:
             found.append(weight)
     return tuple(found)
@@ -137,28 +129,6 @@ def _moves_nothing(module: Any) -> bool:
         return False
     same = config.in_src_shardings == config.in_dst_shardings and config.out_src_shardings == config.out_dst_shardings
     return bool(same and config.local_map is None)
-
-
-def _by_tokens_and_heads(x: Tensor, numbered: bool) -> bool:
-    """Whether each rank can rotate its part alone.
-
-    A rank needs whole heads, in even parts, and, if tokens are numbered from 0 (no positions), whole sequences.
-    """
-    if not isinstance(x, DTensor):
-        return True
-    parts = [1] * (x.dim() - 1)
-    for placement, ranks in zip(x.placements, x.device_mesh.shape):
-        if isinstance(placement, Shard) and placement.dim < len(parts):
-            parts[placement.dim] *= ranks
-        elif not placement.is_replicate():
-            return False
-    return all(size % count == 0 for size, count in zip(x.shape, parts)) and not (numbered and parts[-2] > 1)
-
-
-def _sharded(local: Tensor, like: Tensor) -> Tensor:
-    if isinstance(like, DTensor):
-        return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
-    return local
 
 
 def _typed(function: Any, weights: int = 0) -> Any:
@@ -181,22 +151,22 @@ def _typed(function: Any, weights: int = 0) -> Any:
 
 _ROPE = "torchtitan.models.common.rope"
 _FUNCTIONS = {"CosSinRoPE": rotate_cos_sin, "ComplexRoPE": rotate_complex}
+_PLACES = {**dict.fromkeys(_FUNCTIONS, _ROPE), "GQAttention": "torchtitan.models.common.attention"}
+"""The modules of the host's classes. They are imported at first use."""
+
+
+def _host_class(name: str) -> Any:
+    return getattr(importlib.import_module(_PLACES[name]), name)
 
 
 @lru_cache
 def _subclass(name: str) -> Any:
-    """Our subclass of the host's class of this name. The host is imported here, at first use."""
-    if name == "GQAttention":
-        return _made(importlib.import_module("torchtitan.models.common.attention").GQAttention, _attention_methods)
-    return _made(getattr(importlib.import_module(_ROPE), name), _rope_methods)
-
-
-def _made(host: Any, methods: Any) -> Any:
-    """A subclass of a host's class with its own configuration."""
-    name, module = host.__name__, {"__module__": __name__}
+    """Our subclass of the host's class of this name, with its own configuration."""
+    host, module = _host_class(name), {"__module__": __name__}
     words = {**module, "__qualname__": f"{name}.Config"}
     config: Any = dataclass(kw_only=True, slots=True)(type("Config", (host.Config,), words))
-    return type(name, (host,), {**module, "Config": config, **methods(host)})
+    methods = _rope_methods(host) if name in _FUNCTIONS else _attention_methods(host)
+    return type(name, (host,), {**module, "Config": config, **methods})
 
 
 def _rope_methods(host: Any) -> dict[str, Any]:
@@ -206,7 +176,8 @@ def _rope_methods(host: Any) -> dict[str, Any]:
         ours, theirs = partial(_rotate, self, function), partial(host.forward, self)
         return _host.take("torchtitan", ours, theirs, query, key, positions)
 
-    return {"forward": forward}
+    check = getattr(sys.modules[host.__module__], "_maybe_check_max_pos", None)  # not in all versions
+    return {"forward": forward, "_check": staticmethod(check) if check else None}
 
 
 def _attention_methods(host: Any) -> dict[str, Any]:
@@ -265,7 +236,7 @@ _FUSED = _host.or_else("torchtitan", "fused", _fused, _separate)
 
 def __getattr__(name: str) -> Any:
     """Return `CosSinRoPE`, `ComplexRoPE` or `GQAttention`, for configurations written by hand, and for pickle."""
-    if name in ("CosSinRoPE", "ComplexRoPE", "GQAttention"):
+    if name in _PLACES:
         return _subclass(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -320,12 +291,9 @@ def register() -> None:
         ImportError: torchtitan is not installed.
     """
     from torchtitan.config.override import override
-    from torchtitan.models.common import attention as layers
-    from torchtitan.models.common import rope as host
 
-    factories = {host.CosSinRoPE: cos_sin_rope, host.ComplexRoPE: complex_rope, layers.GQAttention: attention}
-    for target, factory in factories.items():
-        override(target=target.Config, exact=True, description=factory.__doc__)(factory)
+    for name, factory in zip(_PLACES, (cos_sin_rope, complex_rope, attention)):
+        override(target=_host_class(name).Config, exact=True, description=factory.__doc__)(factory)
 
 
 if "torchtitan.config.override" in sys.modules:  # true when torchtitan imports this module as an override

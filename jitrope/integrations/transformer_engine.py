@@ -25,6 +25,7 @@ from torch import Tensor
 from ..api import apply_rope, prepare_packed_qkv, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Packed, Starts
+from ..tables import inv_freq
 from . import _host
 from ._layers import AsSelf, norm_of, without_rope
 
@@ -64,8 +65,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", self._inverse_frequencies(device))
 
     def _inverse_frequencies(self, device: torch.device | None) -> Tensor:
-        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
-        return 1.0 / self.rotary_base**exponents
+        return inv_freq(rotary_dim=self.dim, theta=self.rotary_base, device=device)[0]
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles [max_seq_len, 1, 1, dim] of the positions from offset on; fp32 even if the model was cast."""
@@ -275,6 +275,4 @@ def enable() -> _host.Report:
     return report
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("transformer_engine")
+disable = _host.disabler(__name__)

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
 from ._attention import FUSED, NAMES, attention, forwards, fuse
-from ._variants import Variant, recognise, replacement, rotate, rotate_pair
+from ._variants import PAIR, Variant, recognise, replaced, replacement, rotate
 
 calls = _host.calls["transformers"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -158,12 +158,11 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
 
 def disable(model: nn.Module | None = None) -> None:
     """Restore the functions of a model's files, or all."""
-    if model is None:
-        _host.disable("transformers")
-    else:
-        held = [function for module in _files(model) for function in vars(module).values() if callable(function)]
-        held += [function for module in _files(model) for function in forwards(module)]
-        _host.restore([ours for ours in list(_host.placed) if any(ours is function for function in held)])
+    ours = [function for function, place in list(_host.placed.items()) if place.host == "transformers"]
+    if model is not None:
+        held = {id(function) for module in _files(model) for function in (*vars(module).values(), *forwards(module))}
+        ours = [function for function in ours if id(function) in held]
+    _host.restore(ours)
 
 
 def _files(model: nn.Module | None) -> Iterator[ModuleType]:
@@ -210,7 +209,7 @@ def _rotate_as(cls: type[nn.Module], *arguments: Any) -> Any:
     variant = _variant_of(cls)
     if isinstance(variant, str):
         raise InvalidInput(variant)
-    return rotate_pair(variant, *arguments)
+    return replaced(variant, PAIR, *arguments)
 
 
 _variants: dict[type[nn.Module], Variant | str] = {}

@@ -123,7 +123,7 @@ def rotary_embedding_and_cache(
     k_scale: float | Tensor,
     v_scale: float | Tensor,
 ) -> None:
-    """`rotary_embedding`, then `reshape_and_cache_flash` of key and value, in one launch: k is read once.
+    """`rotary_embedding`, with its errors, and `reshape_and_cache_flash` of k and v in one launch: k is read once.
 
     >>> ids, query, (key, value) = torch.arange(10), torch.randn(10, 8 * 64), torch.randn(2, 10, 2 * 64)
     >>> table = jitrope.tables.cos_sin_cache(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -142,9 +142,6 @@ def rotary_embedding_and_cache(
         kv_cache_dtype: "fp8", "fp8_e4m3" or "fp8_e5m2"; with any other name the caches must be of key's dtype.
         k_scale, v_scale: numbers, or fp32 tensors of one element on the device: fp8 caches hold k / k_scale and
             v / v_scale, rounded once from fp32.
-
-    Raises:
-        InvalidInput, CompileError: as `rotary_embedding`; nothing was written.
     """
     axes = _token_axes(positions)
     if axes == 1 and slot_mapping.shape[0] < positions.shape[0]:
@@ -347,6 +344,4 @@ def enable(*, rounding: str = "fp32") -> _host.Report:
     return _host.enable("vllm", {**rotate, **_FUSED}, {*_MROPE, *_FUSED})
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("vllm")
+disable = _host.disabler(__name__)

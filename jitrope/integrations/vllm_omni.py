@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..api import apply_rope
 from ..base.errors import InvalidInput
-from ..ops.values import Norm, Packed, Starts
+from ..ops.values import Norm
 from . import _host
 from ._serving import prepare
 
@@ -37,13 +37,12 @@ def apply_rotary_emb(
     >>> x = jitrope_vllm_omni.apply_rotary_emb(torch.randn(1, 16, 8, 64), cos, sin)
 
     Args:
-        x: (B, S, H, D), with cu_seqlens (T, H, D).
+        x: (B, S, H, D).
         cos, sin: (P, R / 2); fp32, fp16 or bf16, for any dtype of x.
         interleaved: the pairs are neighbours, not halves.
         inplace: overwrite x.
-        seqlen_offsets: the first position of all sequences, or (B) of each.
-        cu_seqlens: int32, (N + 1): where the sequences of x start and end.
-        max_seqlen: the length of the longest.
+        seqlen_offsets, cu_seqlens: refused, as no layer passes them.
+        max_seqlen: ignored.
 
     Returns:
         x rotated, in fp32 arithmetic rounded once.
@@ -52,14 +51,9 @@ def apply_rotary_emb(
         InvalidInput: the arguments do not fit together; nothing was written.
         CompileError: the kernel could not be built.
     """
-    starts = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None
-    if starts is None:
-        cos, sin = cos[seqlen_offsets:], sin[seqlen_offsets:]
-    positions: Any = None if starts is None else Starts(starts)
-    if cu_seqlens is not None:
-        positions = Packed(cu_seqlens, max_seqlen, start_positions=starts)
-    words: Any = {"interleaved": interleaved, "rotary_dim": 2 * cos.shape[-1], "inplace": inplace}
-    return apply_rope(x, None, cos, sin, positions=positions, **words)[0]
+    if cu_seqlens is not None or isinstance(seqlen_offsets, Tensor) or seqlen_offsets:
+        raise InvalidInput("seqlen_offsets or cu_seqlens is given; call jitrope.apply_rope with Starts or Packed")
+    return apply_rope(x, None, cos, sin, interleaved=interleaved, rotary_dim=2 * cos.shape[-1], inplace=inplace)[0]
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -91,10 +85,7 @@ def apply_rope_to_qk(
             None, then q and k are returned. The host rounds them to q's dtype; here they stay fp32.
 
     Returns:
-        (query, key) rotated, in fp32 arithmetic rounded once.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_rotary_emb`.
+        (query, key) rotated, in fp32 arithmetic rounded once. The errors are those of `apply_rotary_emb`.
     """
     if image_rotary_emb is None:
         return query, key
@@ -140,10 +131,7 @@ def fused_qk_norm_rope(
         interleaved: the pairs are neighbours, not halves.
 
     Returns:
-        (q, k) normalised and rotated.
-
-    Raises:
-        InvalidInput, CompileError: as in `apply_rotary_emb`.
+        (q, k) normalised and rotated. The errors are those of `apply_rotary_emb`.
     """
     sizes, found = (head_dim, rotary_dim), (q.shape[-1], rope_table.shape[-1])
     if any(size not in (None, there) for size, there in zip(sizes, found)) or len(rope_table) != len(q):
@@ -179,6 +167,4 @@ def enable() -> _host.Report:
     return _host.enable("vllm_omni", _FUNCTIONS, _FLASH)
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("vllm_omni")
+disable = _host.disabler(__name__)

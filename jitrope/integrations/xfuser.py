@@ -30,6 +30,4 @@ def enable() -> _host.Report:
     return _host.enable("xfuser", _FUNCTIONS)
 
 
-def disable() -> None:
-    """Undo `enable`."""
-    _host.disable("xfuser")
+disable = _host.disabler(__name__)

@@ -106,17 +106,15 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
         if len(left) < len(parts):
             report.left += names
             for host in left:
-                report.notes.setdefault(host.__name__, _why_left(host))
+                own = host.__module__.split(".")[0] == "diffusers"
+                report.notes.setdefault(host.__name__, _NO_ROPE if own else _FOREIGN)
     if not report.replaced:
         raise JitropeError(_nothing(model_or_pipeline, seen, report.notes))
     return report
 
 
-def _why_left(host: type) -> str:
-    """The reason why a processor without another note is left."""
-    if host.__module__.split(".")[0] == "diffusers":
-        return "jitrope knows no rope in it"
-    return "not a processor of diffusers; call jitrope.apply_rope in it"
+_NO_ROPE = "jitrope knows no rope in it"
+_FOREIGN = "not a processor of diffusers; call jitrope.apply_rope in it"
 
 
 def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
@@ -180,9 +178,8 @@ def _replace(part: Any, fuse_norm: bool, report: Report) -> bool:
     host = host_of(type(part))
     if not _known(host):
         return False
-    name, attribute = host.__name__, "__call__"
-    if isinstance(part, nn.Module) and "__call__" not in vars(host):
-        attribute = "forward"
+    name = host.__name__
+    attribute = "forward" if isinstance(part, nn.Module) and "__call__" not in vars(host) else "__call__"
     if attribute == "forward" and "forward" in vars(part):
         cls, fused, note = None, False, "its forward is hooked; call enable before you set hooks or offload"
     else:

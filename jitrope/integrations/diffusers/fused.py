@@ -108,10 +108,10 @@ def _attended(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **word
     return out.flatten(2, 3).to(q.dtype)
 
 
-def _heads(tensors: Sequence[Tensor], attn: Any) -> Any:
-    """Each as (B, S, H, D); under tensor parallelism H is this rank's number of heads."""
+def _heads(tensors: Sequence[Tensor], attn: Any, count: int = 3) -> Any:
+    """Each of the first as (B, S, H, D); under tensor parallelism H is this rank's number of heads."""
     dim = getattr(attn, "head_dim", 0) or attn.inner_dim // attn.heads
-    return tuple(x.unflatten(-1, (-1, dim)) for x in tensors)
+    return tuple(x.unflatten(-1, (-1, dim)) for x in tensors[:count])
 
 
 def _split(tensors: Sequence[Tensor], attn: Any) -> Any:
@@ -148,23 +148,19 @@ def _out(attn: Any, x: Tensor) -> Tensor:
 # ---- FLUX and FLUX.2: text before image --------------------------------------------------------------------
 
 
-def _flux_qkv(processor: Any, attn: Any, image: Tensor, text: Tensor | None, mask: Any, tables: Any) -> Parts:
-    """Projections, norms and rope of one or two streams."""
-    two = attn.added_kv_proj_dim is not None
-    norms = _norms(attn, image, *(("added_q", "added_k") if two else ()), "q", "k")
-    q, k, v, *texts = _names(processor)["_get_qkv_projections"](attn, image, text)
-    q, k, v = _heads((q, k, v), attn)
-    if not two:
-        rope = options(forms.SHARED, q, pair(tables))
-        return _prepared(processor, mask, norms, (q, k, v), rope, fresh=_fresh(attn))
-    first = _heads(texts, attn)
-    tokens = first[0].shape[1] + q.shape[1]
-    return _joined(processor, mask, norms, first, (q, k, v), options(forms.SHARED, q, pair(tables), tokens))
-
-
 def _flux(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: Any, second: bool = False) -> Any:
-    """FLUX or FLUX.2. FLUX copies the streams before their output projections."""
-    q, k, v = _flux_qkv(self, attn, image, text, mask, tables)
+    """FLUX or FLUX.2, of one or two streams. FLUX copies the streams before their output projections."""
+    added = () if attn.added_kv_proj_dim is None else ("added_q", "added_k")
+    norms = _norms(attn, image, *added, "q", "k")
+    projected = _heads(_names(self)["_get_qkv_projections"](attn, image, text), attn, 6 if added else 3)
+    images, texts = projected[:3], projected[3:]
+    tokens = sum(parts[0].shape[1] for parts in (images, texts) if parts)
+    rope = options(forms.SHARED, images[0], pair(tables), tokens)
+    if added:
+        q, k, v = _joined(self, mask, norms, texts, images, rope)
+    else:
+        q, k, v = _prepared(self, mask, norms, images, rope, fresh=_fresh(attn))
+    del projected, images, texts  # attention needs memory
     out = _attended(self, q, k, v, mask)
     if text is None:
         return _out(attn, out) if second else out
@@ -252,22 +248,19 @@ def _ltx(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
 # ---- HunyuanVideo: image before text, only the image is rotated --------------------------------------------
 
 
-def _hunyuan_qkv(attn: Any, image: Tensor, text: Tensor | None, tables: Any) -> Any:
-    """Project the text by its own weights, or together with the image."""
-    two = text is not None and attn.add_q_proj is not None
-    norms = _norms(attn, image, "q", "k", *(("added_q", "added_k") if two else ()))
-    tables = pair(tables)
-    if text is not None and two:
-        images, texts = _split(_qkv(attn, image), attn), _split(_added_qkv(attn, text), attn)
-        rope = options(forms.SHARED, images[0], tables)
-        return joint(norms, images, texts, beside(rope, no_turn(rope, text.shape[1])))
-    q, k, v = _split(_qkv(attn, image if text is None else torch.cat([image, text], dim=1)), attn)
-    fused = norm_rope if text is None else norm_rope_front
-    return *fused(norms, q, k, options(forms.SHARED, q, tables, image.shape[1]), fresh=_fresh(attn)), v
-
-
 def _hunyuan(self: Any, attn: Any, image: Tensor, text: Any, mask: Any, tables: Any) -> Any:
-    q, k, v = _hunyuan_qkv(attn, image, text, tables)
+    """The text is projected by its own weights, or together with the image."""
+    added = ("added_q", "added_k") if text is not None and attn.add_q_proj is not None else ()
+    norms = _norms(attn, image, "q", "k", *added)
+    if added:
+        images, texts = _split(_qkv(attn, image), attn), _split(_added_qkv(attn, text), attn)
+        rope = options(forms.SHARED, images[0], pair(tables))
+        q, k, v = joint(norms, images, texts, beside(rope, no_turn(rope, text.shape[1])))
+        del images, texts
+    else:
+        q, k, v = _split(_qkv(attn, image if text is None else torch.cat([image, text], dim=1)), attn)
+        fused = norm_rope if text is None else norm_rope_front
+        q, k = fused(norms, q, k, options(forms.SHARED, q, pair(tables), image.shape[1]), fresh=_fresh(attn))
     out = _attended(self, q, k, v, mask)
     if text is None:
         return out, None
@@ -387,13 +380,9 @@ _NO_MATTER = {"annotation", "returns", "type_comment", "type_params", "kind"}
 def _plain(node: Any) -> Any:
     """A syntax tree as nested tuples of its parts. Empty parts are left out, because Python versions differ there."""
     if isinstance(node, list):
-        return tuple(_plain(item) for item in node if not _is_docstring(item))
+        strings = [isinstance(x, ast.Expr) and isinstance(getattr(x.value, "value", None), str) for x in node]
+        return tuple(_plain(x) for x, docstring in zip(node, strings) if not docstring)
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _NO_MATTER)
     return type(node).__name__, *((name, _plain(value)) for name, value in fields if value not in (None, []))
-
-
-def _is_docstring(node: Any) -> bool:
-    """Whether it is a string as a statement, which has no effect."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
