@@ -20,9 +20,17 @@ struct Track {
     Axis batch, token, dim;
 
     __device__ __forceinline__ Lane<Element> at(const Place& place) const {
-        long long offset = token.step(place.token);
-        if constexpr (!ONE_ROW || PAGE_SIZE) offset += batch.step(place.batch);
-        return {first + offset, dim};
+        using Byte = unsigned char;
+        auto* address = reinterpret_cast<const Byte*>(first);
+        constexpr int SIZE = sizeof(Element);
+        address += static_cast<unsigned long long>(static_cast<unsigned int>(place.token)) * static_cast<Stride>(token.stride * SIZE);
+        if constexpr (!ONE_ROW || PAGE_SIZE) address += static_cast<unsigned long long>(static_cast<unsigned int>(place.batch)) * static_cast<Stride>(batch.stride * SIZE);
+        return {reinterpret_cast<Element*>(const_cast<Byte*>(address)), dim};
+    }
+    __device__ __forceinline__ void keep() {
+#if defined(__CUDA_ARCH__)
+        asm volatile("" : "+l"(first));
+#endif
     }
 };
 
