@@ -13,26 +13,27 @@ struct Lane {
     }
 };
 
-// Where a lane's part of a head lies, but for the token: `first` is its place in token 0 of batch row 0.
+// Where a lane's part of a head lies in token 0 of batch row 0, and the way to its other tokens.
 template <typename Element>
 struct Track {
     Element* first;
-    Axis batch, token, dim;
+    Axis batch, token, group, dim;
 
-    __device__ __forceinline__ Lane<Element> at(const Place& place) const {
-        using Byte = unsigned char;
-        auto* address = reinterpret_cast<const Byte*>(first);
-        constexpr int SIZE = sizeof(Element);
-        address += static_cast<unsigned long long>(static_cast<unsigned int>(place.token)) * static_cast<Stride>(token.stride * SIZE);
-        if constexpr (!ONE_ROW || PAGE_SIZE) address += static_cast<unsigned long long>(static_cast<unsigned int>(place.batch)) * static_cast<Stride>(batch.stride * SIZE);
-        return {reinterpret_cast<Element*>(const_cast<Byte*>(address)), dim};
+    // The same part of the head `heads` further on, if they lie a stride apart.
+    __device__ __forceinline__ Lane<Element> at(const Place& place, int heads = 0) const {
+        Element* address = token.from(heads ? group.from(first, heads) : first, place.token);
+        return {ONE_ROW && !PAGE_SIZE ? address : batch.from(address, place.batch), dim};
     }
+    // From here on the address is in registers: otherwise it is computed again for each token of a walk.
     __device__ __forceinline__ void keep() {
 #if defined(__CUDA_ARCH__)
         asm volatile("" : "+l"(first));
 #endif
     }
 };
+
+// Whether the heads of a tensor lie a stride apart.
+constexpr bool EVEN = Q_PER_GROUP == 1 && KV_PER_GROUP == 1 && !GATED;
 
 // Which tensor a head of a token is in: q's heads come first, then k's, then v's. SUMS: before them comes the sum over
 // k's heads, a head of k with a negative index. GATED: every second head of q's is a gate, which is copied as v is.
@@ -75,7 +76,7 @@ struct Head {
         const Axis group = of(strides, &Strides::group), dims = of(strides, &Strides::dim);
         const Axis in_group = is_q ? strides[0].head : of(strides, &Strides::head);
         const long long offset = step(group, in_group) + (VEC == 1 ? dims.step(dim) : dim);
-        return {base + offset, of(strides, &Strides::batch), of(strides, &Strides::token), dims};
+        return {base + offset, of(strides, &Strides::batch), of(strides, &Strides::token), group, dims};
     }
 
     // LATENT: kv (tensor 1) holds the first part of each head of k, and then v. k_pe (tensor 2) holds the rotated part,

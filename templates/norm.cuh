@@ -39,7 +39,7 @@ __device__ __forceinline__ bool in_second_stream(const Params& p, const Place& p
 
 __device__ __forceinline__ Track<const T> track_of(const T* base, const Strides& stride, const Head& head, int dim) {
     base += head.step(stride.group, stride.head) + (VEC == 1 ? stride.dim.step(dim) : dim);
-    return {base, stride.batch, stride.token, stride.dim};
+    return {base, stride.batch, stride.token, stride.group, stride.dim};
 }
 
 // A lane's part of a head in the tensor from which it is read. TWO_STREAMS: that of a stream.
