@@ -13,18 +13,18 @@ struct Lane {
     }
 };
 
-// Where a lane's part of a head lies in token 0 of batch row 0, and the way to its other tokens.
+// A lane's part of a head in every token: `first` is its place in token 0 of batch row 0.
 template <typename Element>
 struct Track {
     Element* first;
     Axis batch, token, group, dim;
 
-    // The same part of the head `heads` further on, if they lie a stride apart.
+    // At a token. EVEN: of the head `heads` further on.
     __device__ __forceinline__ Lane<Element> at(const Place& place, int heads = 0) const {
         Element* address = token.from(heads ? group.from(first, heads) : first, place.token);
         return {ONE_ROW && !PAGE_SIZE ? address : batch.from(address, place.batch), dim};
     }
-    // From here on the address is in registers: otherwise it is computed again for each token of a walk.
+    // For a walk over the tokens: from here on the address is in registers. Otherwise each token finds it again.
     __device__ __forceinline__ void keep() {
 #if defined(__CUDA_ARCH__)
         asm volatile("" : "+l"(first));
@@ -32,8 +32,7 @@ struct Track {
     }
 };
 
-// Whether the heads of a tensor lie a stride apart.
-constexpr bool EVEN = Q_PER_GROUP == 1 && KV_PER_GROUP == 1 && !GATED;
+constexpr bool EVEN = Q_PER_GROUP == 1 && KV_PER_GROUP == 1 && !GATED;      // heads of a tensor are a stride apart
 
 // Which tensor a head of a token is in: q's heads come first, then k's, then v's. SUMS: before them comes the sum over
 // k's heads, a head of k with a negative index. GATED: every second head of q's is a gate, which is copied as v is.

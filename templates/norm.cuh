@@ -42,7 +42,7 @@ __device__ __forceinline__ Track<const T> track_of(const T* base, const Strides&
     return {base, stride.batch, stride.token, stride.group, stride.dim};
 }
 
-// A lane's part of a head in the tensor from which it is read. TWO_STREAMS: that of a stream.
+// A lane's part of a head in the tensor from which it is read. TWO_STREAMS: of tokens in the `second` stream or not.
 __device__ __forceinline__ Track<const T> source_of(const Params& p, const Head& head, bool second, int dim) {
     if constexpr (!TWO_STREAMS) return head.input(p, dim);
     const int number = head.tensor + (second ? 3 : 0);

@@ -240,9 +240,13 @@ __device__ __forceinline__ void unpack(const Vec<T, N>& v, Real* out) {
 }
 template <int N>
 __device__ __forceinline__ void unpack(const Vec<bf16, N>& v, float* out) {     // one instruction each
-    #pragma unroll
-    for (int i = 0; i < N; ++i)
-        out[i] = N == 1 ? to_float(v.item[0]) : __uint_as_float(i % 2 ? v.quad[i / 2] & 0xffff0000u : v.quad[i / 2] << 16);
+    if constexpr (N == 1) {
+        out[0] = to_float(v.item[0]);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < N; ++i)
+            out[i] = __uint_as_float(i % 2 ? v.quad[i / 2] & 0xffff0000u : v.quad[i / 2] << 16);
+    }
 }
 
 // Two neighbouring elements as they come back from a store.

@@ -58,7 +58,7 @@ many accesses of the output's gradient, and a sum for each element."""
 
 NORM_HEADS_PER_THREAD = 2
 FEW_ELEMENTS = 8
-NORM_THREADS_PER_SM = 640
+NORM_THREADS_PER_SM = 576
 MAX_NORM_THREADS_PER_SM = 768
 SHORT_THREADS_PER_SM = 512
 """With a norm, a thread takes several neighbouring heads, with one set of weights and angles, and twice as many if it
