@@ -42,12 +42,13 @@ __device__ __forceinline__ Track<const T> track_of(const T* base, const Strides&
     return {base, stride.batch, stride.token, stride.group, stride.dim};
 }
 
-// A lane's part of a head in the tensor from which it is read. TWO_STREAMS: of tokens in the `second` stream or not.
-__device__ __forceinline__ Track<const T> source_of(const Params& p, const Head& head, bool second, int dim) {
-    if constexpr (!TWO_STREAMS) return head.input(p, dim);
+// A lane's part of a head in the tensor of its stream, from which it is read.
+__device__ __forceinline__ Lane<const T> source_of(const Params& p, const Head& head, const Place& place, int dim) {
+    if constexpr (!TWO_STREAMS) return head.input(p, place, dim);
+    const bool second = in_second_stream(p, place);
     const int number = head.tensor + (second ? 3 : 0);
-    const Strides& stride = p.source_stride[number];
-    return track_of(p.source[number] - (second ? stride.token.step(p.split) : 0), stride, head, dim);
+    const Place own = {place.batch, place.token - (second ? static_cast<int>(p.split) : 0)};
+    return track_of(p.source[number], p.source_stride[number], head, dim).at(own);
 }
 
 __device__ __forceinline__ TablePair second_tables(const Params& p) {
