@@ -13,27 +13,6 @@ struct Lane {
     }
 };
 
-// A lane's part of a head in every token: `first` is its place in token 0 of batch row 0.
-template <typename Element>
-struct Track {
-    Element* first;
-    Axis batch, token, group, dim;
-
-    // At a token. EVEN: of the head `heads` further on.
-    __device__ __forceinline__ Lane<Element> at(const Place& place, int heads = 0) const {
-        Element* address = token.from(heads ? group.from(first, heads) : first, place.token);
-        return {ONE_ROW && !PAGE_SIZE ? address : batch.from(address, place.batch), dim};
-    }
-    // For a walk over the tokens: from here on the address is in registers. Otherwise each token finds it again.
-    __device__ __forceinline__ void keep() {
-#if defined(__CUDA_ARCH__)
-        asm volatile("" : "+l"(first));
-#endif
-    }
-};
-
-constexpr bool EVEN = Q_PER_GROUP == 1 && KV_PER_GROUP == 1 && !GATED;      // heads of a tensor are a stride apart
-
 // Which tensor a head of a token is in: q's heads come first, then k's, then v's. SUMS: before them comes the sum over
 // k's heads, a head of k with a negative index. GATED: every second head of q's is a gate, which is copied as v is.
 struct Head {
@@ -69,13 +48,16 @@ struct Head {
         return group.step(index);
     }
 
-    // This head from element `dim` on in its tensor.
     template <typename Element>
-    __device__ __forceinline__ Track<Element> in(Element* base, const Strides (&strides)[3], int dim) const {
+    __device__ __forceinline__ Lane<Element> in(
+        Element* base, const Strides (&strides)[3], const Place& place, int dim
+    ) const {
         const Axis group = of(strides, &Strides::group), dims = of(strides, &Strides::dim);
+        long long offset = of(strides, &Strides::token).step(place.token);
+        if constexpr (!ONE_ROW || PAGE_SIZE) offset += of(strides, &Strides::batch).step(place.batch);
         const Axis in_group = is_q ? strides[0].head : of(strides, &Strides::head);
-        const long long offset = step(group, in_group) + (VEC == 1 ? dims.step(dim) : dim);
-        return {base + offset, of(strides, &Strides::batch), of(strides, &Strides::token), group, dims};
+        offset += step(group, in_group);
+        return {base + offset + (VEC == 1 ? dims.step(dim) : dim), dims};
     }
 
     // LATENT: kv (tensor 1) holds the first part of each head of k, and then v. k_pe (tensor 2) holds the rotated part,
@@ -87,28 +69,21 @@ struct Head {
         return own;
     }
 
-    __device__ __forceinline__ Track<const T> input(const Params& p, int dim) const {
+    __device__ __forceinline__ Lane<const T> input(const Params& p, const Place& place, int dim) const {
         if constexpr (LATENT && !SUMS) {
             const Head own = latent(dim);
-            return own.in(own.of(p.in), p.in_stride, dim);
+            return own.in(own.of(p.in), p.in_stride, place, dim);
         }
-        return in(of(p.in), p.in_stride, dim);
-    }
-    __device__ __forceinline__ Lane<const T> input(const Params& p, const Place& place, int dim) const {
-        return input(p, dim).at(place);
+        return in(of(p.in), p.in_stride, place, dim);
     }
 
     template <typename Out>
-    __device__ __forceinline__ Track<Out> output(const Params& p, int dim) const {
+    __device__ __forceinline__ Lane<Out> output(const Params& p, const Place& place, int dim) const {
         if constexpr (SUMS) {
             const Head own = latent(dim);
-            return own.in(static_cast<Out*>(own.of(p.out)), p.out_stride, dim);
+            return own.in(static_cast<Out*>(own.of(p.out)), p.out_stride, place, dim);
         }
-        return in(static_cast<Out*>(base_of<GATED>(p)), p.out_stride, dim);
-    }
-    template <typename Out>
-    __device__ __forceinline__ Lane<Out> output(const Params& p, const Place& place, int dim) const {
-        return output<Out>(p, dim).at(place);
+        return in(static_cast<Out*>(base_of<GATED>(p)), p.out_stride, place, dim);
     }
 
     // The output of this head. HAS: GATED; a template, because other kernels have no gate_out.
@@ -184,7 +159,7 @@ __device__ __forceinline__ void add_bias(
     const Arguments& p, const Head& head, int lane, bool rotary, int count, Vec<T, VEC>* x
 ) {
     if constexpr (HAS) {
-        const Lane<const T> bias = head.in(head.of(p.added), p.added_stride, first_dim(lane, INTERLEAVED)).at({});
+        const Lane<const T> bias = head.in(head.of(p.added), p.added_stride, {}, first_dim(lane, INTERLEAVED));
         #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
             if (n >= count) continue;

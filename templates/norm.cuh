@@ -37,9 +37,12 @@ __device__ __forceinline__ bool in_second_stream(const Params& p, const Place& p
     return TWO_STREAMS && place.token >= static_cast<int>(p.split);
 }
 
-__device__ __forceinline__ Track<const T> track_of(const T* base, const Strides& stride, const Head& head, int dim) {
-    base += head.step(stride.group, stride.head) + (VEC == 1 ? stride.dim.step(dim) : dim);
-    return {base, stride.batch, stride.token, stride.group, stride.dim};
+__device__ __forceinline__ Lane<const T> lane_of(
+    const T* base, const Strides& stride, const Place& place, const Head& head, int dim
+) {
+    base += stride.token.step(place.token) + head.step(stride.group, stride.head);
+    base += ONE_ROW ? 0 : stride.batch.step(place.batch);
+    return {base + (VEC == 1 ? stride.dim.step(dim) : dim), stride.dim};
 }
 
 // A lane's part of a head in the tensor of its stream, from which it is read.
@@ -48,7 +51,7 @@ __device__ __forceinline__ Lane<const T> source_of(const Params& p, const Head& 
     const bool second = in_second_stream(p, place);
     const int number = head.tensor + (second ? 3 : 0);
     const Place own = {place.batch, place.token - (second ? static_cast<int>(p.split) : 0)};
-    return track_of(p.source[number], p.source_stride[number], head, dim).at(own);
+    return lane_of(p.source[number], p.source_stride[number], own, head, dim);
 }
 
 __device__ __forceinline__ TablePair second_tables(const Params& p) {
