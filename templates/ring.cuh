@@ -79,7 +79,7 @@ struct Track {
 #endif
     }
     static __device__ __forceinline__ Stride bytes(const Axis& axis) {
-        return static_cast<Stride>(axis.stride) * static_cast<Stride>(sizeof(Element));
+        return axis.stride * static_cast<Stride>(sizeof(Element));
     }
     static __device__ __forceinline__ unsigned long long steps(int count, Stride bytes) {
         return static_cast<unsigned long long>(static_cast<unsigned int>(count)) * bytes;
