@@ -64,9 +64,9 @@ SHORT_THREADS_PER_SM = 512
 """With a norm, a thread takes several neighbouring heads, with one set of weights and angles, and twice as many if it
 has FEW_ELEMENTS of each. The threads on an SM are limited so that each has enough registers; the limit is higher if
 some threads of a head idle, and lower with wide angles, sines or fp64. H200, x the copy, (1, 8192, 32 + 8, 128) halves
-rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 640 threads 1.10 / 1.10, 512 1.09 / 1.18, 768 1.10 /
-1.17. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80,
-two 1.96."""
+rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 576 threads 1.09 / 1.08, 480 1.10 / 1.13, 640 1.15 /
+1.08, 800 1.31 / 1.15. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm:
+four heads 1.80, two 1.96."""
 
 MIN_RING_ACCESS = 8
 RING_BYTES = 40 * 1024
