@@ -242,10 +242,10 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         assert report, log
         stack, stores, loads = map(int, report.groups())
         # sincosf keeps 32 bytes for arguments past 105,615. A kernel limited to 40 registers may lack one, which
-        # it stores once and loads twice.
+        # it stores once and loads twice, or on sm_120 two.
         tight = spec.freqs and spec.full_width
         assert stack <= max(40 if spec.freqs else 0, allowed[spec]), spec.name
-        assert stores <= max(4 if tight else 0, allowed[spec]), spec.name
+        assert stores <= max((8 if arch == "sm_120" else 4) if tight else 0, allowed[spec]), spec.name
         assert loads <= max(8 if tight else 0, allowed[spec]), spec.name
         assert not DIVISION.search(cubin), spec.name
     aligned = [s for s in specs if s.dtype == "bf16" and s.vec == 8 and s.q_out == s.kv_out == "bf16"]
