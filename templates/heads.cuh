@@ -122,7 +122,7 @@ __device__ __forceinline__ Vec<T, VEC> load_x(const T* address) {
     return STREAMING ? load_once<T, VEC>(address) : load_global<T, VEC>(address);
 }
 __device__ __forceinline__ void store_x(T* address, const Vec<T, VEC>& v, bool in_place) {
-    in_place && STREAMING ? store_once(address, v) : COPY_V ? store_whole(address, v) : store(address, v);
+    in_place && STREAMING ? store_once(address, v) : COPY_V || NORM ? store_whole(address, v) : store(address, v);
 }
 
 // A lane that copies may have fewer accesses; behind them are zeros.

@@ -155,5 +155,5 @@ struct Alternating {
 };
 
 __device__ __forceinline__ long long row_offset(Stride row, const TableStrides& stride) {
-    return static_cast<unsigned long long>(row) * static_cast<Stride>(stride.row.stride);
+    return static_cast<unsigned long long>(row) * stride.row.stride;
 }

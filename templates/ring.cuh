@@ -57,3 +57,37 @@ struct Slots {
         return chunks;
     }
 };
+
+// ---- where the heads of a walk lie -------------------------------------------------------------
+
+constexpr bool EVEN = Q_PER_GROUP == 1 && KV_PER_GROUP == 1;     // the heads of a tensor are a stride apart
+
+// A lane's part of a head in each token of a walk, found from its address in token 0 of batch row 0, which stays in
+// registers. Strides are in bytes, so that each is one multiply and add.
+template <typename Element>
+struct Track {
+    unsigned long long first;
+    Stride batch, token, group;
+    Axis dim;
+
+    Track() = default;
+    __device__ __forceinline__ Track(const Lane<Element>& lane, const Strides& strides)
+        : first(reinterpret_cast<unsigned long long>(lane.first)), batch(bytes(strides.batch)),
+          token(bytes(strides.token)), group(bytes(strides.group)), dim(lane.dim) {
+#if defined(__CUDA_ARCH__)
+        asm volatile("" : "+l"(first));                  // otherwise it is found again for each token
+#endif
+    }
+    static __device__ __forceinline__ Stride bytes(const Axis& axis) {
+        return axis.stride * static_cast<Stride>(sizeof(Element));
+    }
+    static __device__ __forceinline__ unsigned long long steps(int count, Stride bytes) {
+        return static_cast<unsigned long long>(static_cast<unsigned int>(count)) * bytes;
+    }
+    // At a token; EVEN: of the head `heads` further on.
+    __device__ __forceinline__ Lane<Element> at(const Place& place, int heads) const {
+        unsigned long long address = steps(place.token, token) + (first + steps(heads, group));
+        if constexpr (!ONE_ROW) address += steps(place.batch, batch);
+        return {reinterpret_cast<Element*>(address), dim};
+    }
+};

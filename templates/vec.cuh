@@ -238,11 +238,15 @@ __device__ __forceinline__ void unpack(const Vec<T, N>& v, Real* out) {
     #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = static_cast<Real>(to_float(v.item[i]));
 }
-template <>
-__device__ __forceinline__ void unpack(const Vec<bf16, 4>& v, float* out) {     // one instruction each; 8 at
-    #pragma unroll                                                  // once would need too many registers
-    for (int i = 0; i < 4; ++i)
-        out[i] = __uint_as_float(i % 2 ? v.quad[i / 2] & 0xffff0000u : v.quad[i / 2] << 16);
+template <int N>
+__device__ __forceinline__ void unpack(const Vec<bf16, N>& v, float* out) {     // one instruction each
+    if constexpr (N == 1) {
+        out[0] = to_float(v.item[0]);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < N; ++i)
+            out[i] = __uint_as_float(i % 2 ? v.quad[i / 2] & 0xffff0000u : v.quad[i / 2] << 16);
+    }
 }
 
 // Two neighbouring elements as they come back from a store.

@@ -58,15 +58,17 @@ many accesses of the output's gradient, and a sum for each element."""
 
 NORM_HEADS_PER_THREAD = 2
 FEW_ELEMENTS = 8
-NORM_THREADS_PER_SM = 640
+NORM_THREADS_PER_SM = 576
+WAITING_NORM_THREADS_PER_SM = 640
 MAX_NORM_THREADS_PER_SM = 768
 SHORT_THREADS_PER_SM = 512
 """With a norm, a thread takes several neighbouring heads, with one set of weights and angles, and twice as many if it
 has FEW_ELEMENTS of each. The threads on an SM are limited so that each has enough registers; the limit is higher if
 some threads of a head idle, and lower with wide angles, sines or fp64. H200, x the copy, (1, 8192, 32 + 8, 128) halves
-rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 640 threads 1.10 / 1.10, 512 1.09 / 1.18, 768 1.10 /
-1.17. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80,
-two 1.96."""
+rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 576 threads 1.09 / 1.08, 480 1.10 / 1.13, 640 1.15 /
+1.08, 800 1.31 / 1.15. Threads that share angles wait for each other, so there are more: angles of (4096, 2, 32 + 8,
+128) with the norm behind, 640 threads 1.10, 480 1.13. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill,
+1.63. Heads of 88 with LayerNorm: four heads 1.80, two 1.96."""
 
 MIN_RING_ACCESS = 8
 RING_BYTES = 40 * 1024
@@ -172,7 +174,8 @@ def plan(problem: RopeProblem) -> Plan:
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
     short = ((p.full_width or p.freqs) and not spec.shares_angles) or p.rounding == "complex128"  # of registers
     if p.norm and not tiled:
-        threads = min(NORM_THREADS_PER_SM * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
+        threads = WAITING_NORM_THREADS_PER_SM if spec.shares_angles else NORM_THREADS_PER_SM
+        threads = min(threads * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
         threads = min(threads, SHORT_THREADS_PER_SM) if short else threads
         spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads), ring=has_ring(spec))
         if spec.ring:

@@ -235,7 +235,7 @@ class _Call:
             "head_scales": any(map(any, self.given_scales)),
             "added_bias": bool(self.added),
             "gated": bool(self.added) and o.order == "qkv_gated" and self.q_per_group == 2,
-            "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 31,
+            "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 30,
             "batch": self.batch,
             "tokens": self.tokens,
             "heads": self.heads,
