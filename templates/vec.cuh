@@ -8,6 +8,7 @@ struct fp16 { unsigned short bits; };
 struct fp8 { unsigned char bits; };                                 // e4m3: no infinity, at most 448
 struct fp8_e5m2 { unsigned char bits; };                            // at most 57344; infinities are not stored
 struct e8m0 { unsigned char bits; };                                // a power of two from 2^-127 on; 255 is NaN
+struct e8m0_fp32 { float value; };                                  // the same power of two
 struct int8 { signed char value; };                                 // at most 127 in size
 struct fp4 { unsigned char bits; };                                 // two of e2m1, at most 6: the first in the low bits
 
@@ -142,6 +143,12 @@ __device__ __forceinline__ float to_float(e8m0 x) {
     const unsigned int bits = x.bits;
     return __uint_as_float(bits == 0 ? 0x400000u : bits == 255 ? 0x7fc00000u : bits << 23);
 }
+__device__ __forceinline__ void from_float(float value, e8m0_fp32& x) {
+    e8m0 power;
+    from_float(value, power);
+    x.value = to_float(power);
+}
+__device__ __forceinline__ float to_float(e8m0_fp32 x) { return x.value; }
 
 template <int BYTES> struct Word;                                   // one access of BYTES bytes
 template <> struct Word<1> { using type = unsigned char; };

@@ -125,8 +125,10 @@ __device__ __forceinline__ float larger(float a, float b) {
 
 template <typename T> constexpr bool IS_FP8 = false;
 template <> constexpr bool IS_FP8<fp8> = true;
+template <typename T> constexpr bool IS_FP32 = false;
+template <> constexpr bool IS_FP32<float> = true;
 constexpr bool TWO_LEVELS = IS_FP8<ScaleOut>;            // scales count in units of a given one, of the `whole` tensor
-constexpr bool ROUNDED = sizeof(ScaleOut) == 1;          // scales are rounded before elements are divided
+constexpr bool ROUNDED = !IS_FP32<ScaleOut>;             // scales are rounded before elements are divided
 constexpr float LARGEST = BLOCK_CACHE ? largest_of(KvOut{}) : largest_of(QOut{});
 constexpr float SMALLEST = ROUNDED ? 0.0f : 1e-12f;      // in place of the largest of zeros
 

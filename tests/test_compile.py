@@ -160,6 +160,7 @@ LARGEST += [
     }) for norm in (TWICE, None)),
     prepared(heads=[32, 8], positions=IDS, quantize={"dtype": "fp8", "group": 32, "scale_dtype": "e8m0"}),
     prepared(heads=[32, 8], norm=ONCE, quantize={"dtype": "fp4", "group": 32, "scale_dtype": "e8m0"}),
+    prepared(heads=[32, 8], norm=ONCE, quantize={"dtype": "fp8", "group": 128, "scale_fmt": "ue8m0"}),
     *(prepared(heads=[32, 8], interleaved=True, quantize={
         "dtype": "fp4", "group": 16, "scale_dtype": "fp8", "q_global_scale": 0.01, "swizzled": swizzled,
     }) for swizzled in (False, True)),

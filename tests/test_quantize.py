@@ -158,6 +158,33 @@ def test_scales_are_powers_of_two(dtype: torch.dtype, group: int | None, device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "group"), [(FP8, 128), (FP8, None), (torch.int8, 64), (FP4, 32)], ids=str)
+@pytest.mark.parametrize("stage", ["rope", "norm", "cache"])
+def test_powers_of_two_in_fp32(stage: str, dtype: torch.dtype, group: int | None, device: str) -> None:
+    """scale_fmt="ue8m0": the values of scales in e8m0, and their numbers in fp32; zeros and NaN too."""
+    q, k, cos, sin = inputs(device, 2, 5, 4, 128)
+    q[0, 1], q[1, 2, 0, 5] = 0, torch.nan
+    words = {"norm": Norm()} if stage == "norm" else {}
+    results = []
+    for form in ({"scale_fmt": "ue8m0"}, {"scale_dtype": E8M0}, {"scale_dtype": E8M0, "scale_fmt": "ue8m0"}):
+        cache = torch.zeros(10, 2, 128, device=device, dtype=q.dtype)
+        slots = torch.arange(10, device=device).view(2, 5)
+        places = {"cache": KVCache(cache, cache.clone(), slots)} if stage == "cache" else {}
+        quantize = DynamicQuantize(dtype, group=group, **form)
+        results.append(jitrope.prepare_qkv(q, k, k if places else None, cos, sin, quantize=quantize, **words, **places))
+    for got, want, again in list(zip(*results))[: 1 if stage == "cache" else 2]:
+        powers = want.scale.view(torch.uint8)
+        assert got.scale.dtype == torch.float32
+        assert got.scale.shape == powers.shape
+        exact = torch.ldexp(torch.ones_like(powers, dtype=torch.float64), powers.int() - 127)
+        torch.testing.assert_close(
+            got.scale.double(), exact.masked_fill(powers == 255, torch.nan), rtol=0, atol=0, equal_nan=True
+        )
+        assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+        assert torch.equal(again.scale.view(torch.uint8), powers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_bytes_of_powers_of_two(device: str) -> None:
     """Exact powers, the next numbers, the smallest and the largest ones, zero and NaN, as their exponents."""
     most = {448.0: 127, 449.0: 128, 224.0: 126, 448 * 2.0**100: 227, 448 * 2.0**-120: 7, 448 * 2.0**-126: 1,
@@ -656,11 +683,11 @@ def test_operands_of_attention_in_another_layout(how: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [FP8, FP4], ids=str)
-def test_compiled_and_again(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("dtype", "scale_fmt"), [(FP8, None), (FP4, None), (FP8, "ue8m0")], ids=str)
+def test_compiled_and_again(dtype: torch.dtype, scale_fmt: str | None, device: str) -> None:
     q, k, cos, sin = inputs(device, 2, 9, 4, 64)
     norm = Norm(torch.rand(64, device=device).bfloat16(), rounding="once")
-    quantize = DynamicQuantize(dtype, group=32, hadamard=True)
+    quantize = DynamicQuantize(dtype, group=32, hadamard=True, scale_fmt=scale_fmt)
 
     def call(q: Tensor, k: Tensor) -> Any:
         return jitrope.prepare_qkv(q, k, None, cos, sin, norm=norm, quantize=quantize)[:2]
@@ -775,6 +802,11 @@ REFUSALS = {
     "group-size": ({"quantize": DynamicQuantize(group=32)}, "group is 32; it must divide D=48"),
     "scale-dtype": (lambda: DynamicQuantize(scale_dtype=torch.float16), "scale_dtype is torch.float16; it must be"),
     "scale-dtype-type": (lambda: DynamicQuantize(scale_dtype="e8m0"), "scale_dtype is 'e8m0'; it must be torch.float"),
+    "scale-fmt": (lambda: DynamicQuantize(scale_fmt="mx"), "DynamicQuantize: scale_fmt is 'mx'; it must be"),
+    "scale-fmt-type": (lambda: DynamicQuantize(scale_fmt=[1]), "DynamicQuantize: scale_fmt is "),
+    "scale-fmt-e4m3": (lambda: DynamicQuantize(FP4, scale_dtype=FP8, scale_fmt="ue8m0"), "scale_fmt does not go with"),
+    "scale-fmt-head": (lambda: DynamicQuantize(per="head", scale_fmt="ue8m0"), "scale_fmt does not go with per='head'"),
+    "scale-fmt-tiles": (lambda: DynamicQuantize(group=32, scale_fmt="ue8m0", swizzled=True), "scales of one byte"),
     "hadamard-flag": (lambda: DynamicQuantize(hadamard="yes"), "DynamicQuantize: hadamard is 'yes'"),
     "size": ({"quantize": DynamicQuantize(hadamard=True)}, "a power of two of elements up to 256; q has D=48"),
     "size-static": ({"quantize": Quantize(1.0, 1.0, hadamard=True)}, "power of two of elements up to 256; q has D=48"),
@@ -817,6 +849,7 @@ def test_there_is_no_gradient() -> None:
 
 def test_printed() -> None:
     assert repr(DynamicQuantize(torch.int8, hadamard=True)) == "DynamicQuantize(dtype=torch.int8, hadamard=True)"
+    assert repr(DynamicQuantize(scale_fmt="ue8m0")).endswith("e4m3fn, scale_fmt='ue8m0')")
     assert repr(DynamicQuantize(group=64)) == "DynamicQuantize(dtype=torch.float8_e4m3fn, group=64)"
     printed = "DynamicQuantize(dtype=torch.uint8, scale_dtype=torch.float8_e4m3fn, k_global_scale=0.5)"
     quantize = DynamicQuantize(FP4, scale_dtype=FP8, k_global_scale=0.5)

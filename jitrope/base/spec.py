@@ -22,6 +22,7 @@ C_TYPES = {
     "int8": "int8",
     "fp4": "fp4",
     "e8m0": "e8m0",
+    "e8m0_fp32": "e8m0_fp32",
     "int32": "int",
     "int64": "long long",
 }

@@ -53,9 +53,10 @@ def scaled_elements(y: Tensor, o: Options, global_scale: Tensor | None = None) -
     rows = y.unflatten(-1, (-1, o.group or y.shape[-1]))
     scale = _unit(rows.abs().amax(-1), o)
     stored = scale
-    if o.scale_out == "e8m0":
+    if o.scale_out.startswith("e8m0"):
         exponents = powers_of_two(scale)
-        scale, stored = value_of_powers(exponents), exponents.view(E8M0)
+        scale = value_of_powers(exponents)
+        stored = exponents.view(E8M0) if o.scale_out == "e8m0" else scale
     elif o.scale_out == "fp8":
         unit = torch.ones((), device=y.device) if global_scale is None else of_heads(global_scale, o)
         none = unit == 0  # as of a tensor of zeros
@@ -105,7 +106,7 @@ def empty_scale(x: Tensor, o: Options, per_item: int = 1) -> Tensor:
     """
     if not o.swizzled:
         groups = (x.shape[-1] * per_item // o.group,) if o.group else ()
-        return x.new_empty((*x.shape[:-1], *groups), dtype=SCALES[o.scale_out])
+        return x.new_empty((*x.shape[:-1], *groups), dtype=SCALES.get(o.scale_out, torch.float32))
     ranks = x.shape[: x.dim() - len(o.layout)]  # with a group of heads for each
     batch, tokens, heads, dim = canonical(x[0] if ranks else x, o.layout).shape
     dim *= per_item

@@ -14,8 +14,9 @@ from ..plan.problem import DTYPE_NAMES
 from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, scale_number, scales
 
-_LABELS = {"out_dtype": "dtype", "scale_out": "scale_dtype"}
-"""The names of arguments whose words have other names."""
+_POWERS = "e8m0_fp32"
+_LABELS = {"out_dtype": "dtype", "scale_out": "scale_dtype", _POWERS: "scale_fmt"}
+"""The names of arguments whose words have other names; _POWERS is the word of one value of scale_fmt."""
 
 
 class Quantize(Value):
@@ -119,6 +120,11 @@ class DynamicQuantize(Value):
             default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times scale times
             global. In arXiv:2509.25149 global is
             the tensor's largest element in size, divided by 448 * 6. With a cache k_global_scale is refused.
+        scale_fmt: None, or "ue8m0", DeepSeek-V3.1's word: scales are rounded up to powers of two, as above, but stay in
+            torch.float32, as DeepGEMM reads them on Hopper (there with group=128). With a scale_dtype of
+            torch.float8_e8m0fnu they are the bytes. A group of zeros has the scale 2^-127. It cannot be combined with
+            scales in e4m3, swizzled without a scale_dtype, per="head", per="kv_head" and block scales in fp32 beside
+            a cache.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
         per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
             tokens of a batch row; the scales are (B, H) in fp32, with "thd" (1, H), of all sequences. "kv_head": the
@@ -145,6 +151,7 @@ class DynamicQuantize(Value):
         *,
         group: int | None = None,
         scale_dtype: torch.dtype = torch.float32,
+        scale_fmt: str | None = None,
         q_global_scale: float | Tensor | None = None,
         k_global_scale: float | Tensor | None = None,
         hadamard: bool | str = False,
@@ -160,18 +167,7 @@ class DynamicQuantize(Value):
             self.words["group"] = whole("DynamicQuantize", "group", group)
             if self.words["group"] not in GROUPS:
                 refuse("DynamicQuantize", "group", group, "16, 32, 64, 128 or None")
-        dtypes = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
-        if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in dtypes:
-            refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, dtypes)))
-        if scale_dtype == FP8 and self.words["out_dtype"] != "fp4":
-            refuse(
-                "DynamicQuantize",
-                "scale_dtype",
-                scale_dtype,
-                "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3",
-            )
-        if scale_dtype != torch.float32:
-            self.words["scale_out"] = "e8m0" if scale_dtype == E8M0 else "fp8"
+        self.words.update(_scale_words(self.words["out_dtype"], scale_dtype, scale_fmt))
         for label, scale in self.given.items():
             label = label.replace("_", "_global_")
             if scale_dtype != FP8:
@@ -182,10 +178,10 @@ class DynamicQuantize(Value):
             self.words["swizzled"] = True
         for label in ("group", "scale_out", "swizzled"):
             if self.per != "token" and label in self.words:
-                raise InvalidInput(f"DynamicQuantize: {_LABELS.get(label, label)} does not go with per={self.per!r}")
+                raise InvalidInput(f"DynamicQuantize: {_label(label, self.words)} does not go with per={self.per!r}")
         if self.per != "token" and self.words["out_dtype"] == "fp4":
             raise InvalidInput(f"DynamicQuantize: fp4 does not go with per={self.per!r}; leave per out")
-        if swizzled and ("group" not in self.words or "scale_out" not in self.words):
+        if swizzled and ("group" not in self.words or self.words.get("scale_out", _POWERS) == _POWERS):
             raise InvalidInput("DynamicQuantize: swizzled needs scales of one byte; pass group and scale_dtype too")
         self.words.update(hadamard_words("DynamicQuantize", hadamard))
 
@@ -201,8 +197,29 @@ class DynamicQuantize(Value):
 
 def _shown(words: dict[str, Any]) -> list[str]:
     """The words of a value as its arguments."""
-    values = {**{name: form.dtype for name, form in FORMATS.items()}, **SCALES, "head": True}
-    return [f"{_LABELS.get(name, name)}={shown(values.get(x, x))}" for name, x in words.items()]
+    values = {**{name: form.dtype for name, form in FORMATS.items()}, **SCALES, "head": True, _POWERS: "ue8m0"}
+    return [f"{_label(name, words)}={shown(values.get(x, x))}" for name, x in words.items()]
+
+
+def _label(name: str, words: dict[str, Any]) -> str:
+    return _LABELS.get(words[name], _LABELS.get(name, name))
+
+
+def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
+    """The word for scales that are rounded, if they are."""
+    dtypes = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
+    if not isinstance(scale_dtype, torch.dtype) or scale_dtype not in dtypes:
+        refuse("DynamicQuantize", "scale_dtype", scale_dtype, " or ".join(map(str, dtypes)))
+    if scale_dtype == FP8 and form != "fp4":
+        must = "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3"
+        refuse("DynamicQuantize", "scale_dtype", scale_dtype, must)
+    if scale_fmt is not None:
+        word("DynamicQuantize", "scale_fmt", scale_fmt, ("ue8m0",))
+        if scale_dtype == FP8:
+            raise InvalidInput(f"DynamicQuantize: scale_fmt does not go with scale_dtype={FP8}")
+    if scale_dtype == torch.float32:
+        return {} if scale_fmt is None else {"scale_out": _POWERS}
+    return {"scale_out": "e8m0" if scale_dtype == E8M0 else "fp8"}
 
 
 def hadamard_words(name: str, value: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ NORM_ROUNDINGS = ("none", "once", "twice")
 NORM_KINDS = ("rms_norm", "layer_norm")
 NORM_OF = ("qk", "q", "k", "v")
 SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
-SCALE_DTYPES = ("fp32", "e8m0", "fp8")
+SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
 HADAMARDS = ("", "head", "rotary", "rest")
 QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
 """The orders of packed QKV, and the heads that q's projection has for each head of q: with a gate two."""

@@ -15,7 +15,7 @@ from ..ops.kv_cache import KVCache
 from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import Mrope, Norm, Packed, Shifts, Starts
 from ..ops.words import rotary_dim_of
-from ..plan.options import LAYOUT_AXES, QKV_ORDERS, SCALE_DTYPES, SCALED_DTYPES, TABLES, Options
+from ..plan.options import LAYOUT_AXES, QKV_ORDERS, SCALED_DTYPES, TABLES, Options
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import BLOCK_SCALES, FORMATS, NVFP4_GROUP, SCALES, packed_shape
 
@@ -124,7 +124,7 @@ class Described:
         shifts = words.pop("shifts", False)
         places = Packed if self.packed else Shifts if shifts else Mrope if "position_ids" in words else Starts
         scaled = Quantize if {"q_scale", "k_scale"} & words.keys() else DynamicQuantize
-        for word, allowed in (("dtype", SCALED_DTYPES), ("scale_dtype", SCALE_DTYPES)):
+        for word, allowed in (("dtype", SCALED_DTYPES), ("scale_dtype", SCALES)):
             if label == "quantize" and word in words:
                 words[word] = _TORCH[arguments.word(label, word, words[word], allowed)]
         return {"norm": Norm, "cache": KVCache, "quantize": scaled, "positions": places}[label](**words)

@@ -86,7 +86,7 @@ def specs_of(**call: Any) -> list[RopeSpec]:
         positions: the dtype of a tensor of ids, or a dict of words of `Packed`, `Mrope`, `Starts`, or with "shifts"
             `Shifts`. norm, cache, quantize: dicts of words of `Norm`, `KVCache` and `Quantize`, or without scales of
             `DynamicQuantize`. Write a tensor as its dtype, as in {"cu_seqlens": "int32"}. A dtype of quantize is "fp8",
-            "fp8_e5m2", "int8" or "fp4", a scale_dtype "fp32", "e8m0" or "fp8".
+            "fp8_e5m2", "int8" or "fp4", a scale_dtype "fp32", "e8m0" or "fp8", a scale_fmt "ue8m0".
             page_size, in cache: the rows of a page, if the pages are not neighbours in memory. group, in cache: the
             elements with one block scale, by default 16. Without a v_cache there is no v.
         bias: True: prepare_packed_qkv also gets the projection's bias.
