@@ -29,9 +29,8 @@ from jitrope.jit.registry import spec_from_dict
 from jitrope.ops.planning import planning
 from jitrope.tools import cli, doctor, listing
 from jitrope.tools import prewarm as prewarming
-from jitrope.tools.models import specs_of_model
+from jitrope.tools.models import specs_of_model, specs_of_server
 from jitrope.tools.prewarm import read_calls, specs_of
-from jitrope.tools.serving import specs_of_server
 
 from . import fresh
 

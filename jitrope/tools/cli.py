@@ -23,10 +23,9 @@ from . import bundle, options, verify
 from . import doctor as checks
 from .console import answer, architectures, build_all, print_entries, say, total
 from .listing import details, paragraph, rows
-from .models import specs_of_model
+from .models import specs_of_model, specs_of_server
 from .prewarm import default_specs, read_calls, specs_of, this_versions
 from .prewarm import prewarm as build
-from .serving import specs_of_server
 
 Options = argparse.Namespace
 COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[options.Option, ...]]] = {}
