@@ -33,9 +33,9 @@ from .operation import (
     turned_back,
 )
 from .packed_into import PackedInto
-from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS
+from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD
 from .pages import PAGE_TENSORS
-from .projections import ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS
+from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
 from .stand_ins import weight_sums
 from .words import resolved
 
@@ -275,7 +275,7 @@ class _QKNormRopeBackward(Operation):
     tensors = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options = _QKNormRope.options
     results = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
-    norm = True
+    norm = shards = True
     inplace = False
     reference = staticmethod(reference.qk_norm_rope_backward)
 
@@ -322,8 +322,8 @@ PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
 """The operations of `prepare_packed_qkv` with stages of `prepare_qkv`, by the names of those."""
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
-    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
-    *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS, *PACKED_INTO.values()),
+    *(QKV_NORM, QKV_NORM_BACKWARD, *PACKED_INTO.values()),
 )
 """The operations with ops of torch."""

@@ -13,7 +13,7 @@ from .checks import check_qkv, refuse_gradients
 from .fit import failing, require_apart
 from .into import Into, is_dense
 from .operation import Operation
-from .projections import PACKED, check_bias
+from .projections import PACKED
 
 
 class PackedInto(Operation):
@@ -57,10 +57,8 @@ class PackedInto(Operation):
         fail, given = failing(name), {*tensors}
         check_qkv(name, tensors, options)
         refuse_gradients(fail, tensors, "qkv", "bias", use="use a call without cache, quantize and out")
-        if "bias" in given:
-            check_bias(name, tensors, options)
-            if options.order == "qkv_gated":
-                fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
+        if "bias" in given and options.order == "qkv_gated":
+            fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
         if "bias" in given and norm_of(options).of == "v":
             fail("the norm has of='v', which does not go with bias")
         if norm_of(options).across_heads:
