@@ -27,11 +27,10 @@ from jitrope.jit.cache import KernelCache
 from jitrope.jit.entry import Key
 from jitrope.jit.registry import spec_from_dict
 from jitrope.ops.planning import planning
-from jitrope.tools import cli, doctor, listing
+from jitrope.tools import cli, console, doctor
 from jitrope.tools import prewarm as prewarming
-from jitrope.tools.models import specs_of_model
+from jitrope.tools.models import specs_of_model, specs_of_server
 from jitrope.tools.prewarm import read_calls, specs_of
-from jitrope.tools.serving import specs_of_server
 
 from . import fresh
 
@@ -673,11 +672,11 @@ def test_a_key_is_of_one_kernel(jitrope, tmp_path: Path) -> None:
 
 def test_a_table_is_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [("1a2b3c4d", "rope bf16 d128 halves, bf16 full tables, in place, packed, token_linear")]
-    whole = listing.table(("KEY", "KERNEL"), lines)
+    whole = console.table(("KEY", "KERNEL"), lines)
     assert whole == f"KEY       KERNEL\n1a2b3c4d  {lines[0][1]}"
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    wrapped = listing.table(("KEY", "KERNEL"), lines)
+    wrapped = console.table(("KEY", "KERNEL"), lines)
     assert [len(line) <= 60 for line in wrapped.splitlines()] == [True] * 3
     assert wrapped.splitlines()[2].startswith(" " * 10 + "packed")
     assert " ".join(wrapped.split()) == " ".join(whole.split())
@@ -685,12 +684,12 @@ def test_a_table_is_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_popular_kernel_has_words_of_its_own() -> None:
     specs = prewarming.default_specs()
-    words = [listing.in_words(spec) for spec in specs]
+    words = [console.in_words(spec) for spec in specs]
     assert len(set(words)) >= len({spec.name for spec in specs})
-    assert len(set(listing.each_in_words(specs))) == len(specs)  # with the fields in which those of one name differ
+    assert len(set(console.each_in_words(specs))) == len(specs)  # with the fields in which those of one name differ
     two = [specs_of(heads=heads)[0] for heads in (8, [32, 8])]
     assert (
-        listing.each_in_words(two)[1] == "rope bf16 d128 halves, token_linear, tokens_per_block 1, heads_per_block 40"
+        console.each_in_words(two)[1] == "rope bf16 d128 halves, token_linear, tokens_per_block 1, heads_per_block 40"
     )
     assert all("_" not in text.replace(spec.launch, "") for text, spec in zip(words, specs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,14 @@ from jitrope import InvalidInput
 from jitrope.base.errors import JitropeError
 from jitrope.integrations import diffusers as integration
 from jitrope.ops.planning import planning
-from jitrope.tools import diffusion
-from jitrope.tools.models import specs_of_model
+from jitrope.tools.models import TRANSFORMERS, _cast, specs_of_model
 
 from .test_planning import twin
 
 diffusers = pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 from .diffusion_zoo import MODELS, forward, moved, prepared, reloaded  # noqa: E402
 
-KNOWN = {diffusion.short(name): model for name, model in MODELS.items() if diffusion.short(name) in diffusion.MODELS}
+KNOWN = {re.sub(r"Transformer[23]DModel$", "", name): model for name, model in MODELS.items()}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -57,7 +57,7 @@ def dtypes(model: Any) -> dict[str, torch.dtype]:
     return {name: x.dtype for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
-@pytest.mark.parametrize("name", diffusion.MODELS)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_a_models_forward_asks_for_the_planned_kernels(name: str, tmp_path: Path) -> None:
     model, inputs = prepared(KNOWN[name], dtype=torch.bfloat16)
     model.save_config(tmp_path)
@@ -65,7 +65,7 @@ def test_a_models_forward_asks_for_the_planned_kernels(name: str, tmp_path: Path
     assert set(specs) == asked_for(model, inputs)
     assert specs == specs_of_model(tmp_path / "config.json")
     planned = type(model).from_config(model.config)
-    diffusion._cast(planned, torch.bfloat16)
+    _cast(planned, torch.bfloat16)
     assert dtypes(planned) == dtypes(model)  # some modules stay fp32
 
 

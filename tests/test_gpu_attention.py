@@ -12,10 +12,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope.context_parallel import Partition, Rope, Schedule, all_gather_attention
-from jitrope.context_parallel.backends import BACKENDS, choose
-from jitrope.context_parallel.flex import _module
+from jitrope.context_parallel.backends import BACKENDS, Math, _module, choose
 from jitrope.context_parallel.interface import Case, Gradients, Result, Varlen
-from jitrope.context_parallel.plain import Math
 from jitrope.context_parallel.steps import Call, attend, attend_backward, pack, pack_gradients, unpack, unpack_gradients
 
 from .test_context_parallel import CASES, Attention, Made, check_attention, make

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import jitrope
 from jitrope.ops import library
-from jitrope.ops.packed_norm import QKV_NORM_BIAS
-from jitrope.ops.projections import ROPE_QKV_BIAS
+from jitrope.ops.packed_norm import QKV_NORM
+from jitrope.ops.projections import ROPE_QKV
 from jitrope.plan.options import NormOptions
 
 from . import oracle
@@ -213,9 +213,9 @@ def test_the_forward_and_the_gradient_are_one_launch_each(case: AnyCase, form: s
 @pytest.mark.parametrize(("case", "inplace"), [(case, x) for case, _ in SOME for x in (False, True)], ids=str)
 def test_opcheck(case: AnyCase, inplace: bool, bias: str) -> None:
     made = Made(case, bias, leaves=not inplace)
-    rope, op, words = case, ROPE_QKV_BIAS, {"inplace": inplace}
+    rope, op, words = case, ROPE_QKV, {"inplace": inplace}
     if isinstance(case, NormCase):
-        rope, op, words = case.rope, QKV_NORM_BIAS, {**words, "norm": NormOptions(*case.norm)}
+        rope, op, words = case.rope, QKV_NORM, {**words, "norm": NormOptions(*case.norm)}
     (_, _, *tables), options = lower(make(as_packed(rope)), q_per_group=rope.shape[3], **words)
     given = {"qkv": made.qkv, "bias": made.bias, **made.weights}
     arguments = library.arguments(op, named(op, [given.get(name) for name in op.names], tables), options)

@@ -14,7 +14,7 @@ from torch import Tensor
 import jitrope
 from jitrope import InvalidInput, KVCache, Mrope, Norm, Pages, Quantize
 from jitrope.ops import launch as runtime
-from jitrope.tools.listing import in_words
+from jitrope.tools.console import in_words
 
 from . import oracle
 from .devices import DEVICE, DEVICES

@@ -14,8 +14,8 @@ from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather
 from ..ops.kv_cache import KVCache
 from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
 from ..ops.operations import PACKED_INTO
-from ..ops.packed_norm import QKV_NORM, QKV_NORM_BIAS
-from ..ops.projections import ROPE_QKV, ROPE_QKV_BIAS
+from ..ops.packed_norm import QKV_NORM
+from ..ops.projections import ROPE_QKV
 from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import Norm, Positions, Ulysses
 from ..ops.words import parts
@@ -171,7 +171,7 @@ def prepare_packed_qkv(
         op = QKV_NORM
         add("prepare_packed_qkv", "norm", norm, Norm, tensors, asked)
     if bias is not None:
-        op, tensors["bias"] = ROPE_QKV_BIAS if norm is None else QKV_NORM_BIAS, bias
+        tensors["bias"] = bias
     if cos is None:
         forget_positions(tensors, asked)
     _say_order(asked, q_per_group, order, copy_v)

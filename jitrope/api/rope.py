@@ -232,7 +232,7 @@ def prepare_qkv(
     staged(op, tensors, asked, q, norm, cache, quantize)
     asked.update(own)
     if "v_scale" in tensors and cache is None:
-        with_v_out("prepare_qkv", asked, v)
+        with_v_out(asked, v)
     if norm is not None and cache is None and asked["norm"].v_norm:
         op, v = with_v(op, tensors, asked, v)
     if quantize is not None and quantize.per != "token":

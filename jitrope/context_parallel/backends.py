@@ -2,11 +2,319 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from ..base import arguments
-from .flash import Cudnn, Flash
-from .flex import Flex
-from .interface import NAME, Backend, Case, fail
-from .plain import Math
+from ..plan.partition import Mask
+from .interface import NAME, Backend, Case, Gradients, Result, Varlen, fail, key_ranges, rows_with_keys
+
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Flash(Backend):
+    """torch.ops.aten._flash_attention_forward and _backward, with the implementation that is active in torch.
+
+    impl: its name in torch.nn.attention; None: torch's own. module: its package. capabilities: major compute
+    capabilities of supported devices. max_segments: None: no limit.
+    """
+
+    name: str
+    impl: str | None
+    module: str
+    capabilities: range
+    max_segments: int | None = None
+
+    def refuses(self, case: Case) -> str | None:
+        most = self.max_segments
+        many = most is not None and case.segments > most
+        own = (
+            (many, f"there are {case.segments} segments; at most {most} are possible"),
+            (case.max_logit, "it gives no max_logit"),
+        )
+        return _refuses(case, 256, own) or self._refuses_impl(case) or _refuses_device(case, self.capabilities)
+
+    def _refuses_impl(self, case: Case) -> str | None:
+        wanted, active = self.impl, active_impl()
+        if wanted == active:
+            windowed = case.mask.left >= 0 or case.mask.right > 0
+            if wanted != "FA4" or not windowed or hasattr(torch.nn.attention._fa4, "_aten_to_fa4_window_size"):
+                return None
+            return f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
+        if wanted is None:
+            return f"torch has {active} active in its place; pass {'flash' + str(active)[2:]!r}"
+        if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+            return f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
+        if not _installed(self.module):
+            return f"the module {self.module} is not installed"
+        return f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *_lengths(varlen), False, **_words(varlen)
+        )
+        # Rows without keys are +inf or -inf here, and the backward needs them unchanged.
+        reported = torch.where(lse.isinf(), -torch.inf, lse) if case.lse else None
+        return Result(out, reported, None, (lse, state, unused))
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        lse, *state = result.saved
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout.contiguous(), q, k, v, result.out, lse, *_lengths(varlen), *state, **_words(varlen)
+        )
+        return dq, dk, dv
+
+
+class Cudnn(Backend):
+    """torch.ops.aten._scaled_dot_product_cudnn_attention and its backward.
+
+    It needs full masks, because its causal mask counts from the first key. It needs sequences of one length, because
+    torch's backward for packed sequences uses the head size as the longest length (pytorch/pytorch#186142), which gives
+    a wrong dq in torch 2.11.
+    """
+
+    name = "cudnn"
+
+    def refuses(self, case: Case) -> str | None:
+        own = (
+            (not case.mask.full, "it has full masks only: its causal mask counts from the first key"),
+            (not case.equal, "sequences may be empty or of different lengths; it takes fixed-length batches only"),
+            (case.heads != case.kv_heads, f"q has H={case.heads} and k H={case.kv_heads}; they must be equal"),
+            (case.lse or case.max_logit, "it gives neither lse nor max_logit"),
+        )
+        return _refuses(case, 128, own) or _refuses_device(case, range(9, 100))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
+        out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *(_batched(x, varlen) for x in (q, k, v)), None, True, 0.0, False, False, scale=varlen.scale
+        )
+        return Result(_packed(out), None, None, (lse, seed, offset))
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        dout, q, k, v, out = (_batched(x, varlen) for x in (dout.contiguous(), q, k, v, result.out))
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, *result.saved, None, None, None, q.shape[2], k.shape[2], 0.0, False, scale=varlen.scale
+        )
+        return _packed(dq), _packed(dk), _packed(dv)
+
+
+def _batched(x: Tensor, varlen: Varlen) -> Tensor:
+    """Packed rows of equal segments (T, H, D) as (B, H, S, D)."""
+    return x.view(len(varlen.cu_seqlens_q) - 1, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _packed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def active_impl() -> str | None:
+    """The active implementation in place of torch's own FlashAttention, or None."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current() if current else None
+
+
+def _refuses(case: Case, most: int, own: Iterable[tuple[bool, str]]) -> str | None:
+    """The first reason to refuse: a common one, or one of a backend's own. most: the largest D."""
+    d, d_v = case.head_dim, case.head_dim_v
+    on_gpu = case.device.type == "cuda" and not torch.version.hip
+    reasons = (
+        (not on_gpu, f"q is on {case.device}; it needs a CUDA device"),
+        (case.dtype not in (torch.float16, torch.bfloat16), f"q is {case.dtype}; allowed are fp16 and bf16"),
+        (d % 8 != 0 or d > most, f"D is {d}; it must be a multiple of 8 up to {most}"),
+        (d != d_v, f"v has D={d_v} and k D={d}; they must be equal"),
+    )
+    return next((why for holds, why in (*reasons, *own) if holds), None)
+
+
+def _refuses_device(case: Case, capabilities: range) -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability(case.device)
+    if major in capabilities:
+        return None
+    return f"the device has compute capability {major}.{minor}; allowed are {capabilities[0]} to {capabilities[-1]}"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not installed
+        return False
+
+
+def _lengths(varlen: Varlen) -> tuple[Any, ...]:
+    """The segments, no dropout, and whether the mask is causal.
+
+    For max_q = 1, FlashAttention 2 assumes that no segment is empty and no row is spare, so max_q is at least 2.
+    """
+    return varlen.cu_seqlens_q, varlen.cu_seqlens_k, max(varlen.max_q, 2), varlen.max_k, 0.0, varlen.mask == Mask(-1, 0)
+
+
+def _words(varlen: Varlen) -> dict[str, float]:
+    if varlen.mask.full or varlen.mask == Mask(-1, 0):
+        return {"scale": varlen.scale}
+    return {"scale": varlen.scale, "window_size_left": varlen.mask.left, "window_size_right": varlen.mask.right}
+
+
+class Flex(Backend):
+    """torch.nn.attention.flex_attention over ranges of keys: compiled on CUDA; without a backward on CPUs.
+
+    Memory: two numbers for each block of 128 x 128 scores. The backward runs the forward again.
+    """
+
+    name = "flex"
+
+    def refuses(self, case: Case) -> str | None:
+        if not hasattr(_module(), "AuxRequest"):
+            return f"flex_attention of this torch ({torch.__version__}) has no return_aux"
+        sizes = (case.head_dim, case.head_dim_v)
+        if case.device.type == "cuda":
+            if case.dtype == torch.float64:
+                return "q is torch.float64; allowed are fp32, fp16 and bf16"
+            if min(sizes) < 16 or max(sizes) > 256:
+                return f"the head sizes are {sizes[0]} and {sizes[1]}; they must be from 16 to 256"
+            return None
+        if case.device.type != "cpu":
+            return f"q is on {case.device}; allowed are CUDA and CPU devices"
+        if case.grad:
+            return "it has no backward on CPUs"
+        return "it gives no max_logit on CPUs" if case.max_logit else None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
+        low, high = key_ranges(varlen, len(q))
+        q = rows_with_keys(q, low, high)
+        out, aux = _flex((q, k, v), low, high, varlen.scale, lse=case.lse, max_scores=case.max_logit)
+        row_max = aux.max_scores[0].masked_fill(low >= high, -torch.inf) if case.max_logit else None
+        lse = aux.lse[0].float().masked_fill(low >= high, -torch.inf) if case.lse else None
+        return Result(out, lse, row_max, ())
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        low, high = key_ranges(varlen, len(q))
+        inputs = [x.detach().requires_grad_() for x in (rows_with_keys(q, low, high), k, v)]
+        with torch.enable_grad():
+            again = _flex(inputs, low, high, varlen.scale)[0]
+        dq, dk, dv = torch.autograd.grad(again, inputs, rows_with_keys(dout, low, high))
+        return dq, dk, dv
+
+
+@cache
+def _module() -> Any:
+    from torch.nn.attention import flex_attention
+
+    return flex_attention
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_module().flex_attention)
+
+
+def _flex(inputs: Sequence[Tensor], low: Tensor, high: Tensor, scale: float, **wanted: bool) -> tuple[Tensor, Any]:
+    """(out (Tq, Hq, Dv), the wanted auxiliary outputs)."""
+    q, k, _ = inputs
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= low[query]) & (key < high[query])
+
+    attention = _compiled() if q.is_cuda else _module().flex_attention
+    out, aux = attention(
+        *(x.transpose(0, 1)[None] for x in inputs),
+        block_mask=_block_mask(low, high, len(k), visible),
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=_module().AuxRequest(**wanted),
+    )
+    return out[0].transpose(0, 1), aux
+
+
+def _block_mask(low: Tensor, high: Tensor, keys: int, visible: Any) -> Any:
+    """The blocks with some visible scores, and those with only visible scores. Does not wait for the device."""
+    pad = -len(low) % _BLOCK
+    lows, highs = (torch.nn.functional.pad(x, (0, pad)).view(-1, _BLOCK) for x in (low, high))
+    seen = lows < highs
+    first = torch.where(seen, lows, keys).amin(1, keepdim=True)
+    last = torch.where(seen, highs, 0).amax(1, keepdim=True)
+    start = torch.arange(0, max(keys, 1), _BLOCK, device=low.device)
+    some = (first < start + _BLOCK) & (last > start)
+    whole = (lows.amax(1, keepdim=True) <= start) & (highs.amin(1, keepdim=True) >= start + _BLOCK)
+    return _module().BlockMask.from_kv_blocks(
+        *_ordered(some & ~whole), *_ordered(whole), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(len(low), keys)
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(set blocks of each row, their columns before all others): (1, 1, rows) and (1, 1, rows, columns), int32."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1).int()[None, None], order.int()[None, None]
+
+
+class Math(Backend):
+    """Plain torch, for any device, dtype, head size and mask. All scores of a KV head are in memory.
+
+    Products and sums are in fp32, or in fp64 for fp64. Memory: a few times Hq / Hk * Tq * Tk numbers.
+    """
+
+    name = "math"
+
+    def refuses(self, case: Case) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
+        low, high = key_ranges(varlen, len(q))
+        visible, q = _visible(low, high, len(k)), rows_with_keys(q, low, high)
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        lse, row_max = (torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) for _ in range(2))
+        for heads, head in _head_groups(q, k):
+            parts = [_wide(x) for x in (q[:, heads], k[:, head], v[:, head])]
+            out[:, heads], lse[heads], row_max[heads] = _math(parts, visible, varlen.scale)
+        return Result(out, lse, row_max, ())
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, varlen: Varlen) -> Gradients:
+        low, high = key_ranges(varlen, len(q))
+        visible, q, dout = _visible(low, high, len(k)), *(rows_with_keys(x, low, high) for x in (q, dout))
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        for heads, head in _head_groups(q, k):
+            inputs = [_wide(x.detach()).requires_grad_() for x in (q[:, heads], k[:, head], v[:, head])]
+            with torch.enable_grad():
+                part = _math(inputs, visible, varlen.scale)[0]
+            gradients = torch.autograd.grad(part, inputs, _wide(dout[:, heads]))
+            dq[:, heads], dk[:, head], dv[:, head] = gradients
+        return dq, dk, dv
+
+
+def _math(inputs: list[Tensor], visible: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """q (Tq, G, D), k (Tk, D), v (Tk, Dv) -> out (Tq, G, Dv), lse (G, Tq), row_max (G, Tq)."""
+    q, k, v = inputs
+    scores = torch.einsum("qgd,kd->gqk", q * scale, k).masked_fill(~visible, -torch.inf)
+    row_max = scores.detach().amax(-1)
+    weights = torch.exp(scores - row_max.clamp(min=torch.finfo(scores.dtype).min)[..., None])
+    total = weights.sum(-1)
+    out = torch.einsum("gqk,kd->qgd", weights / torch.where(total == 0, 1, total)[..., None], v)
+    return out, row_max + total.log(), row_max
+
+
+def _visible(low: Tensor, high: Tensor, keys: int) -> Tensor:
+    """(Tq, Tk) bool."""
+    key = torch.arange(keys, device=low.device)
+    return (key >= low[:, None]) & (key < high[:, None])
+
+
+def _head_groups(q: Tensor, k: Tensor) -> list[tuple[slice, int]]:
+    """(heads of q, head of k and v)."""
+    size = q.shape[1] // k.shape[1]
+    return [(slice(head * size, (head + 1) * size), head) for head in range(k.shape[1])]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
 
 _ALL: tuple[Backend, ...] = (
     Flash("flash4", "FA4", "flash_attn.cute.interface", range(9, 11)),

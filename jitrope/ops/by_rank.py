@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import FORMATS, Tensors, by_rank, joined
@@ -19,7 +18,7 @@ class ByRank(Into):
     Given tensors in that layout, as gradients are, it returns them in the usual one; so a rotation is its own backward.
     """
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Operation) -> None:
         super().__init__(base)
         self.name, self.stage = base.name + "_by_rank", " with ".join([x for x in (base.stage, "Ulysses") if x])
         self.tensors, self.options = (*base.tensors, "v?"), (*base.options, "ulysses_degree")
@@ -82,7 +81,7 @@ class ByRank(Into):
         found: Tensors = {}
         names = [name for name in ("q", "k") if name in grads]
         if names and self.norm:
-            own = {name: grads[name] for name in names}
+            own: Tensors = {name: grads[name] for name in names}
             found = self.base.gradient(call, saved, own, changed(options, ulysses_degree=1))
         elif names:
             as_names = dict(zip("qk", names))  # k's gradient alone takes the name of q's

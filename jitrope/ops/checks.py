@@ -160,6 +160,20 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     # k is also checked as q: the rest of the check does not depend on the number of heads
     k = packed_part(qkv, "k", options)
     check(name, {"q": k, "k": k, **_tables(tensors)}, changed(options, inplace=False), "qkv")
+    if "bias" in tensors:
+        _check_bias(qkv, tensors["bias"], options, fail)
+
+
+def _check_bias(qkv: Tensor, bias: Tensor, options: Options, fail: Fail) -> None:
+    """Refuse a wrong bias of a projection whose output fits."""
+    shape = tuple(qkv.shape[-2:])
+    if tuple(bias.shape) not in (shape, (shape[0] * shape[1],)):
+        had = f"qkv has shape {tuple(qkv.shape)} but bias {tuple(bias.shape)}"
+        fail(f"{had}; it must be {shape} or ({shape[0] * shape[1]},), as the projection has it")
+    if bias.dtype != qkv.dtype or bias.device != qkv.device:
+        fail(f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}; they must match")
+    if not options.copy_v:
+        fail("copy_v=False does not go with bias, because v is not a view then; leave copy_v out")
 
 
 def check_fp8(name: str, tensors: Tensors, options: Options) -> None:

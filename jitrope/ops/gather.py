@@ -121,9 +121,9 @@ def staged(
         tensors.update(given)
 
 
-def with_v_out(name: str, words: dict[str, Any], v: Any) -> None:
+def with_v_out(words: dict[str, Any], v: Any) -> None:
     """Add a tensor for a converted v to the word `out`, if it has none."""
-    out = words.get("out", (None, None, None))
+    name, out = "prepare_qkv", words.get("out", (None, None, None))
     if isinstance(out, Ulysses):
         raise InvalidInput(f"{name}: v_scale does not go with Ulysses; convert v after the exchange")
     if not is_dense(v):

@@ -31,7 +31,7 @@ class Into(Operation):
     results: tuple[str, ...] = ()
     inplace = differentiable = False
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Operation) -> None:
         self.base = base
         v, outs = (("v?",), ("q_out", "k_out", "v_out")) if "k" in base.results else ((), ("q_out",))
         self.name, self.function = base.name + "_into", base.function
@@ -47,8 +47,7 @@ class Into(Operation):
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
         """The options and the tensors of a call without a table, as those of the operation."""
-        found: tuple[Options, Tensors] = self.base.unrotated(name, tensors, options)
-        return found
+        return self.base.unrotated(name, tensors, options)
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         self.base.check(name, tensors, options)
@@ -93,7 +92,7 @@ class Into(Operation):
 class ScaledInto(Into):
     """The same for an operation that also returns scales."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Operation) -> None:
         super().__init__(base)
         self.results = tuple([name for name in base.results if name.endswith("_scale")])
 

@@ -133,10 +133,10 @@ class _Joint(Normed):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
-        from .operations import QK_NORM_ROPE, ROPE, gradient_of_v
+        from .operations import QK_NORM_ROPE, gradient_of_v
 
         found: Tensors = {}
-        norm, begin = norm_of(options), 0
+        begin = 0
         for stream in STREAMS:
             (kept, own), names = of_stream(saved, options, stream), names_of(stream)
             end = saved["first_q"].shape[1] if stream == "first" else None
@@ -146,13 +146,7 @@ class _Joint(Normed):
             if "v" in given:
                 dv = given.pop("v")
                 found[names["v"]] = dv if v is None else gradient_of_v(call, v, dv, own)
-            if given and norm.kind == NO_NORM.kind:
-                tables = {name: x for name, x in kept.items() if name != "q"}
-                of_heads = ROPE.gradient(call, tables, given, changed(own, norm=None))
-            elif given:
-                of_heads = QK_NORM_ROPE.gradient(call, kept, given, own)
-            else:
-                continue
+            of_heads = QK_NORM_ROPE.gradient(call, kept, given, own) if given else {}
             found.update({names[name]: x for name, x in of_heads.items()})
         return found
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors
@@ -108,17 +105,13 @@ class _LatentInto(_Latent):
         read = {label: x for label, x in tensors.items() if label not in self.labels}
         refuse_gradients(fail, tensors, *tensors, use="use a call without out")
         outs = {label: tensors[x] for x, label in self.labels.items()}
-        shapes = self.shapes(tensors["q"], tensors["kv"], options)
-        for (label, out), shape in zip(outs.items(), shapes):
-            if out.shape != shape or out.dtype != tensors["q"].dtype or out.device != tensors["q"].device:
+        q, lead = tensors["q"], tensors["kv"].shape[:-1]
+        for (label, out), shape in zip(outs.items(), (q.shape, (*lead, q.shape[-1]), (*lead, options.v_dim))):
+            if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
                 had = f"{label} is {tuple(out.shape)} {out.dtype} on {out.device}"
-                fail(f"{had}; it must be {tuple(shape)} {tensors['q'].dtype} on {tensors['q'].device}")
+                fail(f"{had}; it must be {tuple(shape)} {q.dtype} on {q.device}")
             require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
         require_apart(name, outs, read)
-
-    def shapes(self, q: Tensor, kv: Tensor, options: Options) -> tuple[Any, ...]:
-        """The shapes of q, k and v."""
-        return q.shape, (*kv.shape[:-1], q.shape[-1]), (*kv.shape[:-1], options.v_dim)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         return {}

@@ -27,7 +27,7 @@ _ROTATED = "rotated"
 """The argument for a k that is rotated in place and stored in a cache; the argument "k" is never written."""
 
 _lib = torch.library.Library("jitrope", "DEF")
-_FORMS = [(op, inplace) for op in OPERATIONS for inplace in (False, True)[: 1 + op.inplace]]
+FORMS = [(op, inplace) for op in OPERATIONS for inplace in (False, True)[: 1 + op.inplace]]
 """All ops: one for each operation, and one for its form in place."""
 
 
@@ -54,10 +54,11 @@ def _schema(op: Operation, inplace: bool) -> str:
     results = "()" if inplace else ", ".join(["Tensor"] * len(op.results))
     returns = results if inplace or len(op.results) == 1 else f"({results})"
     arguments = ", ".join([*tensors, _TABLES, *options, *([_NORM] if op.norm else [])])
-    return f"{_name(op, inplace)}({arguments}) -> {returns}"
+    return f"{name_of(op, inplace)}({arguments}) -> {returns}"
 
 
-def _name(op: Operation, inplace: bool) -> str:
+def name_of(op: Operation, inplace: bool) -> str:
+    """The name of torch's op."""
     return op.name + "_" * inplace
 
 
@@ -117,7 +118,7 @@ _known_options = lru_cache(maxsize=1024)(_options)
 
 def run_op(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """Return the results of an operation from torch's op."""
-    function = getattr(torch.ops.jitrope, _name(op, options.inplace))
+    function = getattr(torch.ops.jitrope, name_of(op, options.inplace))
     out = function(*arguments(op, tensors, options))
     if out is None:
         return op.outputs(tensors, options)
@@ -146,8 +147,8 @@ def on_gpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 def register(key: str, run: Run) -> None:
     """Make `run` the implementation of all ops for a dispatch key."""
-    for op, inplace in _FORMS:
-        _lib.impl(_name(op, inplace), _implementation(op, inplace, run), key)
+    for op, inplace in FORMS:
+        _lib.impl(name_of(op, inplace), _implementation(op, inplace, run), key)
 
 
 def _implementation(op: Operation, inplace: bool, run: Run) -> Callable[..., Any]:
@@ -160,15 +161,13 @@ def _implementation(op: Operation, inplace: bool, run: Run) -> Callable[..., Any
 
 
 def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Options) -> Any:
-    """The outputs of an op. A missing result is empty, and no output may share memory with another."""
-    made = op.made(tensors, options)
-    out = _in_order(op, {name: x for name, x in results.items() if name in made}, tensors)
-    seen: set[int] = set()
-    for n, x in enumerate(() if type(op).fresh is Operation.fresh else out):
-        if x.numel() and x.untyped_storage().data_ptr() in seen:
-            out[n] = x.clone()
-        seen.add(x.untyped_storage().data_ptr())
-    return _returned(out)
+    """The outputs of an op. A missing result is empty, and no output may share memory with another.
+
+    Only the gradients of weights and biases share memory, parts of one tensor of sums.
+    """
+    parts = [] if op.function else [name for name in op.results if name.endswith(("_weight", "_bias"))]
+    whole = {name: results[name].clone() for name in parts[1:] if name in results}
+    return _returned(_in_order(op, {**results, **whole} if whole else results, tensors, options))
 
 
 def _returned(out: list[Tensor]) -> Any:
@@ -176,9 +175,10 @@ def _returned(out: list[Tensor]) -> Any:
     return out[0] if len(out) == 1 else tuple(out) or None
 
 
-def _in_order(op: Operation, results: Tensors, tensors: Tensors) -> list[Tensor]:
-    some = next(iter(tensors.values()))
-    return [results[name] if name in results else some.new_empty(0) for name in op.results]
+def _in_order(op: Operation, results: Tensors, tensors: Tensors, options: Options) -> list[Tensor]:
+    """The results that the op makes, and an empty tensor for each other one."""
+    some, made = next(iter(tensors.values())), op.made(tensors, options)
+    return [results[name] if name in made and name in results else some.new_empty(0) for name in op.results]
 
 
 def _fake(op: Operation, inplace: bool) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ def _fake(op: Operation, inplace: bool) -> Callable[..., Any]:
         planning.note(op, tensors, options)
         if inplace:
             return None
-        return _returned(_in_order(op, op.fakes(tensors, options), tensors))
+        return _returned(_in_order(op, op.fakes(tensors, options), tensors, options))
 
     return call
 
@@ -248,9 +248,9 @@ def _register_autograd(op: Operation) -> None:
     torch.library.register_autograd(f"jitrope::{op.name}", backward, setup_context=setup, lib=_lib)
 
 
-for _op, _inplace in _FORMS:
+for _op, _inplace in FORMS:
     _lib.define(_schema(_op, _inplace), tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"jitrope::{_name(_op, _inplace)}", _fake(_op, _inplace), lib=_lib)
+    torch.library.register_fake(f"jitrope::{name_of(_op, _inplace)}", _fake(_op, _inplace), lib=_lib)
     if not _inplace and not _op.mutated:
         _register_autograd(_op)
 register("CPU", _on_cpu)

@@ -85,11 +85,11 @@ class Operation:
             return self.mutated
         return (*self.mutated, *(self.results if self.results[0] in self.names else self.names))
 
-    def outputs(self, tensors: Tensors, options: Options, blocks: int = 0) -> Tensors:
+    def outputs(self, tensors: Tensors, options: Options) -> Tensors:
         """The tensors that a call writes: fresh ones, or its own in place."""
         if options.inplace:
             return {name: tensors[name] for name in self.produced(tensors, options)}
-        return self.fresh(tensors, options, blocks)
+        return self.fresh(tensors, options, 0)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         """New tensors for the results, and for the sums of each of `blocks` blocks."""

@@ -33,9 +33,9 @@ from .operation import (
     turned_back,
 )
 from .packed_into import PackedInto
-from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS
+from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD
 from .pages import PAGE_TENSORS
-from .projections import ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS
+from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
 from .stand_ins import weight_sums
 from .words import resolved
 
@@ -207,6 +207,9 @@ class _QKNormRope(Normed):
         return dict(tensors)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        tables = {name: x for name, x in saved.items() if name not in self.names}
+        if norm_of(options).kind == NO_NORM.kind:
+            return ROPE.gradient(call, tables, grads, changed(options, norm=None))
         back = norm_turned_back(options)
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
         if names["q"] == "k" and (of := norm_of(back).of) != "qk":
@@ -215,7 +218,6 @@ class _QKNormRope(Normed):
         for ending in ("", "_weight", "_bias", "_mean_square"):
             given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
             tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
-        tables = {name: x for name, x in saved.items() if name not in self.names}
         found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **(tables if "q" in grads else of_k(tables))}, back)
         found = {names[name[0]] + name[1:]: x for name, x in found.items()}
         means = {name: saved[name] for name in MEANS if name in saved and saved[name].requires_grad}
@@ -240,11 +242,7 @@ class _QKNormRopeHadamard(_QKNormRope):
         words = {name: getattr(options, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
         alone, tensors = resolved(self, own, {**words, "norm": NO_NORM})
         grads = dict(zip(grads, call(self, tensors, alone).values()))
-        before = changed(options, hadamard="")
-        if norm_of(options).kind != NO_NORM.kind:
-            return super().gradient(call, saved, grads, before)
-        tables = {name: x for name, x in saved.items() if name not in self.names}
-        return ROPE.gradient(call, tables, grads, changed(before, norm=None))
+        return super().gradient(call, saved, grads, changed(options, hadamard=""))
 
 
 class _QKVNormRope(_QKNormRope):
@@ -277,7 +275,7 @@ class _QKNormRopeBackward(Operation):
     tensors = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options = _QKNormRope.options
     results = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
-    norm = True
+    norm = shards = True
     inplace = False
     reference = staticmethod(reference.qk_norm_rope_backward)
 
@@ -324,8 +322,8 @@ PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
 """The operations of `prepare_packed_qkv` with stages of `prepare_qkv`, by the names of those."""
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
-    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
+    *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
     *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
-    *(QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS, *PACKED_INTO.values()),
+    *(QKV_NORM, QKV_NORM_BACKWARD, *PACKED_INTO.values()),
 )
 """The operations with ops of torch."""

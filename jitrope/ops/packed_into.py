@@ -11,9 +11,9 @@ from ..plan.views import FORMATS, Tensors, packed_part, packed_sizes, packed_vie
 from . import reference
 from .checks import check_qkv, refuse_gradients
 from .fit import failing, require_apart
-from .into import is_dense
+from .into import Into, is_dense
 from .operation import Operation
-from .projections import PACKED, check_bias
+from .projections import PACKED
 
 
 class PackedInto(Operation):
@@ -26,7 +26,8 @@ class PackedInto(Operation):
     reads = ("qkv", "qkv", "qkv")
     inplace = differentiable = False
 
-    def __init__(self, into: Any) -> None:
+    def __init__(self, into: Operation) -> None:
+        assert isinstance(into, Into)
         self.into_given, base = into, into.base
         self.name, self.stage = f"{base.name}_packed", f"packed QKV with {base.stage or 'out'}"
         own = [name for name in into.tensors if name.rstrip("?") not in ("q", "k", "v")]
@@ -39,12 +40,10 @@ class PackedInto(Operation):
         self.mutated = into.mutated
 
     def written(self, options: Options) -> tuple[str, ...]:
-        found: tuple[str, ...] = self.into_given.written(options)
-        return found
+        return self.into_given.written(options)
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        found: tuple[Options, Tensors] = self.into_given.unrotated(name, tensors, options)
-        return found
+        return self.into_given.unrotated(name, tensors, options)
 
     def separate(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors as a call on separate q, k and v has them. Only their shapes, dtypes and devices are right."""
@@ -58,10 +57,8 @@ class PackedInto(Operation):
         fail, given = failing(name), {*tensors}
         check_qkv(name, tensors, options)
         refuse_gradients(fail, tensors, "qkv", "bias", use="use a call without cache, quantize and out")
-        if "bias" in given:
-            check_bias(name, tensors, options)
-            if options.order == "qkv_gated":
-                fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
+        if "bias" in given and options.order == "qkv_gated":
+            fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
         if "bias" in given and norm_of(options).of == "v":
             fail("the norm has of='v', which does not go with bias")
         if norm_of(options).across_heads:
@@ -76,8 +73,7 @@ class PackedInto(Operation):
         return tuple([None if x is None else own for x, own in zip(inputs, packed)]), outputs  # type: ignore[return-value]
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        made: Tensors = self.into_given.fresh(self.separate(tensors, options), options, blocks)
-        return made
+        return self.into_given.fresh(self.separate(tensors, options), options, blocks)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         return self.results
@@ -86,8 +82,7 @@ class PackedInto(Operation):
         parts = reference.split_qkv(reference.with_bias(tensors)["qkv"], options)
         alone = self.separate(tensors, options)
         alone.update({name: parts[name].contiguous() for name in "qkv" if name in alone})
-        made: Tensors = self.into_given.on_cpu(alone, options)
-        return made
+        return self.into_given.on_cpu(alone, options)
 
 
 def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Container[str], converted: str) -> Tensors:

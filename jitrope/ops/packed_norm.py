@@ -9,7 +9,7 @@ from . import reference
 from .checks import check_norm, check_qkv
 from .fit import failing
 from .operation import BIASES, NORMED, PLACED, WEIGHTS, Call, Normed, Operation, empty_like, norm_turned_back
-from .projections import PACKED, Biased, RopeQKV, RopeQKVBackward, every_gradient
+from .projections import PACKED, RopeQKV, RopeQKVBackward, every_gradient
 from .stand_ins import weight_sums
 
 
@@ -38,7 +38,7 @@ def backward(t: Tensors, o: Options) -> Tensors:
 
 class _QKVNorm(Normed, RopeQKV):
     name, stage = "qk_norm_rope_qkv", "packed QKV with a norm"
-    tensors: tuple[str, ...] = ("qkv", *WEIGHTS, *BIASES)
+    tensors = ("qkv", "bias?", *WEIGHTS, *BIASES)
     options = (*NORMED, *PLACED, "inverse", *PACKED)
     words = (*NORMED, *PLACED, *PACKED, "norm", "check", "inplace")
     check = staticmethod(check_qkv_norm)
@@ -47,7 +47,7 @@ class _QKVNorm(Normed, RopeQKV):
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
         return dict(tensors)
 
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         if norm_of(options).v_norm and "v" in grads:
             from .operations import gradient_of_v
 
@@ -57,11 +57,6 @@ class _QKVNorm(Normed, RopeQKV):
             grads = {**grads, "v": gradient_of_v(call, v, grads["v"], options)}
         back = changed(norm_turned_back(options), copy_v=True)
         return call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
-
-
-class _BiasedQKVNorm(Biased, _QKVNorm):
-    name, stage = "qk_norm_rope_qkv_bias", "packed QKV with a norm and a bias"
-    tensors = ("qkv", "bias", *_QKVNorm.tensors[1:])
 
 
 class _QKVNormBackward(RopeQKVBackward):
@@ -99,4 +94,4 @@ class _QKVNormBackward(RopeQKVBackward):
         return {name: outputs[name] for name in self.results if name in outputs}
 
 
-QKV_NORM, QKV_NORM_BACKWARD, QKV_NORM_BIAS = _QKVNorm(), _QKVNormBackward(), _BiasedQKVNorm()
+QKV_NORM, QKV_NORM_BACKWARD = _QKVNorm(), _QKVNormBackward()

@@ -11,18 +11,19 @@ from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import Tensors, packed_outputs, packed_part, packed_shape, packed_views, separate_views
 from . import checks, reference
-from .fit import failing
 from .operation import ROTATION, Call, Operation, turned_back
 
 PACKED = ("q_per_group", "order", "copy_v")
 
 
 class RopeQKV(Operation):
+    """A projection's bias is added first, if it is given; v and the gate are then written too."""
+
     name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
-    tensors: tuple[str, ...] = ("qkv",)
+    tensors: tuple[str, ...] = ("qkv", "bias?")
     options: tuple[str, ...] = (*ROTATION, *PACKED)
     words: tuple[str, ...] = (*ROTATION[:-1], *PACKED, "check", "inplace")
-    results: tuple[str, ...] = ("q", "k", "v")
+    results: tuple[str, ...] = ("q", "k", "v", "gate")
     reads = ("qkv", "qkv", "qkv")
     check = staticmethod(checks.check_qkv)
     reference = staticmethod(reference.rope_qkv)
@@ -31,34 +32,51 @@ class RopeQKV(Operation):
         return ("qkv",) if options.inplace else ()
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return packed_outputs(tensors["qkv"], options)
+        return packed_outputs(tensors["qkv"], options, "bias" in tensors)
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        inputs: Views = packed_views(tensors["qkv"], options)
+        biased = "bias" in tensors
+        inputs: Views = packed_views(tensors["qkv"], options, biased)
         outputs: Views = inputs
         if not options.inplace:
-            outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options)
-        if not options.copy_v or (options.inplace and not norm_of(options).v_norm):
+            outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options, biased)
+        if not options.copy_v or (options.inplace and not biased and not norm_of(options).v_norm):
             inputs, outputs = (*inputs[:2], None), (*outputs[:2], None)
         return inputs, outputs
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return ("q", "k", "v")[: 2 + (options.copy_v and not options.inplace)]
+        if "bias" in given:
+            return self.results[: 3 + (options.order == "qkv_gated")]
+        return self.results[: 2 + (options.copy_v and not options.inplace)]
 
     def produced(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return ("qkv",) if options.inplace else ("q", "k", "v", "gate")[: 3 + (options.order == "qkv_gated")]
+        return ("qkv",) if options.inplace else self.results[: 3 + (options.order == "qkv_gated")]
 
     def complete(self, results: Tensors, tensors: Tensors, options: Options) -> Tensors:
         views = [name for name in self.produced(tensors, options) if name not in results]
         return {**results, **{name: packed_part(tensors["qkv"], name, options) for name in views}}
 
     def goes_bare(self, tensors: Container[str], asked: Mapping[str, Any]) -> bool:
-        return "q_factor" in tensors or not asked.get("inplace", False)
+        return "q_factor" in tensors or "bias" in tensors or not asked.get("inplace", False)
 
     def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
-        return super().put(tensors, {"qkv": reference.join_qkv(results, options)}, options)
+        biased = reference.with_bias(tensors)
+        found = super().put(biased, {"qkv": reference.join_qkv(results, options)}, options)
+        return {"qkv": tensors["qkv"].copy_(found["qkv"])} if "bias" in tensors else found
+
+    def saved(self, tensors: Tensors, options: Options) -> Tensors:
+        return {name: x for name, x in tensors.items() if name != "qkv"}
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        """The gradients; that of the bias is the sum of qkv's over the tokens."""
+        found, bias = self.of_qkv(call, saved, grads, options), saved.get("bias")
+        if bias is not None and bias.requires_grad:
+            found["bias"] = found["qkv"].flatten(0, -3).sum(0).view(bias.shape)
+        return found
+
+    def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        """The gradients without that of the bias."""
+        saved = {name: x for name, x in saved.items() if name != "bias"}
         if options.inplace:
             grad = grads["qkv"].clone(memory_format=torch.contiguous_format)
             return call(ROPE_QKV, {"qkv": grad, **saved}, turned_back(options, inplace=True))
@@ -74,67 +92,6 @@ def every_gradient(grads: Tensors, options: Options) -> Tensors:
         if name not in grads:
             grads[name] = some.new_zeros((*some.shape[:-2], count, some.shape[-1]))
     return {"d" + name: grads[name] for name in ("q", "k", "v", "gate") if name in grads}
-
-
-def check_bias(name: str, tensors: Tensors, options: Options) -> None:
-    """Refuse a wrong bias of a projection whose output fits."""
-    fail, qkv, bias = failing(name), tensors["qkv"], tensors["bias"]
-    shape = tuple(qkv.shape[-2:])
-    if tuple(bias.shape) not in (shape, (shape[0] * shape[1],)):
-        had = f"qkv has shape {tuple(qkv.shape)} but bias {tuple(bias.shape)}"
-        fail(f"{had}; it must be {shape} or ({shape[0] * shape[1]},), as the projection has it")
-    if bias.dtype != qkv.dtype or bias.device != qkv.device:
-        fail(f"bias is {bias.dtype} on {bias.device} but qkv is {qkv.dtype} on {qkv.device}; they must match")
-    if not options.copy_v:
-        fail("copy_v=False does not go with bias, because v is not a view then; leave copy_v out")
-
-
-class Biased(RopeQKV):
-    """A projection's bias is added first, so v and the gate are written too. A base of two operations."""
-
-    results = ("q", "k", "v", "gate")
-    goes_bare = Operation.goes_bare  # without a table there is the bias
-
-    def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        super().check(name, tensors, options)
-        check_bias(name, tensors, options)
-
-    def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        out = packed_outputs(tensors["qkv"], options)
-        return {name: torch.empty_like(out["q"]) if name == "gate" else x for name, x in out.items()}
-
-    def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        inputs: Views = packed_views(tensors["qkv"], options, with_gate=True)
-        if options.inplace:
-            return inputs, inputs
-        outputs = separate_views(tensors["q_out"], tensors["k_out"], tensors["v_out"], options, with_gate=True)
-        return inputs, outputs
-
-    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return self.results[: 3 + (options.order == "qkv_gated")]
-
-    def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
-        biased = reference.with_bias(tensors)
-        super().put(biased, results, options)
-        return {"qkv": tensors["qkv"].copy_(biased["qkv"])}
-
-    def saved(self, tensors: Tensors, options: Options) -> Tensors:
-        return {**super().saved(tensors, options), "bias": tensors["bias"]}
-
-    def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        """As without a bias; that of the bias is the sum over tokens."""
-        bias = saved["bias"]
-        if not self.norm:  # without a norm it needs no input
-            saved = {name: x for name, x in saved.items() if name != "bias"}
-        found = super().gradient(call, saved, grads, options)
-        if bias.requires_grad:
-            found["bias"] = found["qkv"].flatten(0, -3).sum(0).view(bias.shape)
-        return found
-
-
-class _BiasedQKV(Biased):
-    name, stage = "rope_qkv_bias", "packed QKV with a bias"
-    tensors = ("qkv", "bias")
 
 
 class RopeQKVBackward(Operation):
@@ -169,4 +126,4 @@ class RopeQKVBackward(Operation):
         return {"d" + name: x for name, x in found.items()}
 
 
-ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_QKV_BIAS = RopeQKV(), RopeQKVBackward(), _BiasedQKV()
+ROPE_QKV, ROPE_QKV_BACKWARD = RopeQKV(), RopeQKVBackward()

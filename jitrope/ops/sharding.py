@@ -20,14 +20,9 @@ from torch.distributed.tensor.experimental import register_sharding
 from ..base.errors import InvalidInput
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
+from .library import FORMS, name_of
 
-OUTPUTS = {
-    "rope": ("q", "k"),
-    "rope_": (),
-    "qk_norm_rope": ("q", "k"),
-    "qk_norm_rope_": (),
-    "qk_norm_rope_backward": ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias"),
-}
+OUTPUTS = {name_of(op, inplace): () if inplace else op.results for op, inplace in FORMS if op.shards}
 """The ops that take DTensors. An output is placed like an argument, except that the gradients of weights and biases are
 partial sums.
 

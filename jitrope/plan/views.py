@@ -205,12 +205,12 @@ def bias_views(bias: Tensor, qkv: Tensor, options: Options) -> tuple[Tensor, Ten
     return packed_views(bias_like(bias, qkv)[(None,) * (qkv.dim() - 2)], options, with_gate=True)
 
 
-def packed_outputs(qkv: Tensor, options: Options) -> Tensors:
-    """Fresh q, k and v for a packed tensor. Without `copy_v` v is a view of it, and the gate always is."""
+def packed_outputs(qkv: Tensor, options: Options, biased: bool) -> Tensors:
+    """Fresh q, k and v for a packed tensor. Without `copy_v` v is a view of it, and so is a gate that has no bias."""
     lead, (groups, head_dim) = qkv.shape[:-2], packed_sizes(qkv, options)
     q = qkv.new_empty((*lead, groups * options.q_per_group, head_dim))
     k = qkv.new_empty((*lead, groups, head_dim))
     out = {"q": q, "k": k, "v": torch.empty_like(k) if options.copy_v else packed_part(qkv, "v", options)}
     if options.order == "qkv_gated":
-        out["gate"] = packed_part(qkv, "gate", options)
+        out["gate"] = torch.empty_like(q) if biased else packed_part(qkv, "gate", options)
     return out

@@ -125,14 +125,6 @@ def _powers(p: Any, theta: Any = None) -> Tensor:
     return powers
 
 
-def _default(p: Any) -> Found:
-    return 1.0 / _powers(p), 1.0
-
-
-def _linear(p: Any) -> Found:
-    return 1.0 / _powers(p) / p.factor, 1.0
-
-
 def _ntk(p: Any) -> Found:
     """The slowest pair is interpolated by factor, the fastest does not change."""
     return 1.0 / _powers(p, p.theta * p.factor ** (p.dim / (p.dim - 2))), 1.0
@@ -219,8 +211,8 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0
 _FACTOR, _SEQ_LEN = {"attention_factor": None}, {"seq_len": None}
 
 ROPE_TYPES = {
-    "default": RopeType(_default),
-    "linear": RopeType(_linear, ("factor",)),
+    "default": RopeType(lambda p: (1.0 / _powers(p), 1.0)),
+    "linear": RopeType(lambda p: (1.0 / _powers(p) / p.factor, 1.0), ("factor",)),
     "ntk": RopeType(_ntk, ("factor",)),
     "dynamic": RopeType(_dynamic, ("factor", "max_position_embeddings"), _SEQ_LEN),
     "yarn": RopeType(_yarn, ("factor", _LENGTH), {**_YARN, **_FACTOR}),

@@ -26,12 +26,8 @@ class Operation(NamedTuple):
     schema: str
     read: Callable[..., tuple[Any, ...]]  # turns the op's arguments into those of the functions below
     fresh: Callable[..., Tensor] | None
-    reference: Callable[..., None]  # plain torch
+    reference: Callable[..., object]  # plain torch
     calls: Callable[..., list[Call] | None]  # the launches on a GPU; None: use plain torch there too
-
-
-def _table(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> None:
-    out.copy_(reference.table(cu_seqlens, map, rows, shape))
 
 
 _SHAPE = "int tokens, int sequences, int cp_size, int cp_rank, str rule"
@@ -43,7 +39,7 @@ OPERATIONS = (
         f"thd_table(Tensor cu_seqlens, str map, int rows, {_SHAPE}) -> Tensor",
         lambda cu_seqlens, map, rows, *shape: (cu_seqlens, map, rows, Shape(*shape)),
         lambda cu_seqlens, map, rows, shape: cu_seqlens.new_empty(rows, dtype=torch.int32),
-        _table,
+        lambda out, *words: out.copy_(reference.table(*words)),
         table_calls,
     ),
     Operation(

@@ -19,14 +19,12 @@ from ..base.errors import CacheError, InvalidInput, JitropeError
 from ..base.spec import Spec
 from ..jit.kernels import kernel_cache
 from ..jit.render import render as render_source
-from . import bundle, options, verify
+from . import bundle, options
 from . import doctor as checks
-from .console import answer, architectures, build_all, print_entries, say, total
-from .listing import details, paragraph, rows
-from .models import specs_of_model
+from .console import answer, architectures, build_all, details, paragraph, print_entries, rows, say, total
+from .models import specs_of_model, specs_of_server
 from .prewarm import default_specs, read_calls, specs_of, this_versions
 from .prewarm import prewarm as build
-from .serving import specs_of_server
 
 Options = argparse.Namespace
 COMMANDS: dict[str, tuple[Callable[[Options], Any], tuple[options.Option, ...]]] = {}
@@ -204,13 +202,13 @@ def cache_verify(given: Options) -> bool:
     Examples:
         jitrope cache verify --cold
     """
-    verified = [cache.verify() for cache in verify.caches()]
+    verified = [cache.verify() for cache in checks.caches()]
     good, bad = sum(count for count, _ in verified), [item for _, items in verified for item in items]
     found: dict[str, Any] = {"good": good, "bad": [{"path": path, "reason": reason} for path, reason in bad]}
     lines = [f"{good} good, {len(bad)} damaged"]
     wrong = [f"damaged: {path}: {reason}" for path, reason in bad]
     if given.cold:
-        found["cold"] = cold = verify.cold_start()
+        found["cold"] = cold = checks.cold_start()
         lines.append("cold start: {loaded} loaded, {checked} looked up, {others} of another version".format(**cold))
         wrong += [f"missing: {item['name']} {item['arch']}: {item['reason']}" for item in cold["bad"]]
         if not (cold["loaded"] or cold["checked"] or wrong):

@@ -1,20 +1,30 @@
-"""Functions for several commands: printing (results on stdout, messages on stderr) and building kernels."""
+"""Functions for several commands: printing (results on stdout, messages on stderr), kernels as text, and building."""
 
 from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..base import config
-from ..base.errors import CompileError, JitropeError
+from ..base.errors import CacheError, CompileError, InvalidInput, JitropeError
 from ..base.spec import Spec
 from ..jit import compiler, kernels
-from ..jit.entry import Entry
-from .listing import each_in_words, listed, rows, table
+from ..jit.entry import NAME, Entry
+from ..jit.registry import spec_from_dict
+from ..plan.spec import RopeSpec
 from .prewarm import Built, reasons
+
+KINDS = {
+    "rope": "rope",
+    "qk_norm_rope": "norm and rope",
+    "qk_norm_rope_backward": "gradient of norm and rope",
+}
 
 Work = Sequence[tuple[Spec, str]]
 """(spec, architecture) of each kernel."""
@@ -49,6 +59,158 @@ def total(entries: Sequence[Entry]) -> str:
     """The number of kernels and their bytes."""
     size = sum(entry.size for entry in entries)
     return f"{len(entries)} kernel{'s' * (len(entries) != 1)}, {size / 2**20:.1f} MiB"
+
+
+# ---- kernels as text -----------------------------------------------------------------------------
+
+
+def in_words(spec: Spec) -> str:
+    """A kernel in words. The words omit the defaults: fp32 tables of half width."""
+    if not isinstance(spec, RopeSpec):
+        return spec.name.replace("_", " ")
+    pairings = [("halves", "interleaved")[flag] for flag in (spec.interleaved, spec.interleaved_out)]
+    partial = f" ({spec.rotary_dim} rotated)" if spec.rotary_dim != spec.head_dim else ""
+    tables = [spec.table_dtype] * (spec.table_dtype != "fp32") + ["full"] * spec.full_width
+    tables += ["per-head"] * spec.per_head + ["angle"] * spec.freqs
+    own_layout = spec.copy_v and not (spec.norm or spec.cached or spec.v_dim)
+    axes = f"{len(spec.mrope_section)}-axis " if spec.mrope_section else ""
+    parts = [
+        f"{KINDS[spec.kind]} {spec.dtype} d{spec.head_dim}{partial} {' to '.join(dict.fromkeys(pairings))}",
+        f"{' '.join(tables)} tables" if tables else "",
+        "backward" if spec.inverse and not spec.gradient else "",
+        "in place" if spec.in_place else "",
+        "packed" if spec.cu_seqlens_dtype else "",
+        f"{spec.cp_size} ranks" if spec.cp_size > 1 else "",
+        f"{axes}position ids" if spec.position_ids_dtype else "",
+        f"into a {'paged ' * bool(spec.page_size)}cache of {spec.kv_out}" if spec.cached else "",
+        "by page table" if spec.page_table_dtype else "",
+        f"packed QKV, {spec.q_per_group} q per group" if own_layout else "",
+        f"latent attention, v of {spec.v_dim}" if spec.v_dim else "",
+        f"to {spec.q_out}" if spec.q_out != spec.dtype else "",
+        f"{spec.rounding} rounding" if spec.rounding != "fp32" else "",
+        f"norm rounded {spec.norm_rounding}" if spec.norm_rounding not in ("", "none") else "",
+        "LayerNorm" if spec.norm_kind == "layer_norm" else "",
+        f"Hadamard transform of the {spec.hadamard}" if spec.hadamard else "",
+        f"a scale for each {f'{spec.group} elements' if spec.group else 'head'}" if spec.dynamic else "",
+        "only scales, each of all tokens of a batch row" if spec.per_row else "",
+        "swizzled scales" if spec.swizzled else "",
+        "scales in powers of two" if spec.scale_out.startswith("e8m0") else "",
+        "scales in e4m3" if spec.scale_out == "fp8" else "",
+        "norm of v" if spec.v_norm else "",
+        f"norm across {' and '.join(map(str, spec.row_heads))} heads" if spec.across_heads else "",
+        "two streams" if spec.two_streams else "",
+        spec.launch,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def each_in_words(specs: Sequence[Spec]) -> list[str]:
+    """Kernels in words. If several have the same words, their different fields are added."""
+    alike: dict[str, dict[Spec, None]] = {}
+    for spec in specs:
+        alike.setdefault(in_words(spec), {})[spec] = None
+    found = {spec: ", ".join([words, *_differences(spec, group)]) for words, group in alike.items() for spec in group}
+    return [found[spec] for spec in specs]
+
+
+def _differences(spec: Spec, others: Iterable[Spec]) -> list[str]:
+    rows = [other.to_dict() for other in others]
+    fields = {n: v for n, v in spec.to_dict().items() if v is not False and any(row.get(n) != v for row in rows)}
+    return [name if value is True else f"{name} {value}" for name, value in fields.items()]
+
+
+def kernels_of(entries: Sequence[Entry]) -> list[str]:
+    """Cached kernels in words. For a kernel of another version only the name is known."""
+    specs: list[Spec | None] = []
+    for entry in entries:
+        try:
+            specs.append(spec_from_dict(entry.spec))
+        except InvalidInput:
+            specs.append(None)
+    words = iter(each_in_words([spec for spec in specs if spec is not None]))
+    return [f"{e.name} (of another version)" if spec is None else next(words) for e, spec in zip(entries, specs)]
+
+
+def keys(entries: Sequence[Entry]) -> list[str]:
+    """A short key of each kernel: the start of its hash, with the compiler's hash if several have this start."""
+    short = [_hashes(entry)[0][:8] for entry in entries]
+    count = Counter(short)
+    return [key if count[key] == 1 else f"{key}-{_hashes(entry)[1]}" for key, entry in zip(short, entries)]
+
+
+def _hashes(entry: Entry) -> tuple[str, str]:
+    match = NAME.fullmatch(entry.path.name)
+    return (match["source"], match["tag"]) if match else (entry.path.name, "")
+
+
+def find(entries: Sequence[Entry], key: str) -> Entry:
+    """The kernel with a key, or with the start of one. Raises CacheError if there is none or several."""
+    ids = [f"{short}\n{'-'.join(_hashes(entry))}\n{entry.path.name}" for short, entry in zip(keys(entries), entries)]
+    found = [entry for entry, names in zip(entries, ids) if any(name.startswith(key) for name in names.split("\n"))]
+    if len(found) != 1:
+        fault = f"{key!r} is the start of {len(found)} keys" if found else f"no kernel here has the key {key!r}"
+        raise CacheError(f"{fault}; `jitrope cache ls` lists the keys")
+    return found[0]
+
+
+def size(count: int) -> str:
+    """A number of bytes as text."""
+    return f"{count / 2**10:.0f} KiB"
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table with a header. The last column is a `paragraph`."""
+    if not lines:
+        return ""
+    widths = [max(len(line[i]) for line in (head, *lines)) + 2 for i in range(len(head) - 1)]
+    text = []
+    for *cells, last in (head, *lines):
+        text += paragraph("".join(cell.ljust(width) for cell, width in zip(cells, widths)), last)
+    return "\n".join(text)
+
+
+def paragraph(start: str, text: str) -> list[str]:
+    """The lines of a text after a start. On a terminal they are wrapped to its width; elsewhere it is one line."""
+    room = shutil.get_terminal_size().columns - len(start) if sys.stdout.isatty() else 0
+    lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) if room >= 20 else [text]
+    return [start + (lines or [""])[0], *(" " * len(start) + line for line in lines[1:])]
+
+
+def rows(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Kernels for JSON."""
+    named = zip(keys(entries), entries)
+    return [{"key": key, "name": e.name, "arch": e.arch, "bytes": e.size, "path": e.path} for key, e in named]
+
+
+def listed(entries: Sequence[Entry]) -> str:
+    """Kernels as a table."""
+    named = zip(keys(entries), entries, kernels_of(entries))
+    lines = [(key, entry.arch, size(entry.size), words) for key, entry, words in named]
+    return table(("KEY", "ARCH", "SIZE", "KERNEL"), lines)
+
+
+def details(entries: Sequence[Entry], key: str) -> tuple[dict[str, Any], str]:
+    """All details of one kernel, as JSON for `jitrope render --from`, and as text."""
+    entry = find(entries, key)
+    at = entries.index(entry)
+    key, words, row = keys(entries)[at], kernels_of(entries)[at], rows(entries)[at]
+    again = f"jitrope cache info {key} --json | jitrope render --from /dev/stdin"
+    options, compiler = entry.meta.get("options", ()), entry.meta.get("compiler", "")
+    more = {"kernel": words, "options": options, "compiler": compiler, "files": entry.files}
+    named = {
+        "key": key,
+        "kernel": words,
+        "name": entry.name,
+        "architecture": entry.arch,
+        "options": " ".join(map(str, options)),
+        "compiler": compiler,
+        "folder": entry.path,
+        "files": ", ".join(f"{name} {size(count)}" for name, count in entry.files.items()),
+        "render again": again,
+    }
+    fields = [f"  {name:23}{json.dumps(value)}" for name, value in entry.spec.items()]
+    lines = [f"{name:14}{value}" for name, value in named.items()]
+    return {**row, **more, "spec": [entry.spec], "render": again}, "\n".join([*lines, "spec", *fields])
 
 
 # ---- building ------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""The checks of `jitrope doctor`: versions, folders and one kernel. Each fault comes with advice."""
+"""The checks of `jitrope doctor`: versions, folders and one kernel, each fault with advice; and a cold start."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -11,17 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import __version__, apply_rope
 from ..base import config
-from ..base.errors import CompileError, MissingKernel
+from ..base.errors import CacheError, CompileError, JitropeError, MissingKernel
 from ..jit import compiler, kernels, render
-from ..jit.entry import Listing
+from ..jit.entry import Entry, Listing
 from ..ops import reference
 from ..plan.options import Options
-from .prewarm import specs_of
+from .prewarm import specs_of, this_versions
 
 ROOM = 1 << 20
 """Bytes that must be free in a kernel cache. A kernel with its source needs a tenth of them."""
@@ -211,3 +213,41 @@ def _kernel() -> Found:
         return "not run: its kernel is in no cache, and compiling is forbidden", IF_CACHED
     except CompileError as error:
         raise Fault(str(error).splitlines()[0], "") from error
+
+
+def caches() -> list[Listing]:
+    """The user's cache and the read-only ones."""
+    cache = kernels.kernel_cache()
+    return [cache, *cache.system]
+
+
+def cold_start() -> dict[str, Any]:
+    """Look up every whole kernel of every cache, as a call would. Afterwards this process must not compile.
+
+    Returns:
+        loaded: the number of kernels loaded on a GPU of this machine. checked: the number found for other
+        architectures. bad: kernels that would have been compiled, or that the driver refuses. others: the number of
+        kernels of another version, which no call uses.
+    """
+    config.configure(compile=False)
+    devices = {arch: device for device, arch in enumerate(kernels.local_archs())}
+    found: dict[str, Any] = {"loaded": 0, "checked": 0, "bad": [], "others": 0}
+    entries: list[Entry] = []
+    for cache in caches():
+        with contextlib.suppress(CacheError):  # `verify` of the cache reports it
+            entries += cache.entries()
+    for entry, spec in zip(entries, this_versions(entry.spec for entry in entries)):
+        try:
+            if spec is None:
+                found["others"] += 1
+            elif entry.arch in devices:
+                kernels.get_kernel(spec, devices[entry.arch])
+                found["loaded"] += 1
+            else:
+                kernels.build(spec, entry.arch)
+                found["checked"] += 1
+        except JitropeError as error:
+            missing = "would be compiled: its templates or its compiler are different"
+            reason = missing if isinstance(error, MissingKernel) else str(error)
+            found["bad"].append({"name": entry.name, "arch": entry.arch, "reason": reason})
+    return found

@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -15,18 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.arguments import word
+from ..base.arguments import items, whole, word
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
 from ..base.spec import DTYPES, Spec
 from ..ops.planning import planning
 from ..plan.problem import DTYPE_NAMES
-from . import diffusion
+from ..plan.spec import RopeSpec
+from .prewarm import specs_of_each
 
 RECORD = "record a run instead: JITROPE_RECORD=run.json, then jitrope prewarm --from run.json"
 _TEXT_ALONE = "only the part of %s for text is planned; for a vision tower, record a run: JITROPE_RECORD=run.json"
 _NONE = (None, [None, None])  # a part that this pipeline lacks
 _BATCHES, _TOKENS = (1, 2), 8  # a kernel depends on whether there is one batch row, but on no other size
+
+
+TRANSFORMERS = (
+    *("Flux", "Flux2", "Flux3", "Chroma", "LongCatImage", "OvisImage", "Bria", "QwenImage", "ZImage", "JoyImageEdit"),
+    *("Wan", "WanVACE", "ChronoEdit", "SkyReelsV2", "HunyuanVideo", "MotifVideo", "SanaVideo", "LTXVideo"),
+)
+"""Classes without their ending, Transformer2DModel or Transformer3DModel. `_inputs` fits their forward."""
+
+_GRID, _TEXT, _IMAGE = (2, 4, 6), 512, 257  # patches in frames, rows, columns; tokens
+_TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels")
+
+IDS = ("int64", "int32")
+"""Dtypes of positions and slots."""
+
+_PAGES: tuple[dict[str, Any], ...] = ({}, *[{"page_size": rows} for rows in (16, 32, 64)])  # {}: slots, or whole pages
 
 
 def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
@@ -85,12 +102,12 @@ def _library(name: str) -> Any:
 
 def _of_transformer(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
     name = str(data["_class_name"])
-    if diffusion.short(name) not in diffusion.MODELS:
-        known = ", ".join(diffusion.MODELS)
+    if re.sub(r"Transformer[23]DModel$", "", name) not in TRANSFORMERS:
+        known = ", ".join(TRANSFORMERS)
         raise JitropeError(f"--model does not know {name}; of diffusers it knows the transformers of {known}; {RECORD}")
     library = _library("diffusers")
     try:
-        return diffusion.specs_of_transformer(getattr(library, name), data, dtype or torch.bfloat16)
+        return _specs_of_transformer(getattr(library, name), data, dtype or torch.bfloat16)
     except Exception as error:  # a forward that does not fit its inputs can raise any error
         raise JitropeError(f"the calls of {name} are not known ({_short(error)}); {RECORD}") from error
 
@@ -181,3 +198,167 @@ def _call(file: Any, config: Any, dtype: torch.dtype, batch: int, tables: tuple[
     if counts[0] == counts[1]:
         eager = [torch.empty_like(dense[0]), torch.empty_like(dense[1].mT, memory_format=torch.contiguous_format).mT]
         torch.autograd.grad(out, leaves, eager, allow_unused=True)
+
+
+# ---- a transformer of diffusers ------------------------------------------------------------------
+
+
+def _specs_of_transformer(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> list[Spec]:
+    """The kernels that the forward of an enabled transformer asks for, in inference.
+
+    The model is made from its configuration on the meta device, and its forward runs there with small inputs.
+
+    cls: a class of `TRANSFORMERS`. dtype: as passed to `from_pretrained`.
+    """
+    from ..integrations import diffusers as drop_in  # it imports Dynamo, which takes seconds
+
+    with torch.no_grad(), torch.device("meta"):
+        model = cls.from_config(config).eval()
+        _cast(model, dtype)
+        with drop_in.enable(model), planning() as specs:
+            for batch in _BATCHES:
+                model(**_inputs(model, batch, dtype))
+    return [*specs]
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Give the weights the dtypes that they have after `from_pretrained(torch_dtype=dtype)`."""
+    kept = set(model._keep_in_fp32_modules or ())
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if weight.is_floating_point() and kept.isdisjoint(name.split(".")):
+            weight.data = weight.data.to(dtype)
+
+
+def _inputs(model: Any, batch: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs of forward, by the names of its parameters. Those that this model does not take are left out."""
+
+    def size(*keys: str) -> Any:
+        return next((model.config[key] for key in keys if model.config.get(key)), 0)
+
+    names = inspect.signature(type(model).forward).parameters
+    frames, rows, columns = _GRID
+    tokens, patch, ends = frames * rows * columns, size("patch_size"), 2 if size("pos_embed_seq_len") else 1
+    patch = patch if isinstance(patch, (list, tuple)) else (size("patch_size_t") or 1, patch, patch)
+    pixels = [n * p for n, p in zip(_GRID, patch)]
+    unpacked = type(model).__name__.endswith("3DModel") and "num_frames" not in names
+    text, channels, axes = size(*_TEXT_WIDTHS), size("in_channels"), len(size("axes_dims_rope") or ())
+    shapes: dict[str, list[int]] = {
+        "hidden_states": [batch, channels, *pixels] if unpacked else [batch, tokens, channels],
+        "control_hidden_states": [batch, size("vace_in_channels"), *pixels],
+        "encoder_hidden_states": [batch, _TEXT, text],
+        "encoder_hidden_states_image": [batch * ends, _IMAGE, size("image_dim")],  # of the first frame and of the last
+        "encoder_attention_mask": [batch, _TEXT],
+        "pooled_projections": [batch, size("pooled_projection_dim")],
+        "guidance": [batch] if size("guidance_embeds") else [0],
+        "img_ids": [tokens, axes],
+        "txt_ids": [_TEXT, axes],
+        "timestep": [batch],
+        "t": [batch],
+    }
+    lists = {"x": [channels, 1, 8, 12], "cap_feats": [_TEXT, size("cap_feat_dim")]}
+    made = {
+        **{name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items() if 0 not in shape},
+        **{name: [torch.empty(shape, dtype=dtype)] * batch for name, shape in lists.items()},
+        "num_frames": frames,
+        "height": rows,
+        "width": columns,
+        "img_shapes": [[(1, frames * rows, columns)]] * batch,
+        "additional_t_cond": torch.empty(batch, dtype=torch.int64),
+        "fps": [0] * batch,
+    }
+    return {name: value for name, value in made.items() if name in names}
+
+
+# ---- a server ------------------------------------------------------------------------------------
+
+
+def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: Sequence[str] = IDS[:1]) -> list[Spec]:
+    """The kernels that vLLM and SGLang ask for with the drop-ins, for both launches, of a language model.
+
+    They are those of rope in place, with the model's RMSNorm of each head of q and k and without, alone and with the
+    write to a cache in the model's dtype or e4m3, of slots and of pages of 16, 32 and 64 rows; for tables in fp32 and
+    in the model's dtype. Of multi-head latent attention (DeepSeek-V2 and V3), which is read from the file alone,
+    they are those of q_pe and k_pe, with and without the latent's cache, and of DeepSeek-V3.2's indexer. A rank of
+    tensor parallelism has its part of the heads. ids: the dtypes of positions and slots, of `IDS`, in all pairs. With
+    `configure(batch_invariant=True)` the kernels are those of that setting. The errors are those of `specs_of_model`.
+    """
+    name = "specs_of_server"
+    found = read(path / "config.json" if path.is_dir() else path)
+    config = {**found, **(found.get("text_config") or {})}
+    heads, ranks = config.get("num_attention_heads", 0), whole(name, "ranks", ranks, 1)
+    of_k = config.get("num_key_value_heads") or heads
+    latent = bool(config.get("kv_lora_rank") and config.get("qk_rope_head_dim"))
+    if not heads or heads % ranks or (of_k % ranks and ranks % of_k and not latent):
+        raise InvalidInput(f"{path} names {heads} heads of q and {of_k} of k, which {ranks} ranks cannot share")
+    ids = [word(name, "ids", x, IDS) for x in items(name, "ids", ids, f"a list of {' and '.join(IDS)}")]
+    if latent:
+        some = _served_latent(config, _served_dtype(path, config, dtype), heads // ranks, ids)
+    else:
+        counts = [heads // ranks, max(1, of_k // ranks)]
+        models = [spec for spec in specs_of_model(path, dtype) if isinstance(spec, RopeSpec) and not spec.inverse]
+        some = [call for spec in models for call in _served_calls(spec, counts, ids)]
+    calls = {repr(call): call for call in some}
+    return list(dict.fromkeys(spec for call in calls.values() for spec in specs_of_each(call)))
+
+
+def _served_dtype(path: Path, config: dict[str, Any], dtype: str | None) -> str:
+    if dtype is not None:
+        return word("specs_of_server", "dtype", dtype, DTYPES)
+    named = {str(x).removeprefix("torch."): name for x, name in DTYPE_NAMES.items()}
+    found = named.get(str(config.get("dtype") or config.get("torch_dtype")))
+    if found is None:
+        raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
+    return found
+
+
+def _served_caches(dtype: str, ids: Sequence[str], forms: Sequence[dict[str, Any]] = _PAGES) -> list[dict[str, Any]]:
+    """The caches of k and v, beside which k is rotated in place."""
+    stored: dict[str, Any] = {dtype: {}, "fp8": {"k_scale": 1.0, "v_scale": 1.0}}
+    return [
+        {"slot_mapping": x, "rotate_k": True, "k_cache": form, "v_cache": form, **scales, **pages}
+        for x in ids
+        for form, scales in stored.items()
+        for pages in forms
+    ]
+
+
+def _served_tables(dtype: str, ids: Sequence[str]) -> dict[str, Any]:
+    words: dict[str, Any] = {"layout": "thd", "positions": [*ids], "function": "prepare_qkv", "dtype": dtype}
+    return {**words, "table": "cos_sin_cache", "table_dtype": list(dict.fromkeys(("fp32", dtype)))}
+
+
+def _served_calls(model: RopeSpec, heads: list[int], ids: Sequence[str]) -> list[dict[str, Any]]:
+    """A server's calls for a kernel of the model's forward, in the words of `specs_of`; a list is several calls."""
+    words = {"heads": heads, **_served_tables(model.dtype, ids)}
+    words |= {name: getattr(model, name) for name in ("head_dim", "rotary_dim", "interleaved")}
+    if model.mrope_section:
+        axes = {"mrope_section": list(model.mrope_section), "mrope_interleaved": model.mrope_interleaved}
+        words["positions"] = [{"position_ids": x, **axes} for x in ids]
+    caches, rope = _served_caches(model.dtype, ids), {**words, "inplace": True}
+    found = [{**rope, "function": "apply_rope"}, {**rope, "cache": caches}]
+    if model.norm_kind == "rms_norm" and not (model.across_heads or model.after_rope):
+        norm = dict.fromkeys(("q_weight", "k_weight"), model.weight_dtype) if model.weight_dtype else {}
+        once = {**norm, "rounding": "once", "zero_centered": model.zero_centered}
+        none = [{**norm, "zero_centered": x} for x in dict.fromkeys((False, model.zero_centered))]
+        found += [{**rope, "norm": [*none, once]}, {**words, "norm": once}, {**words, "norm": once, "cache": caches}]
+        found.append({**rope, "norm": none[0], "table": "freqs", "table_dtype": "fp32", "positions": None})
+    return found
+
+
+def _served_latent(config: dict[str, Any], dtype: str, heads: int, ids: Sequence[str]) -> list[dict[str, Any]]:
+    """A server's calls for multi-head latent attention: k_pe is one head, and the latent v in heads of its size."""
+    size, pieces = config["qk_rope_head_dim"], config["kv_lora_rank"] // config["qk_rope_head_dim"]
+    words = {**_served_tables(dtype, ids), "rotary_dim": size}
+    rope = {**words, "heads": [heads, 1], "head_dim": size, "inplace": True}
+    rope["interleaved"] = bool(config.get("rope_interleave", True))
+    found = [{**rope, "function": "apply_rope"}]
+    if config["kv_lora_rank"] % size == 0:
+        found.append({**rope, "v_heads": pieces, "cache": _served_caches(dtype, ids, _PAGES[:1])})
+    if config.get("index_n_heads") and config.get("index_head_dim"):
+        words["head_dim"] = config["index_head_dim"]
+        scaled = {"heads": config["index_n_heads"], **words}
+        found.append({**scaled, "quantize": {"dtype": "fp8", "scale_dtype": "e8m0"}})  # vLLM's
+        found.append({**scaled, "quantize": {"dtype": "fp8"}, "interleaved": True})
+        norms = [{"kind": "layer_norm", "q_weight": x, "q_bias": x} for x in dict.fromkeys(("fp32", dtype))]
+        found.append({"heads": 1, **words, "interleaved": True, "norm": norms})
+    return found

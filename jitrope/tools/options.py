@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from ..base.spec import DTYPES
 from .console import answer
+from .models import IDS
 from .prewarm import architecture
-from .serving import IDS
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
