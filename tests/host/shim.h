@@ -8,13 +8,13 @@
 extern "C" {  // as in <math.h>, which would take as long as the kernel's own text; so would <immintrin.h>
 float sqrtf(float) noexcept;
 float expf(float) noexcept;
+float log1pf(float) noexcept;
 float fabsf(float) noexcept;
 float rintf(float) noexcept;
 float fminf(float, float) noexcept;
 float fmaxf(float, float) noexcept;
 float fmaf(float, float, float) noexcept;
 void sincosf(float, float*, float*) noexcept;
-double sqrt(double) noexcept;
 double fma(double, double, double) noexcept;
 }
 
