@@ -213,6 +213,10 @@ def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) ->
     assert torch.equal(out, rope_reference(q, k, cos, sin, cu_seqlens, None, None, options)[0])
 
 
+ILLEGAL = "(ILL|stack-overflow)"
+"""ASan's report of UBSan's illegal instruction; it is taken for an overflow if the kernel lies near its stacks."""
+
+
 def test_sanitizer_sees_a_read_past_the_table() -> None:
     """The harness can fail: it detects a read past a table that lacks a row."""
     (q, k, cos, sin, *rest), options = lower(make(Case("", "", shape=(1, 8, 2, 0, 64))))
@@ -231,8 +235,39 @@ def test_sanitizer_sees_a_misaligned_access() -> None:
     plan, words = plan_call(views, views, named_tables((cos, sin, *rest)), options, SM_COUNT)
     shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view_as(q)
     tensors = [shifted, q, q, q, q, q, cos, sin, *[None] * 7]
-    with pytest.raises(AssertionError, match="misaligned"):
+    with pytest.raises(AssertionError, match=rf"(?s)AddressSanitizer: {ILLEGAL}.* load<.*vec\.cuh:\d+"):
         harness.run(render(plan.spec), plan.grid, plan.block, tensors, words)
+
+
+WRONG = {  # what the body of a kernel does wrong, with a count of 1, and ASan's report
+    "signed overflow": ("p.out[0] = 0x7fffffff + p.count;", ILLEGAL),
+    "shift": ("p.out[0] = 1 << (31 + p.count);", ILLEGAL),
+    "division": ("p.out[0] = 1 / (p.count - 1);", ILLEGAL),
+    "index of an array": ("int a[4] = {}; p.out[0] = a[3 + p.count];", ILLEGAL),
+    "null": ("p.out[0] = *reinterpret_cast<int*>(p.count - 1);", ILLEGAL),
+    "no value": ("p.out[0] = sometimes(p.count);", ILLEGAL),
+    "past a local": ("int a[4] = {}; int* at = a; p.out[0] = at[3 + p.count];", "stack-buffer-overflow"),
+    "out of scope": ("int* at; { int a = 1; at = &a; } p.out[0] = *at;", "stack-use-after-scope"),
+    "past shared memory": ("__shared__ int a[4]; int* at = a; p.out[0] = at[3 + p.count];", "global-buffer-overflow"),
+    "past a tensor": ("p.out[p.count] = 1;", "use-after-poison"),
+    "before a tensor": ("p.out[-p.count] = 1;", "heap-buffer-overflow"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_sanitizers_see(name: str) -> None:
+    """The harness can fail: each kind of mistake ends the process with a report that has its line."""
+    body, report = WRONG[name]
+    text = f"""
+struct Params {{ int* out; union {{ int count; long long word; }}; }};
+__device__ int sometimes(int count) {{ if (count > 1) return 1; }}
+extern "C" __global__ void probe(const Params p) {{
+#line 1 "probe.cu"
+    {body}
+}}
+"""
+    with pytest.raises(AssertionError, match=rf"(?s)AddressSanitizer: {report}.* in .*probe\.cu:1"):
+        harness.run(Source(text, "probe", "probe"), (1, 1), 1, [torch.zeros(1, dtype=torch.int32)], [1])
 
 
 # ---- packed QKV ----------------------------------------------------------------------------------

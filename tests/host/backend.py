@@ -5,8 +5,8 @@ plans, argument blocks, autograd and the torch.library ops are the real ones; th
 from the rendered CUDA and the shim under ASan and UBSan. ASan must be loaded at the start of the process; then every
 tensor that torch allocates has redzones:
 
-    TEST_DEVICE=host LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \\
-        ASAN_OPTIONS=detect_leaks=0 pytest tests/test_gpu.py
+    TEST_DEVICE=host LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \\
+        ASAN_OPTIONS=detect_leaks=0:handle_sigill=2 pytest tests/test_gpu.py
 
 runs the tests marked `gpu` this way, except those marked `hardware`. `python -m tests.host` sets all that.
 """
@@ -48,8 +48,8 @@ _lock = threading.Lock()
 
 def environment() -> dict[str, str]:
     """The environment of a process in which `install` works."""
-    libraries = " ".join(harness.sanitizers())
-    return {**os.environ, "TEST_DEVICE": "host", "LD_PRELOAD": libraries, "ASAN_OPTIONS": "detect_leaks=0"}
+    preload = " ".join(harness.libraries())
+    return {**os.environ, "TEST_DEVICE": "host", "LD_PRELOAD": preload, "ASAN_OPTIONS": harness.OPTIONS}
 
 
 @cache

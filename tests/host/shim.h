@@ -4,9 +4,19 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's math.h; C++'s and <immintrin.h> would take as long as the kernel
-#include <math.h>
-#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+
+extern "C" {  // as in <math.h>, which would take as long as the kernel's own text; so would <immintrin.h>
+float sqrtf(float) noexcept;
+float expf(float) noexcept;
+float log1pf(float) noexcept;
+float fabsf(float) noexcept;
+float rintf(float) noexcept;
+float fminf(float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float fmaf(float, float, float) noexcept;
+void sincosf(float, float*, float*) noexcept;
+double fma(double, double, double) noexcept;
+}
 
 // Linked with runtime.cpp: one kernel.
 struct Built { std::size_t parameters; void (*call)(const void* parameters); };
