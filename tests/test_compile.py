@@ -213,9 +213,11 @@ LARGE = "qk_norm_rope_backward_bf16_d128_interleaved_fp32_half_table_backward_co
 BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex64_round_none_layer_norm"
 # Keys and values in a cache with scales of groups: 80 registers.
 FP4_CACHE = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_ids_cache_fp4_round_twice_dynamic_group16"
+# The widest angles: 40 registers, as many as 1,536 threads have.
+ANGLES = "rope_bf16_d128_halves_fp32_full_freqs_forward_token_linear"
 SPILLS = {
-    (13, 2): {LARGE: (0, 0, 32, 32), BIASED: (8, 0, 0, 0), FP4_CACHE: (0, 8, 16, 0)},
-    (13, 5): {LARGE: (0, 0, 24, 24), FP4_CACHE: (0, 8, 0, 0)},
+    (13, 2): {LARGE: (0, 0, 32, 32), BIASED: (8, 0, 0, 0), FP4_CACHE: (0, 8, 16, 0), ANGLES: (0, 0, 0, 16)},
+    (13, 5): {LARGE: (0, 0, 24, 24), FP4_CACHE: (0, 8, 0, 0), ANGLES: (0, 0, 0, 8)},
 }
 
 
@@ -243,10 +245,10 @@ def test_prewarm_specs_compile_without_spills_and_move_16_bytes_an_access(arch: 
         assert report, log
         stack, stores, loads = map(int, report.groups())
         # sincosf keeps 32 bytes for arguments past 105,615. A kernel limited to 40 registers may lack one, which
-        # it stores once and loads twice, or on sm_120 two.
+        # it stores once and loads twice.
         tight = spec.freqs and spec.full_width
         assert stack <= max(40 if spec.freqs else 0, allowed[spec]), spec.name
-        assert stores <= max((8 if arch == "sm_120" else 4) if tight else 0, allowed[spec]), spec.name
+        assert stores <= max(4 if tight else 0, allowed[spec]), spec.name
         assert loads <= max(8 if tight else 0, allowed[spec]), spec.name
         assert not DIVISION.search(cubin), spec.name
     aligned = [s for s in specs if s.dtype == "bf16" and s.vec == 8 and s.q_out == s.kv_out == "bf16"]

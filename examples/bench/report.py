@@ -125,7 +125,9 @@ def table(rows: Rows, width: int | None = None) -> str:
         parts = _parts(keys[:above], keys[above:], rows)
         if all(_fits(_narrow(cells), width) for _, cells in parts):
             break
-    return "\n\n".join("\n".join([*filter(None, [heading]), *_lines(cells, width)]) for heading, cells in parts)
+    return "\n\n".join(
+        "\n".join([*wrap(heading, width or sys.maxsize), *_lines(cells, width)]) for heading, cells in parts
+    )
 
 
 def _parts(above: list[str], keys: list[str], rows: Rows) -> list[tuple[str, list[list[str]]]]:
