@@ -232,6 +232,18 @@ def test_norm_plans(changes, launch, tokens, at_once, each, grid) -> None:
     assert spec.team >= spec.lanes
 
 
+def test_fewer_threads_of_a_norm_walk_the_tokens_of_a_fast_memory() -> None:
+    """The kernel is the same; threads that share angles all run."""
+    few = replace(BASE, **NORM, heads=40, q_heads=32)  # 160 threads a block
+    slow, fast = plan(few), plan(replace(few, memory_speed=4.9))
+    assert slow == plan(replace(few, memory_speed=3.35))
+    assert slow.spec == fast.spec
+    assert (slow.grid, fast.grid) == ((132 * 4, 1), (132 * 3, 1))
+    shared = replace(few, freqs=True)
+    assert plan(shared).spec.shares_angles
+    assert plan(shared) == plan(replace(shared, memory_speed=4.9))
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("across_heads", [False, True])
 def test_every_norm_plan_fits_cudas_limits(across_heads: bool, gradient: bool) -> None:

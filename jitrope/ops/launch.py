@@ -170,8 +170,8 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     close = tuple([name for name in near if name in known.names])
     if len(close) > 1 and any(name in close for name in op.written(options)):
         known.close = close
-    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    planned = plan_call(inputs, results, named, options, sm_count)
+    gpu = torch.cuda.get_device_properties(device)
+    planned = plan_call(inputs, results, named, options, gpu.multi_processor_count, watch.memory_speed(gpu))
     if planned is None:
         return
     plan, words = planned

@@ -70,3 +70,9 @@ def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
         return None
     check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
+
+
+def memory_speed(gpu: Any) -> float:
+    """TB/s of a GPU's memory with these properties, in two transfers a cycle; 0.0 if this torch does not tell."""
+    clock, width = (getattr(gpu, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
+    return float(2 * clock * width / 8e9)

@@ -58,17 +58,21 @@ many accesses of the output's gradient, and a sum for each element."""
 
 NORM_HEADS_PER_THREAD = 2
 FEW_ELEMENTS = 8
-NORM_THREADS_PER_SM = 576
-WAITING_NORM_THREADS_PER_SM = 640
+NORM_THREADS_PER_SM = 640
 MAX_NORM_THREADS_PER_SM = 768
 SHORT_THREADS_PER_SM = 512
 """With a norm, a thread takes several neighbouring heads, with one set of weights and angles, and twice as many if it
 has FEW_ELEMENTS of each. The threads on an SM are limited so that each has enough registers; the limit is higher if
-some threads of a head idle, and lower with wide angles, sines or fp64. H200, x the copy, (1, 8192, 32 + 8, 128) halves
-rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 576 threads 1.09 / 1.08, 480 1.10 / 1.13, 640 1.15 /
-1.08, 800 1.31 / 1.15. Threads that share angles wait for each other, so there are more: angles of (4096, 2, 32 + 8,
-128) with the norm behind, 640 threads 1.10, 480 1.13. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill,
-1.63. Heads of 88 with LayerNorm: four heads 1.80, two 1.96."""
+some threads of a head idle, and lower with wide angles, sines or fp64. H200, x the copy, (1, 4096, 32 + 8, 128) halves
+rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 640 threads 1.08 / 1.08, 800, which spill, 1.27 /
+1.15. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80,
+two 1.96."""
+
+FAST_MEMORY = 4.0
+FAST_NORM_THREADS_PER_SM = 576
+"""From so many TB/s on, by the clock and width of the memory, fewer threads of a norm that walk the tokens are faster;
+where they share angles, they wait for each other, and all run. (1, 8192, 32 + 8, 128) rounded twice, 640 / 480 threads:
+H200 (4.9 TB/s) 1.15 / 1.10 x the copy, H100 (3.35 TB/s) 1.13 / 1.16; with shared angles, H200 1.10 / 1.13."""
 
 MIN_RING_ACCESS = 8
 RING_BYTES = 40 * 1024
@@ -105,7 +109,8 @@ class RopeProblem(Compiled):
     the most elements of an access that addresses and strides of q and k, of the tables, and of a norm's weights allow
     (1: no alignment, or strided elements). table_step_limit: 2 if the tables use every other element. num_sequences is
     0 without cu_seqlens. max_seqlen is the whole sequence's, also under context parallelism; 0: not given.
-    batch_invariant: a norm must add in an order that follows from the head alone.
+    batch_invariant: a norm must add in an order that follows from the head alone. memory_speed: TB/s of the GPU's
+    memory by its clock and width; 0: not known.
     """
 
     batch: int
@@ -121,6 +126,7 @@ class RopeProblem(Compiled):
     launch: str
     sm_count: int
     batch_invariant: bool = False
+    memory_speed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -174,13 +180,18 @@ def plan(problem: RopeProblem) -> Plan:
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads)
     short = ((p.full_width or p.freqs) and not spec.shares_angles) or p.rounding == "complex128"  # of registers
     if p.norm and not tiled:
-        threads = WAITING_NORM_THREADS_PER_SM if spec.shares_angles else NORM_THREADS_PER_SM
-        threads = min(threads * spec.team // spec.lanes, MAX_NORM_THREADS_PER_SM)
-        threads = min(threads, SHORT_THREADS_PER_SM) if short else threads
-        spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads), ring=has_ring(spec))
+        most = SHORT_THREADS_PER_SM if short else MAX_NORM_THREADS_PER_SM
+        spec = replace(spec, blocks_per_sm=_blocks_per_sm(spec, NORM_THREADS_PER_SM, most), ring=has_ring(spec))
         if spec.ring:
-            grid = (min(grid[0], p.sm_count * spec.blocks_per_sm), 1)
+            fewer = p.memory_speed >= FAST_MEMORY and not spec.shares_angles
+            walking = _blocks_per_sm(spec, FAST_NORM_THREADS_PER_SM, most) if fewer else spec.blocks_per_sm
+            grid = (min(grid[0], p.sm_count * walking), 1)
     return Plan(spec, grid, spec.threads, reason)
+
+
+def _blocks_per_sm(spec: RopeSpec, threads: int, most: int) -> int:
+    """Blocks of a norm with so many threads on an SM, without those that idle, and at most so many with them."""
+    return max(1, min(threads * spec.team // spec.lanes, most) // spec.threads)
 
 
 def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:

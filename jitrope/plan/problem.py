@@ -96,7 +96,7 @@ _OF_OPTIONS, _OF_NORM = (
 
 
 def plan_call(
-    inputs: Views, outputs: Views, tensors: Tensors, options: Options, sm_count: int
+    inputs: Views, outputs: Views, tensors: Tensors, options: Options, sm_count: int, memory_speed: float = 0.0
 ) -> tuple[heuristics.Plan, list[int]] | None:
     """The plan of a call, and its kernel's arguments after the addresses; None if there is nothing to do.
 
@@ -106,7 +106,7 @@ def plan_call(
     call = _Call(inputs, outputs, tensors, options)
     if call.tokens * call.heads == 0:
         return None
-    return (plan := heuristics.plan(call.problem(sm_count))), call.words(plan.spec.stages)
+    return (plan := heuristics.plan(call.problem(sm_count, memory_speed))), call.words(plan.spec.stages)
 
 
 class _Call:
@@ -198,7 +198,7 @@ class _Call:
         end = count + len(self.factors)
         self.views[:count], self.factors, self.scales = of_tokens[:count], of_tokens[count:end], of_tokens[end:]
 
-    def problem(self, sm_count: int) -> heuristics.RopeProblem:
+    def problem(self, sm_count: int, memory_speed: float) -> heuristics.RopeProblem:
         o, views, table = self.options, self.views, self.tables[0]
         strides = [*self.strides, *self.source_strides, *self.grad_strides, *self.added_strides]
         beside = [*self.scale_strides, *self.block_scales, *self.factor_strides]
@@ -246,6 +246,7 @@ class _Call:
             "table_step_limit": table_step,
             "batch_invariant": config.batch_invariant(),
             "sm_count": sm_count,
+            "memory_speed": memory_speed,
         }
         return heuristics.RopeProblem(**found)
 
