@@ -214,7 +214,7 @@ BIASED = "qk_norm_rope_backward_bf16_d64_halves_fp32_half_table_backward_complex
 # Keys and values in a cache with scales of groups: 80 registers.
 FP4_CACHE = "qk_norm_rope_bf16_d128_halves_fp32_half_table_forward_ids_cache_fp4_round_twice_dynamic_group16"
 # The widest angles: 40 registers, as many as 1,536 threads have.
-ANGLES = "rope_bf16_d128_halves_fp32_full_freqs_forward_token_linear"
+ANGLES = "rope_bf16_d128_halves_fp32_full_freqs"
 SPILLS = {
     (13, 2): {LARGE: (0, 0, 32, 32), BIASED: (8, 0, 0, 0), FP4_CACHE: (0, 8, 16, 0), ANGLES: (0, 0, 0, 16)},
     (13, 5): {LARGE: (0, 0, 24, 24), FP4_CACHE: (0, 8, 0, 0), ANGLES: (0, 0, 0, 8)},
