@@ -63,7 +63,7 @@ struct Slots {
 constexpr bool EVEN = Q_PER_GROUP == 1 && KV_PER_GROUP == 1;     // the heads of a tensor are a stride apart
 
 // A lane's part of a head in each token of a walk, found from its address in token 0 of batch row 0, which stays in
-// registers. Strides are in bytes, so that each is one multiply and add.
+// registers. Strides are in bytes, so that each step is one multiply and add.
 template <typename Element>
 struct Track {
     unsigned long long first;

@@ -300,6 +300,6 @@ def test_refusals() -> None:
     differs = "quantize makes q fp8 with a scale of fp32 for 32 elements, but k_cache and k_block_scale are fp8 with a "
     refused(f"{differs}scale of fp32 for 128 elements; they must match", quantize=DynamicQuantize(group=32))
     powers = DynamicQuantize(scale_fmt="ue8m0")
-    refused("quantize makes q fp8 with a scale of e8m0_fp32 .*; they must match", quantize=powers)
+    refused("quantize makes q fp8 with a scale of ue8m0 in fp32 .*; they must match", quantize=powers)
     refused("quantize makes q int8 .*; they must match", quantize=DynamicQuantize(torch.int8))
     refused("k_cache and k_block_scale share memory", k_block_scale=cache.values.view(torch.float32)[..., :1])

@@ -163,19 +163,20 @@ def test_packed_tokens(host: Any, counted: dict[str, int], kind: str, dtype: str
 
 
 def test_packed_and_sharded(host: Any, counted: dict[str, int]) -> None:
-    """A rank rotates shards of heads, and shards of tokens with positions, but not shards of tokens without."""
+    """A rank rotates shards of heads and of tokens; without positions tokens are numbered over all ranks."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     theirs, ours = pair(host, "CosSinRoPE")
-    with group(2):
+    with group(2, rank=1):
         mesh = init_device_mesh("cpu", (2,))
-        for placement, ids in ((Shard(1), None), (Shard(0), torch.arange(5, 11))):
+        ids, of_rank = torch.arange(5, 11), torch.arange(6, 12)  # 6 tokens a rank
+        for placement, given, want in ((Shard(1), None, None), (Shard(0), ids, ids), (Shard(0), None, of_rank)):
             q = torch.randn(6, 2, 32)
             x = DTensor.from_local(q, mesh, (placement,))
-            out = ours(x, x, ids if ids is None else DTensor.from_local(ids, mesh, (placement,)))
+            out = ours(x, x, given if given is None else DTensor.from_local(given, mesh, (placement,)))
             assert all(o.placements == (placement,) and o.shape == x.shape for o in out)
-            assert torch.equal(out[0].to_local(), packed(host, theirs, q, q, ids)[0])
-        assert counted == {"jitrope": 2}
+            assert torch.equal(out[0].to_local(), packed(host, theirs, q, q, want)[0])
+        assert counted == {"jitrope": 3}
 
 
 def test_the_checker_of_shardings_accepts_it(host: Any) -> None:
@@ -225,23 +226,27 @@ def test_compiled_whole(host: Any, counted: dict[str, int]) -> None:
 
 
 def test_sharded(host: Any, counted: dict[str, int]) -> None:
-    """A rank rotates its part of DTensors sharded by batch, by heads or, with positions, by tokens, but no others."""
+    """A rank rotates its part of DTensors sharded by batch, heads or tokens; positions are sharded like the tokens."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 
     theirs, ours = pair(host, "CosSinRoPE")
-    with group(2):
+    with group(2, rank=1):
         mesh = init_device_mesh("cpu", (2,))
         ours.cache = DTensor.from_local(ours.cache, mesh, (Replicate(),))
-        for placement, ids in ((Shard(0), None), (Shard(2), None), (Shard(1), torch.arange(5, 11)[None])):
+        ids, of_rank = torch.arange(5, 11)[None], torch.arange(6, 12)[None]  # 6 tokens a rank
+        sharded = ((Shard(0), None, None), (Shard(2), None, None), (Shard(1), ids, ids), (Shard(1), None, of_rank))
+        for placement, given, positions in sharded:
             q = torch.randn(2, 6, 2, 32, requires_grad=True)
             x = DTensor.from_local(q, mesh, (placement,))
-            shared = ids if ids is None else DTensor.from_local(ids, mesh, (placement,))
-            want, out = theirs(q, q, ids), ours(x, x, shared)
+            shared = given if given is None else DTensor.from_local(given, mesh, (placement,))
+            want, out = theirs(q, q, positions), ours(x, x, shared)
             assert all(o.placements == (placement,) and o.shape == x.shape for o in out)
             assert torch.equal(out[0].to_local(), want[0])
             grads = [torch.autograd.grad(y.square().sum(), q)[0] for y in (out[0].to_local(), want[0])]
             torch.testing.assert_close(*grads)
-        assert counted == {"jitrope": 3}
+        assert counted == {"jitrope": 4}
+        with pytest.raises(jitrope.InvalidInput, match=r"positions has shape \(1, 6\)"):
+            torchtitan.rotate_cos_sin(x, x, ours.cache.to_local(), ids)
         uneven = DTensor.from_local(q[:1], mesh, (Shard(0),), shape=(1, 6, 2, 32), stride=q.stride())
         for x in (uneven, *(DTensor.from_local(q, mesh, (placement,)) for placement in (Shard(3), Partial()))):
             with pytest.raises(jitrope.InvalidInput):

@@ -195,8 +195,8 @@ SECTION = Section(
     and backward without an optimizer. "Decode" is one token of each of 8 sequences, with a static cache of 2048
     tokens, 1024 of them filled; compiled, it uses CUDA graphs, as transformers' `generate` does. Memory is the peak
     of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from stock's, in
-    percent of its norm. "Diffusion" has more models of diffusers. Transformers' vision tower
-    has 15 graph breaks of its own, compiled, and takes its time on the host.
+    percent of its norm. "Diffusion" has more models of diffusers. Compiled,
+    Qwen3-VL's vision tower has 15 graph breaks of its own, and the host's work is its time.
     """,
     "jitrope bench hosts",
     (

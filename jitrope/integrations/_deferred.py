@@ -165,7 +165,7 @@ def _replay(x: Any, steps: tuple[Step, ...]) -> Any:
 
 @dataclass
 class Pass:
-    """What is pending in one forward. strict: for trials, raise what jitrope refuses, and count nothing."""
+    """What is pending in one forward. strict: for trials, a launch that jitrope refuses raises, and none is counted."""
 
     plan: Plan
     strict: bool = False

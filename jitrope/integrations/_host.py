@@ -305,7 +305,7 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
 
 
 def disabler(module: str) -> Callable[[], None]:
-    """`disable` of the module of a host, which has its name."""
+    """Return `disable` for a host's module, which has the host's name."""
 
     def disable() -> None:
         """Undo `enable`."""

@@ -140,7 +140,7 @@ def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> Read:
         cos, sin = given.pop("cos", None), given.pop("sin", None)
     axis = given.pop("unsqueeze_dim", None)
     others = [n for n, x in given.items() if n not in _UNUSED and (isinstance(x, Tensor) or x)] if given else []
-    if others or q is None or cos is None or len(arguments) > len(known):
+    if others or q is None or cos is None or sin is None or len(arguments) > len(known):
         said = f"{', '.join(others)} given; jitrope does not know that"
         raise InvalidInput(said if others else f"the arguments are not {', '.join(known)}")
     return q, k, cos, sin, axis

@@ -27,7 +27,7 @@ from ..plan.views import FORMATS, FP8
 from . import _host, vllm
 from ._serving import frequencies, latent_cache, packed, prepare, slots_of, unit
 
-FP8_MAX = torch.finfo(FP8).max
+_FP8_MAX = torch.finfo(FP8).max
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -218,7 +218,7 @@ def cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache(
     v_scale: Tensor,
     quant_policy: int,
     max_seqlen: int = 0,
-    upper_max: float = FP8_MAX,
+    upper_max: float = _FP8_MAX,
     q_scale_inv: Tensor | None = None,
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
@@ -244,9 +244,9 @@ def cake_fused_qk_rmsnorm_rope_quantize_fp8_append_paged_kv_cache(
     those of `cake_fused_qk_rmsnorm_rope_append_paged_kv_cache`.
     """
     words, dynamic = _norm(qk_norm_policy, q_norm_weight, k_norm_weight, 1e-6, out_k, out_v), quant_policy == 1
-    if quant_policy not in (1, 2) or (dynamic and (is_prefill or upper_max != FP8_MAX)):
+    if quant_policy not in (1, 2) or (dynamic and (is_prefill or upper_max != _FP8_MAX)):
         had = f"quant_policy is {quant_policy}, with {is_prefill=} and {upper_max=}"
-        raise InvalidInput(f"{had}; it must be 2, or 1 without is_prefill and with upper_max={FP8_MAX}")
+        raise InvalidInput(f"{had}; it must be 2, or 1 without is_prefill and with upper_max={_FP8_MAX}")
     if not dynamic and q_scale_inv is None:
         raise InvalidInput("q_scale_inv is None; quant_policy 2 needs it")
     k_cache, v_cache = paged_kv_cache

@@ -13,6 +13,7 @@ with norms of q and k, the split of QKV, the norms and rope are one launch.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -324,8 +325,11 @@ def enable() -> _host.Report:
     fused. Raises ImportError without Megatron.
     """
     report = _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
-    made = without_rope("megatron", _refusals, _stand_in)
-    report.replace_method(_host_class(), "forward", made, "norms of q and k and rope fused")
+    cls, what = _host_class(), "norms of q and k and rope fused"
+    if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
+        report.replace_method(cls, "forward", without_rope("megatron", _refusals, _stand_in), what)
+    else:
+        report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
     return report
 
 

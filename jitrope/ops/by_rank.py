@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+import torch
+
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import FORMATS, Tensors, by_rank, joined
 from .fit import check_ranks, failing
@@ -67,9 +69,9 @@ class ByRank(Into):
         usual = {name: joined(x, layout) if name in ("q", "k", "v") else x for name, x in tensors.items()}
         results = {**usual, **self.base.reference(usual, options)}
         made = {name: results[name] for name in self.made(tensors, options)}
-        if tensors["q"].dim() > len(layout):
-            return made
-        return {name: by_rank(x, layout_of(name, options), ranks).contiguous() for name, x in made.items()}
+        if tensors["q"].dim() == len(layout):
+            made = {name: by_rank(x, layout_of(name, options), ranks) for name, x in made.items()}
+        return {name: x.clone(memory_format=torch.contiguous_format) for name, x in made.items()}  # v may be a view
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         return Operation.on_cpu(self, tensors, options)

@@ -160,4 +160,5 @@ def check_one_format(tensors: Tensors, options: Options, fail: Fail) -> None:
     own, found = (options.out_dtype, options.group or dim, options.scale_out), tuple(block_format(tensors, dim))
     if own != found:
         one, other = (f"{x[0]} with a scale of {x[2]} for {x[1]} elements" for x in (own, found))
+        one = one.replace("e8m0_fp32", "ue8m0 in fp32")  # as the caller says it
         fail(f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match")

@@ -89,6 +89,8 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- the plan ----------------------------------------------------------------------------------
 
+NARROW = 1 << 30
+"""Strides below this many elements have at most 32 bits in bytes, also those of fp32."""
 _OF_OPTIONS, _OF_NORM = (
     [name for name in words if name in heuristics.RopeProblem.__dataclass_fields__]
     for words in (Options._fields, NormOptions._fields[1:])
@@ -235,7 +237,7 @@ class _Call:
             "head_scales": any(map(any, self.given_scales)),
             "added_bias": bool(self.added),
             "gated": bool(self.added) and o.order == "qkv_gated" and self.q_per_group == 2,
-            "wide": max(table.shape[1], *(step for group in steps for step in group)) >= 1 << 30,
+            "wide": max(table.shape[1], *(step for group in steps for step in group)) >= NARROW,
             "batch": self.batch,
             "tokens": self.tokens,
             "heads": self.heads,

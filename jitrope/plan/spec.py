@@ -35,7 +35,7 @@ class Compiled:
     dtype, table_dtype: of q and k, and of the tables. rotary_dim elements of a head from rotary_offset on are rotated.
     Their pairs are (2i, 2i+1) if interleaved, else (i, i + rotary_dim / 2); interleaved_out: the same for the output.
     inverse: rotate back (the backward). rounding: the arithmetic, one of `ROUNDINGS`; only "complex128" computes in
-    fp64 and takes fp64 tables. wide: a stride (or a table's number of rows) needs more than 31 bits.
+    fp64 and takes fp64 tables. wide: a stride, or a table's number of rows, is 2^30 or more.
 
     The tables. freqs: the table holds angles, not cos and sin. full_width: each member of a pair has an entry.
     per_head: each head has entries. packed_table: there is a row for each token of the packed batch.

@@ -32,7 +32,7 @@ PER_ITEM = {form.dtype: form.per_item for form in FORMATS.values()}
 E8M0: torch.dtype = getattr(torch, "float8_e8m0fnu", torch.uint8)
 """Powers of two; before torch 2.7 their bytes."""
 SCALES = {"fp32": torch.float32, "e8m0": E8M0, "fp8": FP8}
-"""The dtypes of dynamic scales by the words of `spec.SCALE_DTYPES`; those of "e8m0_fp32" are powers of two in fp32."""
+"""The dtypes of dynamic scales by the words of `SCALE_DTYPES`, without "e8m0_fp32", powers of two in fp32."""
 GROUPS = (16, 32, 64, 128)
 """Numbers of neighbouring elements of a head that may share a scale."""
 BLOCK_SCALES, NVFP4_GROUP = ("k_block_scale", "v_block_scale"), 16
