@@ -63,12 +63,11 @@ struct Slots {
 constexpr bool EVEN = Q_PER_GROUP == 1 && KV_PER_GROUP == 1;     // the heads of a tensor are a stride apart
 
 // A lane's part of a head in each token of a walk, found from its address in token 0 of batch row 0, which stays in
-// registers. Strides are in bytes, so that each step is one multiply and add.
+// registers. Strides but that of `dim` are in bytes, so that each step is one multiply and add.
 template <typename Element>
 struct Track {
     unsigned long long first;
-    Stride batch, token, group;
-    Axis dim;
+    Axis batch, token, group, dim;
 
     Track() = default;
     __device__ __forceinline__ Track(const Lane<Element>& lane, const Strides& strides)
@@ -78,16 +77,13 @@ struct Track {
         asm volatile("" : "+l"(first));                  // otherwise it is found again for each token
 #endif
     }
-    static __device__ __forceinline__ Stride bytes(const Axis& axis) {
-        return axis.stride * static_cast<Stride>(sizeof(Element));
-    }
-    static __device__ __forceinline__ unsigned long long steps(int count, Stride bytes) {
-        return static_cast<unsigned long long>(static_cast<unsigned int>(count)) * bytes;
+    static __device__ __forceinline__ Axis bytes(const Axis& axis) {
+        return {axis.stride * static_cast<Stride>(sizeof(Element))};
     }
     // At a token; EVEN: of the head `heads` further on.
     __device__ __forceinline__ Lane<Element> at(const Place& place, int heads) const {
-        unsigned long long address = steps(place.token, token) + (first + steps(heads, group));
-        if constexpr (!ONE_ROW) address += steps(place.batch, batch);
+        unsigned long long address = token.step(place.token) + (first + group.step(heads));
+        if constexpr (!ONE_ROW) address += batch.step(place.batch);
         return {reinterpret_cast<Element*>(address), dim};
     }
 };

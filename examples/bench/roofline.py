@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from jitrope.ops.watch import memory_speed
 
 from . import decode, presets, qk_norm, rope
 from .harness import COPY, DEVICE, Case, measure
@@ -56,13 +59,15 @@ KINDS = {
 
 
 def datasheet() -> float | None:
-    """TB/s of this GPU's memory, as its driver states clock and width: two transfers a cycle."""
+    """TB/s of this GPU's memory, as its driver states clock and width."""
     if DEVICE != "cuda":
         return None
-    import cupy
+    import cupy  # not all versions of torch tell
 
     states = cupy.cuda.Device().attributes
-    return float(2e3 * states["MemoryClockRate"] * states["GlobalMemoryBusWidth"] / 8e12)
+    return memory_speed(
+        SimpleNamespace(memory_clock_rate=states["MemoryClockRate"], memory_bus_width=states["GlobalMemoryBusWidth"])
+    )
 
 
 def rows(name: str, hot: bool, smoke: bool) -> Rows:

@@ -72,7 +72,8 @@ FAST_MEMORY = 4.0
 FAST_NORM_THREADS_PER_SM = 576
 """From so many TB/s on, by the clock and width of the memory, fewer threads of a norm that walk the tokens are faster;
 where they share angles, they wait for each other, and all run. (1, 8192, 32 + 8, 128) rounded twice, 640 / 480 threads:
-H200 (4.9 TB/s) 1.15 / 1.10 x the copy, H100 (3.35 TB/s) 1.13 / 1.16; with shared angles, H200 1.10 / 1.13."""
+H200 (4.9 TB/s) 1.15 / 1.10 x the copy, H100 (3.35 TB/s; 640 with the kernel before `Track`) 1.13 / 1.16; with shared
+angles, on an H200 in two runs, 1.10 / 1.13."""
 
 MIN_RING_ACCESS = 8
 RING_BYTES = 40 * 1024
