@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from jitrope import Norm, apply_rope, prepare_joint_qkv, prepare_qkv
+from jitrope import Norm, apply_rope, configure, prepare_joint_qkv, prepare_qkv
 
 from . import peers as others
 from .harness import COPY, DEVICE, Call, Case, bf16, measure
@@ -103,6 +103,19 @@ def ours(kind: Kind, inplace: bool = False, rounding: str = "none") -> Call:
     return joint if kind.text else one
 
 
+def invariant(call: Call) -> Call:
+    """The same with `configure(batch_invariant=True)`: its kernels are captured, so the setting costs no GPU time."""
+
+    def one_order(x: Inputs) -> Any:
+        configure(batch_invariant=True)
+        try:
+            return call(x)
+        finally:
+            configure(batch_invariant=False)
+
+    return one_order
+
+
 def plain_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
     """Plain torch."""
     cos, sin = (table if table.dim() == 4 else table[None, :, None] for table in (cos, sin))
@@ -159,6 +172,8 @@ def case(kind: Kind, with_peers: bool = True, training: bool = False) -> Case:
     if not (training or kind.text):
         calls["jitrope in place"] = ours(kind, inplace=True)
     calls |= {f"jitrope, rounded {rounding}": ours(kind, rounding=rounding) for rounding in ("once", "twice")}
+    if not training:
+        calls["jitrope, batch invariant"] = invariant(calls["jitrope"])
     plain = dict.fromkeys(calls, separate(kind))
     inplace = not training  # the norm's result is nobody else's and may be overwritten
     calls["F.rms_norm + apply_rope" + inplace * " in place"] = separate(kind, partial(apply_rope, inplace=inplace))
@@ -240,6 +255,7 @@ SECTION = Section(
                 "in place": of("x COPY", by="jitrope in place", **FORWARD),
                 "rounded once": of("x COPY", by="jitrope, rounded once", **FORWARD),
                 "rounded twice": of("x COPY", by="jitrope, rounded twice", **FORWARD),
+                "batch invariant": of("x COPY", by="jitrope, batch invariant", **FORWARD),
                 "`F.rms_norm` + `apply_rope` in place": of("x COPY", by=f"{CHAIN} in place", **FORWARD),
                 "Liger": of("x COPY", by="Liger", **FORWARD),
                 **{head: of("x COPY", by=by, **FORWARD) for by, head in PLAIN.items()},
