@@ -48,14 +48,25 @@ class Absent(types.ModuleType):
         return MagicMock()
 
 
+_DELTA = "fla.ops.gated_delta_rule"
+_NEED_TRITON = {
+    "triton": ("triton", "triton.language"),
+    "fla": ("fla.modules.conv.triton.ops", _DELTA, f"{_DELTA}.chunk", f"{_DELTA}.fused_recurrent"),
+}
+
+
 @contextmanager
 def triton() -> Iterator[None]:
-    """Triton, or a stand-in: torchtitan imports it for other kernels, and torch's CPU build has none."""
+    """Triton and flash-linear-attention, or stand-ins: torchtitan imports them for other kernels.
+
+    torch's CPU build has no Triton, and flash-linear-attention (of Qwen 3.5's other layers) needs it.
+    """
     importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
     with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("triton") is None:
-            for name in ("triton", "triton.language"):
-                patch.setitem(sys.modules, name, Absent(name))
+        for package, names in _NEED_TRITON.items():
+            if importlib.util.find_spec(package) is None:
+                for name in names:
+                    patch.setitem(sys.modules, name, Absent(name))
         yield
 
 
