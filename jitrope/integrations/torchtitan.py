@@ -8,8 +8,9 @@ nothing is gathered. Outputs have the host's bits on the same device. Parameters
 
     --override.imports jitrope.integrations.torchtitan.attention
 
-replaces each `GQAttention.Config`, and its rope as above. If it has norms of q and k (Qwen3), they are in the same
-launch. The two ropes cannot be named beside it, because torchtitan refuses overrides of nested configurations.
+replaces the rope of each attention as above, and Qwen 3.5's `MRoPE.Config`. If a `GQAttention` has norms of q and k
+(Qwen3), they are in the same launch, and so are those of `Qwen35Attention`, which rotates a part of each head. The two
+ropes cannot be named beside it, because torchtitan refuses overrides of nested configurations.
 
 q and k are (B, S, H, D), as in torchtitan 0.3, or packed (T, H, D), as in versions since 2026-08-20. The host still
 checks the positions. Calls left to the host are logged once for each reason; `calls` and `reasons` count them.
@@ -17,21 +18,27 @@ checks the positions. Calls left to the host are logged once for each reason; `c
 
 from __future__ import annotations
 
+import ast
+import copy
 import importlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
-from ..ops.values import Norm
+from ..ops.values import Mrope, Norm, Positions
 from . import _host
 from ._layers import AsSelf, form_of
 from ._norms import NormForm, check_results, unhooked
+from ._rewrite import Source
 
 calls = _host.calls["torchtitan"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -41,7 +48,12 @@ reasons = _host.reasons["torchtitan"]
 
 
 def rotate_cos_sin(
-    query: Tensor, key: Tensor, cache: Tensor, positions: Tensor | None = None, norm: Norm | None = None
+    query: Tensor,
+    key: Tensor,
+    cache: Tensor,
+    positions: Tensor | None = None,
+    norm: Norm | None = None,
+    mrope_section: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate halves by a table of `CosSinRoPE`.
 
@@ -51,10 +63,12 @@ def rotate_cos_sin(
 
     Args:
         query, key: (B, S, H, D) or (T, H, D), each with its number of heads, any strides.
-        cache: (max_seq_len, 2 D): cosines of the D / 2 pairs twice, then sines.
+        cache: (max_seq_len, 2 R): cosines of the R / 2 pairs twice, then sines. The first R elements are rotated.
         positions: int32 or int64 (B, S) or (1, S), or (T), rows of the cache; default 0, 1, ... A token with a position
             outside of the cache becomes NaN here; the modules run the host's check before.
         norm: a norm of query and key before the rotation, in the same launch.
+        mrope_section: the number of pairs of each axis, interleaved (`MRoPE`); positions may then be (B, S, 3) or
+            (T, 3), along time, height and width.
 
     Returns:
         query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.
@@ -64,7 +78,10 @@ def rotate_cos_sin(
     """
     half = cache.shape[-1] // 4  # both members of a pair have one angle, so half of the table is enough
     words = {"cos": cache[:, :half], "sin": cache[:, 2 * half : 3 * half], "rotary_dim": 2 * half}
-    return _both(query, key, norm, positions=positions, **words)
+    rows: Tensor | Positions | None = positions
+    if mrope_section is not None and positions is not None and positions.dim() == query.dim() - 1:
+        rows = Mrope(positions.movedim(-1, 0), mrope_section, mrope_interleaved=True)
+    return _both(query, key, norm, positions=rows, **words)
 
 
 def rotate_complex(
@@ -72,7 +89,7 @@ def rotate_complex(
 ) -> tuple[Tensor, Tensor]:
     """Rotate neighbours by a table of `ComplexRoPE`: complex64 cos + i sin, (max_seq_len, D / 2).
 
-    The other arguments, the result and the errors are those of `rotate_cos_sin`.
+    The other arguments, the result and the errors are those of `rotate_cos_sin`, without mrope_section.
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
     >>> cache = torch.complex(*jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0]))
@@ -90,19 +107,19 @@ def _both(query: Tensor, key: Tensor, norm: Norm | None, **words: Any) -> tuple[
 
 
 def _rotate(
-    rope: Any, function: Any, query: Tensor, key: Tensor, positions: Any = None, weights: tuple[Tensor, ...] = ()
+    rope: Any, size: int, function: Any, query: Tensor, key: Tensor, positions: Any = None, weights: Any = ()
 ) -> Any:
     """query and key rotated by a module's table; each rank rotates its shards.
 
-    function: of query, key, table, weights and, if they are given, positions.
+    size: of the part of each head that the host rotates.
+    function: of the module's configuration, query, key, table, weights and, if they are given, positions.
     """
-    # The host broadcasts a partial rotation or refuses it.
-    if any(x.shape[-1] != rope.config.dim for x in (query, key)):
+    if size != rope.config.dim:  # the host broadcasts a smaller table or refuses it
         raise InvalidInput("the heads and the table have different sizes")
     cache, given = _local(rope.cache), () if positions is None else (positions,)
     if given and rope._check is not None:
         rope._check(_local(positions), max_valid_pos=cache.shape[0] - 1)
-    return function(query, key, cache, *weights, *given)
+    return function(rope.config, query, key, cache, *weights, *given)
 
 
 def _local(x: Tensor) -> Tensor:
@@ -131,7 +148,19 @@ def _moves_nothing(module: Any) -> bool:
     return bool(same and config.local_map is None)
 
 
-def _typed(function: Any, weights: int = 0) -> Any:
+def _rotation(rotate: Any, affine: int = 0, norm: dict[str, Any] | None = None) -> Any:
+    """A function for `_rotate` with `affine` weights. norm: the words of a norm before the rotation."""
+
+    def function(config: Any, query: Tensor, key: Tensor, cache: Tensor, *others: Tensor) -> Any:
+        words = {} if norm is None else {"norm": Norm(*others[:affine], **norm)}
+        section = getattr(config, "mrope_section", None)
+        words |= {} if section is None else {"mrope_section": section}
+        return rotate(query, key, cache, *others[affine:], **words)
+
+    return _typed(function, affine)
+
+
+def _typed(function: Any, weights: int) -> Any:
     """The function with the types of its inputs and outputs, for torchtitan's sharding checker.
 
     weights: the number of tensors after the table that every rank has whole.
@@ -142,16 +171,27 @@ def _typed(function: Any, weights: int = 0) -> Any:
     parts, same = {"dp": spmd.V, "cp": spmd.V, "tp": spmd.V}, {"dp": spmd.V, "cp": spmd.V, "tp": spmd.R}
     typed = {}
     for dim, tokens in ((4, ("dp", "cp")), (3, (("dp", "cp"),))):
-        heads, ids = (parts, spmd.PartitionSpec(*tokens, "tp", None)), (same, spmd.PartitionSpec(*tokens))
-        whole = (heads, heads, *([table] * (1 + weights)))
-        for types in ((*whole, ids), whole):
-            typed[dim, len(types)] = spmd.local_map(in_types=types, out_types=(heads, heads))(function)
-    return lambda *tensors: typed.get((tensors[0].dim(), len(tensors)), function)(*tensors)
+        heads = (parts, spmd.PartitionSpec(*tokens, "tp", None))
+        ids, of_axes = ((same, spmd.PartitionSpec(*tokens, *axis)) for axis in ((), (None,)))
+        for ids_dim, given in ((0, ()), (dim - 2, (ids,)), (dim - 1, (of_axes,))):
+            types = (None, heads, heads, *([table] * (1 + weights)), *given)
+            typed[dim, ids_dim] = spmd.local_map(in_types=types, out_types=(heads, heads))(function)
+
+    def chosen(config: Any, query: Tensor, *tensors: Tensor) -> Any:
+        ids_dim = tensors[-1].dim() if len(tensors) > 2 + weights else 0
+        return typed.get((query.dim(), ids_dim), function)(config, query, *tensors)
+
+    return chosen
 
 
-_ROPE = "torchtitan.models.common.rope"
-_FUNCTIONS = {"CosSinRoPE": rotate_cos_sin, "ComplexRoPE": rotate_complex}
-_PLACES = {**dict.fromkeys(_FUNCTIONS, _ROPE), "GQAttention": "torchtitan.models.common.attention"}
+_FUNCTIONS = {"CosSinRoPE": rotate_cos_sin, "ComplexRoPE": rotate_complex, "MRoPE": rotate_cos_sin}
+_PLACES = {
+    "CosSinRoPE": "torchtitan.models.common.rope",
+    "ComplexRoPE": "torchtitan.models.common.rope",
+    "MRoPE": "torchtitan.models.qwen3_5.rope",
+    "GQAttention": "torchtitan.models.common.attention",
+    "Qwen35Attention": "torchtitan.models.qwen3_5.model",
+}
 """The modules of the host's classes. They are imported at first use."""
 
 
@@ -170,10 +210,10 @@ def _subclass(name: str) -> Any:
 
 
 def _rope_methods(host: Any) -> dict[str, Any]:
-    function = _typed(_FUNCTIONS[host.__name__])
+    function = _rotation(_FUNCTIONS[host.__name__])
 
     def forward(self: Any, query: Tensor, key: Tensor, positions: Tensor | None = None) -> Any:
-        ours, theirs = partial(_rotate, self, function), partial(host.forward, self)
+        ours, theirs = partial(_rotate, self, query.shape[-1], function), partial(host.forward, self)
         return _host.take("torchtitan", ours, theirs, query, key, positions)
 
     check = getattr(sys.modules[host.__module__], "_maybe_check_max_pos", None)  # not in all versions
@@ -181,19 +221,22 @@ def _rope_methods(host: Any) -> dict[str, Any]:
 
 
 def _attention_methods(host: Any) -> dict[str, Any]:
+    theirs = _without_copies(host.forward)
+
     def built(self: Any, config: Any) -> None:
         host.__init__(self, config)
         self._norm_form = form = _form(self)
         if form is not None:  # we keep no module, because a pipeline copies the layer
             affine = sum(getattr(norm, "weight", None) is not None for norm in (self.q_norm, self.k_norm))
             self._norm_words = form.words(self.q_norm)
-            self._norm_and_rotate = _normed(_FUNCTIONS[type(self.rope).__name__], affine, self._norm_words)
+            self._norm_and_rotate = _rotation(_FUNCTIONS[type(self.rope).__name__], affine, self._norm_words)
 
     @wraps(host.forward)  # torchtitan reads the names of its arguments
     def forward(self: Any, *arguments: Any, **words: Any) -> Any:
-        fused = self._norm_form is not None
-        layer = AsSelf(self, q_norm=None, k_norm=None, rope=partial(_FUSED, self)) if fused else self
-        return host.forward(layer, *arguments, **words)
+        if self._norm_form is None:
+            return host.forward(self, *arguments, **words)
+        whole = {"q_norm": _as_it_is, "k_norm": _as_it_is, "rotary_dim": self.head_dim}
+        return theirs(AsSelf(self, rope=partial(_FUSED, self), **whole), *arguments, **words)
 
     return {"__init__": built, "forward": forward}
 
@@ -211,40 +254,69 @@ def _form(layer: Any) -> NormForm | None:
     return forms[0] if forms[0] == forms[1] else None
 
 
-def _normed(rotate: Any, affine: int, words: dict[str, Any]) -> Any:
-    """A function of query, key, table, `affine` weights and perhaps positions. words: those of the norm."""
+_JOINED = "_jitrope_joined"
+"""The name of `_joined` in the host's modules."""
 
-    def function(query: Tensor, key: Tensor, cache: Tensor, *others: Tensor) -> Any:
-        return rotate(query, key, cache, *others[affine:], **{"norm": Norm(*others[:affine], **words)})
 
-    return _typed(function, affine)
+def _without_copies(forward: Any) -> Any:
+    """A `forward` with `_joined` in place of `torch.cat`; if its source is not there, `forward`."""
+    try:
+        source = Source(forward, {})
+    except ValueError:
+        return forward
+    tree = copy.deepcopy(source.tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.cat":
+            node.func = ast.copy_location(ast.Name(_JOINED, ast.Load()), node.func)
+    forward.__globals__[_JOINED] = _joined
+    return FunctionType(source.code_of(tree), forward.__globals__, forward.__name__, forward.__defaults__)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, without a copy if only one part has elements along the axis."""
+    some = [part for part in parts if part.shape[dim]]
+    return some[0] if len(some) == 1 else torch.cat(some, dim=dim)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _rotated_size(layer: Any) -> int:
+    size: int = getattr(layer, "rotary_dim", layer.head_dim)
+    return size
 
 
 def _fused(layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
     unhooked(layer.rope, _moves_nothing(layer.rope), "rope")  # we do not call it
     weights = _weights((layer.q_norm, layer.k_norm), layer._norm_form, layer._norm_words, query)
-    return _rotate(layer.rope, layer._norm_and_rotate, query, key, positions, weights), 1
+    return _rotate(layer.rope, _rotated_size(layer), layer._norm_and_rotate, query, key, positions, weights), 1
 
 
 def _separate(reason: str, layer: Any, query: Tensor, key: Tensor, positions: Any = None) -> Any:
     _host.note_unfused("torchtitan", reason)
-    return layer.rope(layer.q_norm(query), layer.k_norm(key), positions)
+    heads, size = (layer.q_norm(query), layer.k_norm(key)), _rotated_size(layer)
+    rotated = layer.rope(*(x[..., :size] for x in heads), positions)
+    return [_joined([x, whole[..., size:]], dim=-1) for x, whole in zip(rotated, heads)]
 
 
 _FUSED = _host.or_else("torchtitan", "fused", _fused, _separate)
 
 
 def __getattr__(name: str) -> Any:
-    """Return `CosSinRoPE`, `ComplexRoPE` or `GQAttention`, for configurations written by hand, and for pickle."""
+    """Return our subclass of a class of the host, for configurations written by hand, and for pickle."""
     if name in _PLACES:
         return _subclass(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _derived(config: Any, name: str) -> Any:
+def _derived(config: Any, **changes: Any) -> Any:
+    """The configuration of our subclass, or of the same class if we have none."""
     from torchtitan.config.override import derive
 
-    return derive(config, _subclass(name).Config)
+    made = type(config)
+    name = made.__qualname__.partition(".")[0]
+    return derive(config, _subclass(name).Config if _PLACES.get(name) == made.__module__ else made, **changes)
 
 
 def cos_sin_rope(config: Any) -> Any:
@@ -253,7 +325,7 @@ def cos_sin_rope(config: Any) -> Any:
     >>> from torchtitan.models.common.rope import CosSinRoPE
     >>> rope = jitrope_torchtitan.cos_sin_rope(CosSinRoPE.Config(dim=64, max_seq_len=16)).build()
     """
-    return _derived(config, "CosSinRoPE")
+    return _derived(config)
 
 
 def complex_rope(config: Any) -> Any:
@@ -262,23 +334,20 @@ def complex_rope(config: Any) -> Any:
     >>> from torchtitan.models.common.rope import ComplexRoPE
     >>> rope = jitrope_torchtitan.complex_rope(ComplexRoPE.Config(dim=64, max_seq_len=16)).build()
     """
-    return _derived(config, "ComplexRoPE")
+    return _derived(config)
 
 
 def attention(config: Any) -> Any:
-    """The override of `GQAttention.Config` and its rope: name it in `override.imports`, and no other.
+    """The override of `BaseAttention.Config` and its rope: name it in `override.imports`, and no other.
 
-    Norms of q and k and the rotation are one launch. A rope that the other two overrides do not replace stays.
+    Norms of q and k and the rotation are one launch in `GQAttention` and in `Qwen35Attention`. In other attention, as
+    in subclasses of these, only the rope is replaced; a rope of another class than the host's stays.
 
     >>> from torchtitan.models.qwen3 import qwen3_configs
     >>> layer = qwen3_configs["debugmodel"](attn_backend="flex").layers[0]
     >>> layer.attention = jitrope_torchtitan.attention(layer.attention)
     """
-    made = _derived(config, "GQAttention")
-    rope = type(made.rope).__qualname__.partition(".")[0]
-    if rope in _FUNCTIONS and type(made.rope).__module__ == _ROPE:
-        made.rope = _derived(made.rope, rope)
-    return made
+    return _derived(config, **({"rope": _derived(config.rope)} if hasattr(config, "rope") else {}))
 
 
 @lru_cache(maxsize=1)
@@ -291,9 +360,12 @@ def register() -> None:
         ImportError: torchtitan is not installed.
     """
     from torchtitan.config.override import override
+    from torchtitan.models.common import attention as common
+    from torchtitan.models.common import rope
 
-    for name, factory in zip(_PLACES, (cos_sin_rope, complex_rope, attention)):
-        override(target=_host_class(name).Config, exact=True, description=factory.__doc__)(factory)
+    for host, factory in ((rope.CosSinRoPE, cos_sin_rope), (rope.ComplexRoPE, complex_rope)):
+        override(target=host.Config, exact=True, description=factory.__doc__)(factory)
+    override(target=common.BaseAttention.Config, description=attention.__doc__)(attention)
 
 
 if "torchtitan.config.override" in sys.modules:  # true when torchtitan imports this module as an override
