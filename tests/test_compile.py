@@ -153,7 +153,12 @@ LARGEST += [
              quantize={"dtype": "fp8", "hadamard": "rest"}),
     prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": "rotary"},
              cache={**FP8_CACHE, "page_size": 16}),
-    prepared(heads=[32, 8], norm=TWICE, positions=IDS, quantize={"dtype": "fp8", "per": "kv_head"}),
+    prepared(heads=[32, 8], norm=TWICE, positions=IDS,
+             quantize=[{"dtype": "fp8", "per": "kv_head", "v": v} for v in (False, True)]),
+    prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "v": True}),
+    prepared(heads=[32, 8], norm=FP32, quantize={"dtype": "fp4", "group": 16, "scale_dtype": "fp8", "v": True}),
+    prepared(function="prepare_packed_qkv", heads=[32, 8], order="qkv", bias=True, norm=TWICE,
+             quantize={"dtype": "fp8", "group": 32, "scale_dtype": "e8m0", "v": True}),
     *(prepared(heads=[32, 8], positions=IDS, norm=norm, cache={
         **FP8_CACHE, "k_cache": "fp4", "v_cache": "fp4", "page_size": 16,
         "k_block_scale": "fp8", "v_block_scale": "fp8",

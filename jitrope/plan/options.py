@@ -94,6 +94,7 @@ class Options(NamedTuple):
     scale_out: str = "fp32"  # the dtype of dynamic scales
     swizzled: bool = False  # in tiles of 128 tokens and 4 groups
     per_row: bool = False  # dynamic scales alone, each of a head of a batch row
+    dynamic_v: bool = False  # v has dynamic scales too
     norm: NormOptions | None = None
     inplace: bool = False
 
