@@ -250,11 +250,9 @@ __device__ __forceinline__ void store_block_scale(
         const Strides& stride = p.block_scale_stride[head.is_v];
         ScaleOut* scales = static_cast<ScaleOut*>(p.block_scale[head.is_v]) + stride.batch.step(slot.place.batch)
             + stride.group.step(head.index) + stride.dim.step(GROUPED ? dim / (GROUPED ? GROUP : 1) : 0);
-        const auto put = [&](int row, float x) {
-            from_float(x, scales[stride.token.step(row / 4) + stride.head.step(row % 4)]);
-        };
-        put(slot.place.token, scale);
+        const auto at = [&](int row) { return scales + (stride.token.step(row / 4) + stride.head.step(row % 4)); };
+        from_float(scale, *at(slot.place.token));
         if constexpr (CLEAR_PAGE)
-            for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) put(row, 0.0f);
+            for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) *at(row) = ScaleOut{};
     }
 }

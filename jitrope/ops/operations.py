@@ -181,7 +181,7 @@ class _QKNormRopeKVCache(Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
     tensors = (*_RopeKVCache.tensors, *[f"{x}?" for x in BLOCK_SCALES], *WEIGHTS, "v_weight?", *BIASES, *GIVEN_MEANS)
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
-    options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
+    options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard", "scale_fmt")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
     check = staticmethod(checks.check_norm_kv_cache)
 
@@ -191,7 +191,7 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
-    options = (*NORMED, *PLACED, "rotate_k", "out_dtype", "clear_page", "hadamard", "group", "scale_out", "swizzled")
+    options = (*_QKNormRopeKVCache.options, "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results = ("q", "q_scale")
     inplace = False

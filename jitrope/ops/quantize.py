@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, shown, whole, word
 from ..base.errors import InvalidInput
-from ..plan.options import HADAMARDS
+from ..plan.options import HADAMARDS, SCALE_FMTS
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, scale_number, scales
@@ -123,8 +123,8 @@ class DynamicQuantize(Value):
         scale_fmt: None, or "ue8m0", DeepSeek-V3.1's word: scales are rounded up to powers of two, as above, but stay in
             torch.float32, as DeepGEMM reads them on Hopper (there with group=128). With a scale_dtype of
             torch.float8_e8m0fnu they are the bytes. A group of zeros has the scale 2^-127. It cannot be combined with
-            scales in e4m3, swizzled without a scale_dtype, per="head", per="kv_head" and block scales in fp32 beside
-            a cache.
+            scales in e4m3, swizzled without a scale_dtype, per="head" and per="kv_head". Beside a cache with block
+            scales in fp32 give it to `KVCache` too.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
         per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
             tokens of a batch row; the scales are (B, H) in fp32, with "thd" (1, H), of all sequences. "kv_head": the
@@ -220,7 +220,7 @@ def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
         must = "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3"
         refuse("DynamicQuantize", "scale_dtype", scale_dtype, must)
     if scale_fmt is not None:
-        word("DynamicQuantize", "scale_fmt", scale_fmt, ("ue8m0",))
+        word("DynamicQuantize", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
         if scale_dtype == FP8:
             raise InvalidInput(f"DynamicQuantize: scale_fmt does not go with scale_dtype={FP8}")
     if scale_dtype == torch.float32:

@@ -344,7 +344,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         cache = t[f"{name}_cache"]
         made = {f"{name}_cache": x}
         if f"{name}_block_scale" in t:
-            form = changed(o, **block_format(t, x.shape[-1])._asdict())
+            form = changed(o, **block_format(t, x.shape[-1], o)._asdict())
             pair = scaled_elements(unrounded.float(), form, t.get(f"{name}_scale"))
             made = dict(zip((f"{name}_cache", f"{name}_block_scale"), pair))
         elif cache.dtype in FP8S:

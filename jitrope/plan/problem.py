@@ -255,7 +255,7 @@ class _Call:
 
     def _of_blocks(self) -> dict[str, Any]:
         """The scales beside a cache; q's, if there are any, are of the same kind."""
-        form = block_format(self.tensors, self.head_dim)
+        form = block_format(self.tensors, self.head_dim, self.options)
         return {"group": form.group if form.group < self.head_dim else 0, "scale_out": form.scale_out}
 
     def _norm_fields(self) -> dict[str, Any]:
