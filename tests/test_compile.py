@@ -142,6 +142,9 @@ LARGEST += [
     prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}, norm={
         "k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k",
     }, cache={"k_cache": "fp8", "k_block_scale": "fp32", "group": 128, "slot_mapping": "int64"}),
+    prepared(heads=[64, 1], rotary_dim=64, cache={
+        "k_cache": "fp8", "k_block_scale": "fp32", "group": 128, "scale_fmt": "ue8m0", "slot_mapping": "int64",
+    }),
     prepared(heads=[32, 8], norm={"k_weight": "bf16", "of": "k"}, backward=True),
     prepared(heads=[128, 1], head_dim=64, positions=IDS, norm={"v_weight": "bf16", "of": "v", "rounding": "once"},
              cache={"k_cache": "bf16", "v_cache": "bf16", "slot_mapping": "int64"}),
