@@ -3,6 +3,7 @@
 // warp call them, because they exchange elements.
 
 constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC;
+constexpr bool DYNAMIC_V = DYNAMIC_Q && CONVERT_V;       // v has scales of its own too
 constexpr bool GROUPED = DYNAMIC && GROUP != 0 && GROUP < HEAD_DIM;
 constexpr int SCALES = GROUPED ? ACCESSES : 1;           // scales of a lane's part of a head: an access is in one group
 constexpr int WIDTH = TEAM < 32 ? TEAM : 32;             // threads that transform a head
@@ -216,13 +217,19 @@ __device__ __forceinline__ long long offset_in_tiles(int token, int group) {
     return (static_cast<long long>(row / 128) * TILES + column / 4) * 512 + in_tile;
 }
 
-// Stores a scale of a head. dim: the first element that has it.
+// Stores a scale of a head. dim: the first element that has it. HAS: DYNAMIC_V; a template, because other kernels have
+// no such arguments.
+template <bool HAS, typename Arguments>
 __device__ __forceinline__ void store_scale(
-    const Params& p, const Head& head, const Place& place, int dim, float scale
+    const Arguments& p, const Head& head, const Place& place, int dim, float scale
 ) {
-    const Strides& stride = p.scale_stride[head.is_q ? 0 : 1];
+    const Strides* strides = &p.scale_stride[head.is_q ? 0 : 1];
+    ScaleOut* first = p.scale_out[head.is_q ? 0 : 1];
+    if constexpr (HAS)
+        if (head.is_v) strides = &p.v_scale_stride, first = static_cast<ScaleOut*>(p.v_scale_out);
+    const Strides& stride = *strides;
     const int group = GROUPED ? dim / (GROUPED ? GROUP : 1) : 0;
-    ScaleOut* out = p.scale_out[head.is_q ? 0 : 1]
+    ScaleOut* out = first
         + (SWIZZLED ? offset_in_tiles(place.token, group) : stride.token.step(place.token))
         + head.step(stride.group, stride.head);
     if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
@@ -243,11 +250,9 @@ __device__ __forceinline__ void store_block_scale(
         const Strides& stride = p.block_scale_stride[head.is_v];
         ScaleOut* scales = static_cast<ScaleOut*>(p.block_scale[head.is_v]) + stride.batch.step(slot.place.batch)
             + stride.group.step(head.index) + stride.dim.step(GROUPED ? dim / (GROUPED ? GROUP : 1) : 0);
-        const auto put = [&](int row, float x) {
-            from_float(x, scales[stride.token.step(row / 4) + stride.head.step(row % 4)]);
-        };
-        put(slot.place.token, scale);
+        const auto at = [&](int row) { return scales + (stride.token.step(row / 4) + stride.head.step(row % 4)); };
+        from_float(scale, *at(slot.place.token));
         if constexpr (CLEAR_PAGE)
-            for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) put(row, 0.0f);
+            for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) *at(row) = ScaleOut{};
     }
 }

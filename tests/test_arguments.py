@@ -430,7 +430,7 @@ def parameters() -> list[tuple[Function, str]]:
         without = {"launch", "norm", "out_dtype", "shifts", *(("interleaved_out", "q_scale") if f.in_place else ())}
         without |= {"inverse"} if f.name == "norm_fp8" else set()  # it goes with hadamard alone
         without |= {"hadamard"} if "kv_cache" in f.name else set()  # it goes with quantize alone
-        without |= {"k_block_scale", "v_block_scale"}  # heads are too short; test_fp4_cache has them
+        without |= {"k_block_scale", "v_block_scale", "scale_fmt"}  # heads are too short; test_index_cache has them
         without |= {"v_weight"}  # it goes with of="v" alone; test_latent_norm has it
         without |= {"v_scale"} if "fp8" in f.name else set()  # these calls have no v; test_quantized_v has it
         found += [(f, word) for word in dict.fromkeys(words) if word not in without]

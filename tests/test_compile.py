@@ -142,6 +142,9 @@ LARGEST += [
     prepared(heads=[64, 1], rotary_dim=64, quantize={"dtype": "fp8", "hadamard": True}, norm={
         "k_weight": "fp32", "k_bias": "fp32", "kind": "layer_norm", "of": "k",
     }, cache={"k_cache": "fp8", "k_block_scale": "fp32", "group": 128, "slot_mapping": "int64"}),
+    prepared(heads=[64, 1], rotary_dim=64, cache={
+        "k_cache": "fp8", "k_block_scale": "fp32", "group": 128, "scale_fmt": "ue8m0", "slot_mapping": "int64",
+    }),
     prepared(heads=[32, 8], norm={"k_weight": "bf16", "of": "k"}, backward=True),
     prepared(heads=[128, 1], head_dim=64, positions=IDS, norm={"v_weight": "bf16", "of": "v", "rounding": "once"},
              cache={"k_cache": "bf16", "v_cache": "bf16", "slot_mapping": "int64"}),
@@ -153,7 +156,12 @@ LARGEST += [
              quantize={"dtype": "fp8", "hadamard": "rest"}),
     prepared(heads=[64, 8], rotary_dim=64, quantize={"q_scale": 1.0, "hadamard": "rotary"},
              cache={**FP8_CACHE, "page_size": 16}),
-    prepared(heads=[32, 8], norm=TWICE, positions=IDS, quantize={"dtype": "fp8", "per": "kv_head"}),
+    prepared(heads=[32, 8], norm=TWICE, positions=IDS,
+             quantize=[{"dtype": "fp8", "per": "kv_head", "v": v} for v in (False, True)]),
+    prepared(heads=[24, 24], norm=ONCE, interleaved=True, quantize={"dtype": "int8", "v": True}),
+    prepared(heads=[32, 8], norm=FP32, quantize={"dtype": "fp4", "group": 16, "scale_dtype": "fp8", "v": True}),
+    prepared(function="prepare_packed_qkv", heads=[32, 8], order="qkv", bias=True, norm=TWICE,
+             quantize={"dtype": "fp8", "group": 32, "scale_dtype": "e8m0", "v": True}),
     *(prepared(heads=[32, 8], positions=IDS, norm=norm, cache={
         **FP8_CACHE, "k_cache": "fp4", "v_cache": "fp4", "page_size": 16,
         "k_block_scale": "fp8", "v_block_scale": "fp8",

@@ -46,8 +46,9 @@ class Cache:
         group: int = 128,
         scale_dtype: torch.dtype = torch.float32,
         one_page: bool = True,
+        scale_fmt: str | None = None,
     ) -> None:
-        self.device, self.group, self.dim = device, group, dim
+        self.device, self.group, self.dim, self.powers = device, group, dim, scale_fmt or scale_dtype == E8M0
         width, size = dim // (2 if dtype == FP4 else 1), 4 if scale_dtype == torch.float32 else 1
         each = ROWS * k_heads * width * dtype.itemsize, ROWS * k_heads * dim // group * size
         generator = torch.Generator().manual_seed(4)
@@ -72,11 +73,10 @@ class Cache:
             others = [slot for slot in range(PAGES * ROWS) if slot not in slots]
             assert torch.equal(now[others], before[others])
         scale = self.scales.contiguous().flatten(0, 1)[slots].cpu()
-        rounded = scale.dtype == E8M0
-        scale = torch.exp2(scale.view(torch.uint8).float() - 127) if rounded else scale.float()
+        scale = torch.exp2(scale.view(torch.uint8).float() - 127) if scale.dtype == E8M0 else scale.float()
         want = want.cpu()[tokens]
         largest = want.unflatten(-1, (-1, self.group)).abs().amax(-1) / LARGEST[self.values.dtype]
-        largest = torch.exp2(torch.ceil(torch.log2(largest))) if rounded else largest
+        largest = torch.exp2(torch.ceil(torch.log2(largest))) if self.powers else largest
         torch.testing.assert_close(scale.double(), largest, rtol=1e-5, atol=0)
         values = self.values.view(torch.uint8).contiguous().flatten(0, 1)[slots].view(self.values.dtype)
         near_units(values, want / scale.double().repeat_interleave(self.group, -1))
@@ -182,6 +182,9 @@ FORMATS = [
     (E4M3, 32, E8M0),
     (FP4, 32, E8M0),
     (FP4, 16, torch.float32),
+    (E4M3, 128, torch.float32, "ue8m0"),
+    (FP4, 32, torch.float32, "ue8m0"),
+    (E4M3, 64, E8M0, "ue8m0"),
 ]
 
 
@@ -189,17 +192,16 @@ FORMATS = [
 @pytest.mark.parametrize("quantized", [False, True], ids=["q", "scaled q"])
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_scales_beside_k_and_v(form: tuple[Any, ...], quantized: bool, device: str) -> None:
-    dtype, group, scale_dtype = form
+    dtype, group, scale_dtype, scale_fmt = (*form, None)[:4]
     q, k, v, cos, sin, _, _ = tensors(device, 128, 2, torch.float16)
-    caches = [Cache(device, 128, 2, dtype, group, scale_dtype, one_page) for one_page in (True, False)]
+    caches = [Cache(device, 128, 2, dtype, group, scale_dtype, one_page, scale_fmt) for one_page in (True, False)]
     to, places = places_of("pages", device)
     scales = dict(zip(("k_block_scale", "v_block_scale"), [x.scales for x in caches]))
     words: dict[str, Any] = {"rotary_dim": 64, "layout": "thd"}
     if quantized:
-        words["quantize"] = DynamicQuantize(dtype, group=group, scale_dtype=scale_dtype)
-    got, _, _ = jitrope.prepare_qkv(
-        q, k, v, cos, sin, cache=KVCache(*[x.values for x in caches], to, **scales), **words
-    )
+        words["quantize"] = DynamicQuantize(dtype, group=group, scale_dtype=scale_dtype, scale_fmt=scale_fmt)
+    cache = KVCache(*[x.values for x in caches], to, **scales, scale_fmt=scale_fmt)
+    got, _, _ = jitrope.prepare_qkv(q, k, v, cos, sin, cache=cache, **words)
     caches[0].check(expected(k, cos, sin, None, False), places)
     caches[1].check(oracle.exact(v), places)
     want = expected(q, cos, sin, None, False)
@@ -211,12 +213,13 @@ def test_scales_beside_k_and_v(form: tuple[Any, ...], quantized: bool, device: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_rest_of_a_page_is_cleared_with_its_scales(device: str) -> None:
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
+def test_the_rest_of_a_page_is_cleared_with_its_scales(scale_fmt: str | None, device: str) -> None:
     q, k, _, cos, sin, _, _ = tensors(device)
     to, places = places_of("pages", device)
     to.words["clear_page"] = True
-    cache = Cache(device, group=32)
-    into = KVCache(cache.values, None, to, k_block_scale=cache.scales)
+    cache = Cache(device, group=32, scale_fmt=scale_fmt)
+    into = KVCache(cache.values, None, to, k_block_scale=cache.scales, scale_fmt=scale_fmt)
     jitrope.prepare_qkv(q, k, None, cos, sin, rotary_dim=64, cache=into, layout="thd")
     rest = PAGE_TABLE[-1] * ROWS + 3  # the sequence has 11 tokens
     assert all((x[rest] == 0).all() for x in cache.bytes())
@@ -301,5 +304,11 @@ def test_refusals() -> None:
     refused(f"{differs}scale of fp32 for 128 elements; they must match", quantize=DynamicQuantize(group=32))
     powers = DynamicQuantize(scale_fmt="ue8m0")
     refused("quantize makes q fp8 with a scale of ue8m0 in fp32 .*; they must match", quantize=powers)
+    refused("are fp8 with a scale of ue8m0 .*; they must match", quantize=DynamicQuantize(), scale_fmt="ue8m0")
+    refused("scale_fmt is 'ue8m0'; it must be None without k_block_scale", k_block_scale=None, scale_fmt="ue8m0")
+    refused("scale_fmt is 'ue8m0'; it must be None .* with scales in", k_block_scale=e4m3, scale_fmt="ue8m0")
+    refused("scale_fmt is 'e8m0'; it must be", scale_fmt="e8m0")
+    given = KVCache(cache.values, None, torch.arange(T), k_block_scale=cache.scales, scale_fmt="ue8m0")
+    assert "scale_fmt='ue8m0'" in repr(given)
     refused("quantize makes q int8 .*; they must match", quantize=DynamicQuantize(torch.int8))
     refused("k_cache and k_block_scale share memory", k_block_scale=cache.values.view(torch.float32)[..., :1])

@@ -242,7 +242,7 @@ def test_the_host_and_the_kernel_count_the_same_words(spec: RopeSpec, stages: tu
     if compiler.nvrtc_version() < (13, 5):
         pytest.skip("this NVRTC has no __builtin_offsetof, which 13.5 has")
     if stages:
-        own = dict.fromkeys(set(stages) - {"paged"}, True)
+        own = dict.fromkeys({*stages, "dynamic_q", "convert_v"} - {"paged", "dynamic_v"}, True)
         spec = replace(spec, **own, page_table_dtype="int32", page_size=16, copy_v=True, q_per_group=2)
     assert spec.stages == stages
     own = [[argument for stage in stages for argument in arguments.OPTIONAL[stage][n]] for n in (0, 1)]

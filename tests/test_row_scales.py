@@ -194,10 +194,11 @@ def test_torchs_machinery() -> None:
 
     for x, y in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k), call(q, k)):
         assert_same(x, tuple(y))
-    options = Options(rotary_dim=64, per_row=True, norm=NO_NORM)
-    arguments = op_arguments(QK_NORM_ROPE_SCALES, [q, k], [cos, sin], options)
-    utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scales.default, arguments, test_utils=utils)
+    for heads in ([q, k], [q, k, k + 1]):
+        options = Options(rotary_dim=64, per_row=True, norm=NO_NORM, dynamic_v=len(heads) > 2)
+        arguments = op_arguments(QK_NORM_ROPE_SCALES, heads, [cos, sin], options)
+        utils = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+        torch.library.opcheck(torch.ops.jitrope.qk_norm_rope_scales.default, arguments, test_utils=utils)
 
 
 def test_refusals() -> None:

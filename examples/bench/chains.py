@@ -219,9 +219,10 @@ def indexer(x: Inputs) -> Any:
 
 
 def operands(x: Inputs, *axes: int) -> Any:
-    """q and k in e4m3 and v, heads first. The scale of a head is that of a token, or of those axes too."""
+    """q and k in e4m3 and v, heads first. A head has the scale of a token, or with axes of those, which v has too."""
     q, k = (scaled(turned(rms(y, w), x.cos, x.sin, True), *axes) for y, w in zip((x.q, x.k), x.weights))
-    return [*(y.transpose(1, 2).contiguous() for y in (q[0], k[0], x.v)), q[1], k[1]]
+    v = scaled(x.v, *axes) if axes else [x.v]
+    return [*(y.transpose(1, 2).contiguous() for y in (q[0], k[0], v[0])), q[1], k[1], *v[1:]]
 
 
 def wan(x: Inputs) -> Any:

@@ -115,10 +115,13 @@ def to_indexer(x: Inputs) -> Any:
 
 
 def to_operands(x: Inputs, per: str = "token") -> Any:
-    out = [y.transpose(1, 2) for y in x.out]
-    words: Any = {"norm": Norm(*x.weights, rounding="once"), "interleaved": True, "out": out}
-    q, k, _ = prepare_qkv(x.q, x.k, x.v, x.cos, x.sin, quantize=DynamicQuantize(per=per), **words)
-    return [*x.out, q.scale, k.scale]
+    """Scales of heads are those of FlashAttention-3, which has v's too."""
+    of_v = per == "head"
+    out = [*x.out[:2], x.out[0].new_empty(x.out[2].shape) if of_v else x.out[2]]
+    words: Any = {"norm": Norm(*x.weights, rounding="once"), "interleaved": True}
+    words["out"] = [y.transpose(1, 2) for y in out]
+    found: Any = prepare_qkv(x.q, x.k, x.v, x.cos, x.sin, quantize=DynamicQuantize(per=per, v=of_v), **words)
+    return [*out, *[y.scale for y in found[: 2 + of_v]]]
 
 
 IN_AND_OUT = (4, 4, 0)
@@ -186,7 +189,7 @@ PRESETS = {
     "wan-ulysses": Preset((1, 8192, 40, 40, 128), to_ranks, chains.wan, (4, 4, 4)),
     "flux-fp8": Preset((1, 4608, 24, 24, 128), to_operands, chains.operands, (3, 3, 4), **FP8_WORDS),
     "flux-fp8-heads": Preset(
-        (1, 4608, 24, 24, 128), partial(to_operands, per="head"), lambda x: chains.operands(x, 1), (3, 3, 4),
+        (1, 4608, 24, 24, 128), partial(to_operands, per="head"), lambda x: chains.operands(x, 1), (3, 3, 3),
         **FP8_WORDS,
     ),
 }  # fmt: skip

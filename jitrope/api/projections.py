@@ -157,7 +157,7 @@ def prepare_packed_qkv(
         q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last
         sequence q and k are zero, and v is as elsewhere. With a gate it is the fourth result, a view of qkv with q's
         shape, not rotated, or with a bias a fresh tensor; a second launch copies its gradient into that of qkv. In
-        place: qkv. With quantize q and k are as in `prepare_qkv`; with a cache k and v are None.
+        place: qkv. With quantize q, k and v are as in `prepare_qkv`; with a cache k and v are None.
 
     Raises:
         InvalidInput, CompileError: as in `apply_rope`.

@@ -144,7 +144,7 @@ def prepare_qkv(
     cache: KVCache | None = None,
     quantize: DynamicQuantize,
     **words: Unpack[RopeWords],
-) -> tuple[Scaled, Any, Tensor | None]: ...
+) -> tuple[Scaled, Any, Any]: ...
 
 
 @overload
@@ -180,7 +180,7 @@ def prepare_qkv(
     hadamard: bool | str = False,
     inplace: bool = False,
     **words: Unpack[RopeWords],
-) -> tuple[Tensor | Scaled, Tensor | Scaled | None, Tensor | None]:
+) -> tuple[Tensor | Scaled, Tensor | Scaled | None, Tensor | Scaled | None]:
     """Prepare q, k and v for attention in one launch: norm, rope, conversion to fp8 or fp4, write to a KV cache.
 
     >>> q, k, v = torch.randn(3, 1, 16, 8, 64)
@@ -201,14 +201,14 @@ def prepare_qkv(
             `DynamicQuantize` and hadamard only with mean_squares.
         cache: store the rotated k, and v if it is given, in a KV cache, also in fp8, int8 or fp4 with computed scales.
         quantize: return q, and k and v if there is no cache, in fp8 with your scales (`Quantize`), or q and k in fp8,
-            int8 or fp4 with computed scales, as `Scaled` (`DynamicQuantize`; with its per="head" or "kv_head" in two
-            launches).
+            int8 or fp4 with computed scales, as `Scaled` (`DynamicQuantize`; with its v=True v too; with its
+            per="head" or "kv_head" in two launches).
         hadamard: multiply each head of q and k by the Hadamard matrix last, without a conversion (DeepSeek-V3.2's
             indexer in training): True, "rotary" or "rest", as in `Quantize`. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
-            v_out only with a v_scale. v is copied to v_out, in the same launch if k and v have one shape and dtype,
-            outside of across_heads without mean_squares, interleaved_out and tables for each head. With a cache only
-            q_out can be given.
+            v_out only with a v_scale or v=True. v is copied to v_out, in the same launch if k and v have one shape and
+            dtype, outside of across_heads without mean_squares, interleaved_out and tables for each head. With a cache
+            only q_out can be given.
         The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with interleaved_out
         and `Shifts`, a norm with inverse, a cache with inverse, and quantize with inplace.
         With a cache and `Packed`, `Pages` must describe as many sequences, and tokens after the last one are stored
@@ -231,12 +231,12 @@ def prepare_qkv(
     asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
     staged(op, tensors, asked, q, norm, cache, quantize)
     asked.update(own)
-    if "v_scale" in tensors and cache is None:
+    if ("v_scale" in tensors or "dynamic_v" in own) and cache is None:
         with_v_out(asked, v)
     if norm is not None and cache is None and asked["norm"].v_norm:
         op, v = with_v(op, tensors, asked, v)
     if quantize is not None and quantize.per != "token":
-        found = with_scales(tensors, asked, quantize.per)
+        found = with_scales(tensors, asked, quantize.per, v)
     if "out" in asked:
         out = call_into(op, tensors, asked, {"q": q, "k": k, "v": v}, source)
     else:
@@ -244,7 +244,7 @@ def prepare_qkv(
     if found:
         out = {**out, **found}
     first, second = (result(out, "q"), result(out, "k")) if dynamic else (out["q"], out.get("k"))
-    return first, second if cache is None else k if "rotate_k" in asked else None, out.get("v", v)
+    return first, second if cache is None else k if "rotate_k" in asked else None, result(out, "v") if "v" in out else v
 
 
 @with_words(JointWords, DEFAULTS)

@@ -254,11 +254,11 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     check_norm(name, tensors, options)
     if sums_heads(tensors, options):
         fail("across_heads does not go with dynamic scales; pass mean_squares, or normalise before")
-    for own in [own for own in "qk" if f"{own}_scale" in tensors]:
+    for own in [own for own in "qkv" if f"{own}_scale" in tensors]:
         x = tensors.get(own, tensors["q"])
         check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
     _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
+    refuse_gradients(fail, tensors, "q", "k", "v", *WEIGHTS)
 
 
 def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:

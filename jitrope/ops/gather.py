@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
-from ..plan.views import FORMATS, Tensors, packed_part
+from ..plan.views import Tensors, packed_part
 from .dispatch import call
+from .formats import empty_elements
 from .into import given_out, is_dense, joins_k
 from .kv_cache import KVCache
 from .operation import Operation
@@ -112,6 +112,8 @@ def staged(
     forget_positions(tensors, words)
     if cache is not None:
         add(name, "cache", cache, KVCache, tensors, words)
+    if cache is not None and quantize is not None and "dynamic_v" in quantize.words:
+        raise InvalidInput(f"{name}: quantize has v=True, but v goes to the cache; give KVCache a v_block_scale")
     if quantize is not None and quantize.given:
         given = quantize.on(like)
         for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
@@ -124,13 +126,13 @@ def staged(
 def with_v_out(words: dict[str, Any], v: Any) -> None:
     """Add a tensor for a converted v to the word `out`, if it has none."""
     name, out = "prepare_qkv", words.get("out", (None, None, None))
+    article, given = ("", "v=True") if "dynamic_v" in words else ("a ", "v_scale")
     if isinstance(out, Ulysses):
-        raise InvalidInput(f"{name}: v_scale does not go with Ulysses; convert v after the exchange")
-    if not is_dense(v):
-        refuse(name, "v", v, "a tensor, because quantize has a v_scale")
+        raise InvalidInput(f"{name}: {given} does not go with Ulysses; convert v after the exchange")
+    if not is_dense(v) or not v.dim():
+        refuse(name, "v", v, f"a tensor, because quantize has {article}{given}")
     q, k, v_out = parts(name, "out", out, 3)
-    dtype = FORMATS[words.get("out_dtype", "fp8")].dtype
-    words["out"] = (q, k, torch.empty_like(v, dtype=dtype) if v_out is None else v_out)
+    words["out"] = (q, k, empty_elements(v, words.get("out_dtype", "fp8")) if v_out is None else v_out)
 
 
 def call_packed_into(
@@ -144,14 +146,14 @@ def call_packed_into(
             refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
     results = {letter: x for letter, x in items.items() if x is not None}
     qkv: Any = tensors.get("qkv")
-    converted = ("qkv" if "v_scale" in tensors else "qk") if converts else ""
+    converted = ("qkv" if "v_scale" in tensors or "dynamic_v" in words else "qk") if converts else ""
     results.update(fresh_outputs(op, qkv, words, results, converted))
     tensors.update({f"{letter}_out": x for letter, x in results.items()})
     found = {**results, **call(op, tensors, words)}
     if "v" not in found and "v_out" in op.labels:
         order = words.get("order", "grouped")
         found["v"] = packed_part(qkv, "v", Options(q_per_group=words["q_per_group"], order=order))
-    return result(found, "q"), result(found, "k"), found.get("v")
+    return result(found, "q"), result(found, "k"), result(found, "v")
 
 
 def call_into(
@@ -169,16 +171,19 @@ def call_into(
     return {**into, **call(op.into if into else op, tensors, words)}
 
 
-def with_scales(tensors: Tensors, words: dict[str, Any], per: str) -> Tensors:
+def with_scales(tensors: Tensors, words: dict[str, Any], per: str, v: Any) -> Tensors:
     """The scales of each head of a batch row, which a launch of its own computes; they are added to the tensors.
 
     per: a word of `DynamicQuantize`. With "kv_head" the heads of q that share a head of k have the largest of theirs.
+    v: of the call, read if it has a scale too.
     """
     if "k_cache" in tensors:
         raise InvalidInput(f"prepare_qkv: per={per!r} does not go with a cache; pass q's scales in Quantize")
     own = {word: x for word, x in words.items() if word != "out"}
-    own.update(norm=_without_v(words.get("norm", NO_NORM)), per_row=True)
-    found = call(QK_NORM_ROPE_SCALES, dict(tensors), own)
+    norm = words.get("norm", NO_NORM)
+    of_v = {"v": v} if words.pop("dynamic_v", False) else {}
+    own.update(norm=norm if of_v else _without_v(norm), per_row=True)
+    found = call(QK_NORM_ROPE_SCALES, {**tensors, **of_v}, own)
     tensors.update(found)
     if per == "kv_head":
         heads, of_k = (found[name].shape[-1] if name in found else 0 for name in ("q_scale", "k_scale"))

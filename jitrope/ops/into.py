@@ -16,7 +16,7 @@ from ..plan.problem import Views
 from ..plan.views import FORMATS, Tensors, by_rank, sums_heads
 from . import checks, reference
 from .fit import require_apart
-from .formats import divided, empty_scale, of_heads
+from .formats import divided, empty_scale, of_heads, scaled_elements, stored_scale
 from .operation import Operation
 from .words import parts
 
@@ -51,8 +51,10 @@ class Into(Operation):
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         self.base.check(name, tensors, options)
-        if "v_scale" in tensors and self.finishes(tensors, options):
-            refuse(name, "v", tensors["v"], "like k, because v_scale is given, and the heads share a table")
+        if options.dynamic_v and "v_out" not in tensors:
+            raise InvalidInput(f"{name}: copy_v=False does not go with v=True of quantize; leave copy_v out")
+        if ("v_scale" in tensors or options.dynamic_v) and self.finishes(tensors, options):
+            refuse_other_v(name, tensors["v"], options)
         checks.check_into(name, tensors, options, self.labels, self.base.converted(tensors, options))
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
@@ -65,8 +67,8 @@ class Into(Operation):
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
         if "v_out" not in tensors:
             return False
-        k, same_pairs = tensors.get("k"), options.interleaved == options.interleaved_out
-        joins = k is not None and joins_k(tensors["v"], k, tensors["cos"])
+        same_pairs = options.interleaved == options.interleaved_out
+        joins = joins_k(tensors["v"], tensors.get("k"), tensors["cos"])
         return not (joins and same_pairs and not sums_heads(tensors, options))
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
@@ -80,7 +82,10 @@ class Into(Operation):
             if options.rounding == "dtype":
                 results["v"] = results["v"].to(tensors["v"].dtype)
             options = changed(options, norm=norm._replace(v_norm=False))
-        if "v_scale" in tensors and "v_out" in tensors:
+        if options.dynamic_v:
+            results["v"], scale = scaled_elements(results["v"].float(), options, tensors.get("v_scale"))
+            results["v_scale"] = stored_scale(scale, options)
+        elif "v_scale" in tensors and "v_out" in tensors:
             results["v"] = divided(results["v"], of_heads(tensors["v_scale"], options), options.out_dtype)
         results.update(self.base.on_cpu(tensors, options))
         for name in self.labels:
@@ -94,7 +99,8 @@ class ScaledInto(Into):
 
     def __init__(self, base: Operation) -> None:
         super().__init__(base)
-        self.results = tuple([name for name in base.results if name.endswith("_scale")])
+        own = tuple([name for name in base.results if name.endswith("_scale")])
+        self.results = (*own, "v_scale") if "dynamic_v" in base.options else own
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         given = [(name, tensors[f"{name[0]}_out"]) for name in self.made(tensors, options)]
@@ -102,7 +108,8 @@ class ScaledInto(Into):
         return {name: empty_scale(x, options, per_item) for name, x in given}
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return tuple([name for name in self.results if name[0] in given])
+        names = [name for name in self.results if name != "v_scale" or options.dynamic_v]
+        return tuple([name for name in names if f"{name[0]}_out" in given])
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         made = self.fresh(tensors, options, 0)
@@ -111,10 +118,16 @@ class ScaledInto(Into):
         return made
 
 
-def joins_k(v: Tensor, k: Tensor, cos: Tensor | None = None) -> bool:
+def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
     """Whether a kernel can store heads of v as it stores those of k."""
     shared = cos is None or cos.dim() < 4 or cos.shape[2] == 1
-    return shared and v.shape == k.shape and v.dtype == k.dtype
+    return shared and k is not None and v.shape == k.shape and v.dtype == k.dtype
+
+
+def refuse_other_v(name: str, v: Tensor, options: Options) -> None:
+    """Refuse to convert a v that does not join k."""
+    why = "quantize has v=True" if options.dynamic_v else "v_scale is given"
+    refuse(name, "v", v, f"like k, because {why}, and the heads share a table")
 
 
 def copy_heads(out: Tensor, x: Tensor) -> None:

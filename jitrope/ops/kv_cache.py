@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..base.arguments import flag, refuse, tensor
-from ..plan.options import Options
+from ..base.arguments import flag, refuse, tensor, word
+from ..plan.options import SCALE_FMTS, Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors, block_format
 from .fit import MAX_TOKENS, Fail, named, require_no_overlap, sizes_of
 from .pages import Pages, slots_of
@@ -49,6 +49,8 @@ class KVCache(Value):
             permute(0, 2, 4, 1, 3). In the index cache of DeepSeek-V3.2 the scales of a page follow its values: pass
             two views of its bytes. q stays in its dtype, is fp8 with `Quantize`, or has scales of the same kind with
             `DynamicQuantize`.
+        scale_fmt: as in `DynamicQuantize`, for the scales beside the cache: "ue8m0" rounds them up to powers of two in
+            torch.float32 (vLLM's word for the index cache of DeepSeek-V3.2). Scales of q must be of the same kind.
 
     Raises:
         InvalidInput: an argument has a wrong type, or one of two is missing.
@@ -67,6 +69,7 @@ class KVCache(Value):
         rotate_k: bool = False,
         k_block_scale: Tensor | None = None,
         v_block_scale: Tensor | None = None,
+        scale_fmt: str | None = None,
     ) -> None:
         pages = slot_mapping if isinstance(slot_mapping, Pages) else None
         self.tensors = {
@@ -84,6 +87,10 @@ class KVCache(Value):
                 if label[0] == "k" or v_cache is not None:
                     self.tensors[label] = tensor("KVCache", label, scale)
             self.whole_heads = True
+        if scale_fmt is not None:
+            if k_block_scale is None or k_block_scale.dtype == FP8:
+                refuse("KVCache", "scale_fmt", scale_fmt, f"None without k_block_scale, and with scales in {FP8}")
+            self.words["scale_fmt"] = word("KVCache", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
         if pages:
             self.words.update(pages.words)
 
@@ -157,8 +164,9 @@ def check_one_format(tensors: Tensors, options: Options, fail: Fail) -> None:
     if BLOCK_SCALES[0] not in tensors:
         return
     dim = tensors["q"].shape[-1]
-    own, found = (options.out_dtype, options.group or dim, options.scale_out), tuple(block_format(tensors, dim))
+    own = (options.out_dtype, options.group or dim, options.scale_out)
+    found = tuple(block_format(tensors, dim, options))
     if own != found:
         one, other = (f"{x[0]} with a scale of {x[2]} for {x[1]} elements" for x in (own, found))
-        one = one.replace("e8m0_fp32", "ue8m0 in fp32")  # as the caller says it
+        one, other = (said.replace("e8m0_fp32", "ue8m0 in fp32") for said in (one, other))  # as the caller says it
         fail(f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match")

@@ -14,7 +14,7 @@ from . import checks, reference
 from .by_rank import ByRank
 from .fit import sizes_of
 from .formats import empty_elements, empty_scale
-from .into import Into, ScaledInto
+from .into import Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
 from .operation import (
@@ -127,12 +127,15 @@ class _QKNormRopeFp8(Normed, _RopeFp8):
 
 
 class _QKNormRopeScaled(Normed):
-    """Heads of q and k, or groups of their elements, are divided by scales, which are returned too."""
+    """Heads of q and k, or groups of their elements, are divided by scales, which are returned too.
+
+    v goes to a tensor of the call (`ScaledInto`), with dynamic_v in the same way.
+    """
 
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
-    tensors = ("q", "k?", "q_scale?", "k_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    labels = {"q_scale": "q_global_scale", "k_scale": "k_global_scale"}  # noqa: RUF012
-    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled")
+    tensors: tuple[str, ...] = ("q", "k?", "q_scale?", "k_scale?", "v_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
+    labels = {f"{name}_scale": f"{name}_global_scale" for name in "qkv"}  # noqa: RUF012
+    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled", "dynamic_v")
     words = (*options, "norm", "check")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
@@ -146,24 +149,30 @@ class _QKNormRopeScaled(Normed):
         return out
 
     def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
-        return dict.fromkeys(("q", "k"), FORMATS[options.out_dtype].dtype)
+        return dict.fromkeys(("q", "k", "v") if options.dynamic_v else ("q", "k"), FORMATS[options.out_dtype].dtype)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return self.results if "k" in given else self.results[::2]
+        return tuple([name for name in self.results if name[0] in given])
 
 
 class _QKNormRopeScales(_QKNormRopeScaled):
     """The scales alone, each of a head of a batch row; `gather.with_scales` converts by them in a second launch."""
 
     name = "qk_norm_rope_scales"
-    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "per_row")
+    tensors = ("q", "k?", "v?", *_QKNormRopeScaled.tensors[2:])
+    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "per_row", "dynamic_v")
     words = (*options, "norm", "check")
-    results = ("q_scale", "k_scale")
+    results = ("q_scale", "k_scale", "v_scale")
     writes = ("q", "k", "v")
     reference = staticmethod(reference.scales_of_rows)
 
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        checks.check_scaled(name, tensors, options)
+        if "v" in tensors and not joins_k(tensors["v"], tensors.get("k"), tensors["cos"]):
+            refuse_other_v(name, tensors["v"], options)
+
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        given = [(name, tensors[name]) for name in ("q", "k") if name in tensors]
+        given = [(name, tensors[name]) for name in "qkv" if name in tensors]
         sizes = {name: sizes_of(x, options.layout) for name, x in given}
         return {f"{name}_scale": x.new_zeros(sizes[name][:3:2], dtype=torch.float32) for name, x in given}
 
@@ -172,7 +181,7 @@ class _QKNormRopeKVCache(Normed, _RopeKVCache):
     name, stage = "qk_norm_rope_kv_cache", "norm with cache"
     tensors = (*_RopeKVCache.tensors, *[f"{x}?" for x in BLOCK_SCALES], *WEIGHTS, "v_weight?", *BIASES, *GIVEN_MEANS)
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
-    options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard")
+    options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard", "scale_fmt")
     words: tuple[str, ...] = (*options, "norm", "check", "inplace")
     check = staticmethod(checks.check_norm_kv_cache)
 
@@ -182,16 +191,13 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
-    options = (*NORMED, *PLACED, "rotate_k", "out_dtype", "clear_page", "hadamard", "group", "scale_out", "swizzled")
+    options = (*_QKNormRopeKVCache.options, "group", "scale_out", "swizzled")
     words = (*options, "norm", "check")
     results = ("q", "q_scale")
     inplace = False
     check = staticmethod(checks.check_cache_scaled)
     reference = staticmethod(reference.kv_cache_scaled)
-    fresh, converted = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted
-
-    def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return self.results
+    fresh, converted, made = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted, _QKNormRopeScaled.made
 
 
 class _QKNormRope(Normed):

@@ -76,7 +76,7 @@ class PackedInto(Operation):
         return self.into_given.fresh(self.separate(tensors, options), options, blocks)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return self.results
+        return self.into_given.made(given, options)
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
         parts = reference.split_qkv(reference.with_bias(tensors)["qkv"], options)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..base.arguments import flag, refuse, shown, whole, word
 from ..base.errors import InvalidInput
-from ..plan.options import HADAMARDS
+from ..plan.options import HADAMARDS, SCALE_FMTS
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
 from .values import Value, scale_number, scales
 
 _POWERS = "e8m0_fp32"
-_LABELS = {"out_dtype": "dtype", "scale_out": "scale_dtype", _POWERS: "scale_fmt"}
+_LABELS = {"out_dtype": "dtype", "scale_out": "scale_dtype", _POWERS: "scale_fmt", "dynamic_v": "v"}
 """The names of arguments whose words have other names; _POWERS is the word of one value of scale_fmt."""
 
 
@@ -93,7 +93,7 @@ class Scaled(NamedTuple):
 
 
 class DynamicQuantize(Value):
-    """Return q and k as `Scaled`, with scales that the call computes: of each token and head, in the same launch.
+    """Return q, k and if asked v as `Scaled`, with scales of each token and head that the launch computes.
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
     >>> cos, sin = jitrope.tables.cos_sin(16, jitrope.tables.inv_freq(rotary_dim=64)[0])
@@ -116,23 +116,22 @@ class DynamicQuantize(Value):
             `mxfp8_quantize`. No element saturates. A group of zeros has the byte 0. Only for fp4
             torch.float8_e4m3fn, with group=16 NVFP4: the scale is rounded to the nearest number of e4m3, at most 448.
             If it becomes 0, its elements are 0.
-        q_global_scale, k_global_scale: the unit of scales in e4m3; positive numbers, or tensors as in `Quantize`;
-            default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times scale times
-            global. In arXiv:2509.25149 global is
-            the tensor's largest element in size, divided by 448 * 6. With a cache k_global_scale is refused.
+        q_global_scale, k_global_scale, v_global_scale: the unit of scales in e4m3; positive numbers, or tensors as in
+            `Quantize`; default 1. The scale is largest / 6 / global, rounded, and 0 if global is; y is values times
+            scale times global. In arXiv:2509.25149 global is the tensor's largest element in size, divided by 448 * 6.
+            With a cache only q's is allowed.
         scale_fmt: None, or "ue8m0", DeepSeek-V3.1's word: scales are rounded up to powers of two, as above, but stay in
             torch.float32, as DeepGEMM reads them on Hopper (there with group=128). With a scale_dtype of
             torch.float8_e8m0fnu they are the bytes. A group of zeros has the scale 2^-127. It cannot be combined with
-            scales in e4m3, swizzled without a scale_dtype, per="head", per="kv_head" and block scales in fp32 beside
-            a cache.
+            scales in e4m3, swizzled without a scale_dtype, per="head" and per="kv_head". Beside a cache with block
+            scales in fp32 give it to `KVCache` too.
         hadamard: as in `Quantize`. Groups are of the transformed elements.
         per: the elements that share a scale. "token": those of a head in one token. "head": those of a head in all
             tokens of a batch row; the scales are (B, H) in fp32, with "thd" (1, H), of all sequences. "kv_head": the
-            same, but the heads of q that share a head of k have one scale; both scales are (B, Hk), as FlashAttention-3
-            reads q_descale and k_descale, and k must be given. "head" and "kv_head" take two launches; the first only
-            computes the scales. They cannot be combined with fp4, group, scale_dtype, swizzled and a cache. With
-            `Ulysses` the scales are of all heads. For v_descale pass v as q with per="head", without k and without a
-            table.
+            same, but the heads of q that share a head of k have one scale; all scales are (B, Hk), as FlashAttention-3
+            reads q_descale, k_descale and with v=True v_descale, and k must be given. "head" and "kv_head" take two
+            launches; the first only computes the scales. They cannot be combined with fp4, group, scale_dtype, swizzled
+            and a cache. With `Ulysses` the scales are of all heads.
         swizzled: the scales are in the order in which cuBLAS, TensorRT-LLM and FlashInfer read block scales (NVIDIA's
             documentation of cuBLAS, "1D Block Scaling Factors Layout"). Those of a head in a batch row are tiles of
             128 tokens by 4 groups: (B, H, S, D / group) in every layout, contiguous, with S padded to a multiple of
@@ -140,6 +139,9 @@ class DynamicQuantize(Value):
             head is number (s // 128 * (C // 4) + g // 4) * 512 + s % 32 * 16 + s % 128 // 32 * 4 + g % 4. With "thd"
             B is 1 and S is T. group and a scale_dtype of one byte must be given. With `Ulysses` each rank's heads have
             tiles of their own, (ranks, B, H / ranks, S, D / group).
+        v: return v as `Scaled` too, in the same launches and with scales of the same kind. v must be like k, in shape
+            and dtype, and the heads must share the tables. It goes with no cache, whose v has a v_block_scale, and no
+            `Ulysses`. hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head".
 
     Raises:
         InvalidInput: an argument is wrong.
@@ -154,14 +156,16 @@ class DynamicQuantize(Value):
         scale_fmt: str | None = None,
         q_global_scale: float | Tensor | None = None,
         k_global_scale: float | Tensor | None = None,
+        v_global_scale: float | Tensor | None = None,
         hadamard: bool | str = False,
         per: str = "token",
         swizzled: bool = False,
+        v: bool = False,
     ) -> None:
         self.per = word("DynamicQuantize", "per", per, ("token", "head", "kv_head"))
         allowed = tuple([form.dtype for form in FORMATS.values()])
         self.tensors, self.words = {}, {"out_dtype": _format("DynamicQuantize", dtype, allowed)}
-        given = {"q_scale": q_global_scale, "k_scale": k_global_scale}
+        given = {"q_scale": q_global_scale, "k_scale": k_global_scale, "v_scale": v_global_scale}
         self.given = {label: scale for label, scale in given.items() if scale is not None}
         if group is not None:
             self.words["group"] = whole("DynamicQuantize", "group", group)
@@ -174,8 +178,10 @@ class DynamicQuantize(Value):
                 refuse("DynamicQuantize", label, scale, f"None without scale_dtype={FP8}")
             if not isinstance(scale, Tensor) and scale_number("DynamicQuantize", label, scale) <= 0:
                 refuse("DynamicQuantize", label, scale, "above 0")
-        if flag("DynamicQuantize", "swizzled", swizzled):
-            self.words["swizzled"] = True
+        if v_global_scale is not None and not v:
+            refuse("DynamicQuantize", "v_global_scale", v_global_scale, "None without v=True")
+        for name, label, given_flag in (("swizzled", "swizzled", swizzled), ("dynamic_v", "v", v)):
+            self.words.update({name: True} if flag("DynamicQuantize", label, given_flag) else {})
         for label in ("group", "scale_out", "swizzled"):
             if self.per != "token" and label in self.words:
                 raise InvalidInput(f"DynamicQuantize: {_label(label, self.words)} does not go with per={self.per!r}")
@@ -214,7 +220,7 @@ def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
         must = "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3"
         refuse("DynamicQuantize", "scale_dtype", scale_dtype, must)
     if scale_fmt is not None:
-        word("DynamicQuantize", "scale_fmt", scale_fmt, ("ue8m0",))
+        word("DynamicQuantize", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
         if scale_dtype == FP8:
             raise InvalidInput(f"DynamicQuantize: scale_fmt does not go with scale_dtype={FP8}")
     if scale_dtype == torch.float32:

@@ -313,14 +313,14 @@ def scaled(t: Tensors, o: Options) -> Tensors:
 
 
 def scales_of_rows(t: Tensors, o: Options) -> Tensors:
-    """The scale of each head of q and k in a batch row, as `scaled` computes that of a head."""
-    return {f"{name}_scale": row_scales(y, o) for name, y in in_fp32(t, o).items()}
+    """The scale of each head of q, k and v in a batch row, as `scaled` computes that of a head."""
+    made = {**({"v": t["v"].float()} if "v" in t else {}), **in_fp32(t, o)}
+    return {f"{name}_scale": row_scales(_cleared(y.clone(), t, o), o) for name, y in made.items()}
 
 
 def rope_fp8(t: Tensors, o: Options) -> Tensors:
     """Normalise q and k if asked, rotate them and divide them by their scales."""
-    made = in_fp32(t, o)
-    return {name: divided(y, of_heads(t[f"{name}_scale"], o), o.out_dtype) for name, y in made.items()}
+    return {name: divided(y, of_heads(t[f"{name}_scale"], o), o.out_dtype) for name, y in in_fp32(t, o).items()}
 
 
 def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
@@ -344,7 +344,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         cache = t[f"{name}_cache"]
         made = {f"{name}_cache": x}
         if f"{name}_block_scale" in t:
-            form = changed(o, **block_format(t, x.shape[-1])._asdict())
+            form = changed(o, **block_format(t, x.shape[-1], o)._asdict())
             pair = scaled_elements(unrounded.float(), form, t.get(f"{name}_scale"))
             made = dict(zip((f"{name}_cache", f"{name}_block_scale"), pair))
         elif cache.dtype in FP8S:

@@ -19,6 +19,7 @@ from ..plan.options import (
     QKV_ORDERS,
     ROUNDINGS,
     SCALE_DTYPES,
+    SCALE_FMTS,
     SCALED_DTYPES,
     TABLES,
     Options,
@@ -37,6 +38,7 @@ _WORDS = {
     "order": tuple(QKV_ORDERS),
     "out_dtype": SCALED_DTYPES,
     "scale_out": SCALE_DTYPES,
+    "scale_fmt": SCALE_FMTS,
     "hadamard": HADAMARDS,
 }
 _TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}

@@ -83,6 +83,7 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
         (_argument("const T*", "added", "q_added k_added v_added"),),
         (_argument("Strides", "added_stride", "q_added k_added v_added"),),
     ),
+    "dynamic_v": ((_argument("void*", "v_scale_out"),), (_argument("Strides", "v_scale_stride"),)),
     "latent_norm": ((_argument("const void*", "v_weight"),), ()),
     "gated": ((_argument("void*", "gate_out"),), ()),
     "block_cache": (

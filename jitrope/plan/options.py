@@ -16,6 +16,7 @@ NORM_KINDS = ("rms_norm", "layer_norm")
 NORM_OF = ("qk", "q", "k", "v")
 SCALED_DTYPES = ("fp8", "fp8_e5m2", "int8", "fp4")
 SCALE_DTYPES = ("fp32", "e8m0", "fp8", "e8m0_fp32")
+SCALE_FMTS = ("", "ue8m0")
 HADAMARDS = ("", "head", "rotary", "rest")
 QKV_ORDERS = {"grouped": 1, "qkv": 1, "qkv_gated": 2}
 """The orders of packed QKV, and the heads that q's projection has for each head of q: with a gate two."""
@@ -92,8 +93,10 @@ class Options(NamedTuple):
     out_dtype: str = "fp8"  # of elements that are divided by scales
     group: int = 0  # neighbouring elements of a head with one dynamic scale; 0: the head
     scale_out: str = "fp32"  # the dtype of dynamic scales
+    scale_fmt: str = ""  # "ue8m0": computed scales beside a cache are powers of two
     swizzled: bool = False  # in tiles of 128 tokens and 4 groups
     per_row: bool = False  # dynamic scales alone, each of a head of a batch row
+    dynamic_v: bool = False  # v has dynamic scales too
     norm: NormOptions | None = None
     inplace: bool = False
 

@@ -125,7 +125,7 @@ class _Call:
             [self._view(name) for name in names] if names[0] in tensors and options.norm else []
             for names in (("second_q", "second_k", "second_v"), ("dq", "dk"))
         )
-        given = [tensors[name] for name in ("q_scale_out", "k_scale_out") if name in tensors]
+        given = [tensors[name] for name in ("q_scale_out", "k_scale_out", "v_scale_out") if name in tensors]
         self.scales = [
             x[:, None, :, None, None]  # (B, H)
             if options.per_row
@@ -169,13 +169,14 @@ class _Call:
 
     def _group(self) -> None:
         """Give all views of q the same groups of heads, and all of k and v."""
-        for letter, places in enumerate(((0, 3), [n for n in (1, 2, 4, 5) if self.inputs[n % 3] is not None])):
-            grads, scales = self.grads[letter : letter + 1], self.scales[letter : letter + 1]
+        of_kv = [n for n in (1, 2, 4, 5) if self.inputs[n % 3] is not None]
+        for own, places in ((slice(1), [0, 3]), (slice(1, None), of_kv)):
+            grads, scales = self.grads[own], self.scales[own]
             found = in_groups([*[self.views[n] for n in places], *grads, *scales])
             for n, view in zip(places, found):
                 self.views[n] = view
             end = len(places) + len(grads)
-            self.grads[letter : letter + 1], self.scales[letter : letter + 1] = found[len(places) : end], found[end:]
+            self.grads[own], self.scales[own] = found[len(places) : end], found[end:]
 
     def _merge_batch(self) -> None:
         """Merge the batch axis with the sequence axis if the results stay equal. The kernel then needs no division."""
@@ -230,7 +231,7 @@ class _Call:
             "kv_per_group": self.kv_per_group,
             "copy_v": self.inputs[2] is not None,
             "v_per_k": self.v_per_k,
-            "convert_v": "v_scale" in self.tensors and not self.cached,
+            "convert_v": ("v_scale" in self.tensors or o.dynamic_v) and not self.cached,
             "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
             "scales_q": "q_factor" in self.tensors,
             "prefixed": o.unrotated > 0,
@@ -254,7 +255,7 @@ class _Call:
 
     def _of_blocks(self) -> dict[str, Any]:
         """The scales beside a cache; q's, if there are any, are of the same kind."""
-        form = block_format(self.tensors, self.head_dim)
+        form = block_format(self.tensors, self.head_dim, self.options)
         return {"group": form.group if form.group < self.head_dim else 0, "scale_out": form.scale_out}
 
     def _norm_fields(self) -> dict[str, Any]:
@@ -315,6 +316,7 @@ class _Call:
             "mean_stride": [*means, *means][:2],
             "unrotated": self.options.unrotated,
             "added_stride": self.added_strides,
+            "v_scale_stride": self.scale_strides[2:],
             "block_scale_stride": [*self.block_scales, [0] * 5][:2] if self.block_scales else 0,
             "scale_strides": self.given_scales if "head_scales" in stages else 0,
         }

@@ -54,7 +54,7 @@ class Compiled:
     a cache with pages of page_size slots (0: no pages), and rotate_k also rotates k in place. page_indptr,
     cu_seqlens_q: beside the page table there are these; clear_page: the rest of a sequence's last page becomes zero.
     q_per_group, kv_per_group: heads in a group of packed QKV, or of a rank, else 1. copy_v: v is copied, v_per_k heads
-    for each of k; convert_v: it is divided by a given scale too. v_dim: with latent attention, elements of a head of v,
+    for each of k; convert_v: it is divided by scales too. v_dim: with latent attention, elements of a head of v,
     else 0. scales_q: q has a scale. head_scales: each head has its own given scale of fp8. added_bias: a projection's
     bias is added first; gated: behind each head of q lies its gate, which is copied.
 
@@ -197,6 +197,11 @@ class RopeSpec(Compiled, Spec):
     def stages(self) -> tuple[str, ...]:
         """The stages with arguments of their own (`arguments.OPTIONAL`)."""
         return tuple([stage for stage in arguments.OPTIONAL if getattr(self, stage)])
+
+    @property
+    def dynamic_v(self) -> bool:
+        """Whether v has scales that the kernel computes."""
+        return self.dynamic_q and self.convert_v
 
     @property
     def lanes(self) -> int:

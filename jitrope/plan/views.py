@@ -56,14 +56,15 @@ class BlockFormat(NamedTuple):
     scale_out: str
 
 
-def block_format(tensors: Tensors, head_dim: int) -> BlockFormat:
+def block_format(tensors: Tensors, head_dim: int, options: Options) -> BlockFormat:
     """The format of a call's cache with block scales."""
     cache, scale = tensors["k_cache"], tensors[BLOCK_SCALES[0]]
     (form, *_), (dtype, *_) = (
         [name for name, found in words.items() if found == x.dtype]
         for words, x in (({name: form.dtype for name, form in FORMATS.items()}, cache), (SCALES, scale))
     )
-    return BlockFormat(form, head_dim // scale.shape[-1], dtype)
+    powers = options.scale_fmt == "ue8m0" and dtype == "fp32"
+    return BlockFormat(form, head_dim // scale.shape[-1], "e8m0_fp32" if powers else dtype)
 
 
 def sums_heads(tensors: Container[str], options: Options) -> bool:
