@@ -185,6 +185,8 @@ def test_computed_scales_of_packed_qkv(device: str) -> None:
         assert all(same(x, y) for xs, ys in zip(got, want) for x, y in zip(xs, ys))
     with pytest.raises(InvalidInput, match="copy_v=False does not go with v=True of quantize"):
         jitrope.prepare_packed_qkv(qkv, cos, sin, copy_v=False, **words)
+    with pytest.raises(InvalidInput, match=r"out's v is .*; it must be None with copy_v=False"):
+        jitrope.prepare_packed_qkv(qkv, cos, sin, copy_v=False, out=(None, None, torch.empty_like(k)), **words)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -224,22 +226,23 @@ def test_opcheck() -> None:
 def test_refusals_of_computed_scales(per: str) -> None:
     q, k, cos, sin = inputs("cpu", 2, 5, 4, 64)
 
-    def refused(match: str, v: Any = k, k: Any = k, **words: Any) -> None:
+    def refused(match: str, v: Any = k, k: Any = k, q: Any = q, **words: Any) -> None:
+        words = {"cos": cos, "sin": sin, "quantize": DynamicQuantize(per=per, v=True), **words}
         with pytest.raises(InvalidInput, match=match):
-            jitrope.prepare_qkv(
-                q, k, v, **{"cos": cos, "sin": sin, "quantize": DynamicQuantize(per=per, v=True), **words}
-            )
+            jitrope.prepare_qkv(q, k, v, **words)
 
     refused("v is None; it must be a tensor, because quantize has v=True", v=None)
     like_k = "v is .*; it must be like k, because quantize has v=True"
     refused(like_k, v=torch.cat((k, k), 2))
     refused(like_k, v=k.float())
-    refused(like_k, k=None)
+    refused("k is None; it must be a tensor, because quantize has v=True", k=None)
+    each = {name: x[None, :, None].expand(2, 5, 2, -1) for name, x in (("cos", cos), ("sin", sin))}
+    refused("v cannot be converted beside this rotation, but quantize has v=True", q=k, **each)
     refused("v=True does not go with Ulysses", out=Ulysses(2))
-    refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_())
+    refused("v requires a gradient, but this call has none; leave v=True of quantize out", v=k.clone().requires_grad_())
     refused("out's v is .* torch.bfloat16 on cpu; it must be", out=(None, None, torch.empty_like(k)))
     cache = KVCache(*torch.zeros(2, 10, k.shape[2], 64).to(k), torch.arange(10))
-    refused("quantize has v=True, but v goes to the cache; give KVCache a v_block_scale", cache=cache)
+    refused("v=True of quantize does not go with a cache, which has v_block_scale", cache=cache)
     with pytest.raises(InvalidInput, match=r"v_global_scale is 1\.0; it must be None without v=True"):
         DynamicQuantize(FP4, group=16, scale_dtype=FP8, v_global_scale=1.0)
     with pytest.raises(InvalidInput, match="DynamicQuantize: v is 'yes'; it must be"):
@@ -258,7 +261,7 @@ def test_refusals() -> None:
 
     refused("v is None; it must be a tensor, because quantize has a v_scale", v=None)
     refused("v is .*; it must be like k, because v_scale is given", v=torch.cat((k, k), 2))
-    refused("v is .*; it must be like k, because v_scale is given", k=None)
+    refused("k is None; it must be a tensor, because v_scale is given", k=None)
     refused("v_scale does not go with Ulysses", out=Ulysses(2))
     refused("v_scale is .*; it must be fp32 on q's device", scale=torch.ones(3))
     refused("out's v is .* torch.bfloat16 on cpu; it must be", out=(None, None, torch.empty_like(k)))

@@ -515,10 +515,10 @@ def test_a_block_with_norms_compiles_whole(host: Any, counted: dict[str, int], n
         torch.testing.assert_close(p.grad, grad)
 
 
-@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize(("name", "ids"), [("qwen3", IDS), ("qwen3_5", IDS), ("qwen3_5", AXES)])
 @pytest.mark.parametrize("backend", ["partial_dtensor", "spmd_types"])
 def test_norms_of_a_tensor_parallel_layer(
-    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, backend: str, name: str
+    host: Any, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch, backend: str, name: str, ids: Tensor
 ) -> None:
     """Each rank normalises and rotates its heads; a weight's gradient is the rank's part, as the host's is."""
     from torchtitan.distributed import parallel_dims, utils
@@ -544,7 +544,7 @@ def test_norms_of_a_tensor_parallel_layer(
             layer.wo.forward = heads.append
             mesh = dims.spmd_dense_mesh() if backend == "spmd_types" else None
             with set_current_spmd_mesh(mesh) if mesh is not None else nullcontext():
-                layer(torch.randn(2, 12, 256), None, IDS)
+                layer(torch.randn(2, 12, 256), None, ids)
             sum((n + 1) * x.square().sum() for n, x in enumerate(map(local, heads))).backward()
             weights = layer.q_norm.weight, layer.k_norm.weight
             results.append([*map(local, heads), *(local(w.grad) for w in weights)])

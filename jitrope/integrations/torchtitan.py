@@ -259,17 +259,21 @@ _JOINED = "_jitrope_joined"
 
 
 def _without_copies(forward: Any) -> Any:
-    """A `forward` with `_joined` in place of `torch.cat`; if its source is not there, `forward`."""
+    """A `forward` with `_joined` in place of `torch.cat`; `forward` itself if it has none, or cannot be rewritten."""
     try:
         source = Source(forward, {})
-    except ValueError:
+    except (ValueError, AttributeError):  # there is no source, or no function
         return forward
     tree = copy.deepcopy(source.tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.cat":
-            node.func = ast.copy_location(ast.Name(_JOINED, ast.Load()), node.func)
+    joins = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.cat"]
+    if not joins or forward.__closure__:
+        return forward
+    for node in joins:
+        node.func = ast.copy_location(ast.Name(_JOINED, ast.Load()), node.func)
     forward.__globals__[_JOINED] = _joined
-    return FunctionType(source.code_of(tree), forward.__globals__, forward.__name__, forward.__defaults__)
+    made = FunctionType(source.code_of(tree), forward.__globals__, forward.__name__, forward.__defaults__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -347,7 +351,7 @@ def attention(config: Any) -> Any:
     >>> layer = qwen3_configs["debugmodel"](attn_backend="flex").layers[0]
     >>> layer.attention = jitrope_torchtitan.attention(layer.attention)
     """
-    return _derived(config, **({"rope": _derived(config.rope)} if hasattr(config, "rope") else {}))
+    return _derived(config, **({"rope": _derived(config.rope)} if getattr(config, "rope", None) else {}))
 
 
 @lru_cache(maxsize=1)

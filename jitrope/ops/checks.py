@@ -258,7 +258,9 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
         x = tensors.get(own, tensors["q"])
         check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
     _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, "q", "k", "v", *WEIGHTS)
+    refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
+    if options.dynamic_v:
+        refuse_gradients(fail, tensors, "v", use="leave v=True of quantize out")
 
 
 def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:

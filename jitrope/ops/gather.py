@@ -113,7 +113,7 @@ def staged(
     if cache is not None:
         add(name, "cache", cache, KVCache, tensors, words)
     if cache is not None and quantize is not None and "dynamic_v" in quantize.words:
-        raise InvalidInput(f"{name}: quantize has v=True, but v goes to the cache; give KVCache a v_block_scale")
+        raise InvalidInput(f"{name}: v=True of quantize does not go with a cache, which has v_block_scale")
     if quantize is not None and quantize.given:
         given = quantize.on(like)
         for letter in [letter for letter in "kv" if cache is not None and f"{letter}_scale" in given]:
@@ -144,6 +144,8 @@ def call_packed_into(
     for letter, x in items.items():
         if x is not None and f"{letter}_out" not in op.labels:
             refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
+    if items["v"] is not None and words.get("copy_v") is False:
+        refuse(name, "out's v", items["v"], "None with copy_v=False")
     results = {letter: x for letter, x in items.items() if x is not None}
     qkv: Any = tensors.get("qkv")
     converted = ("qkv" if "v_scale" in tensors or "dynamic_v" in words else "qk") if converts else ""

@@ -54,7 +54,7 @@ class Into(Operation):
         if options.dynamic_v and "v_out" not in tensors:
             raise InvalidInput(f"{name}: copy_v=False does not go with v=True of quantize; leave copy_v out")
         if ("v_scale" in tensors or options.dynamic_v) and self.finishes(tensors, options):
-            refuse_other_v(name, tensors["v"], options)
+            refuse_other_v(name, tensors, options)
         checks.check_into(name, tensors, options, self.labels, self.base.converted(tensors, options))
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
@@ -124,10 +124,14 @@ def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
     return shared and k is not None and v.shape == k.shape and v.dtype == k.dtype
 
 
-def refuse_other_v(name: str, v: Tensor, options: Options) -> None:
+def refuse_other_v(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse to convert a v that does not join k."""
     why = "quantize has v=True" if options.dynamic_v else "v_scale is given"
-    refuse(name, "v", v, f"like k, because {why}, and the heads share a table")
+    if "k" not in tensors:
+        refuse(name, "k", None, f"a tensor, because {why}")
+    if joins_k(tensors["v"], tensors["k"]):
+        raise InvalidInput(f"{name}: v cannot be converted beside this rotation, but {why}; convert v in a call as q")
+    refuse(name, "v", tensors["v"], f"like k, because {why}")
 
 
 def copy_heads(out: Tensor, x: Tensor) -> None:

@@ -169,7 +169,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         checks.check_scaled(name, tensors, options)
         if "v" in tensors and not joins_k(tensors["v"], tensors.get("k"), tensors["cos"]):
-            refuse_other_v(name, tensors["v"], options)
+            refuse_other_v(name, tensors, options)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         given = [(name, tensors[name]) for name in "qkv" if name in tensors]

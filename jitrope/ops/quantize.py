@@ -141,7 +141,8 @@ class DynamicQuantize(Value):
             tiles of their own, (ranks, B, H / ranks, S, D / group).
         v: return v as `Scaled` too, in the same launches and with scales of the same kind. v must be like k, in shape
             and dtype, and the heads must share the tables. It goes with no cache, whose v has a v_block_scale, and no
-            `Ulysses`. hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head".
+            `Ulysses`. hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and
+            "kv_head". Convert any other v as q, in a call without k and without a table.
 
     Raises:
         InvalidInput: an argument is wrong.
@@ -178,10 +179,10 @@ class DynamicQuantize(Value):
                 refuse("DynamicQuantize", label, scale, f"None without scale_dtype={FP8}")
             if not isinstance(scale, Tensor) and scale_number("DynamicQuantize", label, scale) <= 0:
                 refuse("DynamicQuantize", label, scale, "above 0")
-        if v_global_scale is not None and not v:
-            refuse("DynamicQuantize", "v_global_scale", v_global_scale, "None without v=True")
         for name, label, given_flag in (("swizzled", "swizzled", swizzled), ("dynamic_v", "v", v)):
             self.words.update({name: True} if flag("DynamicQuantize", label, given_flag) else {})
+        if v_global_scale is not None and "dynamic_v" not in self.words:
+            refuse("DynamicQuantize", "v_global_scale", v_global_scale, "None without v=True")
         for label in ("group", "scale_out", "swizzled"):
             if self.per != "token" and label in self.words:
                 raise InvalidInput(f"DynamicQuantize: {_label(label, self.words)} does not go with per={self.per!r}")
