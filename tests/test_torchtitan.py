@@ -442,6 +442,28 @@ def test_other_attention_gets_the_rope(host: Any, counted: dict[str, int], name:
     assert counted == {"jitrope": 1}
 
 
+class Cut:
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:1]
+
+
+class CutAndJoined(Cut):
+    """As another version of the host may write its attention."""
+
+    def forward(self, x: Tensor, *, times: int = 2) -> Tensor:
+        return torch.cat((super().forward(x), x[2:])) * times
+
+
+def test_any_forward_is_rewritten_or_kept() -> None:
+    """The rewritten one has the host's arguments and class; one without a source or without joins stays."""
+    ours, layer = torchtitan._without_copies(CutAndJoined.forward), CutAndJoined()
+    assert ours is not CutAndJoined.forward
+    for words in ({}, {"times": 3}):
+        assert torch.equal(ours(layer, torch.ones(4), **words), layer.forward(torch.ones(4), **words))
+    for kept in (Cut.forward, partial(Cut.forward)):
+        assert torchtitan._without_copies(kept) is kept
+
+
 def test_an_attention_without_norms_keeps_its_forward(host: Any, counted: dict[str, int]) -> None:
     stock, ours = (small("qwen3", override, qk_norm=None) for override in (False, True))
     assert torch.equal(logits_and_gradients(ours)[0], logits_and_gradients(stock)[0])

@@ -7,7 +7,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial, update_wrapper, wraps
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -247,6 +247,14 @@ class Registered(Report):
 
     def _replaced(self) -> str:
         return super()._replaced().replace("replaced", "registered")
+
+
+def with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    """A copy of a function of the host, with another code."""
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    update_wrapper(copy, function)
+    return copy
 
 
 def counted(count: int, noun: str) -> str:

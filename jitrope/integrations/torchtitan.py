@@ -25,7 +25,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -266,14 +265,12 @@ def _without_copies(forward: Any) -> Any:
         return forward
     tree = copy.deepcopy(source.tree)
     joins = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.cat"]
-    if not joins or forward.__closure__:
+    if not joins:
         return forward
     for node in joins:
         node.func = ast.copy_location(ast.Name(_JOINED, ast.Load()), node.func)
     forward.__globals__[_JOINED] = _joined
-    made = FunctionType(source.code_of(tree), forward.__globals__, forward.__name__, forward.__defaults__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    return _host.with_code(forward, source.code_of(tree))
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -179,9 +179,11 @@ class DynamicQuantize(Value):
                 refuse("DynamicQuantize", label, scale, f"None without scale_dtype={FP8}")
             if not isinstance(scale, Tensor) and scale_number("DynamicQuantize", label, scale) <= 0:
                 refuse("DynamicQuantize", label, scale, "above 0")
-        for name, label, given_flag in (("swizzled", "swizzled", swizzled), ("dynamic_v", "v", v)):
-            self.words.update({name: True} if flag("DynamicQuantize", label, given_flag) else {})
-        if v_global_scale is not None and "dynamic_v" not in self.words:
+        if flag("DynamicQuantize", "swizzled", swizzled):
+            self.words["swizzled"] = True
+        if flag("DynamicQuantize", "v", v):
+            self.words["dynamic_v"] = True
+        elif v_global_scale is not None:
             refuse("DynamicQuantize", "v_global_scale", v_global_scale, "None without v=True")
         for label in ("group", "scale_out", "swizzled"):
             if self.per != "token" and label in self.words:

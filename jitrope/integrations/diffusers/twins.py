@@ -124,14 +124,16 @@ def _redirected(function: Any, site: Site, host: Any) -> Any:
             raise missed
         names[alias] = rope_of(site.form, FunctionType(nested, names, name))
         stub = _stub(nested, alias)
-        return _copy(function, code.replace(co_consts=tuple(stub if c is nested else c for c in code.co_consts)))
+        return _host.with_code(
+            function, code.replace(co_consts=tuple(stub if c is nested else c for c in code.co_consts))
+        )
     # If the function imports the name, its alias must be in the module that has the name.
     holder = names if name in names else vars(sys.modules["diffusers.models.embeddings"])
     if name not in code.co_names or name not in holder:
         raise missed
     theirs = holder[name]
     holder[alias] = _redirected(theirs, site._replace(through=""), host) if site.through else rope_of(site.form, theirs)
-    return _copy(function, code.replace(co_names=tuple(alias if n == name else n for n in code.co_names)))
+    return _host.with_code(function, code.replace(co_names=tuple(alias if n == name else n for n in code.co_names)))
 
 
 def _stub(nested: CodeType, alias: str) -> CodeType:
@@ -139,9 +141,3 @@ def _stub(nested: CodeType, alias: str) -> CodeType:
     names = ", ".join(nested.co_varnames[: nested.co_argcount])
     made = compile(f"lambda {names}: {alias}({names})", nested.co_filename, "eval")
     return next(code for code in made.co_consts if isinstance(code, CodeType)).replace(co_name=nested.co_name)
-
-
-def _copy(function: Any, code: CodeType) -> Any:
-    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copy, function)
