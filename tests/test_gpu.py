@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -715,6 +716,18 @@ def test_a_norm_with_fp8_outputs_has_the_bits_of_two_calls(norm: dict) -> None:
     got = norm_fp8(q, k, *weights, cos, sin, q_scale=scales[0], k_scale=scales[1], **norm)
     for a, b, scale in zip(got, want, scales):
         assert torch.equal(a.view(torch.uint8), reference.divided(b, scale, "fp8").view(torch.uint8))
+
+
+@pytest.mark.hardware
+def test_scales_that_are_numbers_are_filled_once() -> None:
+    """Not again in a CUDA graph, where each would be a launch of every replay."""
+    caches = torch.zeros(2, 8, 2, 16, device=DEVICE).to(torch.float8_e4m3fn)
+    made = partial(jitrope.KVCache, *caches, torch.arange(8, device=DEVICE), k_scale=0.3, v_scale=0.7)
+    known, graph = made(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = made()
+    for name in ("k_scale", "v_scale"):
+        assert captured.tensors[name] is known.tensors[name]
 
 
 @pytest.mark.hardware

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,29 +60,31 @@ def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor,
 
 # ---- constants -----------------------------------------------------------------------------------
 
+MOST_CONSTANTS = 4096  # of a function
+
 
 def constant(make: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the tensors of a function that depend only on a device and some numbers.
 
     The first call waits for the stream that fills them, so that every stream may read them. Tensors made under
-    torch.compile, fake tensors or a CUDA graph's capture are not kept.
+    torch.compile, fake tensors or a CUDA graph's capture are not kept. A capture uses those that are, so none is freed.
     """
+    kept: dict[tuple[Any, ...], Any] = {}
 
-    @lru_cache(maxsize=4096)
-    def kept(device: torch.device, *numbers: Any) -> Any:
+    def get(device: torch.device, *numbers: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return make(device, *numbers)
+        key = (device, *numbers)
+        if key in kept:
+            return kept[key]
         with torch.inference_mode(False):
             made = make(device, *numbers)
         if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return made
             torch.cuda.current_stream(device).synchronize()
-        return made
+        return kept.setdefault(key, made) if len(kept) < MOST_CONSTANTS else made
 
-    def get(device: torch.device, *numbers: Any) -> Any:
-        watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        if watched or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return make(device, *numbers)
-        return kept(device, *numbers)
-
-    get.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
     return get
 
 
