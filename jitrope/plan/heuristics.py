@@ -66,7 +66,9 @@ has FEW_ELEMENTS of each. The threads on an SM are limited so that each has enou
 some threads of a head idle, and lower with wide angles, sines or fp64. H200, x the copy, (1, 4096, 32 + 8, 128) halves
 rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 640 threads 1.08 / 1.08, 800, which spill, 1.27 /
 1.15. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80,
-two 1.96."""
+two 1.96. Where threads share angles, and where there is neither a norm nor a cache, MAX_NORM_THREADS_PER_SM run: H100,
+576 / 768 threads, Qwen3-VL's prefill 1.37 / 1.26; 512 / 768, DeepSeek's indexer 1.28 / 1.22. Others are slower with
+them: norm and a cache in bf16 1.09 / 1.13."""
 
 FAST_MEMORY = 4.0
 FAST_NORM_THREADS_PER_SM = 576
@@ -182,9 +184,11 @@ def plan(problem: RopeProblem) -> Plan:
     short = ((p.full_width or p.freqs) and not spec.shares_angles) or p.rounding == "complex128"  # of registers
     if p.norm and not tiled:
         most = SHORT_THREADS_PER_SM if short else MAX_NORM_THREADS_PER_SM
-        spec = replace(spec, blocks_per_sm=_blocks_per_sm(spec, NORM_THREADS_PER_SM, most), ring=has_ring(spec))
+        alone = p.norm_kind not in NORM_KINDS and not spec.cached
+        threads = most if spec.shares_angles or alone else NORM_THREADS_PER_SM
+        spec = replace(spec, blocks_per_sm=_blocks_per_sm(spec, threads, most), ring=has_ring(spec))
         if spec.ring:
-            fewer = p.memory_speed >= FAST_MEMORY and not spec.shares_angles
+            fewer = p.memory_speed >= FAST_MEMORY and threads == NORM_THREADS_PER_SM
             walking = _blocks_per_sm(spec, FAST_NORM_THREADS_PER_SM, most) if fewer else spec.blocks_per_sm
             grid = (min(grid[0], p.sm_count * walking), 1)
     return Plan(spec, grid, spec.threads, reason)
