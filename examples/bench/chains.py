@@ -63,6 +63,13 @@ def inputs(shape: Shape, rotary_dim: int) -> Inputs:
     return Inputs(q, k, v, *tables(s, rotary_dim), weights, biases, ids, places, tuple(out), offsets(s))
 
 
+def across(shape: Shape, rotary_dim: int) -> Inputs:
+    """Return random inputs with a weight for each element of all heads."""
+    own = inputs(shape, rotary_dim)
+    q_weight, k_weight = own.weights
+    return own._replace(weights=(q_weight.repeat(shape[2]), k_weight.repeat(shape[3])))
+
+
 def gated(shape: Shape, rotary_dim: int) -> Inputs:
     """Return random inputs whose q is a view beside its gate."""
     b, s, hq, _, d = shape
@@ -227,10 +234,7 @@ def operands(x: Inputs, *axes: int) -> Any:
 
 def wan(x: Inputs) -> Any:
     """The mean is over all heads; q, k and v as `RANKS` ranks exchange them."""
-    q, k = (
-        F.rms_norm(y.flatten(2), (y[0, 0].numel(),), w.repeat(y.shape[2]), 1e-6).view_as(y)
-        for y, w in zip((x.q, x.k), x.weights)
-    )
+    q, k = (F.rms_norm(y.flatten(2), w.shape, w, 1e-6).view_as(y) for y, w in zip((x.q, x.k), x.weights))
     parts = (turned(q, x.cos, x.sin, True), turned(k, x.cos, x.sin, True), x.v)
     return [y.unflatten(2, (RANKS, -1)).permute(2, 0, 1, 3, 4).contiguous() for y in parts]
 

@@ -62,7 +62,7 @@ def ours(norm: Callable[[Inputs], Norm], **words: Any) -> Call:
 
 
 def to_ranks(x: Inputs) -> Any:
-    norm = Norm(*[w.repeat(x.q.shape[2]) for w in x.weights], across_heads=True, rounding="once")
+    norm = Norm(*x.weights, across_heads=True, rounding="once")
     return prepare_qkv(x.q, x.k, x.v, x.cos, x.sin, norm=norm, interleaved=True, out=Ulysses(RANKS))
 
 
@@ -186,7 +186,7 @@ PRESETS = {
         (1, 4096, 16, 2, 256), to_gated, chains.qwen3_next, (4, 4, 4), rotary_dim=64, trained=("q",), make=chains.fused,
         backward=2.25,
     ),
-    "wan-ulysses": Preset((1, 8192, 40, 40, 128), to_ranks, chains.wan, (4, 4, 4)),
+    "wan-ulysses": Preset((1, 8192, 40, 40, 128), to_ranks, chains.wan, (4, 4, 4), make=chains.across),
     "flux-fp8": Preset((1, 4608, 24, 24, 128), to_operands, chains.operands, (3, 3, 4), **FP8_WORDS),
     "flux-fp8-heads": Preset(
         (1, 4608, 24, 24, 128), partial(to_operands, per="head"), lambda x: chains.operands(x, 1), (3, 3, 3),
