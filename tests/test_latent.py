@@ -234,6 +234,10 @@ REFUSALS = {
     "a number": ({"kv": torch.ones(())}, r"kv has shape \(\), layout 'bshd' needs 4 axes"),
     "dtype": ({"kv": KV.half()}, "kv is torch.float16 on cpu but q is torch.float32"),
     "not a tensor": ({"k_pe": None}, "k_pe is None; it must be a tensor"),
+    "nested": (
+        {"q": torch.nested.nested_tensor([Q[0], Q[1, :5]])},
+        "q is a nested tensor; it must be a strided tensor",
+    ),
     "table": ({"cos": TABLE[0, :, :4], "sin": TABLE[0, :, :4]}, "cos and sin are 4 wide; with rotary_dim 16"),
     "rows": ({"cos": TABLE[0, :5], "sin": TABLE[0, :5]}, "cos has 5 rows; it needs 6"),
     "tables for each head": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -353,6 +354,12 @@ def test_v_norm_is_gemma_4s_norm(rounding: str, device: str) -> None:
     torch.testing.assert_close(compiled(v), results[0][0])
     with pytest.raises(jitrope.InvalidInput, match="v is None; it must be a tensor, because the norm has v_norm"):
         jitrope.prepare_qkv(q, k, None, norm=norm)
+    for wrong, text in ((v.double(), "v is torch.float64"), (v[0], r"v has shape \(5, 2, 64\), layout 'bshd' needs")):
+        with pytest.raises(jitrope.InvalidInput, match=f"prepare_qkv: {text}"):
+            jitrope.prepare_qkv(q, k, wrong, norm=norm)
+    for word in ("rotary_dim", "rotary_offset"):
+        with pytest.raises(jitrope.InvalidInput, match=f"{word} is a numpy array .*; it must be a whole number"):
+            jitrope.prepare_qkv(q, k, v, *torch.ones(2, 5, 32), norm=norm, **{word: np.ones(2)})
 
 
 V_NORMS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # launches, words of the norm, words of the call

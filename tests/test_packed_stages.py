@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import cycle, product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -145,6 +146,22 @@ def test_given_tensors_and_what_stays(device: str) -> None:
     assert q.dtype == k.dtype == FP8
 
 
+@pytest.mark.parametrize("stage", ["cache", "quantize", "out"])
+@pytest.mark.parametrize("number", [np.int64, float])
+def test_heads_of_a_group_are_any_whole_number(number: Any, stage: str) -> None:
+    """numpy's and 3.0 too."""
+    qkv, _, *tables = made("qkv", "bshd", "cpu")
+    cache = KVCache(**caches(torch.bfloat16, "cpu"), slot_mapping=torch.arange(10))
+    out = (None, None, torch.zeros(2, 5, G, D).bfloat16())
+    words: dict[str, Any] = {"cache": cache, "quantize": DynamicQuantize(v=True), "out": out}
+    one, two = (
+        jitrope.prepare_packed_qkv(qkv, *tables, q_per_group=n, order="qkv", **{stage: words[stage]})
+        for n in (N, number(N))
+    )
+    assert [x is None for x in one] == [x is None for x in two] == [False, *[stage == "cache"] * 2]
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(flat(one, {}), flat(two, {})))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "plain"])
 def test_tokens_after_the_last_sequence(biased: bool, device: str) -> None:
@@ -224,6 +241,8 @@ def test_refusals() -> None:
     refused("which q_per_group . 2 = 9 does not divide", q_per_group=7)
     refused("q_per_group is 'a'", q_per_group="a")
     refused("order is 'b'", order="b")
+    refused(r"order is \['qkv'\]; it must be one of", order=["qkv"])
+    refused("copy_v is None; it must be True or False", copy_v=None)
     refused("qkv is None; it must be a tensor", qkv=None)
     refused("qkv requires a gradient, but this call has none", qkv=qkv.clone().requires_grad_())
     gated = made("qkv_gated", "bshd", "cpu")

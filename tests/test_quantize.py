@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -845,6 +846,18 @@ def test_refusals(name: str) -> None:
 def test_there_is_no_gradient() -> None:
     with pytest.raises(jitrope.InvalidInput, match=r"q requires a gradient, but this call has none"):
         jitrope.prepare_qkv(Q.clone().requires_grad_(), K, None, COS, SIN, quantize=DynamicQuantize())
+    scale, cache = torch.ones(()).requires_grad_(), CACHE.tensors
+    e4m3 = {name: torch.zeros_like(cache[name], dtype=FP8) for name in ("k_cache", "v_cache")}
+    slots = cache["slot_mapping"]
+    calls: dict[str, dict[str, Any]] = {
+        "q_scale": {"quantize": Quantize(scale, 1.0)},
+        "k_scale": {"v": K, "cache": KVCache(**e4m3, slot_mapping=slots, k_scale=scale, v_scale=1.0)},
+        "q_global_scale": {"quantize": DynamicQuantize(FP4, group=16, scale_dtype=FP8, q_global_scale=scale)},
+    }
+    for name, words in calls.items():
+        text = f"{name} requires a gradient, but this call has none; pass {name}.detach()"
+        with pytest.raises(jitrope.InvalidInput, match=re.escape(text)):
+            jitrope.prepare_qkv(Q, K, **{"v": None, "cos": COS, "sin": SIN, **words})
 
 
 def test_printed() -> None:

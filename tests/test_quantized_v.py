@@ -77,6 +77,14 @@ def test_v_is_converted_with_q_and_k(way: str, launch: str, device: str) -> None
         assert not given or got[2] is out["out"][2]
 
 
+@pytest.mark.parametrize("quantize", [Quantize(0.05, 0.02, 0.03), DynamicQuantize(v=True)])
+def test_no_given_tensors(quantize: Any) -> None:
+    """out=None is the default."""
+    q, k, cos, sin = inputs("cpu", 2, 5, 4, 64)
+    got, want = (jitrope.prepare_qkv(q, k, k, cos, sin, quantize=quantize, **out) for out in ({"out": None}, {}))
+    assert all(same(x, y) for xs, ys in zip(got, want) for x, y in zip(xs, ys))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_of_packed_qkv_and_for_ranks(device: str) -> None:
     """With a projection's bias; and in given tensors with a group of heads for each rank."""
@@ -235,6 +243,10 @@ def test_refusals_of_computed_scales(per: str) -> None:
     like_k = "v is .*; it must be like k, because quantize has v=True"
     refused(like_k, v=torch.cat((k, k), 2))
     refused(like_k, v=k.float())
+    refused(like_k, v=k[0])
+    nvfp4 = {"group": 16, "scale_dtype": FP8, "v_global_scale": 1.0}
+    refused(like_k, v=k[0], quantize=DynamicQuantize(FP4, **nvfp4, v=True))
+    refused("q is a tensor of shape|q has shape", q=torch.ones(()), quantize=DynamicQuantize(FP4, v=True))
     refused("k is None; it must be a tensor, because quantize has v=True", k=None)
     each = {name: x[None, :, None].expand(2, 5, 2, -1) for name, x in (("cos", cos), ("sin", sin))}
     refused("v cannot be converted beside this rotation, but quantize has v=True", q=k, **each)
@@ -261,6 +273,7 @@ def test_refusals() -> None:
 
     refused("v is None; it must be a tensor, because quantize has a v_scale", v=None)
     refused("v is .*; it must be like k, because v_scale is given", v=torch.cat((k, k), 2))
+    refused("v is .*; it must be like k, because v_scale is given", v=k[0])
     refused("k is None; it must be a tensor, because v_scale is given", k=None)
     refused("v_scale does not go with Ulysses", out=Ulysses(2))
     refused("v_scale is .*; it must be fp32 on q's device", scale=torch.ones(3))

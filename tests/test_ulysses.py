@@ -54,6 +54,8 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "partial": ((4, 2, 2), {"rotary_dim": 32, "rotary_offset": 16}),
     "other pairs: v by a copy": ((4, 2, 2), {"interleaved_out": True}),
     "ids": ((4, 2, 2), {"ids": True}),
+    "a scale of q": ((4, 2, 2), {"q_scale": 0.5, "dtype": torch.float32}),
+    "hadamard": ((4, 2, 2), {"hadamard": True}),
     "angles of each head: v by a copy": ((4, 4, 4), {"per_head": True}),
     "norm": ((4, 2, 2), {"norm": {"rounding": "once"}}),
     "norm, sbhd": ((4, 2, 2), {"norm": {"after_rope": True}, "layout": "sbhd"}),
@@ -68,7 +70,8 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 WITH_GRADIENT = [name for name, (_, words) in KINDS.items() if "quantize" not in words]
 PARTS = ("q", "k", "v", "q and v")
-GRADIENTS = [*itertools.product(WITH_GRADIENT, ["all"]), *itertools.product(("rope", "norm", "bhsd"), PARTS)]
+IN_PARTS = ("rope", "norm", "bhsd", "a scale of q", "hadamard")
+GRADIENTS = [*itertools.product(WITH_GRADIENT, ["all"]), *itertools.product(IN_PARTS, PARTS)]
 
 
 def call(name: str, device: str, grad: bool = False) -> tuple[list[Any], dict[str, Any], list[Tensor]]:

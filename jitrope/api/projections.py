@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
+from ..base.arguments import flag, whole, word
 from ..base.errors import InvalidInput
 from ..base.signature import with_words
 from ..ops.dispatch import call
 from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
+from ..ops.into import is_dense
 from ..ops.kv_cache import KVCache
 from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
 from ..ops.operations import PACKED_INTO
@@ -19,7 +21,7 @@ from ..ops.projections import ROPE_QKV
 from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import Norm, Positions, Ulysses
 from ..ops.words import parts
-from ..plan.options import Options
+from ..plan.options import QKV_ORDERS, Options
 from ..plan.views import packed_part
 from .keywords import DEFAULTS, LatentWords, PackedWords
 
@@ -194,9 +196,11 @@ def _staged(
     tensors: Any, words: Any, positions: Any, inplace: bool, packed: tuple[Any, ...], stages: tuple[Any, ...], out: Any
 ) -> tuple[Any, ...]:
     """The results of a call with stages of `prepare_qkv`. packed: q_per_group, order, copy_v and bias."""
-    name, (norm, cache, quantize, hadamard) = "prepare_packed_qkv", stages
+    name, (norm, cache, quantize, hadamard), (n, order, copy_v, bias) = "prepare_packed_qkv", stages, packed
+    n, order = whole(name, "q_per_group", n), word(name, "order", order, QKV_ORDERS)
+    copy_v = flag(name, "copy_v", copy_v)
     separate, own = chosen(name, norm, cache, quantize, hadamard)
-    op, qkv, bias = PACKED_INTO[separate.name], tensors["qkv"], packed[3]
+    op, qkv = PACKED_INTO[separate.name], tensors["qkv"]
     if quantize is not None and quantize.per != "token":
         raise InvalidInput(f"{name}: per={quantize.per!r} does not go with packed QKV; split it, and use prepare_qkv")
     if isinstance(out, Ulysses):
@@ -206,10 +210,10 @@ def _staged(
         tensors["bias"] = bias
     staged(op, tensors, asked, qkv, norm, cache, quantize)
     asked.update(own)
-    _say_order(asked, *packed[:3])
+    _say_order(asked, n, order, copy_v)
     found = call_packed_into(op, tensors, asked, out, quantize is not None)
-    if asked.get("order") == "qkv_gated":
-        return (*found, packed_part(qkv, "gate", Options(q_per_group=asked["q_per_group"], order="qkv_gated")))
+    if order == "qkv_gated":
+        return (*found, packed_part(qkv, "gate", Options(q_per_group=n, order=order)))
     return found
 
 
@@ -260,8 +264,7 @@ def prepare_mla_qkv(
     tensors: Any = {"q": q, "kv": kv, "k_pe": k_pe, "cos": cos, "sin": sin}
     asked = gather(ROPE_LATENT, tensors, words, _LATENT_WORDS, positions)
     forget_positions(tensors, asked)
-    tensors_given = isinstance(q, Tensor) and isinstance(kv, Tensor) and isinstance(k_pe, Tensor)
-    if tensors_given and q.dim() and kv.dim() and k_pe.dim():  # elsewhere the check refuses them
+    if is_dense(q) and is_dense(kv) and is_dense(k_pe):  # elsewhere the check refuses them
         asked["rotary_offset"] = first = q.shape[-1] - k_pe.shape[-1]
         asked["v_dim"] = kv.shape[-1] - first
     if out is None:

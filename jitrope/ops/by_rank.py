@@ -11,7 +11,7 @@ from ..plan.views import FORMATS, Tensors, by_rank, joined
 from .fit import check_ranks, failing
 from .formats import empty_scale
 from .into import Into, copy_heads, layout_of
-from .operation import Call, Operation, turned_back
+from .operation import Call, Operation, of_k, turned_back
 
 
 class ByRank(Into):
@@ -89,7 +89,7 @@ class ByRank(Into):
             as_names = dict(zip("qk", names))  # k's gradient alone takes the name of q's
             tensors = {as_name: grads[name] for as_name, name in as_names.items()}
             tensors.update({"v": grads["v"]} if "v" in grads and len(names) == 2 else {})
-            out = call(self, {**tensors, **saved}, turned_back(options))
+            out = call(self, {**tensors, **(saved if "q" in grads else of_k(saved))}, turned_back(options))
             found = {as_names.get(name, name): x for name, x in out.items()}
         if "v" in grads and "v" not in found:
             found["v"] = joined(grads["v"], options.layout)

@@ -106,6 +106,8 @@ def check_scale(
         return
     if not wanted:
         fail(f"{label} is given, but no output is divided by it; leave it out")
+    if scale.requires_grad and torch.is_grad_enabled():
+        fail(f"{label} requires a gradient, but this call has none; pass {label}.detach()")
     batch, _, heads, _ = sizes_of(x, options.layout)
     fits = scale.numel() == 1 or tuple(scale.shape) in ((heads,), (batch, heads))
     if scale.dtype != torch.float32 or not fits or scale.device != x.device:

@@ -125,13 +125,13 @@ def staged(
 
 def with_v_out(words: dict[str, Any], v: Any) -> None:
     """Add a tensor for a converted v to the word `out`, if it has none."""
-    name, out = "prepare_qkv", words.get("out", (None, None, None))
+    name, out = "prepare_qkv", words.get("out")
     article, given = ("", "v=True") if "dynamic_v" in words else ("a ", "v_scale")
     if isinstance(out, Ulysses):
         raise InvalidInput(f"{name}: {given} does not go with Ulysses; convert v after the exchange")
-    if not is_dense(v) or not v.dim():
+    if not is_dense(v):
         refuse(name, "v", v, f"a tensor, because quantize has {article}{given}")
-    q, k, v_out = parts(name, "out", out, 3)
+    q, k, v_out = (None,) * 3 if out is None else parts(name, "out", out, 3)
     words["out"] = (q, k, empty_elements(v, words.get("out_dtype", "fp8")) if v_out is None else v_out)
 
 
@@ -234,4 +234,7 @@ def _normed_v(v: Tensor, words: dict[str, Any]) -> Tensor:
     words["norm"] = _without_v(norm)
     own = {"layout": words["layout"]} if "layout" in words else {}
     plain = NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
-    return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]
+    try:
+        return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]
+    except InvalidInput as error:  # it names v as the q of that launch
+        raise InvalidInput(str(error).replace(": q ", ": v ", 1)) from None

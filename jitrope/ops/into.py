@@ -50,11 +50,11 @@ class Into(Operation):
         return self.base.unrotated(name, tensors, options)
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        self.base.check(name, tensors, options)
         if options.dynamic_v and "v_out" not in tensors:
             raise InvalidInput(f"{name}: copy_v=False does not go with v=True of quantize; leave copy_v out")
         if ("v_scale" in tensors or options.dynamic_v) and self.finishes(tensors, options):
             refuse_other_v(name, tensors, options)
+        self.base.check(name, tensors, options)
         checks.check_into(name, tensors, options, self.labels, self.base.converted(tensors, options))
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
@@ -190,5 +190,5 @@ def given_out(
 
 
 def is_dense(x: Any) -> bool:
-    """Whether x is a strided tensor."""
-    return isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested
+    """Whether x is a strided tensor with an axis."""
+    return isinstance(x, Tensor) and x.layout is torch.strided and not (x.is_nested or x.is_quantized) and x.dim() > 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view
+from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view, joined
 from . import checks, reference
 from .by_rank import ByRank
 from .fit import sizes_of
@@ -244,7 +244,7 @@ class _QKNormRopeHadamard(_QKNormRope):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients are transformed by a launch of their own, because the matrix is its own transpose."""
-        own = dict(zip("qk", grads.values()))
+        own = dict(zip("qk", [joined(grad, options.layout) for grad in grads.values()]))
         words = {name: getattr(options, name) for name in ("layout", "rotary_dim", "rotary_offset", "hadamard")}
         alone, tensors = resolved(self, own, {**words, "norm": NO_NORM})
         grads = dict(zip(grads, call(self, tensors, alone).values()))

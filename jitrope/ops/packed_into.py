@@ -91,7 +91,7 @@ def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Contai
     given: the letters of the caller's. converted: those of converted ones. Without copy_v v stays in qkv.
     """
     n, order, wanted = words["q_per_group"], words.get("order", "grouped"), "qkv" if "k_out" in op.labels else "q"
-    if type(n) is not int or n < 1 or order not in QKV_ORDERS or not is_dense(qkv) or qkv.dim() < 3:
+    if n < 1 or not is_dense(qkv) or qkv.dim() < 3:
         return {}
     options = Options(q_per_group=n, order=order)
     if qkv.shape[-1 if order == "grouped" else -2] % (n * QKV_ORDERS[order] + 2):

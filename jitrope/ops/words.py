@@ -196,9 +196,9 @@ def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int) -> int:
 def rotates_heads(tensors: Mapping[str, Tensor], words: Mapping[str, Any], head_dim: int) -> bool:
     """Whether a call rotates whole heads, as its words and tables say before they are checked."""
     widths = [times * tensors[kind].shape[-1] for kind, times in _TIMES_WIDTH.items() if kind in tensors]
-    rotary_dim = words.get("rotary_dim")
+    rotary_dim = _typed("prepare_qkv", "rotary_dim", words.get("rotary_dim"))
     found = (widths or [head_dim])[0] if rotary_dim is None else rotary_dim
-    return not words.get("rotary_offset") and bool(found == head_dim)
+    return bool(found == head_dim and _typed("prepare_qkv", "rotary_offset", words.get("rotary_offset", 0)) == 0)
 
 
 def _typed(name: str, label: str, value: Any) -> Any:
