@@ -59,14 +59,18 @@ _NEED_TRITON = {
 def triton() -> Iterator[None]:
     """Triton and flash-linear-attention, or stand-ins: torchtitan imports them for other kernels.
 
-    torch's CPU build has no Triton, and flash-linear-attention (of Qwen 3.5's other layers) needs it.
+    torch's CPU build has no Triton, and flash-linear-attention (of Qwen 3.5's other layers) needs it. torch 2.11 lacks
+    a name for FSDP's mesh, with which torchtitan 0.3 distributes parameters; one process does not use it.
     """
     importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
+    fsdp = importlib.import_module("torch.distributed.fsdp")
     with pytest.MonkeyPatch.context() as patch:
         for package, names in _NEED_TRITON.items():
             if importlib.util.find_spec(package) is None:
                 for name in names:
                     patch.setitem(sys.modules, name, Absent(name))
+        if not hasattr(fsdp, "DataParallelMeshDims"):
+            patch.setattr(fsdp, "DataParallelMeshDims", object, raising=False)
         yield
 
 

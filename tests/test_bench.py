@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import dropwhile, product, takewhile
+from itertools import count, dropwhile, product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ from examples.bench import (
 from jitrope.integrations import _host
 
 from . import fresh
-from .hosts import missing, triton
+from .hosts import missing, timm, triton
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
@@ -200,7 +200,9 @@ def test_a_smoke_run(command: str) -> None:
 def test_a_smoke_run_of_hosts(name: str) -> None:
     """Each model eager and compiled; jitrope takes every call, and nothing of it stays."""
     package = hosts.HOSTS[name].package.partition(".")[0]
-    if find_spec(package) is None:
+    if package == "timm":
+        timm()
+    elif find_spec(package) is None:
         missing(f"pip install {package}")
     with triton() if package == "torchtitan" else nullcontext():
         done = bench("hosts", "--only", name, "--smoke", "--json")
@@ -246,6 +248,9 @@ def test_a_wrong_result_of_a_host_is_not_timed() -> None:
         hosts.difference(two, lambda: {"jitrope": 1})
     with pytest.raises(AssertionError, match="jitrope was not called"):
         hosts.difference({**steps, "jitrope": steps["stock"]}, lambda: {"jitrope": 1})
+    calls = count()
+    with pytest.raises(AssertionError, match="stock calls jitrope"):
+        hosts.difference(steps, lambda: {"jitrope": next(calls)})
 
 
 @pytest.fixture(scope="module")

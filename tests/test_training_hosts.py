@@ -7,6 +7,7 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import _host, deepspeed, megatron, transformer_engine
 
+from .devices import devices
 from .hosts import HOSTS, group, missing, stand_in
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -25,7 +27,7 @@ def gradients(function: Any, t: Tensor, overlapping: bool) -> tuple[Tensor, Tens
     """(output, gradient) of a loss whose gradient is an expanded tensor if `overlapping`."""
     leaf = t.detach().requires_grad_()
     out = function(leaf)
-    loss = out.float().sum() * 2 if overlapping else (out.float() * torch.arange(out.shape[-1])).sum()
+    loss = out.float().sum() * 2 if overlapping else (out.float() * torch.arange(out.shape[-1]).to(out)).sum()
     return out.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
@@ -103,10 +105,12 @@ TE_CASES = [  # tensor_format, dtype, interleaved, rotary part, starts, cp, tran
 
 
 @pytest.mark.parametrize(
-    ("tensor_format", "dtype", "interleaved", "part", "starts", "cp", "axes", "overlapping"), TE_CASES
+    ("device", "tensor_format", "dtype", "interleaved", "part", "starts", "cp", "axes", "overlapping"),
+    devices(TE_CASES, TE_CASES[1:5]),
 )
 def test_te_padded(
     te: Any,
+    device: str,
     tensor_format: str,
     dtype: str,
     interleaved: bool,
@@ -119,11 +123,12 @@ def test_te_padded(
     torch.manual_seed(0)
     length, batch, heads, dim, margin = 22, 2, 3, 32, 10
     shape = [length, batch] if tensor_format == "sbhd" else [batch, length]
-    t = torch.rand(*shape, heads, dim).to(DTYPES[dtype])
+    t = torch.rand(*shape, heads, dim).to(device, DTYPES[dtype])
     if axes is not None:
         t = t.transpose(*axes).contiguous().transpose(*axes)
-    freqs = transformer_engine.RotaryPositionEmbedding(dim, part, interleaved=interleaved)((length + margin) * cp)
-    begin = torch.tensor([3, margin - 1], dtype=torch.int32) if starts else None
+    made = transformer_engine.RotaryPositionEmbedding(dim, part, interleaved=interleaved)
+    freqs = made((length + margin) * cp).to(device)
+    begin = torch.tensor([3, margin - 1], dtype=torch.int32, device=device) if starts else None
     for rank in range(cp):
         words = {
             "tensor_format": tensor_format,
@@ -141,24 +146,24 @@ def test_te_padded(
         assert transformer_engine.apply_rotary_pos_emb(t, freqs, **words).is_contiguous()
 
 
-@pytest.mark.parametrize("cp", [1, 2])
+TE_PACKED = [  # context parallel size, dtype, interleaved, starts
+    (cp, *case)
+    for cp in (1, 2)
+    for case in (("fp32", False, False), ("bf16", False, True), ("fp16", True, False), ("fp32", True, True))
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "interleaved", "starts"),
-    [
-        ("fp32", False, False),
-        ("bf16", False, True),
-        ("fp16", True, False),
-        ("fp32", True, True),
-    ],
+    ("device", "cp", "dtype", "interleaved", "starts"), devices(TE_PACKED, (TE_PACKED[1], *TE_PACKED[6:]))
 )
-def test_te_packed(te: Any, dtype: str, interleaved: bool, starts: bool, cp: int) -> None:
+def test_te_packed(te: Any, device: str, cp: int, dtype: str, interleaved: bool, starts: bool) -> None:
     torch.manual_seed(0)
     # The host's interleaved path fails on an empty sequence.
     lengths = torch.tensor([12, 4, 2 * cp if interleaved else 0, 20, 8, 4])
-    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
-    t = torch.rand(int(cu_seqlens[-1]) // cp, 3, 32).to(DTYPES[dtype])
-    freqs = transformer_engine.RotaryPositionEmbedding(32, 0.5, interleaved=interleaved)(40)
-    begin = torch.arange(6, dtype=torch.int32) if starts else None
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int().to(device)
+    t = torch.rand(int(cu_seqlens[-1]) // cp, 3, 32).to(device, DTYPES[dtype])
+    freqs = transformer_engine.RotaryPositionEmbedding(32, 0.5, interleaved=interleaved)(40).to(device)
+    begin = torch.arange(6, dtype=torch.int32, device=device) if starts else None
     for rank in range(cp):
         words = {
             "tensor_format": "thd",
@@ -175,28 +180,28 @@ def test_te_packed(te: Any, dtype: str, interleaved: bool, starts: bool, cp: int
         )
 
 
-@pytest.mark.parametrize("tables", ["one", "two"])
-@pytest.mark.parametrize(
-    ("tensor_format", "cp", "interleaved"), [("sbhd", 1, False), ("bshd", 2, True), ("thd", 2, False)]
-)
-def test_te_packed_qkv(te: Any, tensor_format: str, cp: int, interleaved: bool, tables: str) -> None:
+TE_QKV = [(*case, n) for case in (("sbhd", 1, False), ("bshd", 2, True), ("thd", 2, False)) for n in ("one", "two")]
+
+
+@pytest.mark.parametrize(("device", "tensor_format", "cp", "interleaved", "tables"), devices(TE_QKV, TE_QKV[::2]))
+def test_te_packed_qkv(te: Any, device: str, tensor_format: str, cp: int, interleaved: bool, tables: str) -> None:
     """The results are those of the host's single op on slices, also with starts and context parallelism."""
     torch.manual_seed(0)
     groups, dim, split = 3, 16, [64, 16, 16]
     lead = {"sbhd": (6, 2), "bshd": (2, 6), "thd": (12,)}[tensor_format]
-    qkv = torch.rand(*lead, groups, sum(split))
+    qkv = torch.rand(*lead, groups, sum(split)).to(device)
     make = transformer_engine.RotaryPositionEmbedding
-    q_freqs = make(dim, interleaved=interleaved)(40)
-    k_freqs = q_freqs if tables == "one" else make(dim, rotary_base=100.0, interleaved=interleaved)(40)
+    q_freqs = make(dim, interleaved=interleaved)(40).to(device)
+    k_freqs = q_freqs if tables == "one" else make(dim, rotary_base=100.0, interleaved=interleaved)(40).to(device)
     words: dict[str, Any] = {
         "tensor_format": tensor_format,
         "interleaved": interleaved,
         "cp_size": cp,
         "cp_rank": cp - 1,
-        "start_positions": torch.tensor([2, 5], dtype=torch.int32),
+        "start_positions": torch.tensor([2, 5], dtype=torch.int32, device=device),
     }
     if tensor_format == "thd":
-        words["cu_seqlens"] = torch.tensor([0, 8, 12 * cp], dtype=torch.int32)
+        words["cu_seqlens"] = torch.tensor([0, 8, 12 * cp], dtype=torch.int32, device=device)
 
     def host(x: Tensor) -> Tensor:
         q, k, v = x.split(split, -1)
@@ -264,21 +269,23 @@ def enabled(rope_utils: Any) -> Iterator[Any]:
     assert not _host.placed
 
 
-@pytest.mark.parametrize(
-    ("words", "dim", "batch", "mscale"),
-    [
-        ({}, 32, 1, 1.0),
-        ({"rotary_interleaved": True}, 16, 1, 1.0),
-        ({}, 32, 1, 1.5),
-        ({}, 32, 2, 1.0),
-        ({"multi_latent_attention": True}, 16, 1, 0.8),
-        ({"mrope_section": [4, 6, 6]}, 32, 2, 1.0),
-    ],
-)
-def test_megatron_padded(rope_utils: Any, enabled: Any, words: Any, dim: int, batch: int, mscale: float) -> None:
+PADDED: list[Any] = [  # words, rotated elements, batch, mscale
+    ({}, 32, 1, 1.0),
+    ({"rotary_interleaved": True}, 16, 1, 1.0),
+    ({}, 32, 1, 1.5),
+    ({}, 32, 2, 1.0),
+    ({"multi_latent_attention": True}, 16, 1, 0.8),
+    ({"mrope_section": [4, 6, 6]}, 32, 2, 1.0),
+]
+
+
+@pytest.mark.parametrize(("device", "words", "dim", "batch", "mscale"), devices(PADDED, (*PADDED[1:3], *PADDED[4:])))
+def test_megatron_padded(
+    rope_utils: Any, enabled: Any, device: str, words: Any, dim: int, batch: int, mscale: float
+) -> None:
     """The results of Megatron's unfused path: pairings, partial, mscale, mRoPE with a batch, and MLA."""
-    t = torch.rand(6, 2, 3, 32)
-    freqs = megatron_freqs(6, dim, bool(words.get("rotary_interleaved")), batch)
+    t = torch.rand(6, 2, 3, 32).to(device)
+    freqs = megatron_freqs(6, dim, bool(words.get("rotary_interleaved")), batch).to(device)
     results = []
     for fused in (True, False):
         leaf = t.clone().requires_grad_()
@@ -291,17 +298,19 @@ def test_megatron_padded(rope_utils: Any, enabled: Any, words: Any, dim: int, ba
     assert enabled.reasons == {"apply_rope_fusion is off": 1}
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("table", ["position", "token"])
-@pytest.mark.parametrize("words", [{}, {"rotary_interleaved": True}, {"multi_latent_attention": True}], ids=str)
-def test_megatron_packed(rope_utils: Any, enabled: Any, words: Any, table: str, cp: int) -> None:
+PAIRINGS: list[dict[str, bool]] = [{}, {"rotary_interleaved": True}, {"multi_latent_attention": True}]
+MEGATRON_PACKED = [*product(PAIRINGS, ("position", "token"), (1, 2, 4))]
+
+
+@pytest.mark.parametrize(("device", "words", "table", "cp"), devices(MEGATRON_PACKED, MEGATRON_PACKED[1::7]))
+def test_megatron_packed(rope_utils: Any, enabled: Any, device: str, words: Any, table: str, cp: int) -> None:
     """The results of the unfused path: packed, context parallel, tables by position and (mRoPE) by token."""
     lengths = torch.tensor([8, 16, 0, 8, 24])
-    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
-    freqs = megatron_freqs(24 if table == "position" else 56, 16, bool(words.get("rotary_interleaved")))
+    cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int().to(device)
+    freqs = megatron_freqs(24 if table == "position" else 56, 16, bool(words.get("rotary_interleaved"))).to(device)
     if table == "token":
-        freqs = freqs * torch.rand(56, 1, 1, 1)  # any angles, not just rising ones
-    t = torch.rand(56 // cp, 3, 32)
+        freqs = freqs * torch.rand(56, 1, 1, 1).to(device)  # any angles, not just rising ones
+    t = torch.rand(56 // cp, 3, 32).to(device)
     for rank in range(cp):
         results = []
         for fused in (True, False):
@@ -384,14 +393,16 @@ DEEPSPEED_CASES = {  # shape of t, shape of the tables
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", DEEPSPEED_CASES)
-def test_deepspeed_forward_and_gradient(layer: Any, name: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "name", "dtype"),
+    devices(product(DEEPSPEED_CASES, ("fp32", "bf16")), (("sbhd", "bf16"), ("bshd-batched", "fp32"))),
+)
+def test_deepspeed_forward_and_gradient(layer: Any, device: str, name: str, dtype: str) -> None:
     torch.manual_seed(0)
     shape, table_shape = DEEPSPEED_CASES[name]
-    t = torch.randn(shape).to(DTYPES[dtype])
+    t = torch.randn(shape).to(device, DTYPES[dtype])
     angles = torch.rand(table_shape) * 9
-    cos, sin = (f(angles).to(t.dtype) for f in (torch.cos, torch.sin))
+    cos, sin = (f(angles).to(t) for f in (torch.cos, torch.sin))
     got = gradients(lambda t: deepspeed.apply_rotary_pos_emb(t, cos, sin), t, False)
     want = gradients(lambda t: layer.apply_rotary_pos_emb(t, cos.float(), sin.float()), t.float(), False)
     for a, b in zip(got, want):

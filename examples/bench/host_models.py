@@ -1,7 +1,7 @@
 """The models of `bench hosts`, each twice with the same weights: as its library makes it, and with jitrope enabled.
 
-Real widths, random bf16 weights and a few of the layers. `enable` replaces the functions of a file for all its models,
-so transformers' stock model comes from a second import of its file.
+Real widths, random bf16 weights and a few of the layers. `enable` replaces functions for all models, so transformers'
+stock model comes from a second import of its file, and timm's keeps copies of the functions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -192,19 +193,18 @@ class Chain(nn.Module):
 
 
 @contextmanager
-def torchtitan_pair(smoke: bool) -> Iterator[Pair]:
-    """Two layers of torchtitan's Llama 3 8B, without and with jitrope's overrides."""
+def torchtitan_pair(family: str, overrides: tuple[str, ...], smoke: bool) -> Iterator[Pair]:
+    """Two layers of an 8B model of torchtitan, without and with jitrope's overrides."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import llama3_configs
 
     from jitrope.integrations import torchtitan as integration
 
+    configs = getattr(importlib.import_module(f"torchtitan.models.{family}"), f"{family}_configs")
     integration.register()
-    imports = [f"jitrope.integrations.torchtitan.{name}" for name in ("cos_sin_rope", "complex_rope")]
     models = []
-    for given in ([], imports):
-        config = llama3_configs["debugmodel" if smoke else "8B"](attn_backend="flex")
+    for given in ([], [f"{integration.__name__}.{name}" for name in overrides]):
+        config = configs["debugmodel" if smoke else "8B"](attn_backend="flex")
         config.layers = config.layers[:2]
         for layer in config.layers:
             layer.attention.inner_attention = ScaledDotProductAttention.Config()
@@ -219,6 +219,61 @@ def torchtitan_pair(smoke: bool) -> Iterator[Pair]:
     share(ours, stock)
     words = {"x": bf16(1, 6 if smoke else 4096, config.dim).requires_grad_(), "attention_masks": None}
     yield Pair(Side(stock, words), Side(ours, words), lambda: integration.calls)
+
+
+def copied(function: Any, **names: Any) -> FunctionType:
+    """A function with the code that it has now, and with some other globals."""
+    made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+@contextmanager
+def timm_pair(smoke: bool) -> Iterator[Pair]:
+    """Four blocks of DINOv3 ViT-L."""
+    import timm
+    from timm.layers import pos_embed_sincos
+    from timm.models.eva import EvaAttention
+
+    from jitrope.integrations import timm as integration
+
+    rotate = copied(pos_embed_sincos.apply_rot_embed_cat, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
+    forward = copied(EvaAttention.forward, apply_rot_embed_cat=rotate)
+    kept = type("EvaAttention", (EvaAttention,), {"forward": forward})
+    tiny = {"embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 8} if smoke else {"depth": 4}
+    with torch.device(DEVICE):
+        stock, ours = (timm.create_model("vit_large_patch16_dinov3", global_pool="token", **tiny) for _ in range(2))
+    random_weights(stock)
+    share(ours, stock)
+    for block in stock.blocks:
+        block.attn.__class__ = kept
+    size = 32 if smoke else 512
+    words = {"x": bf16(1 if smoke else 8, 3, size, size)}
+    with integration.enable() as report:
+        yield Pair(Side(stock, words), Side(ours, words), lambda: report.calls)
+
+
+@contextmanager
+def comfy_kitchen_pair(smoke: bool) -> Iterator[Pair]:
+    """Eight blocks like FLUX.1's single ones, which call comfy-kitchen for norms of q and k and rope."""
+    from jitrope.integrations import comfy_kitchen as integration
+
+    from .comfy import Block, EagerBackend
+
+    heads, length = (2, 6) if smoke else (24, 4608)
+    with torch.device(DEVICE):
+        stock, ours = (Chain([Block(heads) for _ in range(8)]) for _ in range(2))
+    random_weights(stock)
+    share(ours, stock)
+    freqs = angles(length, 128).float()
+    rows = torch.stack((freqs.cos(), -freqs.sin(), freqs.sin(), freqs.cos()), -1).unflatten(-1, (2, 2))
+    words = {"x": bf16(1, length, 128 * heads), "freqs_cis": rows[None, None]}
+    with integration.enable() as report:
+
+        def calls() -> dict[str, int]:
+            return {"fused": report.calls["jitrope"], "host": report.calls["host"]}  # all have norms
+
+        yield Pair(Side(EagerBackend(stock), words), Side(ours, words), calls, trained=False)
 
 
 class Sdpa(nn.Module):
@@ -295,6 +350,16 @@ HOSTS = {
         "transformers", "Qwen3-VL's tower", "forward, 4096 patches, 4 blocks", partial(_tower, tower_words)
     ),
     "flux": Host("diffusers", "FLUX.1", "denoise, 4608 tokens, 12 blocks", partial(diffusers_pair, "flux")),
-    "llama3-train": Host("torchtitan", "Llama 3 8B", "train, 4096 tokens, 2 layers", torchtitan_pair),
+    "llama3-train": Host(
+        "torchtitan", "Llama 3 8B", "train, 4096 tokens, 2 layers",
+        partial(torchtitan_pair, "llama3", ("cos_sin_rope", "complex_rope")),
+    ),
+    "qwen3-titan-train": Host(
+        "torchtitan", "Qwen3-8B", "train, 4096 tokens, 2 layers", partial(torchtitan_pair, "qwen3", ("attention",))
+    ),
     "megatron-train": Host("megatron.core", "Qwen3-8B", "train, 4096 tokens, 2 layers", megatron_pair),
+    "dinov3-train": Host("timm", "DINOv3 ViT-L", "train, 8 pictures of 1024 patches, 4 blocks", timm_pair),
+    "flux-comfy": Host(
+        "comfy_kitchen", "FLUX.1's single blocks", "forward, 4608 tokens, 8 blocks", comfy_kitchen_pair
+    ),
 }  # fmt: skip

@@ -40,7 +40,8 @@ class AsSelf:
     """A module with some other attributes, to be `self` in a method of its class."""
 
     def __init__(self, module: nn.Module, **attributes: Any) -> None:
-        self.__dict__.update(attributes, _module=module)
+        for name, value in {**attributes, "_module": module}.items():
+            object.__setattr__(self, name, value)  # torch 2.11 cannot trace `self.__dict__.update`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
