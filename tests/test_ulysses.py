@@ -52,7 +52,7 @@ KINDS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "thd": ((4, 2, 2), {"layout": "thd"}),
     "packed": ((4, 2, 2), {"layout": "thd", "packed": (0, 2, 5)}),
     "partial": ((4, 2, 2), {"rotary_dim": 32, "rotary_offset": 16}),
-    "other pairs: v by a copy": ((4, 2, 2), {"interleaved_out": True}),
+    "other pairs": ((4, 2, 2), {"interleaved_out": True}),
     "ids": ((4, 2, 2), {"ids": True}),
     "angles of each head: v by a copy": ((4, 4, 4), {"per_head": True}),
     "norm": ((4, 2, 2), {"norm": {"rounding": "once"}}),

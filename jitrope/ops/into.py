@@ -67,9 +67,8 @@ class Into(Operation):
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
         if "v_out" not in tensors:
             return False
-        same_pairs = options.interleaved == options.interleaved_out
         joins = joins_k(tensors["v"], tensors.get("k"), tensors["cos"])
-        return not (joins and same_pairs and not sums_heads(tensors, options))
+        return not joins or sums_heads(tensors, options)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         _put(tensors["v_out"], tensors["v"], options.layout)
