@@ -377,19 +377,6 @@ def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
 # ---- packed QKV ------------------------------------------------------------------------------------
 
 
-def rope_qkv(t: Tensors, o: Options) -> Tensors:
-    """Packed QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
-    parts = {name: x.contiguous() for name, x in split_qkv(with_bias(t)["qkv"], o).items()}
-    turned = (rope if o.norm is None else qk_norm_rope)({**t, **parts}, o)
-    return {**turned, **{name: x.clone() for name, x in parts.items() if name not in turned}}
-
-
-def rope_qkv_backward(t: Tensors, o: Options) -> Tensors:
-    """dq, dk, dv and the gate's gradient -> the gradient of packed QKV; `o` rotates back."""
-    out = rope({**t, "q": t["dq"].contiguous(), "k": t["dk"].contiguous()}, o)
-    return {"qkv": join_qkv({**out, "v": t["dv"], "gate": t.get("dgate", torch.zeros_like(out["q"]))}, o)}
-
-
 def with_bias(t: Tensors) -> Tensors:
     """A call's tensors; a projection's bias is added to qkv, and the sum is rounded."""
     return {**t, "qkv": t["qkv"] + bias_like(t["bias"], t["qkv"])} if "bias" in t else t
