@@ -238,7 +238,8 @@ def test_refusals_of_computed_scales(per: str) -> None:
     refused("k is None; it must be a tensor, because quantize has v=True", k=None)
     each = {name: x[None, :, None].expand(2, 5, 2, -1) for name, x in (("cos", cos), ("sin", sin))}
     refused("v cannot be converted beside this rotation, but quantize has v=True", q=k, **each)
-    refused("v=True does not go with Ulysses", out=Ulysses(2))
+    refused("v is .*; it must be like k, because quantize has v=True", v=torch.cat((k, k), 2), out=Ulysses(2))
+    refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_(), out=Ulysses(2))
     refused("v requires a gradient, but this call has none; leave v=True of quantize out", v=k.clone().requires_grad_())
     refused("out's v is .* torch.bfloat16 on cpu; it must be", out=(None, None, torch.empty_like(k)))
     cache = KVCache(*torch.zeros(2, 10, k.shape[2], 64).to(k), torch.arange(10))
@@ -262,7 +263,8 @@ def test_refusals() -> None:
     refused("v is None; it must be a tensor, because quantize has a v_scale", v=None)
     refused("v is .*; it must be like k, because v_scale is given", v=torch.cat((k, k), 2))
     refused("k is None; it must be a tensor, because v_scale is given", k=None)
-    refused("v_scale does not go with Ulysses", out=Ulysses(2))
+    refused("v is None; it must be a tensor, because quantize has a v_scale", v=None, out=Ulysses(2))
+    refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_(), out=Ulysses(2))
     refused("v_scale is .*; it must be fp32 on q's device", scale=torch.ones(3))
     refused("out's v is .* torch.bfloat16 on cpu; it must be", out=(None, None, torch.empty_like(k)))
     with pytest.raises(InvalidInput, match="Quantize: v_scale is 'a'; it must be a finite number"):

@@ -445,7 +445,7 @@ def ident(case: Case) -> str:
 def converts_v(case: Case) -> bool:
     """Whether v gets computed scales too: in half of the calls that can."""
     computed = case["convert"] in ("groups", "mxfp8", "nvfp4", "tiles")
-    return computed and case["out"] in ("fresh", "given") and case["rotate"] != "per_head"
+    return computed and case["out"] in ("fresh", "given", "ulysses") and case["rotate"] != "per_head"
 
 
 def is_own(case: Case) -> bool:

@@ -31,6 +31,7 @@ from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.values import Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
 from ..ops.words import parts, refuse_table_as_v, second_tables
 from ..plan.options import NO_NORM
+from ..plan.views import converts_v
 from .keywords import DEFAULTS, JointWords, RopeWords
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def prepare_qkv(
     asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
     staged(op, tensors, asked, q, norm, cache, quantize)
     asked.update(own)
-    if ("v_scale" in tensors or "dynamic_v" in own) and cache is None:
+    if converts_v(tensors, "dynamic_v" in own):
         with_v_out(asked, v)
     if norm is not None and cache is None and asked["norm"].v_norm:
         op, v = with_v(op, tensors, asked, v)

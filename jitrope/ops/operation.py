@@ -17,7 +17,7 @@ from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.options import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, head_view
+from ..plan.views import FORMATS, Tensors, converts_v, head_view
 from . import checks
 from .rows import RULE
 from .stand_ins import one_row
@@ -110,8 +110,8 @@ class Operation:
     def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
         """The dtypes of the results that differ from the inputs'."""
         dtype = FORMATS[options.out_dtype].dtype
-        wanted = (*[name for name in ("q", "k") if name in self.results], *(("v",) if "v_out" in tensors else ()))
-        return {name: dtype for name in wanted if f"{name}_scale" in tensors}
+        wanted = [name for name in ("q", "k") if name in self.results and f"{name}_scale" in tensors]
+        return dict.fromkeys((*wanted, *(("v",) if converts_v(tensors, False) else ())), dtype)
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors like the results."""
