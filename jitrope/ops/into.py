@@ -120,9 +120,9 @@ def stored_v(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
     if options.dynamic_v:
         v, scale = scaled_elements(v.float(), options, tensors.get("v_scale"))
         return {"v": v, "v_scale": stored_scale(scale, options)}, options
-    return {
-        "v": divided(v, of_heads(tensors["v_scale"], options), options.out_dtype) if "v_scale" in tensors else v
-    }, options
+    if "v_scale" in tensors:
+        v = divided(v, of_heads(tensors["v_scale"], options), options.out_dtype)
+    return {"v": v}, options
 
 
 def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:

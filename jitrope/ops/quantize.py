@@ -140,9 +140,9 @@ class DynamicQuantize(Value):
             B is 1 and S is T. group and a scale_dtype of one byte must be given. With `Ulysses` each rank's heads have
             tiles of their own, (ranks, B, H / ranks, S, D / group).
         v: return v as `Scaled` too, in the same launches and with scales of the same kind. v must be like k, in shape
-            and dtype, and the heads must share the tables. It goes with no cache, whose v has a v_block_scale.
-            hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and
-            "kv_head". Convert any other v as q, in a call without k and without a table.
+            and dtype, and the heads must share the tables. It goes with no cache, whose v has a v_block_scale. hadamard
+            leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and "kv_head". Convert
+            any other v as q, in a call without k and without a table.
 
     Raises:
         InvalidInput: an argument is wrong.
