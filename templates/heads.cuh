@@ -189,15 +189,16 @@ __device__ __forceinline__ float sum_of_products(double a, double b, double c, d
 // Rotates x, a lane's part of a head, to y; BACK: by negative angles. With DTYPE the store rounds the sums too.
 template <bool BACK = INVERSE, typename Turns>
 __device__ __forceinline__ void turn(const float* x, float* y, const Turns& turns) {
+    constexpr bool OUT = REORDERS ? INTERLEAVED : INTERLEAVED_OUT;
     #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
         const Turn turn = turns.of(i);
         const Real x0 = x[INTERLEAVED ? 2 * i : i], x1 = x[INTERLEAVED ? 2 * i + 1 : PAIRS + i];
         const Real sin0 = BACK ? -turn.sin1 : turn.sin0;
         const Real sin1 = BACK ? -turn.sin0 : turn.sin1;
-        y[INTERLEAVED_OUT ? 2 * i : i] = ROUNDING == ADDCMUL ? sum_of_products(-x1, sin0, x0, turn.cos0)
-                                                             : sum_of_products(x0, turn.cos0, -x1, sin0);
-        y[INTERLEAVED_OUT ? 2 * i + 1 : PAIRS + i] = sum_of_products(x0, sin1, x1, turn.cos1);
+        y[OUT ? 2 * i : i] = ROUNDING == ADDCMUL ? sum_of_products(-x1, sin0, x0, turn.cos0)
+                                                 : sum_of_products(x0, turn.cos0, -x1, sin0);
+        y[OUT ? 2 * i + 1 : PAIRS + i] = sum_of_products(x0, sin1, x1, turn.cos1);
     }
 }
 

@@ -17,7 +17,6 @@ constexpr bool WEIGHS_HEADS = ACROSS_HEADS || GIVEN_MEANS || LATENT_NORM;   // e
 constexpr int WEIGHT_SETS = WEIGHS_HEADS ? STEPS : 1;    // sets of weights of a thread
 constexpr int ROW_THREADS = ACROSS_HEADS ? TEAM * HEADS_PER_BLOCK : TEAM;
 constexpr int ROW_WARPS = (ROW_THREADS + 31) / 32;
-static_assert(!MIXED, "refused by the host");
 static_assert(!V_NORM || COPY_V, "refused by the host");
 static_assert(!GIVEN_MEANS || !(V_NORM || LAYER || TWO_STREAMS), "refused by the host");
 static_assert(!GIVEN_MEANS || NORM_BOTH, "refused by the host");
@@ -125,6 +124,40 @@ __device__ __forceinline__ void ask_for_angles(const Params& p, const Place& pla
     if (!TWO_TABLES || !in_second_stream(p, place)) return ask_for_angles(p, row, lane);
     row.row[0] -= p.split;
     ask_for_angles(second_tables(p), row, lane);
+}
+
+// ---- threads that exchange elements ------------------------------------------------------------
+
+__device__ __forceinline__ void sync_team() {
+    if constexpr (TEAM <= 32) __syncwarp();
+    else __syncthreads();
+}
+
+// Room for a team's head, or for `COUNT` elements of it if only these are ever exchanged.
+template <int COUNT = HEAD_DIM>
+__device__ __forceinline__ float* shared_head() {
+    __shared__ float heads[THREADS / TEAM][COUNT];
+    return heads[threadIdx.x / TEAM];
+}
+
+// REORDERS: makes the rotated elements of a head interleaved pairs, if TO_PAIRS, or halves. The norm before it has the
+// lanes and the sums of a call that keeps its pairs. x: the lane's part, from `dim` on; has: it is of q or k. All
+// threads of a team call this.
+template <bool TO_PAIRS>
+__device__ __forceinline__ void reorder(float (&x)[ELEMENTS], int dim, bool rotary, bool has) {
+    constexpr int HALF = ROTARY_DIM / 2;
+    float* head = shared_head();
+    const auto place_of = [&](int i) { return dim - ROTARY_OFFSET + dims_to(i / VEC, INTERLEAVED) + i % VEC; };
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i) {
+        const int from = place_of(i), to = TO_PAIRS ? from % HALF * 2 + from / HALF : from % 2 * HALF + from / 2;
+        if (has && rotary) head[to] = x[i];
+    }
+    sync_team();
+    #pragma unroll
+    for (int i = 0; i < ELEMENTS; ++i)
+        if (has && rotary) x[i] = head[place_of(i)];
+    sync_team();                                         // the next head may be written
 }
 
 // ---- the weights -------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ __device__ __forceinline__ void put(Out* address, const Vec<T, VEC>& x, const fl
     }
 }
 
-// Where and how the heads of a token are stored. Nothing else decides it.
+// Where and how the heads of a token are stored, in interleaved PAIRS or halves. Nothing else decides it.
+template <bool PAIRS = INTERLEAVED_OUT>
 struct Sink {
     const Place& place;                                  // of the token
     const Destination& slot;                             // CACHE: of its k and v
@@ -42,7 +43,7 @@ struct Sink {
     __device__ __forceinline__ void each(int count, const Store& store_one) const {
         #pragma unroll
         for (int n = 0; n < ACCESSES; ++n)
-            if (n < count) store_one(n, dims_to(n, INTERLEAVED_OUT, COPY_LANES == 0 || lane < ROTARY_LANES));
+            if (n < count) store_one(n, dims_to(n, PAIRS, COPY_LANES == 0 || lane < ROTARY_LANES));
     }
 
     // Stores the first `count` accesses of the lane's part of a head that was read from `source`: access n of x
@@ -51,7 +52,7 @@ struct Sink {
         const Params& p, const Head& head, const Lane<const T>& source, const Vec<T, VEC>* x, const float* y,
         const float* factors, int count
     ) const {
-        const int dim = first_dim(lane, INTERLEAVED_OUT);
+        const int dim = first_dim(lane, PAIRS);
         const auto in_place = [&](int n, int dims) { store_x(const_cast<T*>(source[dims]), x[n], true); };
         if (IN_PLACE && (!CACHE || head.is_q)) {
             each(count, in_place);

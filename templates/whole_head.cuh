@@ -2,7 +2,7 @@
 // each GROUP of its elements, by which the largest element becomes the largest number of the output. All threads of a
 // warp call them, because they exchange elements.
 
-constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC;
+constexpr bool WHOLE_HEAD = HADAMARD || DYNAMIC || REORDERS;
 constexpr bool DYNAMIC_V = DYNAMIC_Q && CONVERT_V;       // v has scales of its own too
 constexpr bool GROUPED = DYNAMIC && GROUP != 0 && GROUP < HEAD_DIM;
 constexpr int SCALES = GROUPED ? ACCESSES : 1;           // scales of a lane's part of a head: an access is in one group
@@ -18,11 +18,6 @@ constexpr bool IN_ORDER = TEAM <= 32
     && (TRANSFORMS_ALL
             ? TEAM == LANES && (REST == 0 || ALIKE)
             : TRANSFORMS_ROTARY || (COPY_ACCESSES == 2 && ROTARY_LANES % COPY_LANES == 0));
-
-__device__ __forceinline__ void sync_team() {
-    if constexpr (TEAM <= 32) __syncwarp();
-    else __syncthreads();
-}
 
 // Sums and differences of elements 1, 2, 4, ... apart.
 template <int COUNT>
@@ -74,9 +69,8 @@ __device__ __forceinline__ void transform(
         }
         if constexpr (TRANSFORMS_ALL) add_threads<ELEMENTS>(y, ROTARY_LANES, TEAM);
     } else {
-        __shared__ float heads[THREADS / TEAM][TRANSFORM_DIM];
         const int thread = threadIdx.x % TEAM;
-        float* head = heads[threadIdx.x / TEAM];
+        float* head = shared_head<REORDERS ? HEAD_DIM : TRANSFORM_DIM>();
         #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i)
             if (has && mine && i < count)

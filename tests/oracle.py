@@ -141,6 +141,16 @@ def rotated(x: Tensor, o: dict[str, Any]) -> Tensor:
     return torch.cat((y[:, :owned], torch.zeros_like(y[:, owned:])), 1)
 
 
+def reordered(x: Tensor, o: dict[str, Any]) -> Tensor:
+    """x (B, S, H, D) with the pairs of `interleaved`, stored with those of `interleaved_out`."""
+    interleaved, out, first = bool(o.get("interleaved")), o.get("interleaved_out"), int(o.get("rotary_offset") or 0)
+    if out is None or out == interleaved:
+        return x
+    before, turned, rest = x.split([first, int(o["rotary_dim"]), x.shape[-1] - first - int(o["rotary_dim"])], -1)
+    y0, y1 = pair(turned, interleaved)
+    return torch.cat((before, torch.stack((y0, y1), -1).flatten(-2) if out else torch.cat((y0, y1), -1), rest), -1)
+
+
 def kept(x: Tensor, y: Tensor, o: dict[str, Any]) -> Tensor:
     """x (B, S, H, D) after an in-place call: tokens after the last sequence do not change."""
     owned = rows_of(x.shape[1], x.device, o)[1]

@@ -120,6 +120,10 @@ LARGEST += [
     prepared(heads=40, norm={"q_weight": "bf16", "rounding": "once", "across_heads": True}, interleaved=True),
     prepared(heads=[32, 32], head_dim=64, norm=ACROSS, rounding="addcmul", backward=True),
     prepared(heads=[32, 8], norm=NONE, positions=IDS, backward=True),
+    prepared(heads=[32, 8], norm=ONCE, interleaved=True, interleaved_out=False, backward=True),
+    # In the largest block the stages would need more shared memory than there is.
+    prepared(heads=[95, 1], head_dim=256, interleaved_out=True,
+             quantize={"dtype": "fp8", "hadamard": True, "group": 32}),
     prepared(heads=[32, 8], norm=TWICE, rounding="dtype", positions=IDS, inplace=True),
     prepared(heads=[32, 8], norm=TWICE, positions=PACKED, table=["cos_sin", "freqs"], backward=True),
     prepared(function="prepare_packed_qkv", heads=[32, 8], norm=ONCE, positions={**PACKED, "cp_size": 2}, table="freqs",

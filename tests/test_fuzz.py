@@ -20,7 +20,7 @@ from jitrope.jit.entry import Key
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import partition
 from jitrope.plan.arguments import declarations
-from jitrope.plan.heuristics import MAX_GRID_Y, RopeProblem, plan
+from jitrope.plan.heuristics import MAX_GRID_Y, SHARED_BYTES, RopeProblem, plan, shared_by_stages
 from jitrope.plan.options import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DTYPES
 from jitrope.plan.spec import RopeSpec
 from jitrope.plan.views import GROUPS
@@ -149,10 +149,10 @@ def problems(draw: Any) -> RopeProblem:
     if kind == "packed" and exact:
         rounding, exact = "complex64", False
     interleaved, paged = draw(FLAG), kind == "cache" and draw(FLAG)
-    mixed = kind in ("plain", "packed", "ids", "latent") and not normed and pick(True, False, False)
+    mixed = pick(True, False, False)
     in_place = draw(FLAG) and not mixed and kind not in ("streams", "gradient", "qkv", "latent")
     fp8 = pick(True, False, False) and not in_place and kind in ("plain", "cache", "norm")
-    convert_v = fp8 and not mixed and kind in ("plain", "norm") and draw(FLAG)
+    convert_v = fp8 and kind in ("plain", "norm") and draw(FLAG)
     values = convert_v or kind in ("streams", "qkv", "latent") or (kind == "cache" and draw(FLAG))
     per_head = pick(True, False, False) and not angles and not values and not mixed and kind != "ids"
     heads_each = draw(COUNTS)
@@ -197,7 +197,7 @@ def problems(draw: Any) -> RopeProblem:
         page_table_dtype=pick(*INDEX_DTYPES) if paged else None, page_indptr=paged and draw(FLAG),
         cu_seqlens_q=paged and draw(FLAG), clear_page=paged and draw(FLAG),
         page_size=pick(16, 784) if paged else pick(0, 16, 784) if kind == "cache" else 0,
-        rotate_k=kind == "cache" and draw(FLAG),
+        rotate_k=kind == "cache" and not mixed and draw(FLAG),
         q_out=fp8_form if fp8 else dtype, kv_out=fp8_form if fp8 or (kind == "cache" and draw(FLAG)) else dtype,
         hadamard=pick("", "head") if fp8 and normed and not row_heads and head_dim in (64, 128, 256) else "",
         dynamic=dynamic, group=pick(0, *GROUPS) if dynamic and head_dim % 128 == 0 else 0,
@@ -233,6 +233,7 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     assert 1 <= y <= MAX_GRID_Y
     assert chosen.block == spec.threads <= 1024
     assert spec.threads % 32 == 0
+    assert shared_by_stages(spec) <= SHARED_BYTES
     assert spec.lanes <= spec.team <= spec.threads
     run = spec.chunk * spec.chunks  # every element of a head has one lane
     rest = 0 if p.in_place and not (p.cached or p.norm or p.scales_q or p.added_bias) else p.head_dim - p.rotary_dim

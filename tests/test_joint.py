@@ -20,7 +20,7 @@ IDS = torch.tensor([[5, 1, 0, 7, 7, 2, 3, 6], [0, 4, 4, 1, 6, 2, 5, 3]])
 WAYS: dict[str, dict[str, Any]] = {
     "rows": {"cos": COS, "sin": SIN},
     "ids": {"cos": COS, "sin": SIN, "positions": IDS, "interleaved": True},
-    "shared ids": {"cos_sin_cache": torch.cat((COS, SIN), -1), "positions": IDS[1]},
+    "shared ids": {"cos_sin_cache": torch.cat((COS, SIN), -1), "positions": IDS[1], "interleaved_out": True},
     "mrope": {"cos": COS, "sin": SIN, "positions": (torch.stack((IDS[0], IDS[1], IDS[0].flip(0))), (16, 8, 8))},
     "angles": {"freqs": ANGLES, "mscale": 1.5, "q_scale": 0.5},
     "unrotated stream": {"cos": COS[:SECOND], "sin": SIN[:SECOND], "unrotated": FIRST, "rounding": "complex64"},

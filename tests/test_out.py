@@ -124,8 +124,8 @@ def heads_of(kind: str, device: str) -> tuple[list[Any], dict[str, Any]]:
 
 KINDS = {
     **dict.fromkeys(("rope", "norm", "norm, no table", "after", "thd", "norm and quantize", "quantize"), True),
-    **dict.fromkeys(("v_norm", "v_norm, no table", "v_norm and quantize"), True),
-    **dict.fromkeys(("across", "across and v_norm", "other pairs", "each head", "wider v", "no k"), False),
+    **dict.fromkeys(("v_norm", "v_norm, no table", "v_norm and quantize", "other pairs"), True),
+    **dict.fromkeys(("across", "across and v_norm", "each head", "wider v", "no k"), False),
     "v_norm, part": False,
 }
 """Kinds of calls, and whether v is copied in the launch of q and k."""

@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "transform": {"hadamard": True},
     "e5m2": {"dtype": E5M2},
     "heads": {"scales": True},
-    "part": {"rotary_dim": 32, "rotary_offset": 16},
+    "part, other pairs": {"rotary_dim": 32, "rotary_offset": 16, "interleaved_out": True},
     "no rope": {"tables": False},
     "heads first": {"layout": "bhsd"},
     "host's rounding": {"rounding": "dtype"},
@@ -108,7 +108,7 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "norm": {"norm": {"rounding": "once"}, "dtype": torch.int8},
     "v too": {"norm": {"v_norm": True}, "group": 32},
     "transform": {"hadamard": True, "dtype": E5M2},
-    "groups": {"group": 16, "layout": "bhsd", "rotary_dim": 32, "rotary_offset": 16},
+    "groups": {"group": 16, "layout": "bhsd", "rotary_dim": 32, "rotary_offset": 16, "interleaved_out": True},
     "powers": {"group": 32, "scale_fmt": "ue8m0", "tables": False},
     "tiles": {"group": 16, "scale_dtype": E8M0, "swizzled": True},
     "nvfp4": {"dtype": FP4, "group": 16, "scale_dtype": FP8, "v_global_scale": 0.01},
@@ -250,7 +250,8 @@ def test_refusals_of_computed_scales(per: str) -> None:
     refused("k is None; it must be a tensor, because quantize has v=True", k=None)
     each = {name: x[None, :, None].expand(2, 5, 2, -1) for name, x in (("cos", cos), ("sin", sin))}
     refused("v cannot be converted beside this rotation, but quantize has v=True", q=k, **each)
-    refused("v=True does not go with Ulysses", out=Ulysses(2))
+    refused("v is .*; it must be like k, because quantize has v=True", v=torch.cat((k, k), 2), out=Ulysses(2))
+    refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_(), out=Ulysses(2))
     refused("v requires a gradient, but this call has none; leave v=True of quantize out", v=k.clone().requires_grad_())
     refused("out's v is .* torch.bfloat16 on cpu; it must be", out=(None, None, torch.empty_like(k)))
     cache = KVCache(*torch.zeros(2, 10, k.shape[2], 64).to(k), torch.arange(10))
@@ -275,7 +276,8 @@ def test_refusals() -> None:
     refused("v is .*; it must be like k, because v_scale is given", v=torch.cat((k, k), 2))
     refused("v is .*; it must be like k, because v_scale is given", v=k[0])
     refused("k is None; it must be a tensor, because v_scale is given", k=None)
-    refused("v_scale does not go with Ulysses", out=Ulysses(2))
+    refused("v is None; it must be a tensor, because quantize has a v_scale", v=None, out=Ulysses(2))
+    refused("v requires a gradient, but this call has none", v=k.clone().requires_grad_(), out=Ulysses(2))
     refused("v_scale is .*; it must be fp32 on q's device", scale=torch.ones(3))
     refused("out's v is .* torch.bfloat16 on cpu; it must be", out=(None, None, torch.empty_like(k)))
     with pytest.raises(InvalidInput, match="Quantize: v_scale is 'a'; it must be a finite number"):

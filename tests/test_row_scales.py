@@ -146,15 +146,15 @@ def test_the_scales_follow_the_other_stages(stage: str, device: str) -> None:
 @pytest.mark.parametrize("how", ["out", "ulysses"])
 def test_results_in_other_tensors(how: str, device: str) -> None:
     q, k, cos, sin = inputs(device, 2, 5, 4, 64)
-    quantize = DynamicQuantize(per="head")
-    want = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize)[:2]
+    quantize = DynamicQuantize(per="head", v=True)
+    want = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=quantize)
     if how == "out":
-        outs = [torch.empty(2, n, 5, 64, device=device).to(FP8).transpose(1, 2) for n in (4, 2)]
-        got = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize, out=(*outs, None))[:2]
+        outs = [torch.empty(2, n, 5, 64, device=device).to(FP8).transpose(1, 2) for n in (4, 2, 2)]
+        got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=quantize, out=outs)
         assert got[0].values is outs[0]
         expected = [x.values for x in want]
     else:
-        got = jitrope.prepare_qkv(q, k, None, cos, sin, quantize=quantize, out=jitrope.Ulysses(2))[:2]
+        got = jitrope.prepare_qkv(q, k, k, cos, sin, quantize=quantize, out=jitrope.Ulysses(2))
         expected = [torch.stack([*x.values.view(torch.uint8).chunk(2, 2)]) for x in want]
     for x, values, y in zip(got, expected, want):
         assert torch.equal(x.values.view(torch.uint8), values.view(torch.uint8))

@@ -30,7 +30,8 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STAGES: dict[str, tuple[str, ...]] = {
     "norm": ("none", "rms", "layer", "l2", "across", "after", "zero", "v_norm", "of_q", "of_k"),
     "rotate": ("rows", "ids", "mrope", "per_head", "none", "angles", "packed"),  # packed: sequences, and spare tokens
-    "pairs": ("halves", "interleaved", "full"),  # full: halves, by a table with an entry for each element
+    # full: halves, by a table with an entry for each element; into_halves: interleaved ones are stored as halves
+    "pairs": ("halves", "interleaved", "full", "into_halves", "into_pairs"),
     "part": ("whole", "last", "middle"),
     "more": ("none", "number", "tokens", "unrotated", "inverse"),  # number, tokens: q_scale
     "transform": ("none", "head", "rotary", "rest"),
@@ -44,7 +45,8 @@ STAGES: dict[str, tuple[str, ...]] = {
 PLAIN = {stage: values[0] for stage, values in STAGES.items()}
 NORMS, CONVERTED, TRANSFORMED = STAGES["norm"][1:], STAGES["convert"][1:], STAGES["transform"][1:]
 ANY_SIZE = (*CONVERTED[:4], "nvfp4")  # without groups of 32
-DYNAMIC, CACHES = STAGES["convert"][3:], STAGES["out"][4:]
+DYNAMIC, CACHES, INTO = STAGES["convert"][3:], STAGES["out"][4:], STAGES["pairs"][3:]
+KEPT = {"into_halves": "interleaved", "into_pairs": "halves"}
 UNSAID: dict[str, Any] = {"transform": TRANSFORMED, "convert": "none"}  # a transform is a word of a conversion
 
 # A combination, and the words of its refusal.
@@ -55,6 +57,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": "across", "transform": "rest", "convert": ("e4m3", "e5m2"), "part": "last"}, "hadamard does not go with"),
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
+    ({"pairs": INTO, "out": ("inplace", "own")}, "interleaved_out does not go with (inplace|rotate_k)"),
+    ({"pairs": INTO, "more": "unrotated"}, "interleaved_out does not go with unrotated"),
+    ({"pairs": INTO, "rotate": "none"}, "interleaved_out does not go without a table|pass cos and sin"),
     ({"out": CACHES, "rotate": "per_head"}, "tables for each head do not go with a cache"),
     ({"rotate": "packed", "layout": STAGES["layout"][:3]}, "needs 3 axes"),
     ({"out": "inplace", "convert": CONVERTED}, "inplace does not go with"),
@@ -218,7 +223,8 @@ class Made:
         """The words of the rotation, as the oracle has them."""
         kind, (first, rotary), rows = self.case["rotate"], rotated_part(self.case), self.tokens + 3
         o: dict[str, Any] = {"rotary_offset": first, "rotary_dim": rotary}
-        o["interleaved"] = self.case["pairs"] == "interleaved"
+        o["interleaved"] = self.case["pairs"] in ("interleaved", "into_halves")
+        o["interleaved_out"] = not o["interleaved"] if self.case["pairs"] in INTO else None
         width = rotary if self.case["pairs"] == "full" else rotary // 2
         shape = (1, rows, HEADS, width) if kind == "per_head" else (rows, width)
         if kind == "angles":
@@ -270,9 +276,11 @@ class Made:
             x = oracle.normed(x, *own, o)
         sequences = [x[:, first:end].split([min(skipped, end - first), max(0, end - first - skipped)], 1)
                      for first, end in itertools.pairwise(self.ends)]  # fmt: skip
-        x = torch.cat([torch.cat((head, oracle.rotated(tail, self.turn)), 1) for head, tail in sequences], 1)
+        turn = {**self.turn, "interleaved_out": None}
+        x = torch.cat([torch.cat((head, oracle.rotated(tail, turn)), 1) for head, tail in sequences], 1)
         if normed and after:
             x = oracle.normed(x, *own, o)
+        x = oracle.reordered(x, self.turn)
         x = torch.cat((x, 0 * before[:, self.ends[-1] :]), 1)
         if letter == "q" and self.factor is not None:
             factor = oracle.exact(self.factor)
@@ -351,6 +359,11 @@ def check_heads(m: Made, got: Any, letter: str) -> None:
         assert got.dtype == form["dtype"]
         values = oracle.heads(joined(got, case), m.layout)
         near_units(values, want.cpu() / torch.tensor(SCALES[letter]).double())
+
+
+def bytewise(move: Any, x: Tensor, *own: Any) -> Tensor:
+    """Elements of x in another order; torch's functions take no fp8."""
+    return move(x.view(torch.uint8), *own).view(x.dtype) if x.element_size() == 1 else move(x, *own)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -432,7 +445,7 @@ def ident(case: Case) -> str:
 def converts_v(case: Case) -> bool:
     """Whether v gets computed scales too: in half of the calls that can."""
     computed = case["convert"] in ("groups", "mxfp8", "nvfp4", "tiles")
-    return computed and case["out"] in ("fresh", "given") and case["rotate"] != "per_head"
+    return computed and case["out"] in ("fresh", "given", "ulysses") and case["rotate"] != "per_head"
 
 
 def is_own(case: Case) -> bool:
@@ -522,6 +535,46 @@ def test_a_gradient_is_that_of_the_chain(case: Case, device: str) -> None:
         found.append(torch.autograd.grad(outputs, leaves, grads))
     for got, want in zip(*found):
         near(got, want.double(), 4.0)
+
+
+REORDERED: dict[str, Case] = {
+    "torch's sums": {"norm": "rms", "size": "128", "pairs": "into_halves"},
+    "other sums, idle lanes": {"norm": "layer", "size": "80", "layout": "sbhd", "pairs": "into_halves"},
+    "a row is a token": {"norm": "across", "more": "number", "pairs": "into_halves"},
+    "behind the rotation": {"norm": "after", "part": "middle", "rotate": "mrope", "pairs": "into_pairs"},
+    "v too, a cache": {"norm": "v_norm", "out": "slots", "part": "last", "pairs": "into_halves"},
+    "fp8": {"norm": "zero", "rotate": "angles", "convert": "e4m3", "size": "256", "pairs": "into_pairs"},
+    "packed sequences": {"norm": "of_k", "rotate": "packed", "layout": "thd", "pairs": "into_pairs"},
+    "ranks": {"out": "ulysses", "part": "last", "pairs": "into_halves"},
+    "an fp8 cache": {"out": "fp8_slots", "convert": "e4m3", "layout": "bhsd", "pairs": "into_pairs"},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [f"short {name}" for name in REORDERED])
+def test_other_pairs_are_a_permutation_of_the_bits(name: str, device: str) -> None:
+    """Of a call that keeps its pairs, in another launch; its gradients are those of the permutation."""
+    case = {**PLAIN, **REORDERED[name.removeprefix("short ")]}
+    results, found = [], []
+    for pairs, launch in ((case["pairs"], "token_linear"), (KEPT[case["pairs"]], "grid_2d")):
+        jitrope.configure(launch=launch)
+        m, turn = Made({**case, "pairs": pairs}, device, leaves=True), Made(case, "cpu").turn
+        caches = Caches(m) if case["out"] in CACHES else None
+        for x in caches.caches if caches else ():
+            x.zero_()  # other slots have no pairs
+        differentiable = not caches and case["convert"] == "none"
+        with torch.set_grad_enabled(differentiable):
+            out = [*called(m, **({"cache": caches.value} if caches else {}))]
+            out[1:] = caches.caches if caches else out[1:]
+        if pairs != case["pairs"]:
+            out[:2] = [bytewise(oracle.reordered, x, turn) for x in out[:2]]
+        results.append(out)
+        if differentiable:
+            grads = [torch.cos(torch.arange(x.numel(), device=device)).view(x.shape).to(x) for x in out[:2]]
+            found.append(torch.autograd.grad(out[:2], [m.q, m.k, *m.weights.values()], grads))
+    assert all(same(x, y) for x, y in zip(*results))
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y)
 
 
 def refused() -> Iterator[Any]:

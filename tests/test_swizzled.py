@@ -178,13 +178,13 @@ def test_each_rank_has_tiles_of_its_heads(form: str, layout: str, device: str) -
     """By `Ulysses` and in given tensors: the bytes of all heads, dealt out; the second call is a known one."""
     q, k, cos, sin = inputs(device, *((1, 131) if layout == "thd" else (2, 131)), 4, 128)
     q, k = (unheads(x.repeat(1, 1, 2, 1), layout).contiguous() for x in (q, k))
-    words: dict[str, Any] = {"layout": layout, "quantize": quantized(**FORMS[form])}
-    want = jitrope.prepare_qkv(q, k, None, cos, sin, **words)[:2]
+    words: dict[str, Any] = {"layout": layout, "quantize": quantized(**FORMS[form], v=True)}
+    want = jitrope.prepare_qkv(q, k, k, cos, sin, **words)
     axis = layout.index("h")
     for given in (False, True, True):
         values = [torch.stack(x.values.view(torch.uint8).chunk(4, axis)) for x in want]
-        out = (*[torch.zeros_like(x).view(FORMS[form].get("dtype", FP8)) for x in values], None)
-        got = jitrope.prepare_qkv(q, k, None, cos, sin, **words, out=out if given else Ulysses(4))
+        out = [torch.zeros_like(x).view(FORMS[form].get("dtype", FP8)) for x in values]
+        got = jitrope.prepare_qkv(q, k, k, cos, sin, **words, out=out if given else Ulysses(4))
         for x, y, each in zip(got, want, values):
             assert torch.equal(x.values.view(torch.uint8), each)
             assert torch.equal(x.scale.view(torch.uint8), torch.stack(y.scale.view(torch.uint8).chunk(4, 1)))

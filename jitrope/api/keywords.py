@@ -20,6 +20,7 @@ class JointWords(TypedDict, total=False):
     """The keywords of `prepare_joint_qkv`, which most functions have; see `apply_rope`."""
 
     interleaved: bool
+    interleaved_out: bool | None
     rotary_dim: int | None
     rotary_offset: int
     rounding: str
@@ -42,7 +43,6 @@ class PackedWords(JointWords, total=False):
 class RopeWords(PackedWords, total=False):
     """All keywords: those of `apply_rope` and `prepare_qkv`."""
 
-    interleaved_out: bool | None
     out: Sequence[Tensor | None] | Ulysses | None
 
 

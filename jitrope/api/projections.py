@@ -152,8 +152,8 @@ def prepare_packed_qkv(
             "qkv_gated".
         inplace: rotate q and k inside qkv and return it, for attention that takes packed input or views. v stays,
             unless it is normalised or gets a bias.
-        The other arguments are those of `apply_rope`, without interleaved_out. Tables for each head are refused.
-            Without a table nothing is rotated.
+        The other arguments are those of `apply_rope`. Tables for each head are refused. Without a table nothing is
+            rotated.
 
     Returns:
         q (B, S, G q_per_group, D), k and v (B, S, G, D), contiguous, unless v is a view. For tokens after the last

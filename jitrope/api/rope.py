@@ -31,6 +31,7 @@ from ..ops.quantize import DynamicQuantize, Quantize, Scaled
 from ..ops.values import Norm, Positions, Ulysses  # noqa: F401  Ulysses is in the annotations of RopeWords
 from ..ops.words import parts, refuse_table_as_v, second_tables
 from ..plan.options import NO_NORM
+from ..plan.views import converts_v
 from .keywords import DEFAULTS, JointWords, RopeWords
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ def apply_rope(
         layout: "bshd", "sbhd", "bhsd" or, for packed sequences, "thd": (T, H, D). `Packed` implies "thd".
         interleaved: True: the pairs are (0, 1), (2, 3), ...; False: (i, i + rotary_dim / 2).
         interleaved_out: the pairing of the output; default: that of the input. Multi-head latent attention rotates
-            interleaved pairs into halves. A different pairing needs half-width tables and cannot be in place.
+            interleaved pairs into halves. q and k have the bits of a call that keeps their pairs, in the other order,
+            also with a norm behind the rotation, whose weights are in the order of the input. A Hadamard transform and
+            groups with a scale are of the head as it is written. A different pairing needs half-width tables, and
+            cannot be in place (inplace, rotate_k).
         rotary_dim: the number of rotated elements of a head; must be even. Default: D - rotary_offset, for tables of
             that width or half of it.
         rotary_offset: the first rotated element of a head. The elements outside are not changed.
@@ -207,10 +211,10 @@ def prepare_qkv(
             indexer in training): True, "rotary" or "rest", as in `Quantize`. The gradient takes a second launch.
         out: (q_out, k_out, v_out), as in `apply_rope`, such as the operands of attention; with quantize of its dtype,
             v_out only with a v_scale or v=True. v is copied to v_out, in the same launch if k and v have one shape and
-            dtype, outside of across_heads without mean_squares, interleaved_out and tables for each head. With a cache
-            only q_out can be given.
-        The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with interleaved_out
-        and `Shifts`, a norm with inverse, a cache with inverse, and quantize with inplace.
+            dtype, outside of across_heads without mean_squares and tables for each head. With a cache only q_out can
+            be given.
+        The other arguments are those of `apply_rope`. norm, cache and quantize cannot be combined with `Shifts`, a norm
+        with inverse, a cache with inverse, and quantize with inplace.
         With a cache and `Packed`, `Pages` must describe as many sequences, and tokens after the last one are stored
         where a slot says so: as zeros, and in place not at all.
 
@@ -231,7 +235,7 @@ def prepare_qkv(
     asked, source = gather(op, tensors, words, _ROPE_WORDS, positions, inplace), v
     staged(op, tensors, asked, q, norm, cache, quantize)
     asked.update(own)
-    if ("v_scale" in tensors or "dynamic_v" in own) and cache is None:
+    if converts_v(tensors, "dynamic_v" in own):
         with_v_out(asked, v)
     if norm is not None and cache is None and asked["norm"].v_norm:
         op, v = with_v(op, tensors, asked, v)

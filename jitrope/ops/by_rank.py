@@ -7,10 +7,10 @@ from collections.abc import Container
 import torch
 
 from ..plan.options import LAYOUT_AXES, Options, changed
-from ..plan.views import FORMATS, Tensors, by_rank, joined
+from ..plan.views import FORMATS, Tensors, by_rank, converts_v, joined
 from .fit import check_ranks, failing
 from .formats import empty_scale
-from .into import Into, copy_heads, layout_of
+from .into import Into, copy_heads, layout_of, refuse_other_v, stored_v
 from .operation import Call, Operation, of_k, turned_back
 
 
@@ -24,7 +24,8 @@ class ByRank(Into):
         super().__init__(base)
         self.name, self.stage = base.name + "_by_rank", " with ".join([x for x in (base.stage, "Ulysses") if x])
         self.tensors, self.options = (*base.tensors, "v?"), (*base.options, "ulysses_degree")
-        self.words, self.results = (*self.words, "ulysses_degree"), (*base.results, "v")
+        self.words = (*self.words, "ulysses_degree")
+        self.results = (*base.results, "v", *(("v_scale",) if "dynamic_v" in base.options else ()))
         self.mutated, self.labels, self.differentiable = base.mutated, {}, base.differentiable
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
@@ -35,9 +36,12 @@ class ByRank(Into):
             if x.device != q.device or x.dim() != q.dim():
                 fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
             check_ranks(letter, x, options.ulysses_degree, options, fail)
+        if converts_v(tensors, options.dynamic_v) and self.finishes({**tensors, "v_out": tensors["v"]}, options):
+            refuse_other_v(name, tensors, options)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
-        return (*self.base.made(given, options), *(("v",) if "v" in given else ()))
+        of_v = ("v", "v_scale")[: 1 + options.dynamic_v] if "v" in given else ()
+        return (*self.base.made(given, options), *of_v)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         dtypes, per_item = self.base.converted(tensors, options), FORMATS[options.out_dtype].per_item
@@ -67,7 +71,8 @@ class ByRank(Into):
         """The results in plain torch."""
         layout, ranks = options.layout, options.ulysses_degree
         usual = {name: joined(x, layout) if name in ("q", "k", "v") else x for name, x in tensors.items()}
-        results = {**usual, **self.base.reference(usual, options)}
+        of_v, options = stored_v(usual, options) if "v" in usual else ({}, options)
+        results = {**usual, **of_v, **self.base.reference(usual, options)}
         made = {name: results[name] for name in self.made(tensors, options)}
         if tensors["q"].dim() == len(layout):
             made = {name: by_rank(x, layout_of(name, options), ranks) for name, x in made.items()}

@@ -181,10 +181,10 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     fail = failing(name)
     check(name, tensors, options)
     q = tensors["q"]
-    refuse_gradients(fail, tensors, "q", "k")
+    refuse_gradients(fail, tensors, "q", "k", *(("v",) if "v_scale" in tensors else ()))
     check_scale("q_scale", tensors.get("q_scale"), q, True, options, fail)
     check_scale("k_scale", tensors.get("k_scale"), tensors.get("k", q), "k" in tensors, options, fail)
-    check_scale("v_scale", tensors.get("v_scale"), tensors.get("v", q), "v_out" in tensors, options, fail, False)
+    check_scale("v_scale", tensors.get("v_scale"), tensors.get("v", q), "v" in tensors, options, fail, False)
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:

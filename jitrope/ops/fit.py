@@ -278,11 +278,8 @@ def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")
     if kind != "freqs" and options.mscale != 1:
         fail("mscale goes with freqs; multiply cos and sin by it instead")
-    mixed = options.interleaved != options.interleaved_out
-    if mixed and width == rotary:
+    if options.interleaved != options.interleaved_out and width == rotary:
         fail(f"interleaved_out goes with half-width tables, {rotary // 2} wide")
-    if mixed and options.inplace:
-        fail("interleaved_out does not go with inplace, because it moves elements; leave inplace=True out")
     _check_rows(tensors, cos, options, fail)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import NO_NORM, NormOptions, Options
-from ..plan.views import Tensors, packed_part
+from ..plan.views import Tensors, converts_v, packed_part
 from .dispatch import call
 from .formats import empty_elements
 from .into import given_out, is_dense, joins_k
@@ -127,10 +127,10 @@ def with_v_out(words: dict[str, Any], v: Any) -> None:
     """Add a tensor for a converted v to the word `out`, if it has none."""
     name, out = "prepare_qkv", words.get("out")
     article, given = ("", "v=True") if "dynamic_v" in words else ("a ", "v_scale")
-    if isinstance(out, Ulysses):
-        raise InvalidInput(f"{name}: {given} does not go with Ulysses; convert v after the exchange")
     if not is_dense(v):
         refuse(name, "v", v, f"a tensor, because quantize has {article}{given}")
+    if isinstance(out, Ulysses):
+        return
     q, k, v_out = (None,) * 3 if out is None else parts(name, "out", out, 3)
     words["out"] = (q, k, empty_elements(v, words.get("out_dtype", "fp8")) if v_out is None else v_out)
 
@@ -148,7 +148,7 @@ def call_packed_into(
         refuse(name, "out's v", items["v"], "None with copy_v=False")
     results = {letter: x for letter, x in items.items() if x is not None}
     qkv: Any = tensors.get("qkv")
-    converted = ("qkv" if "v_scale" in tensors or "dynamic_v" in words else "qk") if converts else ""
+    converted = ("qkv" if converts_v(tensors, "dynamic_v" in words) else "qk") if converts else ""
     results.update(fresh_outputs(op, qkv, words, results, converted))
     tensors.update({f"{letter}_out": x for letter, x in results.items()})
     found = {**results, **call(op, tensors, words)}
@@ -223,7 +223,8 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tu
         if op is QK_NORM_ROPE and not isinstance(out, Ulysses):
             tensors["v"] = v
             return QKV_NORM_ROPE, v
-        if isinstance(out, (list, tuple)) and out[2:] and out[2] is not None:
+        given = isinstance(out, (list, tuple)) and out[2:] and out[2] is not None
+        if given or (isinstance(out, Ulysses) and not op.differentiable):
             return op, v
     return op, _normed_v(v, words)
 

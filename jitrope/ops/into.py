@@ -13,7 +13,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, by_rank, sums_heads
+from ..plan.views import FORMATS, Tensors, by_rank, converts_v, sums_heads
 from . import checks, reference
 from .fit import require_apart
 from .formats import divided, empty_scale, of_heads, scaled_elements, stored_scale
@@ -52,7 +52,7 @@ class Into(Operation):
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         if options.dynamic_v and "v_out" not in tensors:
             raise InvalidInput(f"{name}: copy_v=False does not go with v=True of quantize; leave copy_v out")
-        if ("v_scale" in tensors or options.dynamic_v) and self.finishes(tensors, options):
+        if converts_v(tensors, options.dynamic_v) and self.finishes(tensors, options):
             refuse_other_v(name, tensors, options)
         self.base.check(name, tensors, options)
         checks.check_into(name, tensors, options, self.labels, self.base.converted(tensors, options))
@@ -67,26 +67,18 @@ class Into(Operation):
         """Whether v is copied after the launch, because a kernel copies heads only as it stores those of k."""
         if "v_out" not in tensors:
             return False
-        same_pairs = options.interleaved == options.interleaved_out
         joins = joins_k(tensors["v"], tensors.get("k"), tensors["cos"])
-        return not (joins and same_pairs and not sums_heads(tensors, options))
+        return not joins or sums_heads(tensors, options)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         _put(tensors["v_out"], tensors["v"], options.layout)
         return outputs
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        results, norm = dict(tensors), norm_of(options)
-        if norm.v_norm and "v_out" in tensors:
-            results["v"] = reference.normed_v(tensors["v"], norm, options.layout)
-            if options.rounding == "dtype":
-                results["v"] = results["v"].to(tensors["v"].dtype)
-            options = changed(options, norm=norm._replace(v_norm=False))
-        if options.dynamic_v:
-            results["v"], scale = scaled_elements(results["v"].float(), options, tensors.get("v_scale"))
-            results["v_scale"] = stored_scale(scale, options)
-        elif "v_scale" in tensors and "v_out" in tensors:
-            results["v"] = divided(results["v"], of_heads(tensors["v_scale"], options), options.out_dtype)
+        results = dict(tensors)
+        if "v_out" in tensors:
+            of_v, options = stored_v(tensors, options)
+            results.update(of_v)
         results.update(self.base.on_cpu(tensors, options))
         for name in self.labels:
             if name in tensors:
@@ -116,6 +108,21 @@ class ScaledInto(Into):
         for name, scale in super().on_cpu(tensors, options).items():
             _put(made[name], scale, layout_of(name, options))
         return made
+
+
+def stored_v(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
+    """v as a call stores it, with its computed scales; and the options of q and k."""
+    v, norm = tensors["v"], norm_of(options)
+    if norm.v_norm:
+        v = reference.normed_v(v, norm, options.layout)
+        v = v.to(tensors["v"].dtype) if options.rounding == "dtype" else v
+        options = changed(options, norm=norm._replace(v_norm=False))
+    if options.dynamic_v:
+        v, scale = scaled_elements(v.float(), options, tensors.get("v_scale"))
+        return {"v": v, "v_scale": stored_scale(scale, options)}, options
+    if "v_scale" in tensors:
+        v = divided(v, of_heads(tensors["v_scale"], options), options.out_dtype)
+    return {"v": v}, options
 
 
 def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..plan.options import HEAD_WORDS, NO_NORM, Options, changed, norm_of
+from ..plan.options import NO_NORM, Options, changed, norm_of
 from ..plan.problem import joint_parts
 from ..plan.views import TABLE_NAMES, Tensors
 from . import reference
@@ -105,7 +105,7 @@ class _Joint(Normed):
         *("second_q_bias?", "second_k_bias?"),
     )
     options = (*NORMED, "mscale")
-    words = (*HEAD_WORDS, "mrope_section", "mrope_interleaved", "unrotated", "mscale", "norm", "launch")
+    words = (*[word for word in options if word != "layout"], "norm")
     tables = frozenset((*TABLE_WORDS, "q_factor")) - {"start_positions"}
     labels = {  # noqa: RUF012
         **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in STREAMS for letter in "qkv"},

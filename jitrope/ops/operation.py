@@ -17,7 +17,7 @@ from ..base.errors import JitropeError
 from ..plan import partition
 from ..plan.options import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, head_view
+from ..plan.views import FORMATS, Tensors, converts_v, head_view
 from . import checks
 from .rows import RULE
 from .stand_ins import one_row
@@ -26,10 +26,10 @@ Call = Callable[["Operation", Tensors, Options], Tensors]
 """`dispatch.call`."""
 
 empty_like = torch.empty_like
-NORMED = (*HEAD_WORDS, "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
+NORMED = (*HEAD_WORDS, "interleaved_out", "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
 PLACED = ("mscale", "max_seqlen", "packed_table", "cp_size", "cp_rank")
-ROTATION = (*NORMED, *PLACED, "inverse", "interleaved_out")
+ROTATION = (*NORMED, *PLACED, "inverse")
 WEIGHTS = ("q_weight?", "k_weight?")
 BIASES = ("q_bias?", "k_bias?")
 
@@ -110,8 +110,8 @@ class Operation:
     def converted(self, tensors: Tensors, options: Options) -> dict[str, torch.dtype]:
         """The dtypes of the results that differ from the inputs'."""
         dtype = FORMATS[options.out_dtype].dtype
-        wanted = (*[name for name in ("q", "k") if name in self.results], *(("v",) if "v_out" in tensors else ()))
-        return {name: dtype for name in wanted if f"{name}_scale" in tensors}
+        wanted = [name for name in ("q", "k") if name in self.results and f"{name}_scale" in tensors]
+        return dict.fromkeys((*wanted, *(("v",) if converts_v(tensors, False) else ())), dtype)
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors like the results."""
@@ -188,7 +188,8 @@ class Normed(Operation):
     norm = True
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
-        if "cu_seqlens" in tensors or options.cp_size > 1:  # a table would need rows for their positions
+        other_pairs = options.interleaved != options.interleaved_out  # refused
+        if other_pairs or "cu_seqlens" in tensors or options.cp_size > 1:  # a table would need rows for their positions
             return super().unrotated(name, tensors, options)
         return options, self.with_one_row(name, tensors, options)
 
@@ -212,12 +213,12 @@ def turned_back(options: Options, inplace: bool = False) -> Options:
 
 
 def norm_turned_back(options: Options) -> Options:
-    """The options of the gradient of a norm of q and k.
+    """The options of the gradient of a norm of q and k. The pairs of the output stay those of the output's gradient.
 
     Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
     """
     norm = norm_of(options)._replace(rounding="none", v_norm=False)
-    return changed(turned_back(options), rounding="complex64", norm=norm)
+    return changed(options, inverse=not options.inverse, inplace=False, rounding="complex64", norm=norm)
 
 
 def of_k(tensors: Tensors) -> Tensors:

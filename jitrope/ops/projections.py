@@ -1,4 +1,4 @@
-"""The operations on the outputs of projections that hold several of q, k and v."""
+"""The operations on projections that hold several of q, k and v: the same in plain torch, and gradients."""
 
 from __future__ import annotations
 
@@ -16,17 +16,30 @@ from .operation import ROTATION, Call, Operation, turned_back
 PACKED = ("q_per_group", "order", "copy_v")
 
 
+def split_and_turned(t: Tensors, o: Options) -> Tensors:
+    """Packed QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
+    parts = {name: x.contiguous() for name, x in reference.split_qkv(reference.with_bias(t)["qkv"], o).items()}
+    turned = (reference.rope if o.norm is None else reference.qk_norm_rope)({**t, **parts}, o)
+    return {**turned, **{name: x.clone() for name, x in parts.items() if name not in turned}}
+
+
+def joined_gradient(t: Tensors, o: Options) -> Tensors:
+    """dq, dk, dv and the gate's gradient -> the gradient of packed QKV; `o` rotates back."""
+    out = reference.rope({**t, "q": t["dq"].contiguous(), "k": t["dk"].contiguous()}, o)
+    return {"qkv": reference.join_qkv({**out, "v": t["dv"], "gate": t.get("dgate", torch.zeros_like(out["q"]))}, o)}
+
+
 class RopeQKV(Operation):
     """A projection's bias is added first, if it is given; v and the gate are then written too."""
 
     name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
     tensors: tuple[str, ...] = ("qkv", "bias?")
     options: tuple[str, ...] = (*ROTATION, *PACKED)
-    words: tuple[str, ...] = (*ROTATION[:-1], *PACKED, "check", "inplace")
+    words: tuple[str, ...] = (*ROTATION, *PACKED, "check", "inplace")
     results: tuple[str, ...] = ("q", "k", "v", "gate")
     reads = ("qkv", "qkv", "qkv")
     check = staticmethod(checks.check_qkv)
-    reference = staticmethod(reference.rope_qkv)
+    reference = staticmethod(split_and_turned)
 
     def written(self, options: Options) -> tuple[str, ...]:
         return ("qkv",) if options.inplace else ()
@@ -102,7 +115,7 @@ class RopeQKVBackward(Operation):
     reads = ("dq", "dk", "dv")
     writes = ("qkv_out", "qkv_out", "qkv_out")
     inplace = False
-    reference = staticmethod(reference.rope_qkv_backward)
+    reference = staticmethod(joined_gradient)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         *lead, groups, head_dim = tensors["dk"].shape

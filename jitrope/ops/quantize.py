@@ -34,7 +34,7 @@ class Quantize(Value):
             q's device, which the host does not read: of one element, of one for each head, (H), or for each head of a
             batch row, (B, H). A cache has its own k_scale.
         v_scale: return v in fp8 too, in the same launch. v must be like k, in shape and dtype, and the heads must share
-            the tables. It goes with no cache, which has its own, `Ulysses` and across_heads without mean_squares.
+            the tables. It goes with no cache, which has its own, and not with across_heads without mean_squares.
         dtype: torch.float8_e4m3fn, at most 448, or torch.float8_e5m2, at most 57344. A cache has its own dtype.
         hadamard: multiply each head by the orthogonal Hadamard matrix first (Sylvester's order), which spreads large
             elements over the head (QuaRot, arXiv:2404.00456). Scores of q and k stay; k is transformed in a cache too,
@@ -140,9 +140,9 @@ class DynamicQuantize(Value):
             B is 1 and S is T. group and a scale_dtype of one byte must be given. With `Ulysses` each rank's heads have
             tiles of their own, (ranks, B, H / ranks, S, D / group).
         v: return v as `Scaled` too, in the same launches and with scales of the same kind. v must be like k, in shape
-            and dtype, and the heads must share the tables. It goes with no cache, whose v has a v_block_scale, and no
-            `Ulysses`. hadamard leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and
-            "kv_head". Convert any other v as q, in a call without k and without a table.
+            and dtype, and the heads must share the tables. It goes with no cache, whose v has a v_block_scale. hadamard
+            leaves v as it is. Tokens after the last sequence have no part in a scale of "head" and "kv_head". Convert
+            any other v as q, in a call without k and without a table.
 
     Raises:
         InvalidInput: an argument is wrong.

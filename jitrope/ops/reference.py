@@ -117,8 +117,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, o: Options) -> Tensor:
     else:
         y0 = _sum_of_products(x0, cos0, x1, -sin0, o.rounding)
         y1 = _sum_of_products(x1, cos1, x0, sin1, o.rounding)
-    y = torch.stack((y0, y1), -1).flatten(-2) if o.interleaved_out else torch.cat((y0, y1), -1)
-    return torch.cat((x[..., :first], y, x[..., end:]), -1)
+    return torch.cat((x[..., :first], _paired(y0, y1, o.interleaved_out), x[..., end:]), -1)
+
+
+def _reordered(x: Tensor, interleaved: bool, o: Options) -> Tensor:
+    """Heads with interleaved pairs or halves, as `interleaved` says, with those of the output."""
+    first, end = rotated(o)
+    y = _paired(*_members(x[..., first:end], interleaved), o.interleaved_out)
+    return torch.empty_like(x).copy_(torch.cat((x[..., :first], y, x[..., end:]), -1))
 
 
 def _transposed(sin: Tensor, o: Options) -> Tensor:
@@ -126,7 +132,7 @@ def _transposed(sin: Tensor, o: Options) -> Tensor:
     if sin.shape[-1] != o.rotary_dim:
         return -sin
     sin0, sin1 = _members(sin, o.interleaved)
-    return torch.stack((-sin1, -sin0), -1).flatten(-2) if o.interleaved else torch.cat((-sin1, -sin0), -1)
+    return _paired(-sin1, -sin0, o.interleaved)
 
 
 def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor, rounding: str) -> Tensor:
@@ -144,6 +150,11 @@ def _members(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2
     return x[..., :half], x[..., half:]
+
+
+def _paired(x0: Tensor, x1: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of `_members`."""
+    return torch.stack((x0, x1), -1).flatten(-2) if interleaved else torch.cat((x0, x1), -1)
 
 
 # ---- the norm -----------------------------------------------------------------
@@ -193,7 +204,7 @@ def normed(
 @_scales_q
 def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -> Tensors:
     """Normalise and rotate q and k, in the order of the norm."""
-    norm = norm_of(o)
+    norm, as_read = norm_of(o), changed(o, interleaved_out=o.interleaved)
     out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
         x, to = t[name], out_dtype or t[name].dtype
@@ -202,8 +213,8 @@ def qk_norm_rope(t: Tensors, o: Options, out_dtype: torch.dtype | None = None) -
             out[name] = rotate(x, t, o, out_dtype=to)
         elif norm.after_rope:
             exact = norm.rounding == "none" and o.rounding != "dtype"
-            rotated_x = rotate(x, t, o, out_dtype=torch.float32 if exact else x.dtype)
-            out[name] = _cleared(normed(rotated_x, *own).to(to), t, o)
+            turned_x = rotate(x, t, as_read, out_dtype=torch.float32 if exact else x.dtype)
+            out[name] = _cleared(_reordered(normed(turned_x, *own).to(to), o.interleaved, o), t, o)
         else:
             out[name] = rotate(normed(x, *own), t, o, out_dtype=to, storage=x.dtype)
     if norm.v_norm or (norm.of == "v" and "v" in t):
@@ -221,10 +232,11 @@ def normed_v(v: Tensor, norm: NormOptions, layout: str, weight: Tensor | None = 
 
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
     """The gradients of q, k, their weights and biases, in fp32, rounded once at the end; `o` rotates back."""
-    norm = norm_of(o)
+    norm, pairs, o = norm_of(o), o.interleaved_out, changed(o, interleaved_out=o.interleaved)
     out: Tensors = {}
     for name in [name for name in ("q", "k") if name in t]:
         x, weight, bias, grad = t[name], t.get(f"{name}_weight"), t.get(f"{name}_bias"), joined(t[f"d{name}"], o.layout)
+        grad = _reordered(grad, pairs, o)
         back = changed(o, rounding="fp32")
         after_rope = norm.after_rope and norm.takes(name)
         if after_rope:
@@ -363,19 +375,6 @@ def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
 
 
 # ---- packed QKV ------------------------------------------------------------------------------------
-
-
-def rope_qkv(t: Tensors, o: Options) -> Tensors:
-    """Packed QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
-    parts = {name: x.contiguous() for name, x in split_qkv(with_bias(t)["qkv"], o).items()}
-    turned = (rope if o.norm is None else qk_norm_rope)({**t, **parts}, o)
-    return {**turned, **{name: x.clone() for name, x in parts.items() if name not in turned}}
-
-
-def rope_qkv_backward(t: Tensors, o: Options) -> Tensors:
-    """dq, dk, dv and the gate's gradient -> the gradient of packed QKV; `o` rotates back."""
-    out = rope({**t, "q": t["dq"].contiguous(), "k": t["dk"].contiguous()}, o)
-    return {"qkv": join_qkv({**out, "v": t["dv"], "gate": t.get("dgate", torch.zeros_like(out["q"]))}, o)}
 
 
 def with_bias(t: Tensors) -> Tensors:

@@ -180,6 +180,10 @@ def _resolved(
             width_words = "rotary_dim (even)" if times == 1 else "rotary_dim / 2"
             raise InvalidInput(f"{name}: {kind} is {table_width} wide; it must be (P, W) with W = {width_words}")
     interleaved_out = o.interleaved if o.interleaved_out is None else o.interleaved_out
+    for label in ("inplace", "rotate_k"):
+        if interleaved_out != o.interleaved and getattr(o, label):
+            why = "because it moves elements"
+            raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
     return changed(o, rotary_dim=rotary_dim, interleaved_out=interleaved_out, max_seqlen=o.max_seqlen or 0)
 
 

@@ -78,9 +78,10 @@ H200 (4.9 TB/s) 1.15 / 1.10 x the copy, H100 (3.35 TB/s; 640 with the kernel bef
 angles, on an H200 in two runs, 1.10 / 1.13."""
 
 MIN_RING_ACCESS = 8
+SHARED_BYTES = 48 * 1024
 RING_BYTES = 40 * 1024
-"""The most shared memory of a block for its next heads, which are on their way while it works on others (`ring.cuh`);
-48 kB is the limit. Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as many blocks as fit on
+"""The most shared memory of a block, and of that for its next heads, which are on their way while it works on others
+(`ring.cuh`). Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as many blocks as fit on
 the GPU at once. H200, x the copy, with / without: the calls above 1.09 / 1.19 and 1.10 / 1.18, the first one by ids and
 not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on their way are slower than one: by
 rows 1.16, when one took 1.10. Without a norm a thread needs few registers, so enough threads run to hide the latency,
@@ -164,7 +165,7 @@ def plan(problem: RopeProblem) -> Plan:
     if p.norm and not tiled:
         most = NORM_HEADS_PER_THREAD * (2 if spec.chunks * spec.chunk <= FEW_ELEMENTS else 1)
         spec = replace(spec, heads_per_thread=_heads_per_thread(p, most))
-    tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, MAX_BLOCK_THREADS)
+    tokens, heads = _tile_with_stages(p, spec)
     if tiled or p.v_dim:
         sums = int(p.v_dim > 0 and p.inverse)  # a tile of its own
         most = max(1, (SMALL_BLOCK_THREADS if tiled else LATENT_BLOCK_THREADS) // spec.team)
@@ -192,6 +193,16 @@ def plan(problem: RopeProblem) -> Plan:
             walking = _blocks_per_sm(spec, FAST_NORM_THREADS_PER_SM, most) if fewer else spec.blocks_per_sm
             grid = (min(grid[0], p.sm_count * walking), 1)
     return Plan(spec, grid, spec.threads, reason)
+
+
+def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
+    """The tile of the most threads whose stages fit in a block's shared memory."""
+    most = MAX_BLOCK_THREADS
+    while True:
+        tokens, heads = tile(p.heads // spec.heads_per_thread, spec.team, most)
+        if shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) <= SHARED_BYTES:
+            return tokens, heads
+        most //= 2
 
 
 def _blocks_per_sm(spec: RopeSpec, threads: int, most: int) -> int:
@@ -242,11 +253,12 @@ def has_ring(spec: RopeSpec) -> bool:
 
 
 def shared_by_stages(spec: RopeSpec) -> int:
-    """Bytes of shared memory that a transform, the scales of groups and shared angles take at most."""
+    """Bytes of shared memory that exchanged elements, the scales of groups and shared angles take at most."""
     teams = spec.threads // spec.team
-    transformed = teams * spec.head_dim * 4 if spec.hadamard else 0
+    exchanges = spec.norm and (spec.hadamard != "" or spec.interleaved != spec.interleaved_out)
+    exchanged = teams * spec.head_dim * 4 if exchanges else 0
     angles = 4 * spec.rotary_dim * spec.tokens_per_block * 4 if spec.shares_angles else 0
-    return transformed + angles + (teams * spec.head_dim // spec.vec * 4 if spec.dynamic else 0)
+    return exchanged + angles + (teams * spec.head_dim // spec.vec * 4 if spec.dynamic else 0)
 
 
 def _heads_per_thread(p: RopeProblem, most: int) -> int:
@@ -297,7 +309,6 @@ def longest_share(p: RopeProblem) -> int:
 def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
     """(elements of an access, runs of them in a thread): the widest that addresses and head allow."""
     first, _ = rotated(p)
-    interleaved = p.interleaved and p.interleaved_out
     vec = min(p.vec_limit, (SMALL_ACCESS_BYTES if few else ACCESS_BYTES) // ITEM_SIZES[p.dtype])
     one_order = p.batch_invariant and p.norm_kind in NORM_KINDS and not (p.gradient or p.given_means)
     if one_order:  # by the head alone
@@ -305,20 +316,19 @@ def widest_access(p: RopeProblem, few: bool = False) -> tuple[int, int]:
     elif p.norm:  # torch sums in groups of four neighbours
         vec = max(vec, min(p.vec_limit, 4))
     others = (p.copied, first, p.v_dim)
-    while vec > 1 and (any(x % vec for x in others) or p.rotary_dim % (vec if interleaved else 2 * vec)):
+    while vec > 1 and (any(x % vec for x in others) or p.rotary_dim % (vec if p.keeps_pairs else 2 * vec)):
         vec //= 2
     if one_order and vec > p.vec_limit:
         must = f"with batch_invariant and a norm, addresses and strides must be multiples of {vec} elements"
         raise InvalidInput(f"{must}, and those of q, k, v or a result are of {p.vec_limit}")
-    chunk = max(vec, 2) if interleaved else vec
+    chunk = max(vec, 2) if p.keeps_pairs else vec
     return vec, 2 if p.rotary_dim % (2 * chunk) == 0 else 1
 
 
 def table_access(p: RopeProblem, spec: RopeSpec) -> int:
     """Elements of an access of the tables: a divisor of a thread's run of neighbouring angles."""
-    interleaved = p.interleaved and p.interleaved_out
-    run = spec.chunk // 2 if interleaved and not p.full_width else spec.chunk
-    step = p.rotary_dim // (2 if p.full_width or not interleaved else 4)  # to the thread's second run
+    run = spec.chunk // 2 if p.keeps_pairs and not p.full_width else spec.chunk
+    step = p.rotary_dim // (2 if p.full_width or not p.keeps_pairs else 4)  # to the thread's second run
     table_vec = min(p.table_vec_limit, ACCESS_BYTES // (ITEM_SIZES[p.table_dtype] * p.table_step_limit))
     members = 2 if p.full_width and p.interleaved else 1  # of a pair, neighbours
     ends = [end * members for end in accumulate(p.mrope_section)]

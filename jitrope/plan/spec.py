@@ -141,6 +141,11 @@ class Compiled:
         return self.norm_rounding != ""
 
     @property
+    def keeps_pairs(self) -> bool:
+        """Whether a thread holds interleaved pairs, members side by side. With a norm they are reordered behind it."""
+        return self.interleaved and (self.interleaved_out or self.norm)
+
+    @property
     def paged(self) -> bool:
         """Whether a cache's pages are given by a page table."""
         return self.page_table_dtype is not None
@@ -229,7 +234,7 @@ class RopeSpec(Compiled, Spec):
     @property
     def chunk(self) -> int:
         """Neighbouring elements that a thread holds: an access, and at least a pair if interleaved."""
-        return max(self.vec, 2) if self.interleaved and self.interleaved_out else self.vec
+        return max(self.vec, 2) if self.keeps_pairs else self.vec
 
     @property
     def team(self) -> int:

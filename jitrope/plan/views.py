@@ -78,6 +78,11 @@ def canonical(x: Tensor, layout: str) -> Tensor:
     return x.unsqueeze(0) if batch is None else x.permute(batch, *rest)
 
 
+def converts_v(given: Container[str], dynamic_v: bool) -> bool:
+    """Whether a call returns v divided by scales. A cache has its own. given: the names of the call's tensors."""
+    return dynamic_v or ("v_scale" in given and "v_cache" not in given)
+
+
 def by_rank(x: Tensor, layout: str, ranks: int) -> Tensor:
     """A (ranks, ..., heads / ranks, dim) view of a tensor in `layout`."""
     axis = LAYOUT_AXES[layout][2]
