@@ -59,8 +59,8 @@ _NEED_TRITON = {
 def triton() -> Iterator[None]:
     """Triton and flash-linear-attention, or stand-ins: torchtitan imports them for other kernels.
 
-    torch's CPU build has no Triton, and flash-linear-attention (of Qwen 3.5's other layers) needs it. torch 2.11 lacks
-    a name for FSDP's mesh, with which torchtitan 0.3 distributes parameters; one process does not use it.
+    torch's CPU build has no Triton, and flash-linear-attention (of Qwen 3.5's other layers) needs it. torch 2.11 has
+    no `DataParallelMeshDims`, which torchtitan 0.3 imports; a single process does not use it.
     """
     importlib.import_module("torch._inductor.compile_fx")  # else it would take the stand-in for the real one
     fsdp = importlib.import_module("torch.distributed.fsdp")

@@ -83,6 +83,7 @@ def latent_oracle(q: Tensor, kv: Tensor, k_pe: Tensor, cos: Tensor, sin: Tensor,
     return query, torch.cat((kv[..., :first].double(), turned), -1), kv[..., first:].double()
 
 
+PACKED = [(False,), (True,)]
 LATENT = [(*case, x) for case in ((False, 1), (False, 2), (True, 1), (True, 2), (True, 4)) for x in DTYPES]
 
 
@@ -148,7 +149,7 @@ def test_latent_refusals(core: Any, enabled: Any) -> None:
 
 @pytest.fixture
 def device() -> str:
-    """Of tests without this parameter."""
+    """The device of tests that have no such parameter."""
     return "cpu"
 
 
@@ -208,7 +209,7 @@ def results(layer: Any, x: Tensor, *arguments: Any, **words: Any) -> list[Tensor
     return [*layer.core_attention.inputs, out, *(g for g in grads if g is not None)]
 
 
-@pytest.mark.parametrize(("device", "packed"), devices(*[[(False,), (True,)]] * 2))
+@pytest.mark.parametrize(("device", "packed"), devices(PACKED, PACKED))
 def test_latent_attention_layer(core: Any, ranks: Any, device: str, packed: bool) -> None:
     """Megatron's layer with `apply_rope_fusion` and jitrope computes what its own code without fusion does."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

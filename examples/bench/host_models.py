@@ -1,7 +1,7 @@
 """The models of `bench hosts`, each twice with the same weights: as its library makes it, and with jitrope enabled.
 
 Real widths, random bf16 weights and a few of the layers. `enable` replaces functions for all models, so transformers'
-stock model comes from a second import of its file, and timm's keeps copies of the functions.
+stock model comes from a second import of its file, and timm's stock model keeps copies of the functions.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Host(NamedTuple):
 
 def random_weights(model: nn.Module) -> None:
     """bf16 parameters, with those of norms near 1; buffers keep their dtypes."""
-    for x in model.parameters():
-        x.data = 1 + 0.1 * bf16(*x.shape) if x.dim() == 1 else 0.02 * bf16(*x.shape)
+    for name, x in model.named_parameters():
+        of_norm = x.dim() == 1 and not name.endswith("bias")
+        x.data = 1 + 0.1 * bf16(*x.shape) if of_norm else 0.02 * bf16(*x.shape)
 
 
 def share(model: nn.Module, weights_of: nn.Module) -> None:
@@ -237,7 +238,7 @@ def timm_pair(smoke: bool) -> Iterator[Pair]:
 
     from jitrope.integrations import timm as integration
 
-    rotate = copied(pos_embed_sincos.apply_rot_embed_cat, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
+    rotate = copied(pos_embed_sincos.apply_rot_embed_cat)
     forward = copied(EvaAttention.forward, apply_rot_embed_cat=rotate)
     kept = type("EvaAttention", (EvaAttention,), {"forward": forward})
     tiny = {"embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 8} if smoke else {"depth": 4}
@@ -251,29 +252,6 @@ def timm_pair(smoke: bool) -> Iterator[Pair]:
     words = {"x": bf16(1 if smoke else 8, 3, size, size)}
     with integration.enable() as report:
         yield Pair(Side(stock, words), Side(ours, words), lambda: report.calls)
-
-
-@contextmanager
-def comfy_kitchen_pair(smoke: bool) -> Iterator[Pair]:
-    """Eight blocks like FLUX.1's single ones, which call comfy-kitchen for norms of q and k and rope."""
-    from jitrope.integrations import comfy_kitchen as integration
-
-    from .comfy import Block, EagerBackend
-
-    heads, length = (2, 6) if smoke else (24, 4608)
-    with torch.device(DEVICE):
-        stock, ours = (Chain([Block(heads) for _ in range(8)]) for _ in range(2))
-    random_weights(stock)
-    share(ours, stock)
-    freqs = angles(length, 128).float()
-    rows = torch.stack((freqs.cos(), -freqs.sin(), freqs.sin(), freqs.cos()), -1).unflatten(-1, (2, 2))
-    words = {"x": bf16(1, length, 128 * heads), "freqs_cis": rows[None, None]}
-    with integration.enable() as report:
-
-        def calls() -> dict[str, int]:
-            return {"fused": report.calls["jitrope"], "host": report.calls["host"]}  # all have norms
-
-        yield Pair(Side(EagerBackend(stock), words), Side(ours, words), calls, trained=False)
 
 
 class Sdpa(nn.Module):
@@ -359,7 +337,4 @@ HOSTS = {
     ),
     "megatron-train": Host("megatron.core", "Qwen3-8B", "train, 4096 tokens, 2 layers", megatron_pair),
     "dinov3-train": Host("timm", "DINOv3 ViT-L", "train, 8 pictures of 1024 patches, 4 blocks", timm_pair),
-    "flux-comfy": Host(
-        "comfy_kitchen", "FLUX.1's single blocks", "forward, 4608 tokens, 8 blocks", comfy_kitchen_pair
-    ),
 }  # fmt: skip

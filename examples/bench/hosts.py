@@ -197,9 +197,8 @@ SECTION = Section(
     and backward without an optimizer. "Decode" is one token of each of 8 sequences, with a static cache of 2048
     tokens, 1024 of them filled; compiled, it uses CUDA graphs, as transformers' `generate` does. Memory is the peak
     of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from stock's, in
-    percent of its norm. "Diffusion" has more models of diffusers. FLUX.1's single blocks for comfy-kitchen are written
-    here, without modulation; stock is its eager backend, which ComfyUI uses below CUDA 13. Compiled,
-    Qwen3-VL's vision tower has 15 graph breaks of its own, and the host's work is its time.
+    percent of its norm. "Diffusion" has more models of diffusers. Compiled, Qwen3-VL's
+    vision tower has 15 graph breaks of its own, and the host's work is its time.
     """,
     "jitrope bench hosts",
     (

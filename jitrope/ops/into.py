@@ -52,9 +52,12 @@ class Into(Operation):
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
         if options.dynamic_v and "v_out" not in tensors:
             raise InvalidInput(f"{name}: copy_v=False does not go with v=True of quantize; leave copy_v out")
-        if converts_v(tensors, options.dynamic_v) and self.finishes(tensors, options):
+        other = converts_v(tensors, options.dynamic_v) and self.finishes(tensors, options)
+        if other and not sums_heads(tensors, options):  # before v's scale is compared with v
             refuse_other_v(name, tensors, options)
         self.base.check(name, tensors, options)
+        if other:
+            refuse_other_v(name, tensors, options)
         checks.check_into(name, tensors, options, self.labels, self.base.converted(tensors, options))
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:

@@ -105,4 +105,4 @@ def install() -> None:
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     library.register("CPU", library.on_gpu)
     thd_ops.register("CPU", thd_ops.on_gpu)
-    _norms._alike = plain()(_norms._alike)  # beside a GPU, too, a host's norm is compared on the CPU
+    _norms._alike = plain()(_norms._alike)  # a host's norm is tried in plain torch, as beside a GPU
