@@ -122,6 +122,7 @@ LARGEST += [
     prepared(heads=[32, 8], norm=NONE, positions=IDS, backward=True),
     prepared(heads=[32, 8], norm=ONCE, interleaved=True, interleaved_out=False, backward=True),
     # In the largest block the stages would need more shared memory than there is.
+    prepared(heads=[96, 96], norm=ACROSS, interleaved=True, interleaved_out=False, backward=True),
     prepared(heads=[95, 1], head_dim=256, interleaved_out=True,
              quantize={"dtype": "fp8", "hadamard": True, "group": 32}),
     prepared(heads=[32, 8], norm=TWICE, rounding="dtype", positions=IDS, inplace=True),

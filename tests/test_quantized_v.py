@@ -244,6 +244,8 @@ def test_refusals_of_computed_scales(per: str) -> None:
     refused(like_k, v=torch.cat((k, k), 2))
     refused(like_k, v=k.float())
     refused(like_k, v=k[0])
+    refused(like_k, v=k[0], out=Ulysses(2))
+    refused("k is None; it must be a tensor, because quantize has v=True", k=None, out=Ulysses(2))
     nvfp4 = {"group": 16, "scale_dtype": FP8, "v_global_scale": 1.0}
     refused(like_k, v=k[0], quantize=DynamicQuantize(FP4, **nvfp4, v=True))
     refused("q is a tensor of shape|q has shape", q=torch.ones(()), quantize=DynamicQuantize(FP4, v=True))

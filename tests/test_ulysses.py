@@ -196,6 +196,21 @@ def test_the_gradient_arrives_in_that_layout(name: str, which: str, device: str)
             torch.testing.assert_close(y, x, rtol=0 if x.dim() > 1 else 1e-3, atol=0 if x.dim() > 1 else 1e-3)
 
 
+@pytest.mark.parametrize("quantize", [Quantize(1.0, 1.0), DynamicQuantize(), DynamicQuantize(per="head")], ids=repr)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_normalised_v_beside_converted_heads_has_its_gradient(quantize: Any, device: str) -> None:
+    """Its launch is then its own, also in that layout."""
+    found = []
+    for words in ({}, {"out": Ulysses(R)}):
+        given, norm, leaves = call("norm of v", device, grad=True)
+        given[:2] = [x.detach() for x in given[:2]]
+        norm["norm"] = Norm(v_norm=True)
+        v = jitrope.prepare_qkv(*given, **norm, quantize=quantize, **words)[2]
+        v = v if words else sent(v, "bshd")
+        found.append(torch.autograd.grad((v.float() ** 3).sum(), leaves[2])[0])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_second_derivative(device: str) -> None:
     found = []

@@ -29,6 +29,8 @@ class ByRank(Into):
         self.mutated, self.labels, self.differentiable = base.mutated, {}, base.differentiable
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        if converts_v(tensors, options.dynamic_v) and self.finishes({**tensors, "v_out": tensors["v"]}, options):
+            refuse_other_v(name, tensors, options)
         self.base.check(name, tensors, options)
         fail, q = failing(name), tensors["q"]
         for letter in [letter for letter in "qkv" if letter in tensors]:
@@ -36,8 +38,6 @@ class ByRank(Into):
             if x.device != q.device or x.dim() != q.dim():
                 fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
             check_ranks(letter, x, options.ulysses_degree, options, fail)
-        if converts_v(tensors, options.dynamic_v) and self.finishes({**tensors, "v_out": tensors["v"]}, options):
-            refuse_other_v(name, tensors, options)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         of_v = ("v", "v_scale")[: 1 + options.dynamic_v] if "v" in given else ()

@@ -224,7 +224,7 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tu
             tensors["v"] = v
             return QKV_NORM_ROPE, v
         given = isinstance(out, (list, tuple)) and out[2:] and out[2] is not None
-        if given or (isinstance(out, Ulysses) and not op.differentiable):
+        if given or (isinstance(out, Ulysses) and converts_v(tensors, "dynamic_v" in words)):
             return op, v
     return op, _normed_v(v, words)
 

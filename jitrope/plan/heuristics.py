@@ -73,19 +73,20 @@ them: norm and a cache in bf16 1.09 / 1.13."""
 FAST_MEMORY = 4.0
 FAST_NORM_THREADS_PER_SM = 576
 """From so many TB/s on, by the clock and width of the memory, fewer threads of a norm that walk the tokens are faster;
-where they share angles, they wait for each other, and all run. (1, 8192, 32 + 8, 128) rounded twice, 640 / 480 threads:
-H200 (4.9 TB/s) 1.15 / 1.10 x the copy, H100 (3.35 TB/s; 640 with the kernel before `Track`) 1.13 / 1.16; with shared
-angles, on an H200 in two runs, 1.10 / 1.13."""
+where they share angles, they wait for each other, and all run, as without a norm. (1, 8192, 32 + 8, 128) rounded twice,
+640 / 480 threads: H200 (4.9 TB/s) 1.15 / 1.10 x the copy, H100 (3.35 TB/s; 640 with the kernel before `Track`) 1.13 /
+1.16; with shared angles, on an H200 in two runs, 1.10 / 1.13."""
 
 MIN_RING_ACCESS = 8
 SHARED_BYTES = 48 * 1024
 RING_BYTES = 40 * 1024
-"""The most shared memory of a block, and of that for its next heads, which are on their way while it works on others
-(`ring.cuh`). Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as many blocks as fit on
-the GPU at once. H200, x the copy, with / without: the calls above 1.09 / 1.19 and 1.10 / 1.18, the first one by ids and
-not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on their way are slower than one: by
-rows 1.16, when one took 1.10. Without a norm a thread needs few registers, so enough threads run to hide the latency,
-and a walk costs more than it gains: rope of the same tokens 1.07 / 1.04, of 1024 packed sequences 1.10 / 1.04."""
+"""The most shared memory of a block, and the most of it for its stages and its next heads together, which are on their
+way while it works on others (`ring.cuh`). Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as
+many blocks as fit on the GPU at once. H200, x the copy, with / without: the calls above 1.09 / 1.19 and 1.10 / 1.18,
+the first one by ids and not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on their way
+are slower than one: by rows 1.16, when one took 1.10. Without a norm a thread needs few registers, so enough threads
+run to hide the latency, and a walk costs more than it gains: rope of the same tokens 1.07 / 1.04, of 1024 packed
+sequences 1.10 / 1.04."""
 
 GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
@@ -228,6 +229,8 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
         heads = min(heads, max(warp, MAX_ROW_THREADS // spec.team))
         rows = len(p.row_heads) * heads * spec.team
         tokens = 1 if p.gradient else max(1, ROW_BLOCK_THREADS // rows)
+        while shared_by_stages(replace(spec, tokens_per_block=tokens, heads_per_block=heads)) > SHARED_BYTES:
+            heads = -(-heads // (2 * warp)) * warp
     spec = replace(spec, tokens_per_block=tokens, heads_per_block=heads, one_step=True)
     groups = -(-p.tokens // tokens)
     if p.gradient:
@@ -256,7 +259,8 @@ def shared_by_stages(spec: RopeSpec) -> int:
     """Bytes of shared memory that exchanged elements, the scales of groups and shared angles take at most."""
     teams = spec.threads // spec.team
     exchanges = spec.norm and (spec.hadamard != "" or spec.interleaved != spec.interleaved_out)
-    exchanged = teams * spec.head_dim * 4 if exchanges else 0
+    sums = 3 * spec.threads // 8 + 64 if spec.across_heads else 0  # three of each warp at most
+    exchanged = teams * spec.head_dim * 4 + sums if exchanges else 0
     angles = 4 * spec.rotary_dim * spec.tokens_per_block * 4 if spec.shares_angles else 0
     return exchanged + angles + (teams * spec.head_dim // spec.vec * 4 if spec.dynamic else 0)
 

@@ -68,7 +68,7 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the tensors of a function that depend only on a device and some numbers.
 
     The first call waits for the stream that fills them, so that every stream may read them. Tensors made under
-    torch.compile, fake tensors or a CUDA graph's capture are not kept. A capture uses those that are, so none is freed.
+    torch.compile, fake tensors or a CUDA graph's capture are not kept. Graphs read those that are, so none is freed.
     """
     kept: dict[tuple[Any, ...], Any] = {}
 
@@ -86,6 +86,7 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
             torch.cuda.current_stream(device).synchronize()
         return kept.setdefault(key, made) if len(kept) < MOST_CONSTANTS else made
 
+    get.cache_clear = kept.clear  # type: ignore[attr-defined]
     return get
 
 
