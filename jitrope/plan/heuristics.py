@@ -67,8 +67,8 @@ some threads of a head idle, and lower with wide angles, sines or fp64. H200, x 
 rounded twice / (1, 4608, 24 + 24, 128) interleaved rounded twice: 640 threads 1.08 / 1.08, 800, which spill, 1.27 /
 1.15. (1, 4096, 16 + 16, 80): 819 threads 1.29, 1024, which spill, 1.63. Heads of 88 with LayerNorm: four heads 1.80,
 two 1.96. Where threads share angles, and where there is neither a norm nor a cache, MAX_NORM_THREADS_PER_SM run: H100,
-576 / 768 threads, Qwen3-VL's prefill 1.37 / 1.26; 512 / 768, DeepSeek's indexer 1.28 / 1.22. Others are slower with
-them: norm and a cache in bf16 1.09 / 1.13."""
+576 / 768 threads, Qwen3-VL's prefill 1.37 / 1.26, when a token's slot was loaded a token ahead; 512 / 768, DeepSeek's
+indexer 1.28 / 1.22. Others are slower with them: norm and a cache in bf16 1.09 / 1.13."""
 
 FAST_MEMORY = 4.0
 FAST_NORM_THREADS_PER_SM = 576
