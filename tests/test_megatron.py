@@ -20,7 +20,7 @@ from torch import Tensor
 import jitrope
 from jitrope.integrations import _host, _layers, megatron
 
-from .devices import assert_bits, devices
+from .devices import devices
 from .hosts import HOSTS, group, missing
 from .test_training_hosts import megatron_freqs
 
@@ -304,7 +304,7 @@ def test_self_attention(
     assert enabled.reasons == {"not fused: a norm has hooks": 1}
     bits = 4 if device == "cpu" else 3 * (norm == "RMSNorm")  # on a GPU strides choose the kernels of attention
     for a, b in zip(got[:bits], want[:bits]):
-        assert_bits(a, b)
+        assert torch.equal(a, b)
     tolerance = {"fp32": 2e-5 if device == "cpu" else 1e-4, "bf16": 0.05}[dtype]
     for a, b in zip(got[bits:], want[bits:], strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.detach().abs().max())))
@@ -333,7 +333,7 @@ def test_self_attention_with_context_parallelism(core: Any, ranks: Any, enabled:
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     if device == "cpu":
-        assert_bits(got[0], want[0])
+        assert torch.equal(got[0], want[0])
     at = rows_of(CU_SEQLENS, size, ranks.cp.rank())
     assert not torch.equal(at, torch.arange(len(x)))
     q, k, _ = layer.get_query_key_value_tensors(x)
@@ -370,7 +370,7 @@ def test_self_attention_with_a_gate(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
     if device == "cpu":
-        assert_bits(got[0], want[0])
+        assert torch.equal(got[0], want[0])
 
 
 class Own(torch.nn.Identity):

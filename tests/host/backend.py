@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from jitrope.base.spec import Spec
-from jitrope.integrations import _norms
 from jitrope.jit.render import render
 from jitrope.ops import launch as runtime
 from jitrope.ops import library, watch
@@ -105,4 +104,3 @@ def install() -> None:
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     library.register("CPU", library.on_gpu)
     thd_ops.register("CPU", thd_ops.on_gpu)
-    _norms._alike = plain()(_norms._alike)  # a host's norm is tried in plain torch, as beside a GPU
