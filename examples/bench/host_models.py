@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -222,13 +221,6 @@ def torchtitan_pair(family: str, overrides: tuple[str, ...], smoke: bool) -> Ite
     yield Pair(Side(stock, words), Side(ours, words), lambda: integration.calls)
 
 
-def copied(function: Any, **names: Any) -> FunctionType:
-    """A function with the code that it has now, and with some other globals."""
-    made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
 @contextmanager
 def timm_pair(smoke: bool) -> Iterator[Pair]:
     """Four blocks of DINOv3 ViT-L."""
@@ -237,9 +229,12 @@ def timm_pair(smoke: bool) -> Iterator[Pair]:
     from timm.models.eva import EvaAttention
 
     from jitrope.integrations import timm as integration
+    from jitrope.integrations._host import with_code
 
-    rotate = copied(pos_embed_sincos.apply_rot_embed_cat)
-    forward = copied(EvaAttention.forward, apply_rot_embed_cat=rotate)
+    cat: Any = pos_embed_sincos.apply_rot_embed_cat
+    rotate = with_code(cat, cat.__code__, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
+    attend: Any = EvaAttention.forward
+    forward = with_code(attend, attend.__code__, apply_rot_embed_cat=rotate)
     kept = type("EvaAttention", (EvaAttention,), {"forward": forward})
     tiny = {"embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 8} if smoke else {"depth": 4}
     with torch.device(DEVICE):

@@ -249,9 +249,10 @@ class Registered(Report):
         return super()._replaced().replace("replaced", "registered")
 
 
-def with_code(function: FunctionType, code: CodeType) -> FunctionType:
-    """A copy of a function of the host, with another code."""
-    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+def with_code(function: FunctionType, code: CodeType, **names: Any) -> FunctionType:
+    """A copy of a function of the host, with another code, and with names in place of globals."""
+    scope = {**function.__globals__, **names} if names else function.__globals__
+    copy = FunctionType(code, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     update_wrapper(copy, function)
     return copy
