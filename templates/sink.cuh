@@ -69,11 +69,12 @@ struct Sink {
             constexpr int EACH = PER_ITEM<KvOut>;
             const Lane<KvOut> out = head.output<KvOut>(p, CACHE ? slot.place : place, dim / EACH);
             each(count, [&](int n, int dims) { put(out[dims / EACH], x[n], y + n * VEC, factors[n]); });
-            if constexpr (CLEAR_PAGE)
+            if constexpr (CLEAR_PAGE) {     // NVRTC 12.8 needs the braces: the loop has a lambda
                 for (int row = slot.place.token + 1; slot.last && row < PAGE_SIZE; ++row) {
                     const Lane<KvOut> next = head.output<KvOut>(p, {slot.place.batch, row}, dim / EACH);
                     each(count, [&](int, int dims) { store_whole(next[dims / EACH], Vec<KvOut, VEC / EACH>{}); });
                 }
+            }
         }
     }
 };
