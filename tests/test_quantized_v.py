@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "norm": {"norm": Norm(rounding="once")},
     "v too": {"norm": Norm(v_norm=True)},
+    "v too, part": {"norm": Norm(v_norm=True), "rotary_dim": 32},
     "transform": {"hadamard": True},
     "e5m2": {"dtype": E5M2},
     "heads": {"scales": True},
@@ -65,7 +66,7 @@ def test_v_is_converted_with_q_and_k(way: str, launch: str, device: str) -> None
         words["positions"] = Packed(torch.tensor([0, 4, 10], device=device))
     want = jitrope.prepare_qkv(q, k, v, *tables, **words, quantize=Quantize(*scales[:2], **form))
     form.pop("hadamard", None)
-    source = {"norm": Norm()} if way == "v too" else {}
+    source = {"norm": Norm()} if way.startswith("v too") else {}
     want_v, _, _ = jitrope.prepare_qkv(v, None, None, layout=layout, **source, quantize=Quantize(scales[2], **form))
     for given in (False, True, True):
         before, out = backend.launched.total(), {}
@@ -107,6 +108,7 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "tokens": {},
     "norm": {"norm": {"rounding": "once"}, "dtype": torch.int8},
     "v too": {"norm": {"v_norm": True}, "group": 32},
+    "v too, part": {"norm": {"v_norm": True}, "dtype": E5M2, "group": 32, "rotary_dim": 32},
     "transform": {"hadamard": True, "dtype": E5M2},
     "groups": {"group": 16, "layout": "bhsd", "rotary_dim": 32, "rotary_offset": 16, "interleaved_out": True},
     "powers": {"group": 32, "scale_fmt": "ue8m0", "tables": False},

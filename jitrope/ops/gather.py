@@ -210,8 +210,8 @@ def result(out: Tensors, name: str) -> Any:
 def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tuple[Operation, Any]:
     """(the operation that normalises v in the launch of q and k, v), or (op, v normalised in a launch of its own).
 
-    One launch needs a v like k, tables that the heads share, fresh results or tensors in `out`, and a rotation of whole
-    heads: squares are then summed in the order of a launch for v alone.
+    One launch needs a v like k, tables that the heads share, and fresh results or tensors in `out`. A v that is not
+    converted also needs a rotation of whole heads: squares are then summed in the order of a launch for v alone.
     """
     if not isinstance(v, Tensor):
         refuse("prepare_qkv", "v", v, "a tensor, because the norm has v_norm")
@@ -219,12 +219,13 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tu
     xs: list[Any] = [v, tensors.get("k"), *[tensors[name] for name in _TABLE_NAMES if name in tensors]]
     one = all(is_dense(x) and x.dim() > 1 for x in xs) and joins_k(*xs[:3]) and xs[1].device == v.device
     one = one and not (words["norm"].across_heads or "inplace" in words or sharded((v, *tensors.values())))
+    if one and converts_v(tensors, "dynamic_v" in words):
+        return op, v
     if one and rotates_heads(tensors, words, v.shape[-1]):
         if op is QK_NORM_ROPE and not isinstance(out, Ulysses):
             tensors["v"] = v
             return QKV_NORM_ROPE, v
-        given = isinstance(out, (list, tuple)) and out[2:] and out[2] is not None
-        if given or (isinstance(out, Ulysses) and converts_v(tensors, "dynamic_v" in words)):
+        if isinstance(out, (list, tuple)) and out[2:] and out[2] is not None:
             return op, v
     return op, _normed_v(v, words)
 
