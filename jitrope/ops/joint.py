@@ -133,7 +133,7 @@ class _Joint(Normed):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients of each stream, from its tokens and its rows of the tables."""
-        from .operations import QK_NORM_ROPE, gradient_of_v
+        from .operations import QK_NORM_ROPE, QKV_NORM_ROPE
 
         found: Tensors = {}
         begin = 0
@@ -142,11 +142,10 @@ class _Joint(Normed):
             end = saved["first_q"].shape[1] if stream == "first" else None
             given = {name: x[:, begin:end] for name, x in grads.items()}
             begin = end or 0
-            v = kept.pop("v", None)
-            if "v" in given:
-                dv = given.pop("v")
-                found[names["v"]] = dv if v is None else gradient_of_v(call, v, dv, own)
-            of_heads = QK_NORM_ROPE.gradient(call, kept, given, own) if given else {}
+            op = QKV_NORM_ROPE if "v" in kept else QK_NORM_ROPE
+            if "v" in given and "v" not in kept:
+                found[names["v"]] = given.pop("v")
+            of_heads = op.gradient(call, kept, given, own) if given else {}
             found.update({names[name]: x for name, x in of_heads.items()})
         return found
 

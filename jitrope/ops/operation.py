@@ -217,7 +217,7 @@ def norm_turned_back(options: Options) -> Options:
 
     Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
     """
-    norm = norm_of(options)._replace(rounding="none", v_norm=False)
+    norm = norm_of(options)._replace(rounding="none")
     return changed(options, inverse=not options.inverse, inplace=False, rounding="complex64", norm=norm)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 
 import torch
-from torch import Tensor
 
 from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
 from ..plan.problem import Views
@@ -216,7 +215,7 @@ class _QKNormRope(Normed):
         tables = {name: x for name, x in saved.items() if name not in self.names}
         if norm_of(options).kind == NO_NORM.kind:
             return ROPE.gradient(call, tables, grads, changed(options, norm=None))
-        back = norm_turned_back(options)
+        back = norm_turned_back(changed(options, norm=norm_of(options)._replace(v_norm=False)))
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
         if names["q"] == "k" and (of := norm_of(back).of) != "qk":
             back = changed(back, norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
@@ -261,19 +260,20 @@ class _QKVNormRope(_QKNormRope):
     inplace = shards = False
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+        """The gradients, from one launch if all of q, k and v have one; else that of v has its own."""
         own = dict(grads)
+        if len(own) == 3:
+            tensors = {**{"d" + name: grad for name, grad in own.items()}, **saved}
+            return call(QKV_NORM_ROPE_BACKWARD, tensors, norm_turned_back(options))
         grad = own.pop("v", None)
         others = {name: x for name, x in saved.items() if name != "v"}
         found = super().gradient(call, others, own, options) if own else {}
-        return found if grad is None else {**found, "v": gradient_of_v(call, saved["v"], grad, options)}
-
-
-def gradient_of_v(call: Call, v: Tensor, grad: Tensor, options: Options) -> Tensor:
-    """The gradient of a v that is normalised, from a launch of its own."""
-    norm = norm_of(options)
-    norm = NormOptions(norm.rounding, kind=norm.kind, eps=norm.eps)
-    of_v, alone = resolved(QK_NORM_ROPE, {"q": v}, {"layout": options.layout, "norm": norm})
-    return QK_NORM_ROPE.gradient(call, alone, {"q": grad}, of_v)["q"]
+        if grad is not None:
+            norm = norm_of(options)
+            norm = NormOptions(norm.rounding, kind=norm.kind, eps=norm.eps)
+            of_v, alone = resolved(QK_NORM_ROPE, {"q": saved["v"]}, {"layout": options.layout, "norm": norm})
+            found["v"] = QK_NORM_ROPE.gradient(call, alone, {"q": grad}, of_v)["q"]
+        return found
 
 
 class _QKNormRopeBackward(Operation):
@@ -286,9 +286,9 @@ class _QKNormRopeBackward(Operation):
     reference = staticmethod(reference.qk_norm_rope_backward)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        out = {name: empty_like(tensors[name]) for name in "qk" if name in tensors}
+        out = {name: empty_like(tensors[name]) for name in "qkv" if name in tensors}
         across, axis = norm_of(options).across_heads, LAYOUT_AXES[options.layout][2]
-        given = {name: x for name, x in out.items() if name == "q" or x.shape[axis]}
+        given = {name: x for name, x in out.items() if name == "q" or (name == "k" and x.shape[axis])}
         sizes = {name: x.shape[-1] * (x.shape[axis] if across else 1) for name, x in given.items()}
         return {**out, **weight_sums(tensors, sizes, blocks)}
 
@@ -299,8 +299,19 @@ class _QKNormRopeBackward(Operation):
         return {name: outputs[name] for name in self.results if name in outputs}
 
 
+class _QKVNormRopeBackward(_QKNormRopeBackward):
+    name = "qkv_norm_rope_backward"
+    tensors = ("dq", "dk", "dv", "q", "k", "v", *WEIGHTS, *BIASES)
+    results = ("q", "k", "v", "q_weight", "k_weight", "q_bias", "k_bias")
+    shards = False
+
+
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
-QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeBackward()
+QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QKV_NORM_ROPE_BACKWARD = (
+    _QKNormRope(),
+    _QKNormRopeBackward(),
+    _QKVNormRopeBackward(),
+)
 QKV_NORM_ROPE, QK_NORM_ROPE_HADAMARD = _QKVNormRope(), _QKNormRopeHadamard()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()
@@ -329,7 +340,8 @@ PACKED_INTO = {op.name: PackedInto(op.into) for op in _INTO}
 OPERATIONS: tuple[Operation, ...] = (
     *(*_PREPARED, *[op.into for op in _INTO], *[op.by_rank for op in _PREPARED if "k" in op.results]),
     *(ROPE_QKV, ROPE_QKV_BACKWARD, ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO),
-    *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT, QK_NORM_ROPE_BACKWARD),
+    *(QK_NORM_ROPE_SCALES, QK_NORM_ROPE_KV_CACHE_SCALED, QKV_NORM_ROPE, QK_NORM_ROPE_JOINT),
+    *(QK_NORM_ROPE_BACKWARD, QKV_NORM_ROPE_BACKWARD),
     *(QKV_NORM, QKV_NORM_BACKWARD, *PACKED_INTO.values()),
 )
 """The operations with ops of torch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import Tensors, bias_like, packed_part, packed_sizes, packed_views, separate_views
+from ..plan.views import Tensors, packed_part, packed_sizes, packed_views, separate_views
 from . import reference
 from .checks import check_norm, check_qkv
 from .fit import failing
@@ -32,7 +32,7 @@ def backward(t: Tensors, o: Options) -> Tensors:
     parts = {name: x.contiguous() for name, x in reference.split_qkv(reference.with_bias(t)["qkv"], o).items()}
     found = reference.qk_norm_rope_backward({**t, **parts}, o)
     gate = t.get("dgate", t["dq"].new_zeros(t["dq"].shape))
-    own = {"q": found.pop("q"), "k": found.pop("k"), "v": t["dv"], "gate": gate}
+    own = {"q": found.pop("q"), "k": found.pop("k"), "v": found.pop("v", t["dv"]), "gate": gate}
     return {"qkv": reference.join_qkv(own, o), **found}
 
 
@@ -48,25 +48,17 @@ class _QKVNorm(Normed, RopeQKV):
         return dict(tensors)
 
     def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        if norm_of(options).v_norm and "v" in grads:
-            from .operations import gradient_of_v
-
-            v = packed_part(saved["qkv"], "v", options)
-            if "bias" in saved:
-                v = v + packed_part(bias_like(saved["bias"], saved["qkv"]), "v", options)
-            grads = {**grads, "v": gradient_of_v(call, v, grads["v"], options)}
         back = changed(norm_turned_back(options), copy_v=True)
         return call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
 
 
 class _QKVNormBackward(RopeQKVBackward):
-    """The kernel reads q and k of the projection and the gradient of v, and writes one tensor."""
+    """The kernel reads q and k of the projection, v or only its gradient, and writes one tensor."""
 
     name = "qk_norm_rope_qkv_backward"
     tensors = (*RopeQKVBackward.tensors, "qkv", *WEIGHTS, *BIASES, "bias?")
     options = _QKVNorm.options
     results = ("qkv", "q_weight", "k_weight", "q_bias", "k_bias")
-    reads = ("qkv", "qkv", "dv")
     norm = True
     reference = staticmethod(backward)
     gradient = Operation.gradient  # there is no second derivative
@@ -80,9 +72,13 @@ class _QKVNormBackward(RopeQKVBackward):
         sums = {name: empty_like(tensors[name]) for name in self.results[1:] if name in tensors}
         return {"qkv": tensors["qkv"].new_empty(tensors["qkv"].shape), **sums}
 
+    def places(self, options: Options) -> tuple[str, ...]:
+        return ("qkv", "qkv", "qkv" if norm_of(options).v_norm else "dv", *self.writes)
+
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
-        q, k, _ = packed_views(tensors["qkv"], options)
-        v = separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options)[2]
+        q, k, v = packed_views(tensors["qkv"], options)
+        if not norm_of(options).v_norm:
+            v = separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options)[2]
         return (q, k, v), packed_views(tensors["qkv_out"], options)
 
     def finishes(self, tensors: Tensors, options: Options) -> bool:

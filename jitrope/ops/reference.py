@@ -231,17 +231,17 @@ def normed_v(v: Tensor, norm: NormOptions, layout: str, weight: Tensor | None = 
 
 
 def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
-    """The gradients of q, k, their weights and biases, in fp32, rounded once at the end; `o` rotates back."""
+    """The gradients of q, k, a normalised v, weights and biases, in fp32, rounded once at the end; `o` rotates back."""
     norm, pairs, o = norm_of(o), o.interleaved_out, changed(o, interleaved_out=o.interleaved)
     out: Tensors = {}
-    for name in [name for name in ("q", "k") if name in t]:
+    for name in [name for name in ("q", "k", "v")[: 2 + norm.v_norm] if name in t]:
         x, weight, bias, grad = t[name], t.get(f"{name}_weight"), t.get(f"{name}_bias"), joined(t[f"d{name}"], o.layout)
-        grad = _reordered(grad, pairs, o)
-        back = changed(o, rounding="fp32")
-        after_rope = norm.after_rope and norm.takes(name)
+        turns, back = name != "v", changed(o, rounding="fp32")
+        grad = _reordered(grad, pairs, o) if turns else grad
+        after_rope = turns and norm.after_rope and norm.takes(name)
         if after_rope:
             x = rotate(x, t, changed(back, inverse=not o.inverse), out_dtype=torch.float32)
-        else:
+        elif turns:
             grad = rotate(grad, t, back, out_dtype=torch.float32)
         rows, g = canonical(x, o.layout).float(), canonical(grad, o.layout).float()
         if name == "q" and "q_factor" in t:
@@ -254,7 +254,7 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
         mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
         scale = torch.rsqrt(mean + norm.eps)
         y = rows * scale
-        spare = table_rows(y.shape[1], y.device, t, o)[1]
+        spare = table_rows(y.shape[1], y.device, t, o)[1] if turns else None
         if spare is not None:
             y, g = (part.masked_fill(spare.view(-1, *[1] * (y.dim() - 2)), 0) for part in (y, g))
         if bias is not None:
@@ -267,7 +267,7 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
         elif norm.takes(name):
             g = scale * (g - y * (g * y).mean(-1, keepdim=True) - (g.mean(-1, keepdim=True) if layer else 0))
         dx = _as_laid_out(g.view(canonical(x, o.layout).shape), o.layout)
-        dx = rotate(dx, t, back, out_dtype=torch.float32) if after_rope else _cleared(dx, t, o)
+        dx = rotate(dx, t, back, out_dtype=torch.float32) if after_rope else dx if spare is None else _cleared(dx, t, o)
         out[name] = torch.empty_like(t[name]).copy_(dx)
     return out
 

@@ -85,6 +85,7 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
     ),
     "dynamic_v": ((_argument("void*", "v_scale_out"),), (_argument("Strides", "v_scale_stride"),)),
     "latent_norm": ((_argument("const void*", "v_weight"),), ()),
+    "v_gradient": ((_argument("const T*", "dv"),), (_argument("Strides", "dv_stride"),)),
     "gated": ((_argument("void*", "gate_out"),), ()),
     "block_cache": (
         (_argument("void*", "block_scale", "k_block_scale v_block_scale"),),

@@ -57,8 +57,8 @@ class NormOptions(NamedTuple):
     eps: float = 1e-6
 
     def takes(self, name: str) -> bool:
-        """Whether q or k is normalised."""
-        return self.kind != "no_norm" and name in self.of
+        """Whether q, k or v is normalised."""
+        return self.kind != "no_norm" and (name in self.of or (name == "v" and self.v_norm))
 
 
 class Options(NamedTuple):

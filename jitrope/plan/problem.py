@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base import config
 from ..base.spec import ACCESS_BYTES
 from . import arguments, heuristics
-from .options import ALL_TOKENS, NormOptions, Options
+from .options import ALL_TOKENS, NormOptions, Options, norm_of
 from .spec import INDICES
 from .views import (
     BLOCK_SCALES,
@@ -126,7 +126,7 @@ class _Call:
         self.ids = ids_view(tensors["position_ids"], options) if "position_ids" in tensors else None
         self.second, self.grads = (
             [self._view(name) for name in names] if names[0] in tensors and options.norm else []
-            for names in (("second_q", "second_k", "second_v"), ("dq", "dk"))
+            for names in (("second_q", "second_k", "second_v"), ("dq", "dk", "dv")[: 2 + norm_of(options).v_norm])
         )
         given = [tensors[name] for name in ("q_scale_out", "k_scale_out", "v_scale_out") if name in tensors]
         self.scales = [
@@ -309,7 +309,7 @@ class _Call:
         }
         if norm:
             given["source_stride"] = self.source_strides or [0] * 30
-            given["grad_stride"] = self.grad_strides or [0] * 10
+            given["grad_stride"] = self.grad_strides[:2] or [0] * 10
             given["scale_stride"] = [*self.scale_strides, *[[0] * 5] * 2][:2]
             given["second_table_stride"] = self.table_strides[2:] or [0] * 8
             given["split"] = self.views[0].shape[1]
@@ -319,6 +319,7 @@ class _Call:
             "mean_stride": [*means, *means][:2],
             "unrotated": self.options.unrotated,
             "added_stride": self.added_strides,
+            "dv_stride": self.grad_strides[2:],
             "v_scale_stride": self.scale_strides[2:],
             "block_scale_stride": [*self.block_scales, [0] * 5][:2] if self.block_scales else 0,
             "scale_strides": self.given_scales if "head_scales" in stages else 0,

@@ -209,6 +209,11 @@ class RopeSpec(Compiled, Spec):
         return self.dynamic_q and self.convert_v
 
     @property
+    def v_gradient(self) -> bool:
+        """Whether the gradient of a v that was normalised is computed too."""
+        return self.gradient and self.v_norm
+
+    @property
     def lanes(self) -> int:
         """Threads along one head."""
         return self.rotary_lanes + self.copied // (self.vec * self.copy_accesses)
