@@ -278,9 +278,9 @@ class _QKVNormRope(_QKNormRope):
 
 class _QKNormRopeBackward(Operation):
     name = "qk_norm_rope_backward"
-    tensors = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
+    tensors: tuple[str, ...] = ("dq", "dk?", "q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options = _QKNormRope.options
-    results = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
+    results: tuple[str, ...] = ("q", "k", "q_weight", "k_weight", "q_bias", "k_bias")
     norm = shards = True
     inplace = False
     reference = staticmethod(reference.qk_norm_rope_backward)
@@ -307,12 +307,9 @@ class _QKVNormRopeBackward(_QKNormRopeBackward):
 
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
-QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD, QKV_NORM_ROPE_BACKWARD = (
-    _QKNormRope(),
-    _QKNormRopeBackward(),
-    _QKVNormRopeBackward(),
-)
-QKV_NORM_ROPE, QK_NORM_ROPE_HADAMARD = _QKVNormRope(), _QKNormRopeHadamard()
+QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeBackward()
+QKV_NORM_ROPE, QKV_NORM_ROPE_BACKWARD = _QKVNormRope(), _QKVNormRopeBackward()
+QK_NORM_ROPE_HADAMARD = _QKNormRopeHadamard()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()
 QK_NORM_ROPE_SCALES = _QKNormRopeScales()

@@ -211,7 +211,7 @@ class Norm(Value):
         v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache it has a launch
             of its own if v has another shape or dtype than k, in place, with across_heads, tables for each head,
             and DTensors; and if v is not converted, with a rotation of parts of heads, and with Ulysses or quantize
-            if it has no tensor in out. Its gradient has one too.
+            if it has no tensor in out. Then its gradient has one too, and also if q or k has none.
         rounding: to q's dtype between norm and rope, and with after_rope of the rotated elements too. "none": none.
             "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice": before and after the weight, as in
             the RMSNorm of transformers and diffusers. Both give the bits of those modules followed by a rotation, or
