@@ -193,7 +193,7 @@ def fused_q_indexer_rope_first_quant(
     >>> given = torch.randn(10, 8, 128), torch.randn(10, 8), 0.1, cache, torch.arange(10)
     >>> q, weights = jitrope_sglang.fused_q_indexer_rope_first_quant(*given)
     """
-    q, weights = indexer_q(q_input, weight, weight_scale, cos_sin_cache, positions, False, torch.float32)
+    q, weights = indexer_q(q_input, weight, weight_scale, cos_sin_cache, positions, False)
     return q, weights.unsqueeze(-1)
 
 
