@@ -18,13 +18,12 @@ checks the positions. Calls left to the host are logged once for each reason; `c
 
 from __future__ import annotations
 
-import ast
-import copy
 import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from ..ops.values import Mrope, Norm, Positions
 from . import _host
 from ._layers import AsSelf, form_of
 from ._norms import NormForm, check_results, unhooked
-from ._rewrite import Source
 
 calls = _host.calls["torchtitan"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -253,30 +251,23 @@ def _form(layer: Any) -> NormForm | None:
     return forms[0] if forms[0] == forms[1] else None
 
 
-_JOINED = "_jitrope_joined"
-"""The name of `_joined` in the host's modules."""
-
-
 def _without_copies(forward: Any) -> Any:
-    """A `forward` with `_joined` in place of `torch.cat`; `forward` itself if it has none, or cannot be rewritten."""
-    try:
-        source = Source(forward, {})
-    except (ValueError, AttributeError):  # there is no source, or no function
+    """A `forward` with `_joined` in place of `torch.cat`; `forward` itself if it has none, or is not a function."""
+    if not isinstance(forward, FunctionType) or not {"torch", "cat"} <= {*forward.__code__.co_names}:
         return forward
-    tree = copy.deepcopy(source.tree)
-    joins = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.cat"]
-    if not joins:
-        return forward
-    for node in joins:
-        node.func = ast.copy_location(ast.Name(_JOINED, ast.Load()), node.func)
-    forward.__globals__[_JOINED] = _joined
-    return _host.with_code(forward, source.code_of(tree))
+    forward.__globals__[_TORCH.__name__] = _TORCH
+    names = tuple(_TORCH.__name__ if name == "torch" else name for name in forward.__code__.co_names)
+    return _host.with_code(forward, forward.__code__.replace(co_names=names))
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """torch.cat, without a copy if only one part has elements along the axis."""
     some = [part for part in parts if part.shape[dim]]
     return some[0] if len(some) == 1 else torch.cat(some, dim=dim)
+
+
+_TORCH = ModuleType("_jitrope_torch", "torch, as the host's layers see it whose heads we rotate whole.")
+vars(_TORCH).update({name: x for name, x in vars(torch).items() if name[:2] != "__"} | {"cat": _joined})
 
 
 def _as_it_is(x: Tensor) -> Tensor:
