@@ -52,11 +52,7 @@ def apply_rot_embed(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = Fa
 
     Returns:
         x rotated, in its dtype, with the bits of timm: products and their sum are rounded to the dtype that x and the
-        tables promote to.
-
-    Raises:
-        InvalidInput: the tables do not broadcast to x, or jitrope refuses a dtype or shape.
-        CompileError: the kernel could not be built.
+        tables promote to. The errors are those of `jitrope.apply_rope`.
     """
     return _rotate(x, None, sin_emb, cos_emb, half)[0]
 

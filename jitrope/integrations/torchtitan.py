@@ -68,10 +68,8 @@ def rotate_cos_sin(
             (T, 3), along time, height and width.
 
     Returns:
-        query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.
-
-    Raises:
-        InvalidInput: the arguments do not fit together.
+        query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both. The errors are those of
+        `jitrope.apply_rope`.
     """
     half = cache.shape[-1] // 4  # both members of a pair have one angle, so half of the table is enough
     words = {"cos": cache[:, :half], "sin": cache[:, 2 * half : 3 * half], "rotary_dim": 2 * half}

@@ -61,9 +61,7 @@ def rotary_embedding(
             the sum are rounded to query's dtype, which gives the bits of a host that computes in 16 bits, like vLLM's
             layers in plain torch. The two differ in the last place of some elements.
 
-    Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
-        CompileError: the kernel could not be built.
+    The errors are those of `jitrope.apply_rope`.
     """
     words = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
     axes = _token_axes(positions)
