@@ -47,7 +47,8 @@ def rotate(
         rotary_dim: R; None: D.
 
     Returns:
-        (q, k) rotated, in fp32 arithmetic rounded once; complex tables as in torch's complex multiply. The errors are those of `jitrope.apply_rope`.
+        (q, k) rotated, in fp32 arithmetic rounded once; complex tables as in torch's complex multiply. The errors are
+        those of `jitrope.apply_rope`.
     """
     parts = [freqs] if isinstance(freqs, Tensor) else [*freqs]
     parts = [x.squeeze(-2) if x.dim() == 3 and x.shape[-2] == 1 else x for x in parts]

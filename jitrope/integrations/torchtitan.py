@@ -265,7 +265,8 @@ def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 _TORCH = ModuleType("_jitrope_torch", "torch, as the host's layers see it whose heads we rotate whole.")
-vars(_TORCH).update({name: x for name, x in vars(torch).items() if name[:2] != "__"} | {"cat": _joined})
+vars(_TORCH).update({name: x for name, x in vars(torch).items() if name[:2] != "__"})
+vars(_TORCH).update(cat=_joined, __getattr__=partial(getattr, torch))  # torch imports some modules at first use
 
 
 def _as_it_is(x: Tensor) -> Tensor:
