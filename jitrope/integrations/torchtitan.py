@@ -190,14 +190,10 @@ _PLACES = {
 """The modules of the host's classes. They are imported at first use."""
 
 
-def _host_class(name: str) -> Any:
-    return getattr(importlib.import_module(_PLACES[name]), name)
-
-
 @lru_cache
 def _subclass(name: str) -> Any:
     """Our subclass of the host's class of this name, with its own configuration."""
-    host, module = _host_class(name), {"__module__": __name__}
+    host, module = getattr(importlib.import_module(_PLACES[name]), name), {"__module__": __name__}
     words = {**module, "__qualname__": f"{name}.Config"}
     config: Any = dataclass(kw_only=True, slots=True)(type("Config", (host.Config,), words))
     methods = _rope_methods(host) if name in _FUNCTIONS else _attention_methods(host)
