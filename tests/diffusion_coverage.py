@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from jitrope.integrations.diffusers import forms
 from jitrope.integrations.diffusers.fused import FUSED, INLINE
 from jitrope.integrations.diffusers.sites import SITES
 
@@ -74,6 +75,34 @@ ZSingleStreamAttnProcessor: ZImageControlNetModel ZImageTransformer2DModel
 """
 
 
+# Forms (`forms.py`), and the host's tables.
+_TABLES = """
+SHARED: fp32 (cos, sin), (S, D) each, for neighbours or halves; or complex (B, S, D / 2)
+JOY: fp32 (cos, sin), (S, D) each, q and k in one call
+JOY_PLUS: fp32 (cos, sin), (B, S, D) each, q and k in one call
+HALVES: (cos, sin), (S, D) each, in the model's dtype; halves, products in fp32
+STABLE_AUDIO3: angles (S, R), of the first R of D elements; halves
+MINIMAX_MUSIC3 MINIMAX_H3: fp32 (cos, sin), (S, R) each, of the first R of D elements; halves, all in the model's dtype
+ERNIE: fp32 angles (B, S, 1, R), two neighbours alike, of halves; all in the model's dtype
+MOCHI: fp32 (cos, sin), (S, H, D / 2) each, learned for each head
+WAN: fp32 (cos, sin), (1, S, 1, D) each: of a pair the first cosine and the second sine
+HELIOS: fp32 (B, S, 2 D), cosines before sines: of a pair the first cosine and the second sine
+LTX: fp32 (cos, sin), (B, S, H D) each, before the heads are split
+LTX2_SPLIT: fp32 (cos, sin), (B, H, S, D / 2) each, of halves; products by addcmul
+ALLEGRO: fp32 (cos, sin), (P, D / 3) each, and position ids, for each third of a head; halves of a third
+COMPLEX_ROWS: complex64 (B, S, D / 2)
+QWEN: complex64 (S, D / 2)
+WAN_ANIMATE2: complex128 (P, D / 2), a part of it for each axis of the grid of patches; the result is fp32
+ANY_FLOW: complex128 (1, 1, S, D / 2), products in fp64
+SANA_WM: complex64 (1, 1, S, D / 2), of q and k in (B, H, D, S)
+SANA_WM_CAMERA: complex64 (1, 1, S, D / 4), of the second half of a head; the first is turned by the camera's matrices
+HIDREAM: fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2), q and k in one call
+PRX: fp32 2 x 2 rotations (1, 1, S, D / 2, 2, 2)
+KANDINSKY6: fp32 2 x 2 rotations (S, 1, D / 2, 2, 2)
+KANDINSKY5: fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2); the result is rounded to bf16 first
+"""
+
+
 def _coverage() -> dict[str, list[str]]:
     lines = [line.split(":") for line in _MODELS.strip().replace("\n  ", " ").splitlines()]
     return dict(sorted((model, classes.split()) for classes, models in lines for model in models.split()))
@@ -96,7 +125,11 @@ def table() -> str:
 
 
 def _forms(cls: str) -> list[str]:
-    return [INLINE[cls].says] if cls in INLINE else [site.form.says for site in SITES[cls]]
+    if cls in INLINE:
+        return [INLINE[cls].says]
+    lines = [line.split(": ", 1) for line in _TABLES.strip().splitlines()]
+    said = [(getattr(forms, name), tables) for names, tables in lines for name in names.split()]
+    return [tables for site in SITES[cls] for form, tables in said if form is site.form]
 
 
 def _where(cls: str) -> str:

@@ -465,7 +465,7 @@ class CutAndJoined(Cut):
 
 
 def test_any_forward_is_rewritten_or_kept() -> None:
-    """The rewritten one has the host's arguments and class; one without a source or without joins stays."""
+    """The rewritten one has the host's arguments and class; one without joins, or that is not a function, stays."""
     ours, layer = torchtitan._without_copies(CutAndJoined.forward), CutAndJoined()
     assert ours is not CutAndJoined.forward
     for words in ({}, {"times": 3}):

@@ -18,7 +18,7 @@ from ..base.errors import InvalidInput
 from ..ops.values import Norm
 from . import _host
 from ._host import Function
-from ._norms import NormForm, parameters_of, usable
+from ._norms import NormForm, check_results, parameters_of
 from ._variants import Variant, read, words_of
 
 Step = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -181,7 +181,7 @@ class Pass:
                 if not forms:
                     was = f"another {type(module).__name__} than in the model that was enabled"
                     raise InvalidInput(f"{name} is {was}")
-                usable(forms, module, source)
+                check_results(forms, parameters_of(module)[0], source)
             except InvalidInput as error:
                 _host.note_unfused(self.plan.host, error.args[0])
             else:

@@ -107,16 +107,13 @@ def _device(*arguments: Any) -> str:
 
 
 class Placed(NamedTuple):
-    """The host, the name and the original of a replaced function, and a description of its replacement.
-
-    undo: restores it, if it is not held by modules under its name.
-    """
+    """The host, the name and the original of a replaced function, what stands in its place, and what puts it back."""
 
     host: str
     name: str
     original: Any
     what: Any
-    undo: Function | None = None
+    undo: Function
 
 
 placed: dict[Any, Placed] = {}
@@ -169,10 +166,10 @@ class Report:
 
         function.__name__ = function.__qualname__ = name
         function.__module__ = module.__name__  # so that it is pickled as the host's
-        placed[function] = Placed(host, name, original, what)
-        self._undo.append(partial(restore, [function]))
-        for holder in [module] if original is None else _holders(name, original):
-            setattr(holder, name, function)
+        self._place(function, Placed(host, name, original, what, partial(_exchange, name, function, original)))
+        setattr(module, name, function)
+        if original is not None:
+            _exchange(name, original, function)
 
     def replace_method(self, cls: type, name: str, made: Callable[[Function], Function], what: Any) -> None:
         """Replace a method of a class by `made(method)`. An already replaced one does not change."""
@@ -191,14 +188,16 @@ class Report:
             else:
                 setattr(cls, name, original)
 
-        placed[function] = Placed(self.host, f"{cls.__qualname__}.{name}", original, what, undo)
-        self._undo.append(partial(restore, [function]))
+        self._place(function, Placed(self.host, f"{cls.__qualname__}.{name}", original, what, undo))
         setattr(cls, name, function)
 
     def recode(self, function: FunctionType, code: CodeType, what: Any, undo: Callable[[], None]) -> None:
         """Give a function of the host another code until `undo`."""
         original, function.__code__ = function.__code__, code
-        placed[function] = Placed(self.host, function.__name__, original, what, undo)
+        self._place(function, Placed(self.host, function.__name__, original, what, undo))
+
+    def _place(self, function: Function, place: Placed) -> None:
+        placed[function] = place
         self._undo.append(partial(restore, [function]))
 
     def __enter__(self: R) -> R:
@@ -327,15 +326,12 @@ def disabler(module: str) -> Callable[[], None]:
 def restore(functions: Iterable[Function]) -> None:
     """Undo replacements. Calls that still run reach the host's own function as before."""
     for function in functions:
-        place = placed.pop(function, None)
-        if place is not None and place.undo is not None:
+        if (place := placed.pop(function, None)) is not None:
             place.undo()
-        elif place is not None:
-            for holder in _holders(place.name, function):
-                setattr(holder, place.name, place.original)
 
 
-def _holders(name: str, function: Any) -> list[ModuleType]:
-    """The loaded modules, except jitrope's, in which `name` is this function."""
-    modules = [m for n, m in list(sys.modules.items()) if isinstance(m, ModuleType) and not n.startswith("jitrope")]
-    return [m for m in modules if vars(m).get(name) is function]
+def _exchange(name: str, before: Any, after: Any) -> None:
+    """Replace a function in all loaded modules that hold it under this name, except jitrope's."""
+    for path, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and not path.startswith("jitrope") and vars(module).get(name) is before:
+            setattr(module, name, after)

@@ -19,7 +19,7 @@ from ..ops.values import Norm
 from ..plan.problem import constant
 from . import _host
 from ._host import Function
-from ._norms import NormForm, parameters_of, recognise, usable
+from ._norms import NormForm, check_results, parameters_of, recognise
 
 _KNOWN = {
     "transformer_engine.pytorch.module.rmsnorm.RMSNorm": ("rms_norm", False),
@@ -121,15 +121,17 @@ def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
     forms = {label: form_of(module) for label, module in norms.items()}
     given: dict[str, Any] = {}
     for label, form in forms.items():
-        given[f"{label}_weight"], given[f"{label}_bias"] = usable([form], norms[label], x)
+        weight, bias = parameters_of(norms[label])
+        check_results([form], weight, x)
         if form.total:  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
-            given[f"{label}_weight"] = _inverse_root(x.device, x.shape[-1])
+            weight = _inverse_root(x.device, x.shape[-1])
+        given |= {f"{label}_weight": weight, f"{label}_bias": bias}
     found = [{**form.words(norms[label]), "total": form.total} for label, form in forms.items()]
     if found[0] != found[-1]:
         raise InvalidInput("the norms of q and k differ")
     if found[0].pop("total"):
         found[0]["eps"] /= x.shape[-1]
-    return Norm(**given, **found[0], of="".join(norms), **words)
+    return Norm(**given, **found[0], **words)
 
 
 @constant

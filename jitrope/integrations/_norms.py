@@ -67,19 +67,11 @@ def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     return weight, bias
 
 
-def usable(forms: Sequence[NormForm], module: nn.Module, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and bias of a norm of x, if a launch has the norm's results; forms: those that the module fits.
-
-    Raises:
-        InvalidInput: the module must be called, or autocast or the weight's dtype may change its results.
-    """
-    weight, bias = parameters_of(module)
-    check_results(forms, weight, x)
-    return weight, bias
-
-
 def check_results(forms: Sequence[NormForm], weight: Tensor | None, x: Tensor) -> None:
-    """Raise InvalidInput if autocast or the weight's dtype may change the results of a norm of x."""
+    """Raise InvalidInput if autocast or the weight's dtype may change the results of a norm of x.
+
+    forms: those that the norm's module fits.
+    """
     if in_autocast(x) and not any(x.device.type in form.autocast for form in forms):
         raise InvalidInput("autocast may change the norm")
     if weight is not None and weight.dtype != x.dtype and not forms[0].mixed:

@@ -15,7 +15,6 @@ from ..ops.kv_cache import KVCache
 from ..ops.quantize import DynamicQuantize
 from ..ops.values import Norm
 from ..plan.problem import constant
-from ..plan.views import E8M0, FP8
 
 _FP8S = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The dtypes of fp8 caches, by vLLM's names."""
@@ -119,13 +118,14 @@ def unit(name: str, scale: float) -> float:
 
 
 def indexer_q(
-    q: Tensor, weights: Tensor, factor: float, table: Tensor, positions: Tensor, is_neox: bool, scale_dtype: Any
+    q: Tensor, weights: Tensor, factor: float, table: Tensor, positions: Tensor, is_neox: bool, **words: Any
 ) -> tuple[Tensor, Tensor]:
-    """(q of a sparse attention's indexer, rotated, in fp8; weights times factor times q's scales, in fp32)."""
-    quantize = DynamicQuantize(FP8, scale_dtype=scale_dtype)
+    """(q of a sparse attention's indexer, rotated, in fp8; weights times factor times q's scales, in fp32).
+
+    words: of `DynamicQuantize`.
+    """
+    quantize = DynamicQuantize(**words)
     (values, scale), _, _ = prepare(q, None, None, table, positions, is_neox, quantize=quantize)
-    if scale_dtype == E8M0:  # bytes of exponents; older torch has no dtype for them
-        scale = torch.exp2(scale.view(torch.uint8).float() - 127)
     return values, weights.float() * scale * factor
 
 

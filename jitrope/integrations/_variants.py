@@ -83,13 +83,15 @@ def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | 
     return words if v.interleaved == v.interleaved_out else {**words, "interleaved_out": v.interleaved_out}
 
 
-def rotate(v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> Pair:
-    """q and k rotated by variant v; the arguments are those of `words_of`.
+def rotate(
+    v: Variant, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None, **others: Any
+) -> Pair:
+    """q and k rotated by variant v; the arguments are those of `words_of`, and other words of `apply_rope`.
 
     Raises:
         InvalidInput: v was not tested with these shapes, or jitrope refuses the call.
     """
-    words = words_of(v, q, cos, sin, unsqueeze_dim)
+    words = {**words_of(v, q, cos, sin, unsqueeze_dim), **others}
     flat = q.dim() == 3
 
     def prepared(x: Tensor) -> Tensor:
@@ -219,13 +221,10 @@ def _completed(host: Function, v: Variant) -> Variant | str:
 def _rounding(host: Function, v: Variant, tables: torch.dtype) -> str:
     """The rounding that has the host's bits for heads in bf16 and these tables, or ""."""
     arguments = probe(host, v, v.shapes[0], dtypes=(torch.bfloat16, tables))
-    q, k, cos, sin, axis = read(names(host), *arguments)
-    words = words_of(v, q, cos, sin, axis)
-    want = host(*arguments)
+    given, want = read(names(host), *arguments), host(*arguments)
     for rounding in ("dtype", "fp32"):
-        heads = [x if x is None or x.dim() == 4 else x.unsqueeze(0) for x in (q, k)]
-        out = apply_rope(*heads, **{**words, "rounding": rounding})
-        if all(torch.equal(a.view_as(b), b) for a, b in zip(out, [want] if k is None else want) if a is not None):
+        q, k = rotate(v, *given, rounding=rounding)
+        if equal([q] if k is None else [q, k], [want] if k is None else [*want], tolerance=0.0):
             return rounding
     return ""
 

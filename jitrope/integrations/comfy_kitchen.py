@@ -48,11 +48,7 @@ def apply_rope(
         inplace: overwrite xq and xk. Then no tensor may require a gradient.
 
     Returns:
-        (xq, xk) rotated, in fp32 arithmetic rounded once.
-
-    Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
-        CompileError: the kernel could not be built.
+        (xq, xk) rotated, in fp32 arithmetic rounded once. The errors are those of `jitrope.apply_rope`.
     """
     xq, xk = _call([xq, xk], freqs_cis, split_half, inplace)
     return xq, xk

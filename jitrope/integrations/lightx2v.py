@@ -47,11 +47,8 @@ def rotate(
         rotary_dim: R; None: D.
 
     Returns:
-        (q, k) rotated, in fp32 arithmetic rounded once; complex tables as in torch's complex multiply.
-
-    Raises:
-        InvalidInput: the arguments do not fit together.
-        CompileError: the kernel could not be built.
+        (q, k) rotated, in fp32 arithmetic rounded once; complex tables as in torch's complex multiply. The errors are
+        those of `jitrope.apply_rope`.
     """
     parts = [freqs] if isinstance(freqs, Tensor) else [*freqs]
     parts = [x.squeeze(-2) if x.dim() == 3 and x.shape[-2] == 1 else x for x in parts]

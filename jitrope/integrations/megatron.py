@@ -305,16 +305,11 @@ _FUSED = _host.or_else("megatron", "fused", _fused, _separate)
 _QKV = "get_query_key_value_tensors"
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _ATTENTION = "megatron.core.transformer.attention"
-_FUSED_QKV = f"{_ATTENTION}:apply_fused_qkv_rotary_pos_emb"
-_LATENT = _host.named(
-    "megatron.core.fusions.fused_mla_yarn_rope_apply", fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv
-)
-_FUNCTIONS: dict[str, _host.Function] = {
-    f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb": fused_apply_rotary_pos_emb,
-    f"{_ROPE_UTILS}:fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
-    f"{_ROPE_UTILS}:apply_rotary_pos_emb": apply_rotary_pos_emb,
-    _FUSED_QKV: transformer_engine.apply_fused_qkv_rotary_pos_emb,
-    **_LATENT,
+_LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
+_HOOKS = fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd, apply_rotary_pos_emb
+_OPTIONAL = {
+    **_host.named(_ATTENTION, transformer_engine.apply_fused_qkv_rotary_pos_emb),
+    **_host.named(_LATENT, fused_apply_mla_rope_for_q, fused_apply_mla_rope_for_kv),
 }
 
 
@@ -324,7 +319,7 @@ def enable() -> _host.Report:
     `report.calls["fused"]` counts the launches with norms, and `report.reasons` has the reasons why norms were not
     fused. Raises ImportError without Megatron.
     """
-    report = _host.enable("megatron", _FUNCTIONS, {_FUSED_QKV, *_LATENT})
+    report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
     cls, what = _host_class(), "norms of q and k and rope fused"
     if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
         report.replace_method(cls, "forward", without_rope("megatron", _refusals, _stand_in), what)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..api import apply_rope
@@ -51,9 +50,7 @@ def apply_rope_with_cos_sin_cache_inplace(
             v / v_scale (None: 1); cache_loc, int32 or int64 (T), the slot of each token (negative: padding).
         enable_pdl: ignored; it does not change the result.
 
-    Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
-        CompileError: the kernel could not be built.
+    The errors are those of `jitrope.apply_rope`.
     """
     if fused_set_kv_buffer_arg is None:
         return vllm.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
@@ -157,9 +154,7 @@ def triton_mrope_fused(
         rotary_dim: the width of the cache.
         mrope_section, mrope_interleaved: as in `jitrope.integrations.vllm.triton_mrope`.
         mrope_interleaved_glm: refused if the sections interleave. axis_map, which only that order needs, is ignored.
-
-    Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
+        The errors are those of `rotary_embedding`.
     """
     if mrope_interleaved and mrope_interleaved_glm:
         raise InvalidInput("mrope_interleaved_glm has another order of pairs; use SGLang's function")
@@ -193,7 +188,7 @@ def fused_q_indexer_rope_first_quant(
     >>> given = torch.randn(10, 8, 128), torch.randn(10, 8), 0.1, cache, torch.arange(10)
     >>> q, weights = jitrope_sglang.fused_q_indexer_rope_first_quant(*given)
     """
-    q, weights = indexer_q(q_input, weight, weight_scale, cos_sin_cache, positions, False, torch.float32)
+    q, weights = indexer_q(q_input, weight, weight_scale, cos_sin_cache, positions, False)
     return q, weights.unsqueeze(-1)
 
 

@@ -45,11 +45,7 @@ def apply_flashinfer_rope_qk_inplace(
         positions: int32 or int64, (B * S): rows of the table; None: token s of each batch row takes row s.
 
     Returns:
-        (q, k) rotated, in fp32 arithmetic rounded once.
-
-    Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
-        CompileError: the kernel could not be built.
+        (q, k) rotated, in fp32 arithmetic rounded once. The errors are those of `jitrope.apply_rope`.
     """
     words: Any = {"sizes": (head_size or 0, 0), "inplace": q.is_contiguous() and k.is_contiguous()}
     return _rotate(q, k, cos_sin_cache, positions, is_neox, **words)

@@ -52,11 +52,7 @@ def apply_rot_embed(x: Tensor, sin_emb: Tensor, cos_emb: Tensor, half: bool = Fa
 
     Returns:
         x rotated, in its dtype, with the bits of timm: products and their sum are rounded to the dtype that x and the
-        tables promote to.
-
-    Raises:
-        InvalidInput: the tables do not broadcast to x, or jitrope refuses a dtype or shape.
-        CompileError: the kernel could not be built.
+        tables promote to. The errors are those of `jitrope.apply_rope`.
     """
     return _rotate(x, None, sin_emb, cos_emb, half)[0]
 
@@ -129,12 +125,11 @@ def _rotate(q: Tensor, k: Tensor | None, sin: Tensor, cos: Tensor, half: bool, u
 
 # ---- one launch for q and k ----------------------------------------------------------------------------
 
-_BEHIND = re.compile(
-    r"(\w+) = torch\.cat\(\[\1\[:, :, :(\w+), :\], apply_rot_embed_cat\(\1\[:, :, \2:, :\], ([\w., =]+)\)\], dim=2\)"
-    r"\.type_as\((\w+)\)"
+_ROTATION = re.compile(
+    r"(\w+) = (?:torch\.cat\(\[\1\[:, :, :(\w+), :\], )?"
+    r"apply_rot_embed_cat\(\1(?(2)\[:, :, \2:, :\]), ([\w., =]+)\)(?(2)\], dim=2\))\.type_as\((\w+)\)"
 )
-_WHOLE = re.compile(r"(\w+) = apply_rot_embed_cat\(\1, ([\w., =]+)\)\.type_as\((\w+)\)")
-"""Statements that rotate x behind its first tokens, or the whole x, as `ast.unparse` writes them."""
+"""A statement that rotates x, whole or behind its first tokens, as `ast.unparse` writes it."""
 
 _NAME = "_jitrope_rotated"
 """The name of `_rotated` in timm's modules."""
@@ -173,13 +168,8 @@ def _paired(tree: ast.AST) -> bool:
 
 def _read(statement: ast.stmt) -> tuple[str, ...]:
     """(x, the number of its first tokens, the tensor whose dtype it gets, the other arguments), or ()."""
-    text = ast.unparse(statement)
-    if match := _BEHIND.fullmatch(text):
-        x, first, words, like = match.groups()
-    elif match := _WHOLE.fullmatch(text):
-        x, words, like = match.groups()
-        first = "0"
-    return (x, first, like, words) if match else ()
+    match = _ROTATION.fullmatch(ast.unparse(statement))
+    return (match[1], match[2] or "0", match[4], match[3]) if match else ()
 
 
 def _rotated(q: Tensor, k: Tensor, first: int, like: Tensor, emb: Tensor, half: bool = False) -> list[Tensor] | None:

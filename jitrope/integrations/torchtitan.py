@@ -18,13 +18,12 @@ checks the positions. Calls left to the host are logged once for each reason; `c
 
 from __future__ import annotations
 
-import ast
-import copy
 import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from ..ops.values import Mrope, Norm, Positions
 from . import _host
 from ._layers import AsSelf, form_of
 from ._norms import NormForm, check_results, unhooked
-from ._rewrite import Source
 
 calls = _host.calls["torchtitan"]
 """Calls so far, by "jitrope" and "host"; a call of a compiled model counts when it is traced."""
@@ -70,10 +68,8 @@ def rotate_cos_sin(
             (T, 3), along time, height and width.
 
     Returns:
-        query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both.
-
-    Raises:
-        InvalidInput: the arguments do not fit together.
+        query and key rotated, in fp32 arithmetic rounded once. Gradients flow to both. The errors are those of
+        `jitrope.apply_rope`.
     """
     half = cache.shape[-1] // 4  # both members of a pair have one angle, so half of the table is enough
     words = {"cos": cache[:, :half], "sin": cache[:, 2 * half : 3 * half], "rotary_dim": 2 * half}
@@ -194,14 +190,10 @@ _PLACES = {
 """The modules of the host's classes. They are imported at first use."""
 
 
-def _host_class(name: str) -> Any:
-    return getattr(importlib.import_module(_PLACES[name]), name)
-
-
 @lru_cache
 def _subclass(name: str) -> Any:
     """Our subclass of the host's class of this name, with its own configuration."""
-    host, module = _host_class(name), {"__module__": __name__}
+    host, module = getattr(importlib.import_module(_PLACES[name]), name), {"__module__": __name__}
     words = {**module, "__qualname__": f"{name}.Config"}
     config: Any = dataclass(kw_only=True, slots=True)(type("Config", (host.Config,), words))
     methods = _rope_methods(host) if name in _FUNCTIONS else _attention_methods(host)
@@ -253,30 +245,24 @@ def _form(layer: Any) -> NormForm | None:
     return forms[0] if forms[0] == forms[1] else None
 
 
-_JOINED = "_jitrope_joined"
-"""The name of `_joined` in the host's modules."""
-
-
 def _without_copies(forward: Any) -> Any:
-    """A `forward` with `_joined` in place of `torch.cat`; `forward` itself if it has none, or cannot be rewritten."""
-    try:
-        source = Source(forward, {})
-    except (ValueError, AttributeError):  # there is no source, or no function
+    """A `forward` with `_joined` in place of `torch.cat`; `forward` itself if it has none, or is not a function."""
+    if not isinstance(forward, FunctionType) or not {"torch", "cat"} <= {*forward.__code__.co_names}:
         return forward
-    tree = copy.deepcopy(source.tree)
-    joins = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.cat"]
-    if not joins:
-        return forward
-    for node in joins:
-        node.func = ast.copy_location(ast.Name(_JOINED, ast.Load()), node.func)
-    forward.__globals__[_JOINED] = _joined
-    return _host.with_code(forward, source.code_of(tree))
+    forward.__globals__[_TORCH.__name__] = _TORCH
+    names = tuple(_TORCH.__name__ if name == "torch" else name for name in forward.__code__.co_names)
+    return _host.with_code(forward, forward.__code__.replace(co_names=names))
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """torch.cat, without a copy if only one part has elements along the axis."""
     some = [part for part in parts if part.shape[dim]]
     return some[0] if len(some) == 1 else torch.cat(some, dim=dim)
+
+
+_TORCH = ModuleType("_jitrope_torch", "torch, as the host's layers see it whose heads we rotate whole.")
+vars(_TORCH).update({name: x for name, x in vars(torch).items() if name[:2] != "__"})
+vars(_TORCH).update(cat=_joined, __getattr__=partial(getattr, torch))  # torch imports some modules at first use
 
 
 def _as_it_is(x: Tensor) -> Tensor:

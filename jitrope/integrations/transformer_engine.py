@@ -257,7 +257,9 @@ def _separate(
 
 
 _FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
-_ATTENTION = "transformer_engine.pytorch.attention.multi_head_attention"
+_PACKAGE = "transformer_engine.pytorch.attention"
+_ATTENTION = f"{_PACKAGE}.multi_head_attention"
+_FUNCTIONS = _host.named(f"{_PACKAGE}.rope", apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
 
 
 def enable() -> _host.Report:
@@ -266,9 +268,7 @@ def enable() -> _host.Report:
     `report.calls["fused"]` counts the launches with norms, and `report.reasons` has the reasons why norms were not
     fused. Raises ImportError without TransformerEngine.
     """
-    functions = (apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
-    module = "transformer_engine.pytorch.attention.rope"
-    report = _host.enable("transformer_engine", {f"{module}:{ours.__name__}": ours for ours in functions})
+    report = _host.enable("transformer_engine", _FUNCTIONS)
     attention = importlib.import_module(_ATTENTION).MultiheadAttention
     made = without_rope("transformer_engine", _refusals, _stand_in)
     report.replace_method(attention, "forward", made, "norms of q and k and rope fused")

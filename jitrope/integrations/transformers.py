@@ -69,11 +69,8 @@ def apply_rotary_pos_emb(
         interleaved: pairs are neighbours (Cohere, ERNIE 4.5 VL), not halves; the tables have the same layout.
 
     Returns:
-        q and k in fp32 arithmetic rounded once, in the dtype that q and the tables promote to.
-
-    Raises:
-        InvalidInput: the shapes do not fit together.
-        CompileError: the kernel could not be built.
+        q and k in fp32 arithmetic rounded once, in the dtype that q and the tables promote to. The errors are those of
+        `jitrope.apply_rope`.
     """
     variant = Variant(interleaved, interleaved, partial=True, widens=True)
     return rotate(variant, q, k, cos, sin, unsqueeze_dim)

@@ -21,7 +21,6 @@ from torch import Tensor
 from ..api import apply_rope, prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.values import Mrope, Norm
-from ..plan.views import E8M0
 from . import _host
 from ._serving import cache_of, heads, indexer_q, latent_cache, norm_once, packed, prepare
 
@@ -62,9 +61,7 @@ def rotary_embedding(
             the sum are rounded to query's dtype, which gives the bits of a host that computes in 16 bits, like vLLM's
             layers in plain torch. The two differ in the last place of some elements.
 
-    Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
-        CompileError: the kernel could not be built.
+    The errors are those of `jitrope.apply_rope`.
     """
     words = {"rotary_offset": rope_dim_offset, "inverse": inverse, "rounding": rounding}
     axes = _token_axes(positions)
@@ -312,7 +309,8 @@ def fused_indexer_q_rope_quant(
     >>> q, weights = torch.randn(10, 8, 128), torch.randn(10, 8)
     >>> q, weights = jitrope_vllm.fused_indexer_q_rope_quant(torch.arange(10), q, cache, weights, 0.1, 0.5, True)
     """
-    return indexer_q(q, weights, softmax_scale * head_scale, cos_sin_cache, positions, is_neox, E8M0)
+    factor = softmax_scale * head_scale
+    return indexer_q(q, weights, factor, cos_sin_cache, positions, is_neox, scale_fmt="ue8m0")
 
 
 _OPS, _LAYERS = "vllm._custom_ops", "vllm.model_executor.layers"

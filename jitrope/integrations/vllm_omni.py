@@ -45,11 +45,7 @@ def apply_rotary_emb(
         max_seqlen: ignored.
 
     Returns:
-        x rotated, in fp32 arithmetic rounded once.
-
-    Raises:
-        InvalidInput: the arguments do not fit together; nothing was written.
-        CompileError: the kernel could not be built.
+        x rotated, in fp32 arithmetic rounded once. The errors are those of `jitrope.apply_rope`.
     """
     if cu_seqlens is not None or isinstance(seqlen_offsets, Tensor) or seqlen_offsets:
         raise InvalidInput("seqlen_offsets or cu_seqlens is given; call jitrope.apply_rope with Starts or Packed")

@@ -1,7 +1,7 @@
 """The forms of rope in diffusers: the tables of a model, and the call of jitrope with them.
 
 `rope_of` makes our function for a rope function of the host, with the same arguments and the same bits. Calls that
-jitrope refuses go to the host, and are counted with the reason.
+jitrope refuses go to the host, and are counted with the reason. The README's table describes the tables of each model.
 
 Tables are used as views wherever possible. Tables that must be converted are converted in each call, and nothing is
 kept, because a program may write to a table between two calls without a reliable sign: inference tensors have no
@@ -34,7 +34,6 @@ class Form(NamedTuple):
     """One form of rope.
 
     Attributes:
-        says: a description of the host's tables, for the README.
         read: takes the arguments of the host's function and returns (q, k or None, tables), and another form as a
             fourth value if the call has that form. Tables are (cos, sin), or one complex table.
         axes: the number of axes of these tables: 2 (S, W), 3 (B, S, W) or 4 (B, S, H, W).
@@ -47,7 +46,6 @@ class Form(NamedTuple):
             None: `_rotate`.
     """
 
-    says: str = ""
     read: Callable[..., Read] = lambda *_: ()
     axes: int = 2
     width: float = 1
@@ -215,107 +213,51 @@ def _grid(x: Tensor, grid_sizes: Tensor, freqs: Tensor, time_stride: int = 1) ->
 
 # ---- the forms -----------------------------------------------------------------------------------------
 
-COMPLEX_ROWS = Form(
-    "complex64 (B, S, D / 2)", lambda x, freqs_cis: (x, None, (freqs_cis,)), axes=3, width=0.5, rounding="complex"
-)
-SHARED = Form("fp32 (cos, sin), (S, D) each, for neighbours or halves; or complex (B, S, D / 2)", _shared)
+# (cos, sin), or angles
+SHARED = Form(_shared)
 _SHARED = {
     (unbind_dim, sequence_dim): SHARED._replace(interleaved=unbind_dim == -1, layout=("bshd", "bhsd")[sequence_dim - 1])
     for unbind_dim in (-1, -2)
     for sequence_dim in (1, 2)
 }
-QWEN = COMPLEX_ROWS._replace(says="complex64 (S, D / 2)", read=_qwen, axes=2)
-ANY_FLOW = COMPLEX_ROWS._replace(
-    says="complex128 (1, 1, S, D / 2), products in fp64",
-    read=lambda x, freqs: (x, None, (freqs.squeeze(1),)),
-    layout="bhsd",
-    rounding="complex128",
-)
-WAN = Form(
-    "fp32 (cos, sin), (1, S, 1, D) each: of a pair the first cosine and the second sine",
-    lambda x, freqs_cos, freqs_sin: (x, None, of_pairs(freqs_cos, freqs_sin)),
-    axes=4,
-    width=0.5,
-    rounding="promoted",
-)
-HELIOS = WAN._replace(
-    says="fp32 (B, S, 2 D), cosines before sines: of a pair the first cosine and the second sine",
-    read=lambda x, freqs_cis: (x, None, of_pairs(*freqs_cis.chunk(2, dim=-1))),
-    axes=3,
-)
-MOCHI = Form(
-    "fp32 (cos, sin), (S, H, D / 2) each, learned for each head",
-    lambda x, freqs_cos, freqs_sin: (x, None, (freqs_cos[None], freqs_sin[None])),
-    axes=4,
-    width=0.5,
-)
-KANDINSKY6 = Form(
-    "fp32 2 x 2 rotations (S, 1, D / 2, 2, 2)", _kandinsky, axes=4, width=0.5, back=lambda out, x: out.view(x.shape)
-)
-KANDINSKY5 = KANDINSKY6._replace(
-    says="fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2); the result is rounded to bf16 first",
-    # The host rounds the fp32 sum to bf16 for every dtype of x.
-    read=lambda x, rope: _kandinsky(x if x.dtype == torch.bfloat16 else x.float(), rope),
-    back=lambda out, x: out.view(x.shape).to(torch.bfloat16),
-)
-PRX = Form(
-    "fp32 2 x 2 rotations (1, 1, S, D / 2, 2, 2)",
-    lambda xq, freqs_cis: (xq, None, [table.squeeze(1) for table in _columns(freqs_cis)]),
-    axes=3,
-    width=0.5,
-    layout="bhsd",
-)
-HIDREAM = Form(
-    "fp32 2 x 2 rotations (B, S, 1, D / 2, 2, 2), q and k in one call",
-    lambda xq, xk, freqs_cis: (xq, xk, _columns(freqs_cis)),
-    axes=4,
-    width=0.5,
-)
-LTX = Form("fp32 (cos, sin), (B, S, H D) each, before the heads are split", _ltx, 4, back=lambda out, x: out.flatten(2))
-LTX2_SPLIT = LTX._replace(
-    says="fp32 (cos, sin), (B, H, S, D / 2) each, of halves; products by addcmul",
-    read=_ltx2_split,
-    width=0.5,
-    interleaved=False,
-    rounding="addcmul",
-)
-JOY = Form("fp32 (cos, sin), (S, D) each, q and k in one call", lambda xq, xk, freqs_cis: (xq, xk, pair(freqs_cis)))
-JOY_PLUS = JOY._replace(says="fp32 (cos, sin), (B, S, D) each, q and k in one call", axes=3)
-HALVES = Form(
-    "(cos, sin), (S, D) each, in the model's dtype; halves, products in fp32",
-    lambda x, rope: (x, None, pair(rope)),
-    interleaved=False,
-)
-MINIMAX_MUSIC3 = HALVES._replace(
-    says="fp32 (cos, sin), (S, R) each, of the first R of D elements; halves, all in the model's dtype",
-    width=0,
-    rounding="dtype",
-)
+JOY = Form(lambda xq, xk, freqs_cis: (xq, xk, pair(freqs_cis)))
+JOY_PLUS = JOY._replace(axes=3)
+HALVES = Form(lambda x, rope: (x, None, pair(rope)), interleaved=False)
+STABLE_AUDIO3 = HALVES._replace(read=lambda t, freqs: (t, None, _waves(freqs[-t.shape[1] :])), width=0)
+MINIMAX_MUSIC3 = HALVES._replace(width=0, rounding="dtype")
 MINIMAX_H3 = MINIMAX_MUSIC3._replace(read=lambda x, cos, sin: (x, None, (cos, sin)))
-ERNIE = MINIMAX_MUSIC3._replace(
-    says="fp32 angles (B, S, 1, R), two neighbours alike, of halves; all in the model's dtype", read=_ernie, axes=4
+ERNIE = MINIMAX_MUSIC3._replace(read=_ernie, axes=4)
+MOCHI = Form(lambda x, freqs_cos, freqs_sin: (x, None, (freqs_cos[None], freqs_sin[None])), axes=4, width=0.5)
+WAN = Form(
+    lambda x, freqs_cos, freqs_sin: (x, None, of_pairs(freqs_cos, freqs_sin)), axes=4, width=0.5, rounding="promoted"
 )
-STABLE_AUDIO3 = HALVES._replace(
-    says="angles (S, R), of the first R of D elements; halves",
-    read=lambda t, freqs: (t, None, _waves(freqs[-t.shape[1] :])),
-    width=0,
-)
-ALLEGRO = Form(
-    "fp32 (cos, sin), (P, D / 3) each, and position ids, for each third of a head; halves of a third", by=_allegro
-)
-WAN_ANIMATE2 = QWEN._replace(
-    says="complex128 (P, D / 2), a part of it for each axis of the grid of patches; the result is fp32",
-    read=_grid,
-    rounding="complex128",
+HELIOS = WAN._replace(read=lambda x, freqs_cis: (x, None, of_pairs(*freqs_cis.chunk(2, dim=-1))), axes=3)
+LTX = Form(_ltx, axes=4, back=lambda out, x: out.flatten(2))
+LTX2_SPLIT = LTX._replace(read=_ltx2_split, width=0.5, interleaved=False, rounding="addcmul")
+ALLEGRO = Form(by=_allegro)
+
+# cos + i sin
+COMPLEX_ROWS = Form(lambda x, freqs_cis: (x, None, (freqs_cis,)), axes=3, width=0.5, rounding="complex")
+QWEN = COMPLEX_ROWS._replace(read=_qwen, axes=2)
+WAN_ANIMATE2 = QWEN._replace(read=_grid, rounding="complex128")
+ANY_FLOW = COMPLEX_ROWS._replace(
+    read=lambda x, freqs: (x, None, (freqs.squeeze(1),)), layout="bhsd", rounding="complex128"
 )
 SANA_WM = ANY_FLOW._replace(
-    says="complex64 (1, 1, S, D / 2), of q and k in (B, H, D, S)",
     read=lambda x, freqs: (x.permute(0, 1, 3, 2), None, (freqs.squeeze(1),)),
     rounding="complex",
     back=lambda out, x: out.permute(0, 1, 3, 2),
 )
-SANA_WM_CAMERA = SANA_WM._replace(
-    says="complex64 (1, 1, S, D / 4), of the second half of a head; the first is turned by the camera's matrices",
-    width=0.25,
-    by=_camera,
+SANA_WM_CAMERA = SANA_WM._replace(width=0.25, by=_camera)
+
+# 2 x 2 rotations [[cos, -sin], [sin, cos]]
+HIDREAM = Form(lambda xq, xk, freqs_cis: (xq, xk, _columns(freqs_cis)), axes=4, width=0.5)
+PRX = HIDREAM._replace(
+    read=lambda xq, freqs_cis: (xq, None, [x.squeeze(1) for x in _columns(freqs_cis)]), axes=3, layout="bhsd"
+)
+KANDINSKY6 = HIDREAM._replace(read=_kandinsky, back=lambda out, x: out.view(x.shape))
+KANDINSKY5 = KANDINSKY6._replace(
+    # The host rounds the fp32 sum to bf16 for every dtype of x.
+    read=lambda x, rope: _kandinsky(x if x.dtype == torch.bfloat16 else x.float(), rope),
+    back=lambda out, x: out.view(x.shape).to(torch.bfloat16),
 )

@@ -87,11 +87,11 @@ def _attend(processor: Any, q: Tensor, k: Tensor | None, v: Tensor, **words: Any
     return exchanged(attend, q, k, v, **words) if q.dim() == 5 else attend(q, k, v, **words)
 
 
-def _prepared(processor: Any, mask: Any, norms: Norms, qkv: Parts, rope: Words, *, fresh: bool, **words: Any) -> Parts:
-    """q and k normalised and rotated, and v; words are further ones of `norm_rope`."""
+def _prepared(processor: Any, mask: Any, norms: Norms, qkv: Parts, rope: Words, *, fresh: bool) -> Parts:
+    """q and k normalised and rotated, and v."""
     if ranks := ranks_of(processor, _names(processor)["dispatch_attention_fn"], mask, qkv):
-        return sent(norms, [qkv], rope, ranks, **words)
-    q, k = norm_rope(norms, *qkv[:2], rope, fresh=fresh, **words)
+        return sent(norms, [qkv], rope, ranks)
+    q, k = norm_rope(norms, *qkv[:2], rope, fresh=fresh)
     return q, k, qkv[2]
 
 
@@ -128,8 +128,8 @@ def _added_qkv(attn: Any, x: Tensor) -> Parts:
     return attn.add_q_proj(x), attn.add_k_proj(x), attn.add_v_proj(x)
 
 
-def _norms(attn: Any, x: Tensor, *names: str) -> Norms:
-    return norms_of(x, *(getattr(attn, f"norm_{name}") for name in names))
+def _norms(attn: Any, x: Tensor, *names: str, **words: Any) -> Norms:
+    return norms_of(x, *(getattr(attn, f"norm_{name}") for name in names), **words)
 
 
 def _fresh(attn: Any) -> bool:
@@ -213,21 +213,21 @@ _WAN_TEXT = 512  # text tokens after those of an image, a constant of the host t
 
 def _wan(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> Any:
     """With an image, a second attention uses its keys and values, and the results are added."""
-    norms, norms_of_image, image = _norms(attn, x, "q", "k"), None, None
+    norms, norms_of_image, image = _norms(attn, x, "q", "k", across_heads=True), None, None
     if attn.add_k_proj is not None:
-        norms_of_image, length = _norms(attn, x, "added_k"), text.shape[1] - _WAN_TEXT
+        norms_of_image, length = _norms(attn, x, "added_k", across_heads=True), text.shape[1] - _WAN_TEXT
         image, text = text[:, :length], text[:, length:]
     q, k, v = _split(_names(self)["_get_qkv_projections"](attn, x, text), attn)
     rope: Words = {} if tables is None else options(forms.WAN, q, forms.of_pairs(*pair(tables)))
     if text is None:
-        q, k, v = _prepared(self, mask, norms, (q, k, v), rope, fresh=_fresh(attn), across_heads=True)
+        q, k, v = _prepared(self, mask, norms, (q, k, v), rope, fresh=_fresh(attn))
     else:
-        q, k = norm_rope(norms, q, k, rope, across_heads=True, fresh=_fresh(attn))
+        q, k = norm_rope(norms, q, k, rope, fresh=_fresh(attn))
     parallel = {} if text is None else {"parallel_config": None}
     out = _attended(self, q, k, v, mask, **parallel)
     if norms_of_image is not None:
         k, v = _split(_names(self)["_get_added_kv_projections"](attn, image), attn)[:2]
-        k, _ = norm_rope(norms_of_image, k, None, {}, across_heads=True)
+        k, _ = norm_rope(norms_of_image, k, None, {})
         out = out + _attended(self, q, k, v, None, **parallel)
     return _out(attn, out)
 
@@ -238,10 +238,10 @@ def _ltx(self: Any, attn: Any, x: Tensor, text: Any, mask: Any, tables: Any) -> 
     if mask is not None:
         mask = attn.prepare_attention_mask(mask, source.shape[1], source.shape[0])
         mask = mask.view(source.shape[0], attn.heads, -1, mask.shape[-1])
-    norms = _norms(attn, x, "q", "k")
+    norms = _norms(attn, x, "q", "k", across_heads=True)
     q, k, v = _split(_qkv(attn, x, source), attn)
     rope: Words = {} if tables is None else options(forms.LTX, q, _split(pair(tables), attn))
-    q, k, v = _prepared(self, mask, norms, (q, k, v), rope, fresh=_fresh(attn), across_heads=True)
+    q, k, v = _prepared(self, mask, norms, (q, k, v), rope, fresh=_fresh(attn))
     return _out(attn, _attended(self, q, k, v, mask))
 
 

@@ -37,10 +37,9 @@ class Norms(NamedTuple):
     weights: Sequence[Tensor | None]
     words: Words
 
-    def of(self, stream: int, **words: Any) -> Norm:
+    def of(self, stream: int) -> Norm:
         """The norm of a stream's q and k."""
-        weights: Words = dict(zip(("q_weight", "k_weight"), self.weights[2 * stream :]))
-        return Norm(**weights, **self.words, **words)
+        return Norm(*self.weights[2 * stream : 2 * stream + 2], **self.words)
 
 
 def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
@@ -59,8 +58,8 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
     return weight, DEFAULT_EPS if module.eps is None else module.eps, rounding
 
 
-def norms_of(x: Tensor, *modules: Any) -> Norms:
-    """The norms of these modules, for one launch with activations like x.
+def norms_of(x: Tensor, *modules: Any, **words: Any) -> Norms:
+    """The norms of these modules, for one launch with activations like x. words: further ones of `jitrope.Norm`.
 
     Raises:
         InvalidInput: one launch cannot compute them.
@@ -70,7 +69,7 @@ def norms_of(x: Tensor, *modules: Any) -> Norms:
     weights, epsilons, roundings = zip(*map(norm_of, modules))
     if len(set(epsilons)) > 1 or len(set(roundings)) > 1:
         raise InvalidInput("the norms of q and k differ")
-    norms = Norms(weights, {"eps": epsilons[0], "rounding": roundings[0]})
+    norms = Norms(weights, {"eps": epsilons[0], "rounding": roundings[0], **words})
     refuse_mixed(norms, x)
     return norms
 
@@ -81,9 +80,7 @@ def refuse_mixed(norms: Norms, *tensors: Tensor) -> None:
         raise InvalidInput("a norm's weight has another dtype")
 
 
-def norm_rope(
-    norms: Norms, q: Tensor, k: Tensor | None, rope: Words, *, across_heads: bool = False, fresh: bool = False
-) -> Any:
+def norm_rope(norms: Norms, q: Tensor, k: Tensor | None, rope: Words, *, fresh: bool = False) -> Any:
     """Normalise q (B, Sq, H, D) and k (B, Sk, H, D), then rotate them if rope's words are given.
 
     fresh: no other code holds q and k, so they may be overwritten.
@@ -91,10 +88,9 @@ def norm_rope(
     tensors = [q] if k is None else [q, k]
     refuse_mixed(norms, *tensors)
     inplace = fresh and _overwritable(*tensors)
-    norm = norms.of(0, across_heads=across_heads)
     if k is None or rope or q.shape[1] == k.shape[1]:
-        return prepare_qkv(q, k, None, norm=norm, inplace=inplace, **rope)[:2]
-    each = [Norm(weight, across_heads=across_heads, **norms.words) for weight in norms.weights]
+        return prepare_qkv(q, k, None, norm=norms.of(0), inplace=inplace, **rope)[:2]
+    each = [Norm(weight, **norms.words) for weight in norms.weights]
     return tuple([prepare_qkv(x, None, None, norm=norm, inplace=inplace)[0] for x, norm in zip(tensors, each)])
 
 

@@ -32,10 +32,10 @@ def ranks_of(processor: Any, attend: Callable[..., Any], mask: Any, *streams: Pa
     return int(ranks) if even else 0
 
 
-def sent(norms: Norms, streams: Sequence[Parts], rope: Words, ranks: int, **words: Any) -> Parts:
+def sent(norms: Norms, streams: Sequence[Parts], rope: Words, ranks: int) -> Parts:
     """q, k and v of one or two streams, prepared and joined, as (ranks, B, S, H / ranks, D), ready for an all-to-all.
 
-    It takes a launch for each stream. words are further ones of the norm.
+    It takes a launch for each stream.
     """
     refuse_mixed(norms, *(x for parts in streams for x in parts[:2]))
     tokens = [parts[0].shape[1] for parts in streams]
@@ -43,7 +43,7 @@ def sent(norms: Norms, streams: Sequence[Parts], rope: Words, ranks: int, **word
     for i, (parts, start) in enumerate(zip(streams, (0, tokens[0]))):
         pieces = tuple(x[:, :, start : start + tokens[i]] for x in out)
         own = _rows(rope, i, start, tokens[i]) if len(streams) > 1 else rope
-        prepare_qkv(*parts, norm=norms.of(i, **words), out=pieces, **own)
+        prepare_qkv(*parts, norm=norms.of(i), out=pieces, **own)
     return out[0], out[1], out[2]
 
 
