@@ -155,6 +155,8 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     if cos.dim() == 4 and cos.shape[2] != 1:
         had = f"{label_of_table(options)} has shape {tuple(cos.shape)}"
         fail(f"{had}; with packed QKV the heads must share it: (P, W) or (B, P, W)")
+    if norm_of(options).across_heads:
+        fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
     if options.inplace:
         require_no_overlap("qkv", qkv, fail)
     # k is also checked as q: the rest of the check does not depend on the number of heads

@@ -7,13 +7,12 @@ from typing import Any
 
 from ..plan.options import QKV_ORDERS, Options, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, packed_part, packed_sizes, packed_views
-from . import reference
+from ..plan.views import FORMATS, Tensors, packed_sizes, packed_views
 from .checks import check_qkv, refuse_gradients
 from .fit import failing, require_apart
 from .into import Into, is_dense
 from .operation import Operation
-from .projections import PACKED
+from .projections import PACKED, contiguous_parts, shaped_parts
 
 
 class PackedInto(Operation):
@@ -47,23 +46,20 @@ class PackedInto(Operation):
 
     def separate(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors as a call on separate q, k and v has them. Only their shapes, dtypes and devices are right."""
-        qkv = tensors["qkv"]
-        k, v = (packed_part(qkv, name, options) for name in "kv")
-        q = k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1)
-        heads = {"q": q, "k": k, **({"v": v} if "v_out" in tensors or "v_cache" in tensors else {})}
+        heads = shaped_parts(tensors["qkv"], options)
+        if "v_out" not in tensors and "v_cache" not in tensors:
+            del heads["v"]
         return {**heads, **{name: x for name, x in tensors.items() if name not in ("qkv", "bias")}}
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        fail, given = failing(name), {*tensors}
+        fail = failing(name)
         check_qkv(name, tensors, options)
         refuse_gradients(fail, tensors, "qkv", "bias", use="use a call without cache, quantize and out")
-        if "bias" in given and options.order == "qkv_gated":
+        if "bias" in tensors and options.order == "qkv_gated":
             fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
-        if "bias" in given and norm_of(options).of == "v":
+        if "bias" in tensors and norm_of(options).of == "v":
             fail("the norm has of='v', which does not go with bias")
-        if norm_of(options).across_heads:
-            fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
-        written = {self.labels.get(x, x): tensors[x] for x in self.written(options) if x in given}
+        written = {self.labels.get(x, x): tensors[x] for x in self.written(options) if x in tensors}
         require_apart(name, written, {"qkv": tensors["qkv"]})
         self.into_given.check(name, self.separate(tensors, options), options)
 
@@ -79,9 +75,8 @@ class PackedInto(Operation):
         return self.into_given.made(given, options)
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        parts = reference.split_qkv(reference.with_bias(tensors)["qkv"], options)
-        alone = self.separate(tensors, options)
-        alone.update({name: parts[name].contiguous() for name in "qkv" if name in alone})
+        parts, alone = contiguous_parts(tensors, options), self.separate(tensors, options)
+        alone.update({name: parts[name] for name in "qkv" if name in alone})
         return self.into_given.on_cpu(alone, options)
 
 

@@ -9,31 +9,31 @@ from . import reference
 from .checks import check_norm, check_qkv
 from .fit import failing
 from .operation import BIASES, NORMED, PLACED, WEIGHTS, Call, Normed, Operation, empty_like, norm_turned_back
-from .projections import PACKED, RopeQKV, RopeQKVBackward, every_gradient
+from .projections import (
+    PACKED,
+    RopeQKV,
+    RopeQKVBackward,
+    contiguous_parts,
+    every_gradient,
+    join_qkv,
+    shaped_parts,
+)
 from .stand_ins import weight_sums
 
 
 def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a packed call with a norm."""
     check_qkv(name, tensors, options)
-    fail, norm = failing(name), norm_of(options)
-    if norm.across_heads:
-        fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
-    if norm.v_norm and not options.copy_v:
-        fail("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
-    k = packed_part(tensors["qkv"], "k", options)
-    q = k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1)  # its shape is what matters
+    if norm_of(options).v_norm and not options.copy_v:
+        failing(name)("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
     others = {label: x for label, x in tensors.items() if label != "qkv"}
-    check_norm(name, {"q": q, "k": k, **others}, changed(options, inplace=False))
+    check_norm(name, {**shaped_parts(tensors["qkv"], options), **others}, changed(options, inplace=False))
 
 
 def backward(t: Tensors, o: Options) -> Tensors:
     """The gradients of packed QKV, the weights and the biases; `o` rotates back."""
-    parts = {name: x.contiguous() for name, x in reference.split_qkv(reference.with_bias(t)["qkv"], o).items()}
-    found = reference.qk_norm_rope_backward({**t, **parts}, o)
-    gate = t.get("dgate", t["dq"].new_zeros(t["dq"].shape))
-    own = {"q": found.pop("q"), "k": found.pop("k"), "v": t["dv"], "gate": gate}
-    return {"qkv": reference.join_qkv(own, o), **found}
+    found = reference.qk_norm_rope_backward({**t, **contiguous_parts(t, o)}, o)
+    return {"qkv": join_qkv(found.pop("q"), found.pop("k"), t["dv"], t.get("dgate"), o), **found}
 
 
 class _QKVNorm(Normed, RopeQKV):

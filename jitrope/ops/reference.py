@@ -16,12 +16,10 @@ from ..plan.problem import DTYPE_NAMES
 from ..plan.views import (
     FP8S,
     Tensors,
-    bias_like,
     block_format,
     canonical,
     factor_view,
     joined,
-    packed_part,
     table_pair,
     table_view,
 )
@@ -372,28 +370,3 @@ def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
     plain, alone = ({name: x for name, x in t.items() if name not in without} for without in (("q_scale",), ("k", "v")))
     norm = norm_of(o)._replace(v_norm=False)
     return {**rope_kv_cache(plain, o), **scaled(alone, changed(o, norm=norm))}
-
-
-# ---- packed QKV ------------------------------------------------------------------------------------
-
-
-def with_bias(t: Tensors) -> Tensors:
-    """A call's tensors; a projection's bias is added to qkv, and the sum is rounded."""
-    return {**t, "qkv": t["qkv"] + bias_like(t["bias"], t["qkv"])} if "bias" in t else t
-
-
-def split_qkv(qkv: Tensor, o: Options) -> Tensors:
-    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
-    names = ("q", "k", "v", "gate") if o.order == "qkv_gated" else ("q", "k", "v")
-    parts = {name: packed_part(qkv, name, o) for name in names}
-    return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
-
-
-def join_qkv(parts: Tensors, o: Options) -> Tensor:
-    """The inverse of `split_qkv`."""
-    q, k, v = (parts[name] for name in "qkv")
-    if o.order == "grouped":
-        return torch.cat((q.unflatten(-2, (-1, o.q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
-    if o.order == "qkv_gated":
-        q = torch.stack((q, parts["gate"]), -2).flatten(-3, -2)
-    return torch.cat((q, k, v), -2)
