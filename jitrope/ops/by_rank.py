@@ -11,7 +11,7 @@ from ..plan.views import FORMATS, Tensors, by_rank, converts_v, joined
 from .fit import check_ranks, failing
 from .formats import empty_scale
 from .into import Into, copy_heads, layout_of, refuse_other_v, stored_v
-from .operation import Call, Operation, of_k, turned_back
+from .operation import Call, Operation, rotated_back
 
 
 class ByRank(Into):
@@ -86,16 +86,12 @@ class ByRank(Into):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         found: Tensors = {}
-        names = [name for name in ("q", "k") if name in grads]
-        if names and self.norm:
-            own: Tensors = {name: grads[name] for name in names}
+        own = {name: grads[name] for name in ("q", "k") if name in grads}
+        if own and self.norm:
             found = self.base.gradient(call, saved, own, changed(options, ulysses_degree=1))
-        elif names:
-            as_names = dict(zip("qk", names))  # k's gradient alone takes the name of q's
-            tensors = {as_name: grads[name] for as_name, name in as_names.items()}
-            tensors.update({"v": grads["v"]} if "v" in grads and len(names) == 2 else {})
-            out = call(self, {**tensors, **(saved if "q" in grads else of_k(saved))}, turned_back(options))
-            found = {as_names.get(name, name): x for name, x in out.items()}
+        elif own:
+            with_v = {"v": grads["v"]} if "v" in grads and len(own) == 2 else {}
+            found = rotated_back(self, call, saved, {**own, **with_v}, options)
         if "v" in grads and "v" not in found:
             found["v"] = joined(grads["v"], options.layout)
         return found

@@ -16,7 +16,7 @@ from .formats import empty_elements
 from .into import given_out, is_dense, joins_k
 from .kv_cache import KVCache
 from .operation import Operation
-from .operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE
+from .operations import NORM_OF_V, PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE, norm_of_v
 from .packed_into import PackedInto, fresh_outputs
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
 from .values import Norm, Positions, Ulysses, scales
@@ -231,11 +231,7 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tu
 
 def _normed_v(v: Tensor, words: dict[str, Any]) -> Tensor:
     """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
-    norm = words["norm"]
-    words["norm"] = _without_v(norm)
     own = {"layout": words["layout"]} if "layout" in words else {}
-    plain = NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
-    try:
-        return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]
-    except InvalidInput as error:  # it names v as the q of that launch
-        raise InvalidInput(str(error).replace(": q ", ": v ", 1)) from None
+    own["norm"] = norm_of_v(words["norm"])
+    words["norm"] = _without_v(words["norm"])
+    return call(NORM_OF_V, {"q": v}, own)["q"]

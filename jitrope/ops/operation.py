@@ -149,9 +149,9 @@ class Operation:
 
     def with_one_row(self, name: str, tensors: Tensors, options: Options) -> Tensors:
         """The tensors, with tables that rotate nothing: one row, expanded."""
-        q = next(iter(tensors.values()))
+        label, q = next(iter(tensors.items()))
         if q.dim() not in (3, 4):
-            refuse(name, next(iter(tensors)), q, "a tensor with 3 or 4 axes")
+            refuse(name, self.labels.get(label, label), q, "a tensor with 3 or 4 axes")
         cos, sin = one_row(q.device, options.rotary_dim // 2)
         rows = self.unrotated_rows(tensors, options)
         return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
@@ -210,6 +210,14 @@ def turned_back(options: Options, inplace: bool = False) -> Options:
     return changed(
         o, inverse=not o.inverse, interleaved=o.interleaved_out, interleaved_out=o.interleaved, inplace=inplace
     )
+
+
+def rotated_back(op: Operation, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    """The gradients of a rotation. That of k alone takes the place of q's, without q's scale."""
+    back = turned_back(options)
+    if "q" in grads:
+        return call(op, {**grads, **saved}, back)
+    return {"k": call(op, {"q": grads["k"], **of_k(saved)}, back)["q"]}
 
 
 def norm_turned_back(options: Options) -> Options:

@@ -29,8 +29,8 @@ from .operation import (
     empty_like,
     norm_turned_back,
     of_k,
+    rotated_back,
     spare_stays,
-    turned_back,
 )
 from .packed_into import PackedInto
 from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD
@@ -50,11 +50,7 @@ class _Rope(Operation):
     reference = staticmethod(reference.rope)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        back = turned_back(options)
-        if "q" in grads:
-            found = call(self, {**grads, **saved}, back)
-        else:
-            found = {"k": call(self, {"q": grads["k"], **of_k(saved)}, back)["q"]}
+        found = rotated_back(self, call, saved, grads, options)
         if options.inplace:  # tokens that are not rotated keep their gradient
             found = {name: spare_stays(grads[name], x, saved, options) for name, x in found.items()}
         return found
@@ -232,6 +228,20 @@ class _QKNormRope(Normed):
         return {**found, **{name: reference.gradient_of_mean(*xs, eps, layout) for name, xs in own.items()}}
 
 
+class _NormOfV(_QKNormRope):
+    """The same for v alone, which takes the place of q and is not rotated."""
+
+    labels = {"q": "v"}  # noqa: RUF012
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        checks.check(name, tensors, options, "v")
+
+
+def norm_of_v(norm: NormOptions) -> NormOptions:
+    """The norm of v alone, by that of a call with v_norm: it has no weight."""
+    return NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
+
+
 class _QKNormRopeHadamard(_QKNormRope):
     """q and k are multiplied by the Hadamard matrix last."""
 
@@ -270,10 +280,8 @@ class _QKVNormRope(_QKNormRope):
 
 def gradient_of_v(call: Call, v: Tensor, grad: Tensor, options: Options) -> Tensor:
     """The gradient of a v that is normalised, from a launch of its own."""
-    norm = norm_of(options)
-    norm = NormOptions(norm.rounding, kind=norm.kind, eps=norm.eps)
-    of_v, alone = resolved(QK_NORM_ROPE, {"q": v}, {"layout": options.layout, "norm": norm})
-    return QK_NORM_ROPE.gradient(call, alone, {"q": grad}, of_v)["q"]
+    of_v, alone = resolved(NORM_OF_V, {"q": v}, {"layout": options.layout, "norm": norm_of_v(norm_of(options))})
+    return NORM_OF_V.gradient(call, alone, {"q": grad}, of_v)["q"]
 
 
 class _QKNormRopeBackward(Operation):
@@ -301,7 +309,7 @@ class _QKNormRopeBackward(Operation):
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
 QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeBackward()
-QKV_NORM_ROPE, QK_NORM_ROPE_HADAMARD = _QKVNormRope(), _QKNormRopeHadamard()
+QKV_NORM_ROPE, NORM_OF_V, QK_NORM_ROPE_HADAMARD = _QKVNormRope(), _NormOfV(), _QKNormRopeHadamard()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()
 QK_NORM_ROPE_SCALES = _QKNormRopeScales()
