@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pairs": INTO, "out": "own", "convert": "e4m3"}, "interleaved_out does not go with rotate_k"),
     ({"pairs": INTO, "more": "unrotated"}, "interleaved_out does not go with unrotated"),
     ({"pairs": INTO, "rotate": "none"}, "interleaved_out does not go without a table|pass cos and sin"),
-    ({"out": CACHES, "rotate": "per_head"}, "tables for each head do not go with a cache"),
+    ({"out": CACHES, "rotate": "per_head"}, "with a cache the heads must share it"),
     ({"rotate": "packed", "layout": STAGES["layout"][:3]}, "needs 3 axes"),
     ({"out": "inplace", "convert": CONVERTED}, "inplace does not go with"),
     ({"rotate": ("ids", "mrope"), "more": "unrotated"}, "does not go with unrotated"),

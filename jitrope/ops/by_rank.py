@@ -8,7 +8,7 @@ import torch
 
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import FORMATS, Tensors, by_rank, converts_v, joined
-from .fit import check_ranks, failing
+from .fit import check_axes, check_ranks, failing
 from .formats import empty_scale
 from .into import Into, copy_heads, layout_of, refuse_other_v, stored_v
 from .operation import Call, Operation, rotated_back
@@ -32,12 +32,10 @@ class ByRank(Into):
         if converts_v(tensors, options.dynamic_v) and self.finishes({**tensors, "v_out": tensors["v"]}, options):
             refuse_other_v(name, tensors, options)
         self.base.check(name, tensors, options)
-        fail, q = failing(name), tensors["q"]
+        fail = failing(name)
         for letter in [letter for letter in "qkv" if letter in tensors]:
-            x = tensors[letter]
-            if x.device != q.device or x.dim() != q.dim():
-                fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
-            check_ranks(letter, x, options.ulysses_degree, options, fail)
+            check_axes(letter, tensors[letter], tensors["q"], fail)
+            check_ranks(letter, tensors[letter], options.ulysses_degree, options, fail)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         of_v = ("v", "v_scale")[: 1 + options.dynamic_v] if "v" in given else ()
@@ -86,7 +84,7 @@ class ByRank(Into):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         found: Tensors = {}
-        own = {name: grads[name] for name in ("q", "k") if name in grads}
+        own: Tensors = {name: grads[name] for name in ("q", "k") if name in grads}
         if own and self.norm:
             found = self.base.gradient(call, saved, own, changed(options, ulysses_degree=1))
         elif own:

@@ -25,6 +25,7 @@ from ..plan.views import (
 from .fit import (
     USERS_NAMES,
     Fail,
+    check_axes,
     check_factor,
     check_heads,
     check_lengths,
@@ -39,6 +40,7 @@ from .fit import (
     label_of_ids,
     label_of_table,
     named,
+    refuse_per_head,
     require_apart,
     require_no_overlap,
     sizes_of,
@@ -152,9 +154,7 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
     if size <= 0 or size % per_group != 0:
         had = f"is {size} wide" if grouped else f"has {size} heads"
         fail(f"qkv {had}, which {factor}q_per_group + 2 = {per_group} does not divide")
-    if cos.dim() == 4 and cos.shape[2] != 1:
-        had = f"{label_of_table(options)} has shape {tuple(cos.shape)}"
-        fail(f"{had}; with packed QKV the heads must share it: (P, W) or (B, P, W)")
+    refuse_per_head(cos, options, "packed QKV", fail)
     if norm_of(options).across_heads:
         fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
     if options.inplace:
@@ -184,9 +184,9 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     check(name, tensors, options)
     q = tensors["q"]
     refuse_gradients(fail, tensors, "q", "k", *(("v",) if "v_scale" in tensors else ()))
-    check_scale("q_scale", tensors.get("q_scale"), q, True, options, fail)
-    check_scale("k_scale", tensors.get("k_scale"), tensors.get("k", q), "k" in tensors, options, fail)
-    check_scale("v_scale", tensors.get("v_scale"), tensors.get("v", q), "v" in tensors, options, fail, False)
+    for own in "qkv":
+        scale, x = tensors.get(f"{own}_scale"), tensors.get(own, q)
+        check_scale(f"{own}_scale", scale, x, own in tensors, options, fail, needed=own != "v")
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
@@ -203,8 +203,7 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.inplace:
         require_no_overlap("q", q, fail)
     refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
-    if cos.dim() == 4 and cos.shape[2] != 1:
-        fail("tables for each head do not go with a cache")
+    refuse_per_head(cos, options, "a cache", fail)
     heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
         had = f"k is {named(k, options.layout)} but v is {named(kv['v'], options.layout)}"
@@ -243,26 +242,35 @@ def check_hadamard(name: str, tensors: Tensors, options: Options) -> None:
 
 def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with a norm and fp8 outputs."""
-    fail = failing(name)
     check_fp8(name, tensors, options)
-    _check_norm(fail, tensors, options)
-    _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, *WEIGHTS)
+    _check_stored(failing(name), tensors, options)
 
 
 def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with dynamic scales."""
     fail = failing(name)
-    check_norm(name, tensors, options)
-    if sums_heads(tensors, options):
-        fail("across_heads does not go with dynamic scales; pass mean_squares, or normalise before")
+    check(name, tensors, options)
+    _refuse_sums(tensors, options, "dynamic scales", fail)
     for own in [own for own in "qkv" if f"{own}_scale" in tensors]:
         x = tensors.get(own, tensors["q"])
         check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
-    _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
+    refuse_gradients(fail, tensors, "q", "k")
+    _check_stored(fail, tensors, options)
     if options.dynamic_v:
         refuse_gradients(fail, tensors, "v", use="leave v=True of quantize out")
+
+
+def _check_stored(fail: Fail, tensors: Tensors, options: Options) -> None:
+    """The part of a check about the norm and the elements that are converted or stored."""
+    _check_norm(fail, tensors, options)
+    _check_whole_head(fail, tensors, options)
+    refuse_gradients(fail, tensors, *WEIGHTS)
+
+
+def _refuse_sums(tensors: Tensors, options: Options, beside: str, fail: Fail) -> None:
+    """Refuse a norm across heads that the kernel sums itself."""
+    if sums_heads(tensors, options):
+        fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
 
 
 def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
@@ -280,19 +288,16 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
     if options.hadamard and (size < 1 or size > MAX_HADAMARD or size & (size - 1)):
         part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
         fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}")
-    if options.hadamard and sums_heads(tensors, options):
-        fail("hadamard does not go with across_heads; pass mean_squares, or normalise before")
+    if options.hadamard:
+        _refuse_sums(tensors, options, "hadamard", fail)
 
 
 def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call with a norm that stores k and v in caches."""
     fail = failing(name)
-    if sums_heads(tensors, options):
-        fail("across_heads does not go with a cache; pass mean_squares, or normalise before")
+    _refuse_sums(tensors, options, "a cache", fail)
     check_kv_cache(name, tensors, options)
-    _check_norm(fail, tensors, options)
-    _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, *WEIGHTS)
+    _check_stored(fail, tensors, options)
 
 
 def check_cache_scaled(name: str, tensors: Tensors, options: Options) -> None:
@@ -340,23 +345,32 @@ def check_into(
     name: str, tensors: Tensors, options: Options, labels: dict[str, str], dtypes: dict[str, torch.dtype]
 ) -> None:
     """The check of the caller's output tensors, given labels for messages, and dtypes that differ from the inputs'."""
-    fail, q = failing(name), tensors["q"]
-    outs = {label: tensors[x] for x, label in labels.items() if x in tensors}
-    for label, out in outs.items():
-        letter = label[-1]
-        x, dtype = tensors[letter], dtypes.get(letter, tensors[letter].dtype)
-        if x.device != q.device or x.dim() != q.dim():
-            fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+    fail, shapes = failing(name), {}
+    for label in [label for label in labels if label in tensors]:
+        letter, out = label[0], tensors[label]
+        x = tensors[letter]
+        check_axes(letter, x, tensors["q"], fail)
         if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
             check_ranks(letter, x, len(out), options, fail)
             x = by_rank(x, options.layout, len(out))
-        shape = (*x.shape[:-1], x.shape[-1] // (PER_ITEM.get(dtype, 1) if letter in dtypes else 1))
-        if out.shape != shape or out.dtype != dtype or out.device != q.device:
+        per_item = PER_ITEM[dtypes[letter]] if letter in dtypes else 1
+        shapes[label] = (*x.shape[:-1], x.shape[-1] // per_item), dtypes.get(letter, x.dtype)
+    check_outs(name, tensors, labels, shapes)
+
+
+def check_outs(
+    name: str, tensors: Tensors, labels: dict[str, str], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    """Refuse output tensors of the caller that are not as wanted, shapes and dtypes by name, or that share memory."""
+    fail, device = failing(name), tensors["q"].device
+    outs = {labels[name]: tensors[name] for name in wanted}
+    for (label, out), (shape, dtype) in zip(outs.items(), wanted.values()):
+        if out.shape != shape or out.dtype != dtype or out.device != device:
             swapped = out.dim() == 4 and out.transpose(1, 2).shape == shape
             hint = "; pass its transpose(1, 2)" if swapped else ""
             had = f"{label} is {tuple(out.shape)} {out.dtype} on {out.device}"
-            fail(f"{had}; it must be {shape} {dtype} on {q.device}{hint}")
-        if shape[-1] != x.shape[-1] and out.stride(-1) != 1:
+            fail(f"{had}; it must be {tuple(shape)} {dtype} on {device}{hint}")
+        if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
             fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
         require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
     read = {label: x for label, x in tensors.items() if label not in labels}

@@ -13,7 +13,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, by_rank, converts_v, sums_heads
+from ..plan.views import FORMATS, Tensors, by_rank, converts_v, per_head, sums_heads
 from . import checks, reference
 from .fit import require_apart
 from .formats import divided, empty_scale, of_heads, scaled_elements, stored_scale
@@ -130,7 +130,7 @@ def stored_v(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
 
 def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
     """Whether a kernel can store heads of v as it stores those of k."""
-    shared = cos is None or cos.dim() < 4 or cos.shape[2] == 1
+    shared = cos is None or not per_head(cos)
     return shared and k is not None and v.shape == k.shape and v.dtype == k.dtype
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..plan.options import NO_NORM, Options, changed, norm_of
-from ..plan.problem import joint_parts
 from ..plan.views import TABLE_NAMES, Tensors
 from . import reference
 from .checks import WEIGHTS as WEIGHT_NAMES
 from .checks import check, check_norm
-from .fit import Fail, check_factor, failing, label_of_ids, named
+from .fit import Fail, check_factor, failing, label_of_ids, named, refuse_per_head
 from .operation import BIASES, NORMED, TABLE_WORDS, WEIGHTS, Call, Normed
 
 STREAMS = ("first", "second")
@@ -73,8 +72,7 @@ def check_joint(name: str, tensors: Tensors, options: Options) -> None:
     if norm_of(options).across_heads:
         fail("across_heads does not go with two streams")
     for table in (cos, other):
-        if table.dim() == 4 and table.shape[2] != 1:
-            fail("tables for each head do not go with two streams")
+        refuse_per_head(table, options, "two streams", fail)
 
 
 def _check_streams(tensors: Tensors, fail: Fail) -> None:
@@ -122,7 +120,8 @@ class _Joint(Normed):
         return tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return dict(zip("qkv", joint_parts(*[tensors[name] for name in ("first_q", "first_k", "first_v", "second_q")])))
+        tokens, first = self.unrotated_rows(tensors, options), {name: tensors[f"first_{name}"] for name in "qkv"}
+        return {name: x.new_empty((x.shape[0], tokens, *x.shape[2:])) for name, x in first.items()}
 
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""

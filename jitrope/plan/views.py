@@ -104,6 +104,11 @@ def table_view(table: Tensor) -> Tensor:
     return table[None, :, None] if table.dim() == 2 else table[:, :, None]
 
 
+def per_head(table: Tensor) -> bool:
+    """Whether a table has entries for each head."""
+    return table.dim() == 4 and table.shape[2] != 1
+
+
 def table_pair(cos: Tensor, sin: Tensor | None, table: str) -> tuple[Tensor, Tensor]:
     """cos and sin as two views; for freqs both are the angles. `table` is a word of `spec.TABLES`."""
     sin = cos if sin is None else sin
