@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -163,6 +163,15 @@ def _put(out: Tensor, x: Tensor, layout: str) -> None:
     copy_heads(out, x if x.dim() == out.dim() else by_rank(x, layout, len(out)))
 
 
+def items_of_out(into: Operation, out: Any, letters: Collection[str]) -> Tensors:
+    """The tensors of the word `out` by letter, without those that are None."""
+    items = dict(zip(letters, parts(into.function, "out", out, len(letters))))
+    for letter, x in items.items():
+        if x is not None and f"{letter}_out" not in into.labels:
+            refuse(into.function, f"out's {letter}", x, f"None, because {letter} goes to the cache")
+    return {letter: x for letter, x in items.items() if x is not None}
+
+
 def given_out(
     op: Operation, asked: dict[str, Any], heads: Mapping[str, Any], tensors: Tensors, source: Any = None
 ) -> Tensors:
@@ -177,13 +186,10 @@ def given_out(
     name = op.function
     if not hasattr(op, "into"):
         raise InvalidInput(f"{name}: out does not go with {op.stage}")
-    items = dict(zip(heads, parts(name, "out", out, len(heads))))
-    results = {letter: x for letter, x in items.items() if x is not None}
+    results = items_of_out(op.into, out, heads)
     for letter, x in results.items():
         if heads[letter] is None:
             refuse(name, f"out's {letter}", x, f"None, because {letter} is None")
-        if letter != "q" and "k" not in op.results:
-            refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
     if not results:
         return {}
     if "v" in results:

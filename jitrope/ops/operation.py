@@ -193,6 +193,9 @@ class Normed(Operation):
             return super().unrotated(name, tensors, options)
         return options, self.with_one_row(name, tensors, options)
 
+    def saved(self, tensors: Tensors, options: Options) -> Tensors:
+        return dict(tensors)
+
 
 def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) -> Tensor:
     """`rotated`, but with x's tokens after the last sequence."""

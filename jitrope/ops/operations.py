@@ -205,9 +205,6 @@ class _QKNormRope(Normed):
     check = staticmethod(checks.check_norm)
     reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
 
-    def saved(self, tensors: Tensors, options: Options) -> Tensors:
-        return dict(tensors)
-
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         tables = {name: x for name, x in saved.items() if name not in self.names}
         if norm_of(options).kind == NO_NORM.kind:
@@ -301,7 +298,7 @@ class _QKNormRopeBackward(Operation):
         return {**out, **weight_sums(tensors, sizes, blocks)}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
-        return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
+        return super().fresh(tensors, options, 0)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         return {name: outputs[name] for name in self.results if name in outputs}

@@ -8,7 +8,7 @@ from ..plan.views import Tensors, bias_like, packed_part, packed_sizes, packed_v
 from . import reference
 from .checks import check_norm, check_qkv
 from .fit import failing
-from .operation import BIASES, NORMED, PLACED, WEIGHTS, Call, Normed, Operation, empty_like, norm_turned_back
+from .operation import BIASES, NORMED, PLACED, WEIGHTS, Call, Normed, Operation, norm_turned_back
 from .projections import (
     PACKED,
     RopeQKV,
@@ -44,9 +44,6 @@ class _QKVNorm(Normed, RopeQKV):
     check = staticmethod(check_qkv_norm)
     goes_bare = Operation.goes_bare  # without a table there is the norm
 
-    def saved(self, tensors: Tensors, options: Options) -> Tensors:
-        return dict(tensors)
-
     def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         if norm_of(options).v_norm and "v" in grads:
             from .operations import gradient_of_v
@@ -77,8 +74,8 @@ class _QKVNormBackward(RopeQKVBackward):
         return {"qkv": qkv.new_empty(qkv.shape), **weight_sums(tensors, widths, blocks)}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
-        sums = {name: empty_like(tensors[name]) for name in self.results[1:] if name in tensors}
-        return {"qkv": tensors["qkv"].new_empty(tensors["qkv"].shape), **sums}
+        alike = Operation.fresh(self, tensors, options, 0)
+        return {**alike, "qkv": tensors["qkv"].new_empty(tensors["qkv"].shape)}
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         q, k, _ = packed_views(tensors["qkv"], options)
