@@ -37,10 +37,10 @@ class Into(Operation):
         self.name, self.function = base.name + "_into", base.function
         self.stage = " with ".join([stage for stage in (base.stage, "out") if stage])
         self.tensors = (*base.tensors, *v, *[f"{name}?" for name in outs])
-        self.options, self.tables, self.norm = base.options, base.tables, base.norm
-        self.words = tuple([word for word in base.words if word != "inplace"])
+        self.options, self.hidden, self.tables, self.norm = base.options, base.hidden, base.tables, base.norm
         self.writes, self.mutated = base.writes, (*base.mutated, *outs)
         self.labels = {name: f"out's {name[0]}" for name in outs}
+        super().__init__()
 
     def written(self, options: Options) -> tuple[str, ...]:
         return (*self.base.written(options), *self.labels)

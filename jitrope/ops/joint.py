@@ -103,7 +103,7 @@ class _Joint(Normed):
         *("second_q_bias?", "second_k_bias?"),
     )
     options = (*NORMED, "mscale")
-    words = (*[word for word in options if word != "layout"], "norm")
+    hidden = ("layout", "check")
     tables = frozenset((*TABLE_WORDS, "q_factor")) - {"start_positions"}
     labels = {  # noqa: RUF012
         **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in STREAMS for letter in "qkv"},

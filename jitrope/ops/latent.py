@@ -52,7 +52,7 @@ class _Latent(Operation):
     name, function, stage = "rope_latent", "prepare_mla_qkv", "latent attention"
     tensors: tuple[str, ...] = ("q", "kv", "k_pe")
     options = _OPTIONS
-    words = tuple([word for word in (*_OPTIONS, "check") if word != "inverse"])
+    hidden = ("inverse",)
     results: tuple[str, ...] = ("q", "k", "v")
     reads = ("q", "kv", "k_pe")
     inplace = False

@@ -40,8 +40,9 @@ class Operation:
     Attributes:
         name: the name of torch's op; "_" at the end marks the op in place. function: the user's function.
         tensors: names in the op's order, before those of the tables; one with "?" may be missing.
-        options: the fields of `Options` that the op has, beside `table`.
-        words, tables: the words and the tables that a user's call may have beside `tensors`.
+        options: the fields of `Options` that the op has, beside `table` and the norm.
+        hidden: those of them, and of "check", that no user's call may have. words, tables: the words and the tables
+            that it may have beside `tensors`.
         stage: the reason why it lacks the other words, for messages.
         labels: users' names of tensors, where they differ, for messages.
         norm: whether it normalises.
@@ -58,7 +59,8 @@ class Operation:
     function: str = ""
     tensors: tuple[str, ...] = ("q", "k?")
     options: tuple[str, ...] = ROTATION
-    words: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    words: tuple[str, ...]
     stage: str = ""
     tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens", "q_factor"))
     labels: dict[str, str] = {}  # noqa: RUF012  it is never written
@@ -73,6 +75,11 @@ class Operation:
     by_rank: Operation
     check: Callable[[str, Tensors, Options], None] = staticmethod(checks.check)
     reference: Callable[[Tensors, Options], Tensors]
+
+    def __init__(self) -> None:
+        own = ("norm",) if self.norm else ()
+        given = (*self.options, *own, "check", *(("inplace",) if self.inplace else ()))
+        self.words = tuple([word for word in given if word not in self.hidden])
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -46,7 +46,6 @@ class _Rope(Operation):
     name, function = "rope", "apply_rope"
     shards = True
     options = (*ROTATION, "shifts")
-    words = (*options, "check", "inplace")
     reference = staticmethod(reference.rope)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
@@ -65,8 +64,7 @@ class _RopePrepared(_Rope):
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
     tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?", "v_scale?")
-    options: tuple[str, ...] = (*NORMED, *PLACED, "inverse", "out_dtype")
-    words: tuple[str, ...] = (*options, "check")
+    options: tuple[str, ...] = (*ROTATION, "out_dtype")
     inplace = differentiable = False
     check = staticmethod(checks.check_fp8)
     reference = staticmethod(reference.rope_fp8)
@@ -84,7 +82,6 @@ class _RopeKVCache(Operation):
         *PAGE_TENSORS,
     )
     options: tuple[str, ...] = (*NORMED, *PLACED, "rotate_k", "out_dtype", "clear_page")
-    words: tuple[str, ...] = (*options, "check", "inplace")
     results: tuple[str, ...] = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
     mutated: tuple[str, ...] = ("k_cache", "v_cache", "errors")
@@ -117,8 +114,7 @@ class _RopeKVCache(Operation):
 class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype")
-    words = (*options, "norm", "check")
+    options = (*ROTATION, "hadamard", "out_dtype")
     check = staticmethod(checks.check_norm_fp8)
 
 
@@ -131,8 +127,7 @@ class _QKNormRopeScaled(Normed):
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors: tuple[str, ...] = ("q", "k?", "q_scale?", "k_scale?", "v_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     labels = {f"{name}_scale": f"{name}_global_scale" for name in "qkv"}  # noqa: RUF012
-    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled", "dynamic_v")
-    words = (*options, "norm", "check")
+    options = (*ROTATION, "hadamard", "out_dtype", "group", "scale_out", "swizzled", "dynamic_v")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
     check = staticmethod(checks.check_scaled)
@@ -156,8 +151,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
 
     name = "qk_norm_rope_scales"
     tensors = ("q", "k?", "v?", *_QKNormRopeScaled.tensors[2:])
-    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "per_row", "dynamic_v")
-    words = (*options, "norm", "check")
+    options = (*ROTATION, "hadamard", "out_dtype", "per_row", "dynamic_v")
     results = ("q_scale", "k_scale", "v_scale")
     writes = ("q", "k", "v")
     reference = staticmethod(reference.scales_of_rows)
@@ -178,7 +172,6 @@ class _QKNormRopeKVCache(Normed, _RopeKVCache):
     tensors = (*_RopeKVCache.tensors, *[f"{x}?" for x in BLOCK_SCALES], *WEIGHTS, "v_weight?", *BIASES, *GIVEN_MEANS)
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard", "scale_fmt")
-    words: tuple[str, ...] = (*options, "norm", "check", "inplace")
     check = staticmethod(checks.check_norm_kv_cache)
 
 
@@ -188,7 +181,6 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
     options = (*_QKNormRopeKVCache.options, "group", "scale_out", "swizzled")
-    words = (*options, "norm", "check")
     results = ("q", "q_scale")
     inplace = False
     check = staticmethod(checks.check_cache_scaled)
@@ -199,8 +191,8 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 class _QKNormRope(Normed):
     name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
     tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options: tuple[str, ...] = (*NORMED, *PLACED, "inverse")
-    words: tuple[str, ...] = (*NORMED, *PLACED, "norm", "check", "inplace")
+    options: tuple[str, ...] = ROTATION
+    hidden: tuple[str, ...] = ("inverse",)
     shards = True
     check = staticmethod(checks.check_norm)
     reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
@@ -244,7 +236,7 @@ class _QKNormRopeHadamard(_QKNormRope):
 
     name, stage = "qk_norm_rope_hadamard", "hadamard"
     options = (*_QKNormRope.options, "hadamard")
-    words = (*options, "norm", "check", "inplace")
+    hidden = ()
     shards = False
     check = staticmethod(checks.check_hadamard)
     reference = staticmethod(reference.turned)
@@ -263,7 +255,6 @@ class _QKVNormRope(_QKNormRope):
 
     name = "qkv_norm_rope"
     tensors = ("q", "k", "v", *WEIGHTS, *BIASES)
-    words = (*NORMED, *PLACED, "norm", "check")
     results = ("q", "k", "v")
     inplace = shards = False
 

@@ -31,12 +31,11 @@ class PackedInto(Operation):
         self.name, self.stage = f"{base.name}_packed", f"packed QKV with {base.stage or 'out'}"
         own = [name for name in into.tensors if name.rstrip("?") not in ("q", "k", "v")]
         self.tensors = ("qkv", "bias?", *own)
-        self.options, self.words = (
-            (*[word for word in words if word != "rotate_k"], *PACKED) for words in (into.options, into.words)
-        )
-        self.tables, self.norm = into.tables, into.norm
+        self.options = (*[word for word in into.options if word != "rotate_k"], *PACKED)
+        self.hidden, self.tables, self.norm = into.hidden, into.tables, into.norm
         self.results, self.writes, self.labels = into.results, into.writes, into.labels
         self.mutated = into.mutated
+        super().__init__()
 
     def written(self, options: Options) -> tuple[str, ...]:
         return self.into_given.written(options)

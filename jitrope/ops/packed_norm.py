@@ -8,9 +8,8 @@ from ..plan.views import Tensors, bias_like, packed_part, packed_sizes, packed_v
 from . import reference
 from .checks import check_norm, check_qkv
 from .fit import failing
-from .operation import BIASES, NORMED, PLACED, WEIGHTS, Call, Normed, Operation, norm_turned_back
+from .operation import BIASES, WEIGHTS, Call, Normed, Operation, norm_turned_back
 from .projections import (
-    PACKED,
     RopeQKV,
     RopeQKVBackward,
     contiguous_parts,
@@ -39,8 +38,7 @@ def backward(t: Tensors, o: Options) -> Tensors:
 class _QKVNorm(Normed, RopeQKV):
     name, stage = "qk_norm_rope_qkv", "packed QKV with a norm"
     tensors = ("qkv", "bias?", *WEIGHTS, *BIASES)
-    options = (*NORMED, *PLACED, "inverse", *PACKED)
-    words = (*NORMED, *PLACED, *PACKED, "norm", "check", "inplace")
+    hidden = ("inverse",)
     check = staticmethod(check_qkv_norm)
     goes_bare = Operation.goes_bare  # without a table there is the norm
 

@@ -68,7 +68,6 @@ class RopeQKV(Operation):
     name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
     tensors: tuple[str, ...] = ("qkv", "bias?")
     options: tuple[str, ...] = (*ROTATION, *PACKED)
-    words: tuple[str, ...] = (*ROTATION, *PACKED, "check", "inplace")
     results: tuple[str, ...] = ("q", "k", "v", "gate")
     reads = ("qkv", "qkv", "qkv")
     check = staticmethod(checks.check_qkv)
