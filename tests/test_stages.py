@@ -53,8 +53,8 @@ UNSAID: dict[str, Any] = {"transform": TRANSFORMED, "convert": "none"}  # a tran
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache"),
     ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales"),
-    ({"norm": "across", "transform": ("head", "rotary"), "convert": ("e4m3", "e5m2")}, "does not go with across"),
-    ({"norm": "across", "transform": "rest", "convert": ("e4m3", "e5m2"), "part": "last"}, "hadamard does not go with"),
+    ({"norm": "across", "transform": ("head", "rotary"), "convert": ("e4m3", "e5m2")}, "does not go with hadamard"),
+    ({"norm": "across", "transform": "rest", "convert": ("e4m3", "e5m2"), "part": "last"}, "does not go with hadamard"),
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
     ({"pairs": INTO, "out": ("inplace", "own")}, "interleaved_out does not go with inplace"),

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.options import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
+from ..plan.options import Options, changed, norm_of, rotated, transformed
 from ..plan.views import (
     BLOCK_SCALES,
     FP8,
@@ -19,6 +19,7 @@ from ..plan.views import (
     TABLE_NAMES,
     Tensors,
     by_rank,
+    heads_per_group,
     packed_part,
     sums_heads,
 )
@@ -149,10 +150,10 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
         axes, hint = axes.format("G, W" if grouped else "H, D"), "in G groups: pass qkv.unflatten(-1, (G, -1))"
         hint = hint if grouped else f"for order={options.order!r}: pass qkv.unflatten(-1, (-1, D))"
         fail(f"qkv has shape {tuple(qkv.shape)}; it must be {axes}, {hint}")
-    factor = "2 " * (QKV_ORDERS[options.order] - 1)
-    per_group, size = n * QKV_ORDERS[options.order] + 2, qkv.shape[-1 if grouped else -2]
+    per_group, size = heads_per_group(options), qkv.shape[-1 if grouped else -2]
     if size <= 0 or size % per_group != 0:
         had = f"is {size} wide" if grouped else f"has {size} heads"
+        factor = "2 " if options.order == "qkv_gated" else ""
         fail(f"qkv {had}, which {factor}q_per_group + 2 = {per_group} does not divide")
     refuse_per_head(cos, options, "packed QKV", fail)
     if norm_of(options).across_heads:

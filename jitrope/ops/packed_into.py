@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from ..plan.options import QKV_ORDERS, Options, norm_of
+from ..plan.options import Options, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, packed_sizes, packed_views
+from ..plan.views import FORMATS, Tensors, heads_per_group, packed_sizes, packed_views
 from .checks import check_qkv, refuse_gradients
 from .fit import failing, require_apart
 from .into import Into, is_dense
@@ -88,7 +88,7 @@ def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Contai
     if n < 1 or not is_dense(qkv) or qkv.dim() < 3:
         return {}
     options = Options(q_per_group=n, order=order)
-    if qkv.shape[-1 if order == "grouped" else -2] % (n * QKV_ORDERS[order] + 2):
+    if qkv.shape[-1 if order == "grouped" else -2] % heads_per_group(options):
         return {}
     groups, head_dim = packed_sizes(qkv, options)
     form = FORMATS[words.get("out_dtype", "fp8")]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import Tensors, bias_like, packed_outputs, packed_part, packed_shape, packed_views, separate_views
+from ..plan.views import Tensors, bias_like, packed_part, packed_shape, packed_sizes, packed_views, separate_views
 from . import checks, reference
-from .operation import ROTATION, Call, Operation, turned_back
+from .operation import ROTATION, Call, Operation, empty_like, turned_back
 
 PACKED = ("q_per_group", "order", "copy_v")
 
@@ -77,7 +77,15 @@ class RopeQKV(Operation):
         return ("qkv",) if options.inplace else ()
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return packed_outputs(tensors["qkv"], options, "bias" in tensors)
+        """Without `copy_v` v is a view of the packed tensor, and so is a gate that has no bias."""
+        qkv = tensors["qkv"]
+        lead, (groups, head_dim) = qkv.shape[:-2], packed_sizes(qkv, options)
+        q = qkv.new_empty((*lead, groups * options.q_per_group, head_dim))
+        k = qkv.new_empty((*lead, groups, head_dim))
+        out = {"q": q, "k": k, "v": empty_like(k) if options.copy_v else packed_part(qkv, "v", options)}
+        if options.order == "qkv_gated":
+            out["gate"] = empty_like(q) if "bias" in tensors else packed_part(qkv, "gate", options)
+        return out
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         biased = "bias" in tensors

@@ -183,10 +183,8 @@ def normed(
     elif norm.rounding == "once" and plain:
         y = torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, norm.eps)
     else:
-        y = rows.float()
-        y = y - y.mean(-1, keepdim=True) if layer else y
-        mean = y.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
-        y = y * torch.rsqrt(mean + norm.eps)
+        y, scale = _centred(rows.float(), norm, mean_square)
+        y = y * scale
         if norm.rounding == "twice":
             y = y.to(x.dtype)
         if weight is not None:
@@ -197,6 +195,13 @@ def normed(
             y = y.to(x.dtype)
     y = _as_laid_out(y.view(view.shape), layout)
     return torch.empty_like(x, dtype=y.dtype).copy_(y)
+
+
+def _centred(rows: Tensor, norm: NormOptions, mean_square: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows in fp32, less their mean with "layer_norm", and 1 / sqrt(mean of their squares + eps)."""
+    rows = rows - rows.mean(-1, keepdim=True) if norm.kind == "layer_norm" else rows
+    mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
+    return rows, torch.rsqrt(mean + norm.eps)
 
 
 @_scales_q
@@ -246,11 +251,8 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
             g = g * factor_view(t["q_factor"])[..., 0]
         if norm.across_heads:
             rows, g = rows.flatten(-2), g.flatten(-2)
-        layer = norm.kind == "layer_norm"
-        rows = rows - rows.mean(-1, keepdim=True) if layer else rows
-        mean_square = t.get(f"{name}_mean_square")
-        mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
-        scale = torch.rsqrt(mean + norm.eps)
+        layer, mean_square = norm.kind == "layer_norm", t.get(f"{name}_mean_square")
+        rows, scale = _centred(rows, norm, mean_square)
         y = rows * scale
         spare = table_rows(y.shape[1], y.device, t, o)[1]
         if spare is not None:

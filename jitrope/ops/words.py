@@ -26,7 +26,7 @@ from ..plan.options import (
     changed,
     rotated,
 )
-from ..plan.views import Tensors
+from ..plan.views import Tensors, heads_per_group
 from .fit import USERS_NAMES
 
 ONE_TABLE = TABLES[1:]
@@ -171,7 +171,7 @@ def _resolved(
     o = Options(**values, table=kind)
     if rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
         grouped = o.q_per_group > 0 and o.order == "grouped"
-        head_dim = width // (o.q_per_group + 2) if grouped else width
+        head_dim = width // heads_per_group(o) if grouped else width
         times = _TIMES_WIDTH.get(kind)
         rotary_dim = times * table_width if times else head_dim - rotated(o)[0]
         if not table_width:  # nothing is rotated
