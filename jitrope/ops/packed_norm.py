@@ -80,12 +80,10 @@ class _QKVNormBackward(RopeQKVBackward):
         v = separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options)[2]
         return (q, k, v), packed_views(tensors["qkv_out"], options)
 
-    def finishes(self, tensors: Tensors, options: Options) -> bool:
-        return True
+    finishes = Operation.finishes  # its sums are parts of one tensor
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
-        if super().finishes(tensors, options):
-            super().finish(outputs, tensors, options)
+        outputs = super().finish(outputs, tensors, options)
         return {name: outputs[name] for name in self.results if name in outputs}
 
 

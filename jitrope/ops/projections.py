@@ -170,8 +170,9 @@ class RopeQKVBackward(Operation):
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         """The gate's part of the gradient is a copy, because the kernel has as many heads to copy as k has."""
-        part = packed_part(outputs["qkv"], "gate", options)
-        part.copy_(tensors["dgate"]) if "dgate" in tensors else part.zero_()
+        if options.order == "qkv_gated":
+            part = packed_part(outputs["qkv"], "gate", options)
+            part.copy_(tensors["dgate"]) if "dgate" in tensors else part.zero_()
         return outputs
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
