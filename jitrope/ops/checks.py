@@ -67,8 +67,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
         label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]
     if learned and (not op.differentiable or options.inplace):
-        label = USERS_NAMES.get(learned[0], learned[0])
-        instead = "leave inplace=True out, or " if options.inplace else ""
+        label, instead = op.label(learned[0]), "leave inplace=True out, or " if options.inplace else ""
         text = f"{label} requires a gradient, but this call has none; {instead}pass {label}.detach()"
         raise InvalidInput(f"{name}: {text}")
     wants_grad = wants_grad or bool(learned)
@@ -78,13 +77,13 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if written:
         _refuse_transforms(name, written=True)
     for label, x in written.items():
-        _check_written(name, op.labels.get(label, label), x, wants_grad and op.differentiable)
+        _check_written(name, op.label(label), x, wants_grad and op.differentiable)
     if not wants_grad or not op.differentiable:
         return
     _refuse_transforms(name)
     for label, x in op.saved(tensors, options).items():
         if x.is_inference():
-            label = op.labels.get(label, label)
+            label = op.label(label)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
 
 

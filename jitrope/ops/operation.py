@@ -19,6 +19,7 @@ from ..plan.options import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed
 from ..plan.problem import Views
 from ..plan.views import FORMATS, Tensors, converts_v, head_view
 from . import checks
+from .fit import USERS_NAMES
 from .rows import RULE
 from .stand_ins import one_row
 
@@ -85,6 +86,10 @@ class Operation:
     def names(self) -> tuple[str, ...]:
         """The names of `tensors`, without marks."""
         return tuple([name.rstrip("?") for name in self.tensors])
+
+    def label(self, name: str) -> str:
+        """The user's name of a tensor."""
+        return self.labels.get(name, USERS_NAMES.get(name, name))
 
     def written(self, options: Options) -> tuple[str, ...]:
         """Names of the inputs that a call writes."""
@@ -158,7 +163,7 @@ class Operation:
         """The tensors, with tables that rotate nothing: one row, expanded."""
         label, q = next(iter(tensors.items()))
         if q.dim() not in (3, 4):
-            refuse(name, self.labels.get(label, label), q, "a tensor with 3 or 4 axes")
+            refuse(name, self.label(label), q, "a tensor with 3 or 4 axes")
         cos, sin = one_row(q.device, options.rotary_dim // 2)
         rows = self.unrotated_rows(tensors, options)
         return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}

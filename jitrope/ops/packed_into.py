@@ -58,7 +58,7 @@ class PackedInto(Operation):
             fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
         if "bias" in tensors and norm_of(options).of == "v":
             fail("the norm has of='v', which does not go with bias")
-        written = {self.labels.get(x, x): tensors[x] for x in self.written(options) if x in tensors}
+        written = {self.label(x): tensors[x] for x in self.written(options) if x in tensors}
         require_apart(name, written, {"qkv": tensors["qkv"]})
         self.into_given.check(name, self.separate(tensors, options), options)
 
