@@ -24,7 +24,7 @@ from ..plan.views import (
     table_view,
 )
 from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, stored_scale, with_hadamard
-from .pages import put, store_in_pages
+from .pages import indexed, put, slots_of, store_in_pages
 from .rows import gathered, table_rows
 
 
@@ -346,11 +346,12 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         slots = store_in_pages(t, canonical(t["q"], o.layout)[..., 0, 0].numel(), o.clear_page)
     else:
         slots = t["slot_mapping"].flatten().long()
-    page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
-    kept = (slots >= 0) & (slots < k_cache.shape[0] * page_size)
+    kept = (slots >= 0) & (slots < slots_of(k_cache))
     spare = table_rows(len(slots), slots.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
     kept = kept if spare is None else kept & ~spare
-    page, row = slots[kept] // page_size, slots[kept] % page_size if k_cache.dim() == 4 else None
+    page, row = slots[kept], None
+    if k_cache.dim() == 4:
+        page, row = page // k_cache.shape[1], page % k_cache.shape[1]
     stored = {name: (out.get(name, t[name]), exact.get(name, t[name])) for name in ("k", "v") if name in t}
     for name, (x, unrounded) in stored.items():
         cache = t[f"{name}_cache"]
@@ -362,8 +363,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         elif cache.dtype in FP8S:
             made = {f"{name}_cache": divided(unrounded, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}
         for label, y in made.items():
-            bits = y.view(torch.uint8) if y.element_size() == 1 else y  # fp8 has no index
-            put(t[label], page, row, canonical(bits, o.layout).flatten(0, 1)[kept])
+            put(t[label], page, row, canonical(indexed(y), o.layout).flatten(0, 1)[kept])
     return {**out, "q": divided(exact["q"], of_heads(t["q_scale"], o), o.out_dtype)} if "q_scale" in t else out
 
 
