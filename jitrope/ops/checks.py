@@ -124,9 +124,8 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
     fail = failing(name)
     for table, x in _tables(tensors).items():
         if x.device != q.device:
-            table = label_of_table(options) if table == "cos" and "sin" not in tensors else table
-            table = {"position_ids": label_of_ids(options), **USERS_NAMES}.get(table, table)
-            fail(f"{table} is on {x.device} but {label} is on {q.device}")
+            labels = {"cos": label_of_table(options), "position_ids": label_of_ids(options), **USERS_NAMES}
+            fail(f"{labels.get(table, table)} is on {x.device} but {label} is on {q.device}")
     check_heads(q, k, options, fail, label, "k" if label == "q" else label)
     if options.inplace and k is not None:
         require_apart(name, {"q": q, "k": k}, {})
