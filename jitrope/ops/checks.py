@@ -46,7 +46,7 @@ from .fit import (
     require_no_overlap,
     sizes_of,
 )
-from .kv_cache import check_caches, check_one_format
+from .kv_cache import check_caches
 from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
@@ -112,7 +112,7 @@ def _refuse_transforms(name: str, written: bool = False) -> None:
             raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
 
 
-# ---- the checks of the operations ------------------------------------------------------------------
+# ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
 
 
 def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> None:
@@ -178,10 +178,8 @@ def _check_bias(qkv: Tensor, bias: Tensor, options: Options, fail: Fail) -> None
 
 
 def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with fp8 outputs."""
-    fail = failing(name)
-    check(name, tensors, options)
-    q = tensors["q"]
+    """The rule of fp8 outputs."""
+    fail, q = failing(name), tensors["q"]
     refuse_gradients(fail, tensors, "q", "k", *(("v",) if "v_scale" in tensors else ()))
     for own in "qkv":
         scale, x = tensors.get(f"{own}_scale"), tensors.get(own, q)
@@ -191,6 +189,7 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call that stores k and v in caches."""
     fail = failing(name)
+    _refuse_sums(tensors, options, "a cache", fail)
     q, k, cos = (tensors[label] for label in ("q", "k", "cos"))
     kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
     if ("v" in kv) != ("v_cache" in tensors):
@@ -227,43 +226,23 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         check_scale(f"{label}_scale", scale, x, scaled, options, fail)
 
 
-def check_norm(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a norm."""
-    check(name, tensors, options)
-    _check_norm(failing(name), tensors, options)
-
-
-def check_hadamard(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a Hadamard transform."""
-    check_norm(name, tensors, options)
-    _check_whole_head(failing(name), tensors, options)
-
-
-def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a norm and fp8 outputs."""
-    check_fp8(name, tensors, options)
-    _check_stored(failing(name), tensors, options)
-
-
 def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with dynamic scales."""
+    """The rule of dynamic scales."""
     fail = failing(name)
-    check(name, tensors, options)
     _refuse_sums(tensors, options, "dynamic scales", fail)
     for own in [own for own in "qkv" if f"{own}_scale" in tensors]:
         x = tensors.get(own, tensors["q"])
         check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
     refuse_gradients(fail, tensors, "q", "k")
-    _check_stored(fail, tensors, options)
     if options.dynamic_v:
         refuse_gradients(fail, tensors, "v", use="leave v=True of quantize out")
 
 
-def _check_stored(fail: Fail, tensors: Tensors, options: Options) -> None:
-    """The part of a check about the norm and the elements that are converted or stored."""
-    _check_norm(fail, tensors, options)
-    _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, *WEIGHTS)
+def check_stored(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of a norm whose results are converted or stored."""
+    check_norm(name, tensors, options)
+    check_whole_head(name, tensors, options)
+    refuse_gradients(failing(name), tensors, *WEIGHTS)
 
 
 def _refuse_sums(tensors: Tensors, options: Options, beside: str, fail: Fail) -> None:
@@ -272,8 +251,9 @@ def _refuse_sums(tensors: Tensors, options: Options, beside: str, fail: Fail) ->
         fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
 
 
-def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
-    dim, (first, last) = tensors["q"].shape[-1], rotated(options)
+def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of a stage that needs all elements of a head."""
+    fail, dim, (first, last) = failing(name), tensors["q"].shape[-1], rotated(options)
     if options.inverse and norm_of(options).kind != "no_norm":
         fail("inverse does not go with norm")
     if options.group and dim % options.group:
@@ -291,23 +271,9 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
         _refuse_sums(tensors, options, "hadamard", fail)
 
 
-def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a norm that stores k and v in caches."""
-    fail = failing(name)
-    _refuse_sums(tensors, options, "a cache", fail)
-    check_kv_cache(name, tensors, options)
-    _check_stored(fail, tensors, options)
-
-
-def check_cache_scaled(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a cache and dynamic scales of q."""
-    check_norm_kv_cache(name, tensors, options)
-    check_one_format(tensors, options, failing(name))
-
-
-def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
-    """Refuse weights that do not fit q and k."""
-    norm = norm_of(options)
+def check_norm(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of a norm: its weights fit q and k."""
+    fail, norm = failing(name), norm_of(options)
     check_means(tensors, options.layout, fail)
     if norm.of == "k" and "k" not in tensors:
         fail("the norm has of='k', but k is not given")

@@ -63,7 +63,9 @@ def check_joint(name: str, tensors: Tensors, options: Options) -> None:
     of_both = {label: tensors[label] for label in TABLE_NAMES if label in tensors and label != "q_factor"}
     check(name, {"q": like, **of_both}, options)
     for stream in STREAMS:
-        check_norm(name, *of_stream(tensors, options, stream))
+        own = of_stream(tensors, options, stream)
+        check(name, *own)
+        check_norm(name, *own)
     other = tensors.get("second_cos", cos)
     if cos.dtype != other.dtype:
         fail(f"the first table is {cos.dtype} but the second {other.dtype}")
@@ -113,7 +115,7 @@ class _Joint(Normed):
     results = ("q", "k", "v")
     reads = ("first_q", "first_k", "first_v")
     inplace = False
-    check = staticmethod(check_joint)
+    rules = (check_joint,)
     reference = staticmethod(joint)
 
     def unrotated_rows(self, tensors: Tensors, options: Options) -> int:

@@ -56,7 +56,7 @@ class _Latent(Operation):
     results: tuple[str, ...] = ("q", "k", "v")
     reads = ("q", "kv", "k_pe")
     inplace = False
-    check = staticmethod(check_latent)
+    rules = (check_latent,)
     reference = staticmethod(latent)
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
@@ -99,7 +99,7 @@ class _LatentInto(_Latent):
     differentiable = False
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        check_latent(name, tensors, options)
+        super().check(name, tensors, options)
         q, lead = tensors["q"], tensors["kv"].shape[:-1]
         shapes = q.shape, (*lead, q.shape[-1]), (*lead, options.v_dim)
         wanted = {label: (shape, q.dtype) for label, shape in zip(self.labels, shapes)}

@@ -26,6 +26,9 @@ from .stand_ins import one_row
 Call = Callable[["Operation", Tensors, Options], Tensors]
 """`dispatch.call`."""
 
+Rule = Callable[[str, Tensors, Options], None]
+"""Refuses a wrong call of a user's function, of this name."""
+
 empty_like = torch.empty_like
 NORMED = (*HEAD_WORDS, "interleaved_out", "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
 TABLE_WORDS = ("cos", "sin", "cos_sin_cache", "freqs_cis", "position_ids", "start_positions", "freqs")
@@ -52,7 +55,7 @@ class Operation:
         mutated: inputs that are always written.
         inplace: it has an op in place. differentiable: it has a gradient. shards: it takes DTensors.
         into: its form that writes tensors of the caller, if there is one. by_rank: its form for Ulysses.
-        check: refuses a wrong call; its first argument is the user's function.
+        rules: the functions of its `check`; their first argument is the user's function.
         reference: the results in plain torch, as fresh tensors.
     """
 
@@ -74,7 +77,7 @@ class Operation:
     shards = False
     into: Operation
     by_rank: Operation
-    check: Callable[[str, Tensors, Options], None] = staticmethod(checks.check)
+    rules: tuple[Rule, ...] = (checks.check,)
     reference: Callable[[Tensors, Options], Tensors]
 
     def __init__(self) -> None:
@@ -86,6 +89,11 @@ class Operation:
     def names(self) -> tuple[str, ...]:
         """The names of `tensors`, without marks."""
         return tuple([name.rstrip("?") for name in self.tensors])
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        """Refuse a wrong call. name: the user's function."""
+        for rule in self.rules:
+            rule(name, tensors, options)
 
     def label(self, name: str) -> str:
         """The user's name of a tensor."""

@@ -16,6 +16,7 @@ from .fit import sizes_of
 from .formats import empty_elements, empty_scale
 from .into import Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT
+from .kv_cache import check_one_format
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
 from .operation import (
     BIASES,
@@ -26,6 +27,7 @@ from .operation import (
     Call,
     Normed,
     Operation,
+    Rule,
     empty_like,
     norm_turned_back,
     of_k,
@@ -66,7 +68,7 @@ class _RopeFp8(Operation):
     tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?", "v_scale?")
     options: tuple[str, ...] = (*ROTATION, "out_dtype")
     inplace = differentiable = False
-    check = staticmethod(checks.check_fp8)
+    rules: tuple[Rule, ...] = (checks.check, checks.check_fp8)
     reference = staticmethod(reference.rope_fp8)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
@@ -86,7 +88,7 @@ class _RopeKVCache(Operation):
     writes = ("q_out", "k_cache", "v_cache")
     mutated: tuple[str, ...] = ("k_cache", "v_cache", "errors")
     differentiable = False
-    check = staticmethod(checks.check_kv_cache)
+    rules: tuple[Rule, ...] = (checks.check_kv_cache,)
     reference = staticmethod(reference.rope_kv_cache)
 
     def written(self, options: Options) -> tuple[str, ...]:
@@ -115,7 +117,7 @@ class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
     options = (*ROTATION, "hadamard", "out_dtype")
-    check = staticmethod(checks.check_norm_fp8)
+    rules = (*_RopeFp8.rules, checks.check_stored)
 
 
 class _QKNormRopeScaled(Normed):
@@ -130,7 +132,7 @@ class _QKNormRopeScaled(Normed):
     options = (*ROTATION, "hadamard", "out_dtype", "group", "scale_out", "swizzled", "dynamic_v")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
-    check = staticmethod(checks.check_scaled)
+    rules = (checks.check, checks.check_scaled, checks.check_stored)
     reference = staticmethod(reference.scaled)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
@@ -157,7 +159,7 @@ class _QKNormRopeScales(_QKNormRopeScaled):
     reference = staticmethod(reference.scales_of_rows)
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        checks.check_scaled(name, tensors, options)
+        super().check(name, tensors, options)
         if "v" in tensors and not joins_k(tensors["v"], tensors.get("k"), tensors["cos"]):
             refuse_other_v(name, tensors, options)
 
@@ -172,7 +174,7 @@ class _QKNormRopeKVCache(Normed, _RopeKVCache):
     tensors = (*_RopeKVCache.tensors, *[f"{x}?" for x in BLOCK_SCALES], *WEIGHTS, "v_weight?", *BIASES, *GIVEN_MEANS)
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard", "scale_fmt")
-    check = staticmethod(checks.check_norm_kv_cache)
+    rules: tuple[Rule, ...] = (*_RopeKVCache.rules, checks.check_stored)
 
 
 class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
@@ -183,7 +185,7 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     options = (*_QKNormRopeKVCache.options, "group", "scale_out", "swizzled")
     results = ("q", "q_scale")
     inplace = False
-    check = staticmethod(checks.check_cache_scaled)
+    rules = (*_QKNormRopeKVCache.rules, check_one_format)
     reference = staticmethod(reference.kv_cache_scaled)
     fresh, converted, made = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted, _QKNormRopeScaled.made
 
@@ -194,7 +196,7 @@ class _QKNormRope(Normed):
     options: tuple[str, ...] = ROTATION
     hidden: tuple[str, ...] = ("inverse",)
     shards = True
-    check = staticmethod(checks.check_norm)
+    rules: tuple[Rule, ...] = (checks.check, checks.check_norm)
     reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
@@ -238,7 +240,7 @@ class _QKNormRopeHadamard(_QKNormRope):
     options = (*_QKNormRope.options, "hadamard")
     hidden = ()
     shards = False
-    check = staticmethod(checks.check_hadamard)
+    rules = (*_QKNormRope.rules, checks.check_whole_head)
     reference = staticmethod(reference.turned)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:

@@ -6,7 +6,7 @@ from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import Tensors, bias_like, packed_part, packed_sizes, packed_views, separate_views
 from . import reference
-from .checks import check_norm, check_qkv
+from .checks import check_norm
 from .fit import failing
 from .operation import BIASES, WEIGHTS, Call, Normed, Operation, norm_turned_back
 from .projections import (
@@ -21,12 +21,11 @@ from .stand_ins import weight_sums
 
 
 def check_qkv_norm(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a packed call with a norm."""
-    check_qkv(name, tensors, options)
+    """The rule of a norm of packed QKV."""
     if norm_of(options).v_norm and not options.copy_v:
         failing(name)("copy_v=False does not go with v_norm, because v is not a view then; leave copy_v out")
     others = {label: x for label, x in tensors.items() if label != "qkv"}
-    check_norm(name, {**shaped_parts(tensors["qkv"], options), **others}, changed(options, inplace=False))
+    check_norm(name, {**shaped_parts(tensors["qkv"], options), **others}, options)
 
 
 def backward(t: Tensors, o: Options) -> Tensors:
@@ -39,7 +38,7 @@ class _QKVNorm(Normed, RopeQKV):
     name, stage = "qk_norm_rope_qkv", "packed QKV with a norm"
     tensors = ("qkv", "bias?", *WEIGHTS, *BIASES)
     hidden = ("inverse",)
-    check = staticmethod(check_qkv_norm)
+    rules = (*RopeQKV.rules, check_qkv_norm)
     goes_bare = Operation.goes_bare  # without a table there is the norm
 
     def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:

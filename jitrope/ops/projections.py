@@ -12,7 +12,7 @@ from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import Tensors, bias_like, packed_part, packed_shape, packed_sizes, packed_views, separate_views
 from . import checks, reference
-from .operation import ROTATION, Call, Operation, empty_like, turned_back
+from .operation import ROTATION, Call, Operation, Rule, empty_like, turned_back
 
 PACKED = ("q_per_group", "order", "copy_v")
 
@@ -70,7 +70,7 @@ class RopeQKV(Operation):
     options: tuple[str, ...] = (*ROTATION, *PACKED)
     results: tuple[str, ...] = ("q", "k", "v", "gate")
     reads = ("qkv", "qkv", "qkv")
-    check = staticmethod(checks.check_qkv)
+    rules: tuple[Rule, ...] = (checks.check_qkv,)
     reference = staticmethod(split_and_turned)
 
     def written(self, options: Options) -> tuple[str, ...]:
