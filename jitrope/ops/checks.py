@@ -328,7 +328,7 @@ def check_outs(
 ) -> None:
     """Refuse output tensors of the caller that are not as wanted, shapes and dtypes by name, or that share memory."""
     fail, device = failing(name), tensors["q"].device
-    outs = {labels[name]: tensors[name] for name in wanted}
+    outs = {labels[x]: tensors[x] for x in wanted}
     for (label, out), (shape, dtype) in zip(outs.items(), wanted.values()):
         if out.shape != shape or out.dtype != dtype or out.device != device:
             swapped = out.dim() == 4 and out.transpose(1, 2).shape == shape
