@@ -18,7 +18,7 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import dispatch, library, reference, stand_ins
+from jitrope.ops import dispatch, library, projections, reference, stand_ins
 from jitrope.ops import launch as runtime
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (
@@ -125,7 +125,7 @@ def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
             assert torch.equal(got, expected)
     qkv = tensors[0].clone()
     launched(ROPE_QKV, [qkv], tensors[1:], options._replace(inplace=True))
-    for got, expected in zip(reference.split_qkv(qkv, options).values(), want):
+    for got, expected in zip(projections.split_qkv(qkv, options).values(), want):
         assert torch.equal(got[:end], expected[:end])
     (got,) = launched(ROPE_QKV_BACKWARD, want, tensors[1:], back)
     assert torch.equal(got, referenced(ROPE_QKV_BACKWARD, want, tensors[1:], back)["qkv"])

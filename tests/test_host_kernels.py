@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jitrope.jit.render import Source, environment, render
-from jitrope.ops import reference
+from jitrope.ops import projections
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (
     QK_NORM_ROPE_BACKWARD,
@@ -296,7 +296,7 @@ def test_packed_qkv_matches_reference(case: Case, launch: str) -> None:
     changed = qkv.clone()
     views = (*packed_views(changed, options)[:2], None)
     run_kernel(views, views, tables, options._replace(inplace=True))
-    parts, old = ([*reference.split_qkv(x, options).values()] for x in (changed, qkv))
+    parts, old = ([*projections.split_qkv(x, options).values()] for x in (changed, qkv))
     assert_same([x[:end] for x in parts[:2]], [q[:end], k[:end]], case)
     assert all(torch.equal(part, as_before) for part, as_before in zip(parts[2:], old[2:]))
     if end is not None:

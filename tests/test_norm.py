@@ -1138,7 +1138,7 @@ JOINT_REFUSALS = {
     "per-head": (
         (stream(k_heads=4), stream(5, k_heads=4)),
         {"cos": torch.zeros(1, 8, 4, 4), "sin": torch.zeros(1, 8, 4, 4)},
-        "each head",
+        "with two streams the heads must share it",
     ),
     "two-tables-rows": (
         (stream(), stream(5)),

@@ -228,3 +228,11 @@ def test_a_wrong_scale_is_refused(name: str) -> None:
     words, text = REFUSED[name]
     with pytest.raises(jitrope.InvalidInput, match=text):
         jitrope.apply_rope(Q, K, COS, SIN, **words)
+
+
+def test_a_scale_of_inference_mode_is_refused_by_its_name() -> None:
+    """Autograd cannot keep such a tensor for the backward."""
+    with torch.inference_mode():
+        scale = torch.ones(6)
+    with pytest.raises(jitrope.InvalidInput, match=r"apply_rope: q_scale is .* pass q_scale.clone\(\)"):
+        jitrope.apply_rope(Q.clone().requires_grad_(), K, COS, SIN, q_scale=scale)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import jitrope
-from jitrope.ops import reference
+from jitrope.ops import projections
 from jitrope.ops.operations import OPERATIONS
 from jitrope.plan import partition, views
 from tests.said import KINDS, fp8, kv_cache, said
@@ -455,7 +455,7 @@ def test_packed_opcheck(op: str, case: Case) -> None:
     (qkv, *tables), options = make_qkv(case)
     tensors = [qkv]
     if op == "rope_qkv_backward":
-        tensors = [x.contiguous() for x in reference.split_qkv(qkv, options).values()]
+        tensors = [x.contiguous() for x in projections.split_qkv(qkv, options).values()]
     if op != "rope_qkv_":
         tensors[0].requires_grad_()
     torch.library.opcheck(

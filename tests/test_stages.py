@@ -49,19 +49,20 @@ DYNAMIC, CACHES, INTO = STAGES["convert"][3:], STAGES["out"][4:], STAGES["pairs"
 KEPT = {"into_halves": "interleaved", "into_pairs": "halves"}
 UNSAID: dict[str, Any] = {"transform": TRANSFORMED, "convert": "none"}  # a transform is a word of a conversion
 
+ACROSS_HADAMARD = "across_heads does not go with hadamard"
 # A combination, and the words of its refusal.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"norm": "across", "out": CACHES}, "across_heads does not go with a cache"),
     ({"norm": "across", "convert": DYNAMIC}, "across_heads does not go with dynamic scales"),
-    ({"norm": "across", "transform": ("head", "rotary"), "convert": ("e4m3", "e5m2")}, "does not go with across"),
-    ({"norm": "across", "transform": "rest", "convert": ("e4m3", "e5m2"), "part": "last"}, "hadamard does not go with"),
+    ({"norm": "across", "transform": ("head", "rotary"), "convert": ("e4m3", "e5m2")}, ACROSS_HADAMARD),
+    ({"norm": "across", "transform": "rest", "convert": ("e4m3", "e5m2"), "part": "last"}, ACROSS_HADAMARD),
     ({"norm": NORMS, "more": "inverse"}, "inverse does not go with"),
     ({"out": CACHES, "more": "inverse"}, "inverse does not go with"),
     ({"pairs": INTO, "out": ("inplace", "own")}, "interleaved_out does not go with inplace"),
     ({"pairs": INTO, "out": "own", "convert": "e4m3"}, "interleaved_out does not go with rotate_k"),
     ({"pairs": INTO, "more": "unrotated"}, "interleaved_out does not go with unrotated"),
     ({"pairs": INTO, "rotate": "none"}, "interleaved_out does not go without a table|pass cos and sin"),
-    ({"out": CACHES, "rotate": "per_head"}, "tables for each head do not go with a cache"),
+    ({"out": CACHES, "rotate": "per_head"}, "with a cache the heads must share it"),
     ({"rotate": "packed", "layout": STAGES["layout"][:3]}, "needs 3 axes"),
     ({"out": "inplace", "convert": CONVERTED}, "inplace does not go with"),
     ({"rotate": ("ids", "mrope"), "more": "unrotated"}, "does not go with unrotated"),

@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class SplitWords(PackedWords, total=False):
+    """Those of every form of `prepare_packed_qkv`."""
+
+    positions: Tensor | Positions | None
+    norm: Norm | None
+    q_per_group: int
+    copy_v: bool
+    bias: Tensor | None
+
+
 _WORDS = frozenset(PackedWords.__annotations__)
 _LATENT_WORDS = frozenset(LatentWords.__annotations__)
 
@@ -39,14 +49,9 @@ def prepare_packed_qkv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
-    positions: Tensor | Positions | None = None,
-    norm: Norm | None = None,
-    q_per_group: int = 1,
     order: Literal["grouped", "qkv"] = "grouped",
-    copy_v: bool = True,
-    bias: Tensor | None = None,
     inplace: Literal[False] = False,
-    **words: Unpack[PackedWords],
+    **words: Unpack[SplitWords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -56,14 +61,9 @@ def prepare_packed_qkv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
-    positions: Tensor | Positions | None = None,
-    norm: Norm | None = None,
-    q_per_group: int = 1,
     order: Literal["qkv_gated"],
-    copy_v: bool = True,
-    bias: Tensor | None = None,
     inplace: Literal[False] = False,
-    **words: Unpack[PackedWords],
+    **words: Unpack[SplitWords],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
@@ -73,13 +73,9 @@ def prepare_packed_qkv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
-    positions: Tensor | Positions | None = None,
-    norm: Norm | None = None,
-    q_per_group: int = 1,
     order: str = "grouped",
-    bias: Tensor | None = None,
     inplace: Literal[True],
-    **words: Unpack[PackedWords],
+    **words: Unpack[SplitWords],
 ) -> Tensor: ...
 
 
@@ -89,17 +85,12 @@ def prepare_packed_qkv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     *,
-    positions: Tensor | Positions | None = None,
-    norm: Norm | None = None,
-    q_per_group: int = 1,
     order: str = "grouped",
-    copy_v: bool = True,
-    bias: Tensor | None = None,
     cache: KVCache | None = None,
     quantize: Quantize | DynamicQuantize | None = None,
     hadamard: bool | str = False,
     out: Sequence[Tensor | None] | None = None,
-    **words: Unpack[PackedWords],
+    **words: Unpack[SplitWords],
 ) -> tuple[Any, ...]: ...
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
+from ..ops.stand_ins import constant
 from ..ops.values import Norm
-from ..plan.problem import constant
 from . import _host
 from ._host import Function
 from ._norms import NormForm, check_results, parameters_of, recognise

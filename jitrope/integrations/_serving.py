@@ -13,8 +13,8 @@ from ..api import prepare_qkv
 from ..base.errors import InvalidInput
 from ..ops.kv_cache import KVCache
 from ..ops.quantize import DynamicQuantize
+from ..ops.stand_ins import constant
 from ..ops.values import Norm
-from ..plan.problem import constant
 
 _FP8S = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The dtypes of fp8 caches, by vLLM's names."""

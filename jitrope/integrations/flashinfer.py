@@ -21,8 +21,8 @@ from ..base.errors import InvalidInput
 from ..ops.kv_cache import KVCache
 from ..ops.pages import Pages
 from ..ops.quantize import DynamicQuantize, Quantize
+from ..ops.stand_ins import constant
 from ..ops.values import Mrope, Norm, Packed
-from ..plan.problem import constant
 from ..plan.views import FORMATS, FP8
 from . import _host, vllm
 from ._serving import frequencies, latent_cache, packed, prepare, slots_of, unit

@@ -8,10 +8,10 @@ import torch
 
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import FORMATS, Tensors, by_rank, converts_v, joined
-from .fit import check_ranks, failing
+from .fit import check_axes, check_ranks, failing
 from .formats import empty_scale
 from .into import Into, copy_heads, layout_of, refuse_other_v, stored_v
-from .operation import Call, Operation, of_k, turned_back
+from .operation import Call, Operation, rotated_back
 
 
 class ByRank(Into):
@@ -32,12 +32,10 @@ class ByRank(Into):
         if converts_v(tensors, options.dynamic_v) and self.finishes({**tensors, "v_out": tensors["v"]}, options):
             refuse_other_v(name, tensors, options)
         self.base.check(name, tensors, options)
-        fail, q = failing(name), tensors["q"]
+        fail = failing(name)
         for letter in [letter for letter in "qkv" if letter in tensors]:
-            x = tensors[letter]
-            if x.device != q.device or x.dim() != q.dim():
-                fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
-            check_ranks(letter, x, options.ulysses_degree, options, fail)
+            check_axes(letter, tensors[letter], tensors["q"], fail)
+            check_ranks(letter, tensors[letter], options.ulysses_degree, options, fail)
 
     def made(self, given: Container[str], options: Options) -> tuple[str, ...]:
         of_v = ("v", "v_scale")[: 1 + options.dynamic_v] if "v" in given else ()
@@ -86,16 +84,12 @@ class ByRank(Into):
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         found: Tensors = {}
-        names = [name for name in ("q", "k") if name in grads]
-        if names and self.norm:
-            own: Tensors = {name: grads[name] for name in names}
+        own: Tensors = {name: grads[name] for name in ("q", "k") if name in grads}
+        if own and self.norm:
             found = self.base.gradient(call, saved, own, changed(options, ulysses_degree=1))
-        elif names:
-            as_names = dict(zip("qk", names))  # k's gradient alone takes the name of q's
-            tensors = {as_name: grads[name] for as_name, name in as_names.items()}
-            tensors.update({"v": grads["v"]} if "v" in grads and len(names) == 2 else {})
-            out = call(self, {**tensors, **(saved if "q" in grads else of_k(saved))}, turned_back(options))
-            found = {as_names.get(name, name): x for name, x in out.items()}
+        elif own:
+            with_v = {"v": grads["v"]} if "v" in grads and len(own) == 2 else {}
+            found = rotated_back(self, call, saved, {**own, **with_v}, options)
         if "v" in grads and "v" not in found:
             found["v"] = joined(grads["v"], options.layout)
         return found

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..plan.options import QKV_ORDERS, Options, changed, norm_of, rotated, transformed
+from ..plan.options import Options, changed, norm_of, rotated, transformed
 from ..plan.views import (
     BLOCK_SCALES,
     FP8,
@@ -19,12 +19,14 @@ from ..plan.views import (
     TABLE_NAMES,
     Tensors,
     by_rank,
+    heads_per_group,
     packed_part,
     sums_heads,
 )
 from .fit import (
     USERS_NAMES,
     Fail,
+    check_axes,
     check_factor,
     check_heads,
     check_lengths,
@@ -39,11 +41,12 @@ from .fit import (
     label_of_ids,
     label_of_table,
     named,
+    refuse_per_head,
     require_apart,
     require_no_overlap,
     sizes_of,
 )
-from .kv_cache import check_caches, check_one_format
+from .kv_cache import check_caches
 from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
@@ -64,8 +67,7 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
         label for label in TABLES if label in tensors and tensors[label].requires_grad and torch.is_grad_enabled()
     ]
     if learned and (not op.differentiable or options.inplace):
-        label = USERS_NAMES.get(learned[0], learned[0])
-        instead = "leave inplace=True out, or " if options.inplace else ""
+        label, instead = op.label(learned[0]), "leave inplace=True out, or " if options.inplace else ""
         text = f"{label} requires a gradient, but this call has none; {instead}pass {label}.detach()"
         raise InvalidInput(f"{name}: {text}")
     wants_grad = wants_grad or bool(learned)
@@ -75,13 +77,13 @@ def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options)
     if written:
         _refuse_transforms(name, written=True)
     for label, x in written.items():
-        _check_written(name, op.labels.get(label, label), x, wants_grad and op.differentiable)
+        _check_written(name, op.label(label), x, wants_grad and op.differentiable)
     if not wants_grad or not op.differentiable:
         return
     _refuse_transforms(name)
     for label, x in op.saved(tensors, options).items():
         if x.is_inference():
-            label = op.labels.get(label, label)
+            label = op.label(label)
             refuse(name, label, x, f"a tensor that was not made in inference mode; pass {label}.clone()")
 
 
@@ -110,7 +112,7 @@ def _refuse_transforms(name: str, written: bool = False) -> None:
             raise InvalidInput(f"{name}: torch.func's {kind} is not supported here; {instead}")
 
 
-# ---- the checks of the operations ------------------------------------------------------------------
+# ---- the checks of the operations, and the rules of their stages, which follow `check` -----------------
 
 
 def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> None:
@@ -122,9 +124,8 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
     fail = failing(name)
     for table, x in _tables(tensors).items():
         if x.device != q.device:
-            table = label_of_table(options) if table == "cos" and "sin" not in tensors else table
-            table = {"position_ids": label_of_ids(options), **USERS_NAMES}.get(table, table)
-            fail(f"{table} is on {x.device} but {label} is on {q.device}")
+            labels = {"cos": label_of_table(options), "position_ids": label_of_ids(options), **USERS_NAMES}
+            fail(f"{labels.get(table, table)} is on {x.device} but {label} is on {q.device}")
     check_heads(q, k, options, fail, label, "k" if label == "q" else label)
     if options.inplace and k is not None:
         require_apart(name, {"q": q, "k": k}, {})
@@ -147,14 +148,14 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
         axes, hint = axes.format("G, W" if grouped else "H, D"), "in G groups: pass qkv.unflatten(-1, (G, -1))"
         hint = hint if grouped else f"for order={options.order!r}: pass qkv.unflatten(-1, (-1, D))"
         fail(f"qkv has shape {tuple(qkv.shape)}; it must be {axes}, {hint}")
-    factor = "2 " * (QKV_ORDERS[options.order] - 1)
-    per_group, size = n * QKV_ORDERS[options.order] + 2, qkv.shape[-1 if grouped else -2]
+    per_group, size = heads_per_group(options), qkv.shape[-1 if grouped else -2]
     if size <= 0 or size % per_group != 0:
         had = f"is {size} wide" if grouped else f"has {size} heads"
+        factor = "2 " if options.order == "qkv_gated" else ""
         fail(f"qkv {had}, which {factor}q_per_group + 2 = {per_group} does not divide")
-    if cos.dim() == 4 and cos.shape[2] != 1:
-        had = f"{label_of_table(options)} has shape {tuple(cos.shape)}"
-        fail(f"{had}; with packed QKV the heads must share it: (P, W) or (B, P, W)")
+    refuse_per_head(cos, options, "packed QKV", fail)
+    if norm_of(options).across_heads:
+        fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
     if options.inplace:
         require_no_overlap("qkv", qkv, fail)
     # k is also checked as q: the rest of the check does not depend on the number of heads
@@ -177,19 +178,18 @@ def _check_bias(qkv: Tensor, bias: Tensor, options: Options, fail: Fail) -> None
 
 
 def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with fp8 outputs."""
-    fail = failing(name)
-    check(name, tensors, options)
-    q = tensors["q"]
+    """The rule of fp8 outputs."""
+    fail, q = failing(name), tensors["q"]
     refuse_gradients(fail, tensors, "q", "k", *(("v",) if "v_scale" in tensors else ()))
-    check_scale("q_scale", tensors.get("q_scale"), q, True, options, fail)
-    check_scale("k_scale", tensors.get("k_scale"), tensors.get("k", q), "k" in tensors, options, fail)
-    check_scale("v_scale", tensors.get("v_scale"), tensors.get("v", q), "v" in tensors, options, fail, False)
+    for own in "qkv":
+        scale, x = tensors.get(f"{own}_scale"), tensors.get(own, q)
+        check_scale(f"{own}_scale", scale, x, own in tensors, options, fail, needed=own != "v")
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     """The check of a call that stores k and v in caches."""
     fail = failing(name)
+    _refuse_sums(tensors, options, "a cache", fail)
     q, k, cos = (tensors[label] for label in ("q", "k", "cos"))
     kv: Tensors = {label: tensors[label] for label in ("k", "v") if label in tensors}
     if ("v" in kv) != ("v_cache" in tensors):
@@ -201,8 +201,7 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     if options.inplace:
         require_no_overlap("q", q, fail)
     refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
-    if cos.dim() == 4 and cos.shape[2] != 1:
-        fail("tables for each head do not go with a cache")
+    refuse_per_head(cos, options, "a cache", fail)
     heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
         had = f"k is {named(k, options.layout)} but v is {named(kv['v'], options.layout)}"
@@ -227,44 +226,34 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
         check_scale(f"{label}_scale", scale, x, scaled, options, fail)
 
 
-def check_norm(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a norm."""
-    check(name, tensors, options)
-    _check_norm(failing(name), tensors, options)
-
-
-def check_hadamard(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a Hadamard transform."""
-    check_norm(name, tensors, options)
-    _check_whole_head(failing(name), tensors, options)
-
-
-def check_norm_fp8(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a norm and fp8 outputs."""
-    fail = failing(name)
-    check_fp8(name, tensors, options)
-    _check_norm(fail, tensors, options)
-    _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, *WEIGHTS)
-
-
 def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with dynamic scales."""
+    """The rule of dynamic scales."""
     fail = failing(name)
-    check_norm(name, tensors, options)
-    if sums_heads(tensors, options):
-        fail("across_heads does not go with dynamic scales; pass mean_squares, or normalise before")
+    _refuse_sums(tensors, options, "dynamic scales", fail)
     for own in [own for own in "qkv" if f"{own}_scale" in tensors]:
         x = tensors.get(own, tensors["q"])
         check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
-    _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, "q", "k", *WEIGHTS)
+    refuse_gradients(fail, tensors, "q", "k")
     if options.dynamic_v:
         refuse_gradients(fail, tensors, "v", use="leave v=True of quantize out")
 
 
-def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
-    dim, (first, last) = tensors["q"].shape[-1], rotated(options)
+def check_stored(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of a norm whose results are converted or stored."""
+    check_norm(name, tensors, options)
+    check_whole_head(name, tensors, options)
+    refuse_gradients(failing(name), tensors, *WEIGHTS)
+
+
+def _refuse_sums(tensors: Tensors, options: Options, beside: str, fail: Fail) -> None:
+    """Refuse a norm across heads that the kernel sums itself."""
+    if sums_heads(tensors, options):
+        fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
+
+
+def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of a stage that needs all elements of a head."""
+    fail, dim, (first, last) = failing(name), tensors["q"].shape[-1], rotated(options)
     if options.inverse and norm_of(options).kind != "no_norm":
         fail("inverse does not go with norm")
     if options.group and dim % options.group:
@@ -278,30 +267,13 @@ def _check_whole_head(fail: Fail, tensors: Tensors, options: Options) -> None:
     if options.hadamard and (size < 1 or size > MAX_HADAMARD or size & (size - 1)):
         part = "q has D=" if options.hadamard == "head" else f"the {options.hadamard} has "
         fail(f"hadamard goes with a power of two of elements up to {MAX_HADAMARD}; {part}{size}")
-    if options.hadamard and sums_heads(tensors, options):
-        fail("hadamard does not go with across_heads; pass mean_squares, or normalise before")
+    if options.hadamard:
+        _refuse_sums(tensors, options, "hadamard", fail)
 
 
-def check_norm_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a norm that stores k and v in caches."""
-    fail = failing(name)
-    if sums_heads(tensors, options):
-        fail("across_heads does not go with a cache; pass mean_squares, or normalise before")
-    check_kv_cache(name, tensors, options)
-    _check_norm(fail, tensors, options)
-    _check_whole_head(fail, tensors, options)
-    refuse_gradients(fail, tensors, *WEIGHTS)
-
-
-def check_cache_scaled(name: str, tensors: Tensors, options: Options) -> None:
-    """The check of a call with a cache and dynamic scales of q."""
-    check_norm_kv_cache(name, tensors, options)
-    check_one_format(tensors, options, failing(name))
-
-
-def _check_norm(fail: Fail, tensors: Tensors, options: Options) -> None:
-    """Refuse weights that do not fit q and k."""
-    norm = norm_of(options)
+def check_norm(name: str, tensors: Tensors, options: Options) -> None:
+    """The rule of a norm: its weights fit q and k."""
+    fail, norm = failing(name), norm_of(options)
     check_means(tensors, options.layout, fail)
     if norm.of == "k" and "k" not in tensors:
         fail("the norm has of='k', but k is not given")
@@ -338,23 +310,32 @@ def check_into(
     name: str, tensors: Tensors, options: Options, labels: dict[str, str], dtypes: dict[str, torch.dtype]
 ) -> None:
     """The check of the caller's output tensors, given labels for messages, and dtypes that differ from the inputs'."""
-    fail, q = failing(name), tensors["q"]
-    outs = {label: tensors[x] for x, label in labels.items() if x in tensors}
-    for label, out in outs.items():
-        letter = label[-1]
-        x, dtype = tensors[letter], dtypes.get(letter, tensors[letter].dtype)
-        if x.device != q.device or x.dim() != q.dim():
-            fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
+    fail, shapes = failing(name), {}
+    for label in [label for label in labels if label in tensors]:
+        letter, out = label[0], tensors[label]
+        x = tensors[letter]
+        check_axes(letter, x, tensors["q"], fail)
         if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
             check_ranks(letter, x, len(out), options, fail)
             x = by_rank(x, options.layout, len(out))
-        shape = (*x.shape[:-1], x.shape[-1] // (PER_ITEM.get(dtype, 1) if letter in dtypes else 1))
-        if out.shape != shape or out.dtype != dtype or out.device != q.device:
+        per_item = PER_ITEM[dtypes[letter]] if letter in dtypes else 1
+        shapes[label] = (*x.shape[:-1], x.shape[-1] // per_item), dtypes.get(letter, x.dtype)
+    check_outs(name, tensors, labels, shapes)
+
+
+def check_outs(
+    name: str, tensors: Tensors, labels: dict[str, str], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    """Refuse output tensors of the caller that are not as wanted, shapes and dtypes by name, or that share memory."""
+    fail, device = failing(name), tensors["q"].device
+    outs = {labels[x]: tensors[x] for x in wanted}
+    for (label, out), (shape, dtype) in zip(outs.items(), wanted.values()):
+        if out.shape != shape or out.dtype != dtype or out.device != device:
             swapped = out.dim() == 4 and out.transpose(1, 2).shape == shape
             hint = "; pass its transpose(1, 2)" if swapped else ""
             had = f"{label} is {tuple(out.shape)} {out.dtype} on {out.device}"
-            fail(f"{had}; it must be {shape} {dtype} on {q.device}{hint}")
-        if shape[-1] != x.shape[-1] and out.stride(-1) != 1:
+            fail(f"{had}; it must be {tuple(shape)} {dtype} on {device}{hint}")
+        if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
             fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
         require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
     read = {label: x for label, x in tensors.items() if label not in labels}

@@ -13,7 +13,7 @@ from ..base.spec import DTYPES, MAX_AXES
 from ..plan.memory import overlaps_itself, refuse_meeting
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, MAX_HEAD_DIM, Options, rotated
 from ..plan.problem import DTYPE_NAMES
-from ..plan.views import MEANS, Tensors, table_pair
+from ..plan.views import MEANS, Tensors, per_head, table_pair
 
 MAX_TOKENS = 2**31 - 1
 """CUDA's limit on the first grid axis."""
@@ -313,13 +313,20 @@ def _check_rows(tensors: Tensors, cos: Tensor, options: Options, fail: Fail) -> 
     if cos.dim() > 2 and cos.shape[0] != 1 and cos.shape[0] != batch:
         had = f"{label} has {cos.shape[0]} batch rows"
         fail(f"q is {named(q, options.layout)} but {had}; allowed are 1 and B={batch}")
-    if cos.dim() == 4 and cos.shape[2] != 1:
+    if per_head(cos):
         if options.table == "freqs":
             fail(f"freqs has angles for {cos.shape[2]} heads; heads must share them, or pass cos and sin")
         same = k is None or sizes_of(k, options.layout)[2] == heads
         if cos.shape[2] != heads or not same:
             had = f"cos has angles for {cos.shape[2]} heads"
             fail(f"q is {named(q, options.layout)} but {had}; q and k must have as many heads")
+
+
+def refuse_per_head(table: Tensor, options: Options, beside: str, fail: Fail) -> None:
+    """Refuse a table with entries for each head."""
+    if per_head(table):
+        had = f"{label_of_table(options)} has shape {tuple(table.shape)}"
+        fail(f"{had}; with {beside} the heads must share it: (P, W) or (B, P, W)")
 
 
 def label_of_table(options: Options) -> str:
@@ -344,6 +351,12 @@ def sizes_of(x: Tensor, layout: str) -> list[int]:
 def named(x: Tensor, layout: str) -> str:
     """A shape by its letters: `(B=2, S=128, H=32, D=64)`."""
     return "(" + ", ".join(f"{letter.upper()}={size}" for letter, size in zip(layout, x.shape)) + ")"
+
+
+def check_axes(letter: str, x: Tensor, q: Tensor, fail: Fail) -> None:
+    """Refuse heads with other axes than q's, or on another device."""
+    if x.device != q.device or x.dim() != q.dim():
+        fail(f"{letter} is {tuple(x.shape)} on {x.device} but q is {tuple(q.shape)} on {q.device}")
 
 
 def check_ranks(letter: str, x: Tensor, ranks: int, options: Options, fail: Fail) -> None:

@@ -13,10 +13,10 @@ from ..plan.options import NO_NORM, NormOptions, Options
 from ..plan.views import Tensors, converts_v, packed_part
 from .dispatch import call
 from .formats import empty_elements
-from .into import given_out, is_dense, joins_k
+from .into import given_out, is_dense, items_of_out, joins_k
 from .kv_cache import KVCache
 from .operation import Operation
-from .operations import PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE
+from .operations import NORM_OF_V, PREPARED, QK_NORM_ROPE, QK_NORM_ROPE_SCALES, QKV_NORM_ROPE, norm_of_v
 from .packed_into import PackedInto, fresh_outputs
 from .quantize import DynamicQuantize, Quantize, Scaled, hadamard_words
 from .values import Norm, Positions, Ulysses, scales
@@ -139,14 +139,9 @@ def call_packed_into(
     op: PackedInto, tensors: Tensors, words: dict[str, Any], out: Any, converts: bool
 ) -> tuple[Any, Any, Any]:
     """q, k and v of a packed call with stages of `prepare_qkv`; k and v in a cache are None."""
-    name = op.function
-    items = dict(zip("qkv", (None,) * 3 if out is None else parts(name, "out", out, 3)))
-    for letter, x in items.items():
-        if x is not None and f"{letter}_out" not in op.labels:
-            refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
-    if items["v"] is not None and words.get("copy_v") is False:
-        refuse(name, "out's v", items["v"], "None with copy_v=False")
-    results = {letter: x for letter, x in items.items() if x is not None}
+    results = {} if out is None else items_of_out(op, out, "qkv")
+    if "v" in results and words.get("copy_v") is False:
+        refuse(op.function, "out's v", results["v"], "None with copy_v=False")
     qkv: Any = tensors.get("qkv")
     converted = ("qkv" if converts_v(tensors, "dynamic_v" in words) else "qk") if converts else ""
     results.update(fresh_outputs(op, qkv, words, results, converted))
@@ -232,11 +227,7 @@ def with_v(op: Operation, tensors: Tensors, words: dict[str, Any], v: Any) -> tu
 
 def _normed_v(v: Tensor, words: dict[str, Any]) -> Tensor:
     """v, normalised to a fresh tensor in a launch of its own. The norm in the words becomes one of q and k alone."""
-    norm = words["norm"]
-    words["norm"] = _without_v(norm)
     own = {"layout": words["layout"]} if "layout" in words else {}
-    plain = NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
-    try:
-        return call(QK_NORM_ROPE, {"q": v}, {**own, "norm": plain})["q"]
-    except InvalidInput as error:  # it names v as the q of that launch
-        raise InvalidInput(str(error).replace(": q ", ": v ", 1)) from None
+    own["norm"] = norm_of_v(words["norm"])
+    words["norm"] = _without_v(words["norm"])
+    return call(NORM_OF_V, {"q": v}, own)["q"]

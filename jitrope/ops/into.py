@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..base.arguments import refuse
 from ..base.errors import InvalidInput
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, by_rank, converts_v, sums_heads
+from ..plan.views import FORMATS, Tensors, by_rank, converts_v, per_head, sums_heads
 from . import checks, reference
 from .fit import require_apart
 from .formats import divided, empty_scale, of_heads, scaled_elements, stored_scale
@@ -37,10 +37,10 @@ class Into(Operation):
         self.name, self.function = base.name + "_into", base.function
         self.stage = " with ".join([stage for stage in (base.stage, "out") if stage])
         self.tensors = (*base.tensors, *v, *[f"{name}?" for name in outs])
-        self.options, self.tables, self.norm = base.options, base.tables, base.norm
-        self.words = tuple([word for word in base.words if word != "inplace"])
+        self.options, self.hidden, self.tables, self.norm = base.options, base.hidden, base.tables, base.norm
         self.writes, self.mutated = base.writes, (*base.mutated, *outs)
         self.labels = {name: f"out's {name[0]}" for name in outs}
+        super().__init__()
 
     def written(self, options: Options) -> tuple[str, ...]:
         return (*self.base.written(options), *self.labels)
@@ -130,7 +130,7 @@ def stored_v(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
 
 def joins_k(v: Tensor, k: Tensor | None, cos: Tensor | None = None) -> bool:
     """Whether a kernel can store heads of v as it stores those of k."""
-    shared = cos is None or cos.dim() < 4 or cos.shape[2] == 1
+    shared = cos is None or not per_head(cos)
     return shared and k is not None and v.shape == k.shape and v.dtype == k.dtype
 
 
@@ -163,6 +163,15 @@ def _put(out: Tensor, x: Tensor, layout: str) -> None:
     copy_heads(out, x if x.dim() == out.dim() else by_rank(x, layout, len(out)))
 
 
+def items_of_out(into: Operation, out: Any, letters: Collection[str]) -> Tensors:
+    """The tensors of the word `out` by letter, without those that are None."""
+    items = dict(zip(letters, parts(into.function, "out", out, len(letters))))
+    for letter, x in items.items():
+        if x is not None and f"{letter}_out" not in into.labels:
+            refuse(into.function, f"out's {letter}", x, f"None, because {letter} goes to the cache")
+    return {letter: x for letter, x in items.items() if x is not None}
+
+
 def given_out(
     op: Operation, asked: dict[str, Any], heads: Mapping[str, Any], tensors: Tensors, source: Any = None
 ) -> Tensors:
@@ -177,13 +186,10 @@ def given_out(
     name = op.function
     if not hasattr(op, "into"):
         raise InvalidInput(f"{name}: out does not go with {op.stage}")
-    items = dict(zip(heads, parts(name, "out", out, len(heads))))
-    results = {letter: x for letter, x in items.items() if x is not None}
+    results = items_of_out(op.into, out, heads)
     for letter, x in results.items():
         if heads[letter] is None:
             refuse(name, f"out's {letter}", x, f"None, because {letter} is None")
-        if letter != "q" and "k" not in op.results:
-            refuse(name, f"out's {letter}", x, f"None, because {letter} goes to the cache")
     if not results:
         return {}
     if "v" in results:

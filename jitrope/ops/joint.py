@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..plan.options import NO_NORM, Options, changed, norm_of
-from ..plan.problem import joint_parts
 from ..plan.views import TABLE_NAMES, Tensors
 from . import reference
 from .checks import WEIGHTS as WEIGHT_NAMES
 from .checks import check, check_norm
-from .fit import Fail, check_factor, failing, label_of_ids, named
+from .fit import Fail, check_factor, failing, label_of_ids, named, refuse_per_head
 from .operation import BIASES, NORMED, TABLE_WORDS, WEIGHTS, Call, Normed
 
 STREAMS = ("first", "second")
@@ -64,7 +63,9 @@ def check_joint(name: str, tensors: Tensors, options: Options) -> None:
     of_both = {label: tensors[label] for label in TABLE_NAMES if label in tensors and label != "q_factor"}
     check(name, {"q": like, **of_both}, options)
     for stream in STREAMS:
-        check_norm(name, *of_stream(tensors, options, stream))
+        own = of_stream(tensors, options, stream)
+        check(name, *own)
+        check_norm(name, *own)
     other = tensors.get("second_cos", cos)
     if cos.dtype != other.dtype:
         fail(f"the first table is {cos.dtype} but the second {other.dtype}")
@@ -73,8 +74,7 @@ def check_joint(name: str, tensors: Tensors, options: Options) -> None:
     if norm_of(options).across_heads:
         fail("across_heads does not go with two streams")
     for table in (cos, other):
-        if table.dim() == 4 and table.shape[2] != 1:
-            fail("tables for each head do not go with two streams")
+        refuse_per_head(table, options, "two streams", fail)
 
 
 def _check_streams(tensors: Tensors, fail: Fail) -> None:
@@ -105,7 +105,7 @@ class _Joint(Normed):
         *("second_q_bias?", "second_k_bias?"),
     )
     options = (*NORMED, "mscale")
-    words = (*[word for word in options if word != "layout"], "norm")
+    hidden = ("layout", "check")
     tables = frozenset((*TABLE_WORDS, "q_factor")) - {"start_positions"}
     labels = {  # noqa: RUF012
         **{f"{stream}_{letter}": f"{stream}'s {letter}" for stream in STREAMS for letter in "qkv"},
@@ -115,14 +115,15 @@ class _Joint(Normed):
     results = ("q", "k", "v")
     reads = ("first_q", "first_k", "first_v")
     inplace = False
-    check = staticmethod(check_joint)
+    rules = (check_joint,)
     reference = staticmethod(joint)
 
     def unrotated_rows(self, tensors: Tensors, options: Options) -> int:
         return tensors["first_q"].shape[1] + tensors["second_q"].shape[1]
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return dict(zip("qkv", joint_parts(*[tensors[name] for name in ("first_q", "first_k", "first_v", "second_q")])))
+        tokens, first = self.unrotated_rows(tensors, options), {name: tensors[f"first_{name}"] for name in "qkv"}
+        return {name: x.new_empty((x.shape[0], tokens, *x.shape[2:])) for name, x in first.items()}
 
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
         """Without a norm only the tables, and the first stream's q, whose length is needed."""

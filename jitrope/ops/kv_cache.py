@@ -9,7 +9,7 @@ from torch import Tensor
 from ..base.arguments import flag, refuse, tensor, word
 from ..plan.options import SCALE_FMTS, Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors, block_format
-from .fit import MAX_TOKENS, Fail, named, require_no_overlap, sizes_of
+from .fit import MAX_TOKENS, Fail, failing, named, require_no_overlap, sizes_of
 from .pages import Pages, slots_of
 from .values import Value, scales
 
@@ -159,7 +159,7 @@ def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: in
     require_no_overlap(label, scale, fail)
 
 
-def check_one_format(tensors: Tensors, options: Options, fail: Fail) -> None:
+def check_one_format(name: str, tensors: Tensors, options: Options) -> None:
     """Refuse computed scales of q of another kind than those beside a cache, because one kernel computes both."""
     if BLOCK_SCALES[0] not in tensors:
         return
@@ -169,4 +169,4 @@ def check_one_format(tensors: Tensors, options: Options, fail: Fail) -> None:
     if own != found:
         one, other = (f"{x[0]} with a scale of {x[2]} for {x[1]} elements" for x in (own, found))
         one, other = (said.replace("e8m0_fp32", "ue8m0 in fp32") for said in (one, other))  # as the caller says it
-        fail(f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match")
+        failing(name)(f"quantize makes q {one}, but k_cache and k_block_scale are {other}; they must match")

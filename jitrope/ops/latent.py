@@ -6,8 +6,8 @@ import torch
 
 from ..plan.options import LAYOUT_AXES, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors
-from .checks import check, refuse_gradients
-from .fit import check_heads, failing, label_of_table, named, require_apart, require_no_overlap
+from .checks import check, check_outs
+from .fit import check_heads, failing, named, refuse_per_head
 from .operation import ROTATION, Call, Operation, empty_like, turned_back
 from .reference import rope, rotate
 
@@ -28,8 +28,7 @@ def check_latent(name: str, tensors: Tensors, options: Options) -> None:
     if options.v_dim < 1 or kv.shape[-1] != options.rotary_offset + options.v_dim:
         had = f"q is {named(q, layout)}, k_pe {named(k_pe, layout)} and kv {named(kv, layout)}"
         fail(f"{had}; kv must be wider than q less k_pe, {options.rotary_offset}, by the elements of a head of v")
-    if cos.dim() == 4 and cos.shape[2] != 1:
-        fail(f"{label_of_table(options)} has shape {tuple(cos.shape)}; the heads must share it: (P, W) or (B, P, W)")
+    refuse_per_head(cos, options, "latent attention", fail)
 
 
 def latent(t: Tensors, o: Options) -> Tensors:
@@ -53,11 +52,11 @@ class _Latent(Operation):
     name, function, stage = "rope_latent", "prepare_mla_qkv", "latent attention"
     tensors: tuple[str, ...] = ("q", "kv", "k_pe")
     options = _OPTIONS
-    words = tuple([word for word in (*_OPTIONS, "check") if word != "inverse"])
+    hidden = ("inverse",)
     results: tuple[str, ...] = ("q", "k", "v")
     reads = ("q", "kv", "k_pe")
     inplace = False
-    check = staticmethod(check_latent)
+    rules = (check_latent,)
     reference = staticmethod(latent)
 
     def unrotated(self, name: str, tensors: Tensors, options: Options) -> tuple[Options, Tensors]:
@@ -100,18 +99,11 @@ class _LatentInto(_Latent):
     differentiable = False
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        fail = failing(name)
-        check_latent(name, tensors, options)
-        read = {label: x for label, x in tensors.items() if label not in self.labels}
-        refuse_gradients(fail, tensors, *tensors, use="use a call without out")
-        outs = {label: tensors[x] for x, label in self.labels.items()}
+        super().check(name, tensors, options)
         q, lead = tensors["q"], tensors["kv"].shape[:-1]
-        for (label, out), shape in zip(outs.items(), (q.shape, (*lead, q.shape[-1]), (*lead, options.v_dim))):
-            if out.shape != shape or out.dtype != q.dtype or out.device != q.device:
-                had = f"{label} is {tuple(out.shape)} {out.dtype} on {out.device}"
-                fail(f"{had}; it must be {tuple(shape)} {q.dtype} on {q.device}")
-            require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
-        require_apart(name, outs, read)
+        shapes = q.shape, (*lead, q.shape[-1]), (*lead, options.v_dim)
+        wanted = {label: (shape, q.dtype) for label, shape in zip(self.labels, shapes)}
+        check_outs(name, tensors, self.labels, wanted)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
         return {}

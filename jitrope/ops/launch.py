@@ -115,7 +115,7 @@ class Known:
     def keep_apart(self, tensors: Tensors, distances: tuple[int, ...]) -> None:
         """Refuse memory that a call would write as one of its tensors and read or write as another."""
         if any(b - a < self.reach for a, b in itertools.pairwise(sorted((0, *distances)))):
-            label = {name: self.op.labels.get(name, name) for name in self.close}
+            label = {name: self.op.label(name) for name in self.close}
             heads = {label[name]: tensors[name] for name in self.close}
             refuse_meeting(self.op.function, heads, [label[n] for n in self.written if n in label])
         if len(self.apart) >= MAX_APART:

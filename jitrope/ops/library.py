@@ -167,29 +167,15 @@ def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Opti
     """
     parts = [] if op.function else [name for name in op.results if name.endswith(("_weight", "_bias"))]
     whole = {name: results[name].clone() for name in parts[1:] if name in results}
-    return _returned(_in_order(op, {**results, **whole} if whole else results, tensors, options))
-
-
-def _returned(out: list[Tensor]) -> Any:
-    """The results as torch's op returns them."""
+    results = {**results, **whole} if whole else results
+    some, made = next(iter(tensors.values())), op.made(tensors, options)
+    out = [results[name] if name in made and name in results else some.new_empty(0) for name in op.results]
     return out[0] if len(out) == 1 else tuple(out) or None
 
 
-def _in_order(op: Operation, results: Tensors, tensors: Tensors, options: Options) -> list[Tensor]:
-    """The results that the op makes, and an empty tensor for each other one."""
-    some, made = next(iter(tensors.values())), op.made(tensors, options)
-    return [results[name] if name in made and name in results else some.new_empty(0) for name in op.results]
-
-
-def _fake(op: Operation, inplace: bool) -> Callable[..., Any]:
-    def call(*given: Any) -> Any:
-        tensors, options = read(op, given, inplace)
-        planning.note(op, tensors, options)
-        if inplace:
-            return None
-        return _returned(_in_order(op, op.fakes(tensors, options), tensors, options))
-
-    return call
+def _fakes(op: Operation, tensors: Tensors, options: Options) -> Tensors:
+    planning.note(op, tensors, options)
+    return op.fakes(tensors, options)
 
 
 # ---- the backward ----------------------------------------------------------------------------------
@@ -250,7 +236,7 @@ def _register_autograd(op: Operation) -> None:
 
 for _op, _inplace in FORMS:
     _lib.define(_schema(_op, _inplace), tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"jitrope::{name_of(_op, _inplace)}", _fake(_op, _inplace), lib=_lib)
+    torch.library.register_fake(f"jitrope::{name_of(_op, _inplace)}", _implementation(_op, _inplace, _fakes), lib=_lib)
     if not _inplace and not _op.mutated:
         _register_autograd(_op)
 register("CPU", _on_cpu)

@@ -19,11 +19,15 @@ from ..plan.options import ALL_TOKENS, HEAD_WORDS, LAYOUT_AXES, Options, changed
 from ..plan.problem import Views
 from ..plan.views import FORMATS, Tensors, converts_v, head_view
 from . import checks
+from .fit import USERS_NAMES
 from .rows import RULE
 from .stand_ins import one_row
 
 Call = Callable[["Operation", Tensors, Options], Tensors]
 """`dispatch.call`."""
+
+Rule = Callable[[str, Tensors, Options], None]
+"""Refuses a wrong call of a user's function, of this name."""
 
 empty_like = torch.empty_like
 NORMED = (*HEAD_WORDS, "interleaved_out", "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
@@ -40,8 +44,9 @@ class Operation:
     Attributes:
         name: the name of torch's op; "_" at the end marks the op in place. function: the user's function.
         tensors: names in the op's order, before those of the tables; one with "?" may be missing.
-        options: the fields of `Options` that the op has, beside `table`.
-        words, tables: the words and the tables that a user's call may have beside `tensors`.
+        options: the fields of `Options` that the op has, beside `table` and the norm.
+        hidden: those of them, and of "check", that no user's call may have. words, tables: the words and the tables
+            that it may have beside `tensors`.
         stage: the reason why it lacks the other words, for messages.
         labels: users' names of tensors, where they differ, for messages.
         norm: whether it normalises.
@@ -50,7 +55,7 @@ class Operation:
         mutated: inputs that are always written.
         inplace: it has an op in place. differentiable: it has a gradient. shards: it takes DTensors.
         into: its form that writes tensors of the caller, if there is one. by_rank: its form for Ulysses.
-        check: refuses a wrong call; its first argument is the user's function.
+        rules: the functions of its `check`; their first argument is the user's function.
         reference: the results in plain torch, as fresh tensors.
     """
 
@@ -58,7 +63,8 @@ class Operation:
     function: str = ""
     tensors: tuple[str, ...] = ("q", "k?")
     options: tuple[str, ...] = ROTATION
-    words: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    words: tuple[str, ...]
     stage: str = ""
     tables: frozenset[str] = frozenset((*TABLE_WORDS, "cu_seqlens", "q_factor"))
     labels: dict[str, str] = {}  # noqa: RUF012  it is never written
@@ -71,13 +77,27 @@ class Operation:
     shards = False
     into: Operation
     by_rank: Operation
-    check: Callable[[str, Tensors, Options], None] = staticmethod(checks.check)
+    rules: tuple[Rule, ...] = (checks.check,)
     reference: Callable[[Tensors, Options], Tensors]
+
+    def __init__(self) -> None:
+        own = ("norm",) if self.norm else ()
+        given = (*self.options, *own, "check", *(("inplace",) if self.inplace else ()))
+        self.words = tuple([word for word in given if word not in self.hidden])
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of `tensors`, without marks."""
         return tuple([name.rstrip("?") for name in self.tensors])
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        """Refuse a wrong call. name: the user's function."""
+        for rule in self.rules:
+            rule(name, tensors, options)
+
+    def label(self, name: str) -> str:
+        """The user's name of a tensor."""
+        return self.labels.get(name, USERS_NAMES.get(name, name))
 
     def written(self, options: Options) -> tuple[str, ...]:
         """Names of the inputs that a call writes."""
@@ -149,9 +169,9 @@ class Operation:
 
     def with_one_row(self, name: str, tensors: Tensors, options: Options) -> Tensors:
         """The tensors, with tables that rotate nothing: one row, expanded."""
-        q = next(iter(tensors.values()))
+        label, q = next(iter(tensors.items()))
         if q.dim() not in (3, 4):
-            refuse(name, next(iter(tensors)), q, "a tensor with 3 or 4 axes")
+            refuse(name, self.label(label), q, "a tensor with 3 or 4 axes")
         cos, sin = one_row(q.device, options.rotary_dim // 2)
         rows = self.unrotated_rows(tensors, options)
         return {**tensors, "cos": cos.expand(rows, -1), "sin": sin.expand(rows, -1)}
@@ -193,6 +213,9 @@ class Normed(Operation):
             return super().unrotated(name, tensors, options)
         return options, self.with_one_row(name, tensors, options)
 
+    def saved(self, tensors: Tensors, options: Options) -> Tensors:
+        return dict(tensors)
+
 
 def spare_stays(x: Tensor, rotated: Tensor, tensors: Tensors, options: Options) -> Tensor:
     """`rotated`, but with x's tokens after the last sequence."""
@@ -210,6 +233,14 @@ def turned_back(options: Options, inplace: bool = False) -> Options:
     return changed(
         o, inverse=not o.inverse, interleaved=o.interleaved_out, interleaved_out=o.interleaved, inplace=inplace
     )
+
+
+def rotated_back(op: Operation, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
+    """The gradients of a rotation. That of k alone takes the place of q's, without q's scale."""
+    back = turned_back(options)
+    if "q" in grads:
+        return call(op, {**grads, **saved}, back)
+    return {"k": call(op, {"q": grads["k"], **of_k(saved)}, back)["q"]}
 
 
 def norm_turned_back(options: Options) -> Options:

@@ -15,6 +15,7 @@ from .fit import sizes_of
 from .formats import empty_elements, empty_scale
 from .into import Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT
+from .kv_cache import check_one_format
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
 from .operation import (
     BIASES,
@@ -25,11 +26,12 @@ from .operation import (
     Call,
     Normed,
     Operation,
+    Rule,
     empty_like,
     norm_turned_back,
     of_k,
+    rotated_back,
     spare_stays,
-    turned_back,
 )
 from .packed_into import PackedInto
 from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD
@@ -45,15 +47,10 @@ class _Rope(Operation):
     name, function = "rope", "apply_rope"
     shards = True
     options = (*ROTATION, "shifts")
-    words = (*options, "check", "inplace")
     reference = staticmethod(reference.rope)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
-        back = turned_back(options)
-        if "q" in grads:
-            found = call(self, {**grads, **saved}, back)
-        else:
-            found = {"k": call(self, {"q": grads["k"], **of_k(saved)}, back)["q"]}
+        found = rotated_back(self, call, saved, grads, options)
         if options.inplace:  # tokens that are not rotated keep their gradient
             found = {name: spare_stays(grads[name], x, saved, options) for name, x in found.items()}
         return found
@@ -68,10 +65,9 @@ class _RopePrepared(_Rope):
 class _RopeFp8(Operation):
     name, function, stage = "rope_fp8", "prepare_qkv", "quantize"
     tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?", "v_scale?")
-    options: tuple[str, ...] = (*NORMED, *PLACED, "inverse", "out_dtype")
-    words: tuple[str, ...] = (*options, "check")
+    options: tuple[str, ...] = (*ROTATION, "out_dtype")
     inplace = differentiable = False
-    check = staticmethod(checks.check_fp8)
+    rules: tuple[Rule, ...] = (checks.check, checks.check_fp8)
     reference = staticmethod(reference.rope_fp8)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
@@ -87,12 +83,11 @@ class _RopeKVCache(Operation):
         *PAGE_TENSORS,
     )
     options: tuple[str, ...] = (*NORMED, *PLACED, "rotate_k", "out_dtype", "clear_page")
-    words: tuple[str, ...] = (*options, "check", "inplace")
     results: tuple[str, ...] = ("q",)
     writes = ("q_out", "k_cache", "v_cache")
     mutated: tuple[str, ...] = ("k_cache", "v_cache", "errors")
     differentiable = False
-    check = staticmethod(checks.check_kv_cache)
+    rules: tuple[Rule, ...] = (checks.check_kv_cache,)
     reference = staticmethod(reference.rope_kv_cache)
 
     def written(self, options: Options) -> tuple[str, ...]:
@@ -120,9 +115,8 @@ class _RopeKVCache(Operation):
 class _QKNormRopeFp8(Normed, _RopeFp8):
     name, stage = "qk_norm_rope_fp8", "quantize with a norm or hadamard"
     tensors = (*_RopeFp8.tensors, *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype")
-    words = (*options, "norm", "check")
-    check = staticmethod(checks.check_norm_fp8)
+    options = (*ROTATION, "hadamard", "out_dtype")
+    rules = (*_RopeFp8.rules, checks.check_stored)
 
 
 class _QKNormRopeScaled(Normed):
@@ -134,11 +128,10 @@ class _QKNormRopeScaled(Normed):
     name, function, stage = "qk_norm_rope_scaled", "prepare_qkv", "dynamic scales"
     tensors: tuple[str, ...] = ("q", "k?", "q_scale?", "k_scale?", "v_scale?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
     labels = {f"{name}_scale": f"{name}_global_scale" for name in "qkv"}  # noqa: RUF012
-    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "group", "scale_out", "swizzled", "dynamic_v")
-    words = (*options, "norm", "check")
+    options = (*ROTATION, "hadamard", "out_dtype", "group", "scale_out", "swizzled", "dynamic_v")
     results: tuple[str, ...] = ("q", "k", "q_scale", "k_scale")
     inplace = differentiable = False
-    check = staticmethod(checks.check_scaled)
+    rules = (checks.check, checks.check_scaled, checks.check_stored)
     reference = staticmethod(reference.scaled)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
@@ -159,14 +152,13 @@ class _QKNormRopeScales(_QKNormRopeScaled):
 
     name = "qk_norm_rope_scales"
     tensors = ("q", "k?", "v?", *_QKNormRopeScaled.tensors[2:])
-    options = (*NORMED, *PLACED, "inverse", "hadamard", "out_dtype", "per_row", "dynamic_v")
-    words = (*options, "norm", "check")
+    options = (*ROTATION, "hadamard", "out_dtype", "per_row", "dynamic_v")
     results = ("q_scale", "k_scale", "v_scale")
     writes = ("q", "k", "v")
     reference = staticmethod(reference.scales_of_rows)
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        checks.check_scaled(name, tensors, options)
+        super().check(name, tensors, options)
         if "v" in tensors and not joins_k(tensors["v"], tensors.get("k"), tensors["cos"]):
             refuse_other_v(name, tensors, options)
 
@@ -181,8 +173,7 @@ class _QKNormRopeKVCache(Normed, _RopeKVCache):
     tensors = (*_RopeKVCache.tensors, *[f"{x}?" for x in BLOCK_SCALES], *WEIGHTS, "v_weight?", *BIASES, *GIVEN_MEANS)
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard", "scale_fmt")
-    words: tuple[str, ...] = (*options, "norm", "check", "inplace")
-    check = staticmethod(checks.check_norm_kv_cache)
+    rules: tuple[Rule, ...] = (*_RopeKVCache.rules, checks.check_stored)
 
 
 class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
@@ -191,10 +182,9 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
     name, stage = "qk_norm_rope_kv_cache_scaled", "dynamic scales with cache"
     labels = {"q_scale": "q_global_scale"}  # noqa: RUF012
     options = (*_QKNormRopeKVCache.options, "group", "scale_out", "swizzled")
-    words = (*options, "norm", "check")
     results = ("q", "q_scale")
     inplace = False
-    check = staticmethod(checks.check_cache_scaled)
+    rules = (*_QKNormRopeKVCache.rules, check_one_format)
     reference = staticmethod(reference.kv_cache_scaled)
     fresh, converted, made = _QKNormRopeScaled.fresh, _QKNormRopeScaled.converted, _QKNormRopeScaled.made
 
@@ -202,14 +192,11 @@ class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
 class _QKNormRope(Normed):
     name, function, stage = "qk_norm_rope", "prepare_qkv", "norm"
     tensors: tuple[str, ...] = ("q", "k?", *WEIGHTS, *BIASES, *GIVEN_MEANS)
-    options: tuple[str, ...] = (*NORMED, *PLACED, "inverse")
-    words: tuple[str, ...] = (*NORMED, *PLACED, "norm", "check", "inplace")
+    options: tuple[str, ...] = ROTATION
+    hidden: tuple[str, ...] = ("inverse",)
     shards = True
-    check = staticmethod(checks.check_norm)
+    rules: tuple[Rule, ...] = (checks.check, checks.check_norm)
     reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
-
-    def saved(self, tensors: Tensors, options: Options) -> Tensors:
-        return dict(tensors)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         tables = {name: x for name, x in saved.items() if name not in self.names}
@@ -231,14 +218,28 @@ class _QKNormRope(Normed):
         return {**found, **{name: reference.gradient_of_mean(*xs, eps, layout) for name, xs in own.items()}}
 
 
+class _NormOfV(_QKNormRope):
+    """The same for v alone, which takes the place of q and is not rotated."""
+
+    labels = {"q": "v"}  # noqa: RUF012
+
+    def check(self, name: str, tensors: Tensors, options: Options) -> None:
+        checks.check(name, tensors, options, "v")
+
+
+def norm_of_v(norm: NormOptions) -> NormOptions:
+    """The norm of v alone, by that of a call with v_norm: it has no weight."""
+    return NormOptions(norm.rounding, norm.across_heads, kind=norm.kind, eps=norm.eps)
+
+
 class _QKNormRopeHadamard(_QKNormRope):
     """q and k are multiplied by the Hadamard matrix last."""
 
     name, stage = "qk_norm_rope_hadamard", "hadamard"
     options = (*_QKNormRope.options, "hadamard")
-    words = (*options, "norm", "check", "inplace")
+    hidden = ()
     shards = False
-    check = staticmethod(checks.check_hadamard)
+    rules = (*_QKNormRope.rules, checks.check_whole_head)
     reference = staticmethod(reference.turned)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
@@ -255,7 +256,6 @@ class _QKVNormRope(_QKNormRope):
 
     name = "qkv_norm_rope"
     tensors = ("q", "k", "v", *WEIGHTS, *BIASES)
-    words = (*NORMED, *PLACED, "norm", "check")
     results = ("q", "k", "v")
     inplace = shards = False
 
@@ -269,10 +269,9 @@ class _QKVNormRope(_QKNormRope):
         others = {name: x for name, x in saved.items() if name != "v"}
         found = super().gradient(call, others, own, options) if own else {}
         if grad is not None:
-            norm = norm_of(options)
-            norm = NormOptions(norm.rounding, kind=norm.kind, eps=norm.eps)
-            of_v, alone = resolved(QK_NORM_ROPE, {"q": saved["v"]}, {"layout": options.layout, "norm": norm})
-            found["v"] = QK_NORM_ROPE.gradient(call, alone, {"q": grad}, of_v)["q"]
+            words = {"layout": options.layout, "norm": norm_of_v(norm_of(options))}
+            of_v, alone = resolved(NORM_OF_V, {"q": saved["v"]}, words)
+            found["v"] = NORM_OF_V.gradient(call, alone, {"q": grad}, of_v)["q"]
         return found
 
 
@@ -293,7 +292,7 @@ class _QKNormRopeBackward(Operation):
         return {**out, **weight_sums(tensors, sizes, blocks)}
 
     def fakes(self, tensors: Tensors, options: Options) -> Tensors:
-        return {name: empty_like(tensors[name]) for name in self.results if name in tensors}
+        return super().fresh(tensors, options, 0)
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         return {name: outputs[name] for name in self.results if name in outputs}
@@ -308,7 +307,7 @@ class _QKVNormRopeBackward(_QKNormRopeBackward):
 
 ROPE, ROPE_FP8, ROPE_KV_CACHE = _Rope(), _RopeFp8(), _RopeKVCache()
 QK_NORM_ROPE, QK_NORM_ROPE_BACKWARD = _QKNormRope(), _QKNormRopeBackward()
-QKV_NORM_ROPE, QKV_NORM_ROPE_BACKWARD = _QKVNormRope(), _QKVNormRopeBackward()
+QKV_NORM_ROPE, QKV_NORM_ROPE_BACKWARD, NORM_OF_V = _QKVNormRope(), _QKVNormRopeBackward(), _NormOfV()
 QK_NORM_ROPE_HADAMARD = _QKNormRopeHadamard()
 QK_NORM_ROPE_FP8, QK_NORM_ROPE_KV_CACHE = _QKNormRopeFp8(), _QKNormRopeKVCache()
 QK_NORM_ROPE_SCALED, QK_NORM_ROPE_KV_CACHE_SCALED = _QKNormRopeScaled(), _QKNormRopeKVCacheScaled()

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from ..plan.options import QKV_ORDERS, Options, norm_of
+from ..plan.options import Options, norm_of
 from ..plan.problem import Views
-from ..plan.views import FORMATS, Tensors, packed_part, packed_sizes, packed_views
-from . import reference
+from ..plan.views import FORMATS, Tensors, heads_per_group, packed_sizes, packed_views
 from .checks import check_qkv, refuse_gradients
 from .fit import failing, require_apart
 from .into import Into, is_dense
 from .operation import Operation
-from .projections import PACKED
+from .projections import PACKED, contiguous_parts, shaped_parts
 
 
 class PackedInto(Operation):
@@ -32,12 +31,11 @@ class PackedInto(Operation):
         self.name, self.stage = f"{base.name}_packed", f"packed QKV with {base.stage or 'out'}"
         own = [name for name in into.tensors if name.rstrip("?") not in ("q", "k", "v")]
         self.tensors = ("qkv", "bias?", *own)
-        self.options, self.words = (
-            (*[word for word in words if word != "rotate_k"], *PACKED) for words in (into.options, into.words)
-        )
-        self.tables, self.norm = into.tables, into.norm
+        self.options = (*[word for word in into.options if word != "rotate_k"], *PACKED)
+        self.hidden, self.tables, self.norm = into.hidden, into.tables, into.norm
         self.results, self.writes, self.labels = into.results, into.writes, into.labels
         self.mutated = into.mutated
+        super().__init__()
 
     def written(self, options: Options) -> tuple[str, ...]:
         return self.into_given.written(options)
@@ -47,23 +45,20 @@ class PackedInto(Operation):
 
     def separate(self, tensors: Tensors, options: Options) -> Tensors:
         """Tensors as a call on separate q, k and v has them. Only their shapes, dtypes and devices are right."""
-        qkv = tensors["qkv"]
-        k, v = (packed_part(qkv, name, options) for name in "kv")
-        q = k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * options.q_per_group, -1)
-        heads = {"q": q, "k": k, **({"v": v} if "v_out" in tensors or "v_cache" in tensors else {})}
+        heads = shaped_parts(tensors["qkv"], options)
+        if "v_out" not in tensors and "v_cache" not in tensors:
+            del heads["v"]
         return {**heads, **{name: x for name, x in tensors.items() if name not in ("qkv", "bias")}}
 
     def check(self, name: str, tensors: Tensors, options: Options) -> None:
-        fail, given = failing(name), {*tensors}
+        fail = failing(name)
         check_qkv(name, tensors, options)
         refuse_gradients(fail, tensors, "qkv", "bias", use="use a call without cache, quantize and out")
-        if "bias" in given and options.order == "qkv_gated":
+        if "bias" in tensors and options.order == "qkv_gated":
             fail("order='qkv_gated' does not go with bias beside cache, quantize and out; add the bias before")
-        if "bias" in given and norm_of(options).of == "v":
+        if "bias" in tensors and norm_of(options).of == "v":
             fail("the norm has of='v', which does not go with bias")
-        if norm_of(options).across_heads:
-            fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
-        written = {self.labels.get(x, x): tensors[x] for x in self.written(options) if x in given}
+        written = {self.label(x): tensors[x] for x in self.written(options) if x in tensors}
         require_apart(name, written, {"qkv": tensors["qkv"]})
         self.into_given.check(name, self.separate(tensors, options), options)
 
@@ -79,9 +74,8 @@ class PackedInto(Operation):
         return self.into_given.made(given, options)
 
     def on_cpu(self, tensors: Tensors, options: Options) -> Tensors:
-        parts = reference.split_qkv(reference.with_bias(tensors)["qkv"], options)
-        alone = self.separate(tensors, options)
-        alone.update({name: parts[name].contiguous() for name in "qkv" if name in alone})
+        parts, alone = contiguous_parts(tensors, options), self.separate(tensors, options)
+        alone.update({name: parts[name] for name in "qkv" if name in alone})
         return self.into_given.on_cpu(alone, options)
 
 
@@ -94,7 +88,7 @@ def fresh_outputs(op: PackedInto, qkv: Any, words: dict[str, Any], given: Contai
     if n < 1 or not is_dense(qkv) or qkv.dim() < 3:
         return {}
     options = Options(q_per_group=n, order=order)
-    if qkv.shape[-1 if order == "grouped" else -2] % (n * QKV_ORDERS[order] + 2):
+    if qkv.shape[-1 if order == "grouped" else -2] % heads_per_group(options):
         return {}
     groups, head_dim = packed_sizes(qkv, options)
     form = FORMATS[words.get("out_dtype", "fp8")]

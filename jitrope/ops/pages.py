@@ -81,9 +81,13 @@ def slots_of(cache: Tensor) -> int:
 
 def put(x: Tensor, page: Tensor, row: Tensor | None, value: Any) -> None:
     """Write to rows of a cache, or of its block scales. row: None for slots, which have one axis."""
-    bits = x.view(torch.uint8) if x.element_size() == 1 else x  # index_put has no fp8
     at = (page,) if row is None else (page, row) if x.dim() == 4 else (page, row // 4, row % 4)
-    bits[at] = value.view(torch.uint8) if isinstance(value, Tensor) and bits is not x else value
+    indexed(x)[at] = indexed(value) if isinstance(value, Tensor) else value
+
+
+def indexed(x: Tensor) -> Tensor:
+    """A tensor that torch can index: fp8 as bytes."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def check_slots(tensors: Tensors, options: Options, fail: Fail) -> None:

@@ -6,27 +6,60 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..plan.options import Options, changed, norm_of
 from ..plan.problem import Views
-from ..plan.views import Tensors, packed_outputs, packed_part, packed_shape, packed_views, separate_views
+from ..plan.views import Tensors, bias_like, packed_part, packed_shape, packed_sizes, packed_views, separate_views
 from . import checks, reference
-from .operation import ROTATION, Call, Operation, turned_back
+from .operation import ROTATION, Call, Operation, Rule, empty_like, turned_back
 
 PACKED = ("q_per_group", "order", "copy_v")
 
 
+def with_bias(t: Tensors) -> Tensors:
+    """A call's tensors; a projection's bias is added to qkv, and the sum is rounded."""
+    return {**t, "qkv": t["qkv"] + bias_like(t["bias"], t["qkv"])} if "bias" in t else t
+
+
+def split_qkv(qkv: Tensor, o: Options) -> Tensors:
+    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
+    names = ("q", "k", "v", "gate") if o.order == "qkv_gated" else ("q", "k", "v")
+    parts = {name: packed_part(qkv, name, o) for name in names}
+    return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
+
+
+def contiguous_parts(t: Tensors, o: Options) -> Tensors:
+    """The parts of a call's packed tensor, with the projection's bias if it is given."""
+    return {name: x.contiguous() for name, x in split_qkv(with_bias(t)["qkv"], o).items()}
+
+
+def shaped_parts(qkv: Tensor, o: Options) -> Tensors:
+    """Views with the shapes, dtype and device of q, k and v, for checks. The elements of q are others."""
+    k, v = (packed_part(qkv, name, o) for name in "kv")
+    return {"q": k[..., :1, :].expand(*k.shape[:-2], k.shape[-2] * o.q_per_group, -1), "k": k, "v": v}
+
+
+def join_qkv(q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, o: Options) -> Tensor:
+    """The inverse of `split_qkv`; a missing gate is zero."""
+    if o.order == "grouped":
+        return torch.cat((q.unflatten(-2, (-1, o.q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
+    if o.order == "qkv_gated":
+        q = torch.stack((q, torch.zeros_like(q) if gate is None else gate), -2).flatten(-3, -2)
+    return torch.cat((q, k, v), -2)
+
+
 def split_and_turned(t: Tensors, o: Options) -> Tensors:
     """Packed QKV -> q and k, normalised if asked and rotated, v, and the gate if there is one."""
-    parts = {name: x.contiguous() for name, x in reference.split_qkv(reference.with_bias(t)["qkv"], o).items()}
-    turned = (reference.rope if o.norm is None else reference.qk_norm_rope)({**t, **parts}, o)
+    parts = contiguous_parts(t, o)
+    turned = reference.turned({**t, **parts}, o)
     return {**turned, **{name: x.clone() for name, x in parts.items() if name not in turned}}
 
 
 def joined_gradient(t: Tensors, o: Options) -> Tensors:
     """dq, dk, dv and the gate's gradient -> the gradient of packed QKV; `o` rotates back."""
     out = reference.rope({**t, "q": t["dq"].contiguous(), "k": t["dk"].contiguous()}, o)
-    return {"qkv": reference.join_qkv({**out, "v": t["dv"], "gate": t.get("dgate", torch.zeros_like(out["q"]))}, o)}
+    return {"qkv": join_qkv(out["q"], out["k"], t["dv"], t.get("dgate"), o)}
 
 
 class RopeQKV(Operation):
@@ -35,17 +68,24 @@ class RopeQKV(Operation):
     name, function, stage = "rope_qkv", "prepare_packed_qkv", "packed QKV"
     tensors: tuple[str, ...] = ("qkv", "bias?")
     options: tuple[str, ...] = (*ROTATION, *PACKED)
-    words: tuple[str, ...] = (*ROTATION, *PACKED, "check", "inplace")
     results: tuple[str, ...] = ("q", "k", "v", "gate")
     reads = ("qkv", "qkv", "qkv")
-    check = staticmethod(checks.check_qkv)
+    rules: tuple[Rule, ...] = (checks.check_qkv,)
     reference = staticmethod(split_and_turned)
 
     def written(self, options: Options) -> tuple[str, ...]:
         return ("qkv",) if options.inplace else ()
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        return packed_outputs(tensors["qkv"], options, "bias" in tensors)
+        """Without `copy_v` v is a view of the packed tensor, and so is a gate that has no bias."""
+        qkv = tensors["qkv"]
+        lead, (groups, head_dim) = qkv.shape[:-2], packed_sizes(qkv, options)
+        q = qkv.new_empty((*lead, groups * options.q_per_group, head_dim))
+        k = qkv.new_empty((*lead, groups, head_dim))
+        out = {"q": q, "k": k, "v": empty_like(k) if options.copy_v else packed_part(qkv, "v", options)}
+        if options.order == "qkv_gated":
+            out["gate"] = empty_like(q) if "bias" in tensors else packed_part(qkv, "gate", options)
+        return out
 
     def heads(self, tensors: Tensors, options: Options) -> tuple[Views, Views]:
         biased = "bias" in tensors
@@ -73,8 +113,8 @@ class RopeQKV(Operation):
         return "q_factor" in tensors or "bias" in tensors or not asked.get("inplace", False)
 
     def put(self, tensors: Tensors, results: Tensors, options: Options) -> Tensors:
-        biased = reference.with_bias(tensors)
-        found = super().put(biased, {"qkv": reference.join_qkv(results, options)}, options)
+        qkv = join_qkv(results["q"], results["k"], results["v"], results.get("gate"), options)
+        found = super().put(with_bias(tensors), {"qkv": qkv}, options)
         return {"qkv": tensors["qkv"].copy_(found["qkv"])} if "bias" in tensors else found
 
     def saved(self, tensors: Tensors, options: Options) -> Tensors:
@@ -130,8 +170,9 @@ class RopeQKVBackward(Operation):
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         """The gate's part of the gradient is a copy, because the kernel has as many heads to copy as k has."""
-        part = packed_part(outputs["qkv"], "gate", options)
-        part.copy_(tensors["dgate"]) if "dgate" in tensors else part.zero_()
+        if options.order == "qkv_gated":
+            part = packed_part(outputs["qkv"], "gate", options)
+            part.copy_(tensors["dgate"]) if "dgate" in tensors else part.zero_()
         return outputs
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:

@@ -19,7 +19,18 @@ _LABELS = {"out_dtype": "dtype", "scale_out": "scale_dtype", _POWERS: "scale_fmt
 """The names of arguments whose words have other names; _POWERS is the word of one value of scale_fmt."""
 
 
-class Quantize(Value):
+class Conversion(Value):
+    """A conversion of q, k and v. given: the scales of whole tensors that are not None, as given."""
+
+    given: dict[str, Any]
+    per = "token"
+
+    def on(self, q: Tensor) -> Tensors:
+        """The scales of whole tensors on q's device. Shapes and errors are those of `Quantize`."""
+        return scales(type(self).__name__, q, **self.given)
+
+
+class Quantize(Conversion):
     """Return q, and without a cache also k, in fp8 (arXiv:2209.05433).
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
@@ -45,8 +56,6 @@ class Quantize(Value):
         InvalidInput: an argument has a wrong type.
     """
 
-    per = "token"  # `prepare_qkv` reads it from both values
-
     def __init__(
         self,
         q_scale: float | Tensor,
@@ -56,22 +65,19 @@ class Quantize(Value):
         dtype: torch.dtype = FP8,
         hadamard: bool | str = False,
     ) -> None:
-        self.given: dict[str, Any] = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        self.given = {label: x for label, x in given.items() if x is not None or label == "q_scale"}
         for label, scale in self.given.items():
-            if not isinstance(scale, Tensor) and (scale is not None or label == "q_scale"):
+            if not isinstance(scale, Tensor):
                 scale_number("Quantize", label, scale)
         self.tensors, self.words = {}, hadamard_words("Quantize", hadamard)
         form = _format("Quantize", dtype, FP8S)
         if form != "fp8":
             self.words["out_dtype"] = form
 
-    def on(self, q: Tensor) -> Tensors:
-        """The scales as tensors on q's device. Shapes and errors are those of `Quantize`."""
-        return scales("Quantize", q, **self.given)
-
     def __repr__(self) -> str:
-        given = {name: shown(x) for name, x in self.given.items() if x is not None}
-        return f"Quantize({', '.join([f'{name}={x}' for name, x in given.items()] + _shown(self.words))})"
+        given = [f"{name}={shown(x)}" for name, x in self.given.items()]
+        return f"Quantize({', '.join(given + _shown(self.words))})"
 
 
 class Scaled(NamedTuple):
@@ -92,7 +98,7 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
-class DynamicQuantize(Value):
+class DynamicQuantize(Conversion):
     """Return q, k and if asked v as `Scaled`, with scales of each token and head that the launch computes.
 
     >>> q, k = torch.randn(2, 1, 16, 8, 64)
@@ -193,10 +199,6 @@ class DynamicQuantize(Value):
         if swizzled and ("group" not in self.words or self.words.get("scale_out", _POWERS) == _POWERS):
             raise InvalidInput("DynamicQuantize: swizzled needs scales of one byte; pass group and scale_dtype too")
         self.words.update(hadamard_words("DynamicQuantize", hadamard))
-
-    def on(self, q: Tensor) -> Tensors:
-        """The scales of whole tensors on q's device. Shapes and errors are those of `Quantize`."""
-        return scales("DynamicQuantize", q, **self.given)
 
     def __repr__(self) -> str:
         given = [f"{label.replace('_', '_global_')}={shown(x)}" for label, x in self.given.items()]

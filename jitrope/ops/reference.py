@@ -16,17 +16,15 @@ from ..plan.problem import DTYPE_NAMES
 from ..plan.views import (
     FP8S,
     Tensors,
-    bias_like,
     block_format,
     canonical,
     factor_view,
     joined,
-    packed_part,
     table_pair,
     table_view,
 )
 from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, stored_scale, with_hadamard
-from .pages import put, store_in_pages
+from .pages import indexed, put, slots_of, store_in_pages
 from .rows import gathered, table_rows
 
 
@@ -185,10 +183,8 @@ def normed(
     elif norm.rounding == "once" and plain:
         y = torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, norm.eps)
     else:
-        y = rows.float()
-        y = y - y.mean(-1, keepdim=True) if layer else y
-        mean = y.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
-        y = y * torch.rsqrt(mean + norm.eps)
+        y, scale = _centred(rows.float(), norm, mean_square)
+        y = y * scale
         if norm.rounding == "twice":
             y = y.to(x.dtype)
         if weight is not None:
@@ -199,6 +195,13 @@ def normed(
             y = y.to(x.dtype)
     y = _as_laid_out(y.view(view.shape), layout)
     return torch.empty_like(x, dtype=y.dtype).copy_(y)
+
+
+def _centred(rows: Tensor, norm: NormOptions, mean_square: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows in fp32, less their mean with "layer_norm", and 1 / sqrt(mean of their squares + eps)."""
+    rows = rows - rows.mean(-1, keepdim=True) if norm.kind == "layer_norm" else rows
+    mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
+    return rows, torch.rsqrt(mean + norm.eps)
 
 
 @_scales_q
@@ -248,11 +251,8 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
             g = g * factor_view(t["q_factor"])[..., 0]
         if norm.across_heads:
             rows, g = rows.flatten(-2), g.flatten(-2)
-        layer = norm.kind == "layer_norm"
-        rows = rows - rows.mean(-1, keepdim=True) if layer else rows
-        mean_square = t.get(f"{name}_mean_square")
-        mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
-        scale = torch.rsqrt(mean + norm.eps)
+        layer, mean_square = norm.kind == "layer_norm", t.get(f"{name}_mean_square")
+        rows, scale = _centred(rows, norm, mean_square)
         y = rows * scale
         spare = table_rows(y.shape[1], y.device, t, o)[1] if turns else None
         if spare is not None:
@@ -346,11 +346,12 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         slots = store_in_pages(t, canonical(t["q"], o.layout)[..., 0, 0].numel(), o.clear_page)
     else:
         slots = t["slot_mapping"].flatten().long()
-    page_size = k_cache.shape[1] if k_cache.dim() == 4 else 1
-    kept = (slots >= 0) & (slots < k_cache.shape[0] * page_size)
+    kept = (slots >= 0) & (slots < slots_of(k_cache))
     spare = table_rows(len(slots), slots.device, t, o)[1] if o.inplace and "cu_seqlens" in t else None
     kept = kept if spare is None else kept & ~spare
-    page, row = slots[kept] // page_size, slots[kept] % page_size if k_cache.dim() == 4 else None
+    page, row = slots[kept], None
+    if k_cache.dim() == 4:
+        page, row = page // k_cache.shape[1], page % k_cache.shape[1]
     stored = {name: (out.get(name, t[name]), exact.get(name, t[name])) for name in ("k", "v") if name in t}
     for name, (x, unrounded) in stored.items():
         cache = t[f"{name}_cache"]
@@ -362,8 +363,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         elif cache.dtype in FP8S:
             made = {f"{name}_cache": divided(unrounded, of_heads(t[f"{name}_scale"], o), DTYPE_NAMES[cache.dtype])}
         for label, y in made.items():
-            bits = y.view(torch.uint8) if y.element_size() == 1 else y  # fp8 has no index
-            put(t[label], page, row, canonical(bits, o.layout).flatten(0, 1)[kept])
+            put(t[label], page, row, canonical(indexed(y), o.layout).flatten(0, 1)[kept])
     return {**out, "q": divided(exact["q"], of_heads(t["q_scale"], o), o.out_dtype)} if "q_scale" in t else out
 
 
@@ -372,28 +372,3 @@ def kv_cache_scaled(t: Tensors, o: Options) -> Tensors:
     plain, alone = ({name: x for name, x in t.items() if name not in without} for without in (("q_scale",), ("k", "v")))
     norm = norm_of(o)._replace(v_norm=False)
     return {**rope_kv_cache(plain, o), **scaled(alone, changed(o, norm=norm))}
-
-
-# ---- packed QKV ------------------------------------------------------------------------------------
-
-
-def with_bias(t: Tensors) -> Tensors:
-    """A call's tensors; a projection's bias is added to qkv, and the sum is rounded."""
-    return {**t, "qkv": t["qkv"] + bias_like(t["bias"], t["qkv"])} if "bias" in t else t
-
-
-def split_qkv(qkv: Tensor, o: Options) -> Tensors:
-    """q, k and v, and the gate, (..., heads, D); views, except a q of several groups."""
-    names = ("q", "k", "v", "gate") if o.order == "qkv_gated" else ("q", "k", "v")
-    parts = {name: packed_part(qkv, name, o) for name in names}
-    return {**parts, "q": parts["q"].flatten(-3, -2)} if o.order == "grouped" else parts
-
-
-def join_qkv(parts: Tensors, o: Options) -> Tensor:
-    """The inverse of `split_qkv`."""
-    q, k, v = (parts[name] for name in "qkv")
-    if o.order == "grouped":
-        return torch.cat((q.unflatten(-2, (-1, o.q_per_group)), k.unsqueeze(-2), v.unsqueeze(-2)), -2).flatten(-2)
-    if o.order == "qkv_gated":
-        q = torch.stack((q, parts["gate"]), -2).flatten(-3, -2)
-    return torch.cat((q, k, v), -2)

@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..plan.options import LAYOUT_AXES, Options, norm_of
-from ..plan.problem import constant
 from ..plan.views import Tensors, packed_part
 from . import watch
 
 COUNTERS = 4096
 """Counters of blocks: one for each 16 blocks of a launch, and one more (`templates/block_sums.cuh`)."""
 
+MOST_CONSTANTS = 4096  # of a function
+
 _counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def constant(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the tensors of a function that depend only on a device and some numbers.
+
+    The first call waits for the stream that fills them, so that every stream may read them. Tensors made under
+    torch.compile, fake tensors or a CUDA graph's capture are not kept. Graphs read those that are, so none is freed.
+    """
+    kept: dict[tuple[Any, ...], Any] = {}
+
+    def get(device: torch.device, *numbers: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return make(device, *numbers)
+        key = (device, *numbers)
+        if key in kept:
+            return kept[key]
+        with torch.inference_mode(False):
+            made = make(device, *numbers)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return made
+            torch.cuda.current_stream(device).synchronize()
+        return kept.setdefault(key, made) if len(kept) < MOST_CONSTANTS else made
+
+    get.cache_clear = kept.clear  # type: ignore[attr-defined]
+    return get
 
 
 def counters(x: Tensor) -> Tensor:

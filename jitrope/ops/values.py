@@ -15,13 +15,11 @@ from torch import Tensor
 from ..base.arguments import flag, items, number, refuse, shown, tensor, whole, wholes, word
 from ..base.errors import InvalidInput
 from ..plan.options import NORM_KINDS, NORM_OF, NORM_ROUNDINGS, NormOptions
-from ..plan.problem import constant
 from ..plan.views import MEANS, Tensors
+from .stand_ins import constant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class Value:

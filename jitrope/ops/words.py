@@ -26,8 +26,7 @@ from ..plan.options import (
     changed,
     rotated,
 )
-from ..plan.views import Tensors
-from .fit import USERS_NAMES
+from ..plan.views import Tensors, heads_per_group
 
 ONE_TABLE = TABLES[1:]
 """Words for a single table in place of cos and sin."""
@@ -99,7 +98,7 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     for label in (*asked, *[label for label in tensors if label not in op.names]):
         if label not in op.words and label not in op.tables:
             hint = "; pass positions as a tensor of ids" if label in ("cu_seqlens", "max_seqlen") else ""
-            raise InvalidInput(f"{name}: {_users_name(op, label)} does not go with {op.stage or 'this function'}{hint}")
+            raise InvalidInput(f"{name}: {op.label(label)} does not go with {op.stage or 'this function'}{hint}")
     kind = _check_tensors(op, tensors, asked, name)
     full = canonical(dict(tensors))
     first, cos = next(iter(full.values())), full.get("cos")
@@ -113,11 +112,6 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     return (options, full) if cos is not None else op.unrotated(name, full, options)
 
 
-def _users_name(op: Any, label: str) -> str:
-    """The user's name of a tensor or a word."""
-    return str({**USERS_NAMES, **op.labels}.get(label, label))
-
-
 def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:
     """Refuse missing and wrong tensors, and return the kind of the tables."""
     kinds = [kind for kind in ONE_TABLE if kind in tensors]
@@ -127,11 +121,11 @@ def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any]
     needed = {*[label for label in op.tensors if not label.endswith("?")], "cos", "sin", *ONE_TABLE}
     for label in op.tensors:
         if not label.endswith("?") and label not in tensors:
-            refuse(name, op.labels.get(label, label), None, "a tensor")
+            refuse(name, op.label(label), None, "a tensor")
     for label, x in tensors.items():
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
             tensor = "a strided tensor" if isinstance(x, Tensor) else "a tensor"
-            shown = (kinds or ["cos"])[0] if label == "second_cos" else _users_name(op, label)
+            shown = (kinds or ["cos"])[0] if label == "second_cos" else op.label(label)
             hint = f"; pass torch.from_numpy({shown})" if type(x).__name__ == "ndarray" else ""
             refuse(name, shown, x, (tensor if label in needed else f"{tensor} or None") + hint)
     return kinds[0] if kinds else "cos_sin"
@@ -171,7 +165,7 @@ def _resolved(
     o = Options(**values, table=kind)
     if rotary_dim is None:  # from the width of cos_sin_cache or freqs_cis, if one is given, else from the head
         grouped = o.q_per_group > 0 and o.order == "grouped"
-        head_dim = width // (o.q_per_group + 2) if grouped else width
+        head_dim = width // heads_per_group(o) if grouped else width
         times = _TIMES_WIDTH.get(kind)
         rotary_dim = times * table_width if times else head_dim - rotated(o)[0]
         if not table_width:  # nothing is rotated

@@ -23,14 +23,18 @@ def _argument(c_type: str, field: str, names: str = "") -> Argument:
     return Argument(c_type, field, tuple(names.split()) or (field,))
 
 
+def _each(c_type: str, names: str) -> list[Argument]:
+    """A field for each of the names."""
+    return [_argument(c_type, name) for name in names.split()]
+
+
 WORDS_OF = {"Strides": 5, "TableStrides": 4, "IdStrides": 3, "ScaleStrides": 2}
 """8-byte words of a C++ type; every other type is one word."""
 
 ADDRESSES = (
     _argument("const T*", "in", "q k v"),
     _argument("void*", "out", "q_out k_out v_out"),
-    _argument("const Table*", "cos"),
-    _argument("const Table*", "sin"),
+    *_each("const Table*", "cos sin"),
     _argument("const CuSeqlens*", "cu_seqlens"),
     _argument("const StartPositions*", "start_positions"),
     _argument("const PositionIds*", "position_ids"),
@@ -40,18 +44,9 @@ ADDRESSES = (
 WORDS = (
     _argument("Strides", "in_stride", "q k v"),
     _argument("Strides", "out_stride", "q_out k_out v_out"),
-    _argument("TableStrides", "cos_stride"),
-    _argument("TableStrides", "sin_stride"),
+    *_each("TableStrides", "cos_stride sin_stride"),
     _argument("IdStrides", "ids_stride"),
-    _argument("long long", "tokens"),
-    _argument("long long", "batch"),
-    _argument("long long", "seqlen"),
-    _argument("long long", "q_heads"),
-    _argument("long long", "k_heads"),
-    _argument("long long", "sequences"),
-    _argument("long long", "table_rows"),
-    _argument("long long", "cp_rank"),
-    _argument("long long", "slot_count"),
+    *_each("long long", "tokens batch seqlen q_heads k_heads sequences table_rows cp_rank slot_count"),
     _argument("Scalars", "scalars"),
 )
 NORM_ADDRESSES = (
@@ -94,19 +89,10 @@ OPTIONAL: dict[str, tuple[tuple[Argument, ...], tuple[Argument, ...]]] = {
     "head_scales": ((), (_argument("ScaleStrides", "scale_strides", "q_scale k_scale v_scale"),)),
     "paged": (
         (
-            _argument("const PageIndex*", "page_table"),
-            _argument("const PageIndex*", "page_indptr"),
-            _argument("const PageIndex*", "last_page_len"),
-            _argument("const PageIndex*", "seq_lens"),
-            _argument("const PageIndex*", "cu_seqlens_q"),
+            *_each("const PageIndex*", "page_table page_indptr last_page_len seq_lens cu_seqlens_q"),
             _argument("int*", "errors"),
         ),
-        (
-            _argument("long long", "page_table_stride"),
-            _argument("long long", "page_table_width"),
-            _argument("long long", "page_count"),
-            _argument("long long", "new_tokens"),
-        ),
+        (*_each("long long", "page_table_stride page_table_width page_count new_tokens"),),
     ),
 }
 """The addresses and the words of a stage, by its flag in the spec."""

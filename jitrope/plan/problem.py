@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,44 +52,6 @@ DTYPE_NAMES = {
 Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
 
 
-def joint_parts(q1: Tensor, k1: Tensor, v1: Tensor, q2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh q, k and v, (B, S1 + S2, H, D), for the tokens of both streams."""
-    tokens = q1.shape[1] + q2.shape[1]
-    q, k, v = (x.new_empty((x.shape[0], tokens, *x.shape[2:])) for x in (q1, k1, v1))
-    return q, k, v
-
-
-# ---- constants -----------------------------------------------------------------------------------
-
-MOST_CONSTANTS = 4096  # of a function
-
-
-def constant(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the tensors of a function that depend only on a device and some numbers.
-
-    The first call waits for the stream that fills them, so that every stream may read them. Tensors made under
-    torch.compile, fake tensors or a CUDA graph's capture are not kept. Graphs read those that are, so none is freed.
-    """
-    kept: dict[tuple[Any, ...], Any] = {}
-
-    def get(device: torch.device, *numbers: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-            return make(device, *numbers)
-        key = (device, *numbers)
-        if key in kept:
-            return kept[key]
-        with torch.inference_mode(False):
-            made = make(device, *numbers)
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return made
-            torch.cuda.current_stream(device).synchronize()
-        return kept.setdefault(key, made) if len(kept) < MOST_CONSTANTS else made
-
-    get.cache_clear = kept.clear  # type: ignore[attr-defined]
-    return get
-
-
 # ---- the plan ----------------------------------------------------------------------------------
 
 NARROW = 1 << 30
@@ -98,6 +60,9 @@ _OF_OPTIONS, _OF_NORM = (
     [name for name in words if name in heuristics.RopeProblem.__dataclass_fields__]
     for words in (Options._fields, NormOptions._fields[1:])
 )
+_PLANNED = ("head_dim", "q_per_group", "kv_per_group", "v_per_k", "batch", "tokens", "heads", "q_heads")
+_COUNTED = ("tokens", "batch", "seqlen", "q_heads", "k_heads", "sequences")
+"""Attributes of a call that are fields of a problem, and those that are words of the argument block."""
 
 
 def plan_call(
@@ -212,13 +177,13 @@ class _Call:
         table_step, table_vec_limit = _table_access(self.tables, self.table_strides)
         found: dict[str, Any] = {
             **{name: getattr(o, name) for name in _OF_OPTIONS},
+            **{name: getattr(self, name) for name in _PLANNED},
             **{f"{name}_dtype": _name(self.tensors.get(name)) for name in INDICES},
             **self._norm_fields(),
             "dtype": DTYPE_NAMES[views[0].dtype],
             "table_dtype": DTYPE_NAMES[table.dtype],
             "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[3].dtype],
             "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[4].dtype],
-            "head_dim": self.head_dim,
             "dynamic": bool(self.scales or self.block_scales),
             "dynamic_q": bool(self.scales),
             "block_cache": bool(self.block_scales),
@@ -230,10 +195,7 @@ class _Call:
             "page_size": self.page_size if self.pages > 1 or self.paged else 0,
             "page_indptr": "page_indptr" in self.tensors,
             "cu_seqlens_q": "cu_seqlens_q" in self.tensors,
-            "q_per_group": self.q_per_group,
-            "kv_per_group": self.kv_per_group,
             "copy_v": self.inputs[2] is not None,
-            "v_per_k": self.v_per_k,
             "convert_v": converts_v(self.tensors, o.dynamic_v),
             "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
             "scales_q": "q_factor" in self.tensors,
@@ -242,10 +204,6 @@ class _Call:
             "added_bias": bool(self.added),
             "gated": bool(self.added) and o.order == "qkv_gated" and self.q_per_group == 2,
             "wide": max(table.shape[1], *(step for group in steps for step in group)) >= NARROW,
-            "batch": self.batch,
-            "tokens": self.tokens,
-            "heads": self.heads,
-            "q_heads": self.q_heads,
             "num_sequences": self.sequences,
             "vec_limit": _elements_per_access([*views, *self.sources, *self.grads, *self.added], strides),
             "table_vec_limit": table_vec_limit,
@@ -296,12 +254,7 @@ class _Call:
             "cos_stride": self.table_strides[0],
             "sin_stride": self.table_strides[1],
             "ids_stride": self.ids_strides,
-            "tokens": self.tokens,
-            "batch": self.batch,
-            "seqlen": self.seqlen,
-            "q_heads": self.q_heads,
-            "k_heads": self.k_heads,
-            "sequences": self.sequences,
+            **{name: getattr(self, name) for name in _COUNTED},
             "table_rows": self.tables[0].shape[1],
             "cp_rank": self.options.cp_rank,
             "slot_count": self.pages * self.page_size,

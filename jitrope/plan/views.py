@@ -104,6 +104,11 @@ def table_view(table: Tensor) -> Tensor:
     return table[None, :, None] if table.dim() == 2 else table[:, :, None]
 
 
+def per_head(table: Tensor) -> bool:
+    """Whether a table has entries for each head."""
+    return table.dim() == 4 and table.shape[2] != 1
+
+
 def table_pair(cos: Tensor, sin: Tensor | None, table: str) -> tuple[Tensor, Tensor]:
     """cos and sin as two views; for freqs both are the angles. `table` is a word of `spec.TABLES`."""
     sin = cos if sin is None else sin
@@ -153,16 +158,20 @@ def factor_view(q_factor: Tensor, shape: tuple[int, ...] = (-1, -1)) -> Tensor:
 # ---- packed QKV ------------------------------------------------------------------------------------
 
 
+def heads_per_group(options: Options) -> int:
+    """The heads of q, with their gates, of k and of v for each head of k in packed QKV."""
+    return options.q_per_group * QKV_ORDERS[options.order] + 2
+
+
 def packed_sizes(qkv: Tensor, options: Options) -> tuple[int, int]:
     """(groups, head_dim) of a packed tensor; a group is a head of k."""
-    *_, heads, width = qkv.shape
-    per_group = options.q_per_group * QKV_ORDERS[options.order] + 2
+    (*_, heads, width), per_group = qkv.shape, heads_per_group(options)
     return (heads, width // per_group) if options.order == "grouped" else (heads // per_group, width)
 
 
 def packed_shape(groups: int, head_dim: int, options: Options) -> tuple[int, int]:
     """The last two axes of a packed tensor, the inverse of `packed_sizes`."""
-    per_group = options.q_per_group * QKV_ORDERS[options.order] + 2
+    per_group = heads_per_group(options)
     return (groups, per_group * head_dim) if options.order == "grouped" else (groups * per_group, head_dim)
 
 
@@ -209,14 +218,3 @@ def bias_like(bias: Tensor, qkv: Tensor) -> Tensor:
 def bias_views(bias: Tensor, qkv: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """The views of a bias as one token of its packed tensor."""
     return packed_views(bias_like(bias, qkv)[(None,) * (qkv.dim() - 2)], options, with_gate=True)
-
-
-def packed_outputs(qkv: Tensor, options: Options, biased: bool) -> Tensors:
-    """Fresh q, k and v for a packed tensor. Without `copy_v` v is a view of it, and so is a gate that has no bias."""
-    lead, (groups, head_dim) = qkv.shape[:-2], packed_sizes(qkv, options)
-    q = qkv.new_empty((*lead, groups * options.q_per_group, head_dim))
-    k = qkv.new_empty((*lead, groups, head_dim))
-    out = {"q": q, "k": k, "v": torch.empty_like(k) if options.copy_v else packed_part(qkv, "v", options)}
-    if options.order == "qkv_gated":
-        out["gate"] = torch.empty_like(q) if biased else packed_part(qkv, "gate", options)
-    return out
