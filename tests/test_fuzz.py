@@ -24,7 +24,7 @@ from jitrope.plan.heuristics import MAX_GRID_Y, SHARED_BYTES, RopeProblem, plan,
 from jitrope.plan.options import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DTYPES
 from jitrope.plan.spec import RopeSpec
 from jitrope.plan.views import GROUPS
-from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
+from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 from jitrope.tools.prewarm import specs_of
 
 # The same examples in every run, so failures are reproducible.
@@ -37,7 +37,7 @@ SPECS: list[Spec] = [
     specs_of(heads=[32, 8])[0],
     specs_of(heads=24, positions={"position_ids": "int64", "mrope_section": [16, 24, 24]})[0],
     *specs_of(function="prepare_qkv", heads=[32, 8], norm={"q_weight": "bf16", "rounding": "once"}, backward=True),
-    plan_rows(RowsSpec("to_ranks", cp_size=2), (2048, 1024), (1024,)),
+    rows_spec((2048, 1024), 1024, "to_ranks", cp_size=2),
     RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
     SegmentsSpec(True, "int32", 2, "dual_chunk", full=False, extends=False, padded=True, exchange=True, threads=256),
     CorrectionSpec("out", "nothing", "add", True, "bf16", "int32", 8),
@@ -326,7 +326,7 @@ def test_specs_share_a_key_only_if_they_share_a_text(p: RopeProblem, q: RopeProb
     st.lists(st.integers(0, 1 << 40), max_size=8), FLAG,
 )  # fmt: skip
 def test_planned_rows_are_whole_accesses(map: str, widths: list[int], others: list[int], sums: bool) -> None:
-    spec = plan_rows(RowsSpec(map, sums=sums), tuple(widths), (*widths, *others))
+    spec = rows_spec(tuple(widths), gcd(*widths, *others), map, sums=sums)
     assert spec.access_bytes in (1, 2, 4, 8, 16)
     assert gcd(16, *widths, *others) == spec.access_bytes
     assert spec.lanes & (spec.lanes - 1) == 0

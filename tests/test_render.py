@@ -18,7 +18,7 @@ from jitrope.jit import compiler, render
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import arguments
 from jitrope.plan.spec import RopeSpec
-from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, plan_rows
+from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 from jitrope.tools.prewarm import default_specs, specs_of
 
 SPEC = specs_of(heads=[32, 8])[0]
@@ -27,7 +27,7 @@ NORM_SPEC, *_, GRADIENT_SPEC = specs_of(function="prepare_qkv", heads=[32, 8], n
 ACROSS = {**NORM, "rounding": "twice", "across_heads": True}
 ACROSS_SPEC = specs_of(function="prepare_qkv", heads=[40, 40], norm=ACROSS)[0]
 THD_SPECS = [
-    plan_rows(RowsSpec("to_ranks", cp_size=2), (2048, 1024), (1024,)),
+    rows_spec((2048, 1024), 1024, "to_ranks", cp_size=2),
     RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
     *(
         SegmentsSpec(rows, "int32", 2, "dual_chunk", full=False, extends=False, padded=True, exchange=True, threads=256)

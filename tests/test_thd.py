@@ -19,7 +19,7 @@ from jitrope.thd import launch as thd_runtime
 from jitrope.thd import ops as thd_ops
 from jitrope.thd.corrections import Correction
 from jitrope.thd.reference import Move, Segments, Shape
-from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, plan_rows
+from jitrope.thd.spec import MAPS, CorrectionSpec, RowsSpec, SegmentsSpec, ThdSpec, rows_spec
 
 from .host import harness
 from .test_compile import ARCHS, DIVISION, bounds, disassemble, opcode
@@ -260,15 +260,15 @@ def test_offsets_that_are_none_touch_nothing_else(wild: list[int]) -> None:
 
 def every_kind() -> list[ThdSpec]:
     """The specs of real calls: each map, sums, segments of each mask, corrections."""
-    moving = [plan_rows(RowsSpec(map, cp_size=4), (2048,), (2048,)) for map in MAPS if map != "positions"]
-    moving += [plan_rows(RowsSpec("to_sequences", False, "int64", 3, rule), (2048,), (2048,)) for rule in RULES]
+    moving = [rows_spec((2048,), 2048, map, cp_size=4) for map in MAPS if map != "positions"]
+    moving += [rows_spec((2048,), 2048, "to_sequences", False, "int64", 3, rule) for rule in RULES]
     tables = [
         RowsSpec(map, True, index, 4, rule)
         for map in ("to_ranks", "to_sequences", "positions")
         for index, rule in zip(("int32", "int64"), RULES)
     ]
     sums = [
-        plan_rows(RowsSpec("table", sums=True, dtype=dtype, out_dtype=out), (2048,), (2048,))
+        rows_spec((2048,), 2048, "table", sums=True, dtype=dtype, out_dtype=out)
         for dtype, out in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32"))
     ]
     flags = ((False,) * 4, (True, False, True, False), (False, True, False, True), (False, False, True, True))

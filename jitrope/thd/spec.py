@@ -184,27 +184,22 @@ KINDS.update(dict.fromkeys(("thd_rows", "thd_tables"), RowsSpec))
 KINDS.update(dict.fromkeys(("cp_segments", "cp_segment_rows"), SegmentsSpec), thd_corrections=CorrectionSpec)
 
 
-def plan_rows(spec: RowsSpec, widths: tuple[int, ...], multiples: tuple[int, ...]) -> RowsSpec:
-    """The spec with access_bytes, lanes and unroll, for rows of `widths` bytes.
+_cached = lru_cache(maxsize=1024)
+table_spec, segments_spec, correction_spec = map(_cached, (RowsSpec, SegmentsSpec, CorrectionSpec))
 
-    multiples: every address, stride and width, in bytes. An access must divide them all.
+
+@_cached
+def rows_spec(widths: tuple[int, ...], multiple: int, *words: Any, **more: Any) -> RowsSpec:
+    """`RowsSpec(*words, **more)` with access_bytes, lanes and unroll, for rows of `widths` bytes.
+
+    multiple: the greatest common divisor of every address, stride and width, in bytes. An access must divide it.
     """
-    access = math.gcd(ACCESS_BYTES, *multiples)
+    access = math.gcd(ACCESS_BYTES, multiple)
     columns = max(1, max(widths) // access)
     lanes, best = 1, 0.0
     for candidate in (1 << shift for shift in range(BLOCK_THREADS.bit_length())):
         use = columns / (-(-columns // candidate) * candidate)
         if use >= best or use >= MIN_LANE_USE:
             lanes, best = candidate, use
-    unroll = 1 if spec.sums else ROWS_IN_FLIGHT
-    return replace(spec, access_bytes=access, lanes=lanes, unroll=unroll)
-
-
-_cached = lru_cache(maxsize=1024)
-table_spec, segments_spec, correction_spec = map(_cached, (RowsSpec, SegmentsSpec, CorrectionSpec))
-
-
-@_cached
-def rows_spec(widths: tuple[int, ...], multiple: int, *words: Any) -> RowsSpec:
-    """`plan_rows(RowsSpec(*words), ...)`, kept. multiple: the greatest common divisor of its multiples."""
-    return plan_rows(RowsSpec(*words), widths, (multiple,))
+    spec = RowsSpec(*words, **more)
+    return replace(spec, access_bytes=access, lanes=lanes, unroll=1 if spec.sums else ROWS_IN_FLIGHT)
