@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -712,6 +713,21 @@ def test_without_a_compiler_any_compilers_kernel_serves(own_cache, monkeypatch: 
     assert kernels.build(SPEC, "sm_90").data == want
     with pytest.raises(CompileError, match="NVRTC cannot be loaded"):
         kernels.build(SPEC, "sm_80")
+
+
+def test_the_key_has_the_nvrtc_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch for CUDA 13 brings the package of NVRTC 13, also beside a CuPy for CUDA 12 that loads another NVRTC."""
+    own = compiler.PACKAGES[compiler.cuda_major()][1]
+
+    def version_of(package: str) -> str:
+        if package == own:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "of another NVRTC"
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    major, minor = compiler.nvrtc_version()
+    found = compiler.compiler_version.__wrapped__()
+    assert found == f"cupy {compiler.import_cupy().__version__}, nvrtc {major}.{minor}"
 
 
 def test_missing_cupy_names_the_packages(own_cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:

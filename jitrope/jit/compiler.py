@@ -122,19 +122,17 @@ def torch_cuda_major() -> int:
 def compiler_version() -> str:
     """The versions of CuPy and NVRTC, for the cache key.
 
-    NVRTC's version is read from its package if there is one, because loading the library takes longer than the rest of
-    a first call from a warm cache.
+    NVRTC's version is read from the package of CuPy's CUDA, if it is there, because loading the library takes longer
+    than the rest of a first call from a warm cache.
     """
     import importlib.metadata  # CuPy has imported it by now
 
-    cupy_version = import_cupy().__version__
-    for package in [nvrtc for _, nvrtc in PACKAGES.values()][:: -1 if cuda_major() >= 13 else 1]:
-        try:
-            return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    major, minor = _nvrtc().getVersion()
-    return f"cupy {cupy_version}, nvrtc {major}.{minor}"
+    cupy_version, package = import_cupy().__version__, _packages(cuda_major())[1]
+    try:
+        return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        major, minor = nvrtc_version()
+        return f"cupy {cupy_version}, nvrtc {major}.{minor}"
 
 
 def cuda_major() -> int:
