@@ -101,8 +101,8 @@ def is_refused(case: Case) -> bool:
     return functools.reduce(and_, [rules_with(stage, case.get(stage)) for stage in STAGES]) != 0
 
 
-def pairs_of(case: Case) -> Iterator[tuple[tuple[str, str], ...]]:
-    return itertools.combinations([(stage, case[stage]) for stage in STAGES if stage in case], 2)
+def pairs_of(case: Case) -> list[frozenset[tuple[str, str]]]:
+    return [*map(frozenset, itertools.combinations(case.items(), 2))]
 
 
 def completed(case: Case, stages: dict[str, tuple[str, ...]], missing: dict[Any, None]) -> Case | None:
@@ -114,7 +114,7 @@ def completed(case: Case, stages: dict[str, tuple[str, ...]], missing: dict[Any,
         return case
 
     def gained(value: str) -> int:
-        return -sum(pair in missing for pair in pairs_of({**case, left: value}))
+        return -sum(frozenset((other, (left, value))) in missing for other in case.items())
 
     # The sort is stable; it begins at another value for each count of missing pairs.
     values = stages[left]
@@ -130,7 +130,7 @@ def covering(stages: dict[str, tuple[str, ...]]) -> tuple[list[Case], list[Case]
     """(calls with every pair of values that is allowed; the pairs that are in no call)"""
     words = {stage: [(stage, x) for x in values] for stage, values in stages.items()}
     both = itertools.combinations(stages, 2)
-    missing = dict.fromkeys(itertools.chain(*[itertools.product(words[a], words[b]) for a, b in both]))
+    missing = dict.fromkeys(frozenset(pair) for a, b in both for pair in itertools.product(words[a], words[b]))
     cases, never = [], []
     while missing:
         pair = next(iter(missing))
@@ -619,7 +619,7 @@ def test_every_pair_is_in_a_call_or_refused() -> None:
     covered = {pair for case in CASES for pair in pairs_of(case)}
     for a, b in itertools.combinations(STAGES, 2):
         for x, y in itertools.product(STAGES[a], STAGES[b]):
-            if ((a, x), (b, y)) not in covered:
+            if frozenset(((a, x), (b, y))) not in covered:
                 assert {a: x, b: y} in NEVER
     for pair in NEVER:
         assert any(all(value in rule.get(stage, ()) for stage, value in pair.items()) for rule in RULES) or (
