@@ -247,6 +247,10 @@ WRONG = {  # what the body of a kernel does wrong, with a count of 1, and ASan's
     "null": ("p.out[0] = *reinterpret_cast<int*>(p.count - 1);", ILLEGAL),
     "no value": ("p.out[0] = sometimes(p.count);", ILLEGAL),
     "past a local": ("int a[4] = {}; int* at = a; p.out[0] = at[3 + p.count];", "stack-buffer-overflow"),
+    "past a local, behind a barrier": (
+        "int a[4] = {}; int* at = a; __syncthreads(); if (!threadIdx.x) p.out[0] = at[3 + p.count];",
+        "stack-buffer-overflow",
+    ),
     "out of scope": ("int* at; { int a = 1; at = &a; } p.out[0] = *at;", "stack-use-after-scope"),
     "past shared memory": ("__shared__ int a[4]; int* at = a; p.out[0] = at[3 + p.count];", "global-buffer-overflow"),
     "past a tensor": ("p.out[p.count] = 1;", "use-after-poison"),
@@ -267,7 +271,7 @@ extern "C" __global__ void probe(const Params p) {{
 }}
 """
     with pytest.raises(AssertionError, match=rf"(?s)AddressSanitizer: {report}.* in .*probe\.cu:1"):
-        harness.run(Source(text, "probe", "probe"), (1, 1), 1, [torch.zeros(1, dtype=torch.int32)], [1])
+        harness.run(Source(text, "probe", "probe"), (1, 1), 2, [torch.zeros(1, dtype=torch.int32)], [1])
 
 
 # ---- packed QKV ----------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def build(source: Source) -> Path:
     if not made.exists():
         code = made.with_suffix(f".{os.getpid()}.{threading.get_ident()}.cpp")
         code.write_text(text)
-        launcher = built("runtime.cpp", "-c")
+        launcher = built("runtime.cpp", "-c", "-O1")
         gcc([*FLAGS, *LINK, "-include", str(HERE / "shim.h"), str(code), str(launcher)], made)
         code.unlink()
     return made

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <sys/mman.h>
-#include <ucontext.h>
 #include <vector>
 
 #include "shim.h"
@@ -13,11 +12,19 @@
 dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 // ---- turns ---------------------------------------------------------------------------------------
-struct Thread { ucontext_t context; bool left; };
+struct Thread { void* stack; bool left; };
 static std::vector<Thread> threads;
-static ucontext_t launcher;
+static void* launcher;              // its stack, while a thread runs
 static bool waiting;                // no barrier opened in this round of turns
 static const void* given;           // the kernel's parameters
+
+// Keep this stack's pointer, with the registers that a function must leave as they were, and go on with another stack.
+// ASan's swapcontext would also forget the bounds of a thread's variables, and takes system calls.
+extern "C" void go_on(void** kept, void* other);
+asm(".text\n.hidden go_on\n.globl go_on\ngo_on:\n"
+    "push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"
+    "mov %rsp, (%rdi)\n mov %rsi, %rsp\n"
+    "pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n");
 
 struct Barrier {
     unsigned int expected, arrived = 0, phase = 0;
@@ -28,11 +35,11 @@ struct Barrier {
         const unsigned int before = phase;
         ++arrived;
         open();
-        while (phase == before) swapcontext(&threads[threadIdx.x].context, &launcher);
+        while (phase == before) go_on(&threads[threadIdx.x].stack, launcher);
     }
     void leave() { --expected, open(); }
 };
-struct Warp { Barrier barrier; std::uint64_t slots[32] = {}; };
+struct Warp { Barrier barrier; std::uint64_t slots[2][32] = {}; };   // in turn: a lane may be one exchange ahead
 static Barrier block_barrier;
 static std::vector<Warp> warps;
 
@@ -41,6 +48,7 @@ static void run_thread() {
     threads[threadIdx.x].left = true;
     block_barrier.leave();
     warps[threadIdx.x / 32].barrier.leave();
+    go_on(&threads[threadIdx.x].stack, launcher);
 }
 
 // ---- barriers, warp exchanges, atomics -------------------------------------------------------------
@@ -62,21 +70,19 @@ int __syncthreads_or(int predicate) {
 }
 void __syncwarp(unsigned int) { warps[threadIdx.x / 32].barrier.wait(); }
 
-std::uint64_t exchange(std::uint64_t bits, unsigned int from) {
+// What every lane shows.
+static const std::uint64_t* shown(std::uint64_t bits) {
     Warp& warp = warps[threadIdx.x / 32];
-    warp.slots[threadIdx.x % 32] = bits;
+    auto& slots = warp.slots[warp.barrier.phase % 2];
+    slots[threadIdx.x % 32] = bits;
     warp.barrier.wait();
-    bits = warp.slots[from % 32];
-    warp.barrier.wait();
-    return bits;
+    return slots;
 }
+std::uint64_t exchange(std::uint64_t bits, unsigned int from) { return shown(bits)[from % 32]; }
 unsigned int __ballot_sync(unsigned int, bool predicate) {
-    Warp& warp = warps[threadIdx.x / 32];
-    warp.slots[threadIdx.x % 32] = predicate;
-    warp.barrier.wait();
+    const std::uint64_t* slots = shown(predicate);
     unsigned int mask = 0;
-    for (unsigned int lane = 0; lane < 32; ++lane) mask |= static_cast<unsigned int>(warp.slots[lane] & 1) << lane;
-    warp.barrier.wait();
+    for (unsigned int lane = 0; lane < 32; ++lane) mask |= static_cast<unsigned int>(slots[lane] & 1) << lane;
     return mask;
 }
 
@@ -97,18 +103,17 @@ EXPORTED void run(const void* parameters, unsigned gx, unsigned gy, unsigned blo
         for (unsigned int w = 0; w < block; w += 32) warps.push_back({{min(32u, block - w)}});
         threads.resize(block);
         for (unsigned int t = 0; t < block; ++t) {
-            threads[t].left = false;
-            getcontext(&threads[t].context);
-            threads[t].context.uc_stack = {static_cast<char*>(stacks) + t * STACK, 0, STACK};
-            threads[t].context.uc_link = &launcher;
-            makecontext(&threads[t].context, run_thread, 0);
+            // At a stack's end: no address to return to, run_thread, and six registers.
+            const auto end = reinterpret_cast<void**>(static_cast<char*>(stacks) + (t + 1) * STACK);
+            end[-2] = reinterpret_cast<void*>(run_thread);
+            threads[t] = {end - 8, false};
         }
         for (unsigned int left = 0; left < block;) {
             waiting = true;
             for (unsigned int t = 0; t < block; ++t) {
                 if (threads[t].left) continue;
                 threadIdx = {t, 0, 0};
-                swapcontext(&launcher, &threads[t].context);
+                go_on(&launcher, threads[t].stack);
                 left += threads[t].left;
             }
             if (waiting && left < block) {
