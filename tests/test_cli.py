@@ -500,6 +500,8 @@ def test_what_a_server_asks_for(jitrope, tmp_path: Path) -> None:
         done = jitrope(*given, *wrong)
         assert done.returncode
         assert why in done.stderr
+    with pytest.raises(InvalidInput, match="ids is 'int8'"):
+        specs_of_server(tmp_path, "bf16", ids=["int8"])
 
 
 def test_a_batch_invariant_server(jitrope, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.arguments import items, whole, word
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
-from ..base.spec import Spec
+from ..base.spec import DTYPES, Spec
 from ..ops.planning import planning
 from ..plan.problem import DTYPE_NAMES
 from ..plan.spec import RopeSpec
@@ -38,6 +39,9 @@ TRANSFORMERS = (
 
 _GRID, _TEXT, _IMAGE = (2, 4, 6), 512, 257  # patches in frames, rows, columns; tokens
 _TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "caption_channels")
+
+IDS = ("int64", "int32")
+"""Dtypes of positions and slots."""
 
 _PAGES: tuple[dict[str, Any], ...] = ({}, *[{"page_size": rows} for rows in (16, 32, 64)])  # {}: slots, or whole pages
 
@@ -59,7 +63,7 @@ def specs_of_model(path: Path, dtype: str | None = None) -> list[Spec]:
         JitropeError: that library is missing, or the kernels cannot be found.
     """
     names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    named = names[dtype] if dtype else None
+    named = names[word("specs_of_model", "dtype", dtype, DTYPES)] if dtype else None
     found: dict[Spec, None] = {}
     for file in _files(path):
         data = read(file)
@@ -268,26 +272,25 @@ def _inputs(model: Any, batch: int, dtype: torch.dtype) -> dict[str, Any]:
 # ---- a server ------------------------------------------------------------------------------------
 
 
-def specs_of_server(
-    path: Path, dtype: str | None = None, ranks: int = 1, ids: Sequence[str] = ("int64",)
-) -> list[Spec]:
+def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: Sequence[str] = IDS[:1]) -> list[Spec]:
     """The kernels that vLLM and SGLang ask for with the drop-ins, for both launches, of a language model.
 
     They are those of rope in place, with the model's RMSNorm of each head of q and k and without, alone and with the
     write to a cache in the model's dtype or e4m3, of slots and of pages of 16, 32 and 64 rows; for tables in fp32 and
     in the model's dtype. Of multi-head latent attention (DeepSeek-V2 and V3), which is read from the file alone,
     they are those of q_pe and k_pe, with and without the latent's cache, and of DeepSeek-V3.2's indexer. A rank of
-    tensor parallelism has its part of the heads. ids: the dtypes of positions and slots, "int64" and "int32", in all
-    pairs. With `configure(batch_invariant=True)` the kernels are those of that setting. The errors are those of
-    `specs_of_model`.
+    tensor parallelism has its part of the heads. ids: the dtypes of positions and slots, of `IDS`, in all pairs. With
+    `configure(batch_invariant=True)` the kernels are those of that setting. The errors are those of `specs_of_model`.
     """
+    name = "specs_of_server"
     found = read(path / "config.json" if path.is_dir() else path)
     config = {**found, **(found.get("text_config") or {})}
-    heads = config.get("num_attention_heads", 0)
+    heads, ranks = config.get("num_attention_heads", 0), whole(name, "ranks", ranks, 1)
     of_k = config.get("num_key_value_heads") or heads
     latent = bool(config.get("kv_lora_rank") and config.get("qk_rope_head_dim"))
     if not heads or heads % ranks or (of_k % ranks and ranks % of_k and not latent):
         raise InvalidInput(f"{path} names {heads} heads of q and {of_k} of k, which {ranks} ranks cannot share")
+    ids = [word(name, "ids", x, IDS) for x in items(name, "ids", ids, f"a list of {' and '.join(IDS)}")]
     if latent:
         some = _served_latent(config, _served_dtype(path, config, dtype), heads // ranks, ids)
     else:
@@ -300,7 +303,7 @@ def specs_of_server(
 
 def _served_dtype(path: Path, config: dict[str, Any], dtype: str | None) -> str:
     if dtype is not None:
-        return dtype
+        return word("specs_of_server", "dtype", dtype, DTYPES)
     named = {str(x).removeprefix("torch."): name for x, name in DTYPE_NAMES.items()}
     found = named.get(str(config.get("dtype") or config.get("torch_dtype")))
     if found is None:
