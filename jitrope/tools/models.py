@@ -357,7 +357,7 @@ def _served_latent(config: dict[str, Any], dtype: str, heads: int, ids: Sequence
     if config.get("index_n_heads") and config.get("index_head_dim"):
         words["head_dim"] = config["index_head_dim"]
         scaled = {"heads": config["index_n_heads"], **words}
-        found.append({**scaled, "quantize": {"dtype": "fp8", "scale_dtype": "e8m0"}})  # vLLM's
+        found.append({**scaled, "quantize": {"dtype": "fp8", "scale_fmt": "ue8m0"}})  # vLLM's
         found.append({**scaled, "quantize": {"dtype": "fp8"}, "interleaved": True})
         norms = [{"kind": "layer_norm", "q_weight": x, "q_bias": x} for x in dict.fromkeys(("fp32", dtype))]
         found.append({"heads": 1, **words, "interleaved": True, "norm": norms})
