@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,12 +22,13 @@ _BLOCK = 128
 class Flash(Backend):
     """torch.ops.aten._flash_attention_forward and _backward, with the implementation that is active in torch.
 
-    impl: its name in torch.nn.attention; None: torch's own. capabilities: major compute capabilities of supported
-    devices. max_segments: None: no limit.
+    impl: its name in torch.nn.attention; None: torch's own. module: its package. capabilities: major compute
+    capabilities of supported devices. max_segments: None: no limit.
     """
 
     name: str
     impl: str | None
+    module: str
     capabilities: range
     max_segments: int | None = None
 
@@ -48,8 +50,11 @@ class Flash(Backend):
             return f"it has windows from torch 2.13 on; this is torch {torch.__version__}"
         if wanted is None:
             return f"torch has {active} active in its place; pass {'flash' + str(active)[2:]!r}"
-        call = f"torch.nn.attention.activate_flash_attention_impl({wanted!r})"
-        return f"it is not active; {call} of newer torch activates it, if its package is installed"
+        if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+            return f"this torch ({torch.__version__}) has no registry of FlashAttention implementations"
+        if not _installed(self.module):
+            return f"the module {self.module} is not installed"
+        return f"it is not active; call torch.nn.attention.activate_flash_attention_impl({wanted!r})"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, case: Case) -> Result:
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
@@ -135,6 +140,13 @@ def _refuses_device(case: Case, capabilities: range) -> str | None:
     if major in capabilities:
         return None
     return f"the device has compute capability {major}.{minor}; allowed are {capabilities[0]} to {capabilities[-1]}"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not installed
+        return False
 
 
 def _lengths(varlen: Varlen) -> tuple[Any, ...]:
@@ -305,9 +317,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 _ALL: tuple[Backend, ...] = (
-    Flash("flash4", "FA4", range(9, 11)),
-    Flash("flash3", "FA3", range(9, 10)),
-    Flash("flash", None, range(8, 100), max_segments=65535),  # the limit of CUDA's second grid axis
+    Flash("flash4", "FA4", "flash_attn.cute.interface", range(9, 11)),
+    Flash("flash3", "FA3", "flash_attn_interface", range(9, 10)),
+    Flash("flash", None, "torch", range(8, 100), max_segments=65535),  # the limit of CUDA's second grid axis
     Cudnn(),
     Flex(),
     Math(),
