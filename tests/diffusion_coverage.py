@@ -128,8 +128,8 @@ def _forms(cls: str) -> list[str]:
     if cls in INLINE:
         return [INLINE[cls].says]
     lines = [line.split(": ", 1) for line in _TABLES.strip().splitlines()]
-    said = [(getattr(forms, name), tables) for names, tables in lines for name in names.split()]
-    return [tables for site in SITES[cls] for form, tables in said if form is site.form]
+    said = {id(getattr(forms, name)): tables for names, tables in lines for name in names.split()}
+    return [said[id(site.form)] for site in SITES[cls]]
 
 
 def _where(cls: str) -> str:

@@ -456,6 +456,8 @@ def test_indexer(device: str) -> None:
     largest = turn(q, cache[IDS], True).abs().amax(-1)
     assert near(ours[1].cpu() / (weights * 0.125), torch.exp2(torch.log2(largest / 448).ceil()), 1e-6)
     assert theirs[1].shape == (T, HQ, 1)
+    with pytest.raises(jitrope.InvalidInput, match=r"weights has shape \(1, 8\); it must be \(T, H\)"):
+        vllm.fused_indexer_q_rope_quant(at[1], q.to(device), at[0], weights[:1].to(device), 0.25, 0.5, True)
     k, weight, bias = random(T, 128), random(128, seed=3), random(128, seed=4)
     given = [x.to(device) for x in (k, weight, bias)]
     got = sglang.fused_k_indexer_norm_rope(*given, 1e-6, *at)

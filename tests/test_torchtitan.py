@@ -464,13 +464,30 @@ class CutAndJoined(Cut):
         return torch.cat((super().forward(x), x[2:])) * times
 
 
+class OwnTorch(Cut):
+    def forward(self, x: Tensor) -> Tensor:
+        import torch
+
+        return torch.cat((x[:1], x[2:]))
+
+
+class AttributeTorch(Cut):
+    torch = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x[:1], x[2:])) * self.torch
+
+
 def test_any_forward_is_rewritten_or_kept() -> None:
-    """The rewritten one has the host's arguments and class; one without joins, or that is not a function, stays."""
+    """The rewritten one has the host's arguments and class; one without joins, or that is not a function, stays.
+
+    So does one to which `torch` is more than the name of a global.
+    """
     ours, layer = torchtitan._without_copies(CutAndJoined.forward), CutAndJoined()
     assert ours is not CutAndJoined.forward
     for words in ({}, {"times": 3}):
         assert torch.equal(ours(layer, torch.ones(4), **words), layer.forward(torch.ones(4), **words))
-    for kept in (Cut.forward, partial(Cut.forward)):
+    for kept in (Cut.forward, partial(Cut.forward), OwnTorch.forward, AttributeTorch.forward):
         assert torchtitan._without_copies(kept) is kept
 
 

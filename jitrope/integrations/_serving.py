@@ -124,6 +124,8 @@ def indexer_q(
 
     words: of `DynamicQuantize`.
     """
+    if weights.shape != q.shape[:-1]:
+        raise InvalidInput(f"weights has shape {tuple(weights.shape)}; it must be (T, H), {tuple(q.shape[:-1])}")
     quantize = DynamicQuantize(**words)
     (values, scale), _, _ = prepare(q, None, None, table, positions, is_neox, quantize=quantize)
     return values, weights.float() * scale * factor

@@ -154,7 +154,8 @@ def triton_mrope_fused(
         rotary_dim: the width of the cache.
         mrope_section, mrope_interleaved: as in `jitrope.integrations.vllm.triton_mrope`.
         mrope_interleaved_glm: refused if the sections interleave. axis_map, which only that order needs, is ignored.
-        The errors are those of `rotary_embedding`.
+
+    The errors are those of `rotary_embedding`.
     """
     if mrope_interleaved and mrope_interleaved_glm:
         raise InvalidInput("mrope_interleaved_glm has another order of pairs; use SGLang's function")

@@ -18,6 +18,7 @@ checks the positions. Calls left to the host are logged once for each reason; `c
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
 from collections.abc import Sequence
@@ -246,8 +247,13 @@ def _form(layer: Any) -> NormForm | None:
 
 
 def _without_copies(forward: Any) -> Any:
-    """A `forward` with `_joined` in place of `torch.cat`; `forward` itself if it has none, or is not a function."""
-    if not isinstance(forward, FunctionType) or not {"torch", "cat"} <= {*forward.__code__.co_names}:
+    """A `forward` with `_joined` in place of `torch.cat`; `forward` itself if it has none, or is not a function.
+
+    It also stays if `torch` is more in it than the name of a global, because all of them have one entry in its code.
+    """
+    if not isinstance(forward, FunctionType) or "cat" not in forward.__code__.co_names:
+        return forward
+    if {i.opname for i in dis.get_instructions(forward.__code__) if i.argval == "torch"} != {"LOAD_GLOBAL"}:
         return forward
     forward.__globals__[_TORCH.__name__] = _TORCH
     names = tuple(_TORCH.__name__ if name == "torch" else name for name in forward.__code__.co_names)
