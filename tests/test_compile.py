@@ -120,6 +120,7 @@ LARGEST += [
     prepared(heads=40, norm={"q_weight": "bf16", "rounding": "once", "across_heads": True}, interleaved=True),
     prepared(heads=[32, 32], head_dim=64, norm=ACROSS, rounding="addcmul", backward=True),
     prepared(heads=[32, 8], norm=NONE, positions=IDS, backward=True),
+    prepared(heads=[8, 4], head_dim=256, norm={**ONCE, "v_norm": True}, backward=True),
     prepared(heads=[32, 8], norm=ONCE, interleaved=True, interleaved_out=False, backward=True),
     # In the largest block the stages would need more shared memory than there is.
     prepared(heads=[95, 1], head_dim=256, interleaved_out=True,

@@ -85,6 +85,17 @@ def test_the_bits_of_a_split_and_prepare_qkv(case: NormCase, v_norm: bool, devic
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_v_without_a_gradient_may_be_anything(device: str) -> None:
+    """Also one that is normalised."""
+    made = Made(SOME[0], device, True, leaves=True)
+    with torch.no_grad():
+        oracle.split(made.qkv, made.q_per_group, made.order)[2].fill_(torch.nan)
+    q, k, *_ = made.packed()
+    for grad in torch.autograd.grad((q, k), made.leaves, (dout(q.detach()), dout(k.detach()))):
+        assert not grad.isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_gradient_with_strides_of_zero(device: str) -> None:
     ours, theirs = (Made(SOME[2], device, leaves=True) for _ in range(2))
     grads = [

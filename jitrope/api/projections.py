@@ -125,7 +125,7 @@ def prepare_packed_qkv(
         norm: RMSNorm or LayerNorm of q and k, as in `prepare_qkv` (Qwen3-Next, Qwen3.5; the fused qkv_proj of Qwen3 and
             Gemma 3 in vLLM and SGLang; Megatron's qk_layernorm). The gradient of qkv, the weights and the biases is one
             launch, and deterministic; in place there is none. across_heads is refused. With v_norm v is normalised in
-            the same launch, in place too, and so is its gradient. A norm cannot be combined with
+            the same launch, in place too; its gradient is in the launch of the others. A norm cannot be combined with
             `Shifts` and inverse.
         q_per_group: heads of q for each head of k.
         order: "grouped": each of the G groups has q_per_group heads of q, one of k and one of v (Megatron, InternLM2,

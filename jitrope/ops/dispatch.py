@@ -84,7 +84,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         if sharded:
             from . import sharding
 
-            full = sharding.prepared(op.function, full, options)
+            full = sharding.prepared(op, full, options)
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
         launch.keep_in_mind(known, tensors, key, record)

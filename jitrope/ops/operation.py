@@ -27,7 +27,7 @@ Call = Callable[["Operation", Tensors, Options], Tensors]
 """`dispatch.call`."""
 
 Rule = Callable[[str, Tensors, Options], None]
-"""Refuses a wrong call of a user's function, of this name."""
+"""(the user's function, tensors, options): raises InvalidInput if they do not fit."""
 
 empty_like = torch.empty_like
 NORMED = (*HEAD_WORDS, "interleaved_out", "layout", "mrope_section", "mrope_interleaved", "unrotated", "launch")
@@ -45,8 +45,8 @@ class Operation:
         name: the name of torch's op; "_" at the end marks the op in place. function: the user's function.
         tensors: names in the op's order, before those of the tables; one with "?" may be missing.
         options: the fields of `Options` that the op has, beside `table` and the norm.
-        hidden: those of them, and of "check", that no user's call may have. words, tables: the words and the tables
-            that it may have beside `tensors`.
+        hidden: words among `options` and "check" that a user's call may not have. words, tables: the words and the
+            tables that it may have beside `tensors`.
         stage: the reason why it lacks the other words, for messages.
         labels: users' names of tensors, where they differ, for messages.
         norm: whether it normalises.
@@ -203,7 +203,7 @@ class Operation:
 
 
 class Normed(Operation):
-    """An operation that normalises q and k. Without a table it does not rotate them."""
+    """An operation that normalises q, k or v. Without a table it rotates nothing."""
 
     norm = True
 
@@ -244,7 +244,7 @@ def rotated_back(op: Operation, call: Call, saved: Tensors, grads: Tensors, opti
 
 
 def norm_turned_back(options: Options) -> Options:
-    """The options of the gradient of a norm of q and k. The pairs of the output stay those of the output's gradient.
+    """The options of the gradient of a norm of q, k and v. The pairs of the output stay those of the output's gradient.
 
     Roundings do not change gradients, so one kernel serves all. Its products are contracted, which is fastest.
     """

@@ -44,6 +44,8 @@ class _QKVNorm(Normed, RopeQKV):
 
     def of_qkv(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         back = changed(norm_turned_back(options), copy_v=True)
+        if "v" not in grads:  # its part is zeros, whatever v is
+            back = changed(back, norm=norm_of(back)._replace(v_norm=False))
         return call(QKV_NORM_BACKWARD, {**every_gradient(grads, options), **saved}, back)
 
 
@@ -76,7 +78,7 @@ class _QKVNormBackward(RopeQKVBackward):
             v = separate_views(tensors["dq"], tensors["dk"], tensors["dv"], options)[2]
         return (q, k, v), packed_views(tensors["qkv_out"], options)
 
-    finishes = Operation.finishes  # its sums are parts of one tensor
+    finishes = Operation.finishes  # always: `finish` drops the scratch
 
     def finish(self, outputs: Tensors, tensors: Tensors, options: Options) -> Tensors:
         outputs = super().finish(outputs, tensors, options)

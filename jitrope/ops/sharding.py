@@ -21,6 +21,7 @@ from ..base.errors import InvalidInput
 from ..plan.options import ALL_TOKENS, LAYOUT_AXES, Options
 from ..plan.views import MEANS, TABLE_NAMES, Tensors
 from .library import FORMS, name_of
+from .operation import Operation
 
 OUTPUTS = {name_of(op, inplace): () if inplace else op.results for op, inplace in FORMS if op.shards}
 """The ops that take DTensors. An output is placed like an argument, except that the gradients of weights and biases are
@@ -96,25 +97,26 @@ for _name, _outputs in OUTPUTS.items():
     register_sharding(_op)(_rule(_op, _outputs))
 
 
-def prepared(name: str, tensors: Tensors, options: Options) -> Tensors:
+def prepared(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     """The tensors of a checked call as DTensors whose placements torch does not change.
 
     A plain tensor beside q and k must be the same on all ranks, like a replicated one. Each rank takes its part of it.
     """
+    name = op.function
     given: dict[str, Any] = dict(tensors)
     across = options.norm is not None and options.norm.across_heads
     call = {**dict.fromkeys(TABLE_NAMES), **given, **options._asdict(), "across_heads": across}
     heads = {label: x for label, x in given.items() if label in Q + K}
     for label, x in given.items():
         if label in heads and not isinstance(x, DTensor):
-            raise InvalidInput(f"{name}: {label} is a plain tensor beside DTensors; use DTensor.from_local")
+            raise InvalidInput(f"{name}: {op.label(label)} is a plain tensor beside DTensors; use DTensor.from_local")
         if isinstance(x, DTensor) and x.device_mesh != given["q"].device_mesh:
             raise InvalidInput(f"{name}: {label} is on {x.device_mesh}, q on {given['q'].device_mesh}; use one mesh")
     if options.inplace and call["cu_seqlens"] is not None and any(x.requires_grad for x in heads.values()):
         raise InvalidInput(f"{name}: DTensors that require a gradient do not go with cu_seqlens; call apply_rope")
     axes = {label: _axes(label, x, call) for label, x in given.items()}
     try:
-        rows = [_row(n, heads, call) for n in range(given["q"].device_mesh.ndim)]
+        rows = [_row(op, n, heads, call) for n in range(given["q"].device_mesh.ndim)]
         for label in [label for label in given if label not in heads]:  # the same order on all ranks, for the backward
             given[label] = _beside(label, given, [row[label] for row in rows], axes)
         _check_parts(given, axes)
@@ -130,17 +132,18 @@ def _same(placements: Sequence[Any], wanted: Sequence[Any]) -> bool:
     return all(type(p) is type(w) and p == w for p, w in zip(placements, wanted))
 
 
-def _row(n: int, heads: Mapping[str, Any], call: Mapping[str, Any]) -> Row:
+def _row(op: Operation, n: int, heads: Mapping[str, Any], call: Mapping[str, Any]) -> Row:
     """The placements of a call's tensors on dimension n of the mesh, by those of q and k."""
     for row in _rows(call):
         if _same([x.placements[n] for x in heads.values()], [row[label] for label in heads]):
             return row
     unsharded, axes = _unsharded(call), _axes("q", None, call)
     allowed = ", ".join([f"Shard({axis}) ({word})" for word, axis in axes.items() if word not in unsharded])
-    placed, why = " and ".join([_placed(*pair) for pair in heads.items()]), "; ".join(["", *unsharded.values()])
+    said, why = {op.label(name): x for name, x in heads.items()}, "; ".join(["", *unsharded.values()])
+    placed = " and ".join([_placed(*pair) for pair in said.items()])
     raise InvalidInput(
         f"{placed}; allowed are Replicate(), {allowed}, the same for q and k, or the heads of one of them{why}; "
-        f"redistribute {' and '.join(heads)}"
+        f"redistribute {' and '.join(said)}"
     )
 
 

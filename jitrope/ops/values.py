@@ -207,9 +207,10 @@ class Norm(Value):
             norm of DeepSeek); kind is "rms_norm", and across_heads, after_rope and v_norm are refused.
         v_weight: (Hv D), only with of="v".
         v_norm: normalise v too, without a weight (Gemma 3n and 4), in the same launch. Without a cache it has a launch
-            of its own if v has another shape or dtype than k, in place, with across_heads, tables for each head,
-            and DTensors; and if v is not converted, with a rotation of parts of heads, and with Ulysses or quantize
-            if it has no tensor in out. Then its gradient has one too, and also if q or k has none.
+            of its own if v has another shape or dtype than k, in place, with across_heads, tables for each head, or
+            DTensors. So does a v that is not converted, with a rotation of parts of heads; and with Ulysses or
+            quantize, unless out has a tensor for it. Its gradient has a launch of its own in the same cases, and if
+            q or k gets no gradient.
         rounding: to q's dtype between norm and rope, and with after_rope of the rotated elements too. "none": none.
             "once": after the weight, as in torch.nn.RMSNorm and LayerNorm. "twice": before and after the weight, as in
             the RMSNorm of transformers and diffusers. Both give the bits of those modules followed by a rotation, or

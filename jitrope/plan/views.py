@@ -159,7 +159,7 @@ def factor_view(q_factor: Tensor, shape: tuple[int, ...] = (-1, -1)) -> Tensor:
 
 
 def heads_per_group(options: Options) -> int:
-    """The heads of q, with their gates, of k and of v for each head of k in packed QKV."""
+    """The number of heads of q, with their gates, of k and of v for each head of k in packed QKV."""
     return options.q_per_group * QKV_ORDERS[options.order] + 2
 
 
