@@ -257,7 +257,7 @@ SECTION = Section(
     """
     GPU time of all that some models do between the projection and attention, over COPY of the bytes that it must read
     and write. Each is one launch; a second one makes the key of DeepSeek's indexer, the scales of flux-fp8-heads, a
-    copy of Wan's v, and, backward, normalises v of Gemma 4 and copies the gate of Qwen3.5. A decode step is hot.
+    copy of Wan's v, and, backward, a copy of the gate of Qwen3.5. A decode step is hot.
     """,
     "jitrope bench presets",
     (
