@@ -18,17 +18,12 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
-from jitrope.ops import dispatch, library, projections, reference, stand_ins
+from jitrope.ops import dispatch, library, reference, stand_ins
 from jitrope.ops import launch as runtime
-from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (
     QK_NORM_ROPE,
     QK_NORM_ROPE_BACKWARD,
     ROPE,
-    ROPE_FP8,
-    ROPE_KV_CACHE,
-    ROPE_QKV,
-    ROPE_QKV_BACKWARD,
 )
 from jitrope.plan.options import Options
 from jitrope.plan.views import FORMATS
@@ -40,9 +35,7 @@ from .cases import (
     DTYPES,
     NORM_CASES,
     QKV_CASES,
-    CacheCase,
     Case,
-    NormCase,
     dealt,
     launched,
     lower,
@@ -51,15 +44,10 @@ from .cases import (
     make_norm,
     make_qkv,
     norm_call,
-    norm_reference,
     op_arguments,
-    random_case,
-    random_norm_case,
-    referenced,
     rope_reference,
 )
 from .host.backend import DEVICE
-from .test_norm import assert_near
 
 pytestmark = pytest.mark.gpu
 
@@ -76,105 +64,6 @@ def relative_l2(out: torch.Tensor, want: torch.Tensor) -> float:
 
 
 # ---- numerics ----------------------------------------------------------------------------------
-
-
-@pytest.mark.hardware
-@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
-@pytest.mark.parametrize("case", [*CASES, *(random_case(seed) for seed in range(60))], ids=str)
-def test_bits_of_the_reference(case: Case, launch: str) -> None:
-    """Forward and gradient, out of place and in place, have the CPU path's bits with every launch.
-
-    Sines and cosines of angles are torch's on the same device, to the bit.
-    """
-    tensors, options = lower(make(case), launch=launch)
-    for conjugate in (False, True):
-        options = options._replace(inverse=conjugate)
-        device = [None if x is None else on_gpu(x) for x in tensors]
-        want = rope_reference(*(device if options.table == "freqs" else tensors), options)
-        for in_place in (False, True)[: 1 if options.interleaved != options.interleaved_out else 2]:
-            device = [None if x is None else on_gpu(x) for x in tensors]
-            outputs = launched(ROPE, device[:2], device[2:], options._replace(inplace=in_place))
-            end = None
-            if in_place and case.lengths is not None:
-                end = case.end
-                for x, out in zip(tensors, outputs):
-                    assert out is None or torch.equal(out[end:].cpu(), x[end:])
-            for out, expected in zip(outputs, want):
-                if expected is None:
-                    assert out is None
-                    continue
-                out, expected = out.cpu()[:end], expected.cpu()[:end]
-                # torch contracts complex products and addcmul on a GPU, but not, or differently, on a CPU.
-                if case.rounding in ("fp32", "dtype"):
-                    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-                else:
-                    torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5, equal_nan=True)
-
-
-@pytest.mark.hardware
-@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
-@pytest.mark.parametrize("case", QKV_CASES, ids=str)
-def test_packed_qkv_has_the_references_bits(case: Case, launch: str) -> None:
-    tensors, options = make_qkv(case, DEVICE, launch=launch)
-    want = [*referenced(ROPE_QKV, tensors[:1], tensors[1:], options).values()]
-    back = turned_back(options)
-    end = case.end
-    for values in (True, False):
-        parts = launched(ROPE_QKV, tensors[:1], tensors[1:], options._replace(copy_v=values))
-        for got, expected in zip(parts, want):
-            assert torch.equal(got, expected)
-    qkv = tensors[0].clone()
-    launched(ROPE_QKV, [qkv], tensors[1:], options._replace(inplace=True))
-    for got, expected in zip(projections.split_qkv(qkv, options).values(), want):
-        assert torch.equal(got[:end], expected[:end])
-    (got,) = launched(ROPE_QKV_BACKWARD, want, tensors[1:], back)
-    assert torch.equal(got, referenced(ROPE_QKV_BACKWARD, want, tensors[1:], back)["qkv"])
-
-
-@pytest.mark.hardware
-@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
-@pytest.mark.parametrize("case", [*NORM_CASES, *(random_norm_case(seed) for seed in range(60))], ids=str)
-def test_norm_is_the_cpus(case: NormCase, launch: str) -> None:
-    """Out of place, again by the fast path, and in place; to a unit of bf16, because sums have another order.
-
-    In place tokens after the last sequence stay.
-    """
-    want, end = norm_reference(make_norm(case)), case.rope.end
-    results = []
-    for in_place in (False, False, True)[: 3 if case.first is None else 2]:
-        call = make_norm(case, DEVICE)
-        call.arguments["launch"] = launch
-        got = norm_call(call, in_place)
-        if in_place:
-            assert all(a is b for a, b in zip(got, call.streams))
-        if in_place and end is not None:
-            for x, before in zip(got, make_norm(case, DEVICE).streams):
-                assert x is None or torch.equal(x[end:], before[end:])
-                if x is not None:
-                    x[end:] = 0
-        results.append([None if x is None else x.cpu() for x in got])
-        assert_near(results[-1], want)
-    for other in results[1:]:
-        for a, b in zip(results[0], other):
-            assert a is b is None or torch.equal(a.nan_to_num(9), b.nan_to_num(9))
-
-
-@pytest.mark.hardware
-@pytest.mark.parametrize("case", [c for c in NORM_CASES if c.rope.ids != "past"], ids=str)
-def test_norm_gradient_is_the_cpus(case: NormCase) -> None:
-    grads = []
-    for device in ("cpu", DEVICE, DEVICE):
-        call = make_norm(case, device)
-        leaves = [x for x in (*call.streams, *call.weights, *call.biases) if x is not None]
-        for x in leaves:
-            x.requires_grad_()
-        outputs = [y for y in norm_call(call) if y is not None]
-        torch.manual_seed(1)
-        weights = [torch.randn(y.shape).to(y.dtype).to(device) for y in outputs]
-        grads.append([g.cpu() for g in torch.autograd.grad(outputs, leaves, weights)])
-    assert_near(grads[1], grads[0])
-    for a, b in zip(grads[1], grads[2]):
-        assert torch.equal(a, b)
 
 
 def packed_offsets(tokens: int, sequences: int, multiple: int, generator: torch.Generator) -> torch.Tensor:
@@ -260,13 +149,6 @@ def test_a_million_sequences(sequences: int) -> None:
     want, _ = rope_reference(q, None, freqs, freqs, cu_seqlens, starts, None, options)
     assert not want.isnan().any()
     assert torch.equal(out, want)
-
-
-def on_gpu(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the GPU with the same strides and a new storage."""
-    storage = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
-    storage.untyped_storage().copy_(x.untyped_storage())
-    return torch.as_strided(storage.to(DEVICE), x.shape, x.stride(), x.storage_offset())
 
 
 @pytest.mark.hardware
@@ -628,38 +510,6 @@ def test_dtensors_reach_the_launch() -> None:
             assert torch.equal(a.to_local(), b)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.hardware
-@pytest.mark.parametrize("launch", ["auto", "token_linear", "grid_2d"])
-@pytest.mark.parametrize("case", CACHE_CASES, ids=str)
-def test_kv_cache_has_the_references_bytes(case: CacheCase, launch: str) -> None:
-    for in_place in (False, True)[: 1 if case.q_fp8 else 2]:
-        device = DEVICE if case.table == "freqs" else "cpu"  # sines are the device's
-        c = make_cache(case, device, launch=launch, in_place=in_place)
-        want = (c.k_cache.clone(), c.v_cache.clone())
-        tensors = (c.q, c.k, c.v, *want, c.slots, *c.scales)
-        q_want, k_want = referenced(ROPE_KV_CACHE, tensors, c.tables, c.options).values()
-        k_want = k_want if case.rotate_k else c.k
-        c = make_cache(case, DEVICE, launch=launch, in_place=in_place)
-        tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
-        (q,) = launched(ROPE_KV_CACHE, tensors, c.tables, c.options)
-        assert (q is c.q) == in_place
-        for got, expected in zip((q, c.k, c.k_cache, c.v_cache), (q_want, k_want, *want)):
-            assert torch.equal(got.float().cpu(), expected.float().cpu())
-
-
-@pytest.mark.parametrize("form", ["fp8", "fp8_e5m2"])
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("name", ["halves", "ids", "partial-odd", "d72", "packed"])
-def test_fp8_outputs_have_the_references_bits(name: str, inverse: bool, form: str) -> None:
-    (q, k, *tables), options = lower(make(case_named(name)), inverse=inverse, out_dtype=form)
-    scales = (torch.tensor(0.02 / 128 ** (form == "fp8_e5m2")), torch.tensor(0.3))  # the first saturates
-    want = referenced(ROPE_FP8, (q, k, *scales), tables, options).values()
-    tables = tuple(None if x is None else x.to(DEVICE) for x in tables)
-    got = launched(ROPE_FP8, (on_gpu(q), on_gpu(k), *(x.to(DEVICE) for x in scales)), tables, options)
-    for a, b in zip(got, want):
-        assert torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
 
 
 NORMS = [

@@ -1,0 +1,366 @@
+"""Every case of `cases.py` through the launch, against plain torch: on a GPU, and on the CPU under sanitizers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jitrope.ops import launch, library, projections
+from jitrope.ops.operation import turned_back
+from jitrope.ops.operations import (
+    QK_NORM_ROPE_BACKWARD,
+    QK_NORM_ROPE_SCALED,
+    ROPE,
+    ROPE_FP8,
+    ROPE_INTO,
+    ROPE_KV_CACHE,
+    ROPE_QKV,
+    ROPE_QKV_BACKWARD,
+)
+from jitrope.plan import partition
+from jitrope.plan.options import NO_NORM, Options
+
+from .cases import (
+    CACHE_CASES,
+    CASES,
+    NORM_CASES,
+    QKV_CASES,
+    CacheCase,
+    Case,
+    NormCase,
+    launched,
+    lower,
+    make,
+    make_cache,
+    make_norm,
+    make_qkv,
+    named,
+    norm_call,
+    norm_operation,
+    norm_reference,
+    random_case,
+    random_norm_case,
+    referenced,
+    rope_reference,
+)
+from .host import backend
+from .host.backend import DEVICE
+from .oracle import of_elements
+from .test_norm import assert_near
+
+pytestmark = pytest.mark.gpu
+
+ON_HOST = DEVICE == "cpu"
+TILES = ("token_linear", "grid_2d")
+LAUNCHES = TILES if ON_HOST else ("auto", *TILES)
+SEEDS = 24 if ON_HOST else 60
+
+
+@pytest.fixture(autouse=True)
+def _filled() -> Iterator[None]:
+    """Fresh results are full of NaN before a launch, so an element that it leaves out is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def alternate(cases: list[Any]) -> list[Any]:
+    """(case, launch): every launch on a GPU. On the CPU, where g++ builds each kernel, the two alternate."""
+    each = [(case, TILES[n % 2 :][:1] if ON_HOST else LAUNCHES) for n, case in enumerate(cases)]
+    return [pytest.param(case, one, id=f"{case}-{one}") for case, some in each for one in some]
+
+
+def moved(x: Tensor | None) -> Tensor | None:
+    """A copy on the device with the same strides and a new storage."""
+    if x is None:
+        return None
+    storage = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype)
+    storage.untyped_storage().copy_(x.untyped_storage())
+    return torch.as_strided(storage.to(DEVICE), x.shape, x.stride(), x.storage_offset())
+
+
+def assert_bits(got: Any, want: Any) -> None:
+    """The same bits; any NaN is like another."""
+    for out, expected in zip(got, want, strict=True):
+        assert (out is None) == (expected is None)
+        if out is not None:
+            assert out.dtype == expected.dtype
+            values = [x.cpu().float() for x in (out, expected)]
+            assert torch.equal(*[x.isnan() for x in values])
+            assert torch.equal(*[x.masked_fill(x.isnan(), 9).view(torch.int32) for x in values])
+
+
+# ---- the rotation --------------------------------------------------------------------------------
+
+
+def forms(number: int, case: Case, tile: str) -> list[tuple[bool, bool]]:
+    """(inverse, in place) of the calls of a case: all on a GPU; on the CPU one with each launch."""
+    every = [(False, False), (True, False), (False, True), (True, True)]
+    if ON_HOST:
+        every = every[:1] if tile == TILES[0] else [every[number % 4], *(every[2:3] if case.ids == "past" else [])]
+    mixed = case.options.get("interleaved_out", case.interleaved) != case.interleaved
+    return [(inverse, in_place and not mixed) for inverse, in_place in every]
+
+
+@pytest.mark.parametrize("tile", LAUNCHES)
+@pytest.mark.parametrize(("number", "case"), list(enumerate([*CASES, *map(random_case, range(SEEDS))])), ids=str)
+def test_bits_of_the_reference(number: int, case: Case, tile: str) -> None:
+    """Forward and gradient, fresh and in place, with every launch.
+
+    Sines and cosines of angles are torch's on the same GPU, to the bit.
+    """
+    tensors, options = lower(make(case), launch=tile)
+    for inverse, in_place in forms(number, case, tile):
+        o = options._replace(inverse=inverse, inplace=in_place)
+        given = [moved(x) for x in tensors]
+        want = rope_reference(*(given if o.table == "freqs" else tensors), o._replace(inplace=False))
+        got = launched(ROPE, given[:2], given[2:], o)
+        end = case.end if in_place else None
+        # torch contracts complex products and addcmul on a GPU, but not, or differently, on a CPU.
+        exact = case.rounding in ("fp32", "dtype") or (ON_HOST and case.rounding != "complex64")
+        exact = exact and not (ON_HOST and o.table == "freqs")
+        bounds = {"rtol": 0, "atol": 0} if exact else {"rtol": 2**-7, "atol": 4e-6 if ON_HOST else 1e-5}
+        for x, out, expected in zip(tensors, got, want):
+            assert (out is None) == (expected is None)
+            if out is not None:
+                torch.testing.assert_close(out.cpu()[:end], expected.cpu()[:end], **bounds, equal_nan=True)
+                assert end is None or torch.equal(out.cpu()[end:], x[end:])
+
+
+def test_max_seqlen_bounds_the_grid_not_the_result() -> None:
+    case = Case("", "", shape=(1, 40, 2, 1, 64), layout="thd", lengths=(18, 20), options={"max_seqlen": 7})
+    tensors, options = lower(make(case, DEVICE), launch="grid_2d")
+    assert_bits(launched(ROPE, tensors[:2], tensors[2:], options), rope_reference(*tensors, options))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("offsets", [[0, 5, 3, 12], [0, 4, 40], [3, 12], [-7, 4, 12], [0, 90, -3, 12]], ids=str)
+@pytest.mark.parametrize("table", ["half", "angles"])
+def test_malformed_lengths_stay_in_bounds(offsets: list[int], tile: str, table: str) -> None:
+    """The host does not read cu_seqlens, so the kernel must not trust it: no access outside q or the table."""
+    call = make(Case("", "", shape=(1, 12, 2, 0, 64), layout="thd", table=table), DEVICE)
+    for changes in ({}, {"cp_size": 2, "cp_rank": 1}, {"packed_table": True}):
+        (q, k, cos, sin, *_), options = lower(call, launch=tile, **changes)
+        launched(ROPE, (q, k), (cos, sin, torch.tensor(offsets, dtype=torch.int32, device=DEVICE)), options)
+    if not ON_HOST:
+        torch.cuda.synchronize()
+
+
+def test_wild_starts_stay_in_bounds() -> None:
+    (q, k, cos, sin, *_), options = lower(make(Case("", "", shape=(3, 4, 2, 0, 64)), DEVICE))
+    starts = torch.tensor([-(2**62), 2**40, -1], device=DEVICE)
+    out, _ = launched(ROPE, (q, k), (cos, sin, None, starts), options)
+    assert out[:2].isnan().all()
+    assert out[2, 0].isnan().all()
+    assert not out[2, 1:].isnan().any()
+
+
+@pytest.mark.parametrize("cp", [(1, 0), (3, 0), (3, 2)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1000, 1025, 3000])
+def test_any_number_of_sequences_is_searched(count: int, cp: tuple[int, int]) -> None:
+    """Each step of the search leaves a 32nd; any number of empty sequences is skipped."""
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.zeros(count, dtype=torch.long)
+    for i in torch.randint(count, (8,), generator=generator):
+        lengths[i] += 2 if cp[0] == 1 else 5
+    cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int().to(DEVICE)
+    call = make(Case("", "", shape=(1, 18, 1, 0, 8), layout="thd", cp=cp, table_rows=40), DEVICE)
+    (q, k, cos, sin, *_), options = lower(call, launch="token_linear")
+    got = launched(ROPE, (q, k), (cos, sin, cu_seqlens), options)
+    assert_bits(got, rope_reference(q, k, cos, sin, cu_seqlens, None, None, options))
+
+
+# ---- packed QKV, and v beside q and k ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", LAUNCHES)
+@pytest.mark.parametrize("case", QKV_CASES, ids=str)
+def test_packed_qkv_has_the_references_bits(case: Case, tile: str) -> None:
+    """With v copied, with a view of v, in place, and the gradient."""
+    tensors, options = make_qkv(case, DEVICE, launch=tile)
+    qkv, *tables = tensors
+    want = [*referenced(ROPE_QKV, [qkv], tables, options).values()]
+    for copied in (True, False):
+        got = launched(ROPE_QKV, [qkv], tables, options._replace(copy_v=copied))
+        assert_bits(got[: len(want)], want)
+    changed = qkv.clone()
+    launched(ROPE_QKV, [changed], tables, options._replace(inplace=True))
+    end = case.end
+    parts, before = ([*projections.split_qkv(x, options).values()] for x in (changed, qkv))
+    assert_bits([x[:end] for x in parts[:2]], [x[:end] for x in want[:2]])
+    assert_bits(parts[2:], before[2:])
+    if end is not None:
+        assert torch.equal(changed[end:], qkv[end:])
+    back = turned_back(options)
+    assert_bits(launched(ROPE_QKV_BACKWARD, want, tables, back),
+                referenced(ROPE_QKV_BACKWARD, want, tables, back).values())  # fmt: skip
+
+
+@pytest.mark.parametrize("cp", [(1, 0), (2, 1)], ids=str)
+def test_k_and_v_go_side_by_side(cp: tuple[int, int]) -> None:
+    """As context parallelism sends them: q and k rotated, and v copied, to the columns of one tensor in one launch."""
+    cu_seqlens = torch.tensor([0, 7, 7, 30], dtype=torch.int32, device=DEVICE)
+    rows = int(partition.local_rows(32, cp[1], cp[0], "dual_chunk"))
+    q, k, v = (torch.randn(rows, heads, 16).bfloat16().to(DEVICE) for heads in (6, 2, 2))
+    angles = torch.outer(torch.arange(30.0), torch.rand(8)).to(DEVICE)
+    tables = (angles.cos(), angles.sin(), cu_seqlens)
+    options = Options(layout="thd", rotary_dim=16, cp_size=cp[0], cp_rank=cp[1])
+    out, sent = torch.full_like(q, 777), torch.full((rows + 1, 64), 777.0, device=DEVICE).bfloat16()
+    outputs = (out, *(x.view(rows, 2, 16) for x in sent[:rows].split(32, 1)))
+    launched(ROPE_INTO, (q, k, v, *outputs), tables, options)
+    wants = [torch.full_like(q, 7), *(torch.full_like(k, 7) for _ in range(2))]
+    ROPE_INTO.on_cpu(named(ROPE_INTO, (q, k, v, *wants), tables), options)
+    assert_bits(outputs, wants)
+    assert torch.equal(wants[2], v)
+    assert (sent[rows] == 777).all()
+
+
+# ---- KV caches and fp8 ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", LAUNCHES)
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CACHE_CASES)), ids=str)
+def test_kv_cache_has_the_references_bytes(number: int, case: CacheCase, tile: str) -> None:
+    """q fresh and in place, and every byte of the caches, also in unused slots. q in fp8 is always fresh."""
+    for in_place in (False,) if case.q_fp8 else [(number + (tile == TILES[0])) % 2 == 0] if ON_HOST else (False, True):
+        c = make_cache(case, DEVICE if case.table == "freqs" else "cpu", launch=tile, in_place=in_place)
+        want = (c.k_cache.clone(), c.v_cache.clone())
+        tensors = (c.q, c.k, c.v, *want, c.slots, *c.scales)
+        q_want, k_want = referenced(ROPE_KV_CACHE, tensors, c.tables, c.options).values()
+        k_want = k_want if case.rotate_k else c.k.clone()
+        c = make_cache(case, DEVICE, launch=tile, in_place=in_place)
+        tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, c.slots, *c.scales)
+        (q,) = launched(ROPE_KV_CACHE, tensors, c.tables, c.options)
+        assert (q is c.q) == in_place
+        assert_bits((q, c.k, c.k_cache, c.v_cache), (q_want, k_want, *want))
+
+
+@pytest.mark.parametrize(
+    "wild", [[-1] * 3 + [10**6] * 3, [2**31, 2**32, 2**40, -(2**40), 2**63 - 1, -(2**63)]], ids=["near", "far"]
+)
+def test_wild_slots_write_nothing(wild: list[int]) -> None:
+    c = make_cache(CACHE_CASES[0], DEVICE)
+    before = c.k_cache.clone(), c.v_cache.clone()
+    tensors = (c.q, c.k, c.v, c.k_cache, c.v_cache, torch.tensor(wild, device=DEVICE), *c.scales)
+    launched(ROPE_KV_CACHE, tensors, c.tables, c.options)
+    assert_bits((c.k_cache, c.v_cache), before)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in (
+    "halves", "ids", "partial-odd", "d72", "packed", "d2",
+)], ids=str)  # fmt: skip
+def test_fp8_outputs_have_the_references_bits(case: Case, inverse: bool, form: str) -> None:
+    (q, k, *tables), options = lower(make(case), inverse=inverse, out_dtype=form)
+    scales = (torch.tensor(0.02 / 128 ** (form == "fp8_e5m2")), torch.tensor(0.3))  # the first saturates
+    want = referenced(ROPE_FP8, (q, k, *scales), tables, options).values()
+    tables = [None if x is None else x.to(DEVICE) for x in tables]
+    assert_bits(launched(ROPE_FP8, (moved(q), moved(k), *(x.to(DEVICE) for x in scales)), tables, options), want)
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "tile"), alternate([*NORM_CASES, *map(random_norm_case, range(SEEDS))]))
+def test_norm_is_the_cpus(case: NormCase, tile: str) -> None:
+    """Fresh, again by the fast path, and in place; to a unit of bf16, because sums have another order.
+
+    In place tokens after the last sequence stay.
+    """
+    want, end = norm_reference(make_norm(case)), case.rope.end
+    results = []
+    for in_place in (False, False, True)[: 3 if case.first is None and not (ON_HOST and tile == TILES[0]) else 2]:
+        call = make_norm(case, DEVICE)
+        call.arguments["launch"] = tile
+        got = norm_call(call, in_place)
+        if in_place:
+            assert all(a is b for a, b in zip(got, call.streams))
+        if in_place and end is not None:
+            for x, before in zip(got, make_norm(case, DEVICE).streams):
+                assert x is None or torch.equal(x[end:], before[end:])
+                if x is not None:
+                    x[end:] = 0
+        results.append([None if x is None else x.cpu() for x in got])
+        assert_near(results[-1], want)
+    for other in results[1:]:
+        assert_bits(results[0], other)
+
+
+WALKED = ("once", "twice-d64", "d72", "partial-offset", "zero-centered", "only-q-weight", "across-d128", "full",
+          "across-per-head", "across-alone", "d6", "mrope", "across-scalar", "layer", "layer-biased",
+          "layer-unweighted", "layer-across", "layer-after", "layer-per-head", "layer-scalar", "scaled",
+          "scaled-after-dtype", "scaled-across", "scaled-layer", "prefix", "prefix-after", "prefix-across",
+          "prefix-layer")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in NORM_CASES if (c.name in WALKED if ON_HOST else c.rope.ids != "past")], ids=str
+)
+def test_norm_gradient_is_the_cpus(case: NormCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of q, k, weights and biases, twice. On the CPU's few SMs blocks walk over tokens; those of 20 SMs sum twice."""
+    b, tokens, *rest = case.rope.shape
+    if case.name in WALKED:
+        tokens, sms = (300, 20) if case.name == "once" else (67, 1)
+        case = replace(case, rope=replace(case.rope, shape=(b, tokens, *rest), table_rows=tokens))
+        monkeypatch.setattr(backend, "SMS", sms)
+    launch.local.known.clear()
+    grads = []
+    for device in ("cpu", DEVICE, DEVICE):
+        call = make_norm(case, device)
+        leaves = [x for x in (*call.streams, *call.weights, *call.biases) if x is not None]
+        for x in leaves:
+            x.requires_grad_()
+        with backend.plain() if ON_HOST and not grads else contextlib.nullcontext():
+            outputs = [y for y in norm_call(call) if y is not None]
+            torch.manual_seed(1)
+            weights = [torch.randn(y.shape).to(y.dtype).to(device) for y in outputs]
+            grads.append([g.cpu() for g in torch.autograd.grad(outputs, leaves, weights)])
+    assert_near(grads[1], grads[0])
+    assert_bits(grads[1], grads[2])
+    if ON_HOST:
+        (known,) = [known for known in launch.local.known.values() if known.op is QK_NORM_ROPE_BACKWARD]
+        assert 16 * (case.name == "once") < known.blocks < b * tokens
+
+
+SCALED_CASES = [c for c in NORM_CASES if c.name in (
+    "none", "twice-d64", "d80-interleaved", "d192", "d6", "partial", "partial-offset", "packed-qkv", "per-head", "ids",
+    "across-d128", "across-scalar", "layer-biased", "after-partial", "after-per-head", "unaligned", "twice-d256",
+    "mrope",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["alone", "normed"])
+@pytest.mark.parametrize(("number", "case"), list(enumerate(SCALED_CASES)), ids=str)
+def test_dynamic_scales_are_the_cpus(number: int, case: NormCase, normed: bool) -> None:
+    """Without a norm bit for bit. Heads of a power of two are transformed too, with teams of any size."""
+    number = 0 if case.name == "after-per-head" else number
+    case = replace(case, across_heads=False, weights="qk" if normed else "")
+    call, there = (make_norm(case, device, launch=TILES[number % 2]) for device in ("cpu", DEVICE))
+    dim, rotary = call.streams[0].shape[-1], call.options.rotary_dim
+    whole = "head" if dim & (dim - 1) == 0 else ""
+    options = call.options._replace(
+        norm=call.norm if normed else NO_NORM, rounding="fp32",
+        hadamard="rotary" if number % 4 == 1 and rotary & (rotary - 1) == 0 else whole,
+        out_dtype=("fp8", "int8")[number // 2 % 2], group=(0, 32, 64)[number % 3] if dim % 64 == 0 else 0,
+    )  # fmt: skip
+    want = QK_NORM_ROPE_SCALED.reference(norm_operation(call)[1], options)
+    got = library.on_gpu(QK_NORM_ROPE_SCALED, norm_operation(there)[1], options)
+    for name, expected in want.items():
+        x = got[name].cpu()
+        assert (expected.dtype, expected.shape) == (x.dtype, x.shape)
+        if not normed:
+            assert_bits([x], [expected])
+        elif name.endswith("scale"):
+            torch.testing.assert_close(x, expected, rtol=2**-7, atol=0, equal_nan=True)
+        else:
+            pairs = ((x, got[name + "_scale"].cpu()), (expected, want[name + "_scale"]))
+            a, b = (y.float() * of_elements(s, y) for y, s in pairs)
+            unit = float(want[name + "_scale"].nan_to_num().max())
+            torch.testing.assert_close(a, b, rtol=2**-3, atol=2 * unit, equal_nan=True)
