@@ -216,6 +216,7 @@ def across(q_heads: int, k_heads: int = 0, **changes):
         (across(40, 40, gradient=True), "token_linear", 1, 20, 1, None),
         ({**GRADIENT, "tokens": 5}, "token_linear", 1, 24, 2, (5, 1)),  # as many blocks as there are tokens
         ({**GRADIENT, "launch": "grid_2d"}, "token_linear", 1, 24, 2, None),
+        ({**GRADIENT, "heads": 64, "q_heads": 32, "head_dim": 64, "rotary_dim": 64}, "token_linear", 1, 32, 2, None),
     ],
 )  # fmt: skip
 def test_norm_plans(changes, launch, tokens, at_once, each, grid) -> None:
@@ -265,7 +266,9 @@ def test_every_norm_plan_fits_cudas_limits(across_heads: bool, gradient: bool) -
                     assert 0 < found.block <= 1024, case
                     assert found.block % 32 == 0, case
                     assert found.grid[1] <= heuristics.MAX_GRID_Y, case
-                    if gradient and not across_heads:  # a row of sums for each team, in shared memory
+                    if gradient and not across_heads:
+                        assert spec.blocks_per_sm * found.block > 256 or spec.team == 256, case  # threads an SM
+                        # a row of sums for each team, in shared memory
                         assert found.block // spec.team * head_dim * 4 <= 48 << 10, case
                     row_threads = spec.team * (spec.heads_per_block if across_heads else 1)
                     assert row_threads <= 32 or row_threads % 32 == 0, case

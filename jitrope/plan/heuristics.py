@@ -94,7 +94,8 @@ GRADIENT_THREADS_PER_SM = 384
 ROW_GRADIENT_THREADS_PER_SM = 256
 """The same for the gradient of a norm: its blocks walk over the tokens and sum the weights' gradients. H100, x the copy
 of all bytes read and written, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 / 1.37; one
-head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill."""
+head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill. No block is larger
+than its target, so 288 to 384 threads run where blocks of 256 would leave 256; that was not timed."""
 
 FEW_PACKED_HEADS = 8192
 """Up to this many tokens x heads of a packed batch, a second grid axis over the sequences is faster than the search, if
@@ -348,4 +349,4 @@ def tile(heads: int, lanes: int, block_threads: int = MAX_BLOCK_THREADS) -> tupl
     """(tokens of a block, heads of each at a time): whole tokens, with the fewest even steps for their heads."""
     steps = -(-heads // max(1, block_threads // lanes))
     at_once = -(-heads // steps)
-    return max(1, BLOCK_THREADS // (at_once * lanes)), at_once
+    return max(1, min(BLOCK_THREADS, block_threads) // (at_once * lanes)), at_once
