@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -991,6 +992,90 @@ def test_serving_compiles_fullgraph_once_for_all_lengths() -> None:
             assert torch.equal(a, b)
         assert torch.equal(stored, k_cache)
     assert counter.frame_count == 1
+
+
+FREQS = torch.rand(64, 32)
+CHANGING = {  # a call, and its arguments of a length
+    "unrotated": (
+        lambda x, n: jitrope.apply_rope(x, None, freqs=FREQS, unrotated=n)[0],
+        lambda n: (torch.randn(1, 40, 2, 64), n),
+    ),
+    "max_seqlen": (
+        lambda x, ends, n: jitrope.apply_rope(x, None, freqs=FREQS, positions=jitrope.Packed(ends, n))[0],
+        lambda n: (torch.randn(20 + n, 2, 64), torch.tensor([0, 20, 20 + n]), 20 + n),
+    ),
+    "text tokens": (
+        lambda x, y, w: jitrope.prepare_joint_qkv(
+            (x,) * 3, (y,) * 3, freqs=FREQS, unrotated=x.shape[1], norm=jitrope.Norm(w, w)
+        )[0],
+        lambda n: (torch.randn(1, n, 2, 64), torch.randn(1, 20, 2, 64), torch.ones(64, requires_grad=True)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_changing_number_is_compiled_twice_at_most(name: str) -> None:
+    """The text's length of each prompt, and the longest sequence of each batch."""
+    call, made = CHANGING[name]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for n in range(3, 14):
+        arguments = made(n)
+        want, got = call(*arguments), compiled(*arguments)
+        assert torch.equal(got, want)
+        if got.requires_grad:
+            weight = arguments[-1]
+            torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), weight)[0] for y in (got, want)))
+    assert counter.frame_count <= 2
+
+
+def _paged(q, page_table, seq_lens, ends):
+    pages = jitrope.Pages(page_table, seq_lens=seq_lens, cu_seqlens_q=ends)
+    cache = jitrope.KVCache(*torch.zeros(2, 32, 16, 2, 64), pages)
+    ids = torch.zeros(q.shape[0], dtype=torch.int32)
+    return jitrope.prepare_qkv(q, q[:, :2], q[:, :2], freqs=FREQS, layout="thd", positions=ids, cache=cache)[0]
+
+
+def _ints(*sizes: int) -> torch.Tensor:
+    return torch.arange(math.prod(sizes), dtype=torch.int32).view(sizes)
+
+
+EXPORTED = {  # a call, arguments of 3 sequences and of 4, and their axes that change: by 0, or 1 more
+    "packed": (
+        lambda q, ends: jitrope.apply_rope(q, None, freqs=FREQS, positions=jitrope.Packed(ends))[0],
+        lambda n: (torch.randn(12, 2, 64), _ints(n + 1) * 3),
+        (None, 1),
+    ),
+    "packed norm": (
+        lambda q, ends: jitrope.prepare_qkv(
+            q, q, None, freqs=FREQS, norm=jitrope.Norm(), positions=jitrope.Packed(ends)
+        )[0],
+        lambda n: (torch.randn(12, 2, 64), _ints(n + 1) * 3),
+        (None, 1),
+    ),
+    "starts": (
+        lambda q, starts: jitrope.apply_rope(q, None, freqs=FREQS, positions=jitrope.Starts(starts))[0],
+        lambda n: (torch.randn(n, 5, 2, 64), _ints(n)),
+        (0, 0),
+    ),
+    "pages": (_paged, lambda n: (torch.randn(12, 4, 64), _ints(n, 3), _ints(n) + 5, _ints(n + 1) * 3), (None, 0, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_call_takes_any_number_of_sequences(name: str) -> None:
+    call, made, more = EXPORTED[name]
+    count = torch.export.Dim("count", max=99)
+
+    class Called(torch.nn.Module):
+        def forward(self, *arguments):
+            return call(*arguments)
+
+    shapes = tuple({} if n is None else {0: count + n if n else count} for n in more)
+    program = torch.export.export(Called(), made(3), dynamic_shapes=(shapes,)).module()
+    arguments = made(4)
+    assert torch.equal(program(*arguments), call(*arguments))
 
 
 def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:

@@ -157,11 +157,11 @@ def check_lengths(tensors: Tensors, options: Options, fail: Fail) -> None:
             fail(f"cu_seqlens goes with layout 'thd', not {options.layout!r}")
         if options.max_seqlen < 0:
             fail(f"max_seqlen is {options.max_seqlen}; it cannot be negative")
-        if len(cu_seqlens) < 1:
+        if cu_seqlens.shape[0] < 1:
             fail("cu_seqlens is empty; it must have N + 1 offsets")
-        rows, of = len(cu_seqlens) - 1, "sequences"
-    if starts is not None and len(starts) != rows:
-        fail(f"start_positions has {len(starts)} entries for {rows} {of}")
+        rows, of = cu_seqlens.shape[0] - 1, "sequences"
+    if starts is not None and starts.shape[0] != rows:  # len would make a symbol a number
+        fail(f"start_positions has {starts.shape[0]} entries for {rows} {of}")
 
 
 def _check_unrotated(tensors: Tensors, options: Options, fail: Fail) -> None:

@@ -23,6 +23,8 @@ _NORM = ", ".join(
     f"{_TYPES[type(value)]} {'norm_' if name in Options._fields else ''}{name}"
     for name, value in NormOptions._field_defaults.items()
 )
+_COUNTS = {"unrotated": "SymInt", "max_seqlen": "SymInt"}
+"""Words that change from call to call, so that torch.compile and export keep them as symbols."""
 _ROTATED = "rotated"
 """The argument for a k that is rotated in place and stored in a cache; the argument "k" is never written."""
 
@@ -50,7 +52,7 @@ def _schema(op: Operation, inplace: bool) -> str:
         bare, mark = name.rstrip("?"), "?" * name.endswith("?")
         alias = f"({ascii_letters[len(tensors)]}!)" if bare in written else ""
         tensors.append(f"Tensor{alias}{mark} {bare}")
-    options = [f"{_TYPES[type(Options._field_defaults[name])]} {name}" for name in _fields(op)]
+    options = [f"{_COUNTS.get(name, _TYPES[type(Options._field_defaults[name])])} {name}" for name in _fields(op)]
     results = "()" if inplace else ", ".join(["Tensor"] * len(op.results))
     returns = results if inplace or len(op.results) == 1 else f"({results})"
     arguments = ", ".join([*tensors, _TABLES, *options, *([_NORM] if op.norm else [])])

@@ -120,14 +120,15 @@ def check_pages(tensors: Tensors, options: Options, fail: Fail) -> None:
             fail(f"{label} has shape {tuple(x.shape)}; it must be {wanted}")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             fail(f"{label} has strides {x.stride()}; its last axis must be contiguous")
-    count = len(tensors[lengths])
+    sizes = {label: x.shape[0] for label, x in tensors.items() if x.dim()}  # len would make a symbol a number
+    count = sizes[lengths]
     for label in ("page_indptr", "cu_seqlens_q"):
-        if label in tensors and len(tensors[label]) != count + 1:
-            fail(f"{label} has {len(tensors[label])} entries and {lengths} has {count}; {label} must have one more")
-    if not ragged and len(table) < count:
-        fail(f"page_table has {len(table)} rows and seq_lens has {count} entries; it must have as many rows")
-    if "cu_seqlens" in tensors and len(tensors["cu_seqlens"]) != count + 1:
-        fail(f"cu_seqlens has {len(tensors['cu_seqlens'])} entries and {lengths} has {count}; it must have one more")
+        if label in tensors and sizes[label] != count + 1:
+            fail(f"{label} has {sizes[label]} entries and {lengths} has {count}; {label} must have one more")
+    if not ragged and sizes["page_table"] < count:
+        fail(f"page_table has {sizes['page_table']} rows and seq_lens has {count} entries; it must have as many rows")
+    if "cu_seqlens" in tensors and sizes["cu_seqlens"] != count + 1:
+        fail(f"cu_seqlens has {sizes['cu_seqlens']} entries and {lengths} has {count}; it must have one more")
     tokens = batch * seqlen
     if "cu_seqlens_q" not in tensors and tokens and (not count or tokens % count):
         fail(f"{lengths} has {count} entries for {tokens} tokens; pass cu_seqlens_q")

@@ -32,10 +32,10 @@ def _counted_rows(index: Tensor, t: Tensors, o: Options) -> tuple[Tensor, Tensor
     ends = t["cu_seqlens"].long()
     offsets = partition.local_rows(ends, o.cp_rank, o.cp_size, RULE)
     sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
-    spare = sequence == len(offsets) - 1
-    if len(offsets) == 1:
+    spare = sequence == offsets.shape[0] - 1
+    if offsets.shape[0] == 1:
         return index[None], spare
-    sequence = sequence.clamp(max=len(offsets) - 2)
+    sequence = sequence.clamp(max=offsets.shape[0] - 2)
     first = ends[sequence]
     rows = local_positions(index - offsets[sequence], first, ends[sequence + 1], o)
     if starts is not None:
