@@ -171,7 +171,7 @@ def test_it_compiles_with_its_gradient() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beside quantize": ({"quantize": Quantize(0.1, 0.1)}, "hadamard is given beside quantize, which has its own"),
     "a number": ({"hadamard": 2}, "hadamard is 2; it must be"),
-    "a word": ({"hadamard": "head"}, "hadamard is 'head'; it must be one of 'rotary', 'rest'"),
+    "a word": ({"hadamard": "head"}, "hadamard is 'head'; it must be True, False, 'rotary' or 'rest'"),
     "across heads": ({"norm": Norm(across_heads=True)}, "across_heads does not go with hadamard"),
     "inverse": ({"norm": Norm(), "inverse": True}, "inverse does not go with norm"),
     "two pieces": ({"hadamard": "rest", "rotary_offset": 16}, "needs the rest in one piece"),

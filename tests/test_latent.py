@@ -226,7 +226,7 @@ REFUSALS = {
     "kv is narrow": ({"kv": KV[..., :32]}, r"q is \(B=2, S=6, H=4, D=48\), k_pe .* and kv .*D=32\); kv must be wider"),
     "heads of k_pe": ({"k_pe": K_PE.expand(2, 6, 3, 16)}, r"k_pe is \(B=2, S=6, H=3, D=16\); it must have H=1"),
     "odd k_pe": ({"k_pe": K_PE[..., :15]}, "rotary_dim is 15; it must be even"),
-    "wide k_pe": ({"k_pe": torch.ones(2, 6, 1, 50)}, "rotary_offset is -2"),
+    "wide k_pe": ({"k_pe": torch.ones(2, 6, 1, 50)}, r"q is .* but k_pe .*; q's heads end in as many rotated elements"),
     "tokens of kv": ({"kv": KV[:, :5]}, r"q is \(B=2, S=6.* but kv is \(B=2, S=5"),
     "tokens of k_pe": ({"k_pe": K_PE[:, :5]}, r"q is \(B=2, S=6.* but k_pe is \(B=2, S=5"),
     "axes of kv": ({"kv": KV.flatten(2)}, r"kv has shape \(2, 6, 168\), layout 'bshd' needs 4 axes"),

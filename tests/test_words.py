@@ -234,6 +234,31 @@ MISTAKES = {
     "another dtype": ((_Q, _K.half(), _COS, _SIN), {}, r"pass k.to\(q\)"),
     "layout of both": ((_Q.transpose(1, 2), _Q[:, :, :1].transpose(1, 2), _COS, _SIN), {}, "pass layout='bhsd'"),
     "a list": ((_Q.tolist(), _K, _COS, _SIN), {}, "q is a list of"),
+    "heads that are not split": ((_Q.flatten(2), None, _COS, _SIN), {}, r"pass q.unflatten\(-1, \(H, D\)\)"),
+    "one head without its axis": ((_Q, _K[:, :, 0], _COS, _SIN), {}, r"pass k.unsqueeze\(2\)"),
+    "another width": ((_Q, _K[..., :4], _COS, _SIN), {}, r"only H may differ$"),
+    "another batch": ((_Q, _K[:1], _COS, _SIN), {}, r"only H may differ$"),
+    "an odd head": ((_Q[..., :7], None, _COS, _SIN), {}, "rotary_dim, by default D, is 7"),
+    "a negative position": (
+        (_Q, _K, _COS, _SIN),
+        {"check": True, "positions": torch.arange(6) - 1},
+        "go from -1 to 4; they must be 0",
+    ),
+    "a difference past the table": (
+        (_Q, _K, _COS, _SIN),
+        {"check": True, "positions": jitrope.Shifts(torch.full((6,), -9))},
+        "differences of positions have sizes from 9 to 9, but the table has rows 0 to",
+    ),
+    "offsets that fall": (
+        (_Q[0], _K[0], _COS, _SIN),
+        {"check": True, "positions": jitrope.Packed(torch.tensor([0, 4, 3, 6]))},
+        r"cu_seqlens\[2\] falls from 4 to 3; .* ascend",
+    ),
+    "offsets that begin late": (
+        (_Q[0], _K[0], _COS, _SIN),
+        {"check": True, "positions": jitrope.Packed(torch.tensor([1, 4]))},
+        r"cu_seqlens\[0\] is 1",
+    ),
     "layout": ((_Q.transpose(1, 2),) * 2 + (_COS, _SIN), {"check": True}, "pass layout='bhsd'"),
 }
 
@@ -276,3 +301,21 @@ def test_prepare_qkv_names_itself() -> None:
         jitrope.prepare_qkv(Q, K, V)
     with pytest.raises(TypeError, match=r"^prepare_qkv\(\) got an unexpected keyword argument 'q_weight'; pass norm="):
         jitrope.prepare_qkv(Q, K, V, COS, SIN, q_weight=1)
+
+
+WRONG = {  # a value with a wrong number or word, and the message
+    "eps": (lambda: Norm(eps=-10), "Norm: eps is -10.0; it must be 0 or above"),
+    "a scale of zero": (lambda: Quantize(0), "q_scale is 0; it must be above 0"),
+    "a negative scale": (lambda: KVCache(*caches(), IDS, v_scale=-1.0), "v_scale is -1.0; it must be above 0"),
+    "hadamard": (lambda: Quantize(1.0, hadamard="all"), "it must be True, False, 'rotary' or 'rest'"),
+    "scale_fmt": (lambda: jitrope.DynamicQuantize(scale_fmt="x"), "it must be 'ue8m0' or None"),
+    "no configuration": (lambda: jitrope.tables.from_config(None), "config is None; it must be a transformers"),
+    "a file's name": (lambda: jitrope.tables.from_config("config.json"), "config is 'config.json'; it must be"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_refused_when_it_is_made(name: str) -> None:
+    make, text = WRONG[name]
+    with pytest.raises(jitrope.InvalidInput, match=text):
+        make()

@@ -24,7 +24,7 @@ class Schedule(Partition):
 
     >>> schedule = Schedule(torch.tensor([0, 7, 10]), 10, max_seqlen=7, window=(4, 0))
     >>> q, k, v = torch.randn(3, 10, 8, 64)
-    >>> for layer in range(2): q = all_gather_attention(q, k, v, schedule)
+    >>> for layer in range(2): q = context_parallel.all_gather_attention(q, k, v, schedule)
 
     Args:
         cu_seqlens, tokens, group, cp_size, cp_rank, rule: see `Partition`. Attention needs a group.

@@ -40,8 +40,10 @@ def check_values(name: str, tensors: Tensors, options: Options) -> None:
 def _check_offsets(q: Tensor, cu_seqlens: Tensor, options: Options, fail: Fail) -> None:
     """Refuse offsets that do not ascend from 0, or that pass the last token."""
     first, last, tokens = int(cu_seqlens[0]), int(cu_seqlens[-1]), sizes_of(q, options.layout)[1]
-    if first != 0 or bool((cu_seqlens.diff() < 0).any()):
-        fail("cu_seqlens must ascend from 0")
+    falls = (cu_seqlens.diff() < 0).nonzero().flatten().tolist()
+    if first != 0 or falls:
+        had = f"falls from {int(cu_seqlens[falls[0]])} to {int(cu_seqlens[falls[0] + 1])}" if falls else f"is {first}"
+        fail(f"cu_seqlens[{falls[0] + 1 if falls else 0}] {had}; cu_seqlens must ascend from 0")
     if options.cp_size == 1 and last > tokens:
         fail(f"cu_seqlens ends at {last}, but q has {tokens} tokens")
 
@@ -55,8 +57,11 @@ def _check_positions(q: Tensor, tables: Tensors, options: Options, fail: Fail) -
     if rows.numel() == 0:
         return
     lowest, highest = (int(x) for x in rows.aminmax())
-    if lowest < 0 or highest >= count:
-        fail(f"positions go from {lowest} to {highest}, but the table has rows 0 to {count - 1}; make it longer")
+    if lowest < 0:
+        fail(f"positions go from {lowest} to {highest}; they must be 0 or above")
+    if highest >= count:
+        had = "differences of positions have sizes" if options.shifts else "positions go"
+        fail(f"{had} from {lowest} to {highest}, but the table has rows 0 to {count - 1}; make it longer")
 
 
 def _check_pairing(cos: Tensor, sin: Tensor, options: Options, fail: Fail) -> None:

@@ -22,6 +22,7 @@ Fail = Callable[[str], NoReturn]
 USERS_NAMES = {"q_factor": "q_scale", **{name: f"mean_squares' {name[0]}" for name in MEANS}}
 """The users' names of tensors that have another name in a call."""
 
+OWN_MEMORY = "pass a tensor with memory for each element"
 SWAPPED = {"bshd": "bhsd", "bhsd": "bshd"}
 """Layouts that are easily mistaken for each other."""
 
@@ -43,8 +44,11 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
             continue
         if x.dim() != len(layout):
             axes = ", ".join(layout.upper())
-            hint = '; for (T, H, D) pass layout="thd"' if x.dim() == 3 else ""
-            hint = "; Packed implies it" if layout == "thd" else hint
+            hint = "; Packed implies it" if layout == "thd" else ""
+            if x.dim() == 3 and layout != "thd":
+                split = f"for (B, S, H D) pass {label}.unflatten(-1, (H, D))"
+                without = f"without an axis of heads pass {label}.unsqueeze({LAYOUT_AXES[layout][2]})"
+                hint = f'; for (T, H, D) pass layout="thd", {split if x is q else without}'
             fail(f"{label} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes}){hint}")
         if not is_float(x):
             fail(f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")
@@ -60,8 +64,9 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
     if k is not None:
         k_batch, k_seqlen, k_heads, k_head_dim = sizes_of(k, layout)
         if (k_batch, k_seqlen, k_head_dim) != (batch, seqlen, head_dim):
-            other = SWAPPED.get(layout) if k_heads == heads else None
-            hint = f"; if their layout is {other!r}, pass layout={other!r}" if other else ""
+            other = SWAPPED.get(layout)
+            alike = other and (batch, heads, head_dim) == (k_batch, k_heads, k_head_dim)
+            hint = f"; if their layout is {other!r}, pass layout={other!r}" if alike else ""
             fail(f"{first} is {named(q, layout)} but {second} is {named(k, layout)}; only H may differ{hint}")
     if batch * seqlen > MAX_TOKENS:
         fail(f"{first} has {batch * seqlen} tokens; at most {MAX_TOKENS} are possible")
@@ -72,7 +77,8 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
         fail(f"rotary_offset is {begin}; it cannot be negative")
     if options.rotary_dim % 2 != 0 or not (begin < end <= head_dim):
         most = f"D - rotary_offset={head_dim - begin}" if begin else f"D={head_dim}"
-        fail(f"rotary_dim is {options.rotary_dim}; it must be even and from 2 to {most}")
+        default = ", by default D," if end == head_dim and not begin else ""
+        fail(f"rotary_dim{default} is {options.rotary_dim}; it must be even and from 2 to {most}")
 
 
 def require_no_overlap(label: str, x: Tensor, fail: Fail, instead: str = "") -> None:
@@ -270,9 +276,10 @@ def check_tables(tensors: Tensors, options: Options, fail: Fail) -> None:
     width = cos.shape[-1]
     if width != rotary // 2 and width != rotary:
         both = "cos and sin are" if kind == "cos_sin" else f"{kind} is"
+        hint = "k_pe has as many elements" if options.v_dim else "pass rotary_dim for a partial rotation"
         fail(
             f"{both} {width} wide; with rotary_dim {rotary} (D={tensors['q'].shape[-1]}) allowed are {rotary // 2} "
-            f"(half width) and {rotary} (full width); pass rotary_dim for a partial rotation"
+            f"(half width) and {rotary} (full width); {hint}"
         )
     if options.rounding == "complex128" and (kind == "freqs" or "cu_seqlens" in tensors):
         fail("rounding='complex128' does not go with freqs or cu_seqlens; pass cos and sin, and position_ids")

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..base.arguments import flag, refuse, tensor, word
 from ..plan.options import SCALE_FMTS, Options
 from ..plan.views import BLOCK_SCALES, FORMATS, FP8, FP8S, GROUPS, PER_ITEM, SCALES, Tensors, block_format
-from .fit import MAX_TOKENS, Fail, failing, named, require_no_overlap, sizes_of
+from .fit import MAX_TOKENS, OWN_MEMORY, Fail, failing, named, require_no_overlap, sizes_of
 from .pages import Pages, slots_of
-from .values import Value, scales
+from .values import Value, divisor, scales
 
 _SCALE_DTYPES = [*SCALES.values()]  # Dynamo of torch 2.6 cannot search in the values
 
@@ -72,6 +72,9 @@ class KVCache(Value):
         scale_fmt: str | None = None,
     ) -> None:
         pages = slot_mapping if isinstance(slot_mapping, Pages) else None
+        for label, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                divisor("KVCache", label, scale)
         self.tensors = {
             "k_cache": tensor("KVCache", "k_cache", k_cache),
             **({} if v_cache is None else {"v_cache": tensor("KVCache", "v_cache", v_cache)}),
@@ -114,7 +117,7 @@ def check_caches(heads_of: Tensors, tensors: Tensors, options: Options, fail: Fa
             *most, last = [f"k's {x}" if x == k.dtype else str(x) for x in allowed]
             must = f"{'with block scales it must be' if blocks else 'allowed are'} {', '.join(most)}"
             fail(f"{label} is {cache.dtype}; {must} {'or' if blocks else 'and'} {last}")
-        require_no_overlap(label, cache, fail)
+        require_no_overlap(label, cache, fail, OWN_MEMORY)
         if per_item > 1 and cache.stride(-1) != 1:
             fail(f"{label} has strides {tuple(cache.stride())}; the last must be 1")
         if blocks:
@@ -156,7 +159,7 @@ def _check_block_scale(label: str, tensors: Tensors, cache: Tensor, head_dim: in
         shown = " or ".join([f"({', '.join(map(str, shape))}, G)" for shape in shapes])
         counts = ", ".join([f"{count} for groups of {group}" for count, group in sorted(sizes.items())])
         fail(f"{label} has shape {tuple(scale.shape)}; with D={head_dim} it must be {shown}, where G is {counts}")
-    require_no_overlap(label, scale, fail)
+    require_no_overlap(label, scale, fail, OWN_MEMORY)
 
 
 def check_one_format(name: str, tensors: Tensors, options: Options) -> None:

@@ -42,7 +42,7 @@ class Pages(Value):
         cu_seqlens_q: (N + 1): offsets of the new tokens of each sequence, ascending from 0 (vLLM's query_start_loc,
             FlashInfer's append_indptr). Tokens after the last sequence are padding. None: each sequence has equally
             many new tokens, as in a decode step.
-        clear_page: write zeros to the rest of each sequence's last page too.
+        clear_page: write zeros to the rest of the last page of each sequence with new tokens too.
         errors: an int32 tensor of one element. The kernel adds the number of tokens whose page is outside of the cache,
             or whose position is outside of the table. Nothing is stored for them, nor for those of a sequence without
             a length (padding), which are not counted.
@@ -175,7 +175,7 @@ def slots_of_pages(t: Tensors, tokens: int, pages: int, rows: int) -> tuple[Tens
 
 
 def store_in_pages(t: Tensors, tokens: int, clear: bool) -> Tensor:
-    """The slot of each token. Counts errors, and clears the rest of the sequences' last pages."""
+    """The slot of each token. Counts errors, and clears the rest of the last pages of sequences with new tokens."""
     pages, rows = t["k_cache"].shape[:2]
     slots, wrong, last = slots_of_pages(t, tokens, pages, rows)
     if "errors" in t:

@@ -12,7 +12,7 @@ from ..base.errors import InvalidInput
 from ..plan.options import HADAMARDS, SCALE_FMTS
 from ..plan.problem import DTYPE_NAMES
 from ..plan.views import E8M0, FORMATS, FP8, FP8S, GROUPS, SCALES, Tensors
-from .values import Value, scale_number, scales
+from .values import Value, divisor, scales
 
 _POWERS = "e8m0_fp32"
 _LABELS = {"out_dtype": "dtype", "scale_out": "scale_dtype", _POWERS: "scale_fmt", "dynamic_v": "v"}
@@ -68,8 +68,7 @@ class Quantize(Conversion):
         given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         self.given = {label: x for label, x in given.items() if x is not None or label == "q_scale"}
         for label, scale in self.given.items():
-            if not isinstance(scale, Tensor):
-                scale_number("Quantize", label, scale)
+            divisor("Quantize", label, scale)
         self.tensors, self.words = {}, hadamard_words("Quantize", hadamard)
         form = _format("Quantize", dtype, FP8S)
         if form != "fp8":
@@ -183,8 +182,7 @@ class DynamicQuantize(Conversion):
             label = label.replace("_", "_global_")
             if scale_dtype != FP8:
                 refuse("DynamicQuantize", label, scale, f"None without scale_dtype={FP8}")
-            if not isinstance(scale, Tensor) and scale_number("DynamicQuantize", label, scale) <= 0:
-                refuse("DynamicQuantize", label, scale, "above 0")
+            divisor("DynamicQuantize", label, scale)
         if flag("DynamicQuantize", "swizzled", swizzled):
             self.words["swizzled"] = True
         if flag("DynamicQuantize", "v", v):
@@ -225,7 +223,8 @@ def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
         must = "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3"
         refuse("DynamicQuantize", "scale_dtype", scale_dtype, must)
     if scale_fmt is not None:
-        word("DynamicQuantize", "scale_fmt", scale_fmt, SCALE_FMTS[1:])
+        if scale_fmt not in SCALE_FMTS[1:]:
+            refuse("DynamicQuantize", "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
         if scale_dtype == FP8:
             raise InvalidInput(f"DynamicQuantize: scale_fmt does not go with scale_dtype={FP8}")
     if scale_dtype == torch.float32:
@@ -236,7 +235,9 @@ def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
 def hadamard_words(name: str, value: Any) -> dict[str, Any]:
     """The word for a Hadamard transform, if there is one."""
     if isinstance(value, str):
-        return {"hadamard": word(name, "hadamard", value, HADAMARDS[2:])}
+        if value not in HADAMARDS[2:]:
+            refuse(name, "hadamard", value, f"True, False, {' or '.join(map(repr, HADAMARDS[2:]))}")
+        return {"hadamard": value}
     return {"hadamard": "head"} if flag(name, "hadamard", value) else {}
 
 

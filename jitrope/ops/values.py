@@ -1,6 +1,7 @@
 """Values that a user makes once and passes to every layer: positions, norms and caches; see also `quantize`.
 
-A value is checked when it is made. A call uses its tensors and words directly, so a value costs no more than keywords.
+Types, words and numbers are checked when a value is made, shapes and dtypes of its tensors in a call. A call uses its
+tensors and words directly, so a value costs no more than keywords.
 Values can be pickled, printed and traced by torch.compile. Two values are equal only if they are the same object.
 """
 
@@ -267,7 +268,9 @@ class Norm(Value):
             refused[f"of={of!r}"] = of != "qk"
             self.tensors.update(_means(mean_squares, {**refused, f"kind={kind!r}": kind == "layer_norm"}))
         rounding = word("Norm", "rounding", rounding, NORM_ROUNDINGS)
-        self.words = {"norm": NormOptions(rounding, **flags, kind=kind, of=of, eps=number("Norm", "eps", eps))}
+        if type(eps := number("Norm", "eps", eps)) is float and eps < 0:
+            refuse("Norm", "eps", eps, "0 or above")
+        self.words = {"norm": NormOptions(rounding, **flags, kind=kind, of=of, eps=eps)}
 
     def __repr__(self) -> str:
         default, norm = NormOptions()._asdict(), self.words["norm"]._asdict()
@@ -326,6 +329,12 @@ def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor
     with getattr(like, "fake_mode", None) or nullcontext():  # the mode of a fake tensor need not be active
         made: Tensor = _scale_of(like.device, value, label)
     return made
+
+
+def divisor(name: str, label: str, scale: Any) -> None:
+    """Refuse a scale to divide by that is a number, but not one above 0 that fp32 holds."""
+    if not isinstance(scale, Tensor) and scale_number(name, label, scale) <= 0:
+        refuse(name, label, scale, "above 0")
 
 
 def scale_number(name: str, label: str, scale: Any) -> float:

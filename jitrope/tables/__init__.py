@@ -55,9 +55,9 @@ def cos_sin(
         interleaved: the order with full width. True: each angle twice in a row, for pairs (0, 1), (2, 3), ... False:
             all angles, then all again, for halves.
         dtype: fp32, fp16 or bf16.
-        angles: "fp64": exact products below 2^29 positions; fp32 tables are within 2^-25 (times attention_factor) of
-            the exact cosines and sines. "fp32": rounded products, with the bits of transformers'
-            modules, off by up to 0.03 at 2^20 positions.
+        angles: "fp64": exact products below 2^29 positions; fp32 tables are within 2^-25 of the exact
+            cosines and sines, with an attention_factor from 1 to 2 within 2^-24. "fp32": rounded products, with the
+            bits of transformers' modules, off by up to 0.03 at 2^20 positions.
 
     Returns:
         cos and sin, (P, W) or (*positions.shape, W) each, contiguous.

@@ -76,6 +76,8 @@ def _get(config: Any, name: str) -> Any:
 def _rope_parameters(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The parameters of one type of layer, or of all layers."""
     names = ("rope_parameters", "rope_scaling", "rope_theta")
+    if config is None or isinstance(config, (str, bytes)):
+        arguments.refuse("from_config", "config", config, "a transformers configuration, or a dict of it")
     if not any(name in config if isinstance(config, Mapping) else hasattr(config, name) for name in names):
         raise InvalidInput(f"from_config: config has none of {', '.join(names)}; perhaps its text_config has")
     found = _get(config, "rope_parameters") or _get(config, "rope_scaling") or {}
