@@ -174,6 +174,19 @@ def one_of_q_and_k_may_have_all_heads_on_each_rank() -> None:
 
 
 @case
+def a_result_without_a_gradient() -> None:
+    """q or k alone is used; both were redistributed, and torch's backward of that takes no missing gradient."""
+    cos, sin = table(S, D // 2)
+    norm = normed(cos, sin)
+    for call in (rope(cos=cos, sin=sin), lambda q, k: norm(q, k, weight(), weight())):
+        for used in range(2):
+            leaves = [place(heads(n), [R]).requires_grad_() for n in (8, 4)]
+            out = call(*[x.redistribute(placements=[Shard(2)]) for x in leaves])
+            grads = torch.autograd.grad(out[used].to_local().square().sum(), leaves)
+            assert [bool(grad.full_tensor().any()) for grad in grads] == [used == 0, used == 1]
+
+
+@case
 def two_dimensions() -> None:
     cos, sin = table(12, D // 2)
     rows = dict(zip(("cos", "sin"), table(B, 12, D // 2)))

@@ -192,6 +192,11 @@ def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, output
     learned = tuple([name for name in TABLES if name in tensors and tensors[name].requires_grad])
     saved = tensors if learned else op.saved(tensors, options)
     ctx.kept = op, tuple(saved), names, tuple(outputs), options, learned
+    ctx.zeros = {}
+    if watch.sharded(tensors.values()):
+        from .sharding import zeros_like
+
+        ctx.zeros = {name: zeros_like(x) for name, x in tensors.items() if name in op.names and x.requires_grad}
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved.values())
 
@@ -207,7 +212,8 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     found = op.gradient(call, needed, dict(given), options) if given else {}
     if learned and given:
         found.update(_of_tables(op, tensors, learned, given, options))
-    return [found.get(name) for name in names]
+    zeros = ctx.zeros if given else {}
+    return [zeros[name]() if found.get(name) is None and name in zeros else found.get(name) for name in names]
 
 
 def _of_tables(

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, zeros
 from torch.distributed.tensor.experimental import register_sharding
 
 from ..base.errors import InvalidInput
@@ -125,6 +126,11 @@ def prepared(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     if options.inplace and not torch.compiler.is_compiling():  # torch only counts writes to the shards
         torch._C._increment_version(list(heads.values()))
     return given
+
+
+def zeros_like(x: Any) -> Callable[[], Any]:
+    """Make a gradient of zeros. torch's redistribution of a DTensor has no backward of a missing gradient."""
+    return partial(zeros, x.shape, dtype=x.dtype, device_mesh=x.device_mesh, placements=x.placements)
 
 
 def _same(placements: Sequence[Any], wanted: Sequence[Any]) -> bool:
