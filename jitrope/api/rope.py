@@ -307,17 +307,12 @@ def prepare_joint_qkv(
     if norm is None:
         asked["norm"] = NO_NORM
     else:
-        _add_norms(name, norm, tensors, asked)
+        norms: Any = (norm, norm) if isinstance(norm, Norm) else parts(name, "norm", norm, 2)
+        of_second: dict[str, Any] = {}
+        for value, given in zip(norms, (tensors, of_second)):
+            add(name, "norm", value, Norm, given, asked)
+        if norms[0].words["norm"] != norms[1].words["norm"]:
+            raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
+        tensors.update({"second_" + label: weight for label, weight in of_second.items()})
     out = call(QK_NORM_ROPE_JOINT, tensors, asked)
     return out["q"], out["k"], out["v"]
-
-
-def _add_norms(name: str, norm: Any, tensors: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Add the norms of two streams to the tensors and words of a call."""
-    norms = (norm, norm) if isinstance(norm, Norm) else parts(name, "norm", norm, 2)
-    of_second: dict[str, Any] = {}
-    for value, given in zip(norms, (tensors, of_second)):
-        add(name, "norm", value, Norm, given, asked)
-    if norms[0].words["norm"] != norms[1].words["norm"]:
-        raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
-    tensors.update({"second_" + label: weight for label, weight in of_second.items()})

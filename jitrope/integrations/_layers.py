@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
-from ..ops.stand_ins import constant
+from ..ops.stand_ins import filled
 from ..ops.values import Norm
 from . import _host
 from ._host import Function
@@ -124,7 +124,7 @@ def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
         weight, bias = parameters_of(norms[label])
         check_results([form], weight, x)
         if form.total:  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
-            weight = _inverse_root(x.device, x.shape[-1])
+            weight = filled(x.device, x.shape[-1], torch.float32, x.shape[-1] ** -0.5)
         given |= {f"{label}_weight": weight, f"{label}_bias": bias}
     found = [{**form.words(norms[label]), "total": form.total} for label, form in forms.items()]
     if found[0] != found[-1]:
@@ -132,8 +132,3 @@ def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
     if found[0].pop("total"):
         found[0]["eps"] /= x.shape[-1]
     return Norm(**given, **found[0], **words)
-
-
-@constant
-def _inverse_root(device: torch.device, size: int) -> Tensor:
-    return torch.full((size,), size**-0.5, device=device)

@@ -147,7 +147,7 @@ class _Call:
             if ids is None:
                 self.tables = [table[:, :1].transpose(0, 1).expand(-1, batch, -1, -1) for table in self.tables]
             self.ids = None if ids is None else ids.transpose(1, 2)
-        elif ids is not None and all(_merges(x) for x in (*of_tokens, ids[0])):
+        elif ids is not None and all(x.stride(0) == x.shape[1] * x.stride(1) for x in (*of_tokens, ids[0])):
             of_tokens = [x.flatten(0, 1).unsqueeze(0) for x in of_tokens]
             self.ids = ids.flatten(1).unsqueeze(1)
         end = count + len(self.factors)
@@ -162,7 +162,7 @@ class _Call:
         found: dict[str, Any] = {
             **{name: getattr(o, name) for name in _OF_OPTIONS},
             **{name: getattr(self, name) for name in _PLANNED},
-            **{f"{name}_dtype": _name(self.tensors.get(name)) for name in INDICES},
+            **{f"{x}_dtype": DTYPE_NAMES[self.tensors[x].dtype] if x in self.tensors else None for x in INDICES},
             **self._norm_fields(),
             "dtype": DTYPE_NAMES[self.views[0].dtype],
             "table_dtype": DTYPE_NAMES[table.dtype],
@@ -171,7 +171,6 @@ class _Call:
             "dynamic": bool(self.scales or self.block_scales),
             "dynamic_q": bool(self.scales),
             "block_cache": bool(self.block_scales),
-            **(self._of_blocks() if self.block_scales and not self.scales else {}),
             "freqs": o.table == "freqs",
             "full_width": table.shape[-1] == o.rotary_dim,
             "per_head": any(step[2] for step in self.table_strides),
@@ -196,12 +195,10 @@ class _Call:
             "sm_count": sm_count,
             "memory_speed": memory_speed,
         }
+        if self.block_scales and not self.scales:  # scales of q are of the same kind
+            form = views.block_format(self.tensors, self.head_dim, o)
+            found.update(group=form.group if form.group < self.head_dim else 0, scale_out=form.scale_out)
         return heuristics.RopeProblem(**found)
-
-    def _of_blocks(self) -> dict[str, Any]:
-        """The scales beside a cache; q's, if there are any, are of the same kind."""
-        form = views.block_format(self.tensors, self.head_dim, self.options)
-        return {"group": form.group if form.group < self.head_dim else 0, "scale_out": form.scale_out}
 
     def _norm_fields(self) -> dict[str, Any]:
         norm = self.options.norm or NormOptions("", kind="")
@@ -272,15 +269,6 @@ class _Call:
 def _table_views(tensors: Tensors, options: Options, stream: str) -> list[Tensor]:
     pair = views.table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), options.table)
     return [views.table_view(table) for table in pair]
-
-
-def _merges(x: Tensor) -> bool:
-    """Whether the first two axes can be seen as one."""
-    return x.stride(0) == x.shape[1] * x.stride(1)
-
-
-def _name(x: Tensor | None) -> str | None:
-    return None if x is None else DTYPE_NAMES[x.dtype]
 
 
 def _strides(view: Tensor) -> list[int]:

@@ -75,10 +75,11 @@ def rows_calls(move: Move) -> list[Call] | None:
     whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
     if not whole or len(outputs) > 2 or (sums and not is_float(inputs[0])):
         return None
-    rows, (widths, in_widths) = len(outputs[0]), ([_row_bytes(x) for x in xs] for xs in (outputs, inputs))
+    rows = len(outputs[0])  # widths and strides are in bytes
+    widths, in_widths = ([x.shape[1:].numel() * x.itemsize * (len(x) > 0) for x in xs] for xs in (outputs, inputs))
     if rows == 0 or max(widths) == 0:
         return []
-    in_strides, strides = ([_stride_bytes(x) for x in xs] for xs in (inputs, outputs))
+    in_strides, strides = ([x.stride(0) * x.itemsize * (len(x) > 1) for x in xs] for xs in (inputs, outputs))
     index_dtype = "int32" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
     cut = (shape.cp_size, shape.rule) if map in specs.PARTITIONED else (1, "dual_chunk")
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
@@ -94,14 +95,6 @@ def rows_calls(move: Move) -> list[Call] | None:
 
 def _batch_words(shape: Shape) -> tuple[int, ...]:
     return shape.sequences, shape.tokens, shape.cp_rank, max(1, shape.capacity)
-
-
-def _row_bytes(x: Tensor) -> int:
-    return x.shape[1:].numel() * x.element_size() if x.shape[0] else 0
-
-
-def _stride_bytes(x: Tensor) -> int:
-    return x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
 
 
 # ---- attention's segments: `struct Params` of `segments.cuh.jinja` -------------------------------------
