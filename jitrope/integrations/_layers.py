@@ -85,8 +85,7 @@ def without_rope(
 def form_of(module: nn.Module) -> NormForm:
     """The form of a norm. A class is tried once, and so is each module without a known form.
 
-    Raises:
-        InvalidInput: it has none, or the module must be called itself.
+    Raises InvalidInput if it has none, or the module must be called itself.
     """
     parameters_of(module)  # a module with hooks says nothing about its class
     cls = type(module)
@@ -115,8 +114,7 @@ def _known(cls: type, module: nn.Module) -> NormForm | None:
 def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
     """The `Norm` of a layer's modules, by "q" and "k", for heads like x. words: its other words.
 
-    Raises:
-        InvalidInput: a module has no known form or must be called itself, or the two differ.
+    Raises InvalidInput if a module has no known form or must be called itself, or the two differ.
     """
     forms = {label: form_of(module) for label, module in norms.items()}
     given: dict[str, Any] = {}

@@ -79,8 +79,7 @@ def canonical(tensors: Tensors) -> Tensors:
 def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str = "") -> tuple[Options, Tensors]:
     """The checked options of a call with defaults filled in, and its tensors by the kernel's names.
 
-    Raises:
-        InvalidInput: a word does not go with the operation, a value has another type, or a tensor is missing.
+    Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
     name = name or op.function
     for label in (*asked, *[label for label in tensors if label not in op.names]):
