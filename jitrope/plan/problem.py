@@ -30,13 +30,8 @@ DTYPE_NAMES = {
     **{form.dtype: name for name, form in FORMATS.items()},
 }
 
-
-# ---- views of heads: (batch, seq, group, head of the group, dim) -------------------------------
-
 Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
-
-
-# ---- the plan ----------------------------------------------------------------------------------
+"""The heads of q, k and v, each (batch, seq, group, head of the group, dim)."""
 
 NARROW = 1 << 30
 """Strides below this many elements have at most 32 bits in bytes, also those of fp32."""
