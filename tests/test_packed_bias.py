@@ -11,8 +11,7 @@ from torch import Tensor
 
 import jitrope
 from jitrope.ops import library
-from jitrope.ops.packed_norm import QKV_NORM
-from jitrope.ops.projections import ROPE_QKV
+from jitrope.ops.projections import QKV_NORM, ROPE_QKV
 from jitrope.plan.options import NormOptions
 
 from . import oracle

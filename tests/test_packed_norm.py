@@ -11,7 +11,7 @@ from torch import Tensor
 import jitrope
 from jitrope import Norm
 from jitrope.ops import library
-from jitrope.ops.packed_norm import QKV_NORM, QKV_NORM_BACKWARD
+from jitrope.ops.projections import QKV_NORM, QKV_NORM_BACKWARD
 from jitrope.plan.options import NormOptions
 
 from . import oracle

@@ -1,9 +1,10 @@
-"""The shared lists of keywords, which editors complete, and their defaults."""
+"""The shared lists of keywords, their defaults, and both in the signatures of functions, for `help` and editors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -63,3 +64,22 @@ class LatentWords(TypedDict, total=False):
 
 
 DEFAULTS = {**Options._field_defaults, "interleaved_out": None, "rotary_dim": None, "check": False}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def with_words(words: Any) -> Callable[[F], F]:
+    """Decorate a function: its signature names the keys of `words`, a TypedDict, in place of its `**words`."""
+
+    def show(function: F) -> F:
+        signature = inspect.signature(function)
+        shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        for name, annotation in words.__annotations__.items():
+            annotation, default = getattr(annotation, "__forward_arg__", annotation), DEFAULTS.get(name)
+            shown.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+        vars(function)["__signature__"] = signature.replace(parameters=shown)
+        return function
+
+    return show

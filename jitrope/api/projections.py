@@ -9,21 +9,19 @@ from torch import Tensor
 
 from ..base.arguments import flag, whole, word
 from ..base.errors import InvalidInput
-from ..base.signature import with_words
 from ..ops.dispatch import call
 from ..ops.gather import add, call_packed_into, chosen, forget_positions, gather, staged
 from ..ops.into import is_dense
 from ..ops.kv_cache import KVCache
 from ..ops.latent import ROPE_LATENT, ROPE_LATENT_INTO
 from ..ops.operations import PACKED_INTO
-from ..ops.packed_norm import QKV_NORM
-from ..ops.projections import ROPE_QKV
+from ..ops.projections import QKV_NORM, ROPE_QKV
 from ..ops.quantize import DynamicQuantize, Quantize
 from ..ops.values import Norm, Positions, Ulysses
 from ..ops.words import parts
 from ..plan.options import QKV_ORDERS, Options
 from ..plan.views import packed_part
-from .keywords import DEFAULTS, LatentWords, PackedWords
+from .keywords import LatentWords, PackedWords, with_words
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,7 +92,7 @@ def prepare_packed_qkv(
 ) -> tuple[Any, ...]: ...
 
 
-@with_words(PackedWords, DEFAULTS)
+@with_words(PackedWords)
 def prepare_packed_qkv(
     qkv: Tensor,
     cos: Tensor | None = None,
@@ -208,7 +206,7 @@ def _staged(
     return found
 
 
-@with_words(LatentWords, DEFAULTS)
+@with_words(LatentWords)
 def prepare_mla_qkv(
     q: Tensor,
     kv: Tensor,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
-from ..base.signature import with_words
 from ..ops.dispatch import call
 from ..ops.gather import (
     add,
@@ -32,7 +31,7 @@ from ..ops.values import Norm, Positions, Ulysses  # noqa: F401  Ulysses is in t
 from ..ops.words import parts, refuse_table_as_v, second_tables
 from ..plan.options import NO_NORM
 from ..plan.views import converts_v
-from .keywords import DEFAULTS, JointWords, RopeWords
+from .keywords import JointWords, RopeWords, with_words
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,7 +41,7 @@ _JOINT_WORDS = frozenset(JointWords.__annotations__)
 _ROPE_WORDS = frozenset(RopeWords.__annotations__)
 
 
-@with_words(RopeWords, DEFAULTS)
+@with_words(RopeWords)
 def apply_rope(
     q: Tensor,
     k: Tensor | None,
@@ -169,7 +168,7 @@ def prepare_qkv(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
 
-@with_words(RopeWords, DEFAULTS)
+@with_words(RopeWords)
 def prepare_qkv(
     q: Tensor,
     k: Tensor | None,
@@ -251,7 +250,7 @@ def prepare_qkv(
     return first, second if cache is None else k if "rotate_k" in asked else None, result(out, "v") if "v" in out else v
 
 
-@with_words(JointWords, DEFAULTS)
+@with_words(JointWords)
 def prepare_joint_qkv(
     first: Sequence[Tensor],
     second: Sequence[Tensor],
@@ -307,17 +306,12 @@ def prepare_joint_qkv(
     if norm is None:
         asked["norm"] = NO_NORM
     else:
-        _add_norms(name, norm, tensors, asked)
+        norms: Any = (norm, norm) if isinstance(norm, Norm) else parts(name, "norm", norm, 2)
+        of_second: dict[str, Any] = {}
+        for value, given in zip(norms, (tensors, of_second)):
+            add(name, "norm", value, Norm, given, asked)
+        if norms[0].words["norm"] != norms[1].words["norm"]:
+            raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
+        tensors.update({"second_" + label: weight for label, weight in of_second.items()})
     out = call(QK_NORM_ROPE_JOINT, tensors, asked)
     return out["q"], out["k"], out["v"]
-
-
-def _add_norms(name: str, norm: Any, tensors: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Add the norms of two streams to the tensors and words of a call."""
-    norms = (norm, norm) if isinstance(norm, Norm) else parts(name, "norm", norm, 2)
-    of_second: dict[str, Any] = {}
-    for value, given in zip(norms, (tensors, of_second)):
-        add(name, "norm", value, Norm, given, asked)
-    if norms[0].words["norm"] != norms[1].words["norm"]:
-        raise InvalidInput(f"{name}: the norms are {norms[0]} and {norms[1]}; only their weights may differ")
-    tensors.update({"second_" + label: weight for label, weight in of_second.items()})

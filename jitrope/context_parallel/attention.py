@@ -83,8 +83,10 @@ def all_gather_attention(
     shape = q.shape
     q, k, v = (_packed(x, layout) for x in (q, k, v))
     check_rows(q, shape, layout, schedule)
-    case = _case(q, k, v, schedule, head_groups)
-    case = case._replace(lse=flag("return_lse", return_lse), max_logit=flag("return_max_logit", return_max_logit))
+    sizes = (q.shape[1] // head_groups, k.shape[1] // head_groups, q.shape[2], v.shape[2])  # of one head group
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    wanted = (grad, flag("return_lse", return_lse), flag("return_max_logit", return_max_logit))
+    case = Case(q.device, q.dtype, *sizes, schedule.mask, schedule.most_segments, schedule.equal, *wanted)
     scale = q.shape[2] ** -0.5 if softmax_scale is None else arguments.number(NAME, "softmax_scale", softmax_scale)
     keep_gathered, check = flag("keep_gathered", keep_gathered), flag("check", check)
     chosen, rotation = choose(backend, case), rotation_of(rope, q, k, schedule)
@@ -101,22 +103,6 @@ def all_gather_attention(
 
 
 # ---- arguments -------------------------------------------------------------------------------------
-
-
-def _case(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, head_groups: int) -> Case:
-    """The case of one head group."""
-    return Case(
-        device=q.device,
-        dtype=q.dtype,
-        heads=q.shape[1] // head_groups,
-        kv_heads=k.shape[1] // head_groups,
-        head_dim=q.shape[2],
-        head_dim_v=v.shape[2],
-        mask=schedule.mask,
-        segments=schedule.most_segments,
-        equal=schedule.equal,
-        grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
-    )
 
 
 def _packed(x: Tensor, layout: str) -> Tensor:

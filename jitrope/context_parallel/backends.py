@@ -332,8 +332,7 @@ AUTO = {"cuda": ("flash4", "flash3", "flash", "flex", "math"), "cpu": ("math",)}
 def choose(name: str, case: Case) -> Backend:
     """The backend of that name, or for "auto" the first that accepts the case.
 
-    Raises:
-        InvalidInput: there is no such backend, or it refuses the case.
+    Raises InvalidInput if there is no such backend, or it refuses the case.
     """
     arguments.word(NAME, "backend", name, ("auto", *BACKENDS))
     if name == "auto":

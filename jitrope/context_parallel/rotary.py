@@ -73,10 +73,9 @@ class Rotation:
 
 
 def rotation_of(rope: Any, q: Tensor, k: Tensor, schedule: Schedule) -> Rotation | None:
-    """The checked rotation of this rank's rows, q (t, Hq, D) and k (t, Hk, D); None for None.
+    """The rotation of this rank's rows, q (t, Hq, D) and k (t, Hk, D); None for None.
 
-    Raises:
-        InvalidInput: rope is not a `Rope`, or its fields do not fit together or do not fit q and k.
+    Raises InvalidInput if rope is not a `Rope`, or its fields do not fit together or do not fit q and k.
     """
     if rope is None:
         return None

@@ -311,11 +311,7 @@ class Pass:
 
 
 def _words(turn: Turn, heads: list[Tensor]) -> dict[str, Any]:
-    """The words of the launch, with the host's rounding.
-
-    Raises:
-        InvalidInput: jitrope does not have the host's bits with these dtypes.
-    """
+    """The launch's words, with the host's rounding. Raises InvalidInput if jitrope has none for these dtypes."""
     variant, q, cos = turn.rope.variant, heads[0], turn.cos
     words = words_of(variant, q, cos, turn.sin, turn.axis)
     if q.dtype == torch.float32 == cos.dtype:

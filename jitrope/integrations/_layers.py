@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import InvalidInput
-from ..ops.stand_ins import constant
+from ..ops.stand_ins import filled
 from ..ops.values import Norm
 from . import _host
 from ._host import Function
@@ -85,8 +85,7 @@ def without_rope(
 def form_of(module: nn.Module) -> NormForm:
     """The form of a norm. A class is tried once, and so is each module without a known form.
 
-    Raises:
-        InvalidInput: it has none, or the module must be called itself.
+    Raises InvalidInput if it has none, or the module must be called itself.
     """
     parameters_of(module)  # a module with hooks says nothing about its class
     cls = type(module)
@@ -115,8 +114,7 @@ def _known(cls: type, module: nn.Module) -> NormForm | None:
 def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
     """The `Norm` of a layer's modules, by "q" and "k", for heads like x. words: its other words.
 
-    Raises:
-        InvalidInput: a module has no known form or must be called itself, or the two differ.
+    Raises InvalidInput if a module has no known form or must be called itself, or the two differ.
     """
     forms = {label: form_of(module) for label, module in norms.items()}
     given: dict[str, Any] = {}
@@ -124,7 +122,7 @@ def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
         weight, bias = parameters_of(norms[label])
         check_results([form], weight, x)
         if form.total:  # x / sqrt(sum + eps) = x / sqrt(mean + eps / D) / sqrt(D)
-            weight = _inverse_root(x.device, x.shape[-1])
+            weight = filled(x.device, x.shape[-1], torch.float32, x.shape[-1] ** -0.5)
         given |= {f"{label}_weight": weight, f"{label}_bias": bias}
     found = [{**form.words(norms[label]), "total": form.total} for label, form in forms.items()]
     if found[0] != found[-1]:
@@ -132,8 +130,3 @@ def norm_of(norms: dict[str, nn.Module], x: Tensor, **words: Any) -> Norm:
     if found[0].pop("total"):
         found[0]["eps"] /= x.shape[-1]
     return Norm(**given, **found[0], **words)
-
-
-@constant
-def _inverse_root(device: torch.device, size: int) -> Tensor:
-    return torch.full((size,), size**-0.5, device=device)

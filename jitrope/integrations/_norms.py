@@ -55,11 +55,10 @@ class NormForm(NamedTuple):
 
 
 def parameters_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """A norm's weight and bias.
+    """A norm's weight and bias. Raises InvalidInput if the module must be called.
 
-    Raises:
-        InvalidInput: the module must be called, because it has hooks or its own `forward` (both serve to offload), or a
-            weight or bias that is not a plain tensor with one axis.
+    It must if it has hooks or its own `forward` (both serve to offload), or a weight or bias that is not a plain tensor
+    with one axis.
     """
     weight, bias = unhooked(module)
     if not all(x is None or type(x) in (nn.Parameter, Tensor) for x in (weight, bias)):
@@ -79,11 +78,7 @@ def check_results(forms: Sequence[NormForm], weight: Tensor | None, x: Tensor) -
 
 
 def unhooked(module: nn.Module, wrapped: bool = False, noun: str = "a norm") -> tuple[Tensor | None, Tensor | None]:
-    """A norm's weight and bias, of any kind. wrapped: its own `forward` does what its class's does.
-
-    Raises:
-        InvalidInput: as `parameters_of`, but for the kind.
-    """
+    """As `parameters_of`, but weight and bias of any kind. wrapped: its own `forward` does what its class's does."""
     # The module's own attribute access takes microseconds. Flat-parameter sharding puts plain tensors into `__dict__`.
     own, parameters = module.__dict__, module._parameters
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:

@@ -26,12 +26,8 @@ _NOT_THE_CODE = "its loaded code is not that of its source"
 class Source:
     """The source of a function, and what flows from norms to rope functions in it.
 
-    Args:
-        function: the host's, without decorators.
-        ropes: the parameters of each rope function, by its name in the code.
-
-    Raises:
-        ValueError: the code cannot be rewritten; the message is the reason.
+    function: the host's, without decorators. ropes: the parameters of each rope function, by its name in the code.
+    Raises ValueError with the reason if the code cannot be rewritten.
     """
 
     def __init__(self, function: Any, ropes: dict[str, tuple[str, ...]]) -> None:

@@ -53,16 +53,13 @@ Read = tuple[Any, Any, Any, Any, "int | None"]
 
 
 def words_of(v: Variant, q: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int | None = None) -> dict[str, Any]:
-    """The words of `apply_rope` for variant v.
+    """The words of `apply_rope` for variant v. Raises InvalidInput if v was not tested with these shapes.
 
     Args:
         q: a tensor (B, H, S, D), (B, S, H, D), (H, S, D) or (S, H, D), or its stand-in with a shape. With three axes it
             must get a first axis of size 1.
         cos, sin: (S, W) or (B, S, W).
         unsqueeze_dim: the place of the heads' axis in the tables, from the front or the end; default: v.axis.
-
-    Raises:
-        InvalidInput: v was not tested with these shapes.
     """
     axis = v.axis if unsqueeze_dim is None else unsqueeze_dim
     axes, width, dim, q_axes = cos.dim(), cos.shape[-1], q.shape[-1], len(q.shape)
@@ -88,8 +85,7 @@ def rotate(
 ) -> Pair:
     """q and k rotated by variant v; the arguments are those of `words_of`, and other words of `apply_rope`.
 
-    Raises:
-        InvalidInput: v was not tested with these shapes, or jitrope refuses the call.
+    Raises InvalidInput if v was not tested with these shapes, or jitrope refuses the call.
     """
     words = {**words_of(v, q, cos, sin, unsqueeze_dim), **others}
     flat = q.dim() == 3
@@ -123,8 +119,7 @@ _UNUSED = ("repeat_freqs_k",)  # k must have as many tokens as q, so nothing is 
 def read(known: tuple[str, ...], *arguments: Any, **words: Any) -> Read:
     """(q, k or None, cos, sin, unsqueeze_dim or None) of a call of a function with these parameters.
 
-    Raises:
-        InvalidInput: an argument is missing, or jitrope does not know it.
+    Raises InvalidInput if an argument is missing, or jitrope does not know it.
     """
     given = {**dict(zip(known, arguments)), **words}
     q, pair = given.pop(known[0], None), known[1] in OF_K

@@ -10,42 +10,11 @@ from torch.autograd import forward_ad
 
 from ..base.arguments import refuse
 from ..base.errors import InvalidInput
+from ..plan import views
 from ..plan.options import Options, changed, norm_of, rotated, transformed
-from ..plan.views import (
-    BLOCK_SCALES,
-    FP8,
-    FP8S,
-    PER_ITEM,
-    TABLE_NAMES,
-    Tensors,
-    by_rank,
-    heads_per_group,
-    packed_part,
-    sums_heads,
-)
-from .fit import (
-    USERS_NAMES,
-    Fail,
-    check_axes,
-    check_factor,
-    check_heads,
-    check_lengths,
-    check_means,
-    check_pairs,
-    check_position_ids,
-    check_ranks,
-    check_scale,
-    check_tables,
-    failing,
-    is_float,
-    label_of_ids,
-    label_of_table,
-    named,
-    refuse_per_head,
-    require_apart,
-    require_no_overlap,
-    sizes_of,
-)
+from ..plan.views import BLOCK_SCALES, FP8, FP8S, PER_ITEM, TABLE_NAMES, Tensors
+from . import fit
+from .fit import Fail, failing, named
 from .kv_cache import check_caches
 from .pages import check_pages, check_slots
 
@@ -96,8 +65,8 @@ def _check_written(name: str, label: str, x: Tensor, wants_grad: bool) -> None:
         refuse(name, label, x, f"a tensor without torch's lazy negative bit{hint}")
     if wants_grad and x.requires_grad:
         leaf = x.is_leaf or (x._is_view() and x._base.is_leaf)  # type: ignore[union-attr]
-        views = getattr(torch._C._autograd, "_get_creation_meta", None)
-        if leaf or (views and x._is_view() and views(x) != torch._C._autograd.CreationMeta.DEFAULT):
+        made_by = getattr(torch._C._autograd, "_get_creation_meta", None)
+        if leaf or (made_by and x._is_view() and made_by(x) != torch._C._autograd.CreationMeta.DEFAULT):
             kind = "a leaf" if leaf else "a view by unbind, split or chunk, or made under no_grad"
             text = f"{label} requires a gradient and is {kind}, which torch cannot write in place"
             raise InvalidInput(f"{name}: {text}; leave inplace=True out")
@@ -124,15 +93,15 @@ def check(name: str, tensors: Tensors, options: Options, label: str = "q") -> No
     fail = failing(name)
     for table, x in _tables(tensors).items():
         if x.device != q.device:
-            labels = {"cos": label_of_table(options), "position_ids": label_of_ids(options), **USERS_NAMES}
+            labels = {"cos": fit.label_of_table(options), "position_ids": fit.label_of_ids(options), **fit.USERS_NAMES}
             fail(f"{labels.get(table, table)} is on {x.device} but {label} is on {q.device}")
-    check_heads(q, k, options, fail, label, "k" if label == "q" else label)
+    fit.check_heads(q, k, options, fail, label, "k" if label == "q" else label)
     if options.inplace and k is not None:
-        require_apart(name, {"q": q, "k": k}, {})
-    check_lengths(tensors, options, fail)
-    check_position_ids(tensors, options, fail)
-    check_factor(tensors, q, sizes_of(q, options.layout)[1], options.layout, fail)
-    check_tables(tensors, options, fail)
+        fit.require_apart(name, {"q": q, "k": k}, {})
+    fit.check_lengths(tensors, options, fail)
+    fit.check_position_ids(tensors, options, fail)
+    fit.check_factor(tensors, q, fit.sizes_of(q, options.layout)[1], options.layout, fail)
+    fit.check_tables(tensors, options, fail)
 
 
 def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
@@ -148,18 +117,18 @@ def check_qkv(name: str, tensors: Tensors, options: Options) -> None:
         axes, hint = axes.format("G, W" if grouped else "H, D"), "in G groups: pass qkv.unflatten(-1, (G, -1))"
         hint = hint if grouped else f"for order={options.order!r}: pass qkv.unflatten(-1, (-1, D))"
         fail(f"qkv has shape {tuple(qkv.shape)}; it must be {axes}, {hint}")
-    per_group, size = heads_per_group(options), qkv.shape[-1 if grouped else -2]
+    per_group, size = views.heads_per_group(options), qkv.shape[-1 if grouped else -2]
     if size <= 0 or size % per_group != 0:
         had = f"is {size} wide" if grouped else f"has {size} heads"
         factor = "2 " if options.order == "qkv_gated" else ""
         fail(f"qkv {had}, which {factor}q_per_group + 2 = {per_group} does not divide")
-    refuse_per_head(cos, options, "packed QKV", fail)
+    fit.refuse_per_head(cos, options, "packed QKV", fail)
     if norm_of(options).across_heads:
         fail("across_heads does not go with packed QKV; split it, and pass q, k and v to prepare_qkv")
     if options.inplace:
-        require_no_overlap("qkv", qkv, fail)
+        fit.require_no_overlap("qkv", qkv, fail)
     # k is also checked as q: the rest of the check does not depend on the number of heads
-    k = packed_part(qkv, "k", options)
+    k = views.packed_part(qkv, "k", options)
     check(name, {"q": k, "k": k, **_tables(tensors)}, changed(options, inplace=False), "qkv")
     if "bias" in tensors:
         _check_bias(qkv, tensors["bias"], options, fail)
@@ -183,7 +152,7 @@ def check_fp8(name: str, tensors: Tensors, options: Options) -> None:
     refuse_gradients(fail, tensors, "q", "k", *(("v",) if "v_scale" in tensors else ()))
     for own in "qkv":
         scale, x = tensors.get(f"{own}_scale"), tensors.get(own, q)
-        check_scale(f"{own}_scale", scale, x, own in tensors, options, fail, needed=own != "v")
+        fit.check_scale(f"{own}_scale", scale, x, own in tensors, options, fail, needed=own != "v")
 
 
 def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
@@ -197,33 +166,33 @@ def check_kv_cache(name: str, tensors: Tensors, options: Options) -> None:
     caches: Tensors = {label: tensors[label] for label in ("k_cache", "v_cache") if label in tensors}
     read_only = changed(options, inplace=False)
     check(name, tensors, read_only)
-    check_heads(k, kv.get("v"), read_only, fail, "k", "v")
+    fit.check_heads(k, kv.get("v"), read_only, fail, "k", "v")
     if options.inplace:
-        require_no_overlap("q", q, fail)
+        fit.require_no_overlap("q", q, fail)
     refuse_gradients(fail, tensors, "q", "k", "v", "k_cache", "v_cache", *BLOCK_SCALES)
-    refuse_per_head(cos, options, "a cache", fail)
-    heads, v_heads = (sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
+    fit.refuse_per_head(cos, options, "a cache", fail)
+    heads, v_heads = (fit.sizes_of(x, options.layout)[2] for x in (k, kv.get("v", k)))
     if v_heads != heads and (not heads or v_heads == 0 or v_heads % heads):
         had = f"k is {named(k, options.layout)} but v is {named(kv['v'], options.layout)}"
         fail(f"{had}; v must have as many heads, or a multiple of them")
     if options.rotate_k:
-        require_no_overlap("k", k, fail)
+        fit.require_no_overlap("k", k, fail)
     check_caches(kv, tensors, options, fail)
     written: Tensors = {**caches, **{x: tensors[x] for x in BLOCK_SCALES if x in tensors}}
     read: Tensors = {label: x for label, x in kv.items() if label == "v"}
     (written if options.inplace else read)["q"] = q
     (written if options.rotate_k else read)["k"] = k
-    require_apart(name, written, read)
+    fit.require_apart(name, written, read)
     (check_slots if "slot_mapping" in tensors else check_pages)(tensors, options, fail)
     if options.inplace and "q_scale" in tensors:
         fail("q is returned as fp8, which cannot be in place; leave inplace=True out")
     own = "q_global_scale" if options.scale_out == "fp8" else "q_scale"
-    check_scale(own, tensors.get("q_scale"), q, "q_scale" in tensors, options, fail)
+    fit.check_scale(own, tensors.get("q_scale"), q, "q_scale" in tensors, options, fail)
     blocks = tensors.get(BLOCK_SCALES[0])
     for label, x in kv.items():
         scale = tensors.get(f"{label}_scale")
         scaled = tensors["k_cache"].dtype in FP8S if blocks is None else scale is not None and blocks.dtype == FP8
-        check_scale(f"{label}_scale", scale, x, scaled, options, fail)
+        fit.check_scale(f"{label}_scale", scale, x, scaled, options, fail)
 
 
 def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
@@ -232,7 +201,7 @@ def check_scaled(name: str, tensors: Tensors, options: Options) -> None:
     _refuse_sums(tensors, options, "dynamic scales", fail)
     for own in [own for own in "qkv" if f"{own}_scale" in tensors]:
         x = tensors.get(own, tensors["q"])
-        check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
+        fit.check_scale(f"{own}_global_scale", tensors[f"{own}_scale"], x, own in tensors, options, fail)
     refuse_gradients(fail, tensors, "q", "k")
     if options.dynamic_v:
         refuse_gradients(fail, tensors, "v", use="leave v=True of quantize out")
@@ -247,7 +216,7 @@ def check_stored(name: str, tensors: Tensors, options: Options) -> None:
 
 def _refuse_sums(tensors: Tensors, options: Options, beside: str, fail: Fail) -> None:
     """Refuse a norm across heads that the kernel sums itself."""
-    if sums_heads(tensors, options):
+    if views.sums_heads(tensors, options):
         fail(f"across_heads does not go with {beside}; pass mean_squares, or normalise before")
 
 
@@ -259,7 +228,7 @@ def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
     if options.group and dim % options.group:
         fail(f"group is {options.group}; it must divide D={dim}")
     if options.out_dtype == "fp4" or PER_ITEM.get(tensors.get("k_cache", tensors["q"]).dtype, 1) > 1:
-        check_pairs(tensors, options, fail)
+        fit.check_pairs(tensors, options, fail)
     if options.hadamard == "rest" and first > 0 and last < dim:
         fail(f"hadamard='rest' needs the rest in one piece; elements {first} to {last - 1} of {dim} are rotated")
     begin, end = transformed(options, dim)
@@ -274,7 +243,7 @@ def check_whole_head(name: str, tensors: Tensors, options: Options) -> None:
 def check_norm(name: str, tensors: Tensors, options: Options) -> None:
     """The rule of a norm: its weights fit q and k."""
     fail, norm = failing(name), norm_of(options)
-    check_means(tensors, options.layout, fail)
+    fit.check_means(tensors, options.layout, fail)
     if norm.of == "k" and "k" not in tensors:
         fail("the norm has of='k', but k is not given")
     if norm.v_norm and "k_cache" in tensors and "v" not in tensors:
@@ -289,13 +258,13 @@ def check_norm(name: str, tensors: Tensors, options: Options) -> None:
         if kind == "bias" and norm.kind != "layer_norm":
             fail(f"{label} goes with kind='layer_norm'")
         x = tensors[owner]
-        _, _, heads, size = sizes_of(x, options.layout)
+        _, _, heads, size = fit.sizes_of(x, options.layout)
         size, letters = (heads * size, "H D") if norm.across_heads or owner == "v" else (size, "D")
         if weight.dim() != 1 or weight.shape[0] != size:
             had = f"{owner} is {named(x, options.layout)} but {label} has shape {tuple(weight.shape)}"
             or_else = "" if letters == "H D" or options.q_per_group else ", or H D with across_heads"
             fail(f"{had}; it must be ({letters}), {size} numbers{or_else}")
-        if not is_float(weight):
+        if not fit.is_float(weight):
             fail(f"{label} is {weight.dtype}; allowed are fp32, fp16 and bf16")
         if not weight.is_contiguous():
             fail(f"{label} has stride {weight.stride()}; it must be contiguous")
@@ -314,10 +283,10 @@ def check_into(
     for label in [label for label in labels if label in tensors]:
         letter, out = label[0], tensors[label]
         x = tensors[letter]
-        check_axes(letter, x, tensors["q"], fail)
+        fit.check_axes(letter, x, tensors["q"], fail)
         if out.dim() == x.dim() + 1 and len(out):  # a group of heads for each rank
-            check_ranks(letter, x, len(out), options, fail)
-            x = by_rank(x, options.layout, len(out))
+            fit.check_ranks(letter, x, len(out), options, fail)
+            x = views.by_rank(x, options.layout, len(out))
         per_item = PER_ITEM[dtypes[letter]] if letter in dtypes else 1
         shapes[label] = (*x.shape[:-1], x.shape[-1] // per_item), dtypes.get(letter, x.dtype)
     check_outs(name, tensors, labels, shapes)
@@ -337,10 +306,10 @@ def check_outs(
             fail(f"{had}; it must be {tuple(shape)} {dtype} on {device}{hint}")
         if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
             fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
-        require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
+        fit.require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
     read = {label: x for label, x in tensors.items() if label not in labels}
     refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")
-    require_apart(name, outs, read)
+    fit.require_apart(name, outs, read)
 
 
 def _tables(tensors: Tensors) -> Tensors:
@@ -351,6 +320,6 @@ def refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use
     """Refuse tensors that require a gradient in a call that has none. use: another call, for the message."""
     for label in labels:
         x = tensors.get(label)
-        label = USERS_NAMES.get(label, label)
+        label = fit.USERS_NAMES.get(label, label)
         if x is not None and (x.requires_grad and torch.is_grad_enabled()):
             fail(f"{label} requires a gradient, but this call has none; {use}, or torch.no_grad()")

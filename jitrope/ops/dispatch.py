@@ -90,7 +90,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         launch.keep_in_mind(known, tensors, key, record)
         return record(known, tensors) if wants else known.run(tensors)
     if wants and options.inplace and not is_compiling():
-        return (_write_views if _alone(op, tensors) else _write)(op, full, options)
+        return _write(op, full, options)
     if wants and options.inplace:  # traced under autograd: Inductor turns the copy into a write in place
         return op.put(full, library.run_op(op, full, changed(options, inplace=False)), options)
     return library.run_op(op, full, options)
@@ -148,20 +148,16 @@ _apply = watch.apply_of(_Known)
 
 
 def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    outputs = _Written.apply(op, options, False, tuple(tensors), *tensors.values())
-    return dict(zip(op.produced(tensors, options), outputs))
+    """Return the results of a call in place, recorded for backward.
 
-
-def _alone(op: Operation, tensors: Tensors) -> bool:
-    """Whether torch must record each written tensor separately: one is a view, or only one requires a gradient."""
-    heads = [tensors[name] for name in op.results if name in tensors]
-    return any(x._is_view() or x.requires_grad != heads[0].requires_grad for x in heads)
-
-
-def _write_views(op: Operation, tensors: Tensors, options: Options) -> Tensors:
+    torch must record each written tensor separately if one is a view, or only one requires a gradient.
+    """
+    heads, results = [tensors[name] for name in op.results if name in tensors], op.produced(tensors, options)
+    if not any(x._is_view() or x.requires_grad != heads[0].requires_grad for x in heads):
+        return dict(zip(results, _Written.apply(op, options, False, tuple(tensors), *tensors.values())))
     with torch.no_grad():
         call(op, tensors, options)
-    tables, outputs = op.saved(tensors, options), {name: tensors[name] for name in op.produced(tensors, options)}
+    tables, outputs = op.saved(tensors, options), {name: tensors[name] for name in results}
     for name, x in outputs.items():
         if x.requires_grad:
             kept = {"q": x, **tables}

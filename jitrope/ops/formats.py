@@ -133,16 +133,15 @@ def stored_scale(scale: Tensor, o: Options) -> Tensor:
 
 
 def with_hadamard(x: Tensor, o: Options) -> Tensor:
-    """Heads in fp32 whose part `o.hadamard` is multiplied by the Hadamard matrix."""
+    """Heads in fp32 whose part `o.hadamard` is multiplied by the orthogonal Hadamard matrix (Sylvester's order).
+
+    The order of sums is the kernel's.
+    """
     begin, end = transformed(o, x.shape[-1])
-    return torch.cat((x[..., :begin], _hadamard(x[..., begin:end]), x[..., end:]), -1)
-
-
-def _hadamard(x: Tensor) -> Tensor:
-    """x times the orthogonal Hadamard matrix (Sylvester's order), in the kernel's order of sums."""
-    y, bits = x, x.shape[-1].bit_length() - 1
+    y, bits = x[..., begin:end], (end - begin).bit_length() - 1
     for bit in range(bits):
         pairs = y.unflatten(-1, (-1, 2, 1 << bit))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack((a + b, a - b), -2).flatten(-3)
-    return y * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))
+    y = y * (0.5 ** (bits // 2) * (0.5**0.5 if bits % 2 else 1))
+    return torch.cat((x[..., :begin], y, x[..., end:]), -1)

@@ -12,7 +12,7 @@ import itertools
 import math
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -190,7 +190,11 @@ def _plan(known: Known, tensors: Tensors, statics: Tensors) -> None:
     at |= {name: f"fixed[{n}]" for n, name in enumerate(statics)}
     known.kept = tuple(statics.values())
     known.fixed = [x.data_ptr() for x in known.kept]
-    known.pointers = tuple(_expressions(pointers, _offsets(op, named, (*inputs, *results), options), at))
+    offsets = _offsets(op, named, (*inputs, *results), options)
+    for pointer in pointers:
+        name, offset = offsets.get(pointer, (pointer, 0))
+        where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
+        known.pointers += (f"{where} + {offset}" if offset else where,)
 
 
 def _offsets(
@@ -209,13 +213,6 @@ def _offsets(
             sin = table_pair(cos, None, options.table)[1]
             found[stream + "sin"] = (stream + "cos", sin.data_ptr() - cos.data_ptr())
     return found
-
-
-def _expressions(pointers: Sequence[str], offsets: dict[str, tuple[str, int]], at: dict[str, str]) -> Iterator[str]:
-    for pointer in pointers:
-        name, offset = offsets.get(pointer, (pointer, 0))
-        where = at.get(name, at.get(name + "_out", "0") if name in SCRATCH else "0")
-        yield f"{where} + {offset}" if offset else where
 
 
 # ---- the replay ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from ..plan.options import LAYOUT_AXES, NO_NORM, NormOptions, Options, changed, norm_of
 from ..plan.problem import Views
 from ..plan.views import BLOCK_SCALES, FORMATS, MEANS, Tensors, cache_view, head_view, joined
-from . import checks, reference
+from . import checks, operation, reference
 from .by_rank import ByRank
 from .fit import sizes_of
 from .formats import empty_elements, empty_scale
@@ -17,26 +17,10 @@ from .into import Into, ScaledInto, joins_k, refuse_other_v
 from .joint import QK_NORM_ROPE_JOINT
 from .kv_cache import check_one_format
 from .latent import ROPE_LATENT, ROPE_LATENT_BACKWARD, ROPE_LATENT_INTO
-from .operation import (
-    BIASES,
-    NORMED,
-    PLACED,
-    ROTATION,
-    WEIGHTS,
-    Call,
-    Normed,
-    Operation,
-    Rule,
-    empty_like,
-    norm_turned_back,
-    of_k,
-    rotated_back,
-    spare_stays,
-)
+from .operation import BIASES, NORMED, PLACED, ROTATION, WEIGHTS, Call, Normed, Operation, empty_like, rotated_back
 from .packed_into import PackedInto
-from .packed_norm import QKV_NORM, QKV_NORM_BACKWARD
 from .pages import PAGE_TENSORS
-from .projections import ROPE_QKV, ROPE_QKV_BACKWARD
+from .projections import QKV_NORM, QKV_NORM_BACKWARD, ROPE_QKV, ROPE_QKV_BACKWARD
 from .stand_ins import weight_sums
 from .words import resolved
 
@@ -52,7 +36,7 @@ class _Rope(Operation):
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         found = rotated_back(self, call, saved, grads, options)
         if options.inplace:  # tokens that are not rotated keep their gradient
-            found = {name: spare_stays(grads[name], x, saved, options) for name, x in found.items()}
+            found = {name: operation.spare_stays(grads[name], x, saved, options) for name, x in found.items()}
         return found
 
 
@@ -67,7 +51,7 @@ class _RopeFp8(Operation):
     tensors: tuple[str, ...] = ("q", "k?", "q_scale", "k_scale?", "v_scale?")
     options: tuple[str, ...] = (*ROTATION, "out_dtype")
     inplace = differentiable = False
-    rules: tuple[Rule, ...] = (checks.check, checks.check_fp8)
+    rules: tuple[operation.Rule, ...] = (checks.check, checks.check_fp8)
     reference = staticmethod(reference.rope_fp8)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
@@ -87,7 +71,7 @@ class _RopeKVCache(Operation):
     writes = ("q_out", "k_cache", "v_cache")
     mutated: tuple[str, ...] = ("k_cache", "v_cache", "errors")
     differentiable = False
-    rules: tuple[Rule, ...] = (checks.check_kv_cache,)
+    rules: tuple[operation.Rule, ...] = (checks.check_kv_cache,)
     reference = staticmethod(reference.rope_kv_cache)
 
     def written(self, options: Options) -> tuple[str, ...]:
@@ -107,8 +91,8 @@ class _RopeKVCache(Operation):
         results = self.reference(tensors, options)
         names = (*(("q",) if options.inplace else ()), *(("k",) if options.rotate_k else ()))
         for name in names:
-            x = spare_stays(tensors[name], results[name], tensors, options) if options.inplace else results[name]
-            tensors[name].copy_(x)
+            x = results[name]
+            tensors[name].copy_(operation.spare_stays(tensors[name], x, tensors, options) if options.inplace else x)
         return {name: tensors[name] if name in names else results[name] for name in self.results}
 
 
@@ -174,7 +158,7 @@ class _QKNormRopeKVCache(Normed, _RopeKVCache):
     tensors = (*_RopeKVCache.tensors, *[f"{x}?" for x in BLOCK_SCALES], *WEIGHTS, "v_weight?", *BIASES, *GIVEN_MEANS)
     mutated = (*_RopeKVCache.mutated, *BLOCK_SCALES)
     options: tuple[str, ...] = (*_RopeKVCache.options, "hadamard", "scale_fmt")
-    rules: tuple[Rule, ...] = (*_RopeKVCache.rules, checks.check_stored)
+    rules: tuple[operation.Rule, ...] = (*_RopeKVCache.rules, checks.check_stored)
 
 
 class _QKNormRopeKVCacheScaled(_QKNormRopeKVCache):
@@ -196,14 +180,14 @@ class _QKNormRope(Normed):
     options: tuple[str, ...] = ROTATION
     hidden: tuple[str, ...] = ("inverse",)
     shards = True
-    rules: tuple[Rule, ...] = (checks.check, checks.check_norm)
+    rules: tuple[operation.Rule, ...] = (checks.check, checks.check_norm)
     reference: Callable[..., Tensors] = staticmethod(reference.qk_norm_rope)
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         tables = {name: x for name, x in saved.items() if name not in self.names}
         if norm_of(options).kind == NO_NORM.kind:
             return ROPE.gradient(call, tables, grads, changed(options, norm=None))
-        back = norm_turned_back(changed(options, norm=norm_of(options)._replace(v_norm=False)))
+        back = operation.norm_turned_back(changed(options, norm=norm_of(options)._replace(v_norm=False)))
         names = dict(zip("qk", [name for name in "qk" if name in grads]))  # k's gradient alone takes the name of q's
         if names["q"] == "k" and (of := norm_of(back).of) != "qk":
             back = changed(back, norm=norm_of(back)._replace(of="k" if of == "q" else "q"))
@@ -211,7 +195,7 @@ class _QKNormRope(Normed):
         for ending in ("", "_weight", "_bias", "_mean_square"):
             given = {as_name: name + ending for as_name, name in names.items() if name + ending in saved}
             tensors.update({as_name + ending: saved[name] for as_name, name in given.items()})
-        found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **(tables if "q" in grads else of_k(tables))}, back)
+        found = call(QK_NORM_ROPE_BACKWARD, {**tensors, **(tables if "q" in grads else operation.of_k(tables))}, back)
         found = {names[name[0]] + name[1:]: x for name, x in found.items()}
         means = {name: saved[name] for name in MEANS if name in saved and saved[name].requires_grad}
         eps, layout = norm_of(options).eps, options.layout
@@ -265,7 +249,7 @@ class _QKVNormRope(_QKNormRope):
         own = dict(grads)
         if len(own) == 3:
             tensors = {**{"d" + name: grad for name, grad in own.items()}, **saved}
-            return call(QKV_NORM_ROPE_BACKWARD, tensors, norm_turned_back(options))
+            return call(QKV_NORM_ROPE_BACKWARD, tensors, operation.norm_turned_back(options))
         grad = own.pop("v", None)
         others = {name: x for name, x in saved.items() if name != "v"}
         found = super().gradient(call, others, own, options) if own else {}

@@ -11,18 +11,10 @@ from functools import wraps
 import torch
 from torch import Tensor
 
+from ..plan import views
 from ..plan.options import LAYOUT_AXES, NormOptions, Options, changed, norm_of, rotated
 from ..plan.problem import DTYPE_NAMES
-from ..plan.views import (
-    FP8S,
-    Tensors,
-    block_format,
-    canonical,
-    factor_view,
-    joined,
-    table_pair,
-    table_view,
-)
+from ..plan.views import FP8S, Tensors, canonical, joined, table_pair, table_view
 from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, stored_scale, with_hadamard
 from .pages import indexed, put, slots_of, store_in_pages
 from .rows import gathered, table_rows
@@ -36,7 +28,7 @@ def _scales_q(turn: Callable[..., Tensors]) -> Callable[..., Tensors]:
         out = turn(t, o, out_dtype)
         if "q_factor" in t:
             exact = turn(t, o, t["q"].dtype if o.rounding == "dtype" else torch.float32)["q"]
-            y = canonical(exact, o.layout).float() * factor_view(t["q_factor"])[..., 0]
+            y = canonical(exact, o.layout).float() * views.factor_view(t["q_factor"])[..., 0]
             spare = table_rows(y.shape[1], y.device, t, o)[1]
             view = canonical(out["q"], o.layout)
             view.copy_(y if spare is None else torch.where(spare[:, None, None], 0, y))
@@ -200,7 +192,7 @@ def normed(
 def _centred(rows: Tensor, norm: NormOptions, mean_square: Tensor | None) -> tuple[Tensor, Tensor]:
     """Rows in fp32, less their mean with "layer_norm", and 1 / sqrt(mean of their squares + eps)."""
     rows = rows - rows.mean(-1, keepdim=True) if norm.kind == "layer_norm" else rows
-    mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else factor_view(mean_square)[..., 0, 0]
+    mean = rows.pow(2).mean(-1, keepdim=True) if mean_square is None else views.factor_view(mean_square)[..., 0, 0]
     return rows, torch.rsqrt(mean + norm.eps)
 
 
@@ -248,7 +240,7 @@ def qk_norm_rope_backward(t: Tensors, o: Options) -> Tensors:
             grad = rotate(grad, t, back, out_dtype=torch.float32)
         rows, g = canonical(x, o.layout).float(), canonical(grad, o.layout).float()
         if name == "q" and "q_factor" in t:
-            g = g * factor_view(t["q_factor"])[..., 0]
+            g = g * views.factor_view(t["q_factor"])[..., 0]
         if norm.across_heads:
             rows, g = rows.flatten(-2), g.flatten(-2)
         layer, mean_square = norm.kind == "layer_norm", t.get(f"{name}_mean_square")
@@ -357,7 +349,7 @@ def rope_kv_cache(t: Tensors, o: Options) -> Tensors:
         cache = t[f"{name}_cache"]
         made = {f"{name}_cache": x}
         if f"{name}_block_scale" in t:
-            form = changed(o, **block_format(t, x.shape[-1], o)._asdict())
+            form = changed(o, **views.block_format(t, x.shape[-1], o)._asdict())
             pair = scaled_elements(unrounded.float(), form, t.get(f"{name}_scale"))
             made = dict(zip((f"{name}_cache", f"{name}_block_scale"), pair))
         elif cache.dtype in FP8S:

@@ -61,12 +61,21 @@ def local_positions(index: Tensor, first: Tensor | int, end: Tensor | int, o: Op
 
 
 def gathered(table: Tensor, rows: Tensor, o: Options) -> Tensor:
-    """The table's rows, (batch, token, head, width). A pair takes the row of its axis; a row outside gives NaN."""
+    """The table's rows, (batch, token, head, width). A row outside gives NaN.
+
+    A pair takes the row of its axis of position_ids: one section of pairs after the other, or alternating.
+    """
     outside = ((rows < 0) | (rows >= table.shape[1])).any(0)
     found = [_rows_of(table, axis.masked_fill(outside, 0)) for axis in rows]
     gathered = found[0]
     if len(found) > 1:
-        axis_of = axis_of_pairs(o, table.device)
+        pair = torch.arange(o.rotary_dim // 2, device=table.device)
+        sections = torch.tensor(o.mrope_section, device=table.device)
+        if o.mrope_interleaved:
+            axis_of = pair % len(sections)
+            axis_of = torch.where(pair < len(sections) * sections[axis_of], axis_of, 0)
+        else:
+            axis_of = torch.searchsorted(sections.cumsum(0), pair, right=True)
         if table.shape[-1] == o.rotary_dim:
             axis_of = axis_of.repeat_interleave(2) if o.interleaved else axis_of.repeat(2)
         for axis in range(1, len(found)):
@@ -78,13 +87,3 @@ def _rows_of(table: Tensor, rows: Tensor) -> Tensor:
     if len(rows) == 1:
         return table[:, rows[0]]
     return table.expand(len(rows), -1, -1, -1)[torch.arange(len(rows), device=rows.device)[:, None], rows]
-
-
-def axis_of_pairs(o: Options, device: torch.device) -> Tensor:
-    """The axis of position_ids of each pair: one section after the other, or alternating."""
-    pair = torch.arange(o.rotary_dim // 2, device=device)
-    sections = torch.tensor(o.mrope_section, device=device)
-    if o.mrope_interleaved:
-        axis = pair % len(sections)
-        return torch.where(pair < len(sections) * sections[axis], axis, 0)
-    return torch.searchsorted(sections.cumsum(0), pair, right=True)

@@ -12,33 +12,21 @@ from torch import Tensor
 from ..base import config
 from ..base.arguments import flag, number, refuse, whole, wholes, word
 from ..base.errors import InvalidInput
-from ..plan.options import (
-    HADAMARDS,
-    HEAD_WORDS,
-    LAYOUT_AXES,
-    QKV_ORDERS,
-    ROUNDINGS,
-    SCALE_DTYPES,
-    SCALE_FMTS,
-    SCALED_DTYPES,
-    TABLES,
-    Options,
-    changed,
-    rotated,
-)
+from ..plan import options
+from ..plan.options import Options, changed, rotated
 from ..plan.views import Tensors, heads_per_group
 
-ONE_TABLE = TABLES[1:]
+ONE_TABLE = options.TABLES[1:]
 """Words for a single table in place of cos and sin."""
 
 _WORDS = {
-    "layout": tuple(LAYOUT_AXES),
-    "rounding": ROUNDINGS,
-    "order": tuple(QKV_ORDERS),
-    "out_dtype": SCALED_DTYPES,
-    "scale_out": SCALE_DTYPES,
-    "scale_fmt": SCALE_FMTS,
-    "hadamard": HADAMARDS,
+    "layout": tuple(options.LAYOUT_AXES),
+    "rounding": options.ROUNDINGS,
+    "order": tuple(options.QKV_ORDERS),
+    "out_dtype": options.SCALED_DTYPES,
+    "scale_out": options.SCALE_DTYPES,
+    "scale_fmt": options.SCALE_FMTS,
+    "hadamard": options.HADAMARDS,
 }
 _TIMES_WIDTH = {"cos_sin_cache": 1, "freqs_cis": 2}
 """Tables whose width determines rotary_dim, by which factor."""
@@ -91,8 +79,7 @@ def canonical(tensors: Tensors) -> Tensors:
 def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str = "") -> tuple[Options, Tensors]:
     """The checked options of a call with defaults filled in, and its tensors by the kernel's names.
 
-    Raises:
-        InvalidInput: a word does not go with the operation, a value has another type, or a tensor is missing.
+    Raises InvalidInput if a word does not go with the operation, a value has another type, or a tensor is missing.
     """
     name = name or op.function
     for label in (*asked, *[label for label in tensors if label not in op.names]):
@@ -106,10 +93,10 @@ def resolved(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name
     words = (("launch", config.launch()), *[item for item in asked.items() if item[0] != "check"])
     try:
         known = not (torch.compiler.is_compiling() or torch.jit.is_tracing())  # type: ignore[attr-defined]
-        options = (_kept if known else _resolved)(op, name, kind, words, *widths)
+        found = (_kept if known else _resolved)(op, name, kind, words, *widths)
     except TypeError:  # a word without a hash
-        options = _resolved(op, name, kind, words, *widths)
-    return (options, full) if cos is not None else op.unrotated(name, full, options)
+        found = _resolved(op, name, kind, words, *widths)
+    return (found, full) if cos is not None else op.unrotated(name, full, found)
 
 
 def _check_tensors(op: Any, tensors: Mapping[str, Any], asked: Mapping[str, Any], name: str) -> str:
@@ -186,7 +173,7 @@ _kept = lru_cache(maxsize=4096)(_resolved)
 
 def rotary_dim_of(name: str, words: Mapping[str, Any], head_dim: int) -> int:
     """The number of elements of a head to rotate, for a call without a table that has this width."""
-    typed = {label: _typed(name, label, words[label]) for label in HEAD_WORDS if label in words}
+    typed = {label: _typed(name, label, words[label]) for label in options.HEAD_WORDS if label in words}
     rotary_dim = typed.pop("rotary_dim", None)
     return head_dim - rotated(Options(**typed))[0] if rotary_dim is None else int(rotary_dim)
 

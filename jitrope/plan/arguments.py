@@ -119,15 +119,11 @@ def address_names(norm: bool, stages: Collection[str] = ()) -> tuple[str, ...]:
 
 def declarations(norm: bool, stages: Collection[str] = ()) -> str:
     """The fields of the struct in CUDA, one on each line."""
-    return "\n".join(_declaration(argument) for argument in (*_addresses(norm, stages), *_words(norm, stages)))
-
-
-def _declaration(argument: Argument) -> str:
-    count = f"[{len(argument.names)}]" if len(argument.names) > 1 else ""
-    line = f"    {argument.c_type} {argument.field}{count};"
-    if argument.names == (argument.field,):
-        return line
-    return f"{line:{_COMMENT_COLUMN}}// {', '.join(argument.names)}"
+    lines = []
+    for c_type, field, names in (*_addresses(norm, stages), *_words(norm, stages)):
+        line = f"    {c_type} {field}{f'[{len(names)}]' if len(names) > 1 else ''};"
+        lines.append(line if names == (field,) else f"{line:{_COMMENT_COLUMN}}// {', '.join(names)}")
+    return "\n".join(lines)
 
 
 def words(given: Mapping[str, Word], norm: bool, stages: Collection[str] = ()) -> list[int]:

@@ -166,7 +166,8 @@ def plan(problem: RopeProblem) -> Plan:
         return _plan_rows(p, spec, reason)
     if p.norm and not tiled:
         most = NORM_HEADS_PER_THREAD * (2 if spec.chunks * spec.chunk <= FEW_ELEMENTS else 1)
-        spec = replace(spec, heads_per_thread=_heads_per_thread(p, most))
+        k_heads = (p.heads - p.q_heads) // (1 + p.v_per_k * p.copy_v)  # a thread's heads are all of q, of k or of v
+        spec = replace(spec, heads_per_thread=1 if p.per_head else math.gcd(p.q_heads, k_heads, most))
     tokens, heads = _tile_with_stages(p, spec)
     if tiled or p.v_dim:
         sums = int(p.v_dim > 0 and p.inverse)  # a tile of its own
@@ -264,12 +265,6 @@ def shared_by_stages(spec: RopeSpec) -> int:
     exchanged = teams * spec.head_dim * 4 + sums if exchanges else 0
     angles = 4 * spec.rotary_dim * spec.tokens_per_block * 4 if spec.shares_angles else 0
     return exchanged + angles + (teams * spec.head_dim // spec.vec * 4 if spec.dynamic else 0)
-
-
-def _heads_per_thread(p: RopeProblem, most: int) -> int:
-    """The number of neighbouring heads of a thread: all of q, of k or of v."""
-    k_heads = (p.heads - p.q_heads) // (1 + p.v_per_k * p.copy_v)
-    return math.gcd(p.q_heads, k_heads, most) if not p.per_head else 1
 
 
 def choose_launch(p: RopeProblem) -> tuple[str, str]:

@@ -15,26 +15,10 @@ from torch import Tensor
 
 from ..base import config
 from ..base.spec import ACCESS_BYTES
-from . import arguments, heuristics
+from . import arguments, heuristics, views
 from .options import ALL_TOKENS, NormOptions, Options, norm_of
 from .spec import INDICES
-from .views import (
-    BLOCK_SCALES,
-    FORMATS,
-    MEANS,
-    PER_ITEM,
-    Tensors,
-    bias_views,
-    block_format,
-    converts_v,
-    factor_view,
-    head_view,
-    ids_view,
-    in_groups,
-    sums_heads,
-    table_pair,
-    table_view,
-)
+from .views import BLOCK_SCALES, FORMATS, MEANS, PER_ITEM, Tensors
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -46,13 +30,8 @@ DTYPE_NAMES = {
     **{form.dtype: name for name, form in FORMATS.items()},
 }
 
-
-# ---- views of heads: (batch, seq, group, head of the group, dim) -------------------------------
-
 Views = tuple[Tensor, "Tensor | None", "Tensor | None"]
-
-
-# ---- the plan ----------------------------------------------------------------------------------
+"""The heads of q, k and v, each (batch, seq, group, head of the group, dim)."""
 
 NARROW = 1 << 30
 """Strides below this many elements have at most 32 bits in bytes, also those of fp32."""
@@ -88,7 +67,7 @@ class _Call:
         # No head of a missing k or v is read.
         self.views = [xs[0] if x is None else x for xs in (inputs, outputs) for x in xs]
         self.tables = _table_views(tensors, options, "")
-        self.ids = ids_view(tensors["position_ids"], options) if "position_ids" in tensors else None
+        self.ids = views.ids_view(tensors["position_ids"], options) if "position_ids" in tensors else None
         self.second, self.grads = (
             [self._view(name) for name in names] if names[0] in tensors and options.norm else []
             for names in (("second_q", "second_k", "second_v"), ("dq", "dk", "dv")[: 2 + norm_of(options).v_norm])
@@ -97,17 +76,17 @@ class _Call:
         self.scales = [
             x[:, None, :, None, None]  # (B, H)
             if options.per_row
-            else head_view(x, "bhsd")  # tiles of (S, groups)
+            else views.head_view(x, "bhsd")  # tiles of (S, groups)
             if options.swizzled
-            else head_view(x if options.group else x.unsqueeze(-1), options.layout)
+            else views.head_view(x if options.group else x.unsqueeze(-1), options.layout)
             for x in given
         ]
         self._group()
         self.given_scales = [_scale_strides(tensors.get(f"{name}_scale")) for name in "qkv"]
         self.block_scales = [_block_scale_strides(tensors[name]) for name in BLOCK_SCALES if name in tensors]
-        self.added = [*bias_views(tensors["bias"], tensors["qkv"], options)] if "bias" in tensors else []
+        self.added = [*views.bias_views(tensors["bias"], tensors["qkv"], options)] if "bias" in tensors else []
         given = [tensors[name] for name in ("q_factor", *MEANS) if name in tensors]
-        self.factors = [factor_view(x, self.views[3].shape[:2]) for x in given]
+        self.factors = [views.factor_view(x, self.views[3].shape[:2]) for x in given]
         if not self.second and not self.grads:
             self._merge_batch()
         self.sources = [*self.views[:3], *self.second] if self.second else []
@@ -133,14 +112,14 @@ class _Call:
         self.pages, self.page_size = self.views[4].shape[:2] if self.cached else (0, 0)
 
     def _view(self, name: str) -> Tensor:
-        return head_view(self.tensors[name], self.options.layout) if name in self.tensors else self.views[0]
+        return views.head_view(self.tensors[name], self.options.layout) if name in self.tensors else self.views[0]
 
     def _group(self) -> None:
         """Give all views of q the same groups of heads, and all of k and v."""
         of_kv = [n for n in (1, 2, 4, 5) if self.inputs[n % 3] is not None]
         for own, places in ((slice(1), [0, 3]), (slice(1, None), of_kv)):
             grads, scales = self.grads[own], self.scales[own]
-            found = in_groups([*[self.views[n] for n in places], *grads, *scales])
+            found = views.in_groups([*[self.views[n] for n in places], *grads, *scales])
             for n, view in zip(places, found):
                 self.views[n] = view
             end = len(places) + len(grads)
@@ -163,14 +142,14 @@ class _Call:
             if ids is None:
                 self.tables = [table[:, :1].transpose(0, 1).expand(-1, batch, -1, -1) for table in self.tables]
             self.ids = None if ids is None else ids.transpose(1, 2)
-        elif ids is not None and all(_merges(x) for x in (*of_tokens, ids[0])):
+        elif ids is not None and all(x.stride(0) == x.shape[1] * x.stride(1) for x in (*of_tokens, ids[0])):
             of_tokens = [x.flatten(0, 1).unsqueeze(0) for x in of_tokens]
             self.ids = ids.flatten(1).unsqueeze(1)
         end = count + len(self.factors)
         self.views[:count], self.factors, self.scales = of_tokens[:count], of_tokens[count:end], of_tokens[end:]
 
     def problem(self, sm_count: int, memory_speed: float) -> heuristics.RopeProblem:
-        o, views, table = self.options, self.views, self.tables[0]
+        o, table = self.options, self.tables[0]
         strides = [*self.strides, *self.source_strides, *self.grad_strides, *self.added_strides]
         beside = [*self.scale_strides, *self.block_scales, *self.factor_strides]
         steps = (*strides, *beside, *self.table_strides, self.ids_strides)
@@ -178,16 +157,15 @@ class _Call:
         found: dict[str, Any] = {
             **{name: getattr(o, name) for name in _OF_OPTIONS},
             **{name: getattr(self, name) for name in _PLANNED},
-            **{f"{name}_dtype": _name(self.tensors.get(name)) for name in INDICES},
+            **{f"{x}_dtype": DTYPE_NAMES[self.tensors[x].dtype] if x in self.tensors else None for x in INDICES},
             **self._norm_fields(),
-            "dtype": DTYPE_NAMES[views[0].dtype],
+            "dtype": DTYPE_NAMES[self.views[0].dtype],
             "table_dtype": DTYPE_NAMES[table.dtype],
-            "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[3].dtype],
-            "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[views[4].dtype],
+            "q_out": o.out_dtype if o.per_row else DTYPE_NAMES[self.views[3].dtype],
+            "kv_out": o.out_dtype if o.per_row else DTYPE_NAMES[self.views[4].dtype],
             "dynamic": bool(self.scales or self.block_scales),
             "dynamic_q": bool(self.scales),
             "block_cache": bool(self.block_scales),
-            **(self._of_blocks() if self.block_scales and not self.scales else {}),
             "freqs": o.table == "freqs",
             "full_width": table.shape[-1] == o.rotary_dim,
             "per_head": any(step[2] for step in self.table_strides),
@@ -196,8 +174,8 @@ class _Call:
             "page_indptr": "page_indptr" in self.tensors,
             "cu_seqlens_q": "cu_seqlens_q" in self.tensors,
             "copy_v": self.inputs[2] is not None,
-            "convert_v": converts_v(self.tensors, o.dynamic_v),
-            "batch_inner": self.batch > 1 and self.seqlen > 1 and views[0].stride(0) < views[0].stride(1),
+            "convert_v": views.converts_v(self.tensors, o.dynamic_v),
+            "batch_inner": self.batch > 1 and self.seqlen > 1 and self.views[0].stride(0) < self.views[0].stride(1),
             "scales_q": "q_factor" in self.tensors,
             "prefixed": o.unrotated > 0,
             "head_scales": any(map(any, self.given_scales)),
@@ -205,24 +183,22 @@ class _Call:
             "gated": bool(self.added) and o.order == "qkv_gated" and self.q_per_group == 2,
             "wide": max(table.shape[1], *(step for group in steps for step in group)) >= NARROW,
             "num_sequences": self.sequences,
-            "vec_limit": _elements_per_access([*views, *self.sources, *self.grads, *self.added], strides),
+            "vec_limit": _elements_per_access([*self.views, *self.sources, *self.grads, *self.added], strides),
             "table_vec_limit": table_vec_limit,
             "table_step_limit": table_step,
             "batch_invariant": config.batch_invariant(),
             "sm_count": sm_count,
             "memory_speed": memory_speed,
         }
+        if self.block_scales and not self.scales:  # scales of q are of the same kind
+            form = views.block_format(self.tensors, self.head_dim, o)
+            found.update(group=form.group if form.group < self.head_dim else 0, scale_out=form.scale_out)
         return heuristics.RopeProblem(**found)
-
-    def _of_blocks(self) -> dict[str, Any]:
-        """The scales beside a cache; q's, if there are any, are of the same kind."""
-        form = block_format(self.tensors, self.head_dim, self.options)
-        return {"group": form.group if form.group < self.head_dim else 0, "scale_out": form.scale_out}
 
     def _norm_fields(self) -> dict[str, Any]:
         norm = self.options.norm or NormOptions("", kind="")
         weights = [x for name, x in self.tensors.items() if name.endswith(("_weight", "_bias"))]
-        across = sums_heads(self.tensors, self.options)
+        across = views.sums_heads(self.tensors, self.options)
         rows = [x.shape[2] for x in self.inputs[:2] if x is not None] if across else []
         limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
         return {
@@ -286,17 +262,8 @@ class _Call:
 
 
 def _table_views(tensors: Tensors, options: Options, stream: str) -> list[Tensor]:
-    pair = table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), options.table)
-    return [table_view(table) for table in pair]
-
-
-def _merges(x: Tensor) -> bool:
-    """Whether the first two axes can be seen as one."""
-    return x.stride(0) == x.shape[1] * x.stride(1)
-
-
-def _name(x: Tensor | None) -> str | None:
-    return None if x is None else DTYPE_NAMES[x.dtype]
+    pair = views.table_pair(tensors[stream + "cos"], tensors.get(stream + "sin"), options.table)
+    return [views.table_view(table) for table in pair]
 
 
 def _strides(view: Tensor) -> list[int]:
@@ -322,30 +289,30 @@ def _scale_strides(scale: Tensor | None) -> tuple[int, int]:
     return (batch[-1] if batch else 0), head
 
 
-def _elements_per_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> int:
+def _elements_per_access(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> int:
     """Elements that one aligned access may span, by addresses and strides, which count items."""
     if any(inner != 1 for *_, inner in strides):
         return 1
     limits = []
-    for view, (*outer, _) in zip(views, strides):
-        size = view.element_size()
-        items = math.gcd(ACCESS_BYTES, *(stride * size for stride in outer), _address(view)) // size
-        limits.append(max(1, items) * PER_ITEM.get(view.dtype, 1))
+    for x, (*outer, _) in zip(tensors, strides):
+        size = x.element_size()
+        items = math.gcd(ACCESS_BYTES, *(stride * size for stride in outer), _address(x)) // size
+        limits.append(max(1, items) * PER_ITEM.get(x.dtype, 1))
     return min(limits)
 
 
-def _table_access(views: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> tuple[int, int]:
+def _table_access(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> tuple[int, int]:
     """(element stride of the tables, entries that one aligned access may span).
 
     Complex and repeated tables use every other element, and an access loads both neighbours.
     """
     if any(inner != 2 for *_, inner in strides):
-        return 1, _elements_per_access(views, strides)
+        return 1, _elements_per_access(tensors, strides)
     limits = []
-    for view, (*outer, _) in zip(views, strides):
-        pair = 2 * view.element_size()
-        steps = (stride * view.element_size() for stride in outer)
-        limits.append(math.gcd(ACCESS_BYTES, *steps, _address(view) // pair * pair) // pair)
+    for x, (*outer, _) in zip(tensors, strides):
+        pair = 2 * x.element_size()
+        steps = (stride * x.element_size() for stride in outer)
+        limits.append(math.gcd(ACCESS_BYTES, *steps, _address(x) // pair * pair) // pair)
     return (2, min(limits)) if min(limits) else (1, 1)
 
 

@@ -10,20 +10,9 @@ from itertools import accumulate
 from typing import Any
 
 from ..base.spec import ACCESSES, C_TYPES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, check_fields, refuse_unless
-from . import arguments
+from . import arguments, options
 from .names import name_of
-from .options import (
-    HADAMARDS,
-    LAUNCHES,
-    MAX_HEAD_DIM,
-    NORM_KINDS,
-    NORM_ROUNDINGS,
-    ROUNDINGS,
-    SCALE_DTYPES,
-    SCALED_DTYPES,
-    NormOptions,
-    transformed,
-)
+from .options import MAX_HEAD_DIM, NormOptions, transformed
 
 ROPE_KINDS = ("rope", "qk_norm_rope", "qk_norm_rope_backward")
 
@@ -333,15 +322,15 @@ _NORM_SIZES = ("norm_q", "norm_k", "given_means", "group", "weight_vec", "heads_
 _WORDS = {
     "dtype": DTYPES,
     "table_dtype": (*DTYPES, "fp64"),
-    "q_out": (*DTYPES, *SCALED_DTYPES),
-    "kv_out": (*DTYPES, *SCALED_DTYPES),
+    "q_out": (*DTYPES, *options.SCALED_DTYPES),
+    "kv_out": (*DTYPES, *options.SCALED_DTYPES),
     "weight_dtype": DTYPES,
-    "scale_out": SCALE_DTYPES,
-    "hadamard": HADAMARDS,
+    "scale_out": options.SCALE_DTYPES,
+    "hadamard": options.HADAMARDS,
     **{f"{name}_dtype": INDEX_DTYPES for name in INDICES},
-    "rounding": ROUNDINGS,
-    "norm_rounding": ("", *NORM_ROUNDINGS),
-    "norm_kind": ("", "no_norm", *NORM_KINDS),
-    "launch": LAUNCHES,
+    "rounding": options.ROUNDINGS,
+    "norm_rounding": ("", *options.NORM_ROUNDINGS),
+    "norm_kind": ("", "no_norm", *options.NORM_KINDS),
+    "launch": options.LAUNCHES,
 }
 _COUNTS = "cp_size q_per_group kv_per_group v_per_k heads_per_thread blocks_per_sm tokens_per_block heads_per_block"

@@ -52,11 +52,7 @@ def halves(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def correct(given: Correction) -> None:
-    """Join a step with the steps before it; see `Correction`.
-
-    Raises:
-        InvalidInput: cu_seqlens has more rows than a tensor; nothing was written.
-    """
+    """Join a step (`Correction`). Raises InvalidInput before any write if cu_seqlens has more rows than a tensor."""
     out, step, lse, lse_step, packed = given.out, given.step, given.lse, given.lse_step, given.packed
     sequence, position, in_second, inside = halves(given.cu_seqlens, given.rows)
     done = torch.where(in_second, STEPS.index(given.second), STEPS.index(given.first))

@@ -18,18 +18,9 @@ from ..ops.launch import MAX_LAUNCHES
 from ..ops.watch import get_device, get_stream
 from ..plan.partition import Mask
 from ..plan.problem import DTYPE_NAMES
+from . import spec as specs
 from .corrections import Correction
 from .reference import Move, Shape, split
-from .spec import (
-    BLOCK_THREADS,
-    PARTITIONED,
-    SCAN_THREADS,
-    ThdSpec,
-    correction_spec,
-    rows_spec,
-    segments_spec,
-    table_spec,
-)
 
 _local = threading.local()
 
@@ -37,7 +28,7 @@ _local = threading.local()
 class Call(NamedTuple):
     """A launch. Its argument block has the addresses of the tensors, then the words."""
 
-    spec: ThdSpec
+    spec: specs.ThdSpec
     grid: tuple[int, int]
     tensors: Sequence[Tensor | None]
     words: Sequence[int]
@@ -71,7 +62,7 @@ def launch(call: Call) -> None:
 
 def table_calls(out: Tensor, cu_seqlens: Tensor, map: str, rows: int, shape: Shape) -> list[Call]:
     """Write the sources of rows; see `reference.table`."""
-    spec = table_spec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
+    spec = specs.table_spec(map, True, DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
     grid = (-(-rows // spec.rows_per_block), 1)
     words = [*[0] * 6, rows, 0, 1, *_batch_words(shape)]
     return [Call(spec, grid, [None, None, None, None, cu_seqlens, None, None, out], words, out.device)] if rows else []
@@ -84,16 +75,17 @@ def rows_calls(move: Move) -> list[Call] | None:
     whole = all(x.is_contiguous() or x.numel() == 0 or x[0].is_contiguous() for x in (*inputs, *outputs))
     if not whole or len(outputs) > 2 or (sums and not is_float(inputs[0])):
         return None
-    rows, (widths, in_widths) = len(outputs[0]), ([_row_bytes(x) for x in xs] for xs in (outputs, inputs))
+    rows = len(outputs[0])  # widths and strides are in bytes
+    widths, in_widths = ([x.shape[1:].numel() * x.itemsize * (len(x) > 0) for x in xs] for xs in (outputs, inputs))
     if rows == 0 or max(widths) == 0:
         return []
-    in_strides, strides = ([_stride_bytes(x) for x in xs] for xs in (inputs, outputs))
+    in_strides, strides = ([x.stride(0) * x.itemsize * (len(x) > 1) for x in xs] for xs in (inputs, outputs))
     index_dtype = "int32" if cu_seqlens is None else DTYPE_NAMES[cu_seqlens.dtype]
-    cut = (shape.cp_size, shape.rule) if map in PARTITIONED else (1, "dual_chunk")
+    cut = (shape.cp_size, shape.rule) if map in specs.PARTITIONED else (1, "dual_chunk")
     dtypes = (True, DTYPE_NAMES[inputs[0].dtype], DTYPE_NAMES[outputs[0].dtype]) if sums else ()
     addresses = [x.data_ptr() for x in (*inputs, *outputs)]
     multiple = math.gcd(*addresses, *in_strides, *strides, *widths, *in_widths)
-    spec = rows_spec(tuple(widths), multiple, map, False, index_dtype, *cut, *dtypes)
+    spec = specs.rows_spec(tuple(widths), multiple, map, False, index_dtype, *cut, *dtypes)
     zeros, absent = [0] * (2 - len(inputs)), [None] * (2 - len(inputs))
     words = [*in_strides, *zeros, *strides, *zeros, *(in_widths if sums else widths), *zeros]
     words += [rows, len(inputs[0]), sources, *_batch_words(shape)]
@@ -105,14 +97,6 @@ def _batch_words(shape: Shape) -> tuple[int, ...]:
     return shape.sequences, shape.tokens, shape.cp_rank, max(1, shape.capacity)
 
 
-def _row_bytes(x: Tensor) -> int:
-    return x.shape[1:].numel() * x.element_size() if x.shape[0] else 0
-
-
-def _stride_bytes(x: Tensor) -> int:
-    return x.stride(0) * x.element_size() if x.shape[0] > 1 else 0
-
-
 # ---- attention's segments: `struct Params` of `segments.cuh.jinja` -------------------------------------
 
 
@@ -122,7 +106,7 @@ def segments_calls(
     cu_seqlens_padded: Tensor | None,
     shape: Shape,
     mask: Mask,
-    scan_threads: int = SCAN_THREADS,
+    scan_threads: int = specs.SCAN_THREADS,
 ) -> list[Call]:
     """Write the tables of `Segments` into a buffer full of -1: first segments, then their rows."""
     exchange, padded = shape.exchange(mask), cu_seqlens_padded is not None
@@ -139,9 +123,9 @@ def segments_calls(
     rows = keys + queries + (0 if exchange is None else shape.cp_size * shape.rows)
     cut = (DTYPE_NAMES[cu_seqlens.dtype], shape.cp_size, shape.rule)
     flags = (mask.full, mask.extends, padded and not mask.extends, exchange is not None)
-    kernels = (False, scan_threads, blocks), (True, BLOCK_THREADS, -(-rows // BLOCK_THREADS))
+    kernels = (False, scan_threads, blocks), (True, specs.BLOCK_THREADS, -(-rows // specs.BLOCK_THREADS))
     return [
-        Call(segments_spec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
+        Call(specs.segments_spec(of_rows, *cut, *flags, threads), (blocks, 1), tensors, words, flat.device)
         for of_rows, threads, blocks in kernels
         if blocks
     ]
@@ -161,7 +145,7 @@ def correction_calls(given: Correction) -> list[Call]:
         multiple = math.gcd(out.data_ptr(), step.data_ptr(), *(s * size for s in strides), head_dim * size)
         vec = math.gcd(ACCESS_BYTES, multiple) // size
     dtypes = "fp32" if out is None else DTYPE_NAMES[out.dtype], DTYPE_NAMES[cu_seqlens.dtype]
-    spec = correction_spec(given.quantity, given.first, given.second, given.packed, *dtypes, vec)
+    spec = specs.correction_spec(given.quantity, given.first, given.second, given.packed, *dtypes, vec)
     widths = [0 if x is None else x.shape[-1] for x in (lse, lse_step)]
     words = [len(cu_seqlens) - 1, heads, head_dim, *strides, *widths]
     tensors = [out, step, lse, lse_step, cu_seqlens]

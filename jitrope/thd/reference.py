@@ -317,7 +317,11 @@ def move(given: Move) -> None:
             row = torch.arange(len(out), device=out.device)
             out.masked_fill_(_by_row(row >= given.cu_seqlens[-1], out), 0)
     elif given.map == "valid":
-        valid = _valid(given.cu_seqlens.long(), given.lengths.long().diff(), len(given.outputs[0]))
+        offsets, lengths = given.cu_seqlens.long(), given.lengths.long().diff()
+        row = torch.arange(len(given.outputs[0]), device=offsets.device)
+        sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=len(offsets) - 2)
+        at = row - offsets[sequence]
+        valid = (at >= 0) & (at < lengths[sequence])
         for x, out in zip(given.inputs, given.outputs):
             out.copy_(torch.where(_by_row(valid, x), x, out))
     else:
@@ -326,14 +330,6 @@ def move(given: Move) -> None:
             index = table(given.cu_seqlens, given.map, len(given.outputs[0]), given.shape)
         for x, out in zip(given.inputs, given.outputs):
             _take(x, out, index)
-
-
-def _valid(offsets: Tensor, lengths: Tensor, rows: int) -> Tensor:
-    """Whether each row belongs to a sequence and is not padding: (rows), bool."""
-    row = torch.arange(rows, device=offsets.device)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=len(offsets) - 2)
-    at = row - offsets[sequence]
-    return (at >= 0) & (at < lengths[sequence])
 
 
 def _take(x: Tensor, out: Tensor, index: Tensor | None) -> None:

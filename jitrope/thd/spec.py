@@ -7,17 +7,8 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from ..base.spec import (
-    ACCESS_BYTES,
-    ACCESSES,
-    C_TYPES,
-    DTYPES,
-    INDEX_DTYPES,
-    MAX_THREADS,
-    Spec,
-    check_fields,
-    refuse_unless,
-)
+from ..base import spec as base
+from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, refuse_unless
 from ..jit.registry import KINDS
 from ..plan.partition import RULES, number_of_chunks
 
@@ -47,7 +38,7 @@ class _Moves(Spec):
     """Fields that the template does not use."""
 
     def check(self) -> None:
-        check_fields(self, _WORDS)
+        base.check_fields(self, _WORDS)
 
     def constants(self) -> dict[str, Any]:
         """The values of the template's parameter block, with dtypes as C types and words as enumerators."""
@@ -56,7 +47,7 @@ class _Moves(Spec):
         for name in [field.name for field in fields(self) if field.name not in self.unused]:
             value = getattr(self, name)
             if name.endswith("dtype"):
-                found[name.replace("dtype", "c_type")] = C_TYPES[value]
+                found[name.replace("dtype", "c_type")] = base.C_TYPES[value]
             else:
                 found[name] = value.upper() if name in _ENUMERATORS else value
         if "rule" in found:  # a kernel takes the number of chunks

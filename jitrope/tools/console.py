@@ -227,10 +227,8 @@ def architectures(given: list[str] | None) -> list[str]:
 def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list[Built]]) -> bool:
     """Build kernels, or with dry_run only list them, and print the results. False if one failed or there are none.
 
-    Without CuPy a dry run does not read the cache, because CuPy's version is part of a kernel's key.
-
-    Raises:
-        JitropeError: NVRTC does not know an architecture, and not all of its kernels are cached. Nothing is built.
+    Without CuPy a dry run does not read the cache, because CuPy's version is part of a kernel's key. Before any is
+    built, this raises JitropeError if NVRTC does not know an architecture, and not all of its kernels are cached.
     """
     config.configure(compile=True)  # the user requests it, so ignore the environment
     _check_architectures(work)

@@ -53,9 +53,10 @@ Found = tuple[str, str]
 
 def run() -> list[Check]:
     """Run all checks, the kernel last. No error is raised."""
+    built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
     return [
         _check("jitrope", _jitrope),
-        Check("torch", True, f"{torch.__version__}, {_platform()}"),
+        Check("torch", True, f"{torch.__version__}, {built_for}"),
         _check("GPU", _gpu),
         _check("CuPy", _cupy),
         _check("NVRTC", _nvrtc),
@@ -80,11 +81,6 @@ def _jitrope() -> Found:
     if other.is_dir() and not other.samefile(Path(__file__).parents[1]):
         return f"{found}; this folder has another folder jitrope", "run Python elsewhere: it would import that folder"
     return found, ""
-
-
-def _platform() -> str:
-    """The platform that torch is built for: CUDA, ROCm or none."""
-    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda or 'none'}"
 
 
 def _gpu() -> Found:

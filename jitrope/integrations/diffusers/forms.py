@@ -81,9 +81,8 @@ def _rotate(form: Form, host: Any, *arguments: Any, **words: Any) -> tuple[Any, 
 def options(form: Form, q: Tensor, tables: Tables, tokens: int | None = None) -> dict[str, Any]:
     """jitrope's words to rotate q by these tables. tokens: their whole number, if q has only a part of them.
 
-    Raises:
-        InvalidInput: the tables do not have exactly one row of the form's width for each token. (jitrope alone would
-            take longer tables.)
+    Raises InvalidInput if the tables do not have exactly one row of the form's width for each token. (jitrope alone
+    would take longer tables.)
     """
     if q.dim() != 4 or not all(isinstance(table, Tensor) for table in tables):
         raise InvalidInput(WORDS)

@@ -43,11 +43,10 @@ class Norms(NamedTuple):
 
 
 def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
-    """A norm's (weight, eps, rounding).
+    """A norm's (weight, eps, rounding). Raises InvalidInput if the module must be called.
 
-    Raises:
-        InvalidInput: the module must be called, because it has another class (as wrapped and parametrized norms), a
-            bias, a weight that is not a plain tensor, hooks or its own `forward`. (The last two serve to offload.)
+    It must if it has another class (as wrapped and parametrized norms), a bias, a weight that is not a plain tensor,
+    hooks or its own `forward`. (The last two serve to offload.)
     """
     rounding = _NORM_ROUNDING.get((type(module).__module__, type(module).__name__))
     if rounding is None:
@@ -61,8 +60,7 @@ def norm_of(module: Any) -> tuple[Tensor | None, float, str]:
 def norms_of(x: Tensor, *modules: Any, **words: Any) -> Norms:
     """The norms of these modules, for one launch with activations like x. words: further ones of `jitrope.Norm`.
 
-    Raises:
-        InvalidInput: one launch cannot compute them.
+    Raises InvalidInput if one launch cannot compute them.
     """
     if in_autocast(x):
         raise InvalidInput("autocast")

@@ -55,10 +55,8 @@ def version() -> str:
 def twin(host: Any, attribute: str, original: Any, sites: tuple[Site, ...], call: Any = None) -> type:
     """Make a subclass of `host` whose method `attribute`, now `original`, calls our ropes, or is `call`.
 
-    With a `call` the ropes may be missing: then there is no `_jitrope_rope`, and `_jitrope_missed` is the reason.
-
-    Raises:
-        JitropeError: the rope function's name is not in the method's code, and there is no `call`.
+    Raises JitropeError if the rope function's name is not in the method's code. With a `call` it may be missing: then
+    there is no `_jitrope_rope`, and `_jitrope_missed` is the reason.
     """
     members: dict[str, Any] = {"_jitrope_host": host, "__module__": host.__module__, "_jitrope_missed": ""}
     redirected = original
