@@ -433,6 +433,10 @@ def test_a_report_names_custom_processors_and_says_when_it_is_disabled() -> None
     assert str(report).startswith(f"{said}; 0 calls since")
 
 
+def test_calls_that_were_not_made_count_as_0() -> None:
+    assert integration.Report().calls["fused"] == 0
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_enable_and_disable_in_the_midst_of_a_forward(name) -> None:
     """They run before every module's call, like another thread. Nothing raises; the result is the stock model's."""

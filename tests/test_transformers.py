@@ -721,6 +721,12 @@ def test_nothing_to_replace() -> None:
         integration.enable(transformers.GPT2Model(config))
 
 
+def test_calls_that_were_not_made_count_as_0() -> None:
+    with integration.enable(prepared("llama")[0]) as report:
+        assert report.calls["fused"] == 0
+        assert report.calls == {"jitrope": 0, "host": 0}
+
+
 def test_wrapped_and_derived_models() -> None:
     """A class is found through its bases, which covers the classes of FSDP and of users."""
 

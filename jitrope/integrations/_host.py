@@ -144,9 +144,9 @@ class Report:
         self._before = calls[self.host].copy(), reasons[self.host].copy(), devices[self.host].copy()
 
     @property
-    def calls(self) -> dict[str, int]:
+    def calls(self) -> Counter[str]:
         """Calls since `enable`, by "jitrope" or left to the "host". A compiled call counts when it is traced."""
-        return {"jitrope": 0, "host": 0, **(calls[self.host] - self._before[0])}
+        return Counter({"jitrope": 0, "host": 0, **(calls[self.host] - self._before[0])})
 
     @property
     def reasons(self) -> Counter[str]:

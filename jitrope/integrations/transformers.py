@@ -85,7 +85,7 @@ class Report(_host.Report):
     `calls` also counts the "fused" launches, each with the norms of a layer.
 
     >>> Report().calls
-    {'jitrope': 0, 'host': 0}
+    Counter({'jitrope': 0, 'host': 0})
 
     Attributes:
         attention: by the name of an attention class, whether its norms are fused with rope, or why not.

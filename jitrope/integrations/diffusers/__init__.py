@@ -40,7 +40,7 @@ class Report(_host.Report):
     "fused" calls of processors. `reasons` gives the reasons why calls were left to the host or not fused.
 
     >>> jitrope_diffusers.Report().calls
-    {'jitrope': 0, 'host': 0}
+    Counter({'jitrope': 0, 'host': 0})
 
     Attributes:
         host: "diffusers".
