@@ -51,7 +51,7 @@ def note(host: str, who: str, reason: str = "", count: int = 1, device: str = ""
         if reason not in known and len(known) >= _MOST_REASONS:
             reason = "other reasons"
         if reason not in known and who == "host":
-            log.warning("jitrope: left to %s: %s", host, reason)
+            log.warning("jitrope: %sleft to %s: %s", "" if count else "norms ", host, reason)
         known[reason] += 1
 
 
