@@ -12,7 +12,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -310,6 +310,14 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
     for where, (module, name) in found.items():
         report.replace(module, name, functions[where], "jitrope")
     return report
+
+
+def of_other(host: str, model: Any) -> str:
+    """The advice to use another module of integrations, if a model or a pipeline is of its host; else ""."""
+    parts = model.modules() if isinstance(model, nn.Module) else [model]
+    libraries = {base.__module__.split(".")[0] for part in parts for base in type(part).__mro__}
+    others = [] if host in libraries else sorted({"diffusers", "transformers"} & libraries)
+    return "".join(f"; it is of {other}: use jitrope.integrations.{other}" for other in others)
 
 
 def disabler(module: str) -> Callable[[], None]:
