@@ -504,6 +504,21 @@ def test_what_a_server_asks_for(jitrope, tmp_path: Path) -> None:
         specs_of_server(tmp_path, "bf16", ids=["int8"])
 
 
+@pytest.mark.parametrize("form", ["file", "folder", "pipeline"])
+def test_a_server_of_a_diffusers_model_is_refused(jitrope, tmp_path: Path, form: str) -> None:
+    folder = tmp_path / "transformer" if form == "pipeline" else tmp_path
+    folder.mkdir(exist_ok=True)
+    config = {"_class_name": "FluxTransformer2DModel", "num_attention_heads": 24}
+    (folder / "config.json").write_text(json.dumps(config))
+    if form == "pipeline":
+        (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", config["_class_name"]]}))
+    path = "config.json" if form == "file" else "."
+    done = jitrope("prewarm", "--model", path, "--serve", "2", "--arch", "sm_90", "--dry-run")
+    assert (done.returncode, done.stdout) == (1, "")
+    said = f"error: {path} has a FluxTransformer2DModel of diffusers: --serve is for transformers models; leave it out"
+    assert done.stderr.startswith(said)
+
+
 def test_a_batch_invariant_server(jitrope, tmp_path: Path) -> None:
     """The flag, or the setting in Python, gives the kernels that calls with that setting ask for."""
     transformers = pytest.importorskip("transformers")

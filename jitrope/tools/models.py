@@ -283,7 +283,10 @@ def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: S
     `configure(batch_invariant=True)` the kernels are those of that setting. The errors are those of `specs_of_model`.
     """
     name = "specs_of_server"
-    found = read(path / "config.json" if path.is_dir() else path)
+    found = read(_files(path)[0])
+    if "_class_name" in found:
+        known = "--serve is for transformers models; leave it out, or record a run of that server"
+        raise InvalidInput(f"{path} has a {found['_class_name']} of diffusers: {known}")
     config = {**found, **(found.get("text_config") or {})}
     heads, ranks = config.get("num_attention_heads", 0), whole(name, "ranks", ranks, 1)
     of_k = config.get("num_key_value_heads") or heads
