@@ -586,7 +586,7 @@ NO_MODELS = {
     "no rope": ({"model_type": "bert", "dtype": "float16"}, "JITROPE_RECORD=run.json"),
     "two functions": (
         {"model_type": "deepseek_v3", "dtype": "float16"},
-        "has apply_rotary_pos_emb_interleave too; record a run instead",
+        "has apply_rotary_pos_emb_interleave too, and which one a layer calls is not known; record a run instead",
     ),
 }
 
@@ -602,6 +602,16 @@ def test_a_model_that_is_not_known_is_one_line(jitrope, tmp_path: Path, name: st
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert len(errors[0]) < (360 if name == "no transformer" else 240)  # that one lists those that are known
+
+
+def test_a_model_without_a_dtype_has_one_message(process, tmp_path: Path) -> None:
+    """transformers warns of the old name of its attribute."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    done = process("prewarm", "--model", "config.json", "--arch", "sm_90", "--dry-run")
+    assert done.stderr == "error: config.json names no dtype: pass one, as --dtype bf16\n"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float16"}))
+    assert {spec.dtype for spec in specs_of_model(tmp_path)} == {"fp16"}
 
 
 # ---- cache and bundle ----------------------------------------------------------------------------

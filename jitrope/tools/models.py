@@ -125,8 +125,7 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
         raise InvalidInput(f"cannot read {path}: {_short(error)}") from error
     config = whole.get_text_config()
     kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")
-    given = (getattr(c, name, None) for name in ("dtype", "torch_dtype") for c in (config, whole))
-    named = dtype or next(filter(None, given), None)
+    named = dtype or next(filter(None, (getattr(c, "dtype", None) for c in (config, whole))), None)
     if named is None:
         raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
     try:
@@ -142,7 +141,8 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
     except JitropeError as error:
         raise JitropeError(f"{kind} models have no rope function that jitrope replaces; {RECORD}") from error
     if others:
-        raise JitropeError(f"the file of {kind} models has {', '.join(others)} too; {RECORD}")
+        unknown = f"the file of {kind} models has {', '.join(others)} too, and which one a layer calls is not known"
+        raise JitropeError(f"{unknown}; {RECORD}")
     if not specs:
         raise JitropeError(f"jitrope does not replace the rope of {kind} models; {RECORD}")
     if config is not whole:
