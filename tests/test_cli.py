@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jitrope import InvalidInput
+from jitrope import CompileError, InvalidInput
 from jitrope.base import config
 from jitrope.integrations import sglang, vllm
 from jitrope.integrations import transformers as drop_in
@@ -186,7 +186,24 @@ def test_an_architecture_and_a_dtype_can_be_written_in_several_ways(jitrope, wri
     ]
 
 
-@pytest.mark.parametrize("arch", ["sm_130", "3.5", "sm_9", "sm_83"])
+@pytest.mark.parametrize("written", ["12", "sm_9", "3.5", "hopper"])
+def test_a_number_that_no_architecture_has_is_refused_without_nvrtc(
+    jitrope, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    def missing() -> None:
+        raise CompileError("no NVRTC")
+
+    monkeypatch.setattr(compiler, "import_cupy", missing)
+    monkeypatch.setattr(compiler, "supported_archs", missing)
+    done = jitrope("prewarm", "--heads", "8", "--arch", f"sm_90,{written}", "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    text = f"{written!r} must be an architecture from sm_50 on, such as sm_120, sm120, 120 or 12.0"
+    assert done.stderr.endswith(f"{text}\n")
+    done = jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--dry-run")
+    assert "note: the cache was not read, nor the architectures checked: no NVRTC" in done.stderr
+
+
+@pytest.mark.parametrize("arch", ["sm_130", "5.0", "sm_91", "sm_83"])
 def test_an_unknown_architecture_is_one_line_before_any_work(jitrope, tmp_path: Path, arch: str) -> None:
     name = prewarming.architecture(arch)
     for more in ([], ["--dry-run"]):
@@ -1059,7 +1076,7 @@ def test_without_cupy_and_without_a_gpu(without: Callable[[str], Run]) -> None:
     assert "would compile  sm_90  rope bf16 d128 halves, grid_2d\n" in done.stdout
     assert done.stdout.endswith("\n2 would compile, 0 cached, 0 failed\n")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("note: the cache was not read: jitrope compiles through CuPy, which cannot be imported")
+    assert line.startswith("note: the cache was not read, nor the architectures checked: jitrope compiles through CuPy")
     assert line.endswith(compiler.remedy())
     as_json = json.loads(run(*prewarm, "--dry-run", "--json").stdout)
     assert (as_json["would compile"], f"note: {as_json['note']}") == (2, line)
