@@ -656,6 +656,9 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert str(victim.parent) == json.loads(done.stdout)["bad"][0]["path"]
     assert json.loads(jitrope("cache", "prune", "--older-than", "1h", "--json").stdout)["removed"] == []
+    said = jitrope("cache", "prune", "--older-than", "1h").stdout
+    kept = "kernels from bundles are kept, which `jitrope cache clear` removes"
+    assert said == f"0 kernels removed from {kernels}; {kept}\n"
     os.utime(victim.parent, (1, 1))
     for more in (("--dry-run",), ()):
         gone = json.loads(jitrope("cache", "prune", "--older-than", "30d", "--json", *more).stdout)
