@@ -806,6 +806,13 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
     assert "of_another_version" in done.stderr
 
 
+def test_a_bundle_of_nothing_says_how_to_name_kernels(jitrope) -> None:
+    for more in ([], ["--arch", "sm_90"]):
+        done = jitrope("bundle", "write", "k.tar", *more)
+        said = "error: there are no kernels to bundle; run `jitrope prewarm` first, or name a file of calls with --from"
+        assert (done.returncode, done.stderr) == (1, f"{said}\n")
+
+
 def test_a_bundle_has_what_the_cache_has_and_serves_where_nothing_can_be_compiled(jitrope, tmp_path: Path) -> None:
     jitrope("prewarm", "--heads", "8", "--arch", "sm_80")
     (tmp_path / "run.json").write_text(jitrope("cache", "ls", "--json").stdout)
