@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jitrope import InvalidInput
+from jitrope import CompileError, InvalidInput
 from jitrope.base import config
 from jitrope.integrations import sglang, vllm
 from jitrope.integrations import transformers as drop_in
@@ -186,7 +186,24 @@ def test_an_architecture_and_a_dtype_can_be_written_in_several_ways(jitrope, wri
     ]
 
 
-@pytest.mark.parametrize("arch", ["sm_130", "3.5", "sm_9", "sm_83"])
+@pytest.mark.parametrize("written", ["12", "sm_9", "3.5", "hopper"])
+def test_a_number_that_no_architecture_has_is_refused_without_nvrtc(
+    jitrope, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    def missing() -> None:
+        raise CompileError("no NVRTC")
+
+    monkeypatch.setattr(compiler, "import_cupy", missing)
+    monkeypatch.setattr(compiler, "supported_archs", missing)
+    done = jitrope("prewarm", "--heads", "8", "--arch", f"sm_90,{written}", "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    text = f"{written!r} must be an architecture from sm_50 on, such as sm_120, sm120, 120 or 12.0"
+    assert done.stderr.endswith(f"{text}\n")
+    done = jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--dry-run")
+    assert "note: the cache was not read, nor the architectures checked: no NVRTC" in done.stderr
+
+
+@pytest.mark.parametrize("arch", ["sm_130", "5.0", "sm_91", "sm_83"])
 def test_an_unknown_architecture_is_one_line_before_any_work(jitrope, tmp_path: Path, arch: str) -> None:
     name = prewarming.architecture(arch)
     for more in ([], ["--dry-run"]):
@@ -504,6 +521,21 @@ def test_what_a_server_asks_for(jitrope, tmp_path: Path) -> None:
         specs_of_server(tmp_path, "bf16", ids=["int8"])
 
 
+@pytest.mark.parametrize("form", ["file", "folder", "pipeline"])
+def test_a_server_of_a_diffusers_model_is_refused(jitrope, tmp_path: Path, form: str) -> None:
+    folder = tmp_path / "transformer" if form == "pipeline" else tmp_path
+    folder.mkdir(exist_ok=True)
+    config = {"_class_name": "FluxTransformer2DModel", "num_attention_heads": 24}
+    (folder / "config.json").write_text(json.dumps(config))
+    if form == "pipeline":
+        (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["diffusers", config["_class_name"]]}))
+    path = "config.json" if form == "file" else "."
+    done = jitrope("prewarm", "--model", path, "--serve", "2", "--arch", "sm_90", "--dry-run")
+    assert (done.returncode, done.stdout) == (1, "")
+    said = f"error: {path} has a FluxTransformer2DModel of diffusers: --serve is for transformers models; leave it out"
+    assert done.stderr.startswith(said)
+
+
 def test_a_batch_invariant_server(jitrope, tmp_path: Path) -> None:
     """The flag, or the setting in Python, gives the kernels that calls with that setting ask for."""
     transformers = pytest.importorskip("transformers")
@@ -571,7 +603,7 @@ NO_MODELS = {
     "no rope": ({"model_type": "bert", "dtype": "float16"}, "JITROPE_RECORD=run.json"),
     "two functions": (
         {"model_type": "deepseek_v3", "dtype": "float16"},
-        "has apply_rotary_pos_emb_interleave too; record a run instead",
+        "has apply_rotary_pos_emb_interleave too, and which one a layer calls is not known; record a run instead",
     ),
 }
 
@@ -587,6 +619,16 @@ def test_a_model_that_is_not_known_is_one_line(jitrope, tmp_path: Path, name: st
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert len(errors[0]) < (360 if name == "no transformer" else 240)  # that one lists those that are known
+
+
+def test_a_model_without_a_dtype_has_one_message(process, tmp_path: Path) -> None:
+    """transformers warns of the old name of its attribute."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    done = process("prewarm", "--model", "config.json", "--arch", "sm_90", "--dry-run")
+    assert done.stderr == "error: config.json names no dtype: pass one, as --dtype bf16\n"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float16"}))
+    assert {spec.dtype for spec in specs_of_model(tmp_path)} == {"fp16"}
 
 
 # ---- cache and bundle ----------------------------------------------------------------------------
@@ -614,6 +656,9 @@ def test_cache_commands(jitrope, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert str(victim.parent) == json.loads(done.stdout)["bad"][0]["path"]
     assert json.loads(jitrope("cache", "prune", "--older-than", "1h", "--json").stdout)["removed"] == []
+    said = jitrope("cache", "prune", "--older-than", "1h").stdout
+    kept = "kernels from bundles are kept, which `jitrope cache clear` removes"
+    assert said == f"0 kernels removed from {kernels}; {kept}\n"
     os.utime(victim.parent, (1, 1))
     for more in (("--dry-run",), ()):
         gone = json.loads(jitrope("cache", "prune", "--older-than", "30d", "--json", *more).stdout)
@@ -759,6 +804,13 @@ def test_another_versions_entry_blocks_nothing(process, tmp_path: Path) -> None:
     done = process("prewarm", "--from", "run.json", "--arch", "sm_90")
     assert done.returncode == 1
     assert "of_another_version" in done.stderr
+
+
+def test_a_bundle_of_nothing_says_how_to_name_kernels(jitrope) -> None:
+    for more in ([], ["--arch", "sm_90"]):
+        done = jitrope("bundle", "write", "k.tar", *more)
+        said = "error: there are no kernels to bundle; run `jitrope prewarm` first, or name a file of calls with --from"
+        assert (done.returncode, done.stderr) == (1, f"{said}\n")
 
 
 def test_a_bundle_has_what_the_cache_has_and_serves_where_nothing_can_be_compiled(jitrope, tmp_path: Path) -> None:
@@ -1034,7 +1086,7 @@ def test_without_cupy_and_without_a_gpu(without: Callable[[str], Run]) -> None:
     assert "would compile  sm_90  rope bf16 d128 halves, grid_2d\n" in done.stdout
     assert done.stdout.endswith("\n2 would compile, 0 cached, 0 failed\n")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("note: the cache was not read: jitrope compiles through CuPy, which cannot be imported")
+    assert line.startswith("note: the cache was not read, nor the architectures checked: jitrope compiles through CuPy")
     assert line.endswith(compiler.remedy())
     as_json = json.loads(run(*prewarm, "--dry-run", "--json").stdout)
     assert (as_json["would compile"], f"note: {as_json['note']}") == (2, line)

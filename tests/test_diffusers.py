@@ -433,6 +433,29 @@ def test_a_report_names_custom_processors_and_says_when_it_is_disabled() -> None
     assert str(report).startswith(f"{said}; 0 calls since")
 
 
+@pytest.mark.parametrize("function", ["enable", "disable"])
+@pytest.mark.parametrize("given", ["model", 3, None, diffusers.FluxPipeline])
+def test_what_is_not_a_model_is_refused(function: str, given: object) -> None:
+    with pytest.raises(jitrope.InvalidInput, match=f"{function}: model_or_pipeline is .*; it must be a model, or a pi"):
+        getattr(integration, function)(given)
+
+
+def test_fuse_norm_is_a_flag(flux) -> None:
+    with pytest.raises(jitrope.InvalidInput, match="enable: fuse_norm is 'x'; it must be True or False"):
+        integration.enable(flux[0], fuse_norm="x")
+
+
+def test_a_model_of_transformers_belongs_to_its_module() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=1, hidden_size=32, vocab_size=8))
+    with pytest.raises(jitrope.JitropeError, match=r"; it is of transformers: use jitrope.integrations.transformers$"):
+        integration.enable(model)
+
+
+def test_calls_that_were_not_made_count_as_0() -> None:
+    assert integration.Report().calls["fused"] == 0
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_enable_and_disable_in_the_midst_of_a_forward(name) -> None:
     """They run before every module's call, like another thread. Nothing raises; the result is the stock model's."""

@@ -721,6 +721,35 @@ def test_nothing_to_replace() -> None:
         integration.enable(transformers.GPT2Model(config))
 
 
+@pytest.mark.parametrize("function", ["enable", "disable"])
+def test_what_is_not_a_model_is_refused(function: str) -> None:
+    with pytest.raises(jitrope.InvalidInput, match=f"{function}: model is 'model'; it must be a model .*, or None"):
+        getattr(integration, function)("model")
+
+
+def test_fuse_norm_is_a_flag() -> None:
+    with pytest.raises(jitrope.InvalidInput, match="enable: fuse_norm is 'x'; it must be True or False"):
+        integration.enable(prepared("llama")[0], fuse_norm="x")
+
+
+def test_a_model_of_diffusers_belongs_to_its_module() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.FluxTransformer2DModel(num_layers=0, num_single_layers=1, num_attention_heads=1)
+    with pytest.raises(jitrope.JitropeError) as error:
+        integration.enable(model)
+    said = "the file of FluxTransformer2DModel has no rope function that jitrope can replace"
+    assert str(error.value) == f"{said}; it is of diffusers: use jitrope.integrations.diffusers"
+    pipeline = diffusers.FluxPipeline(**dict.fromkeys(inspect.signature(diffusers.FluxPipeline).parameters))
+    with pytest.raises(jitrope.InvalidInput, match=r"use jitrope.integrations.diffusers$"):
+        integration.enable(pipeline)
+
+
+def test_calls_that_were_not_made_count_as_0() -> None:
+    with integration.enable(prepared("llama")[0]) as report:
+        assert report.calls["fused"] == 0
+        assert report.calls == {"jitrope": 0, "host": 0}
+
+
 def test_wrapped_and_derived_models() -> None:
     """A class is found through its bases, which covers the classes of FSDP and of users."""
 

@@ -165,12 +165,16 @@ def _replay(x: Any, steps: tuple[Step, ...]) -> Any:
 
 @dataclass
 class Pass:
-    """What is pending in one forward. strict: for trials, a launch that jitrope refuses raises, and none is counted."""
+    """What is pending in one forward. strict: for trials, a launch that jitrope refuses raises, and none is counted.
+
+    told: the reasons noted so far.
+    """
 
     plan: Plan
     strict: bool = False
     norms: list[Norming] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     def norm(self, name: str, module: nn.Module, x: Any) -> Any:
         """The norm of x by a module, later if a launch can compute it."""
@@ -183,11 +187,17 @@ class Pass:
                     raise InvalidInput(f"{name} is {was}")
                 check_results(forms, parameters_of(module)[0], source)
             except InvalidInput as error:
-                _host.note_unfused(self.plan.host, error.args[0])
+                self._tell(error.args[0])
             else:
                 self.norms.append(Norming(module, forms[0], x))
                 return Normed(self, self.norms[-1])
         return module(self.real(x))
+
+    def _tell(self, reason: str) -> None:
+        """Note once in this forward why norms are not fused."""
+        if reason not in self.told:
+            self.told.append(reason)
+            _host.note_unfused(self.plan.host, reason)
 
     def rope(self, name: str, function: Function, *arguments: Any, **words: Any) -> Any:
         """A call of a rope function, later if the launch of a norm can do it too."""
@@ -241,7 +251,7 @@ class Pass:
         except InvalidInput as error:
             if self.strict:
                 raise
-            _host.note_unfused(self.plan.host, error.args[0])
+            self._tell(error.args[0])
             out = self._call(turn.function, turn.arguments, turn.words)
             turn.finish((out,) if turn.single else out)
         else:

@@ -12,7 +12,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.config import log
 from ..base.errors import InvalidInput, JitropeError
@@ -51,7 +51,7 @@ def note(host: str, who: str, reason: str = "", count: int = 1, device: str = ""
         if reason not in known and len(known) >= _MOST_REASONS:
             reason = "other reasons"
         if reason not in known and who == "host":
-            log.warning("jitrope: left to %s: %s", host, reason)
+            log.warning("jitrope: %sleft to %s: %s", "" if count else "norms ", host, reason)
         known[reason] += 1
 
 
@@ -144,9 +144,9 @@ class Report:
         self._before = calls[self.host].copy(), reasons[self.host].copy(), devices[self.host].copy()
 
     @property
-    def calls(self) -> dict[str, int]:
+    def calls(self) -> Counter[str]:
         """Calls since `enable`, by "jitrope" or left to the "host". A compiled call counts when it is traced."""
-        return {"jitrope": 0, "host": 0, **(calls[self.host] - self._before[0])}
+        return Counter({"jitrope": 0, "host": 0, **(calls[self.host] - self._before[0])})
 
     @property
     def reasons(self) -> Counter[str]:
@@ -310,6 +310,14 @@ def enable(host: str, functions: Mapping[str, Function], optional: Collection[st
     for where, (module, name) in found.items():
         report.replace(module, name, functions[where], "jitrope")
     return report
+
+
+def of_other(host: str, model: Any) -> str:
+    """The advice to use another module of integrations, if a model or a pipeline is of its host; else ""."""
+    parts = model.modules() if isinstance(model, nn.Module) else [model]
+    libraries = {base.__module__.split(".")[0] for part in parts for base in type(part).__mro__}
+    others = [] if host in libraries else sorted({"diffusers", "transformers"} & libraries)
+    return "".join(f"; it is of {other}: use jitrope.integrations.{other}" for other in others)
 
 
 def disabler(module: str) -> Callable[[], None]:

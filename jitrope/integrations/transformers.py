@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.arguments import flag, refuse
 from ..base.errors import InvalidInput, JitropeError
 from . import _host
 from ._attention import FUSED, NAMES, attention, forwards, fuse
@@ -85,7 +86,7 @@ class Report(_host.Report):
     `calls` also counts the "fused" launches, each with the norms of a layer.
 
     >>> Report().calls
-    {'jitrope': 0, 'host': 0}
+    Counter({'jitrope': 0, 'host': 0})
 
     Attributes:
         attention: by the name of an attention class, whether its norms are fused with rope, or why not.
@@ -123,15 +124,15 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
 
     Raises:
         ImportError: transformers is not installed.
+        InvalidInput: model is not a model, or fuse_norm not True or False.
         JitropeError: there is nothing to replace; the message lists the functions that were found.
     """
     if model is None and importlib.util.find_spec("transformers") is None:
         raise ImportError("transformers is not installed in this Python: pip install transformers")
-    if model is not None and not isinstance(model, nn.Module):
-        raise JitropeError(f"enable takes a model, or None for all loaded models, not {type(model).__name__}")
+    fuse_norm = flag("enable", "fuse_norm", fuse_norm)
     found = [
         (module, name, function)
-        for module in _files(model)
+        for module in _files("enable", model)
         for name, function in list(vars(module).items())
         if NAMES.fullmatch(name) and callable(function)
     ]
@@ -144,7 +145,8 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
         else:
             report.replace(module, name, replacement(function, variant), variant)
     if not report.replaced:
-        why = "".join(f"; {name}: {why}" for name, why in report.left.items())
+        other = _host.of_other("transformers", model)
+        why = other or "".join(f"; {name}: {why}" for name, why in report.left.items())
         where = "the loaded model files have" if model is None else f"the file of {type(model).__name__} has"
         hint = "" if model is not None or why else "; load the model first, or pass it"
         raise JitropeError(f"{where} no rope function that jitrope can replace{why}{hint}")
@@ -154,16 +156,24 @@ def enable(model: nn.Module | None = None, *, fuse_norm: bool = True) -> Report:
 
 
 def disable(model: nn.Module | None = None) -> None:
-    """Restore the functions of a model's files, or all."""
+    """Restore the functions of a model's files, or all.
+
+    Raises:
+        InvalidInput: model is not a model.
+    """
     ours = [function for function, place in list(_host.placed.items()) if place.host == "transformers"]
     if model is not None:
-        held = {id(function) for module in _files(model) for function in (*vars(module).values(), *forwards(module))}
+        files = _files("disable", model)
+        held = {id(function) for module in files for function in (*vars(module).values(), *forwards(module))}
         ours = [function for function in ours if id(function) in held]
     _host.restore(ours)
 
 
-def _files(model: nn.Module | None) -> Iterator[ModuleType]:
+def _files(caller: str, model: nn.Module | None) -> Iterator[ModuleType]:
     """The modules that define a model's classes; None: all loaded ones of transformers and of remote code."""
+    if model is not None and not isinstance(model, nn.Module):
+        other = _host.of_other("transformers", model)
+        refuse(caller, "model", model, f"a model (torch.nn.Module), or None for all loaded ones{other}")
     if model is None:
         names = [n for n in list(sys.modules) if n.startswith(("transformers.models.", "transformers_modules."))]
     else:

@@ -64,7 +64,8 @@ def write(path: Path, kernels: Iterable[tuple[Spec, str]], jobs: int) -> list[Bu
 
     results = build_each("write", map(tuple, kernels), jobs, packed)
     if not results:
-        raise CacheError("there are no kernels to bundle; run `jitrope prewarm` first, or name calls")
+        how = "run `jitrope prewarm` first, or name a file of calls with --from"
+        raise CacheError(f"there are no kernels to bundle; {how}")
     if failed := [built for built in results if built.failed]:
         text = f"{path} is not written, {len(failed)} of {len(results)} kernels are missing:"
         raise CompileError("\n".join([text, *reasons(failed)]))

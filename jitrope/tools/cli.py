@@ -235,11 +235,12 @@ def cache_prune(given: Options) -> None:
     Examples:
         jitrope cache prune --older-than 30d --dry-run
     """
-    _report(kernel_cache().prune(given.older_than, given.dry_run), given)
+    kept = "; kernels from bundles are kept, which `jitrope cache clear` removes"
+    _report(kernel_cache().prune(given.older_than, given.dry_run), given, kept)
 
 
-def _report(removed: list[Path], given: Options) -> None:
-    text = f"{len(removed)} kernels {'would be ' * given.dry_run}removed from {kernel_cache().root}"
+def _report(removed: list[Path], given: Options, kept: str = "") -> None:
+    text = f"{len(removed)} kernels {'would be ' * given.dry_run}removed from {kernel_cache().root}{kept}"
     answer(given.json, {"removed": removed, "dry_run": given.dry_run}, text)
 
 

@@ -257,11 +257,11 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
 
 
 def _cache_not_read() -> dict[str, str]:
-    """{"note": the reason why a dry run does not read the cache, with the remedy}, or {}."""
+    """{"note": the reason why a dry run reads no cache and checks no architecture, with the remedy}, or {}."""
     try:
         compiler.import_cupy()
     except CompileError as error:
-        return {"note": f"the cache was not read: {error}"}
+        return {"note": f"the cache was not read, nor the architectures checked: {error}"}
     return {}
 
 

@@ -125,8 +125,7 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
         raise InvalidInput(f"cannot read {path}: {_short(error)}") from error
     config = whole.get_text_config()
     kind = config.model_type.replace("-", "_").removesuffix("_text").removesuffix("_text_model")
-    given = (getattr(c, name, None) for name in ("dtype", "torch_dtype") for c in (config, whole))
-    named = dtype or next(filter(None, given), None)
+    named = dtype or next(filter(None, (getattr(c, "dtype", None) for c in (config, whole))), None)
     if named is None:
         raise InvalidInput(f"{path} names no dtype: pass one, as --dtype bf16")
     try:
@@ -142,7 +141,8 @@ def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | No
     except JitropeError as error:
         raise JitropeError(f"{kind} models have no rope function that jitrope replaces; {RECORD}") from error
     if others:
-        raise JitropeError(f"the file of {kind} models has {', '.join(others)} too; {RECORD}")
+        unknown = f"the file of {kind} models has {', '.join(others)} too, and which one a layer calls is not known"
+        raise JitropeError(f"{unknown}; {RECORD}")
     if not specs:
         raise JitropeError(f"jitrope does not replace the rope of {kind} models; {RECORD}")
     if config is not whole:
@@ -283,7 +283,10 @@ def specs_of_server(path: Path, dtype: str | None = None, ranks: int = 1, ids: S
     `configure(batch_invariant=True)` the kernels are those of that setting. The errors are those of `specs_of_model`.
     """
     name = "specs_of_server"
-    found = read(path / "config.json" if path.is_dir() else path)
+    found = read(_files(path)[0])
+    if "_class_name" in found:
+        known = "--serve is for transformers models; leave it out, or record a run of that server"
+        raise InvalidInput(f"{path} has a {found['_class_name']} of diffusers: {known}")
     config = {**found, **(found.get("text_config") or {})}
     heads, ranks = config.get("num_attention_heads", 0), whole(name, "ranks", ranks, 1)
     of_k = config.get("num_key_value_heads") or heads

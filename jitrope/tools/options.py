@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..base.spec import DTYPES
+from ..jit.compiler import OLDEST_ARCH
 from .console import answer
 from .models import IDS
 from .prewarm import architecture
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
+_OLDEST = min(OLDEST_ARCH.values())
 _SECONDS = {"d": 86400, "h": 3600, "m": 60}
 _ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 """torch's names of dtypes."""
@@ -68,8 +70,9 @@ def _dtype(text: str) -> str:
 def _archs(text: str) -> list[str]:
     found = {part: architecture(part) for part in text.split(",")}
     for part, arch in found.items():
-        if arch is None:
-            raise argparse.ArgumentTypeError(f"{part!r} must be an architecture such as sm_90, sm90, 90 or 9.0")
+        if arch is None or int(re.sub(r"\D", "", arch)) < _OLDEST:
+            must = f"an architecture from sm_{_OLDEST} on, such as sm_120, sm120, 120 or 12.0"
+            raise argparse.ArgumentTypeError(f"{part!r} must be {must}")
     return list(dict.fromkeys(filter(None, found.values())))
 
 

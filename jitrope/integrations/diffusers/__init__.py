@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from ...base.arguments import flag, refuse
 from ...base.errors import JitropeError
 from .. import _host
 from .fused import FUSED, INLINE
@@ -40,7 +41,7 @@ class Report(_host.Report):
     "fused" calls of processors. `reasons` gives the reasons why calls were left to the host or not fused.
 
     >>> jitrope_diffusers.Report().calls
-    {'jitrope': 0, 'host': 0}
+    Counter({'jitrope': 0, 'host': 0})
 
     Attributes:
         host: "diffusers".
@@ -94,11 +95,12 @@ def enable(model_or_pipeline: Any, *, fuse_norm: bool = True) -> Report:
         A report of the replaced and the other classes. It counts the calls, and is a context manager.
 
     Raises:
+        InvalidInput: model_or_pipeline is no model and has none, or fuse_norm is not True or False.
         JitropeError: no class in the model is supported, or this diffusers version is too different.
     """
-    report = Report()
+    report, fuse_norm = Report(), flag("enable", "fuse_norm", fuse_norm)
     seen: Counter[str] = Counter()
-    for model in _models(model_or_pipeline):
+    for model in _models("enable", model_or_pipeline):
         parts = [(host_of(type(part)), _replace(part, fuse_norm, report)) for part in _parts(model)]
         left = [host for host, replaced in parts if not replaced]
         names = Counter(host.__name__ for host in left)
@@ -119,14 +121,11 @@ _FOREIGN = "not a processor of diffusers; call jitrope.apply_rope in it"
 
 def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
     """The reason why nothing was replaced."""
-    if isinstance(given, type) or not (_models(given) or isinstance(given, nn.Module)):
-        shown = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__}"
-        return f"enable takes a model or a pipeline, not {shown}"
     if notes:
         return "; ".join(f"{name}: {note}" for name, note in notes.items())
     name = type(given).__name__
     if not seen:
-        return f"{name} has no attention processors of diffusers {version()}"
+        return f"{name} has no attention processors of diffusers {version()}{_host.of_other('diffusers', given)}"
     processors = ", ".join(f"{count} {cls}" for cls, count in seen.items())
     return (
         f"{name} has {processors}, which are not among the processors of diffusers {version()} that apply rope. In "
@@ -135,8 +134,12 @@ def _nothing(given: Any, seen: Counter[str], notes: dict[str, str]) -> str:
 
 
 def disable(model_or_pipeline: Any) -> None:
-    """Restore the processors of a transformer, or of a pipeline's transformers."""
-    for model in _models(model_or_pipeline):
+    """Restore the processors of a transformer, or of a pipeline's transformers.
+
+    Raises:
+        InvalidInput: model_or_pipeline is no model and has none.
+    """
+    for model in _models("disable", model_or_pipeline):
         set_aside = getattr(model, "original_attn_processors", None) or {}  # kept by `fuse_qkv_projections`
         for part in (*_parts(model), *set_aside.values()):
             if is_twin(type(part)):
@@ -151,10 +154,14 @@ def reloaded(make: Callable[..., Any], host: type, fused: bool, *arguments: Any)
     return part
 
 
-def _models(model_or_pipeline: Any) -> list[nn.Module]:
+def _models(caller: str, model_or_pipeline: Any) -> list[nn.Module]:
     components = getattr(model_or_pipeline, "components", None)
     parts = components.values() if isinstance(components, dict) else (model_or_pipeline,)
-    return [part for part in parts if isinstance(part, nn.Module)]
+    models = [part for part in parts if isinstance(part, nn.Module)]
+    if not models and not isinstance(model_or_pipeline, nn.Module):
+        other = _host.of_other("diffusers", model_or_pipeline)
+        refuse(caller, "model_or_pipeline", model_or_pipeline, f"a model, or a pipeline that has one{other}")
+    return models
 
 
 def _parts(model: nn.Module) -> list[Any]:
