@@ -356,7 +356,7 @@ NO_FUNCTION_TAKES = [
     ({"positions": {**PACKED, "position_ids": "int64"}}, "unexpected keyword argument 'position_ids'"),
     ({"rounding": "complex128", "table": "freqs"}, "rounding='complex128' does not go with freqs"),
     ({"positions": {**PACKED, "cp_size": 0}}, "cp_size is 0; it must be at least 1"),
-    ({"head_dim": 7}, "rotary_dim is 7; it must be even"),
+    ({"head_dim": 7}, "rotary_dim, by default D, is 7; it must be even"),
     ({"head_dim": 1024}, "at most 512 is possible"),
     ({"heads": [0, 8]}, r"heads\[0\] is 0; it must be a whole number of at least 1"),
 ]

@@ -83,7 +83,7 @@ def test_a_difference_past_the_table_gives_nan(dtype: torch.dtype, device: str) 
     got = jitrope.apply_rope(k, None, positions=Shifts(shifts), **words)[0]
     assert got[:, :3].isnan().all()
     assert not got[:, 3:].isnan().any()
-    with pytest.raises(jitrope.InvalidInput, match=r"positions go from .*, but the table has rows 0 to 11"):
+    with pytest.raises(jitrope.InvalidInput, match=r"positions have sizes from .*, but the table has rows 0 to 11"):
         jitrope.apply_rope(k, None, positions=Shifts(shifts[:2].repeat(3)[:5]), check=True, **words)
     jitrope.apply_rope(k, None, positions=Shifts(shifts[3:].repeat(3)[:5]), check=True, **words)
 

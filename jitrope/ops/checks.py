@@ -22,6 +22,7 @@ WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
 """The tensors that get a gradient from plain torch, which needs q and k."""
 MAX_HADAMARD = 256
+_STAGES = "use a call without cache and quantize"
 
 
 def check_watched(op: Any, wants_grad: bool, tensors: Tensors, options: Options) -> None:
@@ -316,7 +317,7 @@ def _tables(tensors: Tensors) -> Tensors:
     return {label: tensors[label] for label in TABLE_NAMES if label in tensors}
 
 
-def refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = "use apply_rope") -> None:
+def refuse_gradients(fail: Fail, tensors: Tensors, *labels: str, use: str = _STAGES) -> None:
     """Refuse tensors that require a gradient in a call that has none. use: another call, for the message."""
     for label in labels:
         x = tensors.get(label)
