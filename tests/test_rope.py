@@ -1030,32 +1030,32 @@ def test_a_changing_number_is_compiled_twice_at_most(name: str) -> None:
     assert counter.frame_count <= 2
 
 
-def _paged(q, page_table, seq_lens, ends):
+def _paged(freqs, q, page_table, seq_lens, ends):
     pages = jitrope.Pages(page_table, seq_lens=seq_lens, cu_seqlens_q=ends)
     cache = jitrope.KVCache(*torch.zeros(2, 32, 16, 2, 64), pages)
     ids = torch.zeros(q.shape[0], dtype=torch.int32)
-    return jitrope.prepare_qkv(q, q[:, :2], q[:, :2], freqs=FREQS, layout="thd", positions=ids, cache=cache)[0]
+    return jitrope.prepare_qkv(q, q[:, :2], q[:, :2], freqs=freqs, layout="thd", positions=ids, cache=cache)[0]
 
 
 def _ints(*sizes: int) -> torch.Tensor:
     return torch.arange(math.prod(sizes), dtype=torch.int32).view(sizes)
 
 
-EXPORTED = {  # a call, arguments of 3 sequences and of 4, and their axes that change: by 0, or 1 more
+EXPORTED = {  # a call, arguments of n sequences, and how many more than n the first axis of each has; None: it is fixed
     "packed": (
-        lambda q, ends: jitrope.apply_rope(q, None, freqs=FREQS, positions=jitrope.Packed(ends))[0],
+        lambda freqs, q, ends: jitrope.apply_rope(q, None, freqs=freqs, positions=jitrope.Packed(ends))[0],
         lambda n: (torch.randn(12, 2, 64), _ints(n + 1) * 3),
         (None, 1),
     ),
     "packed norm": (
-        lambda q, ends: jitrope.prepare_qkv(
-            q, q, None, freqs=FREQS, norm=jitrope.Norm(), positions=jitrope.Packed(ends)
+        lambda freqs, q, ends: jitrope.prepare_qkv(
+            q, q, None, freqs=freqs, norm=jitrope.Norm(), positions=jitrope.Packed(ends)
         )[0],
         lambda n: (torch.randn(12, 2, 64), _ints(n + 1) * 3),
         (None, 1),
     ),
     "starts": (
-        lambda q, starts: jitrope.apply_rope(q, None, freqs=FREQS, positions=jitrope.Starts(starts))[0],
+        lambda freqs, q, starts: jitrope.apply_rope(q, None, freqs=freqs, positions=jitrope.Starts(starts))[0],
         lambda n: (torch.randn(n, 5, 2, 64), _ints(n)),
         (0, 0),
     ),
@@ -1063,19 +1063,26 @@ EXPORTED = {  # a call, arguments of 3 sequences and of 4, and their axes that c
 }
 
 
+class _Called(torch.nn.Module):
+    """A call with angles of its own."""
+
+    def __init__(self, call) -> None:
+        super().__init__()
+        self.call = call
+        self.register_buffer("freqs", FREQS)
+
+    def forward(self, *arguments):
+        return self.call(self.freqs, *arguments)
+
+
 @pytest.mark.parametrize("name", EXPORTED)
 def test_an_exported_call_takes_any_number_of_sequences(name: str) -> None:
     call, made, more = EXPORTED[name]
     count = torch.export.Dim("count", max=99)
-
-    class Called(torch.nn.Module):
-        def forward(self, *arguments):
-            return call(*arguments)
-
     shapes = tuple({} if n is None else {0: count + n if n else count} for n in more)
-    program = torch.export.export(Called(), made(3), dynamic_shapes=(shapes,)).module()
+    program = torch.export.export(_Called(call), made(3), dynamic_shapes=(shapes,)).module()
     arguments = made(4)
-    assert torch.equal(program(*arguments), call(*arguments))
+    assert torch.equal(program(*arguments), call(FREQS, *arguments))
 
 
 def test_the_guard_of_known_calls_sees_what_changes_and_what_watches() -> None:

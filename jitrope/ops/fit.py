@@ -181,7 +181,7 @@ def _check_unrotated(tensors: Tensors, options: Options, fail: Fail) -> None:
         "interleaved_out": options.interleaved != options.interleaved_out,
     }
     for label, given in others.items():
-        if options.unrotated and given:
+        if options.unrotated > 0 and given:  # torch 2.6 makes a symbol a number where its truth is asked
             instead = "pass a table" if alone else "give these tokens a row of the table with cosines of 1"
             fail(f"{label} does not go {'without a table' if alone else 'with unrotated'}; {instead}")
 

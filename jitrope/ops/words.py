@@ -165,7 +165,12 @@ def _resolved(
         if interleaved_out != o.interleaved and getattr(o, label):
             why = "because it moves elements"
             raise InvalidInput(f"{name}: interleaved_out does not go with {label}, {why}; leave {label}=True out")
-    return changed(o, rotary_dim=rotary_dim, interleaved_out=interleaved_out, max_seqlen=o.max_seqlen or 0)
+    return changed(
+        o,
+        rotary_dim=rotary_dim,
+        interleaved_out=interleaved_out,
+        max_seqlen=0 if o.max_seqlen is None else o.max_seqlen,
+    )
 
 
 _kept = lru_cache(maxsize=4096)(_resolved)
