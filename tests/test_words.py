@@ -7,6 +7,7 @@ import inspect
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -235,7 +236,9 @@ MISTAKES = {
     "layout of both": ((_Q.transpose(1, 2), _Q[:, :, :1].transpose(1, 2), _COS, _SIN), {}, "pass layout='bhsd'"),
     "a list": ((_Q.tolist(), _K, _COS, _SIN), {}, "q is a list of"),
     "heads that are not split": ((_Q.flatten(2), None, _COS, _SIN), {}, r"pass q.unflatten\(-1, \(H, D\)\)"),
-    "one head without its axis": ((_Q, _K[:, :, 0], _COS, _SIN), {}, r"pass k.unsqueeze\(2\)"),
+    "one head without its axis": ((_Q, _K[:, :, 0], _COS, _SIN), {}, r"for \(B, S, D\) k.unsqueeze\(2\)"),
+    "one of two is not split": ((_Q, _K.flatten(2), _COS, _SIN), {}, r"pass k.unflatten\(-1, \(H, D\)\)"),
+    "heads first, not split": ((_Q.flatten(2), None, _COS, _SIN), {"layout": "bhsd"}, r'pass layout="thd"$'),
     "another width": ((_Q, _K[..., :4], _COS, _SIN), {}, r"only H may differ$"),
     "another batch": ((_Q, _K[:1], _COS, _SIN), {}, r"only H may differ$"),
     "an odd head": ((_Q[..., :7], None, _COS, _SIN), {}, "rotary_dim, by default D, is 7"),
@@ -305,9 +308,11 @@ def test_prepare_qkv_names_itself() -> None:
 
 WRONG = {  # a value with a wrong number or word, and the message
     "eps": (lambda: Norm(eps=-10), "Norm: eps is -10.0; it must be 0 or above"),
-    "a scale of zero": (lambda: Quantize(0), "q_scale is 0; it must be above 0"),
+    "a scale of zero": (lambda: Quantize(0), "q_scale is 0; it must be above 0 in fp32"),
     "a negative scale": (lambda: KVCache(*caches(), IDS, v_scale=-1.0), "v_scale is -1.0; it must be above 0"),
+    "a scale that fp32 makes zero": (lambda: Quantize(1e-60), "q_scale is 1e-60; it must be above 0 in fp32"),
     "hadamard": (lambda: Quantize(1.0, hadamard="all"), "it must be True, False, 'rotary' or 'rest'"),
+    "an array of words": (lambda: jitrope.DynamicQuantize(scale_fmt=np.array(["ue8m0"])), "scale_fmt is a numpy array"),
     "scale_fmt": (lambda: jitrope.DynamicQuantize(scale_fmt="x"), "it must be 'ue8m0' or None"),
     "no configuration": (lambda: jitrope.tables.from_config(None), "config is None; it must be a transformers"),
     "a file's name": (lambda: jitrope.tables.from_config("config.json"), "config is 'config.json'; it must be"),

@@ -46,9 +46,10 @@ def check_heads(q: Tensor, k: Tensor | None, options: Options, fail: Fail, first
             axes = ", ".join(layout.upper())
             hint = "; Packed implies it" if layout == "thd" else ""
             if x.dim() == 3 and layout != "thd":
-                split = f"for (B, S, H D) pass {label}.unflatten(-1, (H, D))"
-                without = f"without an axis of heads pass {label}.unsqueeze({LAYOUT_AXES[layout][2]})"
-                hint = f'; for (T, H, D) pass layout="thd", {split if x is q else without}'
+                hint = '; for (T, H, D) pass layout="thd"' if x is q else ""
+                if layout == "bshd":
+                    hint += f"; for (B, S, H D) pass {label}.unflatten(-1, (H, D))"
+                    hint += "" if x is q else f", for (B, S, D) {label}.unsqueeze(2)"
             fail(f"{label} has shape {tuple(x.shape)}, layout {layout!r} needs {len(layout)} axes ({axes}){hint}")
         if not is_float(x):
             fail(f"{label} is {x.dtype}; allowed are fp32, fp16 and bf16")

@@ -165,10 +165,9 @@ def _implementation(op: Operation, inplace: bool, run: Run) -> Callable[..., Any
 def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Options) -> Any:
     """The outputs of an op. A missing result is empty, and no output may share memory with another.
 
-    Only the gradients of weights and biases share memory, parts of one tensor of sums, and scales without heads.
+    Only the gradients of weights and biases share memory, parts of one tensor of sums.
     """
-    endings = ("_weight", "_bias") if not op.function else () if "q" in op.results else ("_scale",)
-    parts = [name for name in op.results if name.endswith(endings)]
+    parts = [] if op.function else [name for name in op.results if name.endswith(("_weight", "_bias"))]
     whole = {name: results[name].clone() for name in parts[1:] if name in results}
     results = {**results, **whole} if whole else results
     some, made = next(iter(tensors.values())), op.made(tensors, options)

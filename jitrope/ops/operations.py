@@ -147,10 +147,9 @@ class _QKNormRopeScales(_QKNormRopeScaled):
             refuse_other_v(name, tensors, options)
 
     def fresh(self, tensors: Tensors, options: Options, blocks: int) -> Tensors:
-        shapes = {f"{name}_scale": sizes_of(tensors[name], options.layout)[:3:2] for name in "qkv" if name in tensors}
-        sizes = [batch * heads for batch, heads in shapes.values()]
-        parts = tensors["q"].new_zeros(sum(sizes), dtype=torch.float32).split(sizes)  # one fill
-        return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items())}
+        given = [(name, tensors[name]) for name in "qkv" if name in tensors]
+        sizes = {name: sizes_of(x, options.layout) for name, x in given}
+        return {f"{name}_scale": x.new_zeros(sizes[name][:3:2], dtype=torch.float32) for name, x in given}
 
 
 class _QKNormRopeKVCache(Normed, _RopeKVCache):

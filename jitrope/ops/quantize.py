@@ -223,7 +223,7 @@ def _scale_words(form: str, scale_dtype: Any, scale_fmt: Any) -> dict[str, Any]:
         must = "torch.float32 or torch.float8_e8m0fnu; only fp4 has scales in e4m3"
         refuse("DynamicQuantize", "scale_dtype", scale_dtype, must)
     if scale_fmt is not None:
-        if scale_fmt not in SCALE_FMTS[1:]:
+        if not isinstance(scale_fmt, str) or scale_fmt not in SCALE_FMTS[1:]:
             refuse("DynamicQuantize", "scale_fmt", scale_fmt, f"{SCALE_FMTS[1]!r} or None")
         if scale_dtype == FP8:
             raise InvalidInput(f"DynamicQuantize: scale_fmt does not go with scale_dtype={FP8}")

@@ -332,9 +332,9 @@ def _scale(name: str, label: str, scale: float | Tensor, like: Tensor) -> Tensor
 
 
 def divisor(name: str, label: str, scale: Any) -> None:
-    """Refuse a scale to divide by that is a number, but not one above 0 that fp32 holds."""
-    if not isinstance(scale, Tensor) and scale_number(name, label, scale) <= 0:
-        refuse(name, label, scale, "above 0")
+    """Refuse a scale to divide by that is a number, but not one above 0 in fp32."""
+    if not isinstance(scale, Tensor) and scale_number(name, label, scale) < 2.0**-149:
+        refuse(name, label, scale, "above 0 in fp32")
 
 
 def scale_number(name: str, label: str, scale: Any) -> float:
