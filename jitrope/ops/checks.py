@@ -307,7 +307,7 @@ def check_outs(
             fail(f"{had}; it must be {tuple(shape)} {dtype} on {device}{hint}")
         if PER_ITEM.get(dtype, 1) > 1 and out.stride(-1) != 1:
             fail(f"{label} has strides {tuple(out.stride())}; for fp4 the last must be 1")
-        fit.require_no_overlap(label, out, fail, "pass a tensor with memory for each element")
+        fit.require_no_overlap(label, out, fail, fit.OWN_MEMORY)
     read = {label: x for label, x in tensors.items() if label not in labels}
     refuse_gradients(fail, {**read, **outs}, *read, *outs, use="use a call without out")
     fit.require_apart(name, outs, read)

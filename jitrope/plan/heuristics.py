@@ -94,8 +94,8 @@ GRADIENT_THREADS_PER_SM = 384
 ROW_GRADIENT_THREADS_PER_SM = 256
 """The same for the gradient of a norm: its blocks walk over the tokens and sum the weights' gradients. H100, x the copy
 of all bytes read and written, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 / 1.37; one
-head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill. No block is larger
-than its target, so 288 to 384 threads run where blocks of 256 would leave 256; that was not timed."""
+head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill. A block takes
+another token only within its target, so 288 to 384 threads run where blocks of 256 leave 256; that is not timed."""
 
 FEW_PACKED_HEADS = 8192
 """Up to this many tokens x heads of a packed batch, a second grid axis over the sequences is faster than the search, if
