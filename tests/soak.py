@@ -29,8 +29,8 @@ import torch
 
 import jitrope
 from jitrope.jit import kernels
+from jitrope.ops import enqueue
 from jitrope.ops import launch as runtime
-from jitrope.thd import launch as thd_runtime
 
 from .soak_pool import Call, Job, Outputs, check, pool
 
@@ -368,7 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--between-meetings", type=float, default=20.0, help="seconds")
     given = parser.parse_args(arguments)
     jitrope.configure(launch=given.launch)
-    runtime.MAX_LAUNCHES = thd_runtime.MAX_LAUNCHES = KEPT_LAUNCHES
+    runtime.MAX_LAUNCHES = enqueue.MAX_LAUNCHES = KEPT_LAUNCHES
     plan = Plan(
         given.device, 60 * given.minutes, given.threads, given.streams, given.cases, given.seed, given.between_meetings
     )

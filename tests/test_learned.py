@@ -12,7 +12,7 @@ import jitrope
 from jitrope import InvalidInput, Norm
 
 from . import oracle
-from .devices import DEVICES
+from .devices import DEVICE, DEVICES
 from .said import KINDS
 
 B, S, D, P = 2, 6, 16, 9
@@ -77,6 +77,87 @@ def test_a_table_gets_its_gradient(form: str, device: str) -> None:
     alone = torch.autograd.grad(call(q.to(device), *leaves[1:]), leaves[1:], sent)
     for got, expected in zip(alone, want[1:]):
         torch.testing.assert_close(got.cpu().to(expected.dtype), expected, rtol=1e-5, atol=1e-5)
+
+
+Sizes = tuple[int, int, int, int, int]
+# name: (B, S, Hq, Hk, D), the kind of the tables' axes, and the words
+SHAPES: dict[str, tuple[Sizes, str, dict[str, Any]]] = {
+    "one sum of many rows": ((40, 3, 4, 1, 16), "shared", {}),
+    "heads of many rows": ((9, 3, 5, 5, 32), "per head", {"interleaved": True}),
+    "more heads than a block has": ((2, 2, 40, 40, 128), "per head", {}),
+    "tables of each row": ((3, 4, 6, 2, 72), "rows", {"layout": "bhsd"}),
+    "full width": ((2, 5, 3, 2, 80), "full", {"layout": "sbhd"}),
+    "full width, interleaved": ((2, 5, 3, 3, 48), "full", {"interleaved": True}),
+    "other pairs": ((2, 4, 8, 2, 64), "shared", {"interleaved": True, "interleaved_out": False}),
+    "partial, from an odd element on": ((2, 4, 8, 2, 32), "shared", {"rotary_dim": 12, "rotary_offset": 5}),
+    "six elements": ((3, 4, 2, 1, 6), "shared", {}),
+    "large": ((1, 2, 3, 3, 512), "shared", {}),
+    "angles, backwards": ((2, 9, 4, 2, 64), "angles", {"inverse": True, "mscale": 0.5}),
+}
+
+
+def made(sizes: Sizes, kind: str, words: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """q, k, and the tables."""
+    batch, tokens, q_heads, k_heads, dim = sizes
+    order = ["bshd".index(axis) for axis in words.get("layout", "bshd")]
+    heads = [rand(batch, tokens, n, dim, seed=n).permute(order).contiguous() for n in (q_heads, k_heads)]
+    width = words.get("rotary_dim", dim) // (1 if kind == "full" else 2)
+    shape = {"per head": (1, tokens, q_heads, width), "rows": (batch, tokens, width)}.get(kind, (tokens, width))
+    return heads, {"freqs": rand(*shape)} if kind == "angles" else pair(*shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_head_and_row_that_shares_an_entry_counts(name: str, dtype: torch.dtype, device: str) -> None:
+    """Also with k alone, and with gradients of a sum, which share memory."""
+    (heads, tables), words = made(*SHAPES[name]), SHAPES[name][2]
+    heads = [x.to(dtype) for x in heads]
+    for given, expanded in ((heads, False), (heads[:1], False), (heads, True)):
+        grads = [(x[:1, :1, :1, :1] if expanded else x).roll(1, -1).expand(x.shape) for x in given]
+        leaves = [x.double().requires_grad_() for x in tables.values()]
+        out, _ = oracle.rope(*given, *[None] * (2 - len(given)), **dict(zip(tables, leaves)), **words)
+        want = torch.autograd.grad(out[: len(given)], leaves, [g.double() for g in grads])
+        leaves = [x.to(device).requires_grad_() for x in tables.values()]
+        xs = [x.to(device) for x in given]
+        out = KINDS["rope"](*xs, *[None] * (2 - len(given)), **dict(zip(tables, leaves)), **words)
+        got = torch.autograd.grad(out[: len(given)], leaves, [g.to(device) for g in grads])
+        for x, y in zip(got, want):
+            torch.testing.assert_close(x.cpu().double(), y, rtol=1e-5, atol=1e-5 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_that_are_not_rotated_count_for_no_row(device: str) -> None:
+    q, k = (rand(2, 9, n, 32, seed=n).to(device) for n in (4, 2))
+    tables = [x.to(device).requires_grad_() for x in pair(9, 16).values()]
+    grads = []
+    for first, words in ((0, {"unrotated": 3}), (3, {})):
+        own = [x[:, first:] for x in (q, k)]
+        out = [y[:, 3 - first :] for y in jitrope.apply_rope(*own, *tables, **words)]
+        grads.append(torch.autograd.grad(out, tables, [y.detach().square() for y in out]))
+    for x, y in zip(*grads):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.gpu
+def test_strided_and_unaligned_heads() -> None:
+    whole = rand(2, 5, 3, 64).to(DEVICE)
+    for q in (whole[..., ::2], whole[..., 1:33], whole.transpose(1, 2).contiguous().transpose(1, 2)[..., :32]):
+        tables = [x.to(DEVICE).requires_grad_() for x in pair(5, 16).values()]
+        found = []
+        for x in (q, q.contiguous()):
+            out, _ = jitrope.apply_rope(x, None, *tables)
+            found.append(torch.autograd.grad(out, tables, x))
+        assert all(map(torch.equal, *found))
+
+
+def test_prewarming_knows_the_kernel() -> None:
+    q = torch.empty(2, 8, 4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    cos, sin = (torch.empty(8, 32, device="meta", requires_grad=True) for _ in "cs")
+    with jitrope.planning(["auto"]) as specs:
+        jitrope.apply_rope(q, None, cos, sin)[0].sum().backward()
+    assert [spec.kind for spec in specs] == ["rope", "rope", "table_gradient"]
+    assert specs[-1].name == "table_gradient_bf16_r64_halves_half_1x8"
 
 
 @pytest.mark.parametrize("device", DEVICES)

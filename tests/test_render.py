@@ -16,7 +16,7 @@ from jitrope.base.errors import CompileError
 from jitrope.base.spec import Spec
 from jitrope.jit import compiler, render
 from jitrope.jit.registry import spec_from_dict
-from jitrope.plan import arguments
+from jitrope.plan import arguments, table_gradient
 from jitrope.plan.spec import RopeSpec
 from jitrope.thd.spec import CorrectionSpec, RowsSpec, SegmentsSpec, rows_spec
 from jitrope.tools.prewarm import default_specs, specs_of
@@ -26,7 +26,9 @@ NORM = {"q_weight": "bf16", "k_weight": "bf16", "rounding": "once"}
 NORM_SPEC, *_, GRADIENT_SPEC = specs_of(function="prepare_qkv", heads=[32, 8], norm=NORM, backward=True)
 ACROSS = {**NORM, "rounding": "twice", "across_heads": True}
 ACROSS_SPEC = specs_of(function="prepare_qkv", heads=[40, 40], norm=ACROSS)[0]
-THD_SPECS = [
+LEARNED_SPEC = table_gradient.spec_of("bf16", False, False, False, 64, 0, 8, 1, 64)
+PLAIN_SPECS = [
+    LEARNED_SPEC,
     rows_spec((2048, 1024), 1024, "to_ranks", cp_size=2),
     RowsSpec("positions", writes=True, cp_size=4, rule="contiguous", index_dtype="int64"),
     *(
@@ -36,12 +38,12 @@ THD_SPECS = [
     CorrectionSpec("out", "nothing", "add", True, "bf16", "int32", 8),
 ]
 ROPE_SPECS = [SPEC, NORM_SPEC, ACROSS_SPEC, GRADIENT_SPEC]
-SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *THD_SPECS], ids=lambda spec: spec.name)
+SPECS = pytest.mark.parametrize("spec", [*ROPE_SPECS, *PLAIN_SPECS], ids=lambda spec: spec.name)
 TEMPLATES = Path(__file__).parent.parent / "templates"
 ROPE_ENTRIES = {"rope.cu.jinja", "qk_norm_rope.cu.jinja", "qk_norm_rope_backward.cu.jinja"}
-ENTRIES = ROPE_ENTRIES | {spec.template for spec in THD_SPECS}
+ENTRIES = ROPE_ENTRIES | {spec.template for spec in PLAIN_SPECS}
 # The template's constants.
-PARAMETERS = {"rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja"}
+PARAMETERS = {"rows.cuh.jinja", "segments.cuh.jinja", "thd_corrections.cu.jinja", "table_gradient.cu.jinja"}
 PARAMETERS |= {"parameters.cuh.jinja", "norm_parameters.cuh.jinja"}
 HEADERS = {path.name for path in TEMPLATES.glob("*.cuh")}
 
@@ -108,7 +110,7 @@ def test_rendered_text_is_readable(spec: Spec) -> None:
 def test_text_is_whole_and_deterministic(spec: Spec) -> None:
     source = render.render(spec)
     assert "#include" not in source.text
-    blocks = "" if spec in THD_SPECS else ", BLOCKS_PER_SM" if spec.norm else ", MIN_BLOCKS"
+    blocks = "" if spec in PLAIN_SPECS else ", BLOCKS_PER_SM" if spec.norm else ", MIN_BLOCKS"
     assert f'extern "C" __global__ void __launch_bounds__(THREADS{blocks}) {spec.entry}(' in source.text
     assert render.render(spec) == source
 
@@ -222,12 +224,14 @@ def test_ingredients_follow_every_field_and_file() -> None:
             assert (TEMPLATES / name).read_text() == text
 
 
-def test_ingredients_follow_every_field_of_moving_rows() -> None:
+def test_ingredients_follow_every_field_of_a_plain_spec() -> None:
     changes = {"map": "valid", "writes": True, "index_dtype": "int64", "cp_size": 3, "rule": "contiguous"}
     changes |= {"sums": True, "dtype": "bf16", "out_dtype": "bf16", "access_bytes": 4, "lanes": 8, "unroll": 2}
     changes |= {"rows": True, "full": True, "extends": True, "padded": False, "exchange": False, "threads": 64}
     changes |= {"quantity": "grad", "first": "add", "second": "copy", "packed": False, "vec": 2}
-    for spec in (THD_SPECS[0], THD_SPECS[2], THD_SPECS[4]):
+    changes |= {"interleaved": True, "interleaved_out": True, "full_width": True, "per_head": True, "rotary_dim": 32}
+    changes |= {"rotary_offset": 8, "heads": 2, "parts": 2}
+    for spec in (LEARNED_SPEC, PLAIN_SPECS[1], PLAIN_SPECS[3], PLAIN_SPECS[5]):
         for name in spec.to_dict().keys() - {"kind"}:
             changed = changes[name] if changes[name] != getattr(spec, name) else "fp16"
             other = replace(spec, **{name: changed})
@@ -304,7 +308,7 @@ def test_other_types_are_refused(value) -> None:
 
 @pytest.mark.parametrize("name", sorted(ENTRIES | PARAMETERS | HEADERS))
 def test_a_compile_error_names_the_templates_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    spec = next(s for s in (*ROPE_SPECS, *THD_SPECS) if name in render._texts(s.template))
+    spec = next(s for s in (*ROPE_SPECS, *PLAIN_SPECS) if name in render._texts(s.template))
     texts = dict(render._texts(spec.template))
     lines = texts[name].splitlines()
     ends = ("}", "};", "static_assert")  # line starts before a declaration

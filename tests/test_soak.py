@@ -18,8 +18,8 @@ import torch
 import jitrope
 from jitrope import thd
 from jitrope.jit.registry import KINDS
+from jitrope.ops import enqueue
 from jitrope.ops import launch as runtime
-from jitrope.thd import launch as thd_runtime
 
 from . import sanitizer, soak
 from .sanitizer import FOUND, GROUPS, WRONG, Done
@@ -31,7 +31,7 @@ OPS = {
     "kv_cache_", "packed_qkv", "packed_qkv_", "packed_qkv, backward", "packed_qkv_norm",
     "packed_qkv_norm_", "packed_qkv_norm, backward", "latent, backward", "norm_rope",
     "norm_rope_", "norm_rope, backward", "norm_rope_joint", "thd order", "thd rows", "thd tables",
-    "thd corrections", "cp segments", "all_gather_attention", "pages", "rope by rank, backward",
+    "thd corrections", "cp segments", "all_gather_attention", "pages", "rope by rank, backward", "learned, backward",
 }  # fmt: skip
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def _launches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the limits that `soak.main` lowers."""
-    for module in (runtime, thd_runtime):
+    for module in (runtime, enqueue):
         monkeypatch.setattr(module, "MAX_LAUNCHES", module.MAX_LAUNCHES)
 
 

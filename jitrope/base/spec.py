@@ -117,3 +117,31 @@ class Spec:
         spec.check()
         refuse_unless(cls.__name__, kind in (None, spec.kind), f"kind must be {spec.kind!r}")
         return spec
+
+
+class PlainSpec(Spec):
+    """A spec whose fields are the constants of its template, under their own names."""
+
+    threads: Any
+    """Threads of a block."""
+    words: Mapping[str, tuple[str, ...]]
+    """The allowed texts of each text field."""
+    enumerators: tuple[str, ...] = ()
+    """Text fields that are enumerators of the template. The others are dtypes."""
+    unused: tuple[str, ...] = ()
+    """Fields that the template does not use."""
+
+    def check(self) -> None:
+        check_fields(self, self.words)
+
+    def constants(self) -> dict[str, Any]:
+        """The values of the template's parameter block, with dtypes as C types."""
+        self.check()
+        found: dict[str, Any] = {"threads": self.threads}
+        for name in [field.name for field in fields(self) if field.name not in self.unused]:
+            value = getattr(self, name)
+            if name.endswith("dtype"):
+                found[name.replace("dtype", "c_type")] = C_TYPES[value]
+            else:
+                found[name] = value.upper() if name in self.enumerators else value
+        return found

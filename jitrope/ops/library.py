@@ -14,6 +14,7 @@ from ..plan.options import NormOptions, Options, changed
 from ..plan.views import TABLE_NAMES, Tensors, table_pair
 from . import launch, planning, watch
 from .checks import TABLES
+from .learned import gradients as gradients_of_tables
 from .operation import Operation
 from .operations import OPERATIONS
 
@@ -210,22 +211,9 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     needed = op.saved(tensors, options) if learned else tensors
     found = op.gradient(call, needed, dict(given), options) if given else {}
     if learned and given:
-        found.update(_of_tables(op, tensors, learned, given, options))
+        found.update(gradients_of_tables(op, tensors, learned, given, options))
     zeros = ctx.zeros if given else {}
     return [zeros[name]() if found.get(name) is None and name in zeros else found.get(name) for name in names]
-
-
-def _of_tables(
-    op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, options: Options
-) -> dict[str, Tensor | None]:
-    """The gradients of learned tables, by torch's autograd through the reference. grads: of the results."""
-    with torch.enable_grad():
-        inputs = {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
-        results = op.reference(inputs, options)
-        wanted = [inputs[name] for name in names]
-        given = {name: grad for name, grad in grads.items() if results[name].requires_grad}  # k has no scale
-        found = torch.autograd.grad([results[name] for name in given], wanted, [*given.values()], allow_unused=True)
-    return dict(zip(names, found))
 
 
 def _register_autograd(op: Operation) -> None:

@@ -7,19 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 from ..base.arguments import items, whole, word
+from ..base.spec import Spec
 from ..plan.options import LAUNCHES, Options, changed
 from ..plan.problem import plan_call
-from ..plan.spec import RopeSpec
 from ..plan.views import Tensors
 from . import launch
 from .operation import Operation
 from .stand_ins import missing_weights
 
-_planning: ContextVar[tuple[list[RopeSpec], list[str], int] | None] = ContextVar("planning", default=None)
+_planning: ContextVar[tuple[list[Spec], list[str], int] | None] = ContextVar("planning", default=None)
 
 
 @contextlib.contextmanager
-def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterator[list[RopeSpec]]:
+def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterator[list[Spec]]:
     """List the kernels that the calls in a `with` block need. No kernel is compiled or launched.
 
     The calls must be made on meta tensors.
@@ -47,7 +47,7 @@ def planning(launches: Sequence[str] = LAUNCHES, sm_count: int = 132) -> Iterato
     """
     words = ("auto", *LAUNCHES)
     asked = [word("planning", "launches", x, words) for x in items("planning", "launches", launches, "a list of words")]
-    specs: list[RopeSpec] = []
+    specs: list[Spec] = []
     token = _planning.set((specs, asked, whole("planning", "sm_count", sm_count, 1)))
     try:
         yield specs
@@ -60,9 +60,16 @@ def note(op: Operation, tensors: Tensors, options: Options) -> None:
     planner = _planning.get()
     if planner is None or next(iter(tensors.values())).device.type != "meta":
         return
-    specs, launches, sm_count = planner
+    _, launches, sm_count = planner
     named = launch.with_outputs(op, {**tensors, **(missing_weights(tensors, options) if op.norm else {})}, options)
     for asked in launches:
         found = plan_call(*op.heads(named, options), named, changed(options, launch=asked), sm_count)
-        if found is not None and found[0].spec not in specs:
-            specs.append(found[0].spec)
+        if found is not None:
+            add(found[0].spec)
+
+
+def add(spec: Spec) -> None:
+    """Add a kernel to the list of its `planning` block, if it is in one."""
+    planner = _planning.get()
+    if planner is not None and spec not in planner[0]:
+        planner[0].append(spec)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..plan.problem import DTYPE_NAMES
 from ..plan.views import FP8S, Tensors, canonical, joined, table_pair, table_view
 from .formats import divided, empty_elements, of_heads, row_scales, scaled_elements, stored_scale, with_hadamard
 from .pages import indexed, put, slots_of, store_in_pages
-from .rows import gathered, table_rows
+from .rows import POSITIONS, gathered, table_rows
 
 
 def _scales_q(turn: Callable[..., Tensors]) -> Callable[..., Tensors]:
@@ -61,25 +62,50 @@ def rotate(
         compute_dtype = torch.float64
     out = torch.empty_like(x, dtype=out_dtype or x.dtype)
     view = canonical(out, o.layout)
+    cos, sin, still, spare = turns(view.shape[1], t, o, compute_dtype, rounded_to)
+    heads = canonical(x, o.layout).to(compute_dtype)
+    if spare is not None:  # they may hold NaN, which must not reach the gradients of the tables
+        heads = heads.masked_fill(spare[:, None, None], 0)
+    y = _rotate(heads, cos, sin, o)
+    y = y if still is None else torch.where(still, heads, y)
+    view.copy_(y.float() if o.rounding == "complex128" else y)
+    if spare is not None:
+        view[:, spare] = 0
+    return out
+
+
+class Turns(NamedTuple):
+    """Cosines and sines of each token, (batch or 1, seq, head or 1, width); masks of tokens that are not rotated and
+    of those after the last sequence, or None."""
+
+    cos: Tensor
+    sin: Tensor
+    still: Tensor | None
+    spare: Tensor | None
+
+
+def turns(
+    tokens: int,
+    t: Tensors,
+    o: Options,
+    compute_dtype: torch.dtype = torch.float32,
+    rounded_to: torch.dtype | None = None,
+) -> Turns:
+    """The cosines and sines of `tokens` tokens of a batch row, if rounded_to is given rounded to it."""
     cos, sin = (table_view(table).to(compute_dtype) for table in table_pair(t["cos"], t.get("sin"), o.table))
     if o.table == "freqs":
         cos, sin = cos.cos() * o.mscale, sin.sin() * o.mscale
     if rounded_to is not None:
         cos, sin = cos.to(rounded_to), sin.to(rounded_to)
     sin = _transposed(sin, o) if o.inverse else sin
-    rows, spare = table_rows(view.shape[1], cos.device, t, o)
-    heads, below = canonical(x, o.layout).to(compute_dtype), (rows[0] < 0)[..., None, None]
-    if spare is not None:  # they may hold NaN, which must not reach the gradients of the tables
-        heads = heads.masked_fill(spare[:, None, None], 0)
+    if o.cp_size == 1 and not o.unrotated and POSITIONS.isdisjoint(t):
+        return Turns(cos[:, :tokens], sin[:, :tokens], None, None)
+    rows, spare = table_rows(tokens, cos.device, t, o)
+    below = (rows[0] < 0)[..., None, None]
     rows = rows.clamp(min=0) if o.unrotated else rows.abs() if o.shifts else rows
     cos, sin = gathered(cos, rows, o), gathered(sin, rows, o)
     sin = torch.where(below, _transposed(sin, o), sin) if o.shifts else sin
-    y = _rotate(heads, cos, sin, o)
-    y = torch.where(below, heads, y) if o.unrotated else y
-    view.copy_(y.float() if o.rounding == "complex128" else y)
-    if spare is not None:
-        view[:, spare] = 0
-    return out
+    return Turns(cos, sin, below if o.unrotated else None, spare)
 
 
 def _cleared(x: Tensor, t: Tensors, o: Options) -> Tensor:

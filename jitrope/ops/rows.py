@@ -12,6 +12,9 @@ from ..plan.views import Tensors, ids_view
 RULE = "dual_chunk"
 """The rule of `partition` by which rope's context parallelism cuts sequences."""
 
+POSITIONS = {"position_ids", "start_positions", "cu_seqlens"}
+"""Tensors by which a token's row differs from its place in the batch row."""
+
 
 def table_rows(tokens: int, device: torch.device, t: Tensors, o: Options) -> tuple[Tensor, Tensor | None]:
     """(each token's row of the table, (axes, batch or 1, tokens); a mask of the tokens after the last sequence).

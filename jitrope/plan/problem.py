@@ -93,10 +93,10 @@ class _Call:
         if "second_cos" in tensors:
             self.tables += _table_views(tensors, options, "second_")
         self.strides, self.source_strides, self.grad_strides, self.added_strides, self.table_strides = (
-            [_strides(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.added, self.tables)
+            [strides_of(x) for x in xs] for xs in (self.views, self.sources, self.grads, self.added, self.tables)
         )
-        self.scale_strides, self.factor_strides = ([_strides(x) for x in xs] for xs in (self.scales, self.factors))
-        self.ids_strides = [0, 0, 0] if self.ids is None else [*_strides(self.ids)[:2], self.ids.stride(2)]
+        self.scale_strides, self.factor_strides = ([strides_of(x) for x in xs] for xs in (self.scales, self.factors))
+        self.ids_strides = [0, 0, 0] if self.ids is None else [*strides_of(self.ids)[:2], self.ids.stride(2)]
         self.batch, self.seqlen, groups, self.q_per_group, _ = self.views[3].shape  # of both streams
         self.head_dim = self.views[0].shape[-1]  # an item of an output may hold two elements
         k_groups, self.kv_per_group = (0, 1) if inputs[1] is None else self.views[1].shape[2:4]
@@ -183,7 +183,7 @@ class _Call:
             "gated": bool(self.added) and o.order == "qkv_gated" and self.q_per_group == 2,
             "wide": max(table.shape[1], *(step for group in steps for step in group)) >= NARROW,
             "num_sequences": self.sequences,
-            "vec_limit": _elements_per_access([*self.views, *self.sources, *self.grads, *self.added], strides),
+            "vec_limit": elements_per_access([*self.views, *self.sources, *self.grads, *self.added], strides),
             "table_vec_limit": table_vec_limit,
             "table_step_limit": table_step,
             "batch_invariant": config.batch_invariant(),
@@ -200,7 +200,7 @@ class _Call:
         weights = [x for name, x in self.tensors.items() if name.endswith(("_weight", "_bias"))]
         across = views.sums_heads(self.tensors, self.options)
         rows = [x.shape[2] for x in self.inputs[:2] if x is not None] if across else []
-        limits = [_elements_per_access([w], [_strides(w)]) for w in weights]
+        limits = [elements_per_access([w], [strides_of(w)]) for w in weights]
         return {
             **{name: getattr(norm, name) for name in _OF_NORM},
             "across_heads": across,
@@ -266,7 +266,7 @@ def _table_views(tensors: Tensors, options: Options, stream: str) -> list[Tensor
     return [views.table_view(table) for table in pair]
 
 
-def _strides(view: Tensor) -> list[int]:
+def strides_of(view: Tensor) -> list[int]:
     """Strides in elements. An axis of size 1 is shared, so its stride is 0; the last axis has 1."""
     strides = [0 if size == 1 else stride for size, stride in zip(view.shape, view.stride())]
     return [*strides[:-1], 1 if view.shape[-1] == 1 else strides[-1]]
@@ -289,7 +289,7 @@ def _scale_strides(scale: Tensor | None) -> tuple[int, int]:
     return (batch[-1] if batch else 0), head
 
 
-def _elements_per_access(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> int:
+def elements_per_access(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> int:
     """Elements that one aligned access may span, by addresses and strides, which count items."""
     if any(inner != 1 for *_, inner in strides):
         return 1
@@ -307,7 +307,7 @@ def _table_access(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -
     Complex and repeated tables use every other element, and an access loads both neighbours.
     """
     if any(inner != 2 for *_, inner in strides):
-        return 1, _elements_per_access(tensors, strides)
+        return 1, elements_per_access(tensors, strides)
     limits = []
     for x, (*outer, _) in zip(tensors, strides):
         pair = 2 * x.element_size()

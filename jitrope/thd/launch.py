@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import threading
-from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..base.spec import ACCESS_BYTES
-from ..jit.kernels import get_kernel
+from ..ops.enqueue import Call
 from ..ops.fit import is_float
-from ..ops.launch import MAX_LAUNCHES
-from ..ops.watch import get_device, get_stream
 from ..plan.partition import Mask
 from ..plan.problem import DTYPE_NAMES
 from . import spec as specs
 from .corrections import Correction
 from .reference import Move, Shape, split
-
-_local = threading.local()
-
-
-class Call(NamedTuple):
-    """A launch. Its argument block has the addresses of the tensors, then the words."""
-
-    spec: specs.ThdSpec
-    grid: tuple[int, int]
-    tensors: Sequence[Tensor | None]
-    words: Sequence[int]
-    device: torch.device
-
-
-def launch(call: Call) -> None:
-    """Enqueue a call on torch's current stream of its device."""
-    spec, grid, tensors, words, device = call
-    index: int = device.index
-    if index != get_device():
-        with torch.cuda.device(device):
-            return launch(call)
-    kept = _local.__dict__.setdefault("launches", {})
-    key = (spec, grid, index)
-    known = kept.get(key)
-    if known is None:
-        if len(kept) >= MAX_LAUNCHES:
-            kept.clear()
-        kernel = get_kernel(spec, index)
-        kernel.bind_thread()
-        block = (ctypes.c_int64 * (len(tensors) + len(words)))()
-        known = kept[key] = block, kernel.enqueuer(grid, spec.threads, ctypes.addressof(block))
-    block, enqueue = known
-    block[:] = [*[0 if x is None else x.data_ptr() for x in tensors], *words]
-    enqueue(get_stream(index))
-
 
 # ---- rows: `struct Params` of `rows.cuh.jinja` ---------------------------------------------------------
 

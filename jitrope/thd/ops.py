@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.enqueue import Call, enqueue
 from ..plan.partition import Mask
 from . import reference
 from .corrections import Correction, correct
-from .launch import Call, correction_calls, launch, rows_calls, segments_calls, table_calls
+from .launch import correction_calls, rows_calls, segments_calls, table_calls
 from .reference import Move, Segments, Shape
 
 
@@ -87,7 +88,7 @@ def on_gpu(op: Operation, *given: Any) -> Tensor | None:
     if calls is None:
         return _on_cpu(op, *given)
     for call in calls:
-        launch(call)
+        enqueue(call)
     return made[0] if made else None
 
 

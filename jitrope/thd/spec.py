@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ..base import spec as base
-from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, MAX_THREADS, Spec, refuse_unless
+from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, INDEX_DTYPES, MAX_THREADS, PlainSpec, refuse_unless
 from ..jit.registry import KINDS
 from ..plan.partition import RULES, number_of_chunks
 
@@ -30,26 +29,11 @@ MIN_LANE_USE = 0.9
 """The least share of a row's threads that must have work, on average over its passes."""
 
 
-class _Moves(Spec):
-    """A spec whose fields are the constants of its template, under their own names."""
-
-    threads: int
-    unused: tuple[str, ...] = ()
-    """Fields that the template does not use."""
-
-    def check(self) -> None:
-        base.check_fields(self, _WORDS)
+class _Moves(PlainSpec):
+    words, enumerators = _WORDS, tuple(_ENUMERATORS)
 
     def constants(self) -> dict[str, Any]:
-        """The values of the template's parameter block, with dtypes as C types and words as enumerators."""
-        self.check()
-        found: dict[str, Any] = {"threads": self.threads}
-        for name in [field.name for field in fields(self) if field.name not in self.unused]:
-            value = getattr(self, name)
-            if name.endswith("dtype"):
-                found[name.replace("dtype", "c_type")] = base.C_TYPES[value]
-            else:
-                found[name] = value.upper() if name in _ENUMERATORS else value
+        found = super().constants()
         if "rule" in found:  # a kernel takes the number of chunks
             found["chunks"] = number_of_chunks(found["cp_size"], found.pop("rule"))
         return found

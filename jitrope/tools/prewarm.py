@@ -24,7 +24,6 @@ from ..base.spec import Spec
 from ..jit import kernels
 from ..jit.registry import spec_from_dict
 from ..ops.planning import planning
-from ..plan.spec import RopeSpec
 from ..thd import spec as _  # noqa: F401  (adds its kinds of specs to the registry)
 from .described import Described
 
@@ -66,7 +65,7 @@ DEFAULT_CALLS: list[dict[str, Any]] = [
 ]
 
 
-def specs_of(**call: Any) -> list[RopeSpec]:
+def specs_of(**call: Any) -> list[Spec]:
     """The kernels of a call that is described in words. The call is made on aligned meta tensors (`jitrope.planning`).
 
     Both launches are planned, and with backward those of the gradient too. All other words are passed to the function
@@ -107,7 +106,7 @@ def architecture(text: Any) -> str | None:
     return "sm_" + "".join(part or "" for part in match.groups()) if match else None
 
 
-def default_specs() -> list[RopeSpec]:
+def default_specs() -> list[Spec]:
     """The kernels of `DEFAULT_CALLS`, each once.
 
     >>> len(prewarm.default_specs()) > 50
@@ -116,7 +115,7 @@ def default_specs() -> list[RopeSpec]:
     return list(dict.fromkeys(spec for call in DEFAULT_CALLS for spec in specs_of_each(call)))
 
 
-def _specs(described: Mapping[str, Any]) -> list[RopeSpec]:
+def _specs(described: Mapping[str, Any]) -> list[Spec]:
     with torch.inference_mode(False), torch.enable_grad(), planning() as specs:
         try:
             Described(**described).make()
@@ -181,7 +180,7 @@ def this_versions(listed: Iterable[dict[str, Any]]) -> list[Spec | None]:
     return specs
 
 
-def specs_of_each(described: Any) -> list[RopeSpec]:
+def specs_of_each(described: Any) -> list[Spec]:
     """The kernels of a call in which a list of values means a call with each of them."""
     if not isinstance(described, Mapping) or "heads" not in described:
         raise InvalidInput(f"a call must be a table of words with heads, not {arguments.shown(described)}")

@@ -27,9 +27,8 @@ import torch
 
 from jitrope.base.spec import Spec
 from jitrope.jit.render import render
+from jitrope.ops import enqueue, library, watch
 from jitrope.ops import launch as runtime
-from jitrope.ops import library, watch
-from jitrope.thd import launch as thd_runtime
 from jitrope.thd import ops as thd_ops
 
 from . import harness
@@ -96,9 +95,9 @@ def plain() -> Iterator[None]:
 def install() -> None:
     """From now on, treat CPU tensors as GPU tensors in this process."""
     kernels = cache(lambda spec, device: Kernel(spec))
-    runtime.get_kernel = thd_runtime.get_kernel = kernels
-    watch.get_device = thd_runtime.get_device = lambda: None  # the index of the device "cpu"
-    watch.get_stream = thd_runtime.get_stream = lambda device: 0
+    runtime.get_kernel = enqueue.get_kernel = kernels
+    watch.get_device = enqueue.get_device = lambda: None  # the index of the device "cpu"
+    watch.get_stream = enqueue.get_stream = lambda device: 0
     watch.on_gpu = lambda x: x.device.type == "cpu"
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)

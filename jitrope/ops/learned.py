@@ -1,0 +1,83 @@
+"""The gradients of learned tables.
+
+On a GPU one launch computes the gradients of each token's cosines and sines, and torch adds up those that come from one
+row of a table. Other calls than a rotation of q and k run torch's autograd through the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..jit.registry import KINDS
+from ..plan.options import Options, changed, rotated
+from ..plan.problem import DTYPE_NAMES, elements_per_access, strides_of
+from ..plan.table_gradient import KIND, TableGradientSpec, spec_of
+from ..plan.views import Tensors, canonical
+from . import planning, reference, watch
+from .enqueue import Call, enqueue
+from .operation import Operation
+
+KINDS[KIND] = TableGradientSpec
+
+
+def gradients(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options) -> dict[str, Tensor | None]:
+    """The gradients of the tables `names`. grads: of the results."""
+    with torch.enable_grad():
+        inputs = {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
+        if _has_kernel(op, t, grads, o):
+            results, grads = _through_turns(inputs, grads, changed(o, rounding="fp32"))
+        else:
+            results = op.reference(inputs, o)
+        wanted = [inputs[name] for name in names]
+        given = {name: grad for name, grad in grads.items() if results[name].requires_grad}  # k has no scale
+        found = torch.autograd.grad([results[name] for name in given], wanted, [*given.values()], allow_unused=True)
+    return dict(zip(names, found))
+
+
+def _has_kernel(op: Operation, t: Tensors, grads: Tensors, o: Options) -> bool:
+    if op.name != "rope" or "q_factor" in t or o.rounding == "complex128":
+        return False
+    return t["q"].is_meta or watch.plain({**t, **{f"d{name}": x for name, x in grads.items()}})
+
+
+def _through_turns(t: Tensors, grads: Tensors, o: Options) -> tuple[Tensors, Tensors]:
+    """The cosines and sines of each token, from the tables; and their gradients, given those of q and k."""
+    pairs = [(canonical(t[name], o.layout), canonical(grad, o.layout)) for name, grad in grads.items()]
+    found = reference.turns(pairs[0][0].shape[1], t, o)
+    made = of_turns(pairs, found.cos, o)
+    for unused in (found.still, None if found.spare is None else found.spare[:, None, None]):
+        made = made if unused is None else [x.masked_fill_(unused, 0) for x in made]
+    return {"cos": found.cos, "sin": found.sin}, dict(zip(("cos", "sin"), made))
+
+
+def of_turns(pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor, o: Options) -> list[Tensor]:
+    """The gradients of the cosines and of the sines of each token.
+
+    pairs: q, and k, before their rotation, each with the gradient of its result, (batch, seq, head, dim). like: the
+    cosines, (batch or 1, seq, head or 1, width).
+    """
+    made = [torch.empty(like.shape, device=like.device) for _ in "cs"]
+    (rows, tokens, table_heads, width), batch = like.shape, pairs[0][0].shape[0]
+    heads = [x.shape[2] for x, _ in pairs]
+    xs, grads = ([pair[n] for pair in pairs] for n in (0, 1))
+    limit = elements_per_access((*xs, *grads), [strides_of(x) for x in (*xs, *grads)])
+    shared_rows = batch // rows
+    spec = spec_of(
+        DTYPE_NAMES[xs[0].dtype], o.interleaved, o.interleaved_out, width == o.rotary_dim, o.rotary_dim, rotated(o)[0],
+        limit, table_heads, shared_rows * (len(pairs) if table_heads > 1 else sum(heads)),
+    )  # fmt: skip
+    if like.is_meta:
+        planning.add(spec)
+    elif like.numel() == 0 or batch == 0:
+        return [x.zero_() for x in made]
+    else:
+        none = [None] * (2 - len(pairs))
+        strides = [[*map(strides_of, each), *[[0] * 4] * len(none)] for each in (xs, grads)]
+        words = [word for each in strides for four in each for word in four]
+        words += [tokens, table_heads, *heads, *[0] * len(none), shared_rows]
+        grid = rows * tokens, -(-table_heads // spec.heads)
+        enqueue(Call(spec, grid, [*xs, *none, *grads, *none, *made], words, like.device))
+    return made
