@@ -110,7 +110,7 @@ def test_rendered_text_is_readable(spec: Spec) -> None:
 def test_text_is_whole_and_deterministic(spec: Spec) -> None:
     source = render.render(spec)
     assert "#include" not in source.text
-    blocks = "" if spec in PLAIN_SPECS else ", BLOCKS_PER_SM" if spec.norm else ", MIN_BLOCKS"
+    blocks = "" if spec in PLAIN_SPECS[1:] else ", BLOCKS_PER_SM" if spec in ROPE_SPECS[1:] else ", MIN_BLOCKS"
     assert f'extern "C" __global__ void __launch_bounds__(THREADS{blocks}) {spec.entry}(' in source.text
     assert render.render(spec) == source
 

@@ -10,6 +10,9 @@ from ..base.spec import ACCESS_BYTES, ACCESSES, DTYPES, ITEM_SIZES, MAX_THREADS,
 
 KIND = "table_gradient"
 BLOCK_THREADS = 256
+MIN_ADDENDS = 4
+"""Products that a thread adds at least. On an H200 8,192 tokens of 32 + 8 heads of 128 take 1.00 x a copy of their
+bytes, with one product 1.29; sums over many batch rows 0.95 to 1.04, as with one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def spec_of(
     vec = math.gcd(vec_limit, ACCESS_BYTES // ITEM_SIZES[dtype], rotary_dim // 2, rotary_offset)
     teams = max(1, BLOCK_THREADS // (rotary_dim // 2 // vec))
     heads = min(teams, table_heads)
-    most = max(1, min(teams // heads, addends))
+    most = max(1, min(teams // heads, addends // MIN_ADDENDS))
     parts = 1 << (most.bit_length() - 1)
     own = (dtype, interleaved, interleaved_out, full_width, table_heads > 1)
     return TableGradientSpec(*own, rotary_dim, rotary_offset, vec, heads, parts)
