@@ -110,7 +110,7 @@ def made(sizes: Sizes, kind: str, words: dict[str, Any]) -> tuple[list[Tensor], 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_head_and_row_that_shares_an_entry_counts(name: str, dtype: torch.dtype, device: str) -> None:
-    """Also with k alone, and with gradients of a sum, which share memory."""
+    """Also with one tensor, and with gradients of a sum, which share memory."""
     (heads, tables), words = made(*SHAPES[name]), SHAPES[name][2]
     heads = [x.to(dtype) for x in heads]
     for given, expanded in ((heads, False), (heads[:1], False), (heads, True)):
@@ -127,16 +127,19 @@ def test_every_head_and_row_that_shares_an_entry_counts(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_that_are_not_rotated_count_for_no_row(device: str) -> None:
-    q, k = (rand(2, 9, n, 32, seed=n).to(device) for n in (4, 2))
-    tables = [x.to(device).requires_grad_() for x in pair(9, 16).values()]
-    grads = []
-    for first, words in ((0, {"unrotated": 3}), (3, {})):
-        own = [x[:, first:] for x in (q, k)]
-        out = [y[:, 3 - first :] for y in jitrope.apply_rope(*own, *tables, **words)]
-        grads.append(torch.autograd.grad(out, tables, [y.detach().square() for y in out]))
-    for x, y in zip(*grads):
-        torch.testing.assert_close(x, y)
+@pytest.mark.parametrize("unrotated", [3, 12])
+def test_tokens_that_are_not_rotated_count_for_no_row(unrotated: int, device: str) -> None:
+    """In a batch row, and in each of two packed sequences."""
+    x = rand(2, 9, 4, 32).to(device)
+    tables = [table.to(device).requires_grad_() for table in pair(9, 16).values()]
+    packed = jitrope.Packed(torch.tensor([0, 9, 18], device=device))
+    dense = jitrope.apply_rope(x, None, *tables, unrotated=unrotated)[0]
+    one = jitrope.apply_rope(x.flatten(0, 1), None, *tables, unrotated=unrotated, layout="thd", positions=packed)[0]
+    others = jitrope.apply_rope(x[:, unrotated:], None, *tables)[0]
+    grads = [torch.autograd.grad(y, tables, y.detach().square()) for y in (dense, one, others)]
+    for found in zip(*grads):
+        torch.testing.assert_close(found[0], found[2])
+        torch.testing.assert_close(found[1], found[2])
 
 
 @pytest.mark.gpu

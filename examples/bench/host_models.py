@@ -222,28 +222,27 @@ def torchtitan_pair(family: str, overrides: tuple[str, ...], smoke: bool) -> Ite
 
 
 @contextmanager
-def timm_pair(smoke: bool) -> Iterator[Pair]:
-    """Four blocks of DINOv3 ViT-L."""
+def timm_pair(name: str, size: int, smoke: bool) -> Iterator[Pair]:
+    """Four blocks of a model, with 8 pictures of `size` x `size` pixels."""
     import timm
     from timm.layers import pos_embed_sincos
-    from timm.models.eva import EvaAttention
 
     from jitrope.integrations import timm as integration
     from jitrope.integrations._host import with_code
 
     cat: Any = pos_embed_sincos.apply_rot_embed_cat
     rotate = with_code(cat, cat.__code__, apply_rot_embed=pos_embed_sincos.apply_rot_embed)
-    attend: Any = EvaAttention.forward
-    forward = with_code(attend, attend.__code__, apply_rot_embed_cat=rotate)
-    kept = type("EvaAttention", (EvaAttention,), {"forward": forward})
+    size = 32 if smoke else size
     tiny = {"embed_dim": 64, "num_heads": 2, "depth": 2, "num_classes": 8} if smoke else {"depth": 4}
     with torch.device(DEVICE):
-        stock, ours = (timm.create_model("vit_large_patch16_dinov3", global_pool="token", **tiny) for _ in range(2))
+        stock, ours = (timm.create_model(name, img_size=size, global_pool="token", **tiny) for _ in range(2))
     random_weights(stock)
     share(ours, stock)
+    attention = type(stock.blocks[0].attn)
+    forward = with_code(attention.forward, attention.forward.__code__, apply_rot_embed_cat=rotate)
+    kept = type(attention.__name__, (attention,), {"forward": forward})
     for block in stock.blocks:
         block.attn.__class__ = kept
-    size = 32 if smoke else 512
     words = {"x": bf16(1 if smoke else 8, 3, size, size)}
     with integration.enable() as report:
         yield Pair(Side(stock, words), Side(ours, words), lambda: report.calls)
@@ -331,5 +330,12 @@ HOSTS = {
         "torchtitan", "Qwen3-8B", "train, 4096 tokens, 2 layers", partial(torchtitan_pair, "qwen3", ("attention",))
     ),
     "megatron-train": Host("megatron.core", "Qwen3-8B", "train, 4096 tokens, 2 layers", megatron_pair),
-    "dinov3-train": Host("timm", "DINOv3 ViT-L", "train, 8 pictures of 1024 patches, 4 blocks", timm_pair),
+    "dinov3-train": Host(
+        "timm", "DINOv3 ViT-L", "train, 8 pictures of 1024 patches, 4 blocks",
+        partial(timm_pair, "vit_large_patch16_dinov3", 512),
+    ),
+    "rope-mixed-train": Host(
+        "timm", "RoPE-ViT-B (learned)", "train, 8 pictures of 1024 patches, 4 blocks",
+        partial(timm_pair, "vit_base_patch16_rope_mixed_224", 512),
+    ),
 }  # fmt: skip

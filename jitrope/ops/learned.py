@@ -19,6 +19,7 @@ from ..plan.views import Tensors, canonical
 from . import planning, reference, watch
 from .enqueue import Call, enqueue
 from .operation import Operation
+from .rows import POSITIONS
 
 KINDS[KIND] = TableGradientSpec
 
@@ -46,6 +47,9 @@ def _has_kernel(op: Operation, t: Tensors, grads: Tensors, o: Options) -> bool:
 def _through_turns(t: Tensors, grads: Tensors, o: Options) -> tuple[Tensors, Tensors]:
     """The cosines and sines of each token, from the tables; and their gradients, given those of q and k."""
     pairs = [(canonical(t[name], o.layout), canonical(grad, o.layout)) for name, grad in grads.items()]
+    if o.unrotated and o.cp_size == 1 and POSITIONS.isdisjoint(t):
+        pairs = [(x[:, o.unrotated :], grad[:, o.unrotated :]) for x, grad in pairs]
+        o = changed(o, unrotated=0)
     found = reference.turns(pairs[0][0].shape[1], t, o)
     made = of_turns(pairs, found.cos, o)
     for unused in (found.still, None if found.spare is None else found.spare[:, None, None]):
