@@ -142,6 +142,20 @@ def test_tokens_that_are_not_rotated_count_for_no_row(unrotated: int, device: st
         torch.testing.assert_close(found[1], found[2])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_second_derivatives(device: str) -> None:
+    def second(leaves: list[Tensor], rotate: Any) -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in leaves]
+        y = rotate(leaves[0], None, *leaves[1:])[0]
+        first = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
+        return [*torch.autograd.grad(sum(x.sin().sum() for x in first), leaves)]
+
+    leaves = [rand(B, S, 4, D), *pair(S, D // 2).values()]
+    want = second([x.double() for x in leaves], lambda *xs: oracle.rope(*xs)[0])
+    for x, y in zip(second([x.to(device) for x in leaves], jitrope.apply_rope), want):
+        torch.testing.assert_close(x.cpu().double(), y, rtol=1e-4, atol=1e-4 * y.abs().max().item())
+
+
 @pytest.mark.gpu
 def test_strided_and_unaligned_heads() -> None:
     whole = rand(2, 5, 3, 64).to(DEVICE)

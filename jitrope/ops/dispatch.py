@@ -60,7 +60,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
     tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names])
-    plain = not is_compiling() and not tables_want and (op.differentiable or not wants) and watch.plain(tensors)
+    plain = not is_compiling() and (op.differentiable or not (wants or tables_want)) and watch.plain(tensors)
     known = launch.find(key, tensors) if plain else None
     if known is not None:
         options, full = known.options, {**canonical(tensors), **known.stand_ins}
@@ -87,6 +87,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
             full = sharding.prepared(op, full, options)
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
+        if tables_want:
+            return dict(zip(known.results, _Learned.apply(known, tensors, *tensors.values())))
         launch.keep_in_mind(known, tensors, key, record)
         return record(known, tensors) if wants else known.run(tensors)
     if wants and options.inplace and not is_compiling():
@@ -118,6 +120,20 @@ class _Known(torch.autograd.Function):
         tensors = {**canonical(saved), **known.stand_ins}
         found = known.op.gradient(call, tensors, given, known.options) if given else {}
         return None, None, *[found.get(name) for name in known.heads]
+
+
+class _Learned(torch.autograd.Function):
+    """A known call whose tables require a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Known, tensors: Tensors, *xs: Tensor) -> Any:
+        results, given = known.run(tensors), canonical(tensors)
+        library.keep(ctx, known.op, tuple(given), {**given, **known.stand_ins}, results, known.options)
+        return tuple(results.values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *library.gradients(ctx, grads)
 
 
 class _Written(torch.autograd.Function):

@@ -26,15 +26,17 @@ KINDS[KIND] = TableGradientSpec
 
 def gradients(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options) -> dict[str, Tensor | None]:
     """The gradients of the tables `names`. grads: of the results."""
+    again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
     with torch.enable_grad():
-        inputs = {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
-        if _has_kernel(op, t, grads, o):
+        inputs = t if again else {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
+        if not again and _has_kernel(op, t, grads, o):
             results, grads = _through_turns(inputs, grads, changed(o, rounding="fp32"))
         else:
             results = op.reference(inputs, o)
         wanted = [inputs[name] for name in names]
         given = {name: grad for name, grad in grads.items() if results[name].requires_grad}  # k has no scale
-        found = torch.autograd.grad([results[name] for name in given], wanted, [*given.values()], allow_unused=True)
+        outputs, sent = [results[name] for name in given], [*given.values()]
+        found = torch.autograd.grad(outputs, wanted, sent, create_graph=again, allow_unused=True)
     return dict(zip(names, found))
 
 
