@@ -198,7 +198,8 @@ SECTION = Section(
     tokens, 1024 of them filled; compiled, it uses CUDA graphs, as transformers' `generate` does. Memory is the peak
     of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from stock's, in
     percent of its norm. "Diffusion" has more models of diffusers. Compiled, Qwen3-VL's
-    vision tower has 15 graph breaks of its own, and the host's work is its time.
+    vision tower has 15 graph breaks of its own, and the host's work is its time. torchtitan 0.3.0 imports a class for
+    FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use.
     """,
     "jitrope bench hosts",
     (
