@@ -125,6 +125,22 @@ def test_places_of_results(way: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("part", ["rotary", "rest"])
+def test_a_part_without_a_table(part: str, device: str) -> None:
+    """rotary_dim and rotary_offset say which part; also for packed QKV."""
+    x = Inputs(device)
+    one = [torch.ones(5, 16, device=device), torch.zeros(5, 16, device=device)]
+    qkv = torch.cat(x.heads, 2)
+    for stages in ({"hadamard": part}, {"quantize": jitrope.DynamicQuantize(hadamard=part)}):
+        got, want = (jitrope.prepare_qkv(*x.heads, *tables, **x.words(), **stages) for tables in ([], one))
+        packed = jitrope.prepare_packed_qkv(qkv, q_per_group=2, order="qkv", **x.words(), **stages)
+        for out in (got, packed):
+            for y, z in zip(out[:2], want[:2]):
+                for a, b in zip(*([y, z] if isinstance(y, tuple) else [[y], [z]])):
+                    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_learned_table(device: str) -> None:
     x = Inputs(device)
     found = []

@@ -197,8 +197,8 @@ def _staged(
     asked = gather(op, tensors, words, _WORDS, positions, inplace)
     if bias is not None:
         tensors["bias"] = bias
-    staged(op, tensors, asked, qkv, norm, cache, quantize)
     asked.update(own)
+    staged(op, tensors, asked, qkv, norm, cache, quantize)
     _say_order(asked, n, order, copy_v)
     found = call_packed_into(op, tensors, asked, out, quantize is not None)
     if order == "qkv_gated":

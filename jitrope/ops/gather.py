@@ -88,7 +88,8 @@ def forget_positions(tensors: Tensors, words: dict[str, Any]) -> None:
             return
     for name in ("position_ids", "start_positions"):
         tensors.pop(name, None)
-    for word in ("mrope_section", "mrope_interleaved", "shifts", "rotary_dim", "rotary_offset", "unrotated"):
+    rotated = () if words.get("hadamard") in ("rotary", "rest") else ("rotary_dim", "rotary_offset")
+    for word in ("mrope_section", "mrope_interleaved", "shifts", "unrotated", *rotated):
         words.pop(word, None)
 
 
