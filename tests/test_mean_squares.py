@@ -243,6 +243,19 @@ def test_gradients_are_those_of_the_call_with_all_heads(way: str, layout: str, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_beside_a_learned_table(device: str) -> None:
+    (q, k, _), (weights, tables) = inputs(device, torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, *weights, *map(mean_square, (q.detach(), k.detach())))]
+    found = []
+    for learned in (False, True):
+        norm = Norm(*weights, across_heads=True, mean_squares=leaves[4:])
+        out = jitrope.prepare_qkv(q, k, None, *[x.requires_grad_(learned) for x in tables], norm=norm)[:2]
+        found.append(torch.autograd.grad(sum(x.sin().sum() for x in out), leaves))
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_gradient_of_a_mean_alone(device: str) -> None:
     """It has one where q and k have none, in a known call too; without it q's gradient takes the mean as a constant."""
     (q, k, _), (weights, tables) = inputs(device, torch.float32)

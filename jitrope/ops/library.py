@@ -210,7 +210,7 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     tensors = dict(zip(saved, ctx.saved_tensors))  # a checkpoint allows one access
     needed = op.saved(tensors, options) if learned else tensors
     if learned and not torch.is_grad_enabled():  # a launch like a recent one, whose tables are not learned
-        needed = {name: x.detach() for name, x in needed.items()}
+        needed = {name: x.detach() if name in learned else x for name, x in needed.items()}
     found = op.gradient(call, needed, dict(given), options) if given else {}
     if learned and given:
         found.update(gradients_of_tables(op, tensors, learned, given, options))
