@@ -19,7 +19,7 @@ from ..plan.views import Tensors
 from . import checks, launch, library, watch
 from .check_values import check_values
 from .launch import Asked, Known
-from .operation import Operation
+from .operation import Operation, of_k
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
 
@@ -177,6 +177,6 @@ def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     tables, outputs = op.saved(tensors, options), {name: tensors[name] for name in results}
     for name, x in outputs.items():
         if x.requires_grad:
-            kept = {"q": x, **tables}
+            kept = {"q": x, **(tables if name == "q" else of_k(tables))}
             (outputs[name],) = _Written.apply(op, options, True, tuple(kept), *kept.values())
     return outputs
