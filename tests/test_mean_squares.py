@@ -194,6 +194,13 @@ def test_refusals() -> None:
     one = Norm(*[w[:64] for w in weights], across_heads=True, mean_squares=means)
     with pytest.raises(InvalidInput, match=r"q_weight has shape \(64,\); it must be \(H D\), 384 numbers"):
         jitrope.prepare_qkv(q, k, None, *tables, norm=one)
+    needed = Norm(across_heads=True, mean_squares=(means[0].clone().requires_grad_(), means[1]))
+    cache = KVCache(*torch.zeros(2, 10, 4, 64, dtype=k.dtype), torch.arange(10))
+    for words in ({"quantize": DynamicQuantize()}, {"quantize": Quantize(1.0, 1.0)}, {"cache": cache}):
+        with pytest.raises(InvalidInput, match="mean_squares' q requires a gradient, but this call has none"):
+            jitrope.prepare_qkv(q, k, k, *tables, norm=needed, **words)
+        with torch.no_grad():
+            jitrope.prepare_qkv(q, k, k, *tables, norm=needed, **words)
     with pytest.raises(InvalidInput, match="mean_squares' q does not go with"):
         jitrope.prepare_joint_qkv((q, q, q), (q, q, q), *tables, norm=one)
 
