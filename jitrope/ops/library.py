@@ -185,7 +185,7 @@ def _fakes(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 
 def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, outputs: Any, options: Options) -> None:
-    """Save the tensors and names for the backward of a call. outputs: names, "" for a missing one.
+    """Save the tensors and names for the backward of a call. names, outputs: "" for a missing one.
 
     The gradient of a learned table needs q and k too.
     """
@@ -222,7 +222,7 @@ def _register_autograd(op: Operation) -> None:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, options = read(op, inputs)
         made = op.made(tensors, options)
-        names = _GIVEN[op.name]
+        names = [name if name in tensors else "" for name in _GIVEN[op.name]]
         keep(ctx, op, names, tensors, [name if name in made else "" for name in op.results], options)
         ctx.rest = len(inputs) - len(names)
 
