@@ -39,6 +39,7 @@ FORMS: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "mrope": (pair(P, D // 2), {"position_ids": AXES, "mrope_section": (4, 2, 2)}),
     "starts": (pair(P, D // 2), {"start_positions": torch.tensor([1, 3])}),
     "angles": ({"freqs": rand(P, D // 2)}, {"mscale": 1.5}),
+    "angles of each row (Megatron)": ({"freqs": rand(P, B, 1, D // 2)}, {}),
     "packed angles (RoPE-Mixed)": (
         {"freqs": rand(P, D)}, {"cu_seqlens": torch.tensor([0, 4, 4, 6]), "layout": "thd", "inverse": True}
     ),

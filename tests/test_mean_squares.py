@@ -194,6 +194,13 @@ def test_refusals() -> None:
     one = Norm(*[w[:64] for w in weights], across_heads=True, mean_squares=means)
     with pytest.raises(InvalidInput, match=r"q_weight has shape \(64,\); it must be \(H D\), 384 numbers"):
         jitrope.prepare_qkv(q, k, None, *tables, norm=one)
+    needed = Norm(across_heads=True, mean_squares=(means[0].clone().requires_grad_(), means[1]))
+    cache = KVCache(*torch.zeros(2, 10, 4, 64, dtype=k.dtype), torch.arange(10))
+    for words in ({"quantize": DynamicQuantize()}, {"quantize": Quantize(1.0, 1.0)}, {"cache": cache}):
+        with pytest.raises(InvalidInput, match="mean_squares' q requires a gradient, but this call has none"):
+            jitrope.prepare_qkv(q, k, k, *tables, norm=needed, **words)
+        with torch.no_grad():
+            jitrope.prepare_qkv(q, k, k, *tables, norm=needed, **words)
     with pytest.raises(InvalidInput, match="mean_squares' q does not go with"):
         jitrope.prepare_joint_qkv((q, q, q), (q, q, q), *tables, norm=one)
 
@@ -240,6 +247,19 @@ def test_gradients_are_those_of_the_call_with_all_heads(way: str, layout: str, d
         ]
         for x, y in zip(*found):
             torch.testing.assert_close(x, y, rtol=rtol, atol=rtol * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_beside_a_learned_table(device: str) -> None:
+    (q, k, _), (weights, tables) = inputs(device, torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, *weights, *map(mean_square, (q.detach(), k.detach())))]
+    found = []
+    for learned in (False, True):
+        norm = Norm(*weights, across_heads=True, mean_squares=leaves[4:])
+        out = jitrope.prepare_qkv(q, k, None, *[x.requires_grad_(learned) for x in tables], norm=norm)[:2]
+        found.append(torch.autograd.grad(sum(x.sin().sum() for x in out), leaves))
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -170,6 +170,21 @@ def test_the_gradient_of_packed_qkv(inplace: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wanted", ["views", "q", "k"])
+def test_the_gradient_in_place(wanted: str, device: str) -> None:
+    """Of views, and where q or k has none."""
+    q, k, _, cos, sin = inputs(device, torch.float32)
+    q, k = (x.requires_grad_(wanted in ("views", name)) for name, x in (("q", q), ("k", k)))
+    leaves, factor, found = [x for x in (q, k) if x.requires_grad], factor_of("rows", device), []
+    for inplace in (True, False):
+        xs = [x.flatten(2).mul(1).unflatten(2, (-1, 64)) if wanted == "views" else x * 1 for x in (q, k)]
+        out = jitrope.apply_rope(*xs, cos, sin, q_scale=factor, inplace=inplace)
+        found.append(torch.autograd.grad(sum(x.pow(3).sum() for x in out), leaves))  # type: ignore[arg-type, union-attr]
+    for got, want in zip(*found):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_learned_scale_gets_a_gradient_from_plain_torch(device: str) -> None:
     q, k, _, cos, sin = inputs(device, torch.float32)
     for form in ("number", "rows"):

@@ -422,6 +422,16 @@ def test_packed_double_backward() -> None:
     torch.testing.assert_close(second, torch.full_like(qkv, 2.0), rtol=1e-4, atol=1e-4)
 
 
+def test_packed_double_backward_without_the_gate() -> None:
+    qkv = torch.randn(2, 6, 8, 64, requires_grad=True)
+    *parts, _ = jitrope.prepare_packed_qkv(qkv, *torch.rand(2, 6, 32), q_per_group=1, order="qkv_gated")
+    (first,) = torch.autograd.grad(parts[2].pow(3).sum() + parts[0].sum(), qkv, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), qkv)
+    want = torch.zeros_like(qkv)
+    want[:, :, 6:] = 6 * qkv[:, :, 6:]
+    torch.testing.assert_close(second, want)
+
+
 @pytest.mark.parametrize("order", ["grouped", "qkv_gated"])
 def test_one_head_of_q_per_group(order: str) -> None:
     """Grouped, it is q, k and v of each head in turn, as in GPT-NeoX."""

@@ -212,7 +212,7 @@ def check_stored(name: str, tensors: Tensors, options: Options) -> None:
     """The rule of a norm whose results are converted or stored."""
     check_norm(name, tensors, options)
     check_whole_head(name, tensors, options)
-    refuse_gradients(failing(name), tensors, *WEIGHTS)
+    refuse_gradients(failing(name), tensors, *WEIGHTS, *views.MEANS)
 
 
 def _refuse_sums(tensors: Tensors, options: Options, beside: str, fail: Fail) -> None:

@@ -19,7 +19,7 @@ from ..plan.views import Tensors
 from . import checks, launch, library, watch
 from .check_values import check_values
 from .launch import Asked, Known
-from .operation import Operation
+from .operation import Operation, of_k
 from .watch import dispatch_modes, is_compiling
 from .words import canonical, check_asked, resolved
 
@@ -88,7 +88,8 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     if plain and not (wants and options.inplace):
         known = known or launch.prepare(op, tensors, full, key, options)
         if tables_want:
-            return dict(zip(known.results, _Learned.apply(known, tensors, *tensors.values())))
+            given = canonical(tensors)
+            return dict(zip(known.results, _Learned.apply(known, tensors, tuple(given), *given.values())))
         launch.keep_in_mind(known, tensors, key, record)
         return record(known, tensors) if wants else known.run(tensors)
     if wants and options.inplace and not is_compiling():
@@ -126,14 +127,14 @@ class _Learned(torch.autograd.Function):
     """A known call whose tables require a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, known: Known, tensors: Tensors, *xs: Tensor) -> Any:
-        results, given = known.run(tensors), canonical(tensors)
-        library.keep(ctx, known.op, tuple(given), {**given, **known.stand_ins}, results, known.options)
+    def forward(ctx: Any, known: Known, tensors: Tensors, names: tuple[str, ...], *xs: Tensor) -> Any:
+        results = known.run(tensors)
+        library.keep(ctx, known.op, names, {**dict(zip(names, xs)), **known.stand_ins}, results, known.options)
         return tuple(results.values())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *library.gradients(ctx, grads)
+        return None, None, None, *library.gradients(ctx, grads)
 
 
 class _Written(torch.autograd.Function):
@@ -176,6 +177,6 @@ def _write(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     tables, outputs = op.saved(tensors, options), {name: tensors[name] for name in results}
     for name, x in outputs.items():
         if x.requires_grad:
-            kept = {"q": x, **tables}
+            kept = {"q": x, **(tables if name == "q" else of_k(tables))}
             (outputs[name],) = _Written.apply(op, options, True, tuple(kept), *kept.values())
     return outputs

@@ -185,7 +185,7 @@ def _fakes(op: Operation, tensors: Tensors, options: Options) -> Tensors:
 
 
 def keep(ctx: Any, op: Operation, names: Sequence[str], tensors: Tensors, outputs: Any, options: Options) -> None:
-    """Save the tensors and names for the backward of a call. outputs: names, "" for a missing one.
+    """Save the tensors and names for the backward of a call. names, outputs: "" for a missing one.
 
     The gradient of a learned table needs q and k too.
     """
@@ -210,7 +210,7 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     tensors = dict(zip(saved, ctx.saved_tensors))  # a checkpoint allows one access
     needed = op.saved(tensors, options) if learned else tensors
     if learned and not torch.is_grad_enabled():  # a launch like a recent one, whose tables are not learned
-        needed = {name: x.detach() for name, x in needed.items()}
+        needed = {name: x.detach() if name in learned else x for name, x in needed.items()}
     found = op.gradient(call, needed, dict(given), options) if given else {}
     if learned and given:
         found.update(gradients_of_tables(op, tensors, learned, given, options))
@@ -222,7 +222,7 @@ def _register_autograd(op: Operation) -> None:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, options = read(op, inputs)
         made = op.made(tensors, options)
-        names = _GIVEN[op.name]
+        names = [name if name in tensors else "" for name in _GIVEN[op.name]]
         keep(ctx, op, names, tensors, [name if name in made else "" for name in op.results], options)
         ctx.rest = len(inputs) - len(names)
 
