@@ -7,6 +7,7 @@ row of a table. Other calls than a rotation of q and k run torch's autograd thro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -65,25 +66,21 @@ def of_turns(pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor, o: Options) -
     pairs: q, and k, before their rotation, each with the gradient of its result, (batch, seq, head, dim). like: the
     cosines, (batch or 1, seq, head or 1, width).
     """
-    made = [torch.empty(like.shape, device=like.device) for _ in "cs"]
     (rows, tokens, table_heads, width), batch = like.shape, pairs[0][0].shape[0]
-    heads = [x.shape[2] for x, _ in pairs]
+    made = [torch.empty(like.shape, device=like.device) for _ in "cs"]
+    if made[0].numel() == 0 or batch == 0:
+        return [x.zero_() for x in made]
     xs, grads = ([pair[n] for pair in pairs] for n in (0, 1))
-    limit = elements_per_access((*xs, *grads), [strides_of(x) for x in (*xs, *grads)])
-    shared_rows = batch // rows
-    spec = spec_of(
-        DTYPE_NAMES[xs[0].dtype], o.interleaved, o.interleaved_out, width == o.rotary_dim, o.rotary_dim, rotated(o)[0],
-        limit, table_heads, shared_rows * (len(pairs) if table_heads > 1 else sum(heads)),
-    )  # fmt: skip
+    strides, none = [strides_of(x) for x in (*xs, *grads)], [None] * (2 - len(pairs))
+    heads, shared_rows = [x.shape[2] for x in xs], batch // rows
+    head = o.interleaved, o.interleaved_out, width == o.rotary_dim, o.rotary_dim, rotated(o)[0]
+    limit, addends = elements_per_access((*xs, *grads), strides), len(pairs) if table_heads > 1 else sum(heads)
+    spec = spec_of(DTYPE_NAMES[xs[0].dtype], *head, limit, table_heads, shared_rows * addends)
     if like.is_meta:
         planning.add(spec)
-    elif like.numel() == 0 or batch == 0:
-        return [x.zero_() for x in made]
-    else:
-        none = [None] * (2 - len(pairs))
-        strides = [[*map(strides_of, each), *[[0] * 4] * len(none)] for each in (xs, grads)]
-        words = [word for each in strides for four in each for word in four]
-        words += [tokens, table_heads, *heads, *[0] * len(none), shared_rows]
-        grid = rows * tokens, -(-table_heads // spec.heads)
-        enqueue(Call(spec, grid, [*xs, *none, *grads, *none, *made], words, like.device))
+        return made
+    of_xs, of_grads = ([*each, *[[0] * 4] * len(none)] for each in (strides[: len(xs)], strides[len(xs) :]))
+    words = [*chain(*of_xs, *of_grads), tokens, table_heads, *heads, *[0] * len(none), shared_rows]
+    grid = rows * tokens, -(-table_heads // spec.heads)
+    enqueue(Call(spec, grid, [*xs, *none, *grads, *none, *made], words, like.device))
     return made
