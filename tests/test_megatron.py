@@ -394,6 +394,8 @@ def changed(layer: Any, words: dict[str, Any], name: str) -> None:
         )
     elif name == "tables":
         words["rotary_pos_emb"] = (words["rotary_pos_emb"], words["rotary_pos_emb"].clone())
+    elif name == "no table":
+        words["rotary_pos_emb"] = None
     elif name == "no norm":
         layer.q_layernorm = layer.k_layernorm = None
     elif name == "no rope":
@@ -406,6 +408,7 @@ LEFT = {  # the reason, and calls of rope
     "weight": ("not fused: prepare_packed_qkv: q_weight is torch.float64; allowed are fp32, fp16 and bf16", 2),
     "subclass": ("not fused: Other has its own get_query_key_value_tensors", 2),
     "tables": ("not fused: q and k have different tables", 2),
+    "no table": (None, 0),
     "no norm": (None, 2),
     "no rope": (None, 0),
 }

@@ -244,6 +244,7 @@ LEFT = {
     "offsets": "q and k have different cu_seqlens",
     "inference": "inference",
     "fp8": "fp8",
+    "no table": None,
     "no norm": None,
 }
 
@@ -255,6 +256,8 @@ def test_what_is_not_fused(te: Any, monkeypatch: pytest.MonkeyPatch, name: str) 
     words = {"rotary_pos_emb": freqs, "cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
     if name == "tables":
         words["rotary_pos_emb"] = (freqs, freqs.clone())
+    elif name == "no table":
+        words["rotary_pos_emb"] = None
     elif name == "offsets":
         words["cu_seqlens_kv"] = cu_seqlens.clone()
     elif name == "inference":
@@ -266,7 +269,7 @@ def test_what_is_not_fused(te: Any, monkeypatch: pytest.MonkeyPatch, name: str) 
         monkeypatch.setattr(te.FP8GlobalStateManager, "is_fp8_enabled", lambda: True)
     with transformer_engine.enable() as report:
         layer(torch.randn(24, 64), **words)
-    assert report.calls == {"jitrope": 2, "host": 0}
+    assert report.calls == {"jitrope": 0 if name == "no table" else 2, "host": 0}
     assert report.reasons == ({} if LEFT[name] is None else {f"not fused: {LEFT[name]}": 1})
 
 

@@ -51,13 +51,14 @@ class AsSelf:
 
 
 def without_rope(
-    host: str, refusals: Callable[..., dict[str, bool]], stand_in: Function
+    host: str, refusals: Callable[..., dict[str, bool]], cu_seqlens: Function, stand_in: Function
 ) -> Callable[[Function], Function]:
     """A maker of attention's `forward` for `Report.replace_method`: ours rotates, so the host's gets no table.
 
     refusals: of the layer and the arguments by name: whether each reason holds. The host's `forward` runs as it is for
         the first one that does; "" is one that is not told.
-    stand_in: of the layer, the table of q and k and the arguments: the `AsSelf`.
+    cu_seqlens: of the layer, the arguments, and "q" or "kv": the offsets of a packed batch, or None.
+    stand_in: of the layer, and the table and the offsets of q and k: the `AsSelf`.
     """
 
     def made(theirs: Function) -> Function:
@@ -68,13 +69,15 @@ def without_rope(
             given = bound.arguments
             freqs = given.get("rotary_pos_emb")
             table, of_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
-            no_table = {"": table is None, "q and k have different tables": table is not of_k}
-            why = next((why for why, holds in {**no_table, **refusals(layer, given)}.items() if holds), None)
+            offsets, of_kv = (cu_seqlens(layer, given, of) for of in ("q", "kv"))
+            of_both = {"tables": table is not of_k, "cu_seqlens": offsets is not of_kv}
+            reasons = {**refusals(layer, given), **{f"q and k have different {x}": y for x, y in of_both.items()}}
+            why = "" if table is None else next((why for why, holds in reasons.items() if holds), None)
             if why is not None:
                 if why:
                     _host.note_unfused(host, why)
                 return theirs(layer, *arguments, **words)
-            given.update(self=stand_in(layer, table, given), rotary_pos_emb=None)
+            given.update(self=stand_in(layer, table, offsets), rotary_pos_emb=None)
             return theirs(*bound.args, **bound.kwargs)
 
         return forward

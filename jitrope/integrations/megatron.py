@@ -6,9 +6,7 @@
 
 With or without TransformerEngine, `apply_rope_fusion` then means jitrope. The hooks do not receive the configuration,
 so the patched `apply_rotary_pos_emb` also passes on the pairing of packed batches, multi-head latent attention's
-(interleaved pairs into halves), mscale, and mRoPE with a batch. Without `apply_rope_fusion` the host's own code runs.
-Latent attention with YaRN calls two fused functions of its own, in Triton; they are replaced too. In `SelfAttention`
-with norms of q and k, the split of QKV, the norms and rope are one launch.
+(interleaved pairs into halves), mscale, and mRoPE with a batch.
 """
 
 from __future__ import annotations
@@ -214,26 +212,24 @@ def _refusals(layer: Any, given: dict[str, Any]) -> dict[str, bool]:
     """The reasons why norms are not fused, and whether they hold."""
     config, norms = layer.config, {type(x).__name__ for x in (layer.q_layernorm, layer.k_layernorm)}
     no_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
-    packed = given.get("packed_seq_params")
     return {
         "": bool(no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}),
         f"{type(layer).__name__} has its own {_QKV}": getattr(type(layer), _QKV) is not getattr(_host_class(), _QKV),
         "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
         "test_mode": config.test_mode,
-        "q and k have different cu_seqlens": _cu_seqlens(packed, "q") is not _cu_seqlens(packed, "kv"),
     }
 
 
-def _cu_seqlens(packed: Any, of: str = "q") -> Tensor | None:
+def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
     """The offsets of a packed batch, with padding where it has any."""
+    packed = given.get("packed_seq_params")
     if packed is None or packed.qkv_format != "thd":
         return None
     padded: Tensor | None = getattr(packed, f"cu_seqlens_{of}_padded")
     return getattr(packed, f"cu_seqlens_{of}") if padded is None else padded
 
 
-def _stand_in(layer: Any, freqs: Tensor, given: dict[str, Any]) -> AsSelf:
-    cu_seqlens = _cu_seqlens(given.get("packed_seq_params"))
+def _stand_in(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None) -> AsSelf:
     return AsSelf(layer, **{_QKV: partial(_qkv, _Rope(layer, freqs, cu_seqlens))})
 
 
@@ -322,7 +318,7 @@ def enable() -> _host.Report:
     report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
     cls, what = _host_class(), "norms of q and k and rope fused"
     if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
-        report.replace_method(cls, "forward", without_rope("megatron", _refusals, _stand_in), what)
+        report.replace_method(cls, "forward", without_rope("megatron", _refusals, _cu_seqlens, _stand_in), what)
     else:
         report.left[f"{_ATTENTION}.SelfAttention.forward"] = "this version splits QKV itself"
     return report

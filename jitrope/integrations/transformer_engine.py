@@ -218,12 +218,11 @@ def _refusals(layer: Any, given: dict[str, Any]) -> dict[str, bool]:
         "cross attention": layer.attention_type != "self",
         "inference": given.get("inference_params") is not None,
         "fp8": sys.modules[_ATTENTION].FP8GlobalStateManager.is_fp8_enabled(),
-        "q and k have different cu_seqlens": _cu_seqlens(layer, given, "q") is not _cu_seqlens(layer, given, "kv"),
     }
 
 
-def _stand_in(layer: Any, freqs: Tensor, given: dict[str, Any]) -> _Both:
-    return _Both(layer, partial(_FUSED, layer=layer, freqs=freqs, cu_seqlens=_cu_seqlens(layer, given, "q")))
+def _stand_in(layer: Any, freqs: Tensor, cu_seqlens: Tensor | None) -> _Both:
+    return _Both(layer, partial(_FUSED, layer=layer, freqs=freqs, cu_seqlens=cu_seqlens))
 
 
 def _cu_seqlens(layer: Any, given: dict[str, Any], of: str) -> Tensor | None:
@@ -270,7 +269,7 @@ def enable() -> _host.Report:
     """
     report = _host.enable("transformer_engine", _FUNCTIONS)
     attention = importlib.import_module(_ATTENTION).MultiheadAttention
-    made = without_rope("transformer_engine", _refusals, _stand_in)
+    made = without_rope("transformer_engine", _refusals, _cu_seqlens, _stand_in)
     report.replace_method(attention, "forward", made, "norms of q and k and rope fused")
     return report
 
