@@ -101,15 +101,24 @@ def _library(name: str) -> Any:
 
 
 def _of_transformer(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
+    """The kernels that the forward of an enabled transformer asks for, with small inputs on the meta device."""
     name = str(data["_class_name"])
     if re.sub(r"Transformer[23]DModel$", "", name) not in TRANSFORMERS:
         known = ", ".join(TRANSFORMERS)
         raise JitropeError(f"--model does not know {name}; of diffusers it knows the transformers of {known}; {RECORD}")
-    library = _library("diffusers")
+    library, weights = _library("diffusers"), dtype or torch.bfloat16
+    from ..integrations import diffusers as drop_in  # it imports Dynamo, which takes seconds
+
     try:
-        return _specs_of_transformer(getattr(library, name), data, dtype or torch.bfloat16)
+        with torch.no_grad(), torch.device("meta"):
+            model = getattr(library, name).from_config(data).eval()
+            _cast(model, weights)
+            with drop_in.enable(model), planning() as specs:
+                for batch in _BATCHES:
+                    model(**_inputs(model, batch, weights))
     except Exception as error:  # a forward that does not fit its inputs can raise any error
         raise JitropeError(f"the calls of {name} are not known ({_short(error)}); {RECORD}") from error
+    return [*specs]
 
 
 def _of_language_model(path: Path, data: dict[str, Any], dtype: torch.dtype | None) -> list[Spec]:
@@ -201,24 +210,6 @@ def _call(file: Any, config: Any, dtype: torch.dtype, batch: int, tables: tuple[
 
 
 # ---- a transformer of diffusers ------------------------------------------------------------------
-
-
-def _specs_of_transformer(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> list[Spec]:
-    """The kernels that the forward of an enabled transformer asks for, in inference.
-
-    The model is made from its configuration on the meta device, and its forward runs there with small inputs.
-
-    cls: a class of `TRANSFORMERS`. dtype: as passed to `from_pretrained`.
-    """
-    from ..integrations import diffusers as drop_in  # it imports Dynamo, which takes seconds
-
-    with torch.no_grad(), torch.device("meta"):
-        model = cls.from_config(config).eval()
-        _cast(model, dtype)
-        with drop_in.enable(model), planning() as specs:
-            for batch in _BATCHES:
-                model(**_inputs(model, batch, dtype))
-    return [*specs]
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
