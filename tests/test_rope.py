@@ -958,6 +958,11 @@ def test_no_gradient_is_dropped_in_silence(name: str) -> None:
         out = torch.ops.jitrope.rope_fp8(*op_arguments(OPERATION["rope_fp8"], (*tensors, None), tables, options))[0]
         with pytest.raises(jitrope.JitropeError, match="has no gradient"):
             out.float().sum().backward()
+        leaf = torch.randn(3, 1, 6, 2, 32, requires_grad=True)  # under vmap a call does not see that it is a leaf
+        quantize = jitrope.DynamicQuantize()
+        scales = torch.vmap(lambda x: jitrope.prepare_qkv(x, None, None, quantize=quantize)[0].scale)(leaf)
+        with pytest.raises(jitrope.JitropeError, match="prepare_qkv has no gradient"):
+            scales.sum().backward()
 
 
 @pytest.mark.parametrize("op", ["rope_kv_cache", "rope_kv_cache_", "rope_fp8"])

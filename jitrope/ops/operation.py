@@ -199,7 +199,8 @@ class Operation:
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
         """The gradients of the inputs. grads: gradients of the results, at least one."""
-        raise JitropeError(f"{self.function or self.name} has no {'second derivative' if self.norm else 'gradient'}")
+        what = "second derivative" if self.norm and self.differentiable else "gradient"
+        raise JitropeError(f"{self.function or self.name} has no {what}")
 
 
 class Normed(Operation):
