@@ -199,8 +199,8 @@ def prepare_qkv(
             cache of k alone; otherwise returned as given. With `Norm(v_norm=True)` it is normalised, in the same launch
             if it is like k (`Norm`).
         cos, sin: as in `apply_rope`. With another stage (norm, cache, quantize, out or q_scale) they may be omitted:
-            then q and k are not rotated, and positions and, except for a Hadamard transform of a part of a head,
-            rotary_dim have no effect (layers without rope, "NoPE").
+            then q and k are not rotated (layers without rope, "NoPE"). Positions have no effect then; rotary_dim and
+            rotary_offset only say which part a Hadamard transform of a part takes.
         norm: RMSNorm or LayerNorm of q and k, before the rotation or after it. across_heads goes with a cache,
             `DynamicQuantize` and hadamard only with mean_squares.
         cache: store the rotated k, and v if it is given, in a KV cache, also in fp8, int8 or fp4 with computed scales.

@@ -20,7 +20,7 @@ from .pages import check_pages, check_slots
 
 WEIGHTS = ("q_weight", "k_weight", "v_weight", "q_bias", "k_bias")
 TABLES = ("cos", "sin", "second_cos", "second_sin", "q_factor")
-"""The tensors that get a gradient from plain torch, which needs q and k."""
+"""The tensors whose gradient needs q and k (`learned`)."""
 MAX_HADAMARD = 256
 _STAGES = "use a call without cache and quantize"
 

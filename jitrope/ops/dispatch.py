@@ -59,7 +59,7 @@ def _call(op: Operation, tensors: Tensors, asked: Asked, key: Any) -> Tensors:
     if not isinstance(asked, Options):
         asked = {word: tuple(value) if isinstance(value, list) else value for word, value in asked.items()}
     wants = watch.wants_grad(*[tensors.get(name) for name in op.names])
-    tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names])
+    tables_want = watch.wants_grad(*[x for name, x in tensors.items() if name not in op.names or name in checks.TABLES])
     plain = not is_compiling() and (op.differentiable or not (wants or tables_want)) and watch.plain(tensors)
     known = launch.find(key, tensors) if plain else None
     if known is not None:

@@ -1,7 +1,8 @@
 """The gradients of learned tables.
 
 On a GPU one launch computes the gradients of each token's cosines and sines, and torch adds up those that come from one
-row of a table. Other calls than a rotation of q and k run torch's autograd through the reference.
+row of a table. Calls with another stage, q_scale or fp64, and second derivatives run torch's autograd through the
+reference.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def gradients(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o
     """The gradients of the tables `names`. grads: of the results."""
     again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
     with torch.enable_grad():
-        inputs = t if again else {name: x.detach().requires_grad_(name in names) for name, x in t.items()}
+        # Views: there is no way from a result to a table through q or through another table.
+        inputs = {name: x.view_as(x) if again else x.detach().requires_grad_(name in names) for name, x in t.items()}
         if not again and _has_kernel(op, t, grads, o):
             results, grads = _through_turns(inputs, grads, changed(o, rounding="fp32"))
         else:
@@ -44,7 +46,8 @@ def gradients(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o
 def _has_kernel(op: Operation, t: Tensors, grads: Tensors, o: Options) -> bool:
     if op.name != "rope" or "q_factor" in t or o.rounding == "complex128":
         return False
-    return t["q"].is_meta or watch.plain({**t, **{f"d{name}": x for name, x in grads.items()}})
+    planned = t["q"].is_meta and type(t["q"]) in (Tensor, torch.nn.Parameter) and not watch.watched()
+    return planned or watch.plain({**t, **{f"d{name}": x for name, x in grads.items()}})
 
 
 def _through_turns(t: Tensors, grads: Tensors, o: Options) -> tuple[Tensors, Tensors]:
@@ -67,7 +70,7 @@ def of_turns(pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor, o: Options) -
     cosines, (batch or 1, seq, head or 1, width).
     """
     (rows, tokens, table_heads, width), batch = like.shape, pairs[0][0].shape[0]
-    made = [torch.empty(like.shape, device=like.device) for _ in "cs"]
+    made = [torch.empty(like.shape, dtype=torch.float32, device=like.device) for _ in "cs"]
     if made[0].numel() == 0 or batch == 0:
         return [x.zero_() for x in made]
     xs, grads = ([pair[n] for pair in pairs] for n in (0, 1))

@@ -42,7 +42,7 @@ class TableGradientSpec(PlainSpec):
         pairs = dict.fromkeys(("halves", "interleaved")[flag] for flag in (self.interleaved, self.interleaved_out))
         width = "full" if self.full_width else "half"
         parts = [self.kind, self.dtype, f"r{self.rotary_dim}", *pairs, width, *["per_head"] * self.per_head]
-        return "_".join([*parts, f"{self.heads}x{self.parts}"])
+        return "_".join([*parts, f"v{self.vec}", f"{self.heads}x{self.parts}"])
 
     @property
     def threads(self) -> int:
@@ -53,7 +53,8 @@ class TableGradientSpec(PlainSpec):
         even = self.rotary_dim % 2 == 0 and self.vec in ACCESSES and self.rotary_dim // 2 % self.vec == 0
         refuse_unless("TableGradientSpec", even, f"rotary_dim must be a multiple of 2 vec, and vec one of {ACCESSES}")
         refuse_unless("TableGradientSpec", self.parts & (self.parts - 1) == 0, "parts must be a power of two")
-        refuse_unless("TableGradientSpec", 0 < self.threads <= MAX_THREADS, f"a block has 1 to {MAX_THREADS} threads")
+        most = MAX_THREADS if self.parts == 1 else BLOCK_THREADS  # shared memory
+        refuse_unless("TableGradientSpec", 0 < self.threads <= most, f"a block has 1 to {most} threads")
 
 
 @lru_cache(maxsize=1024)
