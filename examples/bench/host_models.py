@@ -34,13 +34,17 @@ class Side(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A model twice. trained: a step is forward and backward. calls: jitrope's so far, by kind."""
+    """A model twice. trained: a step is forward and backward. calls: jitrope's so far, by kind.
+
+    version: what follows the library's name in a row, where its module has no version.
+    """
 
     stock: Side
     ours: Side
     calls: Callable[[], Mapping[str, int]]
     trained: bool = True
     compile_mode: str = "default"
+    version: str = ""
 
 
 class Host(NamedTuple):

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .harness import DEVICE, in_rounds, stream_time
-from .host_models import COUNTS, HOSTS, Pair, Side
+from .host_comfy import COMFY
+from .host_models import COUNTS, Pair, Side
+from .host_models import HOSTS as PACKAGES
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, app, chosen, say, show
 from .sections import Row, Section, Table, grouped, of, span
@@ -28,6 +30,7 @@ from .sections import Row, Section, Table, grouped, of, span
 TOLERANCE = 2**-4
 """Of the norm of a result or gradient: bf16 rounds q and k by 2**-9, and two layers and softmax make more of it."""
 OFF = "off %"
+HOSTS = {**PACKAGES, **COMFY}
 Step = Callable[[], list[Tensor]]
 
 
@@ -111,7 +114,8 @@ def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
         except ImportError as error:
             say(f"{name} is left out: {host.package} cannot be imported ({error})")
             return
-        head = {"host": f"{host.package.split('.')[0]} {version}".strip(), "model": host.model, "step": host.step}
+        library = f"{host.package.split('.')[0]} {version or pair.version}".strip()
+        head = {"host": library, "model": host.model, "step": host.step}
         for mode in modes:
             yield from measured(pair, {**head, "mode": mode}, smoke)
 
@@ -199,7 +203,9 @@ SECTION = Section(
     of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from stock's, in
     percent of its norm. "Diffusion" has more models of diffusers. Compiled, Qwen3-VL's
     vision tower has 15 graph breaks of its own, and the host's work is its time. torchtitan 0.3.0 imports a class for
-    FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use.
+    FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use. ComfyUI is not a
+    package: its models here are blocks as wide as FLUX.1's, written for the bench with the functions of comfy-kitchen,
+    and stock uses the backend in brackets.
     """,
     "jitrope bench hosts",
     (
