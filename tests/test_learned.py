@@ -218,6 +218,10 @@ def test_prewarming_knows_the_kernel() -> None:
         y.backward(torch.empty_like(y))
     assert [spec.kind for spec in specs] == ["rope", "rope", "table_gradient"]
     assert specs[-1].name == "table_gradient_bf16_r64_halves_half_v8_1x2"
+    with jitrope.planning(["auto"]) as specs:
+        y = jitrope.prepare_qkv(q, None, None, cos, sin, norm=Norm())[0]
+        y.backward(torch.empty_like(y))
+    assert [spec.kind for spec in specs] == ["qk_norm_rope", "qk_norm_rope_backward", "table_gradient"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -235,6 +239,44 @@ def test_with_a_norm(after_rope: bool, device: str) -> None:
     got = torch.autograd.grad(out, leaves, [torch.ones_like(x) for x in out])
     for x, y in zip(got, want):
         torch.testing.assert_close(x.cpu().double(), y, rtol=1e-4, atol=1e-4)
+
+
+NORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "weights": ({"zero_centered": True}, {}),
+    "of k, heads first": ({"of": "k"}, {"layout": "bhsd"}),
+    "biases": ({"kind": "layer_norm", "q_bias": rand(D), "k_bias": rand(D, seed=1)}, {"rotary_dim": 8}),
+    "all heads, other pairs": ({"across_heads": True}, {"interleaved": True, "interleaved_out": False}),
+    "means of all ranks": (
+        {"across_heads": True, "mean_squares": (rand(B, S).abs(), rand(B, S, seed=1).abs())},
+        {},
+    ),
+    "by ids": ({"rounding": "twice"}, {"positions": IDS}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NORMS)
+def test_behind_a_norm_the_gradient_is_that_of_the_normalised_heads(name: str, device: str) -> None:
+    made, words = NORMS[name]
+    on = {word: x.to(device) if isinstance(x, Tensor) else x for word, x in (*made.items(), *words.items())}
+    if "mean_squares" in on:
+        on["mean_squares"] = tuple(x.to(device) for x in on["mean_squares"])
+    widths = [n * D if "across_heads" in made else D for n in (4, 2)]
+    weights = {f"{x}_weight": rand(width, seed=n).to(device) for n, (x, width) in enumerate(zip("qk", widths))}
+    if made.get("of") == "k":
+        del weights["q_weight"]
+    norm = Norm(**weights, **{word: x for word, x in on.items() if word not in words})
+    words = {word: on[word] for word in words}
+    order = ["bshd".index(axis) for axis in words.get("layout", "bshd")]
+    q, k = (rand(B, S, n, D, seed=n).permute(order).contiguous().to(device) for n in (4, 2))
+    leaves = [x.to(device).requires_grad_() for x in pair(P, words.get("rotary_dim", D) // 2).values()]
+    heads = jitrope.prepare_qkv(q, k, None, norm=norm, layout=words.get("layout", "bshd"))[:2]
+    want, got = (
+        jitrope.apply_rope(*heads, *leaves, **words),
+        jitrope.prepare_qkv(q, k, None, *leaves, norm=norm, **words),
+    )
+    for x, y in zip(*(torch.autograd.grad(out[:2], leaves, (q, k)) for out in (got, want))):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

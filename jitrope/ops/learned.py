@@ -1,8 +1,8 @@
 """The gradients of learned tables.
 
 On a GPU one launch computes the gradients of each token's cosines and sines, and torch adds up those that come from one
-row of a table. Calls with another stage, q_scale or fp64, and second derivatives run torch's autograd through the
-reference.
+row of a table. Behind a norm another launch computes what was rotated. Calls with a norm behind the rotation or another
+stage, q_scale or fp64, and second derivatives run torch's autograd through the reference.
 """
 
 from __future__ import annotations
@@ -14,26 +14,31 @@ import torch
 from torch import Tensor
 
 from ..jit.registry import KINDS
-from ..plan.options import Options, changed, rotated
+from ..plan.options import Options, changed, norm_of, rotated
 from ..plan.problem import DTYPE_NAMES, elements_per_access, strides_of
 from ..plan.table_gradient import KIND, TableGradientSpec, spec_of
 from ..plan.views import Tensors, canonical
 from . import planning, reference, watch
 from .enqueue import Call, enqueue
+from .operation import Call as CallOf
 from .operation import Operation
 from .rows import POSITIONS
+from .words import resolved
 
 KINDS[KIND] = TableGradientSpec
 
 
-def gradients(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options) -> dict[str, Tensor | None]:
+def gradients(
+    call: CallOf, op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o: Options
+) -> dict[str, Tensor | None]:
     """The gradients of the tables `names`. grads: of the results."""
     again = torch.is_grad_enabled()  # the gradient of this gradient is wanted too
     with torch.enable_grad():
         # Views: there is no way from a result to a table through q or through another table.
         inputs = {name: x.view_as(x) if again else x.detach().requires_grad_(name in names) for name, x in t.items()}
         if not again and _has_kernel(op, t, grads, o):
-            results, grads = _through_turns(inputs, grads, changed(o, rounding="fp32"))
+            turned = {**inputs, **_normed(call, op, inputs, o)} if op.norm else inputs
+            results, grads = _through_turns(turned, grads, changed(o, rounding="fp32"))
         else:
             results = op.reference(inputs, o)
         wanted = [inputs[name] for name in names]
@@ -44,10 +49,18 @@ def gradients(op: Operation, t: Tensors, names: Sequence[str], grads: Tensors, o
 
 
 def _has_kernel(op: Operation, t: Tensors, grads: Tensors, o: Options) -> bool:
-    if op.name != "rope" or "q_factor" in t or o.rounding == "complex128":
+    apart = op.name == "rope" or (op.name == "qk_norm_rope" and not norm_of(o).after_rope)
+    if not apart or "q_factor" in t or o.rounding == "complex128":
         return False
     planned = t["q"].is_meta and type(t["q"]) in (Tensor, torch.nn.Parameter) and not watch.watched()
     return planned or watch.plain({**t, **{f"d{name}": x for name, x in grads.items()}})
+
+
+def _normed(call: CallOf, op: Operation, t: Tensors, o: Options) -> Tensors:
+    """q and k normalised, and not rotated."""
+    own = {name: t[name] for name in op.names if name in t}
+    alone, tensors = resolved(op, own, {"layout": o.layout, "norm": o.norm})
+    return call(op, tensors, alone)
 
 
 def _through_turns(t: Tensors, grads: Tensors, o: Options) -> tuple[Tensors, Tensors]:

@@ -213,7 +213,7 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         needed = {name: x.detach() if name in learned else x for name, x in needed.items()}
     found = op.gradient(call, needed, dict(given), options) if given else {}
     if learned and given:
-        found.update(gradients_of_tables(op, tensors, learned, given, options))
+        found.update(gradients_of_tables(call, op, tensors, learned, given, options))
     zeros = ctx.zeros if given else {}
     return [zeros[name]() if found.get(name) is None and name in zeros else found.get(name) for name in names]
 
