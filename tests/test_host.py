@@ -45,7 +45,7 @@ WRONG = {  # what the body of a kernel does wrong, with a count of 1, and ASan's
     "shift": ("p.out[0] = 1 << (31 + p.count);", ILLEGAL),
     "division": ("p.out[0] = 1 / (p.count - 1);", ILLEGAL),
     "index of an array": ("int a[4] = {}; p.out[0] = a[3 + p.count];", ILLEGAL),
-    "null": ("p.out[0] = *reinterpret_cast<int*>(p.count - 1);", ILLEGAL),
+    "null": ("p.out[0] = *reinterpret_cast<int*>(p.count - 1);", "SEGV"),
     "no value": ("p.out[0] = sometimes(p.count);", ILLEGAL),
     "past a local": ("int a[4] = {}; int* at = a; p.out[0] = at[3 + p.count];", "stack-buffer-overflow"),
     "past a local, behind a barrier": (
