@@ -195,12 +195,24 @@ __device__ __forceinline__ void scales_of_groups(
     sync_team();                                         // the next head may be written
 }
 
-// Raises the number at an address to x, if x is larger; both are at least 0, so their bits are ordered as they are, and
-// NaN is the largest. Few tokens have a larger one than those before them, so the number is read first.
-__device__ __forceinline__ void raise_to(unsigned int* address, float x) {
-    const unsigned int bits = __float_as_uint(x);
-    if (bits > *const_cast<volatile unsigned int*>(address)) atomicMax(address, bits);
-}
+// PER_ROW: the largest scale of a head that a thread has seen in a batch row. Few tokens have a larger one than those
+// before them, and for the others a walk does not wait for memory. Scales are at least 0, so their bits are ordered as
+// they are, and NaN is the largest.
+struct Largest {
+    int batch = -1;
+    unsigned int bits = 0;
+
+    __device__ __forceinline__ bool covers(int row, float x) const {
+        return row == batch && __float_as_uint(x) <= bits;
+    }
+
+    // Raises the number at an address to x, if x is larger.
+    __device__ __forceinline__ void raise(unsigned int* address, int row, float x) {
+        const unsigned int own = __float_as_uint(x), there = *const_cast<volatile unsigned int*>(address);
+        if (own > there) atomicMax(address, own);
+        batch = row, bits = max(own, there);
+    }
+};
 
 // SWIZZLED: the offset of a scale in those of its head, which are tiles of 128 tokens and 4 groups, one after the other
 // along the groups. In a tile tokens 32 apart are neighbours (cuBLAS' "1D Block Scaling Factors Layout").
@@ -215,8 +227,9 @@ __device__ __forceinline__ long long offset_in_tiles(int token, int group) {
 // no such arguments.
 template <bool HAS, typename Arguments>
 __device__ __forceinline__ void store_scale(
-    const Arguments& p, const Head& head, const Place& place, int dim, float scale
+    const Arguments& p, const Head& head, const Place& place, int dim, float scale, Largest& largest
 ) {
+    if (PER_ROW && largest.covers(place.batch, scale)) return;
     const Strides* strides = &p.scale_stride[head.is_q ? 0 : 1];
     ScaleOut* first = p.scale_out[head.is_q ? 0 : 1];
     if constexpr (HAS)
@@ -228,7 +241,7 @@ __device__ __forceinline__ void store_scale(
         + head.step(stride.group, stride.head);
     if constexpr (!ONE_ROW) out += stride.batch.step(place.batch);
     if constexpr (GROUPED && !SWIZZLED) out += group;
-    if constexpr (PER_ROW) raise_to(reinterpret_cast<unsigned int*>(out), scale);
+    if constexpr (PER_ROW) largest.raise(reinterpret_cast<unsigned int*>(out), place.batch, scale);
     else *out = as_stored(scale);
 }
 
