@@ -19,12 +19,14 @@ import typer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from . import host_models, host_vllm
 from .harness import DEVICE, in_rounds, stream_time
-from .host_models import COUNTS, HOSTS, Pair, Side
+from .host_models import COUNTS, Pair, Side
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, app, chosen, say, show
 from .sections import Row, Section, Table, grouped, of, span
 
+HOSTS = {**host_models.HOSTS, **host_vllm.HOSTS}
 TOLERANCE = 2**-4
 """Of the norm of a result or gradient: bf16 rounds q and k by 2**-9, and two layers and softmax make more of it."""
 OFF = "off %"
@@ -199,7 +201,10 @@ SECTION = Section(
     of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from stock's, in
     percent of its norm. "Diffusion" has more models of diffusers. Compiled, Qwen3-VL's
     vision tower has 15 graph breaks of its own, and the host's work is its time. torchtitan 0.3.0 imports a class for
-    FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use.
+    FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use. vLLM runs without
+    its compiler, with all of its own kernels and a paged cache; compiled, its eager step is a CUDA graph. In "fused op"
+    its own op for norms and rope, which its compiler puts there with `enable_qk_norm_rope_fusion`, stands against
+    jitrope's; without it jitrope takes rope alone.
     """,
     "jitrope bench hosts",
     (
