@@ -88,8 +88,7 @@ def one_rank(config: Any) -> Iterator[None]:
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(config), config.kernel_config.ir_op_priority.set_priority():
-        backend = "nccl" if DEVICE == "cuda" else "gloo"
-        dist.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", local_rank=0, backend=backend)
+        dist.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", local_rank=0, backend="gloo")  # nothing is sent
         try:
             dist.initialize_model_parallel()
             yield
