@@ -87,7 +87,7 @@ def comfy_pair(fused: bool, smoke: bool) -> Iterator[Pair]:
 
 
 STEP = "denoise, 4608 tokens, 4 blocks"
-COMFY = {
+HOSTS = {
     "comfy-flux": Host("comfy_kitchen", "FLUX.1's blocks", STEP, partial(comfy_pair, False)),
     "comfy-fused": Host("comfy_kitchen", "FLUX.1's blocks, rms_rope", STEP, partial(comfy_pair, True)),
 }

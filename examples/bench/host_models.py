@@ -149,7 +149,7 @@ def tower_words(model: Any, smoke: bool) -> dict[str, Any]:
 
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 48}
-_LM_TINY = {**_SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+LM_TINY = {**_SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 QWEN3 = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "num_hidden_layers": 2, "vocab_size": 8,
@@ -160,8 +160,8 @@ GEMMA4 = {  # the widths are the configuration's defaults
 }  # fmt: skip
 TOWER = {"depth": 4, "deepstack_visual_indexes": ()}
 TOWER_TINY = {**_SMALL, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
-_qwen3 = partial(transformers_pair, "qwen3", "Qwen3Model", QWEN3, _LM_TINY)
-_gemma4 = partial(transformers_pair, "gemma4", "Gemma4TextModel", GEMMA4, {**_LM_TINY, "global_head_dim": 32})
+_qwen3 = partial(transformers_pair, "qwen3", "Qwen3Model", QWEN3, LM_TINY)
+_gemma4 = partial(transformers_pair, "gemma4", "Gemma4TextModel", GEMMA4, {**LM_TINY, "global_head_dim": 32})
 _tower = partial(transformers_pair, "qwen3_vl", "Qwen3VLVisionModel", TOWER, TOWER_TINY)
 
 

@@ -19,18 +19,17 @@ import typer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from . import host_comfy, host_models, host_vllm
 from .harness import DEVICE, in_rounds, stream_time
-from .host_comfy import COMFY
 from .host_models import COUNTS, Pair, Side
-from .host_models import HOSTS as PACKAGES
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, app, chosen, say, show
 from .sections import Row, Section, Table, grouped, of, span
 
+HOSTS = {**host_models.HOSTS, **host_comfy.HOSTS, **host_vllm.HOSTS}
 TOLERANCE = 2**-4
 """Of the norm of a result or gradient: bf16 rounds q and k by 2**-9, and two layers and softmax make more of it."""
 OFF = "off %"
-HOSTS = {**PACKAGES, **COMFY}
 Step = Callable[[], list[Tensor]]
 
 
@@ -205,7 +204,9 @@ SECTION = Section(
     vision tower has 15 graph breaks of its own, and the host's work is its time. torchtitan 0.3.0 imports a class for
     FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use. ComfyUI is not a
     package: its models here are blocks as wide as FLUX.1's, written for the bench with the functions of comfy-kitchen,
-    and stock uses the backend in brackets.
+    and stock uses the backend in brackets. vLLM runs without its compiler, with all of its own kernels and a paged
+    cache; compiled, its eager step is a CUDA graph. In "fused op" its own op for norms and rope, which its compiler
+    puts there with `enable_qk_norm_rope_fusion`, stands against jitrope's; without it jitrope takes rope alone.
     """,
     "jitrope bench hosts",
     (
