@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -766,6 +767,38 @@ def test_weights_that_ask_for_a_gradient_take_the_short_cut_without_one(monkeypa
     watched = norm_call(call)
     assert all(x.requires_grad for x in watched)
     assert all(g.any() for g in torch.autograd.grad(watched, call.weights, [torch.ones_like(y) for y in watched]))
+
+
+@pytest.mark.parametrize("stage", ["in place", "cache", "table"])
+def test_a_gradient_that_a_call_lacks_leaves_the_short_cut_without_gradients(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients enabled the call is refused, or the table gets its gradient, also after calls without."""
+    q, k, v = (torch.randn(6, n, 64, device=DEVICE) for n in (4, 2, 2))
+    weight, table = torch.rand(64, device=DEVICE), torch.rand(8, 64, device=DEVICE)
+    words: dict[str, Any] = {"cos_sin_cache": table, "positions": torch.arange(6, device=DEVICE), "layout": "thd"}
+    if stage == "cache":
+        caches = torch.zeros(2, 2, 4, 2, 64, device=DEVICE)
+        words["cache"] = jitrope.KVCache(*caches, torch.arange(6, device=DEVICE))
+    if stage != "table":
+        words |= {"norm": jitrope.Norm(weight, weight), "inplace": stage == "in place"}
+
+    def result() -> torch.Tensor:
+        return jitrope.prepare_qkv(q.clone(), k.clone(), v, **words)[0]
+
+    want = result()
+    for leaf in (weight, table)[stage == "table" :][:1]:
+        leaf.requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(result(), want)
+        with monkeypatch.context() as patched:
+            patched.setattr(dispatch, "_call", lambda *_: pytest.fail("looked at again"))
+            assert torch.equal(result(), want)
+    if stage == "table":
+        assert torch.autograd.grad(result().sum(), table)[0].any()
+    else:
+        with pytest.raises(jitrope.InvalidInput, match="gradient"):
+            result()
 
 
 @pytest.mark.parametrize("name", ["once", "only-q-weight", "d192", "across-d64", "layer-biased"])

@@ -219,17 +219,17 @@ def _offsets(
 
 
 def keep_in_mind(known: Known, tensors: Tensors, key: Any, record: Callable[[Known, Tensors], Tensors]) -> None:
-    """Keep a plain call for the fast path, unless a tensor requires a gradient that the call does not compute."""
-    wants = [name for name, x in tensors.items() if x.requires_grad]
-    names = known.op.names if known.op.differentiable else ()
-    if any(name not in names for name in wants) or (wants and known.options.inplace):
-        return
+    """Keep a plain call for the fast path. It goes another way for gradients that the call does not compute."""
+    wants = {name for name, x in tensors.items() if x.requires_grad}
+    records = known.op.differentiable and not known.options.inplace and wants.issubset(known.op.names)
     xs = [*tensors.values()]
     again = twice(known.names, xs)
     matches = watch.guard([x.detach() if name in dict(again) else x for name, x in zip(known.names, xs)])
     if matches is None or (known.kept and watch.capturing(xs[0])):
         return
-    form = known.form._replace(twice=again, guarded=True, recorded=bool(wants))
+    form = known.form._replace(
+        twice=again, guarded=True, recorded=bool(wants) and records, unrecorded=bool(wants) and not records
+    )
     if len(local.recent) >= MAX_RECENT:
         local.recent = {}
     with contextlib.suppress(TypeError):  # a word without a hash

@@ -31,7 +31,7 @@ class Form(NamedTuple):
             of the same name. finished: results are made from the outputs.
         close: tensors that must not share memory. written: tensors whose versions are incremented.
         guarded: the call returns None for another kind of call. aligned: all addresses are multiples of 16.
-        recorded: the call is recorded if gradients are enabled.
+        recorded: the call is recorded if gradients are enabled. unrecorded: it returns None then.
     """
 
     names: tuple[str, ...]
@@ -46,12 +46,15 @@ class Form(NamedTuple):
     guarded: bool = False
     aligned: bool = True
     recorded: bool = False
+    unrecorded: bool = False
 
 
 def text(form: Form) -> str:
     """The source of `make`, a function that makes a known call of this form."""
     names, results = form.names, form.results
     lines: list[str] = []
+    if form.unrecorded:
+        lines.append("if grad_enabled(): return None")
     if form.guarded:
         given = dict.fromkeys(names) | {name: f"{name}.detach()" for name, _ in form.twice}
         lines += [f"if {name} is not {earlier}: return None" for name, earlier in form.twice]
