@@ -42,7 +42,7 @@ def packed(name: str, x: Tensor, counts: Sequence[int], head_size: int, token_ax
     whole = heads(name, x, token_axes, head_size)
     if whole.shape[-2] != sum(counts):
         raise InvalidInput(f"{name} has {whole.shape[-2]} heads of {head_size} elements; it must have {sum(counts)}")
-    return [*whole.split([*counts], -2)]
+    return torch.split_with_sizes(whole, counts, -2)
 
 
 def run_of_heads(name: str, x: Tensor, first: int, count: int, head_size: int) -> Tensor:
