@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from . import host_comfy, host_models, host_vllm
-from .harness import DEVICE, in_rounds, stream_time
+from .harness import DEVICE, in_rounds, stream_time, turn_by_turn
 from .host_models import COUNTS, Pair, Side
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, app, chosen, say, show
@@ -30,6 +30,8 @@ HOSTS = {**host_models.HOSTS, **host_comfy.HOSTS, **host_vllm.HOSTS}
 TOLERANCE = 2**-4
 """Of the norm of a result or gradient: bf16 rounds q and k by 2**-9, and two layers and softmax make more of it."""
 OFF = "off %"
+AHEAD = 100_000_000
+"""Cycles, about 60 ms: longer than the host works on a step."""
 Step = Callable[[], list[Tensor]]
 
 
@@ -133,9 +135,11 @@ def measured(pair: Pair, head: Row, smoke: bool) -> Iterator[Row]:
     for step in [*steps.values()] * 2:  # a graph is captured at its second call
         step()
     memory = {by: peak(step) for by, step in steps.items()}
-    us = in_rounds({by: partial(stream_time, [partial(silent, step)], 3) for by, step in steps.items()}, rounds=5)
+    us = in_rounds({by: partial(stream_time, [partial(silent, step)], 3) for by, step in steps.items()}, rounds=9)
+    gpu = turn_by_turn({by: partial(silent, step) for by, step in steps.items()}, rounds=9, wait=AHEAD)
     for by in steps:
         row = {**head, "by": by, "ms": us[by] / 1e3, "x stock": us["stock"] / us[by], "peak MiB": memory[by]}
+        row |= {"GPU ms": gpu[by] / 1e3, "GPU x stock": gpu["stock"] / gpu[by]}
         row |= {f"{kind} calls": counted[kind] if by == "jitrope" else None for kind in COUNTS}
         yield {**row, OFF: 100 * off if by == "jitrope" else None}
 
@@ -162,9 +166,11 @@ def line(row: Row) -> str:
     return f"{row['host']}: {row['model']}, {row['step']}"
 
 
-def ms(row: Row) -> str:
-    """A step's time, and how many times as fast as stock it is."""
-    return f"{row['ms']:.2f}" + (f" ({row['x stock']:.2f})" if row["by"] != "stock" else "")
+def ms(row: Row, kind: str = "") -> str:
+    """A step's time, and how many times as fast as stock it is. kind: "GPU ", if it was measured."""
+    if f"{kind}ms" not in row:
+        return ""
+    return f"{row[f'{kind}ms']:.2f}" + (f" ({row[f'{kind}x stock']:.2f})" if row["by"] != "stock" else "")
 
 
 def mebibytes(row: Row) -> str:
@@ -196,11 +202,12 @@ SECTION = Section(
     "Models of other libraries",
     """
     Wall time of one step of a few layers with real widths and random bf16 weights: as the library makes the model,
-    and with jitrope enabled. Both take turns in one process; in brackets, times as fast as stock. "Train" is forward
-    and backward without an optimizer. "Decode" is one token of each of 8 sequences, with a static cache of 2048
-    tokens, 1024 of them filled; compiled, it uses CUDA graphs, as transformers' `generate` does. Memory is the peak
-    of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from stock's, in
-    percent of its norm. "Diffusion" has more models of diffusers. Compiled, Qwen3-VL's
+    and with jitrope enabled. Both take turns in one process; in brackets, times as fast as stock. "GPU ms" is the time
+    of a step's kernels alone; where wall time is much longer, the step waits for the host, and varies from run to run.
+    "Train" is forward and backward without an optimizer. "Decode" is one token of each of 8 sequences, with a static
+    cache of 2048 tokens, 1024 of them filled; compiled, it uses CUDA graphs, as transformers' `generate` does. Memory
+    is the peak of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from
+    stock's, in percent of its norm. "Diffusion" has more models of diffusers. Compiled, Qwen3-VL's
     vision tower has 15 graph breaks of its own, and the host's work is its time. torchtitan 0.3.0 imports a class for
     FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use. ComfyUI is not a
     package: its models here are blocks as wide as FLUX.1's, written for the bench with the functions of comfy-kitchen,
@@ -210,14 +217,17 @@ SECTION = Section(
     """,
     "jitrope bench hosts",
     (
-        Table(
-            "ms of a step",
-            line,
-            {
-                f"{name}{label}": of(ms, by=by, **mode)
-                for name, mode in (("eager", EAGER), ("compiled", COMPILED))
-                for label, by in _BY
-            },
+        *(
+            Table(
+                f"{kind}ms of a step",
+                line,
+                {
+                    f"{name}{label}": of(partial(ms, kind=kind), by=by, **mode)
+                    for name, mode in (("eager", EAGER), ("compiled", COMPILED))
+                    for label, by in _BY
+                },
+            )
+            for kind in ("", "GPU ")
         ),
         Table(
             "MiB of a step, calls, difference",
