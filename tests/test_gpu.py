@@ -787,8 +787,7 @@ def test_a_gradient_that_a_call_lacks_leaves_the_short_cut_without_gradients(
         return jitrope.prepare_qkv(q.clone(), k.clone(), v, **words)[0]
 
     want = result()
-    for leaf in (weight, table)[stage == "table" :][:1]:
-        leaf.requires_grad_()
+    (table if stage == "table" else weight).requires_grad_()
     with torch.no_grad():
         assert torch.equal(result(), want)
         with monkeypatch.context() as patched:
@@ -799,6 +798,20 @@ def test_a_gradient_that_a_call_lacks_leaves_the_short_cut_without_gradients(
     else:
         with pytest.raises(jitrope.InvalidInput, match="gradient"):
             result()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("norm", [None, jitrope.Norm()], ids=["rope", "norm"])
+def test_gradients_of_several_cotangents_at_once(norm: Any, learned: bool) -> None:
+    q = torch.randn(1, 6, 2, 64, device=DEVICE, requires_grad=True)
+    tables = [x.to(DEVICE).requires_grad_(learned) for x in torch.rand(2, 6, 32)]
+    leaves = [q, *tables] if learned else [q]
+    y = jitrope.prepare_qkv(q, None, None, *tables, norm=norm)[0] if norm else jitrope.apply_rope(q, None, *tables)[0]
+    sent = torch.randn(3, *y.shape, device=DEVICE)
+    got = torch.autograd.grad(y, leaves, sent, retain_graph=True, is_grads_batched=True)
+    for n, grad in enumerate(sent):
+        for x, want in zip(got, torch.autograd.grad(y, leaves, grad, retain_graph=True)):
+            torch.testing.assert_close(x[n], want)
 
 
 @pytest.mark.parametrize("name", ["once", "only-q-weight", "d192", "across-d64", "layer-biased"])

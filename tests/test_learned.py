@@ -187,9 +187,12 @@ def test_under_another_default_dtype(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tables_of_the_second_stream_alone(device: str) -> None:
+    """Also after a call like it without gradients."""
     streams = [[rand(B, n, 2, D, seed=n + m).to(device) for m in range(3)] for n in (2, 4)]
     first, second = ([x.to(device) for x in pair(n, D // 2).values()] for n in (2, 4))
     second = [x.requires_grad_() for x in second]
+    with torch.no_grad():
+        jitrope.prepare_joint_qkv(*streams, *zip(first, second))
     joint = jitrope.prepare_joint_qkv(*streams, *zip(first, second))[0]
     alone = jitrope.apply_rope(streams[1][0], None, *second)[0]
     grad = rand(*joint.shape).to(device)

@@ -28,6 +28,7 @@ from ..plan.problem import plan_call
 from ..plan.spec import ROPE_KINDS, RopeSpec
 from ..plan.views import BLOCK_SCALES, Tensors, bias_views, table_pair
 from . import watch
+from .checks import TABLES
 from .operation import Operation
 from .replay import SCRATCH, Form, maker, twice
 from .stand_ins import missing_weights
@@ -219,9 +220,9 @@ def _offsets(
 
 
 def keep_in_mind(known: Known, tensors: Tensors, key: Any, record: Callable[[Known, Tensors], Tensors]) -> None:
-    """Keep a plain call for the fast path. It goes another way for gradients that the call does not compute."""
+    """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require."""
     wants = {name for name, x in tensors.items() if x.requires_grad}
-    records = known.op.differentiable and not known.options.inplace and wants.issubset(known.op.names)
+    records = known.op.differentiable and not known.options.inplace and wants <= {*known.op.names} - {*TABLES}
     xs = [*tensors.values()]
     again = twice(known.names, xs)
     matches = watch.guard([x.detach() if name in dict(again) else x for name, x in zip(known.names, xs)])

@@ -1,8 +1,9 @@
 """The gradients of learned tables.
 
 On a GPU one launch computes the gradients of each token's cosines and sines, and torch adds up those that come from one
-row of a table. Behind a norm another launch computes what was rotated. Calls with a norm behind the rotation or another
-stage, q_scale or fp64, and second derivatives run torch's autograd through the reference.
+row of a table. Behind a norm another launch first computes the normalised heads, in their dtype. Calls with v_norm, a
+norm behind the rotation, another stage, q_scale or fp64, and second derivatives run torch's autograd through the
+reference.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def gradients(
         # Views: there is no way from a result to a table through q or through another table.
         inputs = {name: x.view_as(x) if again else x.detach().requires_grad_(name in names) for name, x in t.items()}
         if not again and _has_kernel(op, t, grads, o):
-            turned = {**inputs, **_normed(call, op, inputs, o)} if op.norm else inputs
+            turned = {**inputs, **_normed(call, op, inputs, grads, o)} if op.norm else inputs
             results, grads = _through_turns(turned, grads, changed(o, rounding="fp32"))
         else:
             results = op.reference(inputs, o)
@@ -56,10 +57,11 @@ def _has_kernel(op: Operation, t: Tensors, grads: Tensors, o: Options) -> bool:
     return planned or watch.plain({**t, **{f"d{name}": x for name, x in grads.items()}})
 
 
-def _normed(call: CallOf, op: Operation, t: Tensors, o: Options) -> Tensors:
-    """q and k normalised, and not rotated."""
-    own = {name: t[name] for name in op.names if name in t}
-    alone, tensors = resolved(op, own, {"layout": o.layout, "norm": o.norm})
+def _normed(call: CallOf, op: Operation, t: Tensors, grads: Tensors, o: Options) -> Tensors:
+    """q, and k if its result has a gradient, normalised and not rotated."""
+    own = {name: t[name] for name in op.names if name in t and (name[0] == "q" or name[0] in grads)}
+    words = {word: getattr(o, word) for word in ("layout", "interleaved", "rotary_dim", "rotary_offset", "norm")}
+    alone, tensors = resolved(op, own, words)
     return call(op, tensors, alone)
 
 

@@ -19,6 +19,7 @@ get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 on_gpu: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")
 
 _tracing = torch._C._get_tracing_state
+_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -33,7 +34,7 @@ def plain(tensors: Mapping[str, Any]) -> bool:
     The library's ops handle tensor subclasses, torch.func's transforms, and lazy negative and conjugate bits.
     """
     for x in tensors.values():
-        if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj():
+        if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj() or _legacy_batched(x):
             return False
     return not watched() and torch._C._functorch.peek_interpreter_stack() is None
 
