@@ -191,17 +191,17 @@ def stream_time(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:
     return statistics.median(times) / (4 * len(calls))
 
 
-def turn_by_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 15, wait: int = 2_000_000) -> dict[str, float]:
+def turn_by_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 15) -> dict[str, float]:
     """Median microseconds of long calls of many kernels, one of each in every round.
 
-    They are launched on the stream, behind a wait of some cycles, by default about a millisecond, in which the host
-    gets ahead. Matrix products heat the GPU: measured one after the other, the last comes out 5 % slower.
+    They are launched on the stream, behind a wait of about a millisecond. Matrix products heat the GPU: measured one
+    after the other, the last comes out 5 % slower.
     """
     for call in [*calls.values()] * 2:
         call()
     if DEVICE != "cuda":
         return in_rounds({label: partial(host_time, call, 1, 1) for label, call in calls.items()}, rounds=1)
-    return in_rounds({label: partial(_between_events, call, wait) for label, call in calls.items()}, rounds=rounds)
+    return in_rounds({label: partial(_between_events, call, 2_000_000) for label, call in calls.items()}, rounds=rounds)
 
 
 def host_time(call: Callable[[], Any], count: int = 300, repeats: int = 5) -> float:

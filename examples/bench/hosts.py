@@ -17,10 +17,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from . import host_comfy, host_models, host_vllm
-from .harness import DEVICE, in_rounds, stream_time, turn_by_turn
+from .harness import DEVICE, in_rounds, stream_time
 from .host_models import COUNTS, Pair, Side
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, app, chosen, say, show
@@ -30,8 +31,6 @@ HOSTS = {**host_models.HOSTS, **host_comfy.HOSTS, **host_vllm.HOSTS}
 TOLERANCE = 2**-4
 """Of the norm of a result or gradient: bf16 rounds q and k by 2**-9, and two layers and softmax make more of it."""
 OFF = "off %"
-AHEAD = 100_000_000
-"""Cycles, about 60 ms: longer than the host works on a step."""
 Step = Callable[[], list[Tensor]]
 
 
@@ -101,19 +100,13 @@ def peak(step: Step) -> float | None:
     return (torch.cuda.max_memory_allocated() - held) / 2**20
 
 
-def waits_for_gpu(step: Step) -> bool:
-    """Whether the host reads a result of the GPU in a step."""
-    if DEVICE != "cuda":
-        return False
-    cuda: Any = torch.cuda
-    cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    except RuntimeError:
-        return True
-    finally:
-        cuda.set_sync_debug_mode("default")
-    return False
+def time_of_kernels(step: Step, count: int = 3) -> float:
+    """Microseconds of a step's kernels and copies, without the gaps between them."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in found.key_averages()) / count
 
 
 def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
@@ -151,8 +144,8 @@ def measured(pair: Pair, head: Row, smoke: bool) -> Iterator[Row]:
         step()
     memory = {by: peak(step) for by, step in steps.items()}
     us = in_rounds({by: partial(stream_time, [partial(silent, step)], 3) for by, step in steps.items()}, rounds=9)
-    waits = any(waits_for_gpu(step) for step in steps.values())
-    gpu = {} if waits else turn_by_turn({by: partial(silent, step) for by, step in steps.items()}, rounds=9, wait=AHEAD)
+    timed = {by: partial(time_of_kernels, step) for by, step in steps.items()}
+    gpu = in_rounds(timed, rounds=3) if DEVICE == "cuda" else {}
     for by in steps:
         row = {**head, "by": by, "ms": us[by] / 1e3, "x stock": us["stock"] / us[by], "peak MiB": memory[by]}
         row |= {"GPU ms": gpu[by] / 1e3, "GPU x stock": gpu["stock"] / gpu[by]} if gpu else {}
@@ -219,8 +212,8 @@ SECTION = Section(
     """
     Wall time of one step of a few layers with real widths and random bf16 weights: as the library makes the model,
     and with jitrope enabled. Both take turns in one process; in brackets, times as fast as stock. "GPU ms" is the time
-    of a step's kernels alone, for steps without a wait for the GPU; where wall time is much longer, the step waits for
-    the host, and varies from run to run.
+    of a step's kernels alone, from torch's profiler; where wall time is much longer, the step waits for the host, and
+    varies from run to run.
     "Train" is forward and backward without an optimizer. "Decode" is one token of each of 8 sequences, with a static
     cache of 2048 tokens, 1024 of them filled; compiled, it uses CUDA graphs, as transformers' `generate` does. Memory
     is the peak of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from
