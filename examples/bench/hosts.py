@@ -106,7 +106,7 @@ def time_of_kernels(step: Step, count: int = 3) -> float:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in found.key_averages()) / count
+    return float(sum(event.self_device_time_total for event in found.key_averages())) / count
 
 
 def rows(name: str, modes: tuple[str, ...], smoke: bool) -> Iterator[Row]:
