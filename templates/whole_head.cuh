@@ -196,8 +196,8 @@ __device__ __forceinline__ void scales_of_groups(
 }
 
 // PER_ROW: the largest scale of a head that a thread has seen in a batch row. Few tokens have a larger one than those
-// before them in the row, and for the others a walk does not wait for memory. Scales are at least 0, so their bits are ordered as
-// they are, and NaN is the largest.
+// before them in the row, and for the others a walk does not wait for memory. Scales are at least 0, so their bits are
+// ordered as they are, and NaN is the largest.
 struct Largest {
     int batch = -1;
     unsigned int bits = 0;
