@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from .harness import DEVICE, bf16
 from .host_models import LM_TINY, QWEN3, Host, Pair, Side, random_weights
 
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # read by vLLM's import; stdout is for the report
+
 OPS = ("rotary_embedding", "fused_qk_norm_rope")
 """The functions in vLLM's module of ops that a step may call, and that jitrope replaces."""
 BLOCK = 16
@@ -157,7 +159,6 @@ def batch_of(config: Any, batch: int, cached: int, new: int) -> tuple[Tensor, Ca
 @contextmanager
 def pair(decode: bool, fused: bool, smoke: bool) -> Iterator[Pair]:
     """Two layers of Qwen3-8B: one token of each of 8 sequences with 1024 earlier ones, or 4096 tokens of one."""
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
     import vllm._C_stable_libtorch  # noqa: F401  # raises ImportError where vLLM cannot run
     from transformers import Qwen3Config
     from vllm import _custom_ops
