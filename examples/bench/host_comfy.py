@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .harness import DEVICE, angles, bf16
-from .host_models import Chain, Host, Pair, Side, random_weights
+from .host_models import Chain, Host, Pair, Side, counts, random_weights
 
 
 class SingleBlock(nn.Module):
@@ -76,14 +76,10 @@ def comfy_pair(fused: bool, smoke: bool) -> Iterator[Pair]:
     cos, sin = (f(angles(tokens, head_dim)) for f in (torch.cos, torch.sin))
     table = torch.stack((cos, -sin, sin, cos), -1).unflatten(-1, (2, 2))[None, None]
     words = {"x": bf16(1, tokens, heads * head_dim), "vec": bf16(1, 1, heads * head_dim), "table": table}
-    version, kind = importlib.metadata.version("comfy-kitchen"), "fused" if fused else "jitrope"
+    version = f"{importlib.metadata.version('comfy-kitchen')} ({backend})"
     with integration.enable() as report:
         stock, ours = (Side(Under(ck.registry, by, model), words) for by in (backend, integration.BACKEND))
-
-        def counts() -> dict[str, int]:
-            return {kind: report.calls["jitrope"], "host": report.calls["host"]}
-
-        yield Pair(stock, ours, counts, trained=False, version=f"{version} ({backend})")
+        yield Pair(stock, ours, partial(counts, report, fused), trained=False, version=version)
 
 
 STEP = "denoise, 4608 tokens, 4 blocks"

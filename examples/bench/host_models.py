@@ -56,6 +56,11 @@ class Host(NamedTuple):
     make: Callable[[bool], AbstractContextManager[Pair]]
 
 
+def counts(report: Any, fused: bool) -> dict[str, int]:
+    """The calls so far of a report that does not tell those with norms. fused: all have them."""
+    return {"fused" if fused else "jitrope": report.calls["jitrope"], "host": report.calls["host"]}
+
+
 def random_weights(model: nn.Module) -> None:
     """bf16 parameters, with those of norms near 1; buffers keep their dtypes."""
     for name, x in model.named_parameters():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .harness import DEVICE, bf16
-from .host_models import LM_TINY, QWEN3, Host, Pair, Side, random_weights
+from .host_models import LM_TINY, QWEN3, Host, Pair, Side, counts, random_weights
 
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # read by vLLM's import; stdout is for the report
 
@@ -177,7 +177,7 @@ def pair(decode: bool, fused: bool, smoke: bool) -> Iterator[Pair]:
         report = stack.enter_context(integration.enable())
         ours = {name: getattr(_custom_ops, name) for name in OPS}
         sides = [Side(Step(layers, functions, context), words) for functions in (stock, ours)]
-        yield Pair(sides[0], sides[1], lambda: report.calls, trained=False)
+        yield Pair(sides[0], sides[1], partial(counts, report, fused), trained=False)
 
 
 HOSTS = {
