@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -194,13 +195,13 @@ def across(q_heads: int, k_heads: int = 0, **changes):
 @pytest.mark.parametrize(
     ("changes", "launch", "tokens", "at_once", "each", "grid"),
     [
-        (NORM, "token_linear", 1, 24, 2, None),  # neighbouring heads share a thread, if they are of one tensor
-        ({**NORM, "heads": 40, "q_heads": 32}, "token_linear", 1, 20, 2, None),
-        ({**NORM, "heads": 7, "q_heads": 4}, "token_linear", 4, 7, 1, None),
-        ({**NORM, "heads": 8, "q_heads": 7}, "token_linear", 4, 8, 1, None),
-        ({**NORM, "per_head": True}, "token_linear", 1, 48, 1, None),
-        ({**NORM, "heads": 72, "two_streams": True, "copy_v": True}, "token_linear", 1, 36, 2, None),
-        ({**NORM, "heads": 36, "q_heads": 34, "copy_v": True}, "token_linear", 1, 36, 1, None),  # one head of k
+        (NORM, "token_linear", 1, 24, 2, (2304, 1)),  # neighbouring heads share a thread, if they are of one tensor
+        ({**NORM, "heads": 40, "q_heads": 32}, "token_linear", 1, 20, 2, (2304, 1)),
+        ({**NORM, "heads": 7, "q_heads": 4}, "token_linear", 4, 7, 1, (576, 1)),
+        ({**NORM, "heads": 8, "q_heads": 7}, "token_linear", 4, 8, 1, (576, 1)),
+        ({**NORM, "per_head": True}, "token_linear", 1, 48, 1, (2304, 1)),
+        ({**NORM, "heads": 72, "two_streams": True, "copy_v": True}, "token_linear", 1, 36, 2, (2304, 1)),
+        ({**NORM, "heads": 36, "q_heads": 34, "copy_v": True}, "token_linear", 1, 36, 1, (2304, 1)),  # one head of k
         ({**NORM, "vec_limit": 1}, "token_linear", 1, 12, 4, (4608, 1)),  # narrow accesses: no block walks
         ({**NORM, "tokens": 3, "heads": 40, "q_heads": 32}, "grid_2d", 1, 8, 1, (3, 5)),  # few: accesses of 8 bytes
         ({**NORM, "head_dim": 80, "rotary_dim": 80}, "token_linear", 1, 24, 2, None),  # 5 lanes, teams of 8
@@ -239,10 +240,30 @@ def test_fewer_threads_of_a_norm_walk_the_tokens_of_a_fast_memory() -> None:
     slow, fast = plan(few), plan(replace(few, memory_speed=4.9))
     assert slow == plan(replace(few, memory_speed=3.35))
     assert slow.spec == fast.spec
-    assert (slow.grid, fast.grid) == ((132 * 4, 1), (132 * 3, 1))
-    shared = replace(few, freqs=True)
+    assert fast.grid == (132 * 3, 1)
+    shared = replace(few, freqs=True, memory_speed=4.9)
     assert plan(shared).spec.shares_angles
-    assert plan(shared) == plan(replace(shared, memory_speed=4.9))
+    assert plan(shared).grid == (132 * 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "walks"),
+    [
+        ({}, 2),
+        ({"tokens": 2000}, 2),
+        ({"tokens": 1000}, 1000 / 528),  # all fit on the GPU at once
+        ({"memory_speed": 4.9}, 4608 / 396),
+        ({"dynamic": True, "dynamic_q": True}, 4608 / 528),
+        ({"q_out": "fp8", "kv_out": "fp8", "hadamard": "head"}, 4608 / 528),
+        ({"gradient": True, "inverse": True}, 4608 / 264),  # gradients of weights are summed
+        ({"gradient": True, "inverse": True, "weight_dtype": None}, 2),
+    ],
+)
+def test_blocks_of_a_norm_walk_over_two_groups_of_tokens(changes: dict[str, Any], walks: float) -> None:
+    """Blocks that take long to begin, and those that sum, stay to the end."""
+    found = plan(replace(BASE, **{**NORM, "heads": 40, "q_heads": 32, **changes}))
+    assert found.spec.ring
+    assert replace(BASE, **changes).tokens / found.grid[0] == walks
 
 
 @pytest.mark.parametrize("gradient", [False, True])

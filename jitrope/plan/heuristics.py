@@ -81,12 +81,22 @@ MIN_RING_ACCESS = 8
 SHARED_BYTES = 48 * 1024
 RING_BYTES = 40 * 1024
 """The most shared memory of a block, and the most of it for its stages and its next heads together, which are on their
-way while it works on others (`ring.cuh`). Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens, as
-many blocks as fit on the GPU at once. H200, x the copy, with / without: the calls above 1.09 / 1.19 and 1.10 / 1.18,
-the first one by ids and not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on their way
-are slower than one: by rows 1.16, when one took 1.10. Without a norm a thread needs few registers, so enough threads
-run to hide the latency, and a walk costs more than it gains: rope of the same tokens 1.07 / 1.04, of 1024 packed
-sequences 1.10 / 1.04."""
+way while it works on others (`ring.cuh`). Accesses have MIN_RING_ACCESS bytes at least. Such blocks walk the tokens.
+H200, x the copy, with / without, and as many blocks as fit on the GPU at once: the calls above 1.09 / 1.19 and 1.10 /
+1.18, the first one by ids and not rounded 1.08 / 1.37, by rows 1.08 / 1.09, its gradient 1.11 / 1.25. Two tokens on
+their way are slower than one: by rows 1.16, when one took 1.10. Without a norm a thread needs few registers, so enough
+threads run to hide the latency, and a walk costs more than it gains: rope of the same tokens 1.07 / 1.04, of 1024
+packed sequences 1.10 / 1.04."""
+
+SHORT_WALK = 2
+"""Below FAST_MEMORY a block of such a norm walks over so many groups of tokens, and the GPU starts the next block where
+one ends. SMs are not equally fast, so blocks that walk to the end wait for the slowest. H100, x the copy, walks to the
+end / over 4 / 3 / 2 groups / no walk: (1, 8192, 32 + 8, 128) 1.11 / 1.06 / 1.05 / 1.04 / 1.04, by ids 1.12 / 1.06 /
+1.06 / 1.04 / 1.15; (1, 4608, 24 + 24, 128) 1.08 / 1.05 / 1.04 / 1.04 / 1.03; (1, 4096, 16 + 8, 256) with v 1.12 / - /
+1.08 / 1.06 / 1.06. A block that takes long to begin walks to the end, here beside 3 / 2 groups: with idle threads,
+heads of 72, 1.15 / 1.20 / 1.20; with a transform 1.14 / - / 1.22; with scales, Qwen3-VL's prefill, 1.30 / 1.46 / 1.48.
+So does one that sums gradients of weights: 1.11, with twice as many blocks 1.16. Without weights CogView4's gradient
+takes 1.04, with four times as many blocks 1.00."""
 
 GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
@@ -194,7 +204,7 @@ def plan(problem: RopeProblem) -> Plan:
         if spec.ring:
             fewer = p.memory_speed >= FAST_MEMORY and threads == NORM_THREADS_PER_SM
             walking = _blocks_per_sm(spec, FAST_NORM_THREADS_PER_SM, most) if fewer else spec.blocks_per_sm
-            grid = (min(grid[0], p.sm_count * walking), 1)
+            grid = (_walks(p, spec, grid[0], p.sm_count * walking), 1)
     return Plan(spec, grid, spec.threads, reason)
 
 
@@ -211,6 +221,14 @@ def _tile_with_stages(p: RopeProblem, spec: RopeSpec) -> tuple[int, int]:
 def _blocks_per_sm(spec: RopeSpec, threads: int, most: int) -> int:
     """Blocks of a norm with so many threads on an SM, without those that idle, and at most so many with them."""
     return max(1, min(threads * spec.team // spec.lanes, most) // spec.threads)
+
+
+def _walks(p: RopeProblem, spec: RopeSpec, groups: int, at_once: int) -> int:
+    """Blocks that walk over these groups of tokens, if so many fit on the GPU at once."""
+    sums = spec.gradient and (spec.weight_dtype is not None or spec.biased)
+    begins_slowly = sums or not spec.ring or spec.hadamard or spec.dynamic or spec.team > spec.lanes
+    stays = begins_slowly or p.memory_speed >= FAST_MEMORY
+    return min(groups, at_once if stays else max(at_once, -(-groups // SHORT_WALK)))
 
 
 def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
@@ -238,7 +256,7 @@ def _plan_rows(p: RopeProblem, spec: RopeSpec, reason: str) -> Plan:
     if p.gradient:
         threads = ROW_GRADIENT_THREADS_PER_SM if p.across_heads else GRADIENT_THREADS_PER_SM
         spec = replace(spec, blocks_per_sm=max(1, threads // spec.threads), ring=has_ring(spec))
-        groups = min(groups, max(1, p.sm_count * spec.blocks_per_sm // tiles))
+        groups = _walks(p, spec, groups, max(1, p.sm_count * spec.blocks_per_sm // tiles))
     return Plan(spec, (groups, tiles), spec.threads, reason)
 
 
