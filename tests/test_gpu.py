@@ -60,6 +60,18 @@ def case_named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """A dispatch mode that lists the ops that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.functions.append(function)
+        return function(*args, **(kwargs or {}))
+
+
 def relative_l2(out: torch.Tensor, want: torch.Tensor) -> float:
     return float((out.detach().double() - want).norm() / want.norm())
 
@@ -344,6 +356,39 @@ def test_in_place_is_seen_by_autograd() -> None:
         product.sum().backward()
 
 
+def test_known_calls_of_torchs_op_notice_what_changes() -> None:
+    """Autograd, grad mode, inference mode, words, a dispatch mode, vmap, and versions of what is written in place."""
+    q, k, cos, sin, _ = make(case_named("fp32"), DEVICE)
+    (want, _), rope = jitrope.apply_rope(q, k, cos, sin), torch.ops.jitrope.rope
+    given = partial(op_arguments, ROPE, tables=(cos, sin))
+    plain = given((q, k), options=Options(rotary_dim=q.shape[-1]))
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            for _ in range(3):
+                assert torch.equal(rope(*plain)[0], want)
+    leaf = q.clone().requires_grad_()
+    learning = given((leaf, k), options=Options(rotary_dim=q.shape[-1]))
+    for _ in range(3):
+        with torch.no_grad():
+            assert not rope(*learning)[0].requires_grad
+        rope(*learning)[0].sum().backward()
+        assert not rope(*plain)[0].requires_grad
+    back = jitrope.apply_rope(torch.ones_like(q), k, cos, sin, inverse=True)[0]
+    torch.testing.assert_close(leaf.grad, 3 * back)
+    inverse = given((q, k), options=Options(rotary_dim=q.shape[-1], inverse=True))
+    assert torch.equal(rope(*inverse)[0], jitrope.apply_rope(q, k, cos, sin, inverse=True)[0])
+    with Seen() as seen:
+        rope(*plain)
+    assert rope.default in seen.functions
+    rest = plain[1:]
+    mapped = torch.func.vmap(lambda x: rope(x, *rest)[0])(torch.stack([q, q]))
+    assert torch.equal(mapped[1], want)
+    written = q.clone()
+    for version in (1, 2):
+        torch.ops.jitrope.rope_(*given((written, k.clone()), options=Options(rotary_dim=q.shape[-1])))
+        assert written._version == version
+
+
 @pytest.mark.parametrize("op", ["rope", "rope_"])
 def test_opcheck(op: str) -> None:
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
@@ -479,16 +524,9 @@ def test_modes_are_seen_by_a_known_call() -> None:
     q, k, cos, sin, _ = make(case_named("halves"), DEVICE)
     for _ in range(2):
         jitrope.apply_rope(q, k, cos, sin)
-    seen = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
+    with Seen() as seen:
         jitrope.apply_rope(q, k, cos, sin)
-    assert torch.ops.jitrope.rope.default in seen
+    assert torch.ops.jitrope.rope.default in seen.functions
 
 
 def test_dtensors_reach_the_launch() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jitrope.ops import launch, library, projections
+from jitrope.ops import dispatch, launch, projections
 from jitrope.ops.operation import turned_back
 from jitrope.ops.operations import (
     QK_NORM_ROPE_SCALED,
@@ -397,7 +397,7 @@ def test_dynamic_scales_are_the_cpus(number: int, case: NormCase, normed: bool, 
         out_dtype=("fp8", "int8")[number // 2 % 2], group=(0, 32, 64)[number % 3] if dim % 64 == 0 else 0,
     )  # fmt: skip
     want = QK_NORM_ROPE_SCALED.reference(norm_operation(call)[1], options)
-    got = library.on_gpu(QK_NORM_ROPE_SCALED, norm_operation(there)[1], options)
+    got = dispatch.call(QK_NORM_ROPE_SCALED, norm_operation(there)[1], options)
     assert plans[0].spec.hadamard == options.hadamard
     for name, expected in want.items():
         x = got[name].cpu()

@@ -46,7 +46,7 @@ def call(op: Operation, tensors: Tensors, asked: Asked, key: Any = None) -> Tens
             key = (op, *tensors, *asked.items()) if type(asked) is dict else (op, *tensors, asked)
         try:
             for known in local.recent[key]:
-                out = known(tensors, *tensors.values())
+                out: Tensors | None = known(tensors, *tensors.values())
                 if out is not None:
                     return out
         except (AttributeError, KeyError, TypeError):  # the check refuses non-tensors and words without a hash

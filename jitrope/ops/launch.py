@@ -56,7 +56,7 @@ class Local(threading.local):
 
     def __init__(self) -> None:
         self.known: dict[Any, Known] = {}
-        self.recent: dict[Any, list[Callable[..., Tensors | None]]] = {}
+        self.recent: dict[Any, list[Callable[..., Any]]] = {}
 
 
 local = Local()
@@ -219,10 +219,21 @@ def _offsets(
 # ---- the replay ----------------------------------------------------------------------------------
 
 
-def keep_in_mind(known: Known, tensors: Tensors, key: Any, record: Callable[[Known, Tensors], Tensors]) -> None:
-    """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require."""
+def keep_in_mind(
+    known: Known,
+    tensors: Tensors,
+    key: Any,
+    record: Callable[[Known, Tensors], Tensors] | None = None,
+    outputs: Callable[[Tensors, Tensors], Any] | None = None,
+) -> None:
+    """Keep a plain call for the fast path, with gradients enabled only if it computes all that its tensors require.
+
+    record: records such a call; None: it is not for the fast path. outputs: makes the call's outputs of its results and
+    tensors; by default they are the results.
+    """
     wants = {name for name, x in tensors.items() if x.requires_grad}
-    records = known.op.differentiable and not known.options.inplace and wants <= {*known.op.names} - {*TABLES}
+    computed = known.op.differentiable and not known.options.inplace and wants <= {*known.op.names} - {*TABLES}
+    records = record is not None and computed
     xs = [*tensors.values()]
     again = twice(known.names, xs)
     matches = watch.guard([x.detach() if name in dict(again) else x for name, x in zip(known.names, xs)])
@@ -235,5 +246,14 @@ def keep_in_mind(known: Known, tensors: Tensors, key: Any, record: Callable[[Kno
         local.recent = {}
     with contextlib.suppress(TypeError):  # a word without a hash
         kinds = local.recent.setdefault(key, [])
-        kinds.insert(0, known.written_out(form, matches, record))
+        replay = known.written_out(form, matches, record)
+        kinds.insert(0, replay if outputs is None else _followed(replay, outputs))
         del kinds[MAX_RECENT_KINDS:]
+
+
+def _followed(replay: Callable[..., Tensors | None], outputs: Callable[[Tensors, Tensors], Any]) -> Callable[..., Any]:
+    def call(tensors: Tensors, *xs: Tensor) -> Any:
+        results = replay(tensors, *xs)
+        return None if results is None else outputs(results, tensors)
+
+    return call

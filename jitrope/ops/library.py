@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Container, Sequence
+from functools import lru_cache, partial
 from string import ascii_letters
 from typing import Any
 
@@ -93,14 +93,20 @@ def arguments(op: Operation, tensors: Tensors, options: Options) -> tuple[Any, .
 def read(op: Operation, arguments: Sequence[Any], inplace: bool = False) -> tuple[Tensors, Options]:
     """The tensors and the options of an op's arguments. torch passes a tuple as a list."""
     names = _GIVEN[op.name]
-    tensors = {name: x for name, x in zip(names, arguments) if x is not None}
-    if _ROTATED in tensors:
-        tensors["k"] = tensors.pop(_ROTATED)
+    tensors = _named(names, arguments)
     words = [tuple(x) if isinstance(x, list) else x for x in arguments[len(names) :]]
     try:
         return tensors, _known_options(op, inplace, *words)
     except TypeError:  # a symbolic number has no hash
         return tensors, _options(op, inplace, *words)
+
+
+def _named(names: Sequence[str], arguments: Sequence[Any]) -> Tensors:
+    """The tensors among an op's arguments."""
+    tensors = {name: x for name, x in zip(names, arguments) if x is not None}
+    if _ROTATED in tensors:
+        tensors["k"] = tensors.pop(_ROTATED)
+    return tensors
 
 
 _GIVEN = {op.name: (*[name.rstrip("?") for name in _names(op)], *TABLE_NAMES) for op in OPERATIONS}
@@ -141,39 +147,77 @@ def _on_cpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
     return results
 
 
-def on_gpu(op: Operation, tensors: Tensors, options: Options) -> Tensors:
-    """Return the results of an operation from a launch."""
-    key = (op, *tensors, options)
-    known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
-    return known.run(tensors)
-
-
 def register(key: str, run: Run) -> None:
     """Make `run` the implementation of all ops for a dispatch key."""
     for op, inplace in FORMS:
         _lib.impl(name_of(op, inplace), _implementation(op, inplace, run), key)
 
 
-def _implementation(op: Operation, inplace: bool, run: Run) -> Callable[..., Any]:
-    def call(*given: Any) -> Any:
+def register_launches(key: str) -> None:
+    """Make launches the implementation of all ops for a dispatch key, and for its key of autograd."""
+    for op, inplace in FORMS:
+        _lib.impl(name_of(op, inplace), _launches(op, inplace), key, with_keyset=True)
+        recorded = None if inplace or op.mutated else watch.autograd_of(f"jitrope::{op.name}", *_recording(op))
+        if recorded is not None:
+            _lib.impl(op.name, _launches(op, inplace, recorded), f"Autograd{key}", with_keyset=True)
+
+
+def _launches(op: Operation, inplace: bool, recorded: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The implementation of an op on a GPU. A call like a recent one is not read again (`replay`).
+
+    recorded: the implementation of calls that autograd records, or that more than autograd watches. All others skip
+    torch's Python layer of autograd, which takes longer than the launch.
+    """
+    names = _GIVEN[op.name]
+    first, sections = len(names), len(names) + _fields(op).index("mrope_section")
+
+    def call(keys: Any, *given: Any) -> Any:
+        tensors = _named(names, given)
+        try:
+            key = (op, inplace, *tensors, *given[first:sections], *given[sections], *given[sections + 1 :])
+            for replay in () if watch.watched() else launch.local.recent[key]:
+                out = replay(tensors, *tensors.values())
+                if out is not None:
+                    return None if inplace else _returned(out)
+        except (KeyError, TypeError):  # a symbolic number has no hash
+            pass
+        plain = watch.plain(tensors)
+        if recorded is not None and (not plain or watch.wants_grad(*tensors.values())):
+            return recorded(keys, *given)
         tensors, options = read(op, given, inplace)
-        results = run(op, tensors, options)
-        return None if inplace else _as_outputs(op, results, tensors, options)
+        known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
+        outputs = partial(_as_outputs, op, op.made(tensors, options))
+        if plain:
+            launch.keep_in_mind(known, tensors, key, outputs=None if inplace else outputs)
+        results = known.run(tensors)
+        return None if inplace else _returned(outputs(results, tensors))
 
     return call
 
 
-def _as_outputs(op: Operation, results: Tensors, tensors: Tensors, options: Options) -> Any:
+def _implementation(op: Operation, inplace: bool, run: Run) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        tensors, options = read(op, given, inplace)
+        results = run(op, tensors, options)
+        return None if inplace else _returned(_as_outputs(op, op.made(tensors, options), results, tensors))
+
+    return call
+
+
+def _as_outputs(op: Operation, made: Container[str], results: Tensors, tensors: Tensors) -> tuple[Tensor, ...]:
     """The outputs of an op. A missing result is empty, and no output may share memory with another.
 
     Only the gradients of weights and biases share memory, parts of one tensor of sums.
     """
-    parts = [] if op.function else [name for name in op.results if name.endswith(("_weight", "_bias"))]
-    whole = {name: results[name].clone() for name in parts[1:] if name in results}
-    results = {**results, **whole} if whole else results
-    some, made = next(iter(tensors.values())), op.made(tensors, options)
-    out = [results[name] if name in made and name in results else some.new_empty(0) for name in op.results]
-    return out[0] if len(out) == 1 else tuple(out) or None
+    if not op.function:
+        parts = [name for name in op.results if name.endswith(("_weight", "_bias"))]
+        results = {**results, **{name: results[name].clone() for name in parts[1:] if name in results}}
+    some = next(iter(tensors.values()))
+    return tuple([results[name] if name in made and name in results else some.new_empty(0) for name in op.results])
+
+
+def _returned(outputs: tuple[Tensor, ...]) -> Any:
+    return outputs[0] if len(outputs) == 1 else outputs or None
 
 
 def _fakes(op: Operation, tensors: Tensors, options: Options) -> Tensors:
@@ -218,7 +262,9 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [zeros[name]() if found.get(name) is None and name in zeros else found.get(name) for name in names]
 
 
-def _register_autograd(op: Operation) -> None:
+def _recording(op: Operation) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """The backward of torch's op, and the function that saves what it needs."""
+
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, options = read(op, inputs)
         made = op.made(tensors, options)
@@ -229,13 +275,14 @@ def _register_autograd(op: Operation) -> None:
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return *gradients(ctx, grads), *(None,) * ctx.rest
 
-    torch.library.register_autograd(f"jitrope::{op.name}", backward, setup_context=setup, lib=_lib)
+    return backward, setup
 
 
 for _op, _inplace in FORMS:
     _lib.define(_schema(_op, _inplace), tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"jitrope::{name_of(_op, _inplace)}", _implementation(_op, _inplace, _fakes), lib=_lib)
     if not _inplace and not _op.mutated:
-        _register_autograd(_op)
+        _backward, _setup = _recording(_op)
+        torch.library.register_autograd(f"jitrope::{_op.name}", _backward, setup_context=_setup, lib=_lib)
 register("CPU", _on_cpu)
-register("CUDA", on_gpu)
+register_launches("CUDA")

@@ -60,6 +60,17 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return found
 
 
+def autograd_of(op: str, backward: Callable[..., Any], setup: Callable[..., None]) -> Callable[..., Any] | None:
+    """The function that records an op for backward, as `torch.library.register_autograd` makes it, or None."""
+    made = getattr(torch._library, "autograd", None)
+    if made is None:
+        return None
+    namespace, _, name = op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    found: Callable[..., Any] = made.make_autograd_impl(packet.default, made.Info(backward, setup))
+    return found
+
+
 def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     """Return a C++ function that tests whether other tensors are of the same kind; None if this torch has none.
 
