@@ -257,6 +257,7 @@ def test_fewer_threads_of_a_norm_walk_the_tokens_of_a_fast_memory() -> None:
         ({"q_out": "fp8", "kv_out": "fp8", "hadamard": "head"}, 4608 / 528),
         ({"gradient": True, "inverse": True}, 4608 / 264),  # gradients of weights are summed
         ({"gradient": True, "inverse": True, "weight_dtype": None}, 2),
+        ({"gradient": True, "inverse": True, "weight_dtype": None, "freqs": True}, 4608 / 264),  # shares angles
     ],
 )
 def test_blocks_of_a_norm_walk_over_two_groups_of_tokens(changes: dict[str, Any], walks: float) -> None:

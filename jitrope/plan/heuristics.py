@@ -95,8 +95,8 @@ end / over 4 / 3 / 2 groups / no walk: (1, 8192, 32 + 8, 128) 1.11 / 1.06 / 1.05
 1.06 / 1.04 / 1.15; (1, 4608, 24 + 24, 128) 1.08 / 1.05 / 1.04 / 1.04 / 1.03; (1, 4096, 16 + 8, 256) with v 1.12 / - /
 1.08 / 1.06 / 1.06. A block that takes long to begin walks to the end, here beside 3 / 2 groups: with idle threads,
 heads of 72, 1.15 / 1.20 / 1.20; with a transform 1.14 / - / 1.22; with scales, Qwen3-VL's prefill, 1.30 / 1.46 / 1.48.
-So does one that sums gradients of weights: 1.11, with twice as many blocks 1.16. Without weights CogView4's gradient
-takes 1.04, with four times as many blocks 1.00."""
+So does a gradient with weights, whose gradients it sums, 1.11, with twice as many blocks 1.16, and one that shares
+angles, TransformerEngine's attention, 1.05 / 1.12. Others gain: CogView4 1.05 / 1.01."""
 
 GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
@@ -225,9 +225,9 @@ def _blocks_per_sm(spec: RopeSpec, threads: int, most: int) -> int:
 
 def _walks(p: RopeProblem, spec: RopeSpec, groups: int, at_once: int) -> int:
     """Blocks that walk over these groups of tokens, if so many fit on the GPU at once."""
-    sums = spec.gradient and (spec.weight_dtype is not None or spec.biased)
-    begins_slowly = sums or not spec.ring or spec.hadamard or spec.dynamic or spec.team > spec.lanes
-    stays = begins_slowly or p.memory_speed >= FAST_MEMORY
+    whole = spec.hadamard or spec.dynamic or spec.team > spec.lanes
+    sums = spec.gradient and (spec.weight_dtype is not None or spec.biased or spec.shares_angles)
+    stays = whole or sums or not spec.ring or p.memory_speed >= FAST_MEMORY
     return min(groups, at_once if stays else max(at_once, -(-groups // SHORT_WALK)))
 
 
