@@ -13,6 +13,7 @@ from ..plan.problem import Views
 from ..plan.views import Tensors, bias_like, packed_part, packed_shape, packed_sizes, packed_views, separate_views
 from . import checks, operation, reference
 from .fit import failing
+from .into import copy_heads
 from .operation import BIASES, ROTATION, WEIGHTS, Call, Normed, Operation, Rule, empty_like
 from .stand_ins import weight_sums
 
@@ -174,7 +175,7 @@ class RopeQKVBackward(Operation):
         """The gate's part of the gradient is a copy, because the kernel has as many heads to copy as k has."""
         if options.order == "qkv_gated":
             part = packed_part(outputs["qkv"], "gate", options)
-            part.copy_(tensors["dgate"]) if "dgate" in tensors else part.zero_()
+            copy_heads(part, tensors["dgate"]) if "dgate" in tensors else part.zero_()
         return outputs
 
     def gradient(self, call: Call, saved: Tensors, grads: Tensors, options: Options) -> Tensors:
