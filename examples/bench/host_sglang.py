@@ -66,7 +66,7 @@ def one_rank(arguments: Any, config: Any) -> Iterator[None]:
         dist.destroy_distributed_environment()
 
 
-def decoder_layers(model: Any, kind: str) -> nn.ModuleList:
+def decoder_layers(model: Any, kind: str) -> Any:
     """Decoder layers with random weights."""
     from sglang.srt.models.qwen3 import Qwen3DecoderLayer
     from sglang.srt.models.qwen3_moe import Qwen3MoeAttention
@@ -75,7 +75,7 @@ def decoder_layers(model: Any, kind: str) -> nn.ModuleList:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(DEVICE):
-            layers = nn.ModuleList(Qwen3DecoderLayer(model, i) for i in range(model.num_hidden_layers))
+            layers: Any = nn.ModuleList(Qwen3DecoderLayer(model, i) for i in range(model.num_hidden_layers))
             heads = model.num_attention_heads, model.num_key_value_heads
             words = {"head_dim": model.head_dim, "rms_norm_eps": model.rms_norm_eps, "config": model}
             for i, layer in enumerate(layers if kind else ()):

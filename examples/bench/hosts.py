@@ -20,14 +20,18 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from . import host_comfy, host_models, host_sglang, host_vllm
+from . import host_comfy, host_flashinfer, host_models, host_sglang, host_vllm
 from .harness import DEVICE, in_rounds, stream_time
 from .host_models import COUNTS, Pair, Side
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, app, chosen, say, show
 from .sections import Row, Section, Table, grouped, of, span
 
-HOSTS = {**host_models.HOSTS, **host_comfy.HOSTS, **host_vllm.HOSTS, **host_sglang.HOSTS}
+HOSTS = {
+    name: host
+    for module in (host_models, host_comfy, host_vllm, host_sglang, host_flashinfer)
+    for name, host in module.HOSTS.items()
+}
 TOLERANCE = 2**-4
 """Of the norm of a result or gradient: bf16 rounds q and k by 2**-9, and two layers and softmax make more of it."""
 OFF = "off %"
