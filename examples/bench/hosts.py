@@ -226,8 +226,13 @@ SECTION = Section(
     FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use. ComfyUI is not a
     package: its models here are blocks as wide as FLUX.1's, written for the bench with the functions of comfy-kitchen,
     and stock uses the backend in brackets. vLLM runs without its compiler, with all of its own kernels and a paged
-    cache; compiled, its eager step is a CUDA graph. In "fused op" its own op for norms and rope, which its compiler
-    puts there with `enable_qk_norm_rope_fusion`, stands against jitrope's; without it jitrope takes rope alone.
+    cache; compiled, its eager step is a CUDA graph, as SGLang's and FlashInfer's are. In "fused op" its own op for
+    norms and rope, which its compiler puts there with `enable_qk_norm_rope_fusion`, stands against jitrope's; without
+    it jitrope takes rope alone. SGLang's layers of Qwen3 run with FlashAttention 3 and pages of one token; in "rope and
+    cache" and "fused op" their attention is that of SGLang's Qwen3-MoE, where rope fills the cache too, or where
+    `--enable-fused-qk-norm-rope` puts one op for norms and rope. FlashInfer has no layers: these are as wide as
+    Qwen3-32B's, written for the bench with its norms, rope, cache, FlashAttention 2 and activation. Its function for
+    norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has.
     """,
     "jitrope bench hosts",
     (
