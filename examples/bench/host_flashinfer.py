@@ -76,8 +76,8 @@ class Layer(nn.Module):
             q, _ = function(*given, batch.indices, batch.indptr, batch.requests, positions, page_size=PAGE)
             return q.bfloat16()  # FlashAttention 2 takes no q in fp8
         fi.rope.apply_rope_with_cos_sin_cache_inplace(positions, q.flatten(1), k.flatten(1), HEAD_DIM, batch.table)
-        tables = batch.indices, batch.indptr, batch.last
-        fi.append_paged_kv_cache(k, v, batch.requests, positions, self.cache, *tables)
+        pages = batch.indices, batch.indptr, batch.last
+        fi.append_paged_kv_cache(k, v, batch.requests, positions, self.cache, *pages)
         return q
 
 

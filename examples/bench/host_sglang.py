@@ -77,9 +77,9 @@ def decoder_layers(model: Any, kind: str) -> Any:
         with torch.device(DEVICE):
             layers: Any = nn.ModuleList(Qwen3DecoderLayer(model, i) for i in range(model.num_hidden_layers))
             heads = model.num_attention_heads, model.num_key_value_heads
-            words = {"head_dim": model.head_dim, "rms_norm_eps": model.rms_norm_eps, "config": model}
+            words = {name: getattr(model, name) for name in ("head_dim", "rms_norm_eps", "max_position_embeddings")}
             for i, layer in enumerate(layers if kind else ()):
-                words |= {"rope_theta": layer.self_attn.rope_theta, "max_position_embeddings": 32768}
+                words |= {"rope_theta": layer.self_attn.rope_theta, "config": model}
                 layer.self_attn = Qwen3MoeAttention(model.hidden_size, *heads, i, **words)
     finally:
         torch.set_default_dtype(before)
