@@ -55,7 +55,7 @@ from examples.bench import (
 from jitrope.integrations import _host
 
 from . import fresh
-from .hosts import missing, timm, triton
+from .hosts import missing, stand_in, timm, triton
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "examples" / "results"
@@ -248,6 +248,16 @@ def test_a_step_puts_its_functions_into_the_module_of_ops() -> None:
         added, multiplied = (step(positions=torch.full((2,), 3.0), x=x) for step in steps)
         assert (added.tolist(), multiplied.tolist()) == ([13, 13], [16, 16])
     assert torch.equal(x, torch.ones(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the library is looked for")
+@pytest.mark.parametrize("name", ["sglang-decode", "flashinfer-decode"])
+def test_a_host_that_needs_a_gpu_is_left_out_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, name.partition("-")[0])
+    done = bench("hosts", "--only", name, "--smoke", "--json")
+    assert (done.exit_code, json.loads(done.stdout)["rows"]) == (0, [])
+    left = f"{name} is left out: {name.partition('-')[0]} cannot be imported (its kernels need a GPU)"
+    assert left in done.stderr
 
 
 def test_a_host_that_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .harness import DEVICE, angles, bf16
 from .host_models import Host, Pair, random_weights
-from .host_serving import Layers, pair_of
+from .host_serving import Layers, need_gpu, pair_of
 
 KINDS = {"": "", "fp8": " (fp8 cache)", "fused": " (norms, rope and cache)"}
 """Kinds of attention, and what follows the model's name: rope alone; rope, fp8 and the cache; all in one function."""
@@ -105,13 +105,12 @@ def batch_of(library: Any, cache_dtype: torch.dtype, batch: int, cached: int, ne
 @contextmanager
 def pair(decode: bool, kind: str, smoke: bool) -> Iterator[Pair]:
     """Two layers of Qwen3-32B: one token of each of 8 sequences with 1024 earlier ones, or 4096 tokens of one."""
+    need_gpu()
     import flashinfer
     import flashinfer.cake_fused_qk_rope_append
 
     from jitrope.integrations import flashinfer as integration
 
-    if DEVICE != "cuda":
-        raise ImportError("its kernels need a GPU")
     width, wide = (64, 96) if smoke else (5120, 25600)
     with torch.device(DEVICE):
         layers: Any = nn.ModuleList(Layer(flashinfer, kind, width, wide) for _ in range(2))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .harness import DEVICE, bf16
 from .host_models import LM_TINY, QWEN3, Host, Pair, random_weights
-from .host_serving import Layers, pair_of
+from .host_serving import Layers, need_gpu, pair_of
 
 KINDS = {"": "", "cache": " (rope and cache)", "fused": " (fused op)"}
 """Kinds of attention, and what follows the model's name: rope alone, rope that fills the cache, norms and rope."""
@@ -133,7 +133,8 @@ def batch_of(runner: Any, batch: int, cached: int, new: int) -> tuple[Tensor, Ca
 @contextmanager
 def pair(decode: bool, kind: str, smoke: bool) -> Iterator[Pair]:
     """Two layers of Qwen3-8B: one token of each of 8 sequences with 1024 earlier ones, or 4096 tokens of one."""
-    import sgl_kernel  # noqa: F401  # raises ImportError where SGLang cannot run
+    need_gpu()
+    import sgl_kernel  # noqa: F401  # raises ImportError if SGLang's kernels are not installed
     from transformers import Qwen3Config
 
     from jitrope.integrations import sglang as integration
