@@ -18,6 +18,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from itertools import count, dropwhile, product, takewhile
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,7 +40,7 @@ from examples.bench import (
     harness,
     host,
     host_models,
-    host_vllm,
+    host_serving,
     hosts,
     layer,
     plots,
@@ -203,8 +204,8 @@ def test_a_smoke_run_of_hosts(name: str) -> None:
     package = hosts.HOSTS[name].package.partition(".")[0]
     if package == "timm":
         timm()
-    elif package == "vllm" and not torch.cuda.is_available():
-        pytest.skip("vLLM's kernels need a GPU")
+    elif package in ("vllm", "sglang", "flashinfer") and not torch.cuda.is_available():
+        pytest.skip(f"the kernels of {package} need a GPU")
     elif find_spec(package) is None:
         missing(f"pip install {package}")
     with triton() if package == "torchtitan" else nullcontext():
@@ -233,20 +234,30 @@ def test_models_of_hosts_have_their_real_widths(name: str, monkeypatch: pytest.M
     assert (batch * tokens, width) == (8 if name == "qwen3-decode" else 4096, 2304 if name == "gemma4-train" else 4096)
 
 
-def test_a_step_of_vllm_puts_its_functions_into_the_module_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = stand_in(monkeypatch, "vllm._custom_ops")
+def test_a_step_puts_its_functions_into_the_module_of_ops() -> None:
+    ops = ModuleType("ops")
 
     class Layer(nn.Module):
-        def forward(self, positions: Tensor, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        def forward(self, positions: Tensor, x: Tensor, by: int, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             before = x if residual is None else x + residual
-            return ops.rotary_embedding(positions, before), before
+            return ops.function(positions, by * before), before
 
-    layers, x = nn.ModuleList([Layer(), Layer()]), torch.ones(2)
-    steps = [host_vllm.Step(layers, {"rotary_embedding": function}, nullcontext) for function in (torch.add, torch.mul)]
+    model, x = host_serving.Layers(nn.ModuleList([Layer(), Layer()]), nullcontext, (1,)), torch.ones(2)
+    steps = [host_serving.Step(model, {(ops, "function"): function}) for function in (torch.add, torch.mul)]
     for _ in range(2):
-        added, multiplied = (step(torch.full((2,), 3.0), x) for step in steps)
+        added, multiplied = (step(positions=torch.full((2,), 3.0), x=x) for step in steps)
         assert (added.tolist(), multiplied.tolist()) == ([13, 13], [16, 16])
     assert torch.equal(x, torch.ones(2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the library is looked for")
+@pytest.mark.parametrize("name", ["sglang-decode", "flashinfer-decode"])
+def test_a_host_that_needs_a_gpu_is_left_out_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, name.partition("-")[0])
+    done = bench("hosts", "--only", name, "--smoke", "--json")
+    assert (done.exit_code, json.loads(done.stdout)["rows"]) == (0, [])
+    left = f"{name} is left out: {name.partition('-')[0]} cannot be imported (its kernels need a GPU)"
+    assert left in done.stderr
 
 
 def test_a_host_that_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ Both sides have the same layers and the same paged cache: a step first puts its 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .harness import DEVICE, bf16
-from .host_models import LM_TINY, QWEN3, Host, Pair, Side, counts, random_weights
+from .host_models import LM_TINY, QWEN3, Host, Pair, random_weights
+from .host_serving import Layers, pair_of
 
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # read by vLLM's import; stdout is for the report
 
@@ -25,47 +26,6 @@ OPS = ("rotary_embedding", "fused_qk_norm_rope")
 BLOCK = 16
 """Tokens in a block of the paged cache."""
 TINY = {**LM_TINY, "head_dim": 64}
-
-
-class Step(nn.Module):
-    """A step of layers of vLLM. functions: vLLM's ops or jitrope's. context: makes vLLM's forward context."""
-
-    def __init__(
-        self, layers: nn.ModuleList, functions: Mapping[str, Callable[..., Any]], context: Callable[[], Any]
-    ) -> None:
-        super().__init__()
-        self.layers, self.functions, self.context = layers, functions, context
-        self.graph: Any = None
-        self.out: Tensor | None = None
-
-    def compile(self, **_: Any) -> None:
-        """Take a CUDA graph from the next step on, as vLLM does without its compiler."""
-        if DEVICE == "cuda":
-            self.graph = torch.cuda.CUDAGraph()
-
-    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
-        """x through all layers."""
-        if self.graph is None:
-            return self.eager(positions, x)
-        if self.out is None:
-            with torch.cuda.graph(self.graph):
-                self.out = self.eager(positions, x)
-        self.graph.replay()
-        return self.out
-
-    def eager(self, positions: Tensor, x: Tensor) -> Tensor:
-        """x through all layers, without a graph."""
-        from vllm import _custom_ops
-
-        for name, function in self.functions.items():
-            setattr(_custom_ops, name, function)
-        x = x.clone()  # the layers add to their input in place
-        residual: Any = None
-        with self.context():
-            for layer in self.layers:
-                x, residual = layer(positions, x, residual)
-        total: Tensor = x + residual
-        return total
 
 
 def fused_attention(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
@@ -173,11 +133,8 @@ def pair(decode: bool, fused: bool, smoke: bool) -> Iterator[Pair]:
         shape = (2, 8, 1) if smoke and decode else (1, 0, 6) if smoke else (8, 1024, 1) if decode else (1, 0, 4096)
         positions, context = batch_of(config, *shape)
         words = {"positions": positions, "x": bf16(len(positions), model.hidden_size)}
-        stock = {name: getattr(_custom_ops, name) for name in OPS}
-        report = stack.enter_context(integration.enable())
-        ours = {name: getattr(_custom_ops, name) for name in OPS}
-        sides = [Side(Step(layers, functions, context), words) for functions in (stock, ours)]
-        yield Pair(sides[0], sides[1], partial(counts, report, fused), trained=False)
+        places = [(_custom_ops, name) for name in OPS]
+        yield stack.enter_context(pair_of(integration, places, Layers(layers, context), words, fused))
 
 
 HOSTS = {

@@ -20,14 +20,18 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from . import host_comfy, host_models, host_vllm
+from . import host_comfy, host_flashinfer, host_models, host_sglang, host_vllm
 from .harness import DEVICE, in_rounds, stream_time
 from .host_models import COUNTS, Pair, Side
 from .plots import Plot
 from .report import AS_JSON, ONLY, SMOKE, app, chosen, say, show
 from .sections import Row, Section, Table, grouped, of, span
 
-HOSTS = {**host_models.HOSTS, **host_comfy.HOSTS, **host_vllm.HOSTS}
+HOSTS = {
+    name: host
+    for module in (host_models, host_comfy, host_vllm, host_sglang, host_flashinfer)
+    for name, host in module.HOSTS.items()
+}
 TOLERANCE = 2**-4
 """Of the norm of a result or gradient: bf16 rounds q and k by 2**-9, and two layers and softmax make more of it."""
 OFF = "off %"
@@ -222,8 +226,13 @@ SECTION = Section(
     FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use. ComfyUI is not a
     package: its models here are blocks as wide as FLUX.1's, written for the bench with the functions of comfy-kitchen,
     and stock uses the backend in brackets. vLLM runs without its compiler, with all of its own kernels and a paged
-    cache; compiled, its eager step is a CUDA graph. In "fused op" its own op for norms and rope, which its compiler
-    puts there with `enable_qk_norm_rope_fusion`, stands against jitrope's; without it jitrope takes rope alone.
+    cache; compiled, its eager step is a CUDA graph, as SGLang's and FlashInfer's are. In "fused op" its own op for
+    norms and rope, which its compiler puts there with `enable_qk_norm_rope_fusion`, stands against jitrope's; without
+    it jitrope takes rope alone. SGLang's layers of Qwen3 run with FlashAttention 3 and pages of one token; in "rope and
+    cache" and "fused op" their attention is that of SGLang's Qwen3-MoE, where rope fills the cache too, or where
+    `--enable-fused-qk-norm-rope` puts one op for norms and rope. FlashInfer has no layers: these are as wide as
+    Qwen3-32B's, written for the bench with its norms, rope, cache, FlashAttention 2 and activation. Its function for
+    norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has.
     """,
     "jitrope bench hosts",
     (
