@@ -64,7 +64,7 @@ def frequencies(
     (arXiv:2309.00071, section 3.2).
     """
     pairs = torch.cat([torch.arange(width // 2, device=device) for width in widths]).float()
-    sizes = torch.cat([torch.full((width // 2,), float(width), device=device) for width in widths])
+    sizes = torch.cat([torch.full((width // 2,), float(width), dtype=torch.float32, device=device) for width in widths])
     found = torch.pow(base, -2.0 * pairs / sizes)
     if factor == 1.0:
         return found

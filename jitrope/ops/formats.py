@@ -27,8 +27,9 @@ def divided(y: Tensor, scale: Tensor, word: str) -> Tensor:
 
 def _two_in_a_byte(units: Tensor) -> Tensor:
     """Numbers up to 6 in size as e2m1, rounded to the nearest, ties to the even; the first of two in the low bits."""
-    below = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # halfway between e2m1's numbers
-    below[1::2] = torch.nextafter(below[1::2], torch.zeros(()))  # halfway goes up to the even number
+    halfway = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between e2m1's numbers
+    below = torch.tensor(halfway, dtype=torch.float32)
+    below[1::2] = torch.nextafter(below[1::2], below.new_zeros(()))  # halfway goes up to the even number
     codes = torch.bucketize(units.abs().contiguous(), below.to(units.device)) | units.signbit().long() << 3
     return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
@@ -58,7 +59,8 @@ def scaled_elements(y: Tensor, o: Options, global_scale: Tensor | None = None) -
         scale = value_of_powers(exponents)
         stored = exponents.view(E8M0) if o.scale_out == "e8m0" else scale
     elif o.scale_out == "fp8":
-        unit = torch.ones((), device=y.device) if global_scale is None else of_heads(global_scale, o)
+        one = torch.ones((), dtype=torch.float32, device=y.device)
+        unit = one if global_scale is None else of_heads(global_scale, o)
         none = unit == 0  # as of a tensor of zeros
         stored = divided(scale.masked_fill(none, 0), unit.masked_fill(none, 1), "fp8")
         scale = stored.float() * unit

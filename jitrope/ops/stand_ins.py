@@ -29,7 +29,7 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
     kept: dict[tuple[Any, ...], Any] = {}
 
     def get(device: torch.device, *numbers: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        if watch.watched() or watch.transformed():
             return make(device, *numbers)
         key = (device, *numbers)
         if key in kept:
@@ -95,7 +95,8 @@ def missing_weights(tensors: Tensors, options: Options) -> Tensors:
 @constant
 def one_row(device: torch.device, pairs: int) -> tuple[Tensor, Tensor]:
     """Cosines of one and sines of zero."""
-    return torch.ones(1, pairs, device=device), torch.zeros(1, pairs, device=device)
+    like = torch.empty(1, pairs, dtype=torch.float32, device=device)
+    return torch.ones_like(like), torch.zeros_like(like)
 
 
 @constant

@@ -347,4 +347,4 @@ def scale_number(name: str, label: str, scale: Any) -> float:
 @constant
 def _scale_of(device: torch.device, scale: float, label: str) -> Tensor:
     """A separate tensor for each argument, because guards refuse a tensor that is given twice."""
-    return torch.full((), scale, device=device)
+    return torch.full((), scale, dtype=torch.float32, device=device)

@@ -28,6 +28,11 @@ def watched() -> bool:
     return is_compiling() or dispatch_modes() > 0 or forward_ad._current_level >= 0 or _tracing() is not None
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def plain(tensors: Mapping[str, Any]) -> bool:
     """Whether the tensors can be read from the GPU's memory directly, and only autograd watches.
 
@@ -36,7 +41,9 @@ def plain(tensors: Mapping[str, Any]) -> bool:
     for x in tensors.values():
         if type(x) not in _PLAIN or not on_gpu(x) or x.is_neg() or x.is_conj() or _legacy_batched(x):
             return False
-    return not watched() and torch._C._functorch.peek_interpreter_stack() is None
+        if x._is_zerotensor() or torch._is_functional_tensor(x):  # they have no memory
+            return False
+    return not watched() and not transformed()
 
 
 def wants_grad(*tensors: Any) -> bool:

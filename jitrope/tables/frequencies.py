@@ -133,7 +133,7 @@ def _ntk(p: Any) -> Found:
 def _dynamic(p: Any) -> Found:
     """NTK with a factor that grows with the sequence; it is 1 up to max_position_embeddings."""
     trained, seq = p.max_position_embeddings, p.seq_len  # a tensor stays on its device
-    longest = seq.max().clamp(min=trained) if isinstance(seq, Tensor) else max(seq or 0, trained)
+    longest = seq.max().clamp(min=trained).float() if isinstance(seq, Tensor) else max(seq or 0, trained)
     base = p.theta * ((p.factor * longest / trained) - (p.factor - 1)) ** (p.dim / (p.dim - 2))
     return 1.0 / _powers(p, base), 1.0
 
