@@ -135,9 +135,10 @@ def slots_of(indices: Tensor, indptr: Tensor, requests: Tensor, positions: Tenso
     """The slot of each token; -1 for a token of no request."""
     if not indices.numel():
         return torch.full_like(requests, -1)
-    place = indptr[requests.clamp(min=0).long()] + positions // page_size
-    pages = indices[place.long().clamp(0, indices.numel() - 1)]
-    return torch.where(requests < 0, -1, pages * page_size + positions % page_size)
+    number = positions // page_size  # of a page among its request's
+    place = indptr.index_select(0, requests.clamp(min=0)).add_(number).clamp_(0, indices.numel() - 1)
+    slots = torch.add(positions, indices.index_select(0, place) - number, alpha=page_size)
+    return slots.masked_fill_(requests < 0, -1)
 
 
 _AXES: Any = WeakTensorKeyDictionary()
