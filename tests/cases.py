@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitrope.ops import library, reference
+from jitrope.ops import dispatch, library, reference
 from jitrope.ops.operation import Operation
 from jitrope.ops.operations import QK_NORM_ROPE, QK_NORM_ROPE_JOINT, ROPE
 from jitrope.plan.options import LAYOUT_AXES, NormOptions, Options
@@ -911,7 +911,7 @@ def rope_reference(*arguments: Any, **dtypes: Any) -> list[Tensor | None]:
 
 def launched(op: Operation, tensors: Any, tables: Any, options: Options) -> list[Tensor | None]:
     """The results of an operation's launch; None for a missing result."""
-    results = library.on_gpu(op, named(op, tensors, tables), options)
+    results = dispatch.call(op, named(op, tensors, tables), options)
     return [results.get(name) for name in (results if "qkv" in results else op.results)]
 
 

@@ -44,6 +44,11 @@ def in_fp4(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, w: Tensor) -> Any:
     return [x.values.view(torch.uint8) for found in made for x in found[:2]]
 
 
+def frequencies(length: Tensor) -> Tensor:
+    words: Any = {"factor": 4.0, "max_position_embeddings": 4096, "device": length.device}
+    return jitrope.tables.inv_freq("dynamic", rotary_dim=64, seq_len=length, **words)[0]
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "q_scale": lambda q, k, cos, sin, w: jitrope.apply_rope(q, k, cos, sin, q_scale=0.3),
     "quantize": lambda q, k, cos, sin, w: jitrope.prepare_qkv(q, k, None, cos, sin, quantize=Quantize(0.06, 0.04))[:2],
@@ -51,9 +56,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "norm": lambda q, k, cos, sin, w: jitrope.prepare_qkv(q, k, None, cos, sin, norm=Norm(w, w))[:2],
     "norm without a table": lambda q, k, cos, sin, w: jitrope.prepare_qkv(q, k, None, norm=Norm(w, w))[:2],
     "fp4": in_fp4,
-    "frequencies": lambda q, k, cos, sin, w: jitrope.tables.inv_freq(
-        "dynamic", rotary_dim=64, factor=4.0, max_position_embeddings=4096, seq_len=torch.tensor(9000, device=q.device)
-    )[0],
+    "frequencies": lambda q, k, cos, sin, w: frequencies(torch.tensor(9000, device=q.device)),
 }
 
 
