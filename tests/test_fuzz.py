@@ -20,7 +20,7 @@ from jitrope.jit.entry import Key
 from jitrope.jit.registry import spec_from_dict
 from jitrope.plan import partition
 from jitrope.plan.arguments import declarations
-from jitrope.plan.heuristics import MAX_GRID_Y, SHARED_BYTES, RopeProblem, plan, shared_by_stages
+from jitrope.plan.heuristics import MAX_GRID_Y, SHARED_BYTES, SHORT_WALK, RopeProblem, plan, shared_by_stages
 from jitrope.plan.options import NORM_KINDS, NORM_ROUNDINGS, ROUNDINGS, SCALE_DTYPES
 from jitrope.plan.spec import RopeSpec
 from jitrope.plan.views import GROUPS
@@ -248,7 +248,9 @@ def test_plans_are_launchable_and_whole(p: RopeProblem) -> None:
     if p.across_heads or p.gradient:  # a block walks tokens, or rows
         assert p.across_heads or y * step >= p.heads
     elif spec.launch == "token_linear":
-        assert x * spec.tokens_per_block >= p.tokens or (spec.ring and x >= p.sm_count * spec.blocks_per_sm)
+        groups = -(-p.tokens // spec.tokens_per_block)
+        walks = (-(-groups // SHORT_WALK), p.sm_count * spec.blocks_per_sm)
+        assert x >= groups or (spec.ring and x in walks)
         if p.v_dim:  # latent attention has tiles of heads
             assert spec.one_step
             assert y * step >= p.heads

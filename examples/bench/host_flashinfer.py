@@ -20,7 +20,7 @@ from .host_models import Host, Pair, random_weights
 from .host_serving import Layers, need_gpu, pair_of
 
 KINDS = {"": "", "fp8": " (fp8 cache)", "fused": " (norms, rope and cache)"}
-"""Kinds of attention, and what follows the model's name: rope alone; rope, fp8 and the cache; all in one function."""
+"""Kinds of attention, and the text after the model's name: rope alone; rope, fp8 and the cache; all in one function."""
 PLACES = (
     ("rope", "apply_rope_with_cos_sin_cache_inplace"),
     ("rope", "rope_quantize_fp8_append_paged_kv_cache"),
@@ -82,7 +82,7 @@ class Layer(nn.Module):
 
 
 def batch_of(library: Any, cache_dtype: torch.dtype, batch: int, cached: int, new: int) -> Any:
-    """What FlashInfer's functions read of sequences with cached tokens and new ones, and its plan for attention."""
+    """FlashInfer's tables of sequences with cached tokens and new ones, and its plan for attention."""
     length = cached + new
     each = -(-length // PAGE)  # pages of a sequence
     integers = partial(torch.arange, device=DEVICE, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What `bench hosts` needs for a library that serves models: one model under two sets of functions, and CUDA graphs."""
+"""Steps of libraries that serve models, for `bench hosts`: one model under two sets of functions, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def need_gpu() -> None:
 class Layers(nn.Module):
     """Decoder layers that hand on a residual.
 
-    context: makes what a step runs in. more: what each layer takes between its input and the residual.
+    context: makes the context of a step. more: each layer's arguments between its input and the residual.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Layers(nn.Module):
 
 
 class Step(nn.Module):
-    """A step of a model. functions: by module and name, what the step first puts there: the library's or jitrope's."""
+    """A step of a model. functions: those that it first puts into modules, by module and name."""
 
     def __init__(self, model: nn.Module, functions: Mapping[tuple[Any, str], Callable[..., Any]]) -> None:
         super().__init__()

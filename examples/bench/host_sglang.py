@@ -21,7 +21,7 @@ from .host_models import LM_TINY, QWEN3, Host, Pair, random_weights
 from .host_serving import Layers, need_gpu, pair_of
 
 KINDS = {"": "", "cache": " (rope and cache)", "fused": " (fused op)"}
-"""Kinds of attention, and what follows the model's name: rope alone, rope that fills the cache, norms and rope."""
+"""Kinds of attention, and the text after the model's name: rope alone, rope that fills the cache, norms and rope."""
 PLACES = (
     ("sglang.kernels.ops.attention.rope", "apply_rope_inplace"),
     ("sglang.kernels.ops.attention.rope", "apply_rope_inplace_with_kvcache"),
@@ -50,7 +50,7 @@ def configuration(model: Any, fused: bool) -> tuple[Any, Any]:
 
 @contextmanager
 def one_rank(arguments: Any, config: Any) -> Iterator[None]:
-    """SGLang's arguments in force, with its groups, of this process alone."""
+    """Put SGLang's arguments in force, and make its groups of this process alone."""
     from sglang.srt.distributed import parallel_state as dist
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.server_args import set_global_server_args_for_scheduler
@@ -88,7 +88,7 @@ def decoder_layers(model: Any, kind: str) -> Any:
 
 
 def runner_of(arguments: Any, config: Any, batch: int, length: int) -> Any:
-    """What attention reads of SGLang's runner of models, with a filled cache of pages of one token."""
+    """A stand-in for SGLang's runner of models, as attention reads it, with a filled cache of pages of one token."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
     layers = config.hf_config.num_hidden_layers

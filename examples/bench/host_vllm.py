@@ -43,7 +43,7 @@ def fused_attention(self: Any, positions: Tensor, hidden_states: Tensor) -> Tens
 
 @contextmanager
 def one_rank(config: Any) -> Iterator[None]:
-    """vLLM's configuration in force, with its choice of kernels and its groups, of this process alone."""
+    """Put vLLM's configuration in force, with its choice of kernels, and make its groups of this process alone."""
     from vllm import distributed as dist
     from vllm.config import set_current_vllm_config
 

@@ -135,7 +135,7 @@ def slots_of(indices: Tensor, indptr: Tensor, requests: Tensor, positions: Tenso
     """The slot of each token; -1 for a token of no request."""
     if not indices.numel():
         return torch.full_like(requests, -1)
-    number = positions // page_size  # of a page among its request's
+    number = positions // page_size  # the page's index within its request
     place = indptr.index_select(0, requests.clamp(min=0)).add_(number).clamp_(0, indices.numel() - 1)
     slots = torch.add(positions, indices.index_select(0, place) - number, alpha=page_size)
     return slots.masked_fill_(requests < 0, -1)

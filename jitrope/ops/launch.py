@@ -43,7 +43,8 @@ MAX_APART = 1024
 
 MAX_RECENT = 256
 MAX_RECENT_KINDS = 8
-"""The most sets of words, and kinds of tensors for each, that the fast path of a thread remembers."""
+"""The most sets of words, and kinds of tensors for each, that the fast path of a thread remembers, with those of
+torch's ops. Beyond it the oldest are dropped."""
 
 Asked = Any
 """A user's words as given (a dict), or `Options` that were checked."""
@@ -146,8 +147,8 @@ def prepare(op: Operation, given: Tensors, tensors: Tensors, key: Any, options: 
     known.stand_ins = dict([*tensors.items()][len(given) :])
     statics = {**known.stand_ins, **(missing_weights(tensors, options) if op.norm else {})}
     _plan(known, {**tensors, **statics}, statics)
-    if statics and watch.capturing(next(iter(given.values()))):
-        return known  # tensors made during a capture belong to its graph
+    if statics and (watch.watched() or watch.transformed() or watch.capturing(next(iter(given.values())))):
+        return known  # its tensors are not those that calls share: those of a capture belong to its graph
     if len(local.known) >= MAX_LAUNCHES:
         local.known.clear()
     with contextlib.suppress(TypeError):  # a word without a hash
@@ -242,8 +243,8 @@ def keep_in_mind(
     form = known.form._replace(
         twice=again, guarded=True, recorded=bool(wants) and records, unrecorded=bool(wants) and not records
     )
-    if len(local.recent) >= MAX_RECENT:
-        local.recent = {}
+    if len(local.recent) >= MAX_RECENT and key not in local.recent:
+        del local.recent[next(iter(local.recent))]
     with contextlib.suppress(TypeError):  # a word without a hash
         kinds = local.recent.setdefault(key, [])
         replay = known.written_out(form, matches, record)

@@ -157,8 +157,7 @@ def register_launches(key: str) -> None:
     """Make launches the implementation of all ops for a dispatch key, and for its key of autograd."""
     for op, inplace in FORMS:
         _lib.impl(name_of(op, inplace), _launches(op, inplace), key, with_keyset=True)
-        recorded = None if inplace or op.mutated else watch.autograd_of(f"jitrope::{op.name}", *_recording(op))
-        if recorded is not None:
+        if recorded := None if inplace or op.mutated else watch.autograd_of(f"jitrope::{op.name}", *_recording(op)):
             _lib.impl(op.name, _launches(op, inplace, recorded), f"Autograd{key}", with_keyset=True)
 
 
@@ -173,21 +172,22 @@ def _launches(op: Operation, inplace: bool, recorded: Callable[..., Any] | None 
 
     def call(keys: Any, *given: Any) -> Any:
         tensors = _named(names, given)
+        key = (op, inplace, *tensors, *given[first:sections], *given[sections], *given[sections + 1 :])
         try:
-            key = (op, inplace, *tensors, *given[first:sections], *given[sections], *given[sections + 1 :])
-            for replay in () if watch.watched() else launch.local.recent[key]:
-                out = replay(tensors, *tensors.values())
-                if out is not None:
-                    return None if inplace else _returned(out)
-        except (KeyError, TypeError):  # a symbolic number has no hash
-            pass
-        plain = watch.plain(tensors)
-        if recorded is not None and (not plain or watch.wants_grad(*tensors.values())):
+            recent = () if watch.watched() else launch.local.recent.get(key, ())
+        except TypeError:  # a symbolic number has no hash
+            recent = ()
+        for replay in recent:
+            out = replay(tensors, *tensors.values())
+            if out is not None:
+                return None if inplace else _returned(out)
+        plain, wants = watch.plain(tensors), watch.wants_grad(*tensors.values())
+        if recorded is not None and (wants or not plain):
             return recorded(keys, *given)
         tensors, options = read(op, given, inplace)
         known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
         outputs = partial(_as_outputs, op, op.made(tensors, options))
-        if plain:
+        if plain and not wants:
             launch.keep_in_mind(known, tensors, key, outputs=None if inplace else outputs)
         results = known.run(tensors)
         return None if inplace else _returned(outputs(results, tensors))

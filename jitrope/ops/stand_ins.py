@@ -24,7 +24,8 @@ def constant(make: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the tensors of a function that depend only on a device and some numbers.
 
     The first call waits for the stream that fills them, so that every stream may read them. Tensors made under
-    torch.compile, fake tensors or a CUDA graph's capture are not kept. Graphs read those that are, so none is freed.
+    torch.compile, a dispatch mode, a transform of torch.func, forward-mode AD, torch.jit.trace or a CUDA graph's
+    capture are not kept. Graphs read those that are, so none is freed.
     """
     kept: dict[tuple[Any, ...], Any] = {}
 

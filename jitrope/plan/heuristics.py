@@ -95,14 +95,14 @@ end / over 4 / 3 / 2 groups / no walk: (1, 8192, 32 + 8, 128) 1.11 / 1.06 / 1.05
 1.06 / 1.04 / 1.15; (1, 4608, 24 + 24, 128) 1.08 / 1.05 / 1.04 / 1.04 / 1.03; (1, 4096, 16 + 8, 256) with v 1.12 / - /
 1.08 / 1.06 / 1.06. A block that takes long to begin walks to the end, here beside 3 / 2 groups: with idle threads,
 heads of 72, 1.15 / 1.20 / 1.20; with a transform 1.14 / - / 1.22; with scales, Qwen3-VL's prefill, 1.30 / 1.46 / 1.48.
-So does a gradient with weights, whose gradients it sums, 1.11, with twice as many blocks 1.16, and one that shares
-angles, TransformerEngine's attention, 1.05 / 1.12. Others gain: CogView4 1.05 / 1.01."""
+So does a gradient with weights, whose gradients it sums: the first call 1.11, with twice as many blocks 1.16. Without
+weights CogView4's takes 1.04, with four times as many blocks 1.00."""
 
 GRADIENT_HEADS_PER_THREAD = 2
 GRADIENT_BLOCK_THREADS = 192
 GRADIENT_THREADS_PER_SM = 384
 ROW_GRADIENT_THREADS_PER_SM = 256
-"""The same for the gradient of a norm: its blocks walk over the tokens and sum the weights' gradients. H100, x the copy
+"""The same for the gradient of a norm, whose blocks walk over the tokens and sum weights' gradients. H100, x the copy
 of all bytes read and written, the same calls: 1.20 / 1.20 (the kernel alone 1.09 / 1.12), 480 threads 1.21 / 1.37; one
 head with 480 1.29 / 1.20. Across heads a thread holds sums of several heads, and 384 threads spill. A block takes
 another token only within its target, so 288 to 384 threads run where blocks of 256 leave 256; that is not timed."""
@@ -224,10 +224,10 @@ def _blocks_per_sm(spec: RopeSpec, threads: int, most: int) -> int:
 
 
 def _walks(p: RopeProblem, spec: RopeSpec, groups: int, at_once: int) -> int:
-    """Blocks that walk over these groups of tokens, if so many fit on the GPU at once."""
-    whole = spec.hadamard or spec.dynamic or spec.team > spec.lanes
-    sums = spec.gradient and (spec.weight_dtype is not None or spec.biased or spec.shares_angles)
-    stays = whole or sums or not spec.ring or p.memory_speed >= FAST_MEMORY
+    """The number of blocks for these groups of tokens. at_once: the blocks that fit on the GPU."""
+    slow_start = spec.hadamard or spec.dynamic or spec.team > spec.lanes
+    sums = spec.gradient and (spec.weight_dtype is not None or spec.biased)
+    stays = slow_start or sums or not spec.ring or p.memory_speed >= FAST_MEMORY
     return min(groups, at_once if stays else max(at_once, -(-groups // SHORT_WALK)))
 
 
