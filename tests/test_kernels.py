@@ -80,6 +80,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
 
     monkeypatch.setattr(launch, "plan_call", noted)
     launch.local.known.clear()
+    launch.local.recent.clear()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield made
     torch.use_deterministic_algorithms(False)
