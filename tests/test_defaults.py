@@ -67,7 +67,7 @@ def bits(found: Any) -> list[Any]:
 
 
 def forget() -> None:
-    """Tensors that calls keep."""
+    """Forget the tensors that calls keep."""
     for made in (stand_ins.one_row, stand_ins.filled, values._scale_of, _serving.frequencies):
         made.cache_clear()
 

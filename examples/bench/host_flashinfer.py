@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .harness import DEVICE, angles, bf16
-from .host_models import Host, Pair, random_weights
-from .host_serving import Layers, need_gpu, pair_of
+from .host_models import Pair, random_weights
+from .host_serving import Layers, hosts, need_gpu, pair_of, sizes
 
 KINDS = {"": "", "fp8": " (fp8 cache)", "fused": " (norms, rope and cache)"}
 """Kinds of attention, and the text after the model's name: rope alone; rope, fp8 and the cache; all in one function."""
@@ -115,7 +115,7 @@ def pair(decode: bool, kind: str, smoke: bool) -> Iterator[Pair]:
     with torch.device(DEVICE):
         layers: Any = nn.ModuleList(Layer(flashinfer, kind, width, wide) for _ in range(2))
     random_weights(layers)
-    shape = (2, 8, 1) if smoke and decode else (1, 0, 6) if smoke else (8, 1024, 1) if decode else (1, 0, 4096)
+    shape = sizes(decode, smoke)
     dtype = torch.float8_e4m3fn if kind == "fp8" else torch.bfloat16
     batch = batch_of(flashinfer, dtype, *shape)
     for layer in layers:
@@ -126,13 +126,4 @@ def pair(decode: bool, kind: str, smoke: bool) -> Iterator[Pair]:
         yield steps
 
 
-HOSTS = {
-    f"flashinfer-{'decode' if decode else 'prefill'}{'-' if kind else ''}{kind}": Host(
-        "flashinfer",
-        f"Qwen3-32B's layers{label}",
-        "decode, 8 sequences, 2 layers" if decode else "prefill, 4096 tokens, 2 layers",
-        partial(pair, decode, kind),
-    )
-    for kind, label in KINDS.items()
-    for decode in (True, False)
-}
+HOSTS = hosts("flashinfer", "Qwen3-32B's layers", KINDS, pair)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .harness import DEVICE
-from .host_models import Pair, Side, counts
+from .host_models import Host, Pair, Side, counts
 
 
 def need_gpu() -> None:
@@ -85,3 +85,27 @@ def pair_of(
         ours = {(module, name): getattr(module, name) for module, name in stock}
         sides = [Side(Step(model, functions), words) for functions in (stock, ours)]
         yield Pair(sides[0], sides[1], partial(counts, report, fused), trained=False)
+
+
+def sizes(decode: bool, smoke: bool) -> tuple[int, int, int]:
+    """(Sequences, cached tokens of each, new tokens of each) of a step."""
+    if smoke:
+        return (2, 8, 1) if decode else (1, 0, 6)
+    return (8, 1024, 1) if decode else (1, 0, 4096)
+
+
+def hosts(
+    package: str, model: str, kinds: Mapping[str, str], pair: Callable[[bool, str, bool], AbstractContextManager[Pair]]
+) -> dict[str, Host]:
+    """Decode and prefill of two layers with each kind of attention, by name.
+
+    kinds: by the end of a name, the text after the model's. pair: of (decode, kind, smoke).
+    """
+    steps = {"decode": "decode, 8 sequences, 2 layers", "prefill": "prefill, 4096 tokens, 2 layers"}
+    return {
+        f"{package}-{step}{'-' if kind else ''}{kind}": Host(
+            package, model + label, text, partial(pair, step == "decode", kind)
+        )
+        for kind, label in kinds.items()
+        for step, text in steps.items()
+    }

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .harness import DEVICE, bf16
-from .host_models import LM_TINY, QWEN3, Host, Pair, random_weights
-from .host_serving import Layers, need_gpu, pair_of
+from .host_models import LM_TINY, QWEN3, Pair, random_weights
+from .host_serving import Layers, hosts, need_gpu, pair_of, sizes
 
 KINDS = {"": "", "cache": " (rope and cache)", "fused": " (fused op)"}
 """Kinds of attention, and the text after the model's name: rope alone, rope that fills the cache, norms and rope."""
@@ -144,7 +144,7 @@ def pair(decode: bool, kind: str, smoke: bool) -> Iterator[Pair]:
     with ExitStack() as stack:
         stack.enter_context(one_rank(arguments, config))
         layers = decoder_layers(model, kind)
-        shape = (2, 8, 1) if smoke and decode else (1, 0, 6) if smoke else (8, 1024, 1) if decode else (1, 0, 4096)
+        shape = sizes(decode, smoke)
         runner = runner_of(arguments, config, shape[0], sum(shape[1:]))
         positions, context, batch = batch_of(runner, *shape)
         words = {"positions": positions, "x": bf16(len(positions), model.hidden_size)}
@@ -153,13 +153,4 @@ def pair(decode: bool, kind: str, smoke: bool) -> Iterator[Pair]:
         yield stack.enter_context(steps)
 
 
-HOSTS = {
-    f"sglang-{'decode' if decode else 'prefill'}{'-' if kind else ''}{kind}": Host(
-        "sglang",
-        f"Qwen3-8B{label}",
-        "decode, 8 sequences, 2 layers" if decode else "prefill, 4096 tokens, 2 layers",
-        partial(pair, decode, kind),
-    )
-    for kind, label in KINDS.items()
-    for decode in (True, False)
-}
+HOSTS = hosts("sglang", "Qwen3-8B", KINDS, pair)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .harness import DEVICE, bf16
-from .host_models import LM_TINY, QWEN3, Host, Pair, random_weights
-from .host_serving import Layers, pair_of
+from .host_models import LM_TINY, QWEN3, Pair, random_weights
+from .host_serving import Layers, hosts, pair_of, sizes
 
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # read by vLLM's import; stdout is for the report
 
+KINDS = {"": "", "fused": " (fused op)"}
+"""Kinds of attention, and the text after the model's name: rope alone, norms and rope."""
 OPS = ("rotary_embedding", "fused_qk_norm_rope")
 """The functions in vLLM's module of ops that a step may call, and that jitrope replaces."""
 BLOCK = 16
@@ -117,7 +119,7 @@ def batch_of(config: Any, batch: int, cached: int, new: int) -> tuple[Tensor, Ca
 
 
 @contextmanager
-def pair(decode: bool, fused: bool, smoke: bool) -> Iterator[Pair]:
+def pair(decode: bool, kind: str, smoke: bool) -> Iterator[Pair]:
     """Two layers of Qwen3-8B: one token of each of 8 sequences with 1024 earlier ones, or 4096 tokens of one."""
     import vllm._C_stable_libtorch  # noqa: F401  # raises ImportError where vLLM cannot run
     from transformers import Qwen3Config
@@ -129,21 +131,12 @@ def pair(decode: bool, fused: bool, smoke: bool) -> Iterator[Pair]:
     config = configuration(model)
     with ExitStack() as stack:
         stack.enter_context(one_rank(config))
-        layers = decoder_layers(model, config, fused)
-        shape = (2, 8, 1) if smoke and decode else (1, 0, 6) if smoke else (8, 1024, 1) if decode else (1, 0, 4096)
+        layers = decoder_layers(model, config, kind == "fused")
+        shape = sizes(decode, smoke)
         positions, context = batch_of(config, *shape)
         words = {"positions": positions, "x": bf16(len(positions), model.hidden_size)}
         places = [(_custom_ops, name) for name in OPS]
-        yield stack.enter_context(pair_of(integration, places, Layers(layers, context), words, fused))
+        yield stack.enter_context(pair_of(integration, places, Layers(layers, context), words, kind == "fused"))
 
 
-HOSTS = {
-    f"vllm-{'decode' if decode else 'prefill'}{'-fused' if fused else ''}": Host(
-        "vllm",
-        "Qwen3-8B (fused op)" if fused else "Qwen3-8B",
-        "decode, 8 sequences, 2 layers" if decode else "prefill, 4096 tokens, 2 layers",
-        partial(pair, decode, fused),
-    )
-    for fused in (False, True)
-    for decode in (True, False)
-}
+HOSTS = hosts("vllm", "Qwen3-8B", KINDS, pair)
