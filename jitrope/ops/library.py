@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from string import ascii_letters
 from typing import Any
 
@@ -157,15 +157,17 @@ def register_launches(key: str) -> None:
     """Make launches the implementation of all ops for a dispatch key, and for its key of autograd."""
     for op, inplace in FORMS:
         _lib.impl(name_of(op, inplace), _launches(op, inplace), key, with_keyset=True)
-        if recorded := None if inplace or op.mutated else watch.autograd_of(f"jitrope::{op.name}", *_recording(op)):
-            _lib.impl(op.name, _launches(op, inplace, recorded), f"Autograd{key}", with_keyset=True)
+        if watch.records_ops and not inplace and not op.mutated:
+            _lib.impl(
+                op.name, _launches(op, inplace, cache(partial(_autograd, op))), f"Autograd{key}", with_keyset=True
+            )
 
 
 def _launches(op: Operation, inplace: bool, recorded: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The implementation of an op on a GPU. A call like a recent one is not read again (`replay`).
 
-    recorded: the implementation of calls that autograd records, or that more than autograd watches. All others skip
-    torch's Python layer of autograd, which takes longer than the launch.
+    recorded: makes the implementation of calls that autograd records, or that more than autograd watches. All others
+    skip torch's Python layer of autograd, which takes longer than the launch.
     """
     names = _GIVEN[op.name]
     first, sections = len(names), len(names) + _fields(op).index("mrope_section")
@@ -183,7 +185,7 @@ def _launches(op: Operation, inplace: bool, recorded: Callable[..., Any] | None 
                 return None if inplace else _returned(out)
         plain, wants = watch.plain(tensors), watch.wants_grad(*tensors.values())
         if recorded is not None and (wants or not plain):
-            return recorded(keys, *given)
+            return recorded()(keys, *given)
         tensors, options = read(op, given, inplace)
         known = launch.find(key, tensors) or launch.prepare(op, tensors, tensors, key, options)
         outputs = partial(_as_outputs, op, op.made(tensors, options))
@@ -260,6 +262,10 @@ def gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         found.update(gradients_of_tables(call, op, tensors, learned, given, options))
     zeros = ctx.zeros if given else {}
     return [zeros[name]() if found.get(name) is None and name in zeros else found.get(name) for name in names]
+
+
+def _autograd(op: Operation) -> Callable[..., Any]:
+    return watch.autograd_of(getattr(torch.ops.jitrope, op.name).default, *_recording(op))
 
 
 def _recording(op: Operation) -> tuple[Callable[..., Any], Callable[..., None]]:

@@ -18,6 +18,8 @@ get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)  # a t
 get_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 on_gpu: Callable[[Tensor], bool] = operator.attrgetter("is_cuda")
 
+records_ops = hasattr(getattr(torch._library, "autograd", None), "make_autograd_impl")
+
 _tracing = torch._C._get_tracing_state
 _legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # of is_grads_batched
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -67,14 +69,10 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return found
 
 
-def autograd_of(op: str, backward: Callable[..., Any], setup: Callable[..., None]) -> Callable[..., Any] | None:
-    """The function that records an op for backward, as `torch.library.register_autograd` makes it, or None."""
-    made = getattr(torch._library, "autograd", None)
-    if made is None:
-        return None
-    namespace, _, name = op.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    found: Callable[..., Any] = made.make_autograd_impl(packet.default, made.Info(backward, setup))
+def autograd_of(op: Any, backward: Callable[..., Any], setup: Callable[..., None]) -> Callable[..., Any]:
+    """The function that records an op for backward, as `torch.library.register_autograd` makes it."""
+    info = torch._library.autograd.Info(backward, setup)
+    found: Callable[..., Any] = torch._library.autograd.make_autograd_impl(op, info)
     return found
 
 
