@@ -155,6 +155,8 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)
+        package, _, last = name.rpartition(".")
+        setattr(sys.modules[package], last, module)
         spec.loader.exec_module(module)
     yield sys.modules[FILE]
     assert not _host.placed
@@ -231,6 +233,18 @@ def test_norms_and_rope_are_one_launch(te: Any, device: str, norm: str, order: s
             torch.testing.assert_close(a, c, rtol=unit, atol=tolerance)
         if norm != "L2Normalization" and name in "qkv" and not RMSNorm.centre and device == "cpu":
             assert torch.equal(a, b)
+
+
+def test_compiled(te: Any) -> None:
+    layer, x = layer_of(te, "RMSNorm", True, torch.float32), torch.randn(12, 2, 64)
+    freqs = transformer_engine.RotaryPositionEmbedding(32)(24)
+    with transformer_engine.enable() as report:
+        want = results(layer, x, rotary_pos_emb=freqs)
+        layer.compile(backend="eager")
+        got = results(layer, x, rotary_pos_emb=freqs)
+    assert report.calls == {"jitrope": 0, "host": 0, "fused": 2}
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("norm", ["RMSNorm", "LayerNorm"])

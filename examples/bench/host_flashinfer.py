@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .harness import DEVICE, angles, bf16
-from .host_models import Pair, random_weights
-from .host_serving import Layers, hosts, need_gpu, pair_of, sizes
+from .host_models import Pair, need_gpu, random_weights
+from .host_serving import Layers, hosts, pair_of, sizes
 
 KINDS = {"": "", "fp8": " (fp8 cache)", "fused": " (norms, rope and cache)"}
 """Kinds of attention, and the text after the model's name: rope alone; rope, fp8 and the cache; all in one function."""

@@ -61,6 +61,12 @@ def counts(report: Any, fused: bool) -> dict[str, int]:
     return {"fused" if fused else "jitrope": report.calls["jitrope"], "host": report.calls["host"]}
 
 
+def need_gpu() -> None:
+    """Raise ImportError, by which a host is left out, without a GPU."""
+    if DEVICE != "cuda":
+        raise ImportError("its kernels need a GPU")
+
+
 def random_weights(model: nn.Module) -> None:
     """bf16 parameters, with those of norms near 1; buffers keep their dtypes."""
     for name, x in model.named_parameters():
@@ -72,6 +78,13 @@ def share(model: nn.Module, weights_of: nn.Module) -> None:
     """Give a model the parameters of another one."""
     for x, y in zip(model.parameters(), weights_of.parameters(), strict=True):
         x.data = y.data
+
+
+def keeping(cls: Any, **functions: Any) -> Any:
+    """A class like cls whose `forward` keeps these functions, whatever replaces them in its module."""
+    from jitrope.integrations._host import with_code
+
+    return type(cls.__name__, (cls,), {"forward": with_code(cls.forward, cls.forward.__code__, **functions)})
 
 
 # ---- transformers --------------------------------------------------------------------------------------
@@ -247,9 +260,7 @@ def timm_pair(name: str, size: int, smoke: bool) -> Iterator[Pair]:
         stock, ours = (timm.create_model(name, img_size=size, global_pool="token", **tiny) for _ in range(2))
     random_weights(stock)
     share(ours, stock)
-    attention = type(stock.blocks[0].attn)
-    forward = with_code(attention.forward, attention.forward.__code__, apply_rot_embed_cat=rotate)
-    kept = type(attention.__name__, (attention,), {"forward": forward})
+    kept = keeping(type(stock.blocks[0].attn), apply_rot_embed_cat=rotate)
     for block in stock.blocks:
         block.attn.__class__ = kept
     words = {"x": bf16(1 if smoke else 8, 3, size, size)}
@@ -284,10 +295,35 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def megatron_spec(te: bool) -> Any:
+    """Megatron's plan of a layer, with TransformerEngine's modules, or its own and torch's attention."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if te:
+        need_gpu()
+        importlib.import_module("transformer_engine.pytorch")  # raises ImportError without it
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    spec: Any = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = Sdpa
+    return spec
+
+
+def attention_with_rope_of_te() -> Any:
+    """Megatron's class of attention, which keeps TransformerEngine's fused rope, whatever replaces it."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.attention import SelfAttention
+
+    from jitrope.integrations._host import with_code
+
+    rope: Any = rope_utils.apply_rotary_pos_emb
+    rope = with_code(rope, rope.__code__, fused_apply_rotary_pos_emb=rope_utils.fused_apply_rotary_pos_emb)
+    return keeping(SelfAttention, apply_rotary_pos_emb=rope)
+
+
 @contextmanager
-def megatron_pair(smoke: bool) -> Iterator[Pair]:
-    """Two layers as large as Qwen3-8B's, of Megatron-core without TransformerEngine."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def megatron_pair(te: bool, smoke: bool) -> Iterator[Pair]:
+    """Two layers as large as Qwen3-8B's, of Megatron-core with or without TransformerEngine."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -298,17 +334,19 @@ def megatron_pair(smoke: bool) -> Iterator[Pair]:
     words: dict[str, Any] = {"use_cpu_initialization": True, "bf16": True, "params_dtype": torch.bfloat16}
     words |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False, "add_bias_linear": False}
     words |= {"normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True, "activation_func": F.silu}
+    spec = megatron_spec(te)
+    kept: Any = attention_with_rope_of_te() if te else None
     with one_rank(), integration.enable() as report:
-        spec: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-        spec.submodules.self_attention.submodules.core_attention = Sdpa
+        if te:
+            model_parallel_cuda_manual_seed(0)
         stock, ours = (
             Chain([build_module(spec, config=config, layer_number=1 + i).to(DEVICE) for i in range(2)])
-            for config in (
-                TransformerConfig(num_layers=2, apply_rope_fusion=on, **sizes, **words) for on in (False, True)
-            )
+            for config in (TransformerConfig(num_layers=2, apply_rope_fusion=on, **sizes, **words) for on in (te, True))
         )
         random_weights(stock)
         share(ours, stock)
+        for layer in stock.layers if te else ():
+            layer.self_attention.__class__ = kept
         length = 6 if smoke else 4096
         freqs = twice(angles(length, sizes["kv_channels"])).float()[:, None, None]
         x = bf16(length, 1, sizes["hidden_size"]).requires_grad_()
@@ -338,7 +376,7 @@ HOSTS = {
     "qwen3-titan-train": Host(
         "torchtitan", "Qwen3-8B", "train, 4096 tokens, 2 layers", partial(torchtitan_pair, "qwen3", ("attention",))
     ),
-    "megatron-train": Host("megatron.core", "Qwen3-8B", "train, 4096 tokens, 2 layers", megatron_pair),
+    "megatron-train": Host("megatron.core", "Qwen3-8B", "train, 4096 tokens, 2 layers", partial(megatron_pair, False)),
     "dinov3-train": Host(
         "timm", "DINOv3 ViT-L", "train, 8 pictures of 1024 patches, 4 blocks",
         partial(timm_pair, "vit_large_patch16_dinov3", 512),

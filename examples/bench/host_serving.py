@@ -14,12 +14,6 @@ from .harness import DEVICE
 from .host_models import Host, Pair, Side, counts
 
 
-def need_gpu() -> None:
-    """Raise ImportError, by which a host is left out, without a GPU."""
-    if DEVICE != "cuda":
-        raise ImportError("its kernels need a GPU")
-
-
 class Layers(nn.Module):
     """Decoder layers that hand on a residual.
 

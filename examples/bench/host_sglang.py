@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .harness import DEVICE, bf16
-from .host_models import LM_TINY, QWEN3, Pair, random_weights
-from .host_serving import Layers, hosts, need_gpu, pair_of, sizes
+from .host_models import LM_TINY, QWEN3, Pair, need_gpu, random_weights
+from .host_serving import Layers, hosts, pair_of, sizes
 
 KINDS = {"": "", "cache": " (rope and cache)", "fused": " (fused op)"}
 """Kinds of attention, and the text after the model's name: rope alone, rope that fills the cache, norms and rope."""

@@ -12,7 +12,6 @@ so the patched `apply_rotary_pos_emb` also passes on the pairing of packed batch
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -211,10 +210,11 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, mla: bool = False, **wo
 def _refusals(layer: Any, given: dict[str, Any]) -> dict[str, bool]:
     """The reasons why norms are not fused, and whether they hold."""
     config, norms = layer.config, {type(x).__name__ for x in (layer.q_layernorm, layer.k_layernorm)}
+    host = _host_module().SelfAttention
     no_rope = config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1]
     return {
         "": bool(no_rope or not config.apply_rope_fusion or norms & {"NoneType", "IdentityOp"}),
-        f"{type(layer).__name__} has its own {_QKV}": getattr(type(layer), _QKV) is not getattr(_host_class(), _QKV),
+        f"{type(layer).__name__} has its own {_QKV}": getattr(type(layer), _QKV) is not getattr(host, _QKV),
         "inference": given.get("inference_context") is not None or given.get("inference_params") is not None,
         "test_mode": config.test_mode,
     }
@@ -251,7 +251,7 @@ class _Rope(NamedTuple):
         return words
 
     def mscale(self) -> float:
-        found: float = sys.modules[_ATTENTION]._yarn_get_concentration_factor_from_config(self.layer.config)
+        found: float = _host_module()._yarn_get_concentration_factor_from_config(self.layer.config)
         return found
 
     def prepared(self, *tensors: Tensor, **words: Any) -> tuple[Tensor, ...]:
@@ -263,7 +263,7 @@ class _Rope(NamedTuple):
 
 def _qkv(rope: _Rope, hidden: Tensor, *arguments: Any, output_gate: bool = False, **_: Any) -> tuple[Tensor, ...]:
     """`get_query_key_value_tensors` with q and k normalised and rotated."""
-    layer, method = rope.layer, getattr(_host_class(), _QKV)
+    layer, method = rope.layer, getattr(_host_module().SelfAttention, _QKV)
     if output_gate or layer.config.num_query_groups < layer.world_size:  # the host splits QKV
         raw = AsSelf(layer, q_layernorm=None, k_layernorm=None)
         q, k, *others = method(raw, hidden, *arguments, output_gate=output_gate)
@@ -286,15 +286,18 @@ def _separate(reason: str, rope: _Rope, first: Tensor, *k: Tensor, split: Sequen
     _host.note_unfused("megatron", reason)
     layer = rope.layer
     words = {"config": layer.config, "cu_seqlens": rope.cu_seqlens, "mscale": rope.mscale()}
-    rotate = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, cp_group=layer.pg_collection.cp, **words)
+    rotate = partial(_host_module().apply_rotary_pos_emb, cp_group=layer.pg_collection.cp, **words)
     q, keys, *v = first.split([*split], -1) if split else (first, *k)
     if split:
         q = q.unflatten(-1, (-1, split[1])).flatten(-3, -2)
     return rotate(layer.q_layernorm(q), rope.freqs), rotate(layer.k_layernorm(keys), rope.freqs), *v
 
 
-def _host_class() -> Any:
-    return sys.modules[_ATTENTION].SelfAttention
+def _host_module() -> Any:
+    """The module of attention, by an import, which torch.compile can trace; it cannot trace `sys.modules`."""
+    from megatron.core.transformer import attention
+
+    return attention
 
 
 _FUSED = _host.or_else("megatron", "fused", _fused, _separate)
@@ -316,7 +319,7 @@ def enable() -> _host.Report:
     fused. Raises ImportError without Megatron.
     """
     report = _host.enable("megatron", {**_host.named(_ROPE_UTILS, *_HOOKS), **_OPTIONAL}, _OPTIONAL)
-    cls, what = _host_class(), "norms of q and k and rope fused"
+    cls, what = _host_module().SelfAttention, "norms of q and k and rope fused"
     if "split_qkv" in inspect.signature(getattr(cls, _QKV)).parameters:
         report.replace_method(cls, "forward", without_rope("megatron", _refusals, _cu_seqlens, _stand_in), what)
     else:

@@ -13,8 +13,6 @@ rows have undefined content.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -211,13 +209,20 @@ class _Both(AsSelf):
         return k
 
 
+def _host_module() -> Any:
+    """The module of attention, by an import, which torch.compile can trace; it cannot trace `sys.modules`."""
+    from transformer_engine.pytorch.attention import multi_head_attention
+
+    return multi_head_attention
+
+
 def _refusals(layer: Any, given: dict[str, Any]) -> dict[str, bool]:
     """The reasons why norms are not fused, and whether they hold."""
     return {
         "": layer.q_norm is None,
         "cross attention": layer.attention_type != "self",
         "inference": given.get("inference_params") is not None,
-        "fp8": sys.modules[_ATTENTION].FP8GlobalStateManager.is_fp8_enabled(),
+        "fp8": _host_module().FP8GlobalStateManager.is_fp8_enabled(),
     }
 
 
@@ -250,15 +255,15 @@ def _separate(
     _host.note_unfused("transformer_engine", reason)
     where = {"cu_seqlens": cu_seqlens, "cp_size": layer.cp_size, "cp_rank": layer.cp_rank}
     words = {"fused": True, "interleaved": layer.rotary_pos_interleaved, **where}
-    rope = partial(sys.modules[_ATTENTION].apply_rotary_pos_emb, freqs=freqs, tensor_format=layer.qkv_format, **words)
+    rope = partial(_host_module().apply_rotary_pos_emb, freqs=freqs, tensor_format=layer.qkv_format, **words)
     both = (q, layer.q_norm), (k, layer.k_norm)
     return tuple([rope(norm(x)) if layer.qk_norm_before_rope else norm(rope(x)) for x, norm in both])
 
 
 _FUSED = _host.or_else("transformer_engine", "fused", _fused, _separate)
-_PACKAGE = "transformer_engine.pytorch.attention"
-_ATTENTION = f"{_PACKAGE}.multi_head_attention"
-_FUNCTIONS = _host.named(f"{_PACKAGE}.rope", apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb)
+_FUNCTIONS = _host.named(
+    "transformer_engine.pytorch.attention.rope", apply_rotary_pos_emb, apply_fused_qkv_rotary_pos_emb
+)
 
 
 def enable() -> _host.Report:
@@ -268,9 +273,8 @@ def enable() -> _host.Report:
     fused. Raises ImportError without TransformerEngine.
     """
     report = _host.enable("transformer_engine", _FUNCTIONS)
-    attention = importlib.import_module(_ATTENTION).MultiheadAttention
     made = without_rope("transformer_engine", _refusals, _cu_seqlens, _stand_in)
-    report.replace_method(attention, "forward", made, "norms of q and k and rope fused")
+    report.replace_method(_host_module().MultiheadAttention, "forward", made, "norms of q and k and rope fused")
     return report
 
 
