@@ -75,7 +75,7 @@ def _cupy_fault(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename and folder and folder.is_relative_to(error.filename):
         return f"cannot make its own cache folder ({error}): set CUPY_CACHE_DIR to a folder that can be written"
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    command = f"pip install --force-reinstall {_packages(torch_cuda_major())[0]}"
+    command = f"pip install --force-reinstall {PACKAGES[_nearest()][0]}"
     return f"is installed but cannot be imported ({reason}): {command}, and start Python again"
 
 
@@ -94,22 +94,18 @@ def _nvrtc() -> Any:
 
 def install(major: int | None = None) -> str:
     """The command that installs CuPy and NVRTC for a major version of CUDA, by default torch's."""
-    return "pip install " + " ".join(_packages(torch_cuda_major() if major is None else major))
+    return "pip install " + " ".join(PACKAGES[_nearest(major)])
 
 
 def remedy(major: int | None = None) -> str:
     """The text of `install`, and the extra of jitrope that installs the same."""
-    extra = f"cuda{_nearest(torch_cuda_major() if major is None else major)}"
+    extra = f"cuda{_nearest(major)}"
     return f'{install(major)}, or the extra {extra}, pip install "jitrope[{extra}]" (in a checkout -e ".[{extra}]")'
 
 
-def _packages(major: int) -> tuple[str, str]:
-    """The packages for the nearest major version of CUDA that has packages."""
-    return PACKAGES[_nearest(major)]
-
-
-def _nearest(major: int) -> int:
-    return min(max(PACKAGES), max(min(PACKAGES), major))
+def _nearest(major: int | None = None) -> int:
+    """The nearest major version of CUDA that has packages, by default to torch's."""
+    return min(max(PACKAGES), max(min(PACKAGES), torch_cuda_major() if major is None else major))
 
 
 def torch_cuda_major() -> int:
@@ -127,7 +123,7 @@ def compiler_version() -> str:
     """
     import importlib.metadata  # CuPy has imported it by now
 
-    cupy_version, package = import_cupy().__version__, _packages(cuda_major())[1]
+    cupy_version, package = import_cupy().__version__, PACKAGES[_nearest(cuda_major())][1]
     try:
         return f"cupy {cupy_version}, {package} {importlib.metadata.version(package)}"
     except importlib.metadata.PackageNotFoundError:
@@ -167,7 +163,7 @@ def unsupported(arch: str, supported: Sequence[str], version: tuple[int, int]) -
     if numbers[0] < number < numbers[-1]:
         return f"there is no {arch}", f"{range_}: {', '.join(supported)}"
     if number > numbers[-1]:
-        upgrade = f"pip install --upgrade {_packages(version[0])[1]}"
+        upgrade = f"pip install --upgrade {PACKAGES[_nearest(version[0])][1]}"
         age, advice = f"newer than {nvrtc}", f"{upgrade}, or {install(13)}" if version[0] < 13 else upgrade
     elif number >= OLDEST_ARCH.get(version[0] - 1, numbers[0]):
         age, advice = f"too old for {nvrtc}", install(version[0] - 1)
