@@ -199,8 +199,6 @@ def test_a_number_that_no_architecture_has_is_refused_without_nvrtc(
     assert (done.returncode, done.stdout) == (2, "")
     text = f"{written!r} must be an architecture from sm_50 on, such as sm_120, sm120, 120 or 12.0"
     assert done.stderr.endswith(f"{text}\n")
-    done = jitrope("prewarm", "--heads", "8", "--arch", "sm_90", "--dry-run")
-    assert "note: the cache was not read, nor the architectures checked: no NVRTC" in done.stderr
 
 
 @pytest.mark.parametrize("arch", ["sm_130", "5.0", "sm_91", "sm_83"])
@@ -1085,11 +1083,7 @@ def test_without_cupy_and_without_a_gpu(without: Callable[[str], Run]) -> None:
     assert done.returncode == 0
     assert "would compile  sm_90  rope bf16 d128 halves, grid_2d\n" in done.stdout
     assert done.stdout.endswith("\n2 would compile, 0 cached, 0 failed\n")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("note: the cache was not read, nor the architectures checked: jitrope compiles through CuPy")
-    assert line.endswith(compiler.remedy())
-    as_json = json.loads(run(*prewarm, "--dry-run", "--json").stdout)
-    assert (as_json["would compile"], f"note: {as_json['note']}") == (2, line)
+    assert done.stderr == ""
 
 
 def test_a_cupy_that_cannot_be_imported_is_one_fault(process, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def prewarm(given: Options) -> bool:
 
     Without --heads, --model and --from it compiles the kernels of popular
     models. A file can describe every kind of call; the options describe common
-    ones. --dry-run lists the kernels; without CuPy it does not read the cache.
+    ones. --dry-run lists the kernels.
 
     Examples:
         jitrope prewarm --arch sm_80,sm_90 --jobs 8

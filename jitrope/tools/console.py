@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import sys
@@ -227,14 +226,12 @@ def architectures(given: list[str] | None) -> list[str]:
 def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list[Built]]) -> bool:
     """Build kernels, or with dry_run only list them, and print the results. False if one failed or there are none.
 
-    Without CuPy a dry run does not read the cache, because CuPy's version is part of a kernel's key. Before any is
-    built, this raises JitropeError if NVRTC does not know an architecture, and not all of its kernels are cached.
+    Before any is built, this raises JitropeError if NVRTC does not know an architecture, and not all of its kernels are
+    cached.
     """
     config.configure(compile=True)  # the user requests it, so ignore the environment
     _check_architectures(work)
-    note = _cache_not_read() if dry_run else {}
-    would_build = functools.partial(Built, outcome="would compile") if note else _would_build
-    built = [would_build(*kernel) for kernel in work] if dry_run else build()
+    built = [_would_build(*kernel) for kernel in work] if dry_run else build()
     failed = [item for item in built if item.failed]
     outcomes, words = ("would compile" if dry_run else "compiled", "cached"), each_in_words([b.spec for b in built])
     counts = {word: sum(item.outcome == word for item in built) for word in outcomes} | {"failed": len(failed)}
@@ -246,23 +243,12 @@ def build_all(work: Work, dry_run: bool, as_json: bool, build: Callable[[], list
     lines = [(b.outcome, b.arch, kernel) for b, kernel in zip(built, words) if dry_run and not b.failed]
     text = [table(("STATE", "ARCH", "KERNEL"), lines)] * bool(lines)
     text.append(", ".join(f"{count} {word}" for word, count in counts.items()))
-    answer(as_json, {**counts, "kernels": each, **empty, **note}, "\n".join(text))
+    answer(as_json, {**counts, "kernels": each, **empty}, "\n".join(text))
     for reason in reasons(failed):
         say(f"failed: {reason}")
     if not built:
         say("error: there was nothing to build")
-    if note:
-        say(f"note: {note['note']}")
     return bool(built) and not failed
-
-
-def _cache_not_read() -> dict[str, str]:
-    """{"note": the reason why a dry run reads no cache and checks no architecture, with the remedy}, or {}."""
-    try:
-        compiler.import_cupy()
-    except CompileError as error:
-        return {"note": f"the cache was not read, nor the architectures checked: {error}"}
-    return {}
 
 
 def _check_architectures(work: Work) -> None:
@@ -284,9 +270,6 @@ def _cached(spec: Spec, arch: str) -> bool:
 def _would_build(spec: Spec, arch: str) -> Built:
     """The result that building a kernel would have, without building it."""
     try:
-        if _cached(spec, arch):
-            return Built(spec, arch, "cached")
-        compiler.supported_archs()  # raises if there is no NVRTC
+        return Built(spec, arch, "cached" if _cached(spec, arch) else "would compile")
     except JitropeError as error:
         return Built(spec, arch, str(error), failed=True)
-    return Built(spec, arch, "would compile")
