@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.bench import host_te
 from jitrope.integrations import _host, transformer_engine
 
 from .hosts import missing
@@ -118,6 +122,28 @@ def test_norms_and_rope_of_its_attention(te: Any, norm: str, before: bool, layou
     assert (report.calls["fused"], report.calls["host"], report.reasons) == (1, 0, {})
     assert_alike(got[0], want[0], 2**-7)
     assert_alike(got[1], want[1], 2**-5)
+
+
+def test_layers_of_the_gallery() -> None:
+    """Those of TransformerEngine, and of Megatron-core if it is installed."""
+    command = [
+        sys.executable,
+        "-m",
+        "jitrope",
+        "bench",
+        "hosts",
+        "--only",
+        ",".join(host_te.HOSTS),
+        "--smoke",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json.loads(done.stdout)["rows"] if row["by"] == "jitrope"]
+    assert len(rows) >= 4
+    for row in rows:
+        assert row["fused calls"] > 0 == row["jitrope calls"] == row["host calls"]
+        assert row["off %"] < 2
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -224,7 +224,9 @@ SECTION = Section(
     is the peak of a step above weights and inputs. "Off" is the largest difference of the output or a gradient from
     stock's, in percent of its norm. "Diffusion" has more models of diffusers. Compiled, Qwen3-VL's
     vision tower has 15 graph breaks of its own, and the host's work is its time. torchtitan 0.3.0 imports a class for
-    FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use. ComfyUI is not a
+    FSDP that torch 2.11 lacks; an empty class took its place, which a step on one GPU does not use. Megatron-core has a
+    row with TransformerEngine's modules, where stock is TransformerEngine's fused rope and norms, and one without,
+    where stock is Megatron's rope in plain torch. ComfyUI is not a
     package: its models here are blocks as wide as FLUX.1's, written for the bench with the functions of comfy-kitchen,
     and stock uses the backend in brackets. vLLM runs without its compiler, with all of its own kernels and a paged
     cache; compiled, its eager step is a CUDA graph, as SGLang's and FlashInfer's are. In "fused op" its own op for
