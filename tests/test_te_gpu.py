@@ -126,18 +126,8 @@ def test_norms_and_rope_of_its_attention(te: Any, norm: str, before: bool, layou
 
 def test_layers_of_the_gallery() -> None:
     """Those of TransformerEngine, and of Megatron-core if it is installed."""
-    command = [
-        sys.executable,
-        "-m",
-        "jitrope",
-        "bench",
-        "hosts",
-        "--only",
-        ",".join(host_te.HOSTS),
-        "--smoke",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["hosts", "--only", ",".join(host_te.HOSTS), "--smoke", "--json"]
+    done = subprocess.run([sys.executable, "-m", "jitrope", "bench", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [row for row in json.loads(done.stdout)["rows"] if row["by"] == "jitrope"]
     assert len(rows) >= 4

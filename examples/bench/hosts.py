@@ -197,13 +197,14 @@ def launches(row: Row) -> str:
 
 
 def plot(rows: list[Row]) -> Plot:
-    """How many times as fast as stock. A library's further kinds of attention are only in the tables."""
-    first = [row for row in rows if row["by"] == "jitrope" and not row["model"].endswith(("op)", "cache)"))]
+    """How many times as fast as stock. Further kinds of a model are only in the tables: "A, kind", "A (kind)"."""
+    ours = [row for row in rows if row["by"] == "jitrope"]
+    first = [row for row in ours if "," not in row["model"] and not row["model"].endswith(("op)", "cache)"))]
     shown = [{**row, "by": row["mode"]} for row in first]
     series = {"eager": "jitrope", "compiled": "jitrope, both compiled"}
     groups = grouped(
         shown,
-        lambda row: f"{row['host'].split()[0]} {row['model']} {row['step'].split(',')[0]}",
+        lambda row: f"{row['host'].split()[0].replace('_', ' ')} {row['model']} {row['step'].split(',')[0]}",
         series,
         value="x stock",
     )
@@ -237,8 +238,8 @@ SECTION = Section(
     Qwen3-32B's, written for the bench with its norms, rope, cache, FlashAttention 2 and activation. Its function for
     norms, rope and cache takes 64 and 8 heads, which Qwen3-32B has. An eager decode step of these three waits for the
     host, which works longer with jitrope's functions than with theirs, longest with FlashInfer's for fp8: there torch
-    computes the slots, in ten small operations, and its CUDA graph is slower too. The plot has one kind of attention of
-    each library; the tables have all, with the slowest.
+    computes the slots, in ten small operations, and its CUDA graph is slower too. The plot has one kind of each
+    model; the tables have all, with the slowest.
     """,
     "jitrope bench hosts",
     (
